@@ -1,0 +1,1 @@
+"""CPU kernels: Python that numba and LLVM compile for the processor at hand."""

@@ -1,0 +1,1 @@
+"""Run large language models on the machine you have."""

@@ -1,0 +1,61 @@
+"""Every failure a user can meet is one of these: one clear sentence that says what to do about it."""
+
+from __future__ import annotations
+
+
+class LocalLLMError(Exception):
+    """The root of all errors that localllm raises on purpose."""
+
+
+class GGUFError(LocalLLMError):
+    """A GGUF file that cannot be believed.  The text names the file, the place in it and the defect."""
+
+
+class ModelError(LocalLLMError):
+    """A model whose hyper-parameters or tensors do not fit together."""
+
+
+class UnsupportedArchitectureError(ModelError):
+    """``general.architecture`` names a model family that localllm does not have."""
+
+
+class TokenizerError(LocalLLMError):
+    """The vocabulary in the file is broken, or a text or id cannot be translated with it."""
+
+
+class TemplateError(LocalLLMError):
+    """The chat template is missing, not valid, refused the messages, or ran past its bounds."""
+
+
+class UsageError(LocalLLMError, ValueError):
+    """An argument out of range, or arguments that contradict each other."""
+
+
+class ContextLengthError(LocalLLMError, ValueError):
+    """A prompt too long for the context.
+
+    Attributes:
+        n_tokens: tokens in the prompt.
+        context: tokens that fit.
+    """
+
+    def __init__(self, n_tokens: int, context: int, advice: str) -> None:
+        super().__init__(f"the prompt has {n_tokens:,} tokens but the context holds {context:,}: {advice}")
+        self.n_tokens = n_tokens
+        self.context = context
+
+
+class NotEnoughMemoryError(LocalLLMError, MemoryError):
+    """The model would not fit into memory; said before loading, with the numbers."""
+
+
+class DeviceError(LocalLLMError):
+    """A device was asked for that is not there or cannot be used; says why."""
+
+
+class KernelError(LocalLLMError):
+    """No kernel fits the shapes or formats at hand, or one could not be compiled."""
+
+
+class ClosedError(LocalLLMError):
+    """The model or the file was closed before this call."""

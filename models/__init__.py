@@ -1,0 +1,1 @@
+"""Architectures, each a short assembly of shared blocks."""
