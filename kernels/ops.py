@@ -1,0 +1,211 @@
+"""The operations a model is made of.
+
+A model's forward pass is written once, over the `Ops` protocol, and every backend (plain numpy in
+`reference.py`, CPU kernels in `cpu/`) runs it.  The operations are coarse: a decode step of one layer costs at
+most about eight of them.  Shapes in the docstrings use
+
+    T  tokens in the batch          S  sequences in the batch       N  rows whose logits are wanted
+    d  hidden width                 H  query heads                  G  key/value heads (H is a multiple of G)
+
+**Forward passes are traced.**  A backend may call the forward function once, record what it does, and replay the
+record for every later batch.  So a forward function may branch on its configuration, but never on the values or
+the number of tokens of the batch at hand; those it sees only through the operations.
+
+**Every token stands alone.**  What an operation computes for a token depends on that token, its position and the
+cache, never on which other tokens share the batch.  A backend keeps the order of its additions independent of T,
+so that a token decoded alone has the same bits as one that was prefilled in a batch of hundreds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.quant.types import GGMLType
+
+#: What an operation takes and returns: a backend's own handle of a float32 matrix [T, width].
+Tensor = Any
+
+
+class Weight(Protocol):
+    """A tensor as it lies in a GGUF file (`localllm.gguf.TensorInfo` is one)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def type(self) -> GGMLType: ...
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Numpy order: a matrix is [rows, columns], and computes ``x @ matrix.T``."""
+        ...
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """Raw blocks, uint8 [rows, bytes per row]."""
+        ...
+
+
+class Linear(Protocol):
+    """A matrix packed for a backend: y = x @ W.T + bias."""
+
+    n_in: int
+    n_out: int
+    #: The format that the kernels read, and its bytes in memory.
+    format: str
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding of the first ``2 * len(frequencies)`` values of each head.
+
+    Attributes:
+        frequencies: float32 [n_rot / 2], radians a position.
+        interleaved: pairs are (0, 1), (2, 3), … as in llama's GGUF files; otherwise (0, n/2), (1, n/2 + 1), …
+            as in Hugging Face's code ("NeoX").
+        magnitude: factor on cosine and sine (YaRN's attention factor).
+
+    Source: Su et al., RoFormer (arXiv:2104.09864).
+    """
+
+    frequencies: NDArray[np.float32]
+    interleaved: bool
+    magnitude: float = 1.0
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a KV cache holds: for each layer, keys and values of G heads of ``head_dim`` values a token."""
+
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's float16 keys and values in all layers."""
+        return self.n_layers * self.n_kv_heads * self.head_dim * 2 * 2
+
+
+class KVCache(Protocol):
+    """Keys and values in float16, in pages of ``page_size`` tokens that sequences name in their block tables."""
+
+    page_size: int
+    n_pages: int
+    n_bytes: int
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies one page, in all layers."""
+        ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A ragged batch: the new tokens of S sequences, laid end to end.
+
+    Prefill, decode, several sequences at once and the checking of drafted tokens are all this.
+
+    Attributes:
+        ids: int32 [T], token ids.
+        positions: int32 [T], place of each token in its sequence, from 0.
+        query_starts: int32 [S + 1]; sequence s has the tokens query_starts[s] : query_starts[s + 1].
+        kv_lengths: int32 [S], tokens in the cache once this batch's are appended.
+        block_tables: int32 [S, max_blocks]; token position p of sequence s lies in page
+            block_tables[s, p // page_size].
+        outputs: int32 [N], rows of the batch whose logits are wanted.
+    """
+
+    ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    query_starts: NDArray[np.int32]
+    kv_lengths: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    outputs: NDArray[np.int32]
+
+
+#: A compiled forward pass: takes a batch, returns logits, float32 [N, n_vocab].  The array is the backend's own
+#: and good until the next call.
+Step = Callable[[Batch], NDArray[np.float32]]
+
+
+class Ops(Protocol):
+    """What a backend offers.  `load_*` are called while a model is loaded, the rest inside forward passes."""
+
+    #: "reference", "cpu", …
+    name: str
+    #: Tokens in a page of the KV cache.
+    page_size: int
+
+    def load_linear(self, weight: Weight, bias: Weight | None = None) -> Linear:
+        """Packs a matrix [n_out, n_in] and an optional bias [n_out] for this backend.
+
+        Raises:
+            KernelError: no kernel reads the matrix's format.
+        """
+        ...
+
+    def load_vector(self, weight: Weight) -> Any:
+        """Keeps a vector (a norm's weight), in float32."""
+        ...
+
+    def load_embedding(self, weight: Weight) -> Any:
+        """Keeps an embedding table [n_vocab, d] for row look-up."""
+        ...
+
+    def new_cache(self, shape: CacheShape, n_pages: int) -> KVCache: ...
+
+    def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
+        """A step that runs ``forward`` over batches of at most ``max_tokens`` tokens, ``max_outputs`` outputs."""
+        ...
+
+    def embed(self, table: Any, scale: float = 1.0) -> Tensor:
+        """Rows of the table for the batch's ids: [T, d]."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Any, eps: float) -> Tensor:
+        """x / sqrt(mean(x²) + eps) * weight over the last axis: [T, d].  Source: arXiv:1910.07467."""
+        ...
+
+    def linear(self, x: Tensor, weight: Linear, residual: Tensor | None = None) -> Tensor:
+        """x @ W.T + bias (+ residual, which is consumed: it must not be used afterwards): [T, n_out]."""
+        ...
+
+    def linears(self, x: Tensor, weights: Sequence[Linear]) -> list[Tensor]:
+        """Several matrices over one input, such as query, key and value, or gate and up."""
+        ...
+
+    def rope_append(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: Rope | None,
+        layer: int,
+        *,
+        q_norm: Any | None = None,
+        k_norm: Any | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """Norms each head of q and k where weights are given, rotates both, appends k and v to the cache.
+
+        Takes q [T, H * head_dim], k and v [T, G * head_dim] (all consumed); returns the rotated q.
+        """
+        ...
+
+    def attention(self, q: Tensor, layer: int, *, scale: float, window: int | None = None) -> Tensor:
+        """Causal attention of q [T, H * head_dim] over the cache, of the last ``window`` positions if given.
+
+        A token sees the positions max(0, p - window + 1) … p of its sequence.  Source: arXiv:2205.14135.
+        """
+        ...
+
+    def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up: [T, f]; ``activation`` is "silu" or "gelu" (tanh).  Source: arXiv:2002.05202."""
+        ...
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """The rows of x [T, d] whose logits are wanted: [N, d]."""
+        ...

@@ -1,0 +1,192 @@
+"""Plain numpy: every operation as its formula reads.  Slow, and the truth that other backends are tested against.
+
+Matrices are dequantised to float32 when they are loaded; activations are never quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import KernelError
+from localllm.kernels.ops import Batch, CacheShape, KVCache, Linear, Rope, Step, Tensor, Weight
+from localllm.quant.formats import dequantize
+
+#: float32; numpy's stubs lose the type in most expressions.
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class ReferenceLinear:
+    matrix: Array  # [n_out, n_in]
+    bias: Array | None
+    n_in: int
+    n_out: int
+    format: str = "F32"
+    n_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ReferenceCache:
+    keys: NDArray[np.float16]  # [n_layers, n_pages, page_size, G, head_dim]
+    values: NDArray[np.float16]
+    page_size: int
+    n_pages: int
+    n_bytes: int
+
+    def copy_page(self, source: int, target: int) -> None:
+        self.keys[:, target] = self.keys[:, source]
+        self.values[:, target] = self.values[:, source]
+
+
+class ReferenceOps:
+    """The `Ops` protocol in plain numpy."""
+
+    name = "reference"
+    page_size = 16
+
+    _batch: Batch
+    _cache: ReferenceCache
+
+    def load_linear(self, weight: Weight, bias: Weight | None = None) -> Linear:
+        matrix = dequantize(weight.data, weight.type).reshape(weight.shape)
+        return ReferenceLinear(
+            matrix=matrix,
+            bias=None if bias is None else self.load_vector(bias),
+            n_in=matrix.shape[1],
+            n_out=matrix.shape[0],
+            n_bytes=matrix.nbytes,
+        )
+
+    def load_vector(self, weight: Weight) -> Array:
+        return dequantize(weight.data, weight.type).reshape(-1)
+
+    def load_embedding(self, weight: Weight) -> Weight:
+        return weight
+
+    def new_cache(self, shape: CacheShape, n_pages: int) -> ReferenceCache:
+        size = (shape.n_layers, n_pages, self.page_size, shape.n_kv_heads, shape.head_dim)
+        keys, values = np.zeros(size, np.float16), np.zeros(size, np.float16)
+        return ReferenceCache(keys, values, self.page_size, n_pages, keys.nbytes + values.nbytes)
+
+    def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
+        if not isinstance(cache, ReferenceCache):
+            raise KernelError(f"the reference backend cannot use a {type(cache).__name__}")
+        bound = cache
+
+        def step(batch: Batch) -> Array:
+            self._batch, self._cache = batch, bound
+            logits: Array = forward()
+            return logits
+
+        return step
+
+    def embed(self, table: Weight, scale: float = 1.0) -> Array:
+        return dequantize(table.data[self._batch.ids], table.type) * np.float32(scale)
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps)) * weight
+
+    def linear(self, x: Array, weight: ReferenceLinear, residual: Array | None = None) -> Array:
+        y: Array = x @ weight.matrix.T
+        if weight.bias is not None:
+            y += weight.bias
+        return y if residual is None else y + residual
+
+    def linears(self, x: Array, weights: Sequence[ReferenceLinear]) -> list[Array]:
+        return [self.linear(x, weight) for weight in weights]
+
+    def rope_append(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        rope: Rope | None,
+        layer: int,
+        *,
+        q_norm: Array | None = None,
+        k_norm: Array | None = None,
+        eps: float = 0.0,
+    ) -> Array:
+        head_dim = self._cache.keys.shape[-1]
+        q, k, v = (a.reshape(len(a), -1, head_dim) for a in (q, k, v))  # [T, heads, head_dim]
+        if q_norm is not None:
+            q = self.rms_norm(q, q_norm, eps)
+        if k_norm is not None:
+            k = self.rms_norm(k, k_norm, eps)
+        if rope is not None:
+            q, k = (rotate(a, self._batch.positions, rope) for a in (q, k))
+        for s in range(len(self._batch.kv_lengths)):
+            rows = slice(self._batch.query_starts[s], self._batch.query_starts[s + 1])
+            page, slot = np.divmod(self._batch.positions[rows], self.page_size)
+            page = self._batch.block_tables[s, page]
+            self._cache.keys[layer, page, slot] = to_float16(k[rows])
+            self._cache.values[layer, page, slot] = to_float16(v[rows])
+        return q.reshape(len(q), -1)
+
+    def attention(self, q: Array, layer: int, *, scale: float, window: int | None = None) -> Array:
+        _, _, _, n_kv_heads, head_dim = self._cache.keys.shape
+        heads = q.reshape(len(q), n_kv_heads, -1, head_dim)  # [T, G, H / G, head_dim]
+        out = np.empty_like(heads)
+        for s, length in enumerate(self._batch.kv_lengths):
+            rows = slice(self._batch.query_starts[s], self._batch.query_starts[s + 1])
+            pages = self._batch.block_tables[s, : -(-length // self.page_size)]
+            keys, values = (
+                a[layer, pages].reshape(-1, n_kv_heads, head_dim)[:length].astype(np.float32)  # [L, G, head_dim]
+                for a in (self._cache.keys, self._cache.values)
+            )
+            scores = np.einsum("tghd,lgd->tghl", heads[rows], keys) * np.float32(scale)
+            distance = self._batch.positions[rows, None] - np.arange(length)  # [t, L]
+            hidden = (distance < 0) | (distance >= (window or length))
+            scores = np.where(hidden[:, None, None], -np.inf, scores)
+            out[rows] = np.einsum("tghl,lgd->tghd", softmax(scores), values)
+        return out.reshape(len(q), -1)
+
+    def gated(self, gate: Array, up: Array, activation: str) -> Array:
+        return ACTIVATIONS[activation](gate) * up
+
+    def outputs(self, x: Array) -> Array:
+        rows: Array = x[self._batch.outputs]
+        return rows
+
+
+def rotate(x: Array, positions: NDArray[np.int32], rope: Rope) -> Array:
+    """Rotates the heads x [T, heads, head_dim] to their positions [T]."""
+    angles = positions[:, None].astype(np.float64) * rope.frequencies  # [T, n_rot / 2]
+    cos, sin = ((f(angles) * rope.magnitude).astype(np.float32)[:, None] for f in (np.cos, np.sin))
+    n_rot = 2 * len(rope.frequencies)
+    if rope.interleaved:
+        first, second = slice(0, n_rot, 2), slice(1, n_rot, 2)
+    else:
+        first, second = slice(0, n_rot // 2), slice(n_rot // 2, n_rot)
+    out = x.copy()
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., second] * cos + x[..., first] * sin
+    return out
+
+
+def to_float16(x: Array) -> NDArray[np.float16]:
+    """Rounds to float16; what is beyond its range becomes the largest finite value, so that 0 * x stays 0."""
+    return np.clip(x, -65504, 65504).astype(np.float16)
+
+
+def softmax(x: Array) -> Array:
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def silu(x: Array) -> Array:
+    with np.errstate(over="ignore"):  # exp(-x) may be inf: the result is then -0
+        return x / (1 + np.exp(-x))
+
+
+def gelu(x: Array) -> Array:
+    """The tanh form, which GGML uses throughout."""
+    return 0.5 * x * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)))
+
+
+ACTIVATIONS: dict[str, Any] = {"silu": silu, "gelu": gelu}
