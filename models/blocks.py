@@ -53,7 +53,7 @@ class Attention:
         qkv_bias: bool = False,
         qk_norm: bool = False,
     ) -> Attention:
-        """With ``qkv_bias``, query, key and value must have biases (else they may); with ``qk_norm``, heads norms."""
+        """With ``qkv_bias``, query, key and value must have biases; else they may.  ``qk_norm``: of each head."""
         width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
         return cls(
             layer=layer,

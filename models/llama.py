@@ -5,7 +5,7 @@ Their GGUF files have the rows of query and key reordered, so that rotary pairs 
 
 from __future__ import annotations
 
-from localllm.models.blocks import Attention, Block, Model, GatedMLP
+from localllm.models.blocks import Attention, Block, GatedMLP, Model
 from localllm.models.config import ModelConfig
 from localllm.models.rope import make_rope
 from localllm.models.weights import LayerWeights, Weights
