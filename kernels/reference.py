@@ -1,6 +1,7 @@
 """Plain numpy: every operation as its formula reads.  Slow, and the truth that other backends are tested against.
 
-Matrices are dequantised to float32 when they are loaded; activations are never quantised.
+Matrices are dequantised to float32 when they are loaded; activations are never quantised.  Every token is
+computed by itself, so that it has the same bits in whatever batch it comes.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class ReferenceLinear:
 
 @dataclass(frozen=True)
 class ReferenceCache:
-    keys: NDArray[np.float16]  # [n_layers, n_pages, page_size, G, head_dim]
-    values: NDArray[np.float16]
+    keys: Array  # [n_layers, n_pages, page_size, G, head_dim]
+    values: Array
     page_size: int
     n_pages: int
     n_bytes: int
@@ -44,13 +45,20 @@ class ReferenceCache:
 
 
 class ReferenceOps:
-    """The `Ops` protocol in plain numpy."""
+    """The `Ops` protocol in plain numpy.
+
+    With a float32 cache it computes as if a model's attention had no cache at all, which is what independent
+    implementations are compared with; backends are compared with the float16 cache, which they have too.
+    """
 
     name = "reference"
     page_size = 16
 
     _batch: Batch
     _cache: ReferenceCache
+
+    def __init__(self, cache_type: type[np.float16] | type[np.float32] = np.float16) -> None:
+        self._cache_type = cache_type
 
     def load_linear(self, weight: Weight, bias: Weight | None = None) -> Linear:
         matrix = dequantize(weight.data, weight.type).reshape(weight.shape)
@@ -70,7 +78,7 @@ class ReferenceOps:
 
     def new_cache(self, shape: CacheShape, n_pages: int) -> ReferenceCache:
         size = (shape.n_layers, n_pages, self.page_size, shape.n_kv_heads, shape.head_dim)
-        keys, values = np.zeros(size, np.float16), np.zeros(size, np.float16)
+        keys, values = np.zeros(size, self._cache_type), np.zeros(size, self._cache_type)
         return ReferenceCache(keys, values, self.page_size, n_pages, keys.nbytes + values.nbytes)
 
     def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
@@ -89,10 +97,12 @@ class ReferenceOps:
         return dequantize(table.data[self._batch.ids], table.type) * np.float32(scale)
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
-        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps)) * weight
+        mean_square: Array = np.mean(x * x, axis=-1, keepdims=True)
+        return x / np.sqrt(mean_square + np.float32(eps)) * weight
 
     def linear(self, x: Array, weight: ReferenceLinear, residual: Array | None = None) -> Array:
-        y: Array = x @ weight.matrix.T
+        # A product of matrix and vector a token: a product of matrices adds in an order that depends on T.
+        y: Array = np.matmul(weight.matrix, x[:, :, None])[:, :, 0]
         if weight.bias is not None:
             y += weight.bias
         return y if residual is None else y + residual
@@ -124,29 +134,29 @@ class ReferenceOps:
             rows = slice(self._batch.query_starts[s], self._batch.query_starts[s + 1])
             page, slot = np.divmod(self._batch.positions[rows], self.page_size)
             page = self._batch.block_tables[s, page]
-            self._cache.keys[layer, page, slot] = to_float16(k[rows])
-            self._cache.values[layer, page, slot] = to_float16(v[rows])
+            self._cache.keys[layer, page, slot] = in_range(k[rows], self._cache_type)
+            self._cache.values[layer, page, slot] = in_range(v[rows], self._cache_type)
         return q.reshape(len(q), -1)
 
     def attention(self, q: Array, layer: int, *, scale: float, window: int | None = None) -> Array:
         _, _, _, n_kv_heads, head_dim = self._cache.keys.shape
         heads = q.reshape(len(q), n_kv_heads, -1, head_dim)  # [T, G, H / G, head_dim]
         out = np.empty_like(heads)
-        for s, length in enumerate(self._batch.kv_lengths):
-            rows = slice(self._batch.query_starts[s], self._batch.query_starts[s + 1])
-            pages = self._batch.block_tables[s, : -(-length // self.page_size)]
-            keys, values = (
-                a[layer, pages].reshape(-1, n_kv_heads, head_dim)[:length].astype(np.float32)  # [L, G, head_dim]
-                for a in (self._cache.keys, self._cache.values)
-            )
-            scores = np.einsum("tghd,lgd->tghl", heads[rows], keys) * np.float32(scale)
-            distance = self._batch.positions[rows, None] - np.arange(length)  # [t, L]
-            hidden = (distance < 0) | (distance >= (window or length))
-            scores = np.where(hidden[:, None, None], -np.inf, scores)
-            out[rows] = np.einsum("tghl,lgd->tghd", softmax(scores), values)
+        for s, table in enumerate(self._batch.block_tables):
+            for t in range(self._batch.query_starts[s], self._batch.query_starts[s + 1]):
+                stop = int(self._batch.positions[t]) + 1
+                seen = np.arange(max(0, stop - (window or stop)), stop)
+                page, slot = table[seen // self.page_size], seen % self.page_size
+                keys, values = (
+                    a[layer, page, slot] for a in (self._cache.keys, self._cache.values)
+                )  # [L, G, head_dim]
+                scores = np.einsum("ghd,lgd->ghl", heads[t], keys.astype(np.float32)) * np.float32(scale)
+                out[t] = np.einsum("ghl,lgd->ghd", softmax(scores), values.astype(np.float32))
         return out.reshape(len(q), -1)
 
     def gated(self, gate: Array, up: Array, activation: str) -> Array:
+        if activation not in ACTIVATIONS:
+            raise KernelError(f"there is no activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[activation](gate) * up
 
     def outputs(self, x: Array) -> Array:
@@ -169,24 +179,30 @@ def rotate(x: Array, positions: NDArray[np.int32], rope: Rope) -> Array:
     return out
 
 
-def to_float16(x: Array) -> NDArray[np.float16]:
-    """Rounds to float16; what is beyond its range becomes the largest finite value, so that 0 * x stays 0."""
-    return np.clip(x, -65504, 65504).astype(np.float16)
+def in_range(x: Array, kind: type[np.float16] | type[np.float32]) -> Array:
+    """What is beyond the range of ``kind`` becomes its largest finite value, so that 0 * x stays 0."""
+    limit = np.float32(np.finfo(kind).max)
+    return np.clip(x, -limit, limit)
 
 
 def softmax(x: Array) -> Array:
-    e = np.exp(x - x.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
+    """exp(x) / sum(exp(x)) over the last axis."""
+    e: Array = np.exp(x - x.max(axis=-1, keepdims=True))
+    total: Array = e.sum(axis=-1, keepdims=True)
+    return e / total
 
 
 def silu(x: Array) -> Array:
+    """x * sigmoid(x).  Source: arXiv:1702.03118."""
     with np.errstate(over="ignore"):  # exp(-x) may be inf: the result is then -0
-        return x / (1 + np.exp(-x))
+        y: Array = x / (1 + np.exp(-x))
+    return y
 
 
 def gelu(x: Array) -> Array:
-    """The tanh form, which GGML uses throughout."""
-    return 0.5 * x * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)))
+    """The tanh form, which GGML uses throughout.  Source: arXiv:1606.08415."""
+    y: Array = 0.5 * x * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)))
+    return y
 
 
-ACTIVATIONS: dict[str, Any] = {"silu": silu, "gelu": gelu}
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": silu, "gelu": gelu}
