@@ -7,6 +7,7 @@ A template may use, besides what numba compiles,
 * ``x[i]``, ``x[i, j]`` with constant indices: not memory, but variables of their own (``x_0``, ``x_1_2``), which is
   how an array of SIMD registers is written;
 * ``if CONSTANT:``, of which only the branch taken remains;
+* ``f(*w[0:8])`` for ``f(w[0], …, w[7])``;
 * ``step(x, address)`` as a statement, where ``step`` is itself a template: its body is written in place of the call.
   A parameter annotated `Registers` is the caller's array itself.
 
@@ -56,9 +57,22 @@ class Template:
         return tree, {**scope, **constants}
 
 
+class Device(Template):
+    """A template that is not written out where it is called, but compiled once and called (LLVM inlines it).
+
+    It takes and returns values, not register arrays.  What is repeated for every register is best a device
+    function: numba's time goes with the number of statements that it sees.
+    """
+
+
 def template(function: Callable[..., Any]) -> Template:
     """Makes a function a template, to be written into kernels."""
     return Template(function)
+
+
+def device(function: Callable[..., Any]) -> Device:
+    """Makes a function one that kernels call."""
+    return Device(function)
 
 
 class _Specialiser(ast.NodeTransformer):
@@ -131,8 +145,24 @@ class _Specialiser(ast.NodeTransformer):
         """The template that an expression calls."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             value = self.constants.get(node.func.id)
-            return value if isinstance(value, Template) else None
+            return value if isinstance(value, Template) and not isinstance(value, Device) else None
         return None
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        arguments: list[ast.expr] = []
+        for argument in node.args:
+            arguments += self.spread(argument.value) if isinstance(argument, ast.Starred) else [argument]
+        node.args = arguments
+        return cast(ast.expr, self.generic_visit(node))
+
+    def spread(self, node: ast.expr) -> list[ast.expr]:
+        """``*w[0:8]`` in a call: the registers w_0 … w_7."""
+        array, bounds = cast(ast.Subscript, node), cast(ast.Slice, cast(ast.Subscript, node).slice)
+        low, high = (self.evaluate(cast(ast.expr, b)) for b in (bounds.lower, bounds.upper))
+        return [
+            ast.fix_missing_locations(ast.copy_location(ast.Subscript(array.value, ast.Constant(i), ast.Load()), node))
+            for i in range(low, high)
+        ]
 
     def visit_Expr(self, node: ast.Expr) -> Any:
         inner = self.called(node.value)
