@@ -42,6 +42,7 @@ class GGMLType(IntEnum):
     TQ2_0 = 35
     MXFP4 = 39
     NVFP4 = 40
+    Q1_0 = 41
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,4 +91,5 @@ BLOCK_SIZES: dict[GGMLType, BlockSize] = {
     GGMLType.TQ2_0: BlockSize(256, 66),
     GGMLType.MXFP4: BlockSize(32, 17),
     GGMLType.NVFP4: BlockSize(64, 36),
+    GGMLType.Q1_0: BlockSize(128, 18),
 }

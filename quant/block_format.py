@@ -1,0 +1,142 @@
+"""What a block format is, and the table that every format enters itself into."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from localllm.errors import ModelError
+from localllm.quant.bits import Bytes, Floats, Halves, Ints
+from localllm.quant.types import BLOCK_SIZES, GGMLType
+
+
+class BlockFormat(ABC):
+    """One tensor type of GGML: how ``block_length`` values lie in ``block_bytes`` bytes.
+
+    Attributes:
+        type: the id in GGUF files.
+        layout: the fields of a block, named as in GGML's ``ggml-common.h``, little-endian, unpadded.
+    """
+
+    type: ClassVar[GGMLType]
+    layout: ClassVar[np.dtype[Any]]
+
+    @property
+    def block_length(self) -> int:
+        """Values in a block."""
+        return BLOCK_SIZES[self.type].length
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return BLOCK_SIZES[self.type].n_bytes
+
+    def fields(self, blocks: Bytes) -> npt.NDArray[Any]:
+        """See uint8 [n_blocks, block_bytes] as records of `layout`, [n_blocks], without a copy."""
+        return blocks.view(self.layout)[:, 0]
+
+    @abstractmethod
+    def decode(self, blocks: Bytes, out: Floats) -> None:
+        """Write the values of uint8 [n_blocks, block_bytes] into float32 [n_blocks, block_length].
+
+        Both arrays are C-contiguous.  Infinite or NaN scales make numpy warn; the caller
+        (`localllm.quant.formats.dequantize`) silences that, since such blocks have defined values.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Blocks of an integer format, taken apart.
+
+    The value of code ``c`` in sub-block ``s`` of a block is, in float32 and this order,
+    ``(scale * sub_scales[s]) * (c - offset)``, then ``+ min`` in the formats without sub-blocks and
+    ``- min * sub_mins[s]`` in those with them.
+
+    Attributes:
+        codes: uint8 or int8 [n_blocks, block_length]; as stored, but looked up in the codebook in
+            the formats that have one.
+        scale: float16 [n_blocks], GGML's ``d``.
+        min: float16 [n_blocks], GGML's ``m`` or ``dmin``; None in symmetric formats.
+        sub_scales: uint8 or int8 [n_blocks, n_sub_blocks]; None in formats without sub-blocks.
+        sub_mins: uint8 [n_blocks, n_sub_blocks]; None in symmetric formats and those without sub-blocks.
+    """
+
+    codes: Ints
+    scale: Halves
+    min: Halves | None = None
+    sub_scales: Ints | None = None
+    sub_mins: Ints | None = None
+
+
+def required(part: Ints | None, name: str) -> Ints:
+    """``part``, which the format at hand cannot be packed without.
+
+    Raises:
+        ModelError: it is None.
+    """
+    if part is None:
+        raise ModelError(f"blocks of this format cannot be packed without {name}")
+    return part
+
+
+class IntegerFormat(BlockFormat):
+    """A format whose values are small integers times a scale, so that kernels can multiply integers.
+
+    Attributes:
+        offset: what is subtracted from every code.
+        sub_length: values that share a sub-scale; the whole block in formats without sub-blocks.
+    """
+
+    offset: ClassVar[int] = 0
+    sub_length: ClassVar[int]
+
+    @abstractmethod
+    def unpack(self, blocks: Bytes) -> Parts:
+        """Take uint8 [n_blocks, block_bytes] apart, losing nothing but unused bits."""
+
+    def decode(self, blocks: Bytes, out: Floats) -> None:
+        parts = self.unpack(blocks)
+        n_blocks = len(blocks)
+        # [n_blocks, n_sub_blocks, sub_length]; n_sub_blocks is 1 where there are none.
+        shape = (n_blocks, self.block_length // self.sub_length, self.sub_length)
+        values = out.reshape(shape)
+        np.subtract(parts.codes.reshape(shape), self.offset, out=values, dtype=np.float32)
+        scale = parts.scale.astype(np.float32)[:, None]
+        if parts.sub_scales is not None:
+            scale = scale * parts.sub_scales
+        values *= scale[:, :, None]
+        if parts.min is None:
+            return
+        minimum = parts.min.astype(np.float32)[:, None]
+        if parts.sub_mins is None:
+            values += minimum[:, :, None]
+        else:
+            values -= (minimum * parts.sub_mins)[:, :, None]
+
+
+class PackableFormat(IntegerFormat):
+    """An integer format that can also be written."""
+
+    @abstractmethod
+    def pack(self, parts: Parts) -> Bytes:
+        """The inverse of `unpack`: uint8 [n_blocks, block_bytes].  Codes and sub-scales must be in range."""
+
+    def _empty(self, n_blocks: int) -> tuple[Bytes, npt.NDArray[Any]]:
+        """Fresh blocks [n_blocks, block_bytes], and the same memory as records to be filled."""
+        blocks = np.empty((n_blocks, self.block_bytes), np.uint8)
+        return blocks, self.fields(blocks)
+
+
+REGISTRY: dict[GGMLType, BlockFormat] = {}
+
+Format = TypeVar("Format", bound=BlockFormat)
+
+
+def register(cls: type[Format]) -> type[Format]:
+    """Class decorator: enter the format into the table that `localllm.quant.formats` offers."""
+    REGISTRY[cls.type] = cls()
+    return cls

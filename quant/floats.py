@@ -1,0 +1,42 @@
+"""The plain floating-point types, as blocks of one value."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from localllm.quant.bits import Bytes, Floats
+from localllm.quant.block_format import BlockFormat, register
+from localllm.quant.types import GGMLType
+
+
+@register
+class F32(BlockFormat):
+    """IEEE 754 binary32."""
+
+    type = GGMLType.F32
+    layout = np.dtype([("x", "<f4")])
+
+    def decode(self, blocks: Bytes, out: Floats) -> None:
+        out[:, 0] = self.fields(blocks)["x"]
+
+
+@register
+class F16(BlockFormat):
+    """IEEE 754 binary16."""
+
+    type = GGMLType.F16
+    layout = np.dtype([("x", "<f2")])
+
+    def decode(self, blocks: Bytes, out: Floats) -> None:
+        out[:, 0] = self.fields(blocks)["x"]
+
+
+@register
+class BF16(BlockFormat):
+    """bfloat16: the upper half of a binary32."""
+
+    type = GGMLType.BF16
+    layout = np.dtype([("x", "<u2")])
+
+    def decode(self, blocks: Bytes, out: Floats) -> None:
+        np.left_shift(self.fields(blocks)["x"], 16, out=out.view(np.uint32)[:, 0], dtype=np.uint32)

@@ -1,0 +1,73 @@
+"""The 4-bit floating-point formats: E2M1 values under a shared scale that is itself a narrow float.
+
+Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0).  GGML
+keeps E2M1 values doubled, as integers, and halves the scales; so do we, to round where it rounds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from localllm.quant.bits import Bytes, Floats, bit_planes
+from localllm.quant.block_format import BlockFormat, register
+from localllm.quant.types import GGMLType
+
+# Code: sign, two bits of exponent (bias 1), one of mantissa.  GGML's negative zero is positive.
+_E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+
+
+def _half_e8m0() -> Floats:
+    """Half of 2^(e - 127) for every e in 0..255.  The specification's NaN (255) is 2^127 in GGML."""
+    return np.ldexp(np.float32(1), np.arange(256) - 128).astype(np.float32)
+
+
+def _half_ue4m3() -> Floats:
+    """Half of the unsigned E4M3 number in every byte, the top bit ignored; GGML's NaN (0x7F) is 0."""
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, code & 7
+    subnormal = np.ldexp(mantissa / 8, -6)
+    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
+    value = np.where(exponent == 0, subnormal, normal)
+    value[0x7F] = 0
+    return (value / 2).astype(np.float32)
+
+
+_HALF_E8M0 = _half_e8m0()
+_HALF_UE4M3 = _half_ue4m3()
+
+
+@register
+class MXFP4(BlockFormat):
+    """value = 2^(e - 127) · E2M1(code), 32 values a block::
+
+    e   u8       exponent
+    qs  u8[16]   codes, 4 bits, 2 planes of 16
+    """
+
+    type = GGMLType.MXFP4
+    layout = np.dtype([("e", "u1"), ("qs", "u1", 16)])
+
+    def decode(self, blocks: Bytes, out: Floats) -> None:
+        block = self.fields(blocks)
+        codes = bit_planes(block["qs"], 4).reshape(out.shape)
+        np.take(_E2M1_DOUBLED, codes, out=out, mode="clip")
+        out *= _HALF_E8M0[block["e"]][:, None]
+
+
+@register
+class NVFP4(BlockFormat):
+    """value = E4M3(d of 16 values) · E2M1(code), 64 values a block::
+
+    d   u8[4]    scales, unsigned E4M3
+    qs  u8[32]   codes, 4 bits, 4 runs of 2 planes of 8
+    """
+
+    type = GGMLType.NVFP4
+    layout = np.dtype([("d", "u1", 4), ("qs", "u1", 32)])
+
+    def decode(self, blocks: Bytes, out: Floats) -> None:
+        block = self.fields(blocks)
+        values = out.reshape(len(blocks), 4, 16)
+        codes = bit_planes(block["qs"].reshape(len(blocks), 4, 8), 4).reshape(values.shape)
+        np.take(_E2M1_DOUBLED, codes, out=values, mode="clip")
+        values *= _HALF_UE4M3[block["d"]][:, :, None]

@@ -1,0 +1,39 @@
+"""The codebooks of the IQ formats: rows of 4 or 8 values that an index picks as a whole.
+
+The rows were found by search on lattices (E8 and D4) when the formats were made, so they follow from no
+rule; they are read from the ``gguf`` package, on first use, because importing it takes a third of a second.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from localllm.quant.bits import Floats, Ints
+
+
+@cache
+def grid(name: str) -> Floats:
+    """The codebook of the format ``name`` (``"IQ2_XXS"``, …): float32 [entries, 4 or 8]."""
+    import gguf.quants
+
+    table = getattr(gguf.quants, name)
+    table.init_grid()
+    values: Floats = np.ascontiguousarray(table.grid.reshape(table.grid_shape), dtype=np.float32)
+    values.flags.writeable = False
+    return values
+
+
+def _signs(masks: Ints) -> Floats:
+    """1 where bit j of a uint8 mask is clear, -1 where it is set: float32 [len(masks), 8]."""
+    bits = np.unpackbits(masks[:, None], axis=1, bitorder="little")
+    return 1 - 2 * bits.astype(np.float32)
+
+
+# All eight signs given: [256, 8].
+SIGNS_8 = _signs(np.arange(256, dtype=np.uint8))
+
+# Seven signs given, the eighth such that an even number of them is negative: [128, 8].
+_SEVEN = np.arange(128, dtype=np.uint8)
+SIGNS_7 = _signs(_SEVEN | np.bitwise_count(_SEVEN) << 7)

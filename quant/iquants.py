@@ -1,0 +1,254 @@
+"""The IQ formats: values looked up in a codebook, 256 a block (32 in IQ4_NL).
+
+In IQ1, IQ2 and IQ3 an index picks 4 or 8 values at once from a codebook (`grid`), signs come beside it,
+and a scale covers 16 or 32 values.  In IQ4 every code picks one of 16 unevenly spaced integers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from localllm.quant.bits import Bytes, Floats, Halves, Ints, bit_fields, bit_planes
+from localllm.quant.block_format import BlockFormat, IntegerFormat, Parts, register
+from localllm.quant.iq_grids import SIGNS_7, SIGNS_8, grid
+from localllm.quant.types import GGMLType
+
+BLOCK_LENGTH = 256
+
+_IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+
+
+def _look_up(name: str, index: Ints, out: Floats) -> None:
+    """Fill ``out`` [n_blocks, 256] with the codebook rows that ``index`` [n_blocks, rows] names."""
+    codebook = grid(name)
+    rows = out.reshape(*index.shape, codebook.shape[1])
+    # An index has no more bits than the codebook has rows for: "clip" only spares numpy a buffer.
+    np.take(codebook, index, axis=0, out=rows, mode="clip")
+
+
+def _flip_signs(out: Floats, signs: Floats) -> None:
+    """Multiply ``out`` [n_blocks, 256] by ``signs`` [n_blocks, 32, 8]."""
+    values = out.reshape(signs.shape)
+    values *= signs
+
+
+def _scale(out: Floats, scales: Floats) -> None:
+    """Multiply ``out`` [n_blocks, 256] by ``scales`` [n_blocks, n_sub_blocks]."""
+    values = out.reshape(*scales.shape, -1)
+    values *= scales[:, :, None]
+
+
+def _half_steps(d: Halves, sub_scales: Ints, unit: float) -> Floats:
+    """d · (S + 1/2) · unit: float16 [n_blocks], unsigned [n_blocks, k] to float32 [n_blocks, k]."""
+    steps = sub_scales.astype(np.float32) + np.float32(0.5)
+    return d.astype(np.float32)[:, None] * steps * np.float32(unit)
+
+
+def _odd_steps(d: Halves, sub_scales: Ints) -> Floats:
+    """d · (2 S + 1): float16 [n_blocks], unsigned [n_blocks, k] to float32 [n_blocks, k]."""
+    return d.astype(np.float32)[:, None] * (2 * sub_scales + 1).astype(np.float32)
+
+
+def _nibbles(data: Bytes) -> Ints:
+    """uint8 [n_blocks, k] to [n_blocks, 2 * k], the low half of each byte first."""
+    return bit_fields(data, 4, 2).reshape(len(data), -1)
+
+
+@register
+class IQ2_XXS(BlockFormat):
+    """value = d · (S + 1/2) / 4 · sign · grid, S of 32 values in 0..15::
+
+    d       f16
+    groups  8 times, 32 values each:
+        grid   u8[4]   indices of 8 values each
+        signs  u32     SSSS, then four times 7 sign bits (`SIGNS_7`), the first lowest
+    """
+
+    type = GGMLType.IQ2_XXS
+    layout = np.dtype([("d", "<f2"), ("groups", [("grid", "u1", 4), ("signs", "<u4")], 8)])
+
+    def decode(self, blocks: Bytes, out: Floats) -> None:
+        block = self.fields(blocks)
+        word = block["groups"]["signs"]
+        _look_up("IQ2_XXS", block["groups"]["grid"].reshape(len(blocks), 32), out)
+        _flip_signs(out, SIGNS_7[bit_fields(word, 7, 4).reshape(len(blocks), 32)])
+        _scale(out, _half_steps(block["d"], word >> 28, 0.25))
+
+
+@register
+class IQ2_XS(BlockFormat):
+    """value = d · (S + 1/2) / 4 · sign · grid, S of 16 values in 0..15::
+
+    d       f16
+    qs      u16[32]   7 sign bits (`SIGNS_7`), then a 9-bit index of 8 values
+    scales  u8[8]     S of the second, then of the first 16 of 32 values: SSSSssss
+    """
+
+    type = GGMLType.IQ2_XS
+    layout = np.dtype([("d", "<f2"), ("qs", "<u2", 32), ("scales", "u1", 8)])
+
+    def decode(self, blocks: Bytes, out: Floats) -> None:
+        block = self.fields(blocks)
+        qs = block["qs"]
+        _look_up("IQ2_XS", qs & 511, out)
+        _flip_signs(out, SIGNS_7[qs >> 9])
+        _scale(out, _half_steps(block["d"], _nibbles(block["scales"]), 0.25))
+
+
+@register
+class IQ2_S(BlockFormat):
+    """value = d · (S + 1/2) / 4 · sign · grid, S of 16 values in 0..15::
+
+    d       f16
+    qs      u8[32]   lower eight bits of the indices, of 8 values each
+    signs   u8[32]   sign bits
+    qh      u8[8]    upper two bits of four indices, the first lowest
+    scales  u8[8]    S of the second, then of the first 16 of 32 values: SSSSssss
+    """
+
+    type = GGMLType.IQ2_S
+    layout = np.dtype(
+        [("d", "<f2"), ("qs", "u1", 32), ("signs", "u1", 32), ("qh", "u1", 8), ("scales", "u1", 8)]
+    )
+
+    def decode(self, blocks: Bytes, out: Floats) -> None:
+        block = self.fields(blocks)
+        high = bit_fields(block["qh"], 2, 4).reshape(len(blocks), 32).astype(np.uint16)
+        _look_up("IQ2_S", block["qs"] | high << 8, out)
+        _flip_signs(out, SIGNS_8[block["signs"]])
+        _scale(out, _half_steps(block["d"], _nibbles(block["scales"]), 0.25))
+
+
+@register
+class IQ3_XXS(BlockFormat):
+    """value = d · (S + 1/2) / 2 · sign · grid, S of 32 values in 0..15::
+
+    d      f16
+    qs     u8[64]   indices of 4 values each
+    signs  u32[8]   SSSS, then four times 7 sign bits (`SIGNS_7`), the first lowest
+    """
+
+    type = GGMLType.IQ3_XXS
+    layout = np.dtype([("d", "<f2"), ("qs", "u1", 64), ("signs", "<u4", 8)])
+
+    def decode(self, blocks: Bytes, out: Floats) -> None:
+        block = self.fields(blocks)
+        word = block["signs"]
+        _look_up("IQ3_XXS", block["qs"], out)
+        _flip_signs(out, SIGNS_7[bit_fields(word, 7, 4).reshape(len(blocks), 32)])
+        _scale(out, _half_steps(block["d"], word >> 28, 0.5))
+
+
+@register
+class IQ3_S(BlockFormat):
+    """value = d · (2 S + 1) · sign · grid, S of 32 values in 0..15::
+
+    d       f16
+    qs      u8[64]   lower eight bits of the indices, of 4 values each
+    qh      u8[8]    ninth bits of eight indices, the first lowest
+    signs   u8[32]   sign bits
+    scales  u8[4]    S of the second, then of the first 32 of 64 values: SSSSssss
+    """
+
+    type = GGMLType.IQ3_S
+    layout = np.dtype(
+        [("d", "<f2"), ("qs", "u1", 64), ("qh", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)]
+    )
+
+    def decode(self, blocks: Bytes, out: Floats) -> None:
+        block = self.fields(blocks)
+        ninth = np.unpackbits(block["qh"], axis=1, bitorder="little").astype(np.uint16)
+        _look_up("IQ3_S", block["qs"] | ninth << 8, out)
+        _flip_signs(out, SIGNS_8[block["signs"]])
+        _scale(out, _odd_steps(block["d"], _nibbles(block["scales"])))
+
+
+_IQ1_DELTA = np.float32(0.125)
+
+
+@register
+class IQ1_S(BlockFormat):
+    """value = d · (2 S + 1) · (grid ± 1/8), S and the sign of 32 values::
+
+    d   f16
+    qs  u8[32]   lower eight bits of the indices, of 8 values each
+    qh  u16[8]   sign of the 1/8, SSS, then the upper three bits of four indices, the first lowest
+    """
+
+    type = GGMLType.IQ1_S
+    layout = np.dtype([("d", "<f2"), ("qs", "u1", 32), ("qh", "<u2", 8)])
+
+    def decode(self, blocks: Bytes, out: Floats) -> None:
+        block = self.fields(blocks)
+        qh = block["qh"]
+        _look_up("IQ1_S", block["qs"] | bit_fields(qh, 3, 4).reshape(len(blocks), 32) << 8, out)
+        values = out.reshape(len(blocks), 8, 32)
+        values += np.where(qh & 0x8000, -_IQ1_DELTA, _IQ1_DELTA)[:, :, None]
+        _scale(out, _odd_steps(block["d"], qh >> 12 & 7))
+
+
+@register
+class IQ1_M(BlockFormat):
+    """value = d · (2 S + 1) · (grid ± 1/8), S of 16 values, the sign of 8::
+
+    qs      u8[32]   lower eight bits of the indices, of 8 values each
+    qh      u8[16]   for two indices, the first lowest: sign of the 1/8, upper three bits
+    scales  u16[4]   DDDD, then SSS four times, the first lowest
+
+    ``d`` is the f16 whose four hexadecimal digits are the DDDD, the first one lowest.
+    """
+
+    type = GGMLType.IQ1_M
+    layout = np.dtype([("qs", "u1", 32), ("qh", "u1", 16), ("scales", "<u2", 4)])
+
+    def decode(self, blocks: Bytes, out: Floats) -> None:
+        block = self.fields(blocks)
+        scales = block["scales"]
+        digits = scales >> 12
+        d = digits[:, 0] | digits[:, 1] << 4 | digits[:, 2] << 8 | digits[:, 3] << 12
+        qh = _nibbles(block["qh"])
+        _look_up("IQ1_S", block["qs"] | (qh & 7).astype(np.uint16) << 8, out)
+        values = out.reshape(len(blocks), 32, 8)
+        values += np.where(qh & 8, -_IQ1_DELTA, _IQ1_DELTA)[:, :, None]
+        sub_scales = bit_fields(scales, 3, 4).reshape(len(blocks), 16)
+        _scale(out, _odd_steps(d.view(np.float16), sub_scales))
+
+
+@register
+class IQ4_NL(IntegerFormat):
+    """value = d · table[code], code in 0..15::
+
+    d   f16
+    qs  u8[16]   codes, 4 bits, 2 planes of 16
+    """
+
+    type = GGMLType.IQ4_NL
+    layout = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
+    sub_length = 32
+
+    def unpack(self, blocks: Bytes) -> Parts:
+        block = self.fields(blocks)
+        codes = bit_planes(block["qs"], 4).reshape(len(blocks), 32)
+        return Parts(_IQ4_VALUES[codes], block["d"].astype(np.float16))
+
+
+@register
+class IQ4_XS(IntegerFormat):
+    """value = d · S · table[code], code in 0..15, S of 32 values in -32..31::
+
+    d         f16
+    scales_h  u16       upper two bits of the eight S + 32, the first lowest
+    scales_l  u8[4]     lower four bits of two S + 32, the first lowest
+    qs        u8[128]   codes, 4 bits, 8 runs of 2 planes of 16
+    """
+
+    type = GGMLType.IQ4_XS
+    layout = np.dtype([("d", "<f2"), ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", 128)])
+    sub_length = 32
+
+    def unpack(self, blocks: Bytes) -> Parts:
+        block = self.fields(blocks)
+        codes = bit_planes(block["qs"].reshape(len(blocks), 8, 16), 4).reshape(len(blocks), BLOCK_LENGTH)
+        high = bit_fields(block["scales_h"], 2, 8).astype(np.uint8)
+        sub_scales = (_nibbles(block["scales_l"]) | high << 4).view(np.int8) - np.int8(32)
+        return Parts(_IQ4_VALUES[codes], block["d"].astype(np.float16), sub_scales=sub_scales)

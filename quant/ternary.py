@@ -1,0 +1,64 @@
+"""The ternary formats of BitNet-like models: 256 values a block, each -1, 0 or 1 times one f16 scale."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from localllm.quant.bits import Bytes, bit_planes
+from localllm.quant.block_format import IntegerFormat, Parts, register
+from localllm.quant.types import GGMLType
+
+BLOCK_LENGTH = 256
+
+
+def _unpack_trits(data: Bytes, count: int) -> Bytes:
+    """The ``count`` first base-3 digits of every byte: uint8 [n_blocks, k] to [n_blocks, count * k].
+
+    A byte is a fraction of 256 in base 3, rounded up, most significant digit first.  So multiplying by
+    3^p (modulo 256) drops p digits, and the next one is the integer part of 3/256 of the rest.
+    """
+    trits = np.empty((len(data), count, data.shape[1]), np.uint8)
+    for place in range(count):
+        rest = data * np.uint8(3**place)
+        trits[:, place] = rest.astype(np.uint16) * 3 >> 8
+    return trits.reshape(len(data), -1)
+
+
+@register
+class TQ1_0(IntegerFormat):
+    """value = d · (code - 1), code in 0..2::
+
+    qs  u8[48]   five codes a byte, in base 3: 5 planes of 32, then 5 of 16
+    qh  u8[4]    four codes a byte, in base 3: 4 planes of 4
+    d   f16
+    """
+
+    type = GGMLType.TQ1_0
+    layout = np.dtype([("qs", "u1", 48), ("qh", "u1", 4), ("d", "<f2")])
+    offset = 1
+    sub_length = BLOCK_LENGTH
+
+    def unpack(self, blocks: Bytes) -> Parts:
+        block = self.fields(blocks)
+        qs = block["qs"]
+        runs = [_unpack_trits(qs[:, :32], 5), _unpack_trits(qs[:, 32:], 5), _unpack_trits(block["qh"], 4)]
+        return Parts(np.concatenate(runs, axis=1), block["d"].astype(np.float16))
+
+
+@register
+class TQ2_0(IntegerFormat):
+    """value = d · (code - 1), code in 0..2 (3 can be stored, and is 2 · d)::
+
+    qs  u8[64]   codes, 2 bits, 2 runs of 4 planes of 32
+    d   f16
+    """
+
+    type = GGMLType.TQ2_0
+    layout = np.dtype([("qs", "u1", 64), ("d", "<f2")])
+    offset = 1
+    sub_length = BLOCK_LENGTH
+
+    def unpack(self, blocks: Bytes) -> Parts:
+        block = self.fields(blocks)
+        codes = bit_planes(block["qs"].reshape(len(blocks), 2, 32), 2)
+        return Parts(codes.reshape(len(blocks), BLOCK_LENGTH), block["d"].astype(np.float16))
