@@ -52,11 +52,19 @@ class Weight(Protocol):
 class Linear(Protocol):
     """A matrix packed for a backend: y = x @ W.T + bias."""
 
-    n_in: int
-    n_out: int
-    #: The format that the kernels read, and its bytes in memory.
-    format: str
-    n_bytes: int
+    @property
+    def n_in(self) -> int: ...
+    @property
+    def n_out(self) -> int: ...
+    @property
+    def format(self) -> str:
+        """The name of the format that the kernels read."""
+        ...
+
+    @property
+    def n_bytes(self) -> int:
+        """What it takes in memory."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -93,9 +101,14 @@ class CacheShape:
 class KVCache(Protocol):
     """Keys and values in float16, in pages of ``page_size`` tokens that sequences name in their block tables."""
 
-    page_size: int
-    n_pages: int
-    n_bytes: int
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def n_pages(self) -> int: ...
+    @property
+    def n_bytes(self) -> int:
+        """What it takes in memory."""
+        ...
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies one page, in all layers."""
@@ -134,10 +147,15 @@ Step = Callable[[Batch], NDArray[np.float32]]
 class Ops(Protocol):
     """What a backend offers.  `load_*` are called while a model is loaded, the rest inside forward passes."""
 
-    #: "reference", "cpu", …
-    name: str
-    #: Tokens in a page of the KV cache.
-    page_size: int
+    @property
+    def name(self) -> str:
+        """ "reference", "cpu", …"""
+        ...
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page of the KV cache."""
+        ...
 
     def load_linear(self, weight: Weight, bias: Weight | None = None) -> Linear:
         """Packs a matrix [n_out, n_in] and an optional bias [n_out] for this backend.

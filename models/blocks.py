@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localllm.kernels.ops import CacheShape, Linear, Ops, Rope, Tensor
+from localllm.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class GatedMLP:
 class Model:
     """Embedding, layers, final norm and head: a forward pass from ids to logits."""
 
+    config: ModelConfig
     embedding: Any
     layers: Sequence[tuple[Attention, GatedMLP]]
     norm: RMSNorm

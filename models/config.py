@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from localllm.errors import ModelError
+from localllm.kernels.ops import Weight
 
 T = TypeVar("T", int, float, str, bool)
 
@@ -90,3 +91,11 @@ class ModelConfig:
             n_vocab=n_vocab,
             sliding_window=meta.read("attention.sliding_window", int, 0, low=0, high=1 << 31) or None,
         )
+
+
+def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, Weight]) -> ModelConfig:
+    """The hyper-parameters of the file's model."""
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelError("the file has no tensor token_embd.weight: is it complete?")
+    return ModelConfig.from_metadata(metadata, metadata["general.architecture"], embedding.shape[0])

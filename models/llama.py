@@ -34,6 +34,7 @@ def build(config: ModelConfig, weights: Weights) -> Model:
         )
         layers.append((attention, mlp))
     return Model(
+        config=config,
         embedding=weights.embedding("token_embd", config.n_vocab, config.n_embd),
         layers=layers,
         norm=RMSNorm(weights.vector("output_norm", config.n_embd), config.norm_eps),
