@@ -89,7 +89,8 @@ class ReferenceOps:
         return dequantize(table.data[self._batch.ids], table.type) * np.float32(scale)
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
-        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps)) * weight
+        mean_square: Array = np.mean(x * x, axis=-1, keepdims=True)
+        return x / np.sqrt(mean_square + np.float32(eps)) * weight
 
     def linear(self, x: Array, weight: ReferenceLinear, residual: Array | None = None) -> Array:
         y: Array = x @ weight.matrix.T
@@ -147,6 +148,8 @@ class ReferenceOps:
         return out.reshape(len(q), -1)
 
     def gated(self, gate: Array, up: Array, activation: str) -> Array:
+        if activation not in ACTIVATIONS:
+            raise KernelError(f"there is no activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[activation](gate) * up
 
     def outputs(self, x: Array) -> Array:
@@ -175,18 +178,23 @@ def to_float16(x: Array) -> NDArray[np.float16]:
 
 
 def softmax(x: Array) -> Array:
-    e = np.exp(x - x.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
+    """exp(x) / sum(exp(x)) over the last axis."""
+    e: Array = np.exp(x - x.max(axis=-1, keepdims=True))
+    total: Array = e.sum(axis=-1, keepdims=True)
+    return e / total
 
 
 def silu(x: Array) -> Array:
+    """x * sigmoid(x).  Source: arXiv:1702.03118."""
     with np.errstate(over="ignore"):  # exp(-x) may be inf: the result is then -0
-        return x / (1 + np.exp(-x))
+        y: Array = x / (1 + np.exp(-x))
+    return y
 
 
 def gelu(x: Array) -> Array:
-    """The tanh form, which GGML uses throughout."""
-    return 0.5 * x * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)))
+    """The tanh form, which GGML uses throughout.  Source: arXiv:1606.08415."""
+    y: Array = 0.5 * x * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)))
+    return y
 
 
-ACTIVATIONS: dict[str, Any] = {"silu": silu, "gelu": gelu}
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": silu, "gelu": gelu}

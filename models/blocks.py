@@ -1,17 +1,18 @@
 """The blocks that architectures are assembled from.
 
-A block holds loaded weights and says, in the order of the data's way, which operations run over them.  Shapes as
-in `localllm.kernels.ops`.
+A block loads its weights under the names that GGUF files give them, and says, in the order of the data's way,
+which operations run over them.  Shapes as in `localllm.kernels.ops`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from localllm.kernels.ops import CacheShape, Linear, Ops, Rope, Tensor
 from localllm.models.config import ModelConfig
+from localllm.models.weights import LayerWeights, Weights
 
 
 @dataclass(frozen=True)
@@ -35,22 +36,43 @@ class Attention:
     output: Linear
     rope: Rope
     scale: float
-    window: int | None = None
-    q_norm: RMSNorm | None = None
-    k_norm: RMSNorm | None = None
+    window: int | None
+    eps: float
+    #: Weights [head_dim] of RMSNorms on each head, before rotation.
+    q_norm: Any | None = None
+    k_norm: Any | None = None
+
+    @classmethod
+    def load(
+        cls,
+        config: ModelConfig,
+        weights: LayerWeights,
+        layer: int,
+        rope: Rope,
+        *,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+    ) -> Attention:
+        """With ``qkv_bias``, query, key and value must have biases; else they may.  ``qk_norm``: of each head."""
+        width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        return cls(
+            layer=layer,
+            norm=RMSNorm(weights.vector("attn_norm", config.n_embd), config.norm_eps),
+            query=weights.linear("attn_q", config.n_embd, width, bias=qkv_bias),
+            key=weights.linear("attn_k", config.n_embd, kv_width, bias=qkv_bias),
+            value=weights.linear("attn_v", config.n_embd, kv_width, bias=qkv_bias),
+            output=weights.linear("attn_output", width, config.n_embd),
+            rope=rope,
+            scale=config.head_dim**-0.5,
+            window=config.sliding_window,
+            eps=config.norm_eps,
+            q_norm=weights.vector("attn_q_norm", config.head_dim) if qk_norm else None,
+            k_norm=weights.vector("attn_k_norm", config.head_dim) if qk_norm else None,
+        )
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         q, k, v = ops.linears(self.norm(ops, x), [self.query, self.key, self.value])
-        q = ops.rope_append(
-            q,
-            k,
-            v,
-            self.rope,
-            self.layer,
-            q_norm=self.q_norm and self.q_norm.weight,
-            k_norm=self.k_norm and self.k_norm.weight,
-            eps=self.q_norm.eps if self.q_norm else 0.0,
-        )
+        q = ops.rope_append(q, k, v, self.rope, self.layer, q_norm=self.q_norm, k_norm=self.k_norm, eps=self.eps)
         mixed = ops.attention(q, self.layer, scale=self.scale, window=self.window)
         return ops.linear(mixed, self.output, residual=x)
 
@@ -63,11 +85,25 @@ class GatedMLP:
     gate: Linear
     up: Linear
     down: Linear
-    activation: str = "silu"
+    activation: str
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: LayerWeights, *, activation: str = "silu") -> GatedMLP:
+        return cls(
+            norm=RMSNorm(weights.vector("ffn_norm", config.n_embd), config.norm_eps),
+            gate=weights.linear("ffn_gate", config.n_embd, config.n_ff),
+            up=weights.linear("ffn_up", config.n_embd, config.n_ff),
+            down=weights.linear("ffn_down", config.n_ff, config.n_embd),
+            activation=activation,
+        )
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         gate, up = ops.linears(self.norm(ops, x), [self.gate, self.up])
         return ops.linear(ops.gated(gate, up, self.activation), self.down, residual=x)
+
+
+#: A step along the residual stream: takes x [T, d] (consumed) and returns the next.
+Block = Callable[[Ops, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,14 +112,34 @@ class Model:
 
     config: ModelConfig
     embedding: Any
-    layers: Sequence[tuple[Attention, GatedMLP]]
+    layers: Sequence[Sequence[Block]]
     norm: RMSNorm
     head: Linear
-    cache_shape: CacheShape
+
+    @classmethod
+    def load(
+        cls,
+        config: ModelConfig,
+        weights: Weights,
+        layer: Callable[[int, LayerWeights], Sequence[Block]],
+    ) -> Model:
+        """``layer`` assembles the blocks of one layer from its index and weights."""
+        return cls(
+            config=config,
+            embedding=weights.embedding("token_embd", config.n_vocab, config.n_embd),
+            layers=[layer(i, weights.layer(i)) for i in range(config.n_layers)],
+            norm=RMSNorm(weights.vector("output_norm", config.n_embd), config.norm_eps),
+            head=weights.linear("output", config.n_embd, config.n_vocab, tied_to="token_embd"),
+        )
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return CacheShape(self.config.n_layers, self.config.n_kv_heads, self.config.head_dim)
 
     def forward(self, ops: Ops) -> Tensor:
         """Logits [N, n_vocab] of the batch that ``ops`` is running."""
         x = ops.embed(self.embedding)  # [T, d]
-        for attention, mlp in self.layers:
-            x = mlp(ops, attention(ops, x))
+        for layer in self.layers:
+            for block in layer:
+                x = block(ops, x)
         return ops.linear(self.norm(ops, ops.outputs(x)), self.head)

@@ -1,21 +1,48 @@
-"""A model's hyper-parameters, read once from GGUF metadata, typed and ranged.
+"""A model's hyper-parameters, read once from GGUF metadata: typed, ranged and checked against each other.
 
-Keys are those of the GGUF specification (ggml/docs/gguf.md, "LLM" and "RoPE scaling").
+Keys are those of the GGUF specification (ggml/docs/gguf.md, "LLM" and "RoPE") and of the `gguf` package.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
+
+import numpy as np
 
 from localllm.errors import ModelError
 from localllm.kernels.ops import Weight
 
-T = TypeVar("T", int, float, str, bool)
+T = TypeVar("T", int, float, str)
 
 _REQUIRED: Any = object()
+
+#: ``rope.scaling.type`` values that `localllm.models.rope` computes.
+ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
+
+#: Keys that change what a model computes in ways that no block here follows, and the values that change nothing.
+_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "expert_count": (0,),
+    "use_parallel_residual": (False,),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (0.0,),
+    "attention.output_scale": (0.0, 1.0),
+    "attention.temperature_scale": (0.0,),
+    "attention.sliding_window_pattern": (),
+    "attention.shared_kv_layers": (0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "rope.scaling.alpha": (0.0,),
+    "tensor_data_layout": ("reference",),
+}
 
 
 @dataclass(frozen=True)
@@ -40,21 +67,103 @@ class Metadata:
             ModelError: it is missing and has no default, has another type, or lies outside low … high.
         """
         full = f"{self.architecture}.{key}"
-        value = self.values.get(full, default)
+        value = _plain(self.values.get(full, default))
         if value is _REQUIRED:
             raise ModelError(f"the file has no {full}, which a {self.architecture} model needs: is it complete?")
         if kind is float and type(value) is int:
             value = float(value)
+        # Not isinstance: a bool is an int to Python, but not in a file.
         if type(value) is not kind:
-            raise ModelError(f"{full} is {value!r}, but must be of type {kind.__name__}")
-        if isinstance(value, (int, float)) and not low <= value <= high:
-            raise ModelError(f"{full} is {value}, but must lie between {low:g} and {high:g}")
-        return cast(T, value)
+            raise ModelError(f"{full} is {_shown(value)}, but must be of type {kind.__name__}: the file is broken")
+        if not isinstance(value, str) and not low <= value <= high:  # also refuses NaN
+            raise ModelError(f"{full} is {value}, but must lie between {low:g} and {high:g}: the file is broken")
+        return value
+
+    def read_uniform(self, key: str, n_layers: int, default: int = _REQUIRED, *, low: float, high: float) -> int:
+        """An integer that may stand in the file once a layer, if it is the same for all of them.
+
+        Raises:
+            ModelError: as `read`; the array has not one value a layer, or they differ.
+        """
+        full = f"{self.architecture}.{key}"
+        values = self.values.get(full)
+        if not isinstance(values, list | tuple | np.ndarray):
+            return self.read(key, int, default, low=low, high=high)
+        if len(values) != n_layers:
+            raise ModelError(f"{full} has {len(values)} values for {n_layers} layers: the file is broken")
+        distinct = {_plain(value) for value in values}
+        if len(distinct) > 1:
+            raise ModelError(f"{full} differs from layer to layer, which localllm does not support yet")
+        return Metadata({full: distinct.pop()}, self.architecture).read(key, int, low=low, high=high)
+
+    def refuse_unsupported(self) -> None:
+        """Raises:
+        ModelError: a key asks for something that localllm would leave out.
+        """
+        for key, neutral in _NOT_SUPPORTED.items():
+            full = f"{self.architecture}.{key}"
+            if full in self.values and _plain(self.values[full]) not in neutral:
+                raise ModelError(
+                    f"the model has {full} = {_shown(self.values[full])}, which localllm does not support yet"
+                )
+
+
+def _plain(value: Any) -> Any:
+    """A numpy scalar as Python's own; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _shown(value: Any) -> str:
+    """A value as it may stand in a message, cut to a readable length."""
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:60]}…"
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding; `localllm.models.rope` says what the scalings compute.
+
+    Attributes:
+        theta: base of the frequencies.
+        n_rot: values of each head that are rotated.
+        scaling: one of `ROPE_SCALINGS`.
+        factor: how many times longer the context became by scaling.
+        original_context: tokens of context before scaling.
+        attn_factor: on the magnitude of all rotated values.
+        yarn_ext_factor: weight of extrapolation at high frequencies.
+        yarn_attn_factor: magnitude that takes the place of YaRN's own, if given.
+        yarn_beta_fast, yarn_beta_slow: turns in the original context above which frequencies are kept, and
+            below which they are scaled in full.
+        yarn_log_multiplier: "mscale_all_dim", 0 if there is none.
+        long_factors: whether LongRoPE takes its factors for contexts beyond the original.
+    """
+
+    theta: float
+    n_rot: int
+    scaling: str = "none"
+    factor: float = 1.0
+    original_context: int = 0
+    attn_factor: float = 1.0
+    yarn_ext_factor: float = 1.0
+    yarn_attn_factor: float | None = None
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_log_multiplier: float = 0.0
+    long_factors: bool = False
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What every decoder-only transformer has."""
+    """What every dense decoder-only transformer has.
+
+    Attributes:
+        context_length: tokens that the model was trained to see.
+        n_embd: hidden width.
+        n_ff: width of the MLP.
+        n_heads, n_kv_heads: query heads, and key/value heads that they share in equal groups.
+        norm_eps: added to the mean square under RMSNorm's root.
+        sliding_window: positions that a token sees, itself included; None for all.
+    """
 
     architecture: str
     n_layers: int
@@ -65,37 +174,128 @@ class ModelConfig:
     n_kv_heads: int
     head_dim: int
     norm_eps: float
-    rope_theta: float
-    n_rot: int
     n_vocab: int
     sliding_window: int | None
+    rope: RopeConfig
 
-    @classmethod
-    def from_metadata(cls, values: Mapping[str, Any], architecture: str, n_vocab: int) -> ModelConfig:
-        meta = Metadata(values, architecture)
-        n_embd = meta.read("embedding_length", int, low=1, high=1 << 20)
-        n_heads = meta.read("attention.head_count", int, low=1, high=4096)
-        head_dim = meta.read("attention.key_length", int, n_embd // n_heads, low=2, high=1024)
-        return cls(
-            architecture=architecture,
-            n_layers=meta.read("block_count", int, low=1, high=4096),
-            context_length=meta.read("context_length", int, low=1, high=1 << 31),
-            n_embd=n_embd,
-            n_ff=meta.read("feed_forward_length", int, low=1, high=1 << 24),
-            n_heads=n_heads,
-            n_kv_heads=meta.read("attention.head_count_kv", int, n_heads, low=1, high=n_heads),
-            head_dim=head_dim,
-            norm_eps=meta.read("attention.layer_norm_rms_epsilon", float, low=0.0, high=1.0),
-            rope_theta=meta.read("rope.freq_base", float, 10_000.0, low=1.0, high=1e12),
-            n_rot=meta.read("rope.dimension_count", int, head_dim, low=2, high=head_dim),
-            n_vocab=n_vocab,
-            sliding_window=meta.read("attention.sliding_window", int, 0, low=0, high=1 << 31) or None,
+
+def read_config(
+    metadata: Mapping[str, Any], tensors: Mapping[str, Weight], context: int | None = None
+) -> ModelConfig:
+    """The hyper-parameters of the model in a file, which must agree with its vocabulary and tensors.
+
+    ``context`` is how many tokens will be used, by default all that the model was trained to see.
+
+    Raises:
+        ModelError: one is missing, of the wrong type, out of range, at odds with the others, or not supported.
+    """
+    architecture: str = metadata["general.architecture"]
+    meta = Metadata(metadata, architecture)
+    meta.refuse_unsupported()
+    n_layers = _read_n_layers(meta, tensors)
+    n_embd = meta.read("embedding_length", int, low=1, high=1 << 20)
+    n_heads = meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
+    n_kv_heads = meta.read_uniform("attention.head_count_kv", n_layers, n_heads, low=1, high=n_heads)
+    if n_heads % n_kv_heads:
+        raise ModelError(
+            f"{architecture}.attention.head_count is {n_heads}, which is no multiple of "
+            f"{architecture}.attention.head_count_kv, {n_kv_heads}: the file is broken"
         )
+    context_length = meta.read("context_length", int, low=1, high=(1 << 31) - 1)
+    head_dim = _read_head_dim(meta, n_embd, n_heads)
+    return ModelConfig(
+        architecture=architecture,
+        n_layers=n_layers,
+        context_length=context_length,
+        n_embd=n_embd,
+        n_ff=meta.read_uniform("feed_forward_length", n_layers, low=1, high=1 << 24),
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        norm_eps=meta.read("attention.layer_norm_rms_epsilon", float, low=0.0, high=1.0),
+        n_vocab=_read_n_vocab(meta, tensors),
+        sliding_window=meta.read("attention.sliding_window", int, 0, low=0, high=(1 << 32) - 1) or None,
+        rope=_read_rope(meta, head_dim, context_length, context or context_length),
+    )
 
 
-def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, Weight]) -> ModelConfig:
-    """The hyper-parameters of the file's model."""
+def _read_n_layers(meta: Metadata, tensors: Iterable[str]) -> int:
+    """``block_count``, which must be that of the layers whose tensors the file holds."""
+    n_layers = meta.read("block_count", int, low=1, high=1 << 16)
+    indices = {int(match[1]) for name in tensors if (match := re.match(r"blk\.(\d{1,9})\.", name))}
+    if indices != set(range(n_layers)):
+        raise ModelError(
+            f"{meta.architecture}.block_count is {n_layers}, but the file has tensors of {len(indices)} layers: "
+            "the file's metadata and tensors disagree"
+        )
+    return n_layers
+
+
+def _read_head_dim(meta: Metadata, n_embd: int, n_heads: int) -> int:
+    """``attention.key_length``, by default the hidden width shared out among the heads."""
+    if f"{meta.architecture}.attention.key_length" not in meta.values and n_embd % n_heads:
+        raise ModelError(
+            f"{meta.architecture}.embedding_length is {n_embd}, which is no multiple of "
+            f"{meta.architecture}.attention.head_count, {n_heads}: the file is broken"
+        )
+    head_dim = meta.read("attention.key_length", int, n_embd // n_heads, low=2, high=1 << 12)
+    value_length = meta.read("attention.value_length", int, head_dim, low=1, high=1 << 12)
+    if value_length != head_dim:
+        raise ModelError(
+            f"the model's keys have {head_dim} values a head, but its values {value_length}, "
+            "which localllm does not support yet"
+        )
+    return head_dim
+
+
+def _read_n_vocab(meta: Metadata, tensors: Mapping[str, Weight]) -> int:
+    """The rows of the token embedding, which must be as many as the vocabulary has tokens."""
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError("the file has no tensor token_embd.weight: is it complete?")
-    return ModelConfig.from_metadata(metadata, metadata["general.architecture"], embedding.shape[0])
+    n_vocab = embedding.shape[0]
+    tokens = meta.values.get("tokenizer.ggml.tokens")
+    if tokens is None:
+        key, n_tokens = f"{meta.architecture}.vocab_size", meta.read("vocab_size", int, n_vocab)
+    else:
+        key, n_tokens = "tokenizer.ggml.tokens", len(tokens)
+    if n_tokens != n_vocab:
+        raise ModelError(
+            f"the token embedding has {n_vocab:,} rows, but by {key} the vocabulary has {n_tokens:,} tokens: "
+            "the file's metadata and tensors disagree"
+        )
+    return n_vocab
+
+
+def _read_rope(meta: Metadata, head_dim: int, context_length: int, context: int) -> RopeConfig:
+    n_rot = meta.read("rope.dimension_count", int, head_dim, low=2, high=head_dim)
+    if n_rot % 2:
+        raise ModelError(
+            f"{meta.architecture}.rope.dimension_count is {n_rot}, but must be even: the file is broken"
+        )
+    # As in llama.cpp: a factor without a type scales linearly, and 0 stands for "none given".
+    scaling = meta.read("rope.scaling.type", str, "linear")
+    if scaling not in ROPE_SCALINGS:
+        raise ModelError(
+            f"the model scales its rotary positions by {scaling!r}, which localllm does not support; "
+            f"it knows {', '.join(ROPE_SCALINGS)}"
+        )
+    old_factor = meta.read("rope.scale_linear", float, 0.0, low=0.0, high=1e6)
+    factor = meta.read("rope.scaling.factor", float, old_factor, low=0.0, high=1e6) or 1.0
+    original_context = meta.read(
+        "rope.scaling.original_context_length", int, context_length, low=1, high=(1 << 31) - 1
+    )
+    return RopeConfig(
+        theta=meta.read("rope.freq_base", float, 10_000.0, low=2.0, high=1e15),
+        n_rot=n_rot,
+        scaling=scaling,
+        factor=factor,
+        original_context=original_context,
+        attn_factor=meta.read("rope.scaling.attn_factor", float, 1.0, low=1e-3, high=1e3),
+        yarn_ext_factor=meta.read("rope.scaling.yarn_ext_factor", float, 1.0, low=0.0, high=1.0),
+        yarn_attn_factor=meta.read("rope.scaling.yarn_attn_factor", float, 0.0, low=0.0, high=1e3) or None,
+        yarn_beta_fast=meta.read("rope.scaling.yarn_beta_fast", float, 32.0, low=1e-3, high=1e6),
+        yarn_beta_slow=meta.read("rope.scaling.yarn_beta_slow", float, 1.0, low=1e-3, high=1e6),
+        yarn_log_multiplier=meta.read("rope.scaling.yarn_log_multiplier", float, 0.0, low=0.0, high=1e3),
+        long_factors=context > original_context,
+    )

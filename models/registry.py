@@ -7,13 +7,15 @@ from typing import Any, Protocol
 
 from localllm.errors import ModelError, UnsupportedArchitectureError
 from localllm.kernels.ops import Ops, Weight
-from localllm.models import llama
+from localllm.models import llama, qwen2, qwen3
 from localllm.models.blocks import Model
 from localllm.models.config import ModelConfig, read_config
 from localllm.models.weights import Progress, Weights
 
 ARCHITECTURES: dict[str, Callable[[ModelConfig, Weights], Model]] = {
     "llama": llama.build,
+    "qwen2": qwen2.build,
+    "qwen3": qwen3.build,
 }
 
 
@@ -26,18 +28,27 @@ class ModelFile(Protocol):
     def tensors(self) -> Mapping[str, Weight]: ...
 
 
-def load_model(file: ModelFile, ops: Ops, *, progress: Progress | None = None) -> Model:
+def load_model(
+    file: ModelFile, ops: Ops, *, context: int | None = None, progress: Progress | None = None
+) -> Model:
     """Reads a model's hyper-parameters and packs its weights for the backend ``ops``.
 
-    ``progress`` is called with the bytes packed so far and the bytes of all tensors.
+    Args:
+        context: tokens that will be used, by default all that the model was trained to see.  Models with
+            LongRoPE rotate differently beyond their original context.
+        progress: called with the bytes packed so far and the bytes of all tensors.
 
     Raises:
         UnsupportedArchitectureError: the file's architecture is not one of `ARCHITECTURES`.
-        ModelError: the hyper-parameters and tensors do not make a model.
+        ModelError: the hyper-parameters and tensors do not make a model, or one that localllm does not support.
+        KernelError: the backend cannot compute with a tensor's format.
     """
     build = builder(file.metadata)
-    config = read_config(file.metadata, file.tensors)
-    return build(config, Weights(file.tensors, ops, progress))
+    config = read_config(file.metadata, file.tensors, context)
+    weights = Weights(file.tensors, ops, progress)
+    model = build(config, weights)
+    weights.refuse_leftovers()
+    return model
 
 
 def builder(metadata: Mapping[str, Any]) -> Callable[[ModelConfig, Weights], Model]:
