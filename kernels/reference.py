@@ -32,8 +32,8 @@ class ReferenceLinear:
 
 @dataclass(frozen=True)
 class ReferenceCache:
-    keys: NDArray[np.float16]  # [n_layers, n_pages, page_size, G, head_dim]
-    values: NDArray[np.float16]
+    keys: Array  # [n_layers, n_pages, page_size, G, head_dim]
+    values: Array
     page_size: int
     n_pages: int
     n_bytes: int
@@ -44,13 +44,20 @@ class ReferenceCache:
 
 
 class ReferenceOps:
-    """The `Ops` protocol in plain numpy."""
+    """The `Ops` protocol in plain numpy.
+
+    With a float32 cache it computes as if a model's attention had no cache at all, which is what independent
+    implementations are compared with; backends are compared with the float16 cache, which they have too.
+    """
 
     name = "reference"
     page_size = 16
 
     _batch: Batch
     _cache: ReferenceCache
+
+    def __init__(self, cache_type: type[np.float16] | type[np.float32] = np.float16) -> None:
+        self._cache_type = cache_type
 
     def load_linear(self, weight: Weight, bias: Weight | None = None) -> Linear:
         matrix = dequantize(weight.data, weight.type).reshape(weight.shape)
@@ -70,7 +77,7 @@ class ReferenceOps:
 
     def new_cache(self, shape: CacheShape, n_pages: int) -> ReferenceCache:
         size = (shape.n_layers, n_pages, self.page_size, shape.n_kv_heads, shape.head_dim)
-        keys, values = np.zeros(size, np.float16), np.zeros(size, np.float16)
+        keys, values = np.zeros(size, self._cache_type), np.zeros(size, self._cache_type)
         return ReferenceCache(keys, values, self.page_size, n_pages, keys.nbytes + values.nbytes)
 
     def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
@@ -125,8 +132,8 @@ class ReferenceOps:
             rows = slice(self._batch.query_starts[s], self._batch.query_starts[s + 1])
             page, slot = np.divmod(self._batch.positions[rows], self.page_size)
             page = self._batch.block_tables[s, page]
-            self._cache.keys[layer, page, slot] = to_float16(k[rows])
-            self._cache.values[layer, page, slot] = to_float16(v[rows])
+            self._cache.keys[layer, page, slot] = in_range(k[rows], self._cache_type)
+            self._cache.values[layer, page, slot] = in_range(v[rows], self._cache_type)
         return q.reshape(len(q), -1)
 
     def attention(self, q: Array, layer: int, *, scale: float, window: int | None = None) -> Array:
@@ -172,9 +179,10 @@ def rotate(x: Array, positions: NDArray[np.int32], rope: Rope) -> Array:
     return out
 
 
-def to_float16(x: Array) -> NDArray[np.float16]:
-    """Rounds to float16; what is beyond its range becomes the largest finite value, so that 0 * x stays 0."""
-    return np.clip(x, -65504, 65504).astype(np.float16)
+def in_range(x: Array, kind: type[np.float16] | type[np.float32]) -> Array:
+    """What is beyond the range of ``kind`` becomes its largest finite value, so that 0 * x stays 0."""
+    limit = np.float32(np.finfo(kind).max)
+    return np.clip(x, -limit, limit)
 
 
 def softmax(x: Array) -> Array:

@@ -273,15 +273,15 @@ def _read_rope(meta: Metadata, head_dim: int, context_length: int, context: int)
         raise ModelError(
             f"{meta.architecture}.rope.dimension_count is {n_rot}, but must be even: the file is broken"
         )
-    # As in llama.cpp: a factor without a type scales linearly, and 0 stands for "none given".
-    scaling = meta.read("rope.scaling.type", str, "linear")
+    # As in llama.cpp: 0 stands for "no factor", and a factor without a type scales linearly.
+    old_factor = meta.read("rope.scale_linear", float, 0.0, low=0.0, high=1e6)
+    factor = meta.read("rope.scaling.factor", float, old_factor, low=0.0, high=1e6) or 1.0
+    scaling = meta.read("rope.scaling.type", str, "none" if factor == 1 else "linear")
     if scaling not in ROPE_SCALINGS:
         raise ModelError(
             f"the model scales its rotary positions by {scaling!r}, which localllm does not support; "
             f"it knows {', '.join(ROPE_SCALINGS)}"
         )
-    old_factor = meta.read("rope.scale_linear", float, 0.0, low=0.0, high=1e6)
-    factor = meta.read("rope.scaling.factor", float, old_factor, low=0.0, high=1e6) or 1.0
     original_context = meta.read(
         "rope.scaling.original_context_length", int, context_length, low=1, high=(1 << 31) - 1
     )

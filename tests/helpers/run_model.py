@@ -1,0 +1,57 @@
+"""Runs a model over ragged batches without an engine: what the tests of models and kernels need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.gguf import GGUFFile
+from localllm.kernels.ops import Batch, Ops
+from localllm.models.registry import load_model
+
+MAX_TOKENS = 512
+
+
+def make_batch(
+    parts: Sequence[tuple[Sequence[int], int, Sequence[int]]], outputs: Sequence[int] | None = None
+) -> Batch:
+    """A batch of sequences, each given as (new ids, tokens already in the cache, pages).
+
+    ``outputs`` are the rows whose logits are wanted, by default all.
+    """
+    lengths = [len(ids) for ids, _, _ in parts]
+    tables = np.zeros((len(parts), max(len(pages) for _, _, pages in parts)), np.int32)
+    for table, (_, _, pages) in zip(tables, parts, strict=True):
+        table[: len(pages)] = pages
+    return Batch(
+        ids=np.concatenate([np.asarray(ids, np.int32) for ids, _, _ in parts]),
+        positions=np.concatenate([np.arange(past, past + len(ids), dtype=np.int32) for ids, past, _ in parts]),
+        query_starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        kv_lengths=np.array([past + len(ids) for ids, past, _ in parts], np.int32),
+        block_tables=tables,
+        outputs=np.arange(sum(lengths), dtype=np.int32) if outputs is None else np.array(outputs, np.int32),
+    )
+
+
+class Runner:
+    """A model in a file, loaded into a backend, with a cache of ``n_pages`` pages."""
+
+    def __init__(self, path: Path, ops: Ops, n_pages: int = 32) -> None:
+        with GGUFFile.open(path) as file:
+            self.model = load_model(file, ops)
+        self.cache = ops.new_cache(self.model.cache_shape, n_pages)
+        self._step = ops.compile(
+            lambda: self.model.forward(ops), self.cache, max_tokens=MAX_TOKENS, max_outputs=MAX_TOKENS
+        )
+
+    def run(self, *parts: tuple[Sequence[int], int, Sequence[int]], outputs: Any = None) -> NDArray[np.float32]:
+        """Logits [N, n_vocab] of one batch, as `make_batch`; a copy."""
+        return self._step(make_batch(parts, outputs)).copy()
+
+    def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """Logits [len(ids), n_vocab] of one sequence, prefilled at once."""
+        return self.run((ids, 0, range(self.cache.n_pages)))
