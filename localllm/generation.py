@@ -145,9 +145,7 @@ class Generation:
 
     def close(self, reason: FinishReason = "cancelled") -> None:
         """Ends it.  A step under way in another thread is finished, or a chunk of the prompt, but no more."""
-        if not self._ended:
-            self.finish_reason = reason
-            self._ended = True
+        self._end(reason)
         self._release_if_ended()
 
     def __enter__(self) -> Self:
@@ -167,7 +165,8 @@ class Generation:
         evaluated = time.perf_counter()
         if self._max_tokens == 0:
             self._prefill_s = evaluated - begin
-            return self._end("length")
+            self._end("length")
+            return None
         choice = self._sampler(logits)
         now = time.perf_counter()
         if self._n_chosen:
@@ -177,7 +176,8 @@ class Generation:
             self._first_token_s = now - self._started_at
         self._n_chosen += 1
         if choice.id in self._stop_ids:
-            return self._end("stop")
+            self._end("stop")
+            return None
         self._sampler.accept(choice.id)
         self._run.tokens.append(choice.id)
         if self._n_chosen == self._max_tokens or len(self._run.tokens) > self._engine.context:
@@ -191,12 +191,14 @@ class Generation:
             if self._progress is not None and not self._n_chosen:
                 self._progress(self._run.position, self._n_prompt)
             if self._run.logits is not None:
-                return self._run.logits[-1]
+                logits: NDArray[np.float32] = self._run.logits[-1]
+                return logits
         return None
 
     def _end(self, reason: FinishReason) -> None:
-        self.finish_reason = reason
-        self._ended = True
+        if not self._ended:
+            self.finish_reason = reason
+            self._ended = True
 
     def _release_if_ended(self) -> None:
         """Gives the sequence back once no step is under way.
