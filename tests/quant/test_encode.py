@@ -79,6 +79,15 @@ def test_ties_and_signed_extremes_encode_as_in_gguf(type: GGMLType) -> None:
     np.testing.assert_array_equal(quantize(values, type), oracle(values, type))
 
 
+@of_types(T.F16, T.BF16)
+def test_half_way_values_round_to_even(type: GGMLType) -> None:
+    """Exactly between two values of the type, above an even and an odd one."""
+    step = {T.F16: 2.0**-10, T.BF16: 2.0**-7}[type]
+    values = np.array([[1 + 0.5 * step, 1 + 1.5 * step, -1 - 2.5 * step]], np.float32)
+    expected = np.array([[1, 1 + 2 * step, -1 - 2 * step]], np.float32)
+    np.testing.assert_array_equal(dequantize(quantize(values, type), type), expected)
+
+
 @settings(deadline=None, max_examples=80)
 @given(
     type=st.sampled_from([T.Q8_0, T.Q4_0]),
