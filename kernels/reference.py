@@ -1,6 +1,7 @@
 """Plain numpy: every operation as its formula reads.  Slow, and the truth that other backends are tested against.
 
-Matrices are dequantised to float32 when they are loaded; activations are never quantised.
+Matrices are dequantised to float32 when they are loaded; activations are never quantised.  Every token is
+computed by itself, so that it has the same bits in whatever batch it comes.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class ReferenceOps:
         return x / np.sqrt(mean_square + np.float32(eps)) * weight
 
     def linear(self, x: Array, weight: ReferenceLinear, residual: Array | None = None) -> Array:
-        y: Array = x @ weight.matrix.T
+        # A product of matrix and vector a token: a product of matrices adds in an order that depends on T.
+        y: Array = np.matmul(weight.matrix, x[:, :, None])[:, :, 0]
         if weight.bias is not None:
             y += weight.bias
         return y if residual is None else y + residual
@@ -140,18 +142,16 @@ class ReferenceOps:
         _, _, _, n_kv_heads, head_dim = self._cache.keys.shape
         heads = q.reshape(len(q), n_kv_heads, -1, head_dim)  # [T, G, H / G, head_dim]
         out = np.empty_like(heads)
-        for s, length in enumerate(self._batch.kv_lengths):
-            rows = slice(self._batch.query_starts[s], self._batch.query_starts[s + 1])
-            pages = self._batch.block_tables[s, : -(-length // self.page_size)]
-            keys, values = (
-                a[layer, pages].reshape(-1, n_kv_heads, head_dim)[:length].astype(np.float32)  # [L, G, head_dim]
-                for a in (self._cache.keys, self._cache.values)
-            )
-            scores = np.einsum("tghd,lgd->tghl", heads[rows], keys) * np.float32(scale)
-            distance = self._batch.positions[rows, None] - np.arange(length)  # [t, L]
-            hidden = (distance < 0) | (distance >= (window or length))
-            scores = np.where(hidden[:, None, None], -np.inf, scores)
-            out[rows] = np.einsum("tghl,lgd->tghd", softmax(scores), values)
+        for s, table in enumerate(self._batch.block_tables):
+            for t in range(self._batch.query_starts[s], self._batch.query_starts[s + 1]):
+                stop = int(self._batch.positions[t]) + 1
+                seen = np.arange(max(0, stop - (window or stop)), stop)
+                page, slot = table[seen // self.page_size], seen % self.page_size
+                keys, values = (
+                    a[layer, page, slot] for a in (self._cache.keys, self._cache.values)
+                )  # [L, G, head_dim]
+                scores = np.einsum("ghd,lgd->ghl", heads[t], keys.astype(np.float32)) * np.float32(scale)
+                out[t] = np.einsum("ghl,lgd->ghd", softmax(scores), values.astype(np.float32))
         return out.reshape(len(q), -1)
 
     def gated(self, gate: Array, up: Array, activation: str) -> Array:

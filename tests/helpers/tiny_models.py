@@ -233,6 +233,8 @@ def gguf_tensors(config: Mapping[str, Any], weights: Mapping[str, Array]) -> dic
     n_heads, n_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     tensors: dict[str, Array] = {}
     for name, array in weights.items():
+        if name == "lm_head.weight" and config["tie_word_embeddings"]:
+            continue
         stem, _, kind = name.rpartition(".")
         ours = _gguf_name(stem)
         if gguf_architecture(config) == "llama" and ours.endswith(("attn_q", "attn_k")):
