@@ -248,9 +248,7 @@ def _split_paths(part: _Part) -> list[Path]:
     count = _split_key(part, "split.count")
     match = _SPLIT_NAME.fullmatch(part.path.name)
     if match is None or int(match["count"]) != count or not 1 <= int(match["number"]) <= count:
-        defect = (
-            f"key 'split.count' is {count}, but the file's name does not end in -NNNNN-of-{count:05d}.gguf"
-        )
+        defect = f"key 'split.count' is {count}, but the file's name does not end in -NNNNN-of-{count:05d}.gguf"
         raise _split_error(part, defect, "give all parts their original names")
     return [part.path.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
 
