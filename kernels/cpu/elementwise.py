@@ -34,7 +34,7 @@ from localllm.kernels.cpu.simd import (
     zero_f32x16,
 )
 from localllm.kernels.cpu.templates import device
-from localllm.kernels.cpu.tiles import D, D_SUM, NEG_SUM, NEG_SUM_FIRST, RECORD, TOKENS, X_STEP
+from localllm.kernels.cpu.tiles import D_SUM, NEG_SUM, NEG_SUM_FIRST, RECORD, TOKENS, X_STEP, D
 
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 LARGEST_CODE = np.float32(127)

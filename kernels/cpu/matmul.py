@@ -9,8 +9,6 @@ from __future__ import annotations
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.simd import (
     fma,
-    load_bf16x16,
-    load_f16x16,
     load_f32x16,
     load_i64,
     splat_f32,

@@ -13,7 +13,7 @@ from numba.extending import lower_builtin, register_model
 from localllm.kernels.cpu.simd import OPERATIONS, OPERATORS, VECTORS, Kind, Operation, literal
 
 
-class Vector(types.Type):  # type: ignore[misc]
+class Vector(types.Type):
     """A vector as a numba type: an opaque value."""
 
     def __init__(self, kind: Kind) -> None:
@@ -22,7 +22,7 @@ class Vector(types.Type):  # type: ignore[misc]
 
 
 @register_model(Vector)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, vector: Vector) -> None:
         super().__init__(manager, vector, vector.llvm)
 
@@ -40,7 +40,7 @@ def _register_operation(operation: Operation) -> None:
     emit, result = operation.emit, numba_type(operation.result)
     expected = [None if kind is literal else numba_type(kind) for kind in operation.arguments]
 
-    class Typing(AbstractTemplate):  # type: ignore[misc]
+    class Typing(AbstractTemplate):
         key = emit
         prefer_literal = True
 
@@ -51,11 +51,10 @@ def _register_operation(operation: Operation) -> None:
 
     builtin_registry.register_global(emit, types.Function(Typing))
 
-    @lower_builtin(emit, *(e or types.IntegerLiteral for e in expected))  # type: ignore[untyped-decorator]
+    @lower_builtin(emit, *(e or types.IntegerLiteral for e in expected))
     def lower(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         known = [
-            v if e is not None else kind.literal_value
-            for v, e, kind in zip(values, expected, sig.args, strict=True)
+            v if e is not None else kind.literal_value for v, e, kind in zip(values, expected, sig.args, strict=True)
         ]
         value = emit(builder, *known)
         return context.get_dummy_value() if result is types.void else value
@@ -64,12 +63,12 @@ def _register_operation(operation: Operation) -> None:
 def _register_operator(symbol: Any, kind: Kind, emit: Any) -> None:
     vector = numba_type(kind)
 
-    class Typing(ConcreteTemplate):  # type: ignore[misc]
+    class Typing(ConcreteTemplate):
         cases = (signature(vector, vector, vector),)
 
     infer_global(symbol)(Typing)
 
-    @lower_builtin(symbol, vector, vector)  # type: ignore[untyped-decorator]
+    @lower_builtin(symbol, vector, vector)
     def lower(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         return emit(builder, *values)
 

@@ -27,7 +27,7 @@ from localllm.kernels.cpu.program import Instruction, Program, Workers
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.tiles import RECORD, TILES, TOKENS
-from localllm.kernels.ops import Batch, CacheShape, KVCache, Linear, Rope, Step, Tensor, Weight
+from localllm.kernels.ops import Batch, CacheShape, KVCache, Rope, Step, Tensor, Weight
 from localllm.quant.formats import dequantize
 from localllm.quant.packing import GROUP, LAYOUTS
 from localllm.quant.types import GGMLType
@@ -84,7 +84,7 @@ class CPUCache:
 
     @property
     def n_pages(self) -> int:
-        return self.keys.shape[1]
+        return int(self.keys.shape[1])
 
     @property
     def n_bytes(self) -> int:
@@ -284,9 +284,7 @@ class CPUOps:
 
     # -- Compiling and running -------------------------------------------------------------------------------------
 
-    def compile(
-        self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int
-    ) -> Step:
+    def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
         if not isinstance(cache, CPUCache):
             raise KernelError(f"the CPU backend cannot use a {type(cache).__name__}")
         recording = self._recording = Recording(cache, max_tokens, max_outputs)
@@ -348,18 +346,19 @@ class CPUOps:
         layout, recording = LAYOUTS[w.type], self._now
         batch = recording.header.ctypes.data + 8 * x.slot
         bias = 0 if w.bias is None else w.bias.ctypes.data
-        tail = (bias, residual, y.address, y.stride)
         groups = padded(w.n_out) // GROUP
+        matrix = w.packed.ctypes.data
         if tile := TILES.get(w.type):
+            kernel, units = matmul.matmul_quantised, groups
             constants = {"ADD_TILE": tile.add, "TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32}
-            v = variant(matmul.matmul_quantised, self.target, **constants, **dict(tile.constants))
-            arguments = (batch, w.packed.ctypes.data, w.n_in // layout.columns, x.records(self.target), *tail)
-            recording.add(v, arguments, groups, ALWAYS, wait=wait)
+            constants |= dict(tile.constants)
+            arguments = [batch, matrix, w.n_in // layout.columns, x.records(self.target)]
         else:
+            kernel, units = matmul.matmul_float, groups // matmul.FLOAT_GROUPS
             constants = {"LOAD": FLOAT_LOADS[w.type], "COLUMN_BYTES": layout.tile_bytes}
-            v = variant(matmul.matmul_float, self.target, **constants)
-            arguments = (batch, w.packed.ctypes.data, w.n_in, x.address, x.stride, *tail)
-            recording.add(v, arguments, groups // matmul.FLOAT_GROUPS, ALWAYS, wait=wait)
+            arguments = [batch, matrix, w.n_in, x.address, x.stride]
+        arguments += [bias, residual, y.address, y.stride]
+        recording.add(variant(kernel, self.target, **constants), arguments, units, ALWAYS, wait=wait)
 
     def rope_append(
         self,

@@ -405,44 +405,24 @@ _operator(operator.or_, i8x64, lambda b, x, y: b.or_(x, y))
 # -- Codes: bytes and parts of bytes ---------------------------------------------------------------------------
 
 
-def _shift_bytes_right(b: Any, x: Any, n: int) -> Any:
-    """Each byte shifted; what comes in from its neighbour must be masked off (no processor shifts bytes)."""
+@op(i8x64, intp, intp, literal)
+def load_bits(b, address, n, mask):
+    """(x >> n) & mask for each of 64 bytes x at an address."""
+    return _bits(b, _load(b, address, i8x64.llvm), n, mask)
+
+
+@op(i8x64, intp, intp, literal)
+def load_bits_on_top(b, address, n, mask):
+    """The same, worth 16 times as much: ((x >> n) & mask) << 4."""
+    words = b.bitcast(_bits(b, _load(b, address, i8x64.llvm), n, mask), ir.VectorType(i16, 32))
+    return b.bitcast(b.shl(words, _constant(4, i16, 32)), i8x64.llvm)
+
+
+def _bits(b: Any, x: Any, n: Any, mask: int) -> Any:
+    # No processor shifts bytes.  Words do as well: the mask drops what comes in from the neighbour.
     words = ir.VectorType(i16, 32)
-    return b.bitcast(b.lshr(b.bitcast(x, words), _constant(n, i16, 32)), i8x64.llvm)
-
-
-def _shift_bytes_left(b: Any, x: Any, n: int) -> Any:
-    words = ir.VectorType(i16, 32)
-    return b.bitcast(b.shl(b.bitcast(x, words), _constant(n, i16, 32)), i8x64.llvm)
-
-
-@op(i8x64, intp, literal, literal)
-def load_bits(b, address, shift, mask):
-    """Some bits of each of 64 bytes at an address."""
-    return _shift_mask(b, _load(b, address, i8x64.llvm), shift, mask)
-
-
-@op(i8x64, i8x64, literal, literal)
-def shift_mask(b, x, shift, mask):
-    return _shift_mask(b, x, shift, mask)
-
-
-def _shift_mask(b: Any, x: Any, shift: int, mask: int) -> Any:
-    """(x >> shift) & mask, byte by byte; a negative shift goes left.  The mask drops what neighbours push in."""
-    if shift > 0:
-        x = _shift_bytes_right(b, x, shift)
-    elif shift < 0:
-        x = _shift_bytes_left(b, x, -shift)
-    return b.and_(x, _constant(mask, i8, 64))
-
-
-@op(i8x64, i8x64, intp)
-def bit_to_16(b, x, n):
-    """Bit n of each byte, worth 16: ((x >> n) & 1) << 4."""
-    words = ir.VectorType(i16, 32)
-    count = _splat(b, b.trunc(n, i16), 32)
-    one = b.and_(b.lshr(b.bitcast(x, words), count), _constant(0x0101, i16, 32))
-    return b.bitcast(b.shl(one, _constant(4, i16, 32)), i8x64.llvm)
+    shifted = b.lshr(b.bitcast(x, words), _splat(b, b.trunc(n, i16), 32))
+    return b.and_(b.bitcast(shifted, i8x64.llvm), _constant(mask, i8, 64))
 
 
 @op(i32x16, i32x16, literal)
@@ -562,9 +542,7 @@ def _dot_maddubs(parts: int) -> Callable[..., Any]:
                 for k, (u, v) in enumerate(zip(_halves(b, w, parts), _halves(b, x, parts), strict=True)):
                     product = _call(b, multiply, words, u, v)
                     partial[k] = product if partial[k] is None else b.add(partial[k], product)
-            totals = [
-                b.add(t, _call(b, widen, t.type, p, ones)) for t, p in zip(totals, partial, strict=True)
-            ]
+            totals = [b.add(t, _call(b, widen, t.type, p, ones)) for t, p in zip(totals, partial, strict=True)]
         return _join(b, totals)
 
     return dot
@@ -581,12 +559,16 @@ def _dot_sdot(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int) -> Any
 
 
 def _dot_generic(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int) -> Any:
-    words = ir.VectorType(i16, 64)
+    words, doubles = ir.VectorType(i16, 64), ir.VectorType(i32, 32)
+    sixteen, thirty_two = _constant(16, i32, 32), _constant(32, i64, 16)
     for w, x in pairs:
-        product = b.mul(b.sext(w, words), b.sext(x, words))  # at most 128 * 127: fits
-        for c in range(4):
-            column = ir.Constant(ir.VectorType(i32, 16), list(range(c, 64, 4)))
-            sums = b.add(sums, b.sext(b.shuffle_vector(product, product, column), i32x16.llvm))
+        # Sums of neighbours, twice: sixteen-bit products (at most 128 * 127) as halves of 32-bit lanes, then those
+        # as halves of 64-bit lanes.
+        products = b.bitcast(b.mul(b.sext(w, words), b.sext(x, words)), doubles)
+        twos = b.add(b.ashr(b.shl(products, sixteen), sixteen), b.ashr(products, sixteen))
+        lanes = b.bitcast(twos, ir.VectorType(i64, 16))
+        fours = b.add(b.trunc(lanes, i32x16.llvm), b.trunc(b.lshr(lanes, thirty_two), i32x16.llvm))
+        sums = b.add(sums, fours)
     return sums
 
 

@@ -7,7 +7,7 @@ A template may use, besides what numba compiles,
 * ``x[i]``, ``x[i, j]`` with constant indices: not memory, but variables of their own (``x_0``, ``x_1_2``), which is
   how an array of SIMD registers is written;
 * ``if CONSTANT:``, of which only the branch taken remains;
-* ``f(*w[0:8])`` for ``f(w[0], …, w[7])``;
+* ``f(*w[0:8])`` for ``f(w[0], …, w[7])``, and ``w[0:8] = f()`` for ``w[0], …, w[7] = f()``;
 * ``step(x, address)`` as a statement, where ``step`` is itself a template: its body is written in place of the call.
   A parameter annotated `Registers` is the caller's array itself.
 
@@ -149,20 +149,32 @@ class _Specialiser(ast.NodeTransformer):
         return None
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        arguments: list[ast.expr] = []
-        for argument in node.args:
-            arguments += self.spread(argument.value) if isinstance(argument, ast.Starred) else [argument]
-        node.args = arguments
+        node.args = self.spread(node.args)
         return cast(ast.expr, self.generic_visit(node))
 
-    def spread(self, node: ast.expr) -> list[ast.expr]:
-        """``*w[0:8]`` in a call: the registers w_0 … w_7."""
-        array, bounds = cast(ast.Subscript, node), cast(ast.Slice, cast(ast.Subscript, node).slice)
+    def visit_Tuple(self, node: ast.Tuple) -> ast.expr:
+        node.elts = self.spread(node.elts)
+        return cast(ast.expr, self.generic_visit(node))
+
+    def spread(self, nodes: list[ast.expr]) -> list[ast.expr]:
+        """Writes out ``*w[0:8]`` among expressions."""
+        out: list[ast.expr] = []
+        for node in nodes:
+            out += self.registers(cast(ast.Subscript, node.value)) if isinstance(node, ast.Starred) else [node]
+        return out
+
+    def registers(self, node: ast.Subscript) -> list[ast.expr]:
+        """The elements of ``w[0:8]``."""
+        bounds = cast(ast.Slice, node.slice)
         low, high = (self.evaluate(cast(ast.expr, b)) for b in (bounds.lower, bounds.upper))
-        return [
-            ast.fix_missing_locations(ast.copy_location(ast.Subscript(array.value, ast.Constant(i), ast.Load()), node))
-            for i in range(low, high)
-        ]
+        elements = [ast.Subscript(node.value, ast.Constant(i), node.ctx) for i in range(low, high)]
+        return [ast.fix_missing_locations(ast.copy_location(e, node)) for e in elements]
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt:
+        target = node.targets[0]
+        if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Slice):
+            node.targets = [ast.copy_location(ast.Tuple(self.registers(target), ast.Store()), target)]
+        return cast(ast.stmt, self.generic_visit(node))
 
     def visit_Expr(self, node: ast.Expr) -> Any:
         inner = self.called(node.value)

@@ -23,19 +23,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from localllm.kernels.cpu.simd import (
-    bit_to_16,
     dot16_u6,
     dot32_s8,
     dot32_u4,
     dot32_u5,
     fma,
-    load_f16x16,
     load_bits,
+    load_bits_on_top,
+    load_f16x16,
     load_i8x64,
     load_i32x16,
     mask,
     shift_left,
-    shift_mask,
     shift_right,
     signed_byte,
     splat_f32,
@@ -88,34 +87,51 @@ def add_q6_codes(acc, first, second, x, w0, w1, w2, w3, w4, w5, w6, w7):
     return fma(fma(second, to_float(hi), first * to_float(lo)), splat_f32(x + D), acc)
 
 
+# -- Unpacking ----------------------------------------------------------------------------------------------------
+
+
 @device
-def with_fifth_bit(w, planes, n):
-    """Codes of four bits with bit n of the bytes at an address on top."""
-    return w | bit_to_16(load_i8x64(planes), n)
+def load_nibbles(codes):
+    """Columns 0 … 15 from the low nibbles of four vectors, 16 … 31 from the high ones."""
+    for v in static_range(4):
+        w[v] = load_bits(codes + 64 * v, 0, 15)
+        w[v + 4] = load_bits(codes + 64 * v, 4, 15)
+    return (*w[0:8],)
+
+
+@device
+def load_five_bits(codes, plane):
+    """The same with a fifth bit: bit v of the bytes at ``plane`` is that of vector v's codes."""
+    w[0:8] = load_nibbles(codes)
+    for v in static_range(8):
+        w[v] = w[v] | load_bits_on_top(plane, v, 1)
+    return (*w[0:8],)
+
+
+@device
+def load_k_codes(codes, planes, half, n):
+    """The low or the high nibbles of eight vectors, and for five-bit codes bit n of eight others."""
+    for v in static_range(8):
+        w[v] = load_bits(codes + 64 * v, 4 * half, 15)
+        if BITS == 5:
+            w[v] = w[v] | load_bits_on_top(planes + 64 * v, n, 1)
+    return (*w[0:8],)
+
+
+@device
+def load_q6_codes(low, high, k):
+    """The low or the high nibbles of eight vectors, and on top two bits from the k-th place of eight others."""
+    for v in static_range(8):
+        w[v] = load_bits(low + 64 * v, 4 * (k // 2), 15) | load_bits_on_top(high + 64 * v, 2 * k, 3)
+    return (*w[0:8],)
 
 
 # -- Formats of 32 columns ----------------------------------------------------------------------------------------
 
 
 @template
-def unpack_nibbles(w: Registers, codes):
-    """Columns 0 … 15 lie in the low nibbles of four vectors, 16 … 31 in the high ones."""
-    for v in static_range(4):
-        w[v] = load_bits(codes + 64 * v, 0, 15)
-        w[v + 4] = load_bits(codes + 64 * v, 4, 15)
-
-
-@template
-def add_fifth_bits(w: Registers, planes):
-    """Bit v of each byte is the fifth bit of vector v's code."""
-    plane = load_i8x64(planes)
-    for v in static_range(8):
-        w[v] = w[v] | shift_mask(plane, v - 4, 16)
-
-
-@template
 def tile_q4_0(acc: Registers, n, tile, x):
-    unpack_nibbles(w, tile + 32)
+    w[0:8] = load_nibbles(tile + 32)
     scale = load_f16x16(tile)
     for i in static_range(n):
         acc[i] = add_offset_codes(acc[i], scale, x + RECORD * i, *w[0:8])
@@ -123,7 +139,7 @@ def tile_q4_0(acc: Registers, n, tile, x):
 
 @template
 def tile_q4_1(acc: Registers, n, tile, x):
-    unpack_nibbles(w, tile + 64)
+    w[0:8] = load_nibbles(tile + 64)
     scale = load_f16x16(tile)
     minimum = load_f16x16(tile + 32)
     for i in static_range(n):
@@ -132,8 +148,7 @@ def tile_q4_1(acc: Registers, n, tile, x):
 
 @template
 def tile_q5_0(acc: Registers, n, tile, x):
-    unpack_nibbles(w, tile + 96)
-    add_fifth_bits(w, tile + 32)
+    w[0:8] = load_five_bits(tile + 96, tile + 32)
     scale = load_f16x16(tile)
     for i in static_range(n):
         acc[i] = add_offset_codes(acc[i], scale, x + RECORD * i, *w[0:8])
@@ -141,8 +156,7 @@ def tile_q5_0(acc: Registers, n, tile, x):
 
 @template
 def tile_q5_1(acc: Registers, n, tile, x):
-    unpack_nibbles(w, tile + 128)
-    add_fifth_bits(w, tile + 64)
+    w[0:8] = load_five_bits(tile + 128, tile + 64)
     scale = load_f16x16(tile)
     minimum = load_f16x16(tile + 32)
     for i in static_range(n):
@@ -177,13 +191,9 @@ def tile_q45_k(acc: Registers, n, tile, x):
     scales = mask(a, 0x3F3F3F3F)
     minima = mask(b, 0x3F3F3F3F)
     for pair in range(4):
-        for v in static_range(8):
-            q[v] = load_i8x64(tile + (CODES + 64 * v) + 512 * pair)
+        codes = tile + CODES + 512 * pair
         for half in static_range(2):
-            for v in static_range(8):
-                w[v] = shift_mask(q[v], 4 * half, 15)
-                if BITS == 5:
-                    w[v] = with_fifth_bit(w[v], tile + (256 + 64 * v), 2 * pair + half)
+            w[0:8] = load_k_codes(codes, tile + 256, half, 2 * pair + half)
             scale = d * unsigned_byte(scales, half)
             minimum = d_min * unsigned_byte(minima, half)
             for i in static_range(n):
@@ -209,9 +219,7 @@ def tile_q6_k(acc: Registers, n, tile, x):
         low = tile + 288 + 1024 * half
         high = tile + 2336 + 512 * half
         for k in static_range(4):
-            for v in static_range(8):
-                four = load_bits(low + (512 * (k % 2) + 64 * v), 4 * (k // 2), 15)
-                w[v] = four | load_bits(high + 64 * v, 2 * k - 4, 48)
+            w[0:8] = load_q6_codes(low + 512 * (k % 2), high, k)
             words = load_i32x16(tile + (32 + 64 * (k // 2)) + 128 * half)
             first = d * signed_byte(words, 2 * (k % 2))
             second = d * signed_byte(words, 2 * (k % 2) + 1)
