@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# A module object for each would do, but this says at a glance what is public.
+#: The module that each public name comes from.
 _HOMES = {
     "Choice": "sampling",
     "Chunk": "completion",

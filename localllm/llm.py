@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from localllm.completion import Completion, Stream
 from localllm.devices import Device, open_device
 from localllm.engine import Engine
-from localllm.errors import ClosedError, ContextLengthError, ModelError, NotEnoughMemoryError, UsageError
+from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, UsageError
 from localllm.generation import Generation
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
@@ -84,7 +84,6 @@ def load(
         builder(file.metadata)  # raises for an architecture that is not supported
         config = read_config(file.metadata, file.tensors)
         tokenizer = Tokenizer.from_gguf(file)
-        _check_vocabulary(config, tokenizer)
         template = None if chat_template is None else _given_template(chat_template, tokenizer)
         backend = open_device(device, threads=threads, progress=_stage(progress, "kernels"))
         placement = plan(
@@ -390,14 +389,6 @@ def _open(path: str | os.PathLike[str] | None) -> GGUFFile:
         raise UsageError("this installation of localllm has no demo model: name a GGUF file")
     with resources.as_file(demo) as demo_path:
         return GGUFFile.open(demo_path)
-
-
-def _check_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> None:
-    if tokenizer.n_vocab != config.n_vocab:
-        raise ModelError(
-            f"the vocabulary has {tokenizer.n_vocab:,} tokens but the embedding {config.n_vocab:,} rows: "
-            "the file's metadata and tensors disagree"
-        )
 
 
 def _given_template(source: str, tokenizer: Tokenizer) -> ChatTemplate:

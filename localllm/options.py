@@ -165,6 +165,10 @@ def _sampling(options: Mapping[str, Any]) -> Sampling:
 
 def _stop_strings(stop: object) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stops, Sequence) or not all(isinstance(text, str) and text for text in stops):
+    if (
+        not isinstance(stops, Sequence)
+        or isinstance(stops, bytes | bytearray)
+        or not all(isinstance(text, str) and text for text in stops)
+    ):
         raise UsageError(f"stop is {stop!r}, but must be a text that is not empty, or a list of such")
     return tuple(stops)
