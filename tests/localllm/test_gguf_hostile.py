@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from localllm import gguf_cursor
 from localllm.errors import GGUFError
 from localllm.gguf import GGUFFile, StringArray
 from localllm.quant.types import GGMLType
@@ -251,6 +252,15 @@ def test_defect(tmp_path: Path, name: str) -> None:
 def test_the_files_that_the_defects_are_made_of_are_sound(tmp_path: Path) -> None:
     for raw in (RawGGUF(), with_key(BOOL, b"\1"), with_key(ARRAY, nested(4)), with_tensor(numbers("other"))):
         GGUFFile.open(raw.write(tmp_path / "model.gguf")).close()
+
+
+def test_strings_are_counted_over_all_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [key(name, ARRAY, array(STRING, [string("x")] * 3)) for name in ("a", "b")]
+    path = RawGGUF(keys=keys).write(tmp_path / "model.gguf")
+    GGUFFile.open(path).close()
+    monkeypatch.setattr(gguf_cursor, "MAX_STRINGS", 5)
+    with pytest.raises(GGUFError, match=r"key 'b': 3 strings are more than localllm takes \(2\)"):
+        GGUFFile.open(path)
 
 
 # ---- paths --------------------------------------------------------------------------------------------
