@@ -502,3 +502,11 @@ def test_split_model_whose_tensors_disagree(tmp_path: Path, second: str, total: 
     write_gguf(paths[1], split_keys(1, 2, total), {second: np.ones(3)})
     with pytest.raises(GGUFError, match=message):
         GGUFFile.open(paths[0])
+
+
+def test_split_model_with_a_part_of_another_count(tmp_path: Path) -> None:
+    paths = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    write_gguf(paths[0], split_keys(0, 2, 2), {"a": np.ones(3)})
+    write_gguf(paths[1], split_keys(1, 3, 2), {"b": np.ones(3)})
+    with pytest.raises(GGUFError, match=r"m-00002-of-00002\.gguf.*are 1 and 3, not 1 and 2"):
+        GGUFFile.open(paths[0])
