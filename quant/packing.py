@@ -105,13 +105,13 @@ class TileLayout:
 def _transpose(part: Bytes, tiles: Bytes, place: int, unit: np.dtype[np.unsignedinteger]) -> int:
     """Writes part [groups, 16, blocks, bytes] as [groups, blocks, units, 16] at ``place``; returns the next place."""
     units = np.ascontiguousarray(part).view(unit).transpose(0, 2, 3, 1)
-    end = place + units.shape[2] * GROUP * unit.itemsize
+    end: int = place + units.shape[2] * GROUP * unit.itemsize
     tiles[..., place:end] = np.ascontiguousarray(units).view(np.uint8).reshape(*tiles.shape[:2], -1)
     return end
 
 
 def _untranspose(tiles: Bytes, place: int, part: Bytes, size: int) -> int:
-    end = place + part.shape[-1] * GROUP
+    end: int = place + part.shape[-1] * GROUP
     units = tiles[..., place:end].reshape(*tiles.shape[:2], -1, GROUP, size)
     part[...] = units.transpose(0, 3, 1, 2, 4).reshape(part.shape)
     return end

@@ -32,7 +32,7 @@ import llvmlite.binding as llvm
 
 from localllm.errors import KernelError
 from localllm.kernels.cpu.target import Target
-from localllm.kernels.cpu.templates import Template
+from localllm.kernels.cpu.templates import Device, Template
 
 #: Environment variable that names another folder for compiled kernels.
 CACHE_VARIABLE = "LOCALLLM_CACHE"
@@ -79,61 +79,122 @@ def variant(kernel: Kernel, target: Target, **constants: Any) -> Variant:
 # -- Python to LLVM ------------------------------------------------------------------------------------------------
 
 
-def _python(v: Variant) -> Callable[..., Any]:
-    """The specialised function ``(arguments, begin, end)``."""
-    tree, scope = v.kernel.specialise(dict(v.constants))
-    first, second = (a.arg for a in tree.args.args[:2])
-    names = ["arguments", first, second]
-    tree.args = ast.arguments([], [ast.arg(n) for n in names], None, [], [], None, [])
-    tree.decorator_list, tree.returns = [], None
-    loads: list[ast.stmt] = []
-    for i, (name, is_float) in enumerate(v.kernel.parameters):
-        source = f"{name} = {'load_f32' if is_float else 'load_i64'}(arguments + {8 * i})"
-        loads += ast.parse(source).body
-    tree.body = loads + tree.body
-    module = ast.fix_missing_locations(ast.Module([tree], []))
-    from localllm.kernels.cpu import simd
+class _Frontend:
+    """numba, for one kernel and the device functions that it calls."""
 
-    scope |= {"load_i64": simd.load_i64, "load_f32": simd.load_f32}
-    exec(compile(module, v.kernel.file, "exec"), scope)
-    function: Callable[..., Any] = scope[v.kernel.name]
-    return function
+    def __init__(self, constants: Mapping[str, Any]) -> None:
+        self.constants = constants
+        self.modules: list[str] = []
+
+    def kernel(self, kernel: Kernel) -> str:
+        """Compiles a kernel as a function of (arguments, begin, end); returns its name in the last module."""
+        from numba.core import types
+
+        tree, scope = kernel.specialise(self.constants)
+        names = ["arguments", *(a.arg for a in tree.args.args[:2])]
+        loads: list[ast.stmt] = []
+        for i, (name, is_float) in enumerate(kernel.parameters):
+            loads += ast.parse(f"{name} = {'load_f32' if is_float else 'load_i64'}(arguments + {8 * i})").body
+        tree.body = loads + tree.body
+        return str(self.compile(tree, names, scope, kernel.file, (types.intp,) * 3).fndesc.llvm_func_name)
+
+    def compile(
+        self, tree: ast.FunctionDef, names: list[str], scope: dict[str, Any], file: str, types: tuple[Any, ...]
+    ) -> Any:
+        """numba's result for a specialised function of the parameters ``names``; its module joins the others."""
+        from numba.core import compiler
+        from numba.core.registry import cpu_target
+
+        from localllm.kernels.cpu import simd
+
+        tree.args = ast.arguments([], [ast.arg(n) for n in names], None, [], [], None, [])
+        tree.decorator_list, tree.returns = [], None
+        scope |= {"load_i64": simd.load_i64, "load_f32": simd.load_f32}
+        for name, value in scope.items():
+            if isinstance(value, Device):
+                scope[name] = self.device(value)
+        exec(compile(ast.fix_missing_locations(ast.Module([tree], [])), file, "exec"), scope)
+        flags = compiler.Flags()
+        flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = True
+        flags.error_model = "numpy"  # a division by zero is not an exception
+        result = compiler.compile_extra(
+            cpu_target.typing_context, cpu_target.target_context, scope[tree.name], types, None, flags, {}
+        )
+        # numba's own functions, such as min and max, come in modules of their own.
+        for library in result.library._linking_libraries:
+            if library.name != "nrt" and (text := str(library._final_module)) not in self.modules:
+                self.modules.append(text)
+        self.modules.append(str(result.library._final_module))
+        return result
+
+    @functools.cache  # noqa: B019 - lives as long as one compilation
+    def device(self, device: Device) -> Any:
+        """A numba intrinsic that compiles the device function for its arguments' types and calls it.
+
+        numba's own calls would hand the function to its linker, which compiles for the processor at hand.
+        """
+        from numba.extending import intrinsic
+
+        names = [a.arg for a in device.tree.args.args]
+
+        def typed(*given: Any) -> Any:
+            tree, scope = device.specialise(self.constants)
+            result = self.compile(tree, names, scope, device.file, given)
+
+            def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+                callee = context.declare_function(builder.module, result.fndesc)
+                _, value = context.call_conv.call_function(builder, callee, sig.return_type, sig.args, values)
+                return value
+
+            return result.signature.return_type(*given), codegen
+
+        scope: dict[str, Any] = {"typed": typed}
+        arguments = ", ".join(names)
+        exec(f"def {device.name}(typingctx, {arguments}):\n    return typed({arguments})", scope)
+        return intrinsic(scope[device.name])
 
 
 def llvm_ir(v: Variant, triple: str | None = None) -> llvm.ModuleRef:
     """The kernel as optimised LLVM code for its target, with one function ``v.symbol``."""
-    from numba.core import compiler, types
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
 
+    from localllm.kernels.cpu import numba_types  # noqa: F401 - registers our vectors and operations
     from localllm.kernels.cpu.simd import lowering_for
 
-    function = _python(v)
-    flags = compiler.Flags()
-    flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = True
-    flags.error_model = "numpy"  # a division by zero is not an exception
+    frontend = _Frontend(dict(v.constants))
     with global_compiler_lock, lowering_for(v.target):
-        typing, context = cpu_target.typing_context, cpu_target.target_context
-        typing.refresh()
-        context.refresh()
+        cpu_target.typing_context.refresh()
+        cpu_target.target_context.refresh()
         try:
-            result = compiler.compile_extra(typing, context, function, (types.intp,) * 3, types.void, flags, {})
+            inner = frontend.kernel(v.kernel)
         except Exception as error:
             raise KernelError(f"the kernel {v.symbol} does not compile: {error}") from error
-        text, inner = str(result.library._final_module), result.fndesc.llvm_func_name
     machine = v.target.machine(triple)
-    module = llvm.parse_assembly(_with_entry(text, inner, v.symbol))
+    *devices, main = frontend.modules
+    module = llvm.parse_assembly(_with_entry(main, inner, v.symbol))
+    for text in devices:
+        module.link_in(llvm.parse_assembly(_without_target(text)))
     module.triple = machine.triple
     module.data_layout = str(machine.target_data)
     for f in module.functions:
         if not f.is_declaration and f.name != v.symbol:
             f.linkage = "internal"
+            f.add_function_attribute("alwaysinline")
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     # Vectors are written by hand here; what LLVM would vectorise beside them are only the odd ends.
     options.loop_vectorization = options.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
+    unknown = [f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")]
+    if unknown:
+        raise KernelError(f"the kernel {v.symbol} calls {', '.join(unknown)}, which no code here defines")
     return module
+
+
+def _without_target(text: str) -> str:
+    """Drops the lines that say which machine numba compiled for."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith(("target ", "source_filename")))
 
 
 def _with_entry(text: str, inner: str, symbol: str) -> str:
@@ -141,7 +202,6 @@ def _with_entry(text: str, inner: str, symbol: str) -> str:
 
     numba's functions return a status and take a place for the result and for an exception; kernels raise none.
     """
-    lines = [line for line in text.splitlines() if not line.startswith(("target ", "source_filename"))]
     entry = f"""
 define void @"{symbol}"(i64 %arguments, i64 %begin, i64 %end) {{
   %result = alloca ptr
@@ -150,7 +210,7 @@ define void @"{symbol}"(i64 %arguments, i64 %begin, i64 %end) {{
   ret void
 }}
 """
-    return "\n".join(lines) + entry
+    return _without_target(text) + entry
 
 
 def assembly(v: Variant, triple: str | None = None) -> str:

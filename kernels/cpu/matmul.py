@@ -9,27 +9,27 @@ from __future__ import annotations
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.simd import (
     fma,
-    load_bf16x16,
-    load_f16x16,
     load_f32x16,
     load_i64,
     splat_f32,
     store_f32x16,
     zero_f32x16,
 )
-from localllm.kernels.cpu.templates import Registers, static_range, template
+from localllm.kernels.cpu.templates import device, static_range, template
 from localllm.kernels.cpu.tiles import RECORD, TOKENS, X_STEP
 
 #: Groups of 16 rows in a unit of the float kernels: enough independent sums to keep the multipliers busy.
 FLOAT_GROUPS = 2
 
 
-@template
-def store_rows(acc: Registers, y, residual, place):
-    """y = acc (+ residual), sixteen values at byte ``place``."""
+@device
+def finish_rows(acc, bias, residual, y, rows, place):
+    """y = acc (+ bias) (+ residual), for sixteen rows from byte ``rows`` of the bias and byte ``place`` of y."""
+    if bias != 0:
+        acc = acc + load_f32x16(bias + rows)
     if residual != 0:
-        acc[0] = acc[0] + load_f32x16(residual + place)
-    store_f32x16(y + place, acc[0])
+        acc = acc + load_f32x16(residual + place)
+    store_f32x16(y + place, acc)
 
 
 @template
@@ -43,11 +43,10 @@ def quantised_tokens(n, first, group, tiles, n_tiles, n_blocks, x, bias, residua
         ADD_TILE(acc, n, tile, records)
         tile += TILE_BYTES
         records += BLOCKS * X_STEP
+    place = first * y_stride + group * 64
     for i in static_range(n):
-        out[0] = acc[i]
-        if bias != 0:
-            out[0] = out[0] + load_f32x16(bias + group * 64)
-        store_rows(out, y, residual, (first + i) * y_stride + group * 64)
+        finish_rows(acc[i], bias, residual, y, group * 64, place)
+        place += y_stride
 
 
 @kernel
@@ -89,10 +88,7 @@ def float_tokens(n, first, unit, tiles, n_in, x, x_stride, bias, residual, y, y_
     for g in static_range(FLOAT_GROUPS):
         rows = (unit * FLOAT_GROUPS + g) * 64
         for i in static_range(n):
-            out[0] = acc[g, i]
-            if bias != 0:
-                out[0] = out[0] + load_f32x16(bias + rows)
-            store_rows(out, y, residual, (first + i) * y_stride + rows)
+            finish_rows(acc[g, i], bias, residual, y, rows, (first + i) * y_stride + rows)
 
 
 @kernel

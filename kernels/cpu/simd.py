@@ -1,26 +1,24 @@
-"""SIMD vectors as numba types: kernels that read like C intrinsics, written in Python.
+"""SIMD operations: kernels that read like C intrinsics, written in Python.
 
 A vector is an LLVM vector value of 512 bits, whatever the processor: LLVM splits it over narrower registers.
-Addresses are plain integers (numba's ``intp``), and nothing checks them: every index is validated before it
-reaches a kernel.
+Addresses are plain integers, and nothing checks them: every index is validated before it reaches a kernel.
 
 What depends on the instruction set (products of bytes, half precision) asks `lowering_for` which one the code at
 hand is being compiled for.
+
+An operation here is a function that writes LLVM instructions; `localllm.kernels.cpu.numba_types` makes numba know
+them.  That this module does without numba keeps warm starts free of importing it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.core.datamodel import models
-from numba.core.typing import signature
-from numba.extending import intrinsic, lower_builtin, register_model
-from numba.core.typing.templates import ConcreteTemplate, infer_global
-import operator
 
 from localllm.kernels.cpu.target import Target
 
@@ -44,59 +42,48 @@ def _dot_kind() -> str:
     return _target.dot
 
 
-i1, i8, i16, i32, i64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+i8, i16, i32, i64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 f16, f32 = ir.HalfType(), ir.FloatType()
 
 
-class Vector(types.Type):  # type: ignore[misc]
-    """An LLVM vector: ``lanes`` values of ``element``."""
+@dataclass(frozen=True)
+class Kind:
+    """What an operation takes or returns: a vector, a scalar that numba has under the same name, or nothing."""
 
-    def __init__(self, name: str, element: ir.Type, lanes: int) -> None:
-        self.llvm = ir.VectorType(element, lanes)
-        super().__init__(name=name)
-
-
-@register_model(Vector)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, vector: Vector) -> None:
-        super().__init__(manager, vector, vector.llvm)
+    name: str
+    llvm: ir.Type | None = None
 
 
-f32x16 = Vector("f32x16", f32, 16)
-i32x16 = Vector("i32x16", i32, 16)
-i8x64 = Vector("i8x64", i8, 64)
-intp, float32 = types.intp, types.float32
+f32x16 = Kind("f32x16", ir.VectorType(f32, 16))
+i32x16 = Kind("i32x16", ir.VectorType(i32, 16))
+i8x64 = Kind("i8x64", ir.VectorType(i8, 64))
+VECTORS = (f32x16, i32x16, i8x64)
+
+intp, int32, float32, void = (Kind(name) for name in ("intp", "int32", "float32", "void"))
+#: An integer that is known when the kernel is compiled; it reaches the function as a Python integer.
+literal = Kind("literal")
 
 
-#: In an operation's signature: an integer that is known when the kernel is compiled.
-literal = object()
+@dataclass(frozen=True)
+class Operation:
+    """A function ``emit(builder, *values)`` that writes LLVM instructions, and its signature."""
+
+    emit: Callable[..., Any]
+    result: Kind
+    arguments: tuple[Kind, ...]
 
 
-def op(result: types.Type, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a numba function of ``emit(builder, *values)``, which writes LLVM instructions.
+#: All operations, and the operators that vectors have: (operator, vector, emit).
+OPERATIONS: list[Operation] = []
+OPERATORS: list[tuple[Any, Kind, Callable[[Any, Any, Any], Any]]] = []
 
-    Parameters marked `literal` reach ``emit`` as Python integers.
-    """
-    is_literal = [kind is literal for kind in arguments]
+
+def op(result: Kind, *arguments: Kind) -> Callable[[Callable[..., Any]], Any]:
+    """Makes an operation of a function that writes LLVM instructions; kernels call it without the builder."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
-        def typed(*given: Any) -> Any:
-            numbers = [g.literal_value if is_literal[i] else None for i, g in enumerate(given)]
-
-            def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-                merged = [n if lit else v for n, lit, v in zip(numbers, is_literal, values, strict=True)]
-                value = emit(builder, *merged)
-                return context.get_dummy_value() if result is types.void else value
-
-            return result(*[g if lit else a for g, lit, a in zip(given, is_literal, arguments, strict=True)]), codegen
-
-        # numba counts an intrinsic's parameters, so give it as many as the operation has.
-        names = "".join(f", a{i}" for i in range(len(arguments)))
-        scope: dict[str, Any] = {"typed": typed}
-        exec(f"def {emit.__name__}(typingctx{names}):\n    return typed({names[2:]})", scope)
-        function = scope[emit.__name__]
-        function.__doc__ = emit.__doc__
-        return intrinsic(prefer_literal=True)(function)
+        OPERATIONS.append(Operation(emit, result, arguments))
+        return emit
 
     return decorate
 
@@ -118,7 +105,8 @@ def _store(builder: Any, address: Any, value: Any, align: int = 1) -> None:
 def _call(builder: Any, name: str, result: ir.Type, *values: Any) -> Any:
     """Calls an LLVM intrinsic."""
     kind = ir.FunctionType(result, [v.type for v in values])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(function, values)
 
 
 def _splat(builder: Any, value: Any, lanes: int) -> Any:
@@ -174,23 +162,23 @@ def load_s8x16(b, address):
     return b.sitofp(_load(b, address, ir.VectorType(i8, 16)), f32x16.llvm)
 
 
-@op(types.void, intp, f32x16)
+@op(void, intp, f32x16)
 def store_f32x16(b, address, value):
     _store(b, address, value)
 
 
-@op(types.void, intp, i8x64)
+@op(void, intp, i8x64)
 def store_i8x64(b, address, value):
     _store(b, address, value)
 
 
-@op(types.void, intp, f32x16)
+@op(void, intp, f32x16)
 def store_f16x16(b, address, value):
     """Rounded to the nearest half; beyond the range of halves, the largest finite one."""
     _store(b, address, _narrow_half(b, value))
 
 
-@op(types.void, intp, f32x16)
+@op(void, intp, f32x16)
 def store_s8x16(b, address, value):
     """Rounded to the nearest integer (ties to even); values must lie in -128 … 127."""
     _store(b, address, b.fptosi(_call(b, "llvm.rint.v16f32", f32x16.llvm, value), ir.VectorType(i8, 16)))
@@ -201,7 +189,7 @@ def load_f32(b, address):
     return _load(b, address, f32)
 
 
-@op(types.int32, intp)
+@op(int32, intp)
 def load_i32(b, address):
     return _load(b, address, i32)
 
@@ -211,17 +199,26 @@ def load_i64(b, address):
     return _load(b, address, i64)
 
 
-@op(types.void, intp, float32)
+@op(void, intp, float32)
 def store_f32(b, address, value):
     _store(b, address, value)
 
 
-@op(types.void, intp, types.int32)
+@op(void, intp, int32)
 def store_i32(b, address, value):
     _store(b, address, value)
 
 
-@op(types.void, intp, float32)
+@op(intp, literal)
+def stack(b, n_bytes):
+    """The address of ``n_bytes`` of the thread's stack, aligned for vectors, good until the kernel returns."""
+    with b.goto_entry_block():
+        memory = b.alloca(ir.ArrayType(i8, n_bytes))
+        memory.align = 64
+        return b.ptrtoint(memory, i64)
+
+
+@op(void, intp, float32)
 def store_f16(b, address, value):
     """One value, as `store_f16x16` does."""
     half = _narrow_half(b, _splat(b, value, 16))
@@ -302,7 +299,7 @@ def lane_numbers(b):
     return ir.Constant(i32x16.llvm, list(range(16)))
 
 
-@op(i32x16, types.int32)
+@op(i32x16, int32)
 def splat_int(b, value):
     return _splat(b, value, 16)
 
@@ -312,6 +309,11 @@ def fma(b, x, y, z):
     """x * y + z, rounded once where the processor can (LLVM's ``fma`` elsewhere would call a library)."""
     name = "llvm.fmuladd.v16f32" if _dot_kind() == "generic" else "llvm.fma.v16f32"
     return _call(b, name, f32x16.llvm, x, y, z)
+
+
+@op(float32, float32)
+def sqrt(b, x):
+    return _call(b, "llvm.sqrt.f32", f32, x)
 
 
 @op(f32x16, f32x16, f32x16)
@@ -380,22 +382,14 @@ def max_lanes(b, x):
     return _reduce(b, x, greater)
 
 
-@op(types.int32, i32x16)
+@op(int32, i32x16)
 def sum_int_lanes(b, x):
     return _reduce(b, x, b.add)
 
 
-def _operator(symbol: Any, vector: Vector, emit: Callable[[Any, Any, Any], Any]) -> None:
+def _operator(symbol: Any, vector: Kind, emit: Callable[[Any, Any, Any], Any]) -> None:
     """Lets kernels write ``x + y`` on vectors."""
-
-    class Template(ConcreteTemplate):  # type: ignore[misc]
-        cases = [signature(vector, vector, vector)]
-
-    infer_global(symbol)(Template)
-
-    @lower_builtin(symbol, vector, vector)  # type: ignore[untyped-decorator]
-    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return emit(builder, *args)
+    OPERATORS.append((symbol, vector, emit))
 
 
 _operator(operator.add, f32x16, lambda b, x, y: b.fadd(x, y))
@@ -411,34 +405,24 @@ _operator(operator.or_, i8x64, lambda b, x, y: b.or_(x, y))
 # -- Codes: bytes and parts of bytes ---------------------------------------------------------------------------
 
 
-def _shift_bytes_right(b: Any, x: Any, n: int) -> Any:
-    """Each byte shifted; what comes in from its neighbour must be masked off (no processor shifts bytes)."""
+@op(i8x64, intp, intp, literal)
+def load_bits(b, address, n, mask):
+    """(x >> n) & mask for each of 64 bytes x at an address."""
+    return _bits(b, _load(b, address, i8x64.llvm), n, mask)
+
+
+@op(i8x64, intp, intp, literal)
+def load_bits_on_top(b, address, n, mask):
+    """The same, worth 16 times as much: ((x >> n) & mask) << 4."""
+    words = b.bitcast(_bits(b, _load(b, address, i8x64.llvm), n, mask), ir.VectorType(i16, 32))
+    return b.bitcast(b.shl(words, _constant(4, i16, 32)), i8x64.llvm)
+
+
+def _bits(b: Any, x: Any, n: Any, mask: int) -> Any:
+    # No processor shifts bytes.  Words do as well: the mask drops what comes in from the neighbour.
     words = ir.VectorType(i16, 32)
-    return b.bitcast(b.lshr(b.bitcast(x, words), _constant(n, i16, 32)), i8x64.llvm)
-
-
-def _shift_bytes_left(b: Any, x: Any, n: int) -> Any:
-    words = ir.VectorType(i16, 32)
-    return b.bitcast(b.shl(b.bitcast(x, words), _constant(n, i16, 32)), i8x64.llvm)
-
-
-@op(i8x64, i8x64, literal, literal)
-def shift_mask(b, x, shift, mask):
-    """(x >> shift) & mask, byte by byte; a negative shift goes left.  The mask drops what neighbours push in."""
-    if shift > 0:
-        x = _shift_bytes_right(b, x, shift)
-    elif shift < 0:
-        x = _shift_bytes_left(b, x, -shift)
-    return b.and_(x, _constant(mask, i8, 64))
-
-
-@op(i8x64, i8x64, intp)
-def bit_to_16(b, x, n):
-    """Bit n of each byte, worth 16: ((x >> n) & 1) << 4."""
-    words = ir.VectorType(i16, 32)
-    count = _splat(b, b.trunc(n, i16), 32)
-    one = b.and_(b.lshr(b.bitcast(x, words), count), _constant(0x0101, i16, 32))
-    return b.bitcast(b.shl(one, _constant(4, i16, 32)), i8x64.llvm)
+    shifted = b.lshr(b.bitcast(x, words), _splat(b, b.trunc(n, i16), 32))
+    return b.and_(b.bitcast(shifted, i8x64.llvm), _constant(mask, i8, 64))
 
 
 @op(i32x16, i32x16, literal)
@@ -558,9 +542,7 @@ def _dot_maddubs(parts: int) -> Callable[..., Any]:
                 for k, (u, v) in enumerate(zip(_halves(b, w, parts), _halves(b, x, parts), strict=True)):
                     product = _call(b, multiply, words, u, v)
                     partial[k] = product if partial[k] is None else b.add(partial[k], product)
-            totals = [
-                b.add(t, _call(b, widen, t.type, p, ones)) for t, p in zip(totals, partial, strict=True)
-            ]
+            totals = [b.add(t, _call(b, widen, t.type, p, ones)) for t, p in zip(totals, partial, strict=True)]
         return _join(b, totals)
 
     return dot
@@ -577,12 +559,16 @@ def _dot_sdot(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int) -> Any
 
 
 def _dot_generic(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int) -> Any:
-    words = ir.VectorType(i16, 64)
+    words, doubles = ir.VectorType(i16, 64), ir.VectorType(i32, 32)
+    sixteen, thirty_two = _constant(16, i32, 32), _constant(32, i64, 16)
     for w, x in pairs:
-        product = b.mul(b.sext(w, words), b.sext(x, words))  # at most 128 * 127: fits
-        for c in range(4):
-            column = ir.Constant(ir.VectorType(i32, 16), list(range(c, 64, 4)))
-            sums = b.add(sums, b.sext(b.shuffle_vector(product, product, column), i32x16.llvm))
+        # Sums of neighbours, twice: sixteen-bit products (at most 128 * 127) as halves of 32-bit lanes, then those
+        # as halves of 64-bit lanes.
+        products = b.bitcast(b.mul(b.sext(w, words), b.sext(x, words)), doubles)
+        twos = b.add(b.ashr(b.shl(products, sixteen), sixteen), b.ashr(products, sixteen))
+        lanes = b.bitcast(twos, ir.VectorType(i64, 16))
+        fours = b.add(b.trunc(lanes, i32x16.llvm), b.trunc(b.lshr(lanes, thirty_two), i32x16.llvm))
+        sums = b.add(sums, fours)
     return sums
 
 
@@ -615,27 +601,29 @@ def load_atomic(b, address):
     return b.load_atomic(_pointer(b, address, i64), "seq_cst", 8)
 
 
-@op(types.void, intp, intp)
+@op(void, intp, intp)
 def store_atomic(b, address, value):
     b.store_atomic(value, _pointer(b, address, i64), "seq_cst", 8)
 
 
-@op(types.void, intp, intp, intp, intp)
+@op(void, intp, intp, intp, intp)
 def call_kernel(b, function, arguments, begin, end):
     """Calls the kernel whose machine code begins at ``function``."""
     kind = ir.FunctionType(ir.VoidType(), [i64, i64, i64])
     b.call(b.inttoptr(function, kind.as_pointer()), [arguments, begin, end])
 
 
-@op(types.int32, intp)
+@op(int32, intp)
 def call_yield(b, function):
     """Calls the C function ``int f(void)`` at an address."""
     return b.call(b.inttoptr(function, ir.FunctionType(i32, []).as_pointer()), [])
 
 
-@op(types.void)
+@op(void)
 def pause(b):
     """Tells the processor that this is a spin loop."""
-    hint = {"x86_64": "pause", "aarch64": "yield"}.get(_target.family if _target else "any")
-    if hint:
-        b.asm(ir.FunctionType(ir.VoidType(), []), hint, "", [], side_effect=True)
+    family = _target.family if _target else "any"
+    if family == "x86_64":
+        _call(b, "llvm.x86.sse2.pause", ir.VoidType())
+    elif family == "aarch64":
+        _call(b, "llvm.aarch64.hint", ir.VoidType(), ir.Constant(i32, 1))

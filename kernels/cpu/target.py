@@ -72,9 +72,7 @@ def available() -> tuple[Target, ...]:
     """The targets that this processor executes, best first; the last is always ``generic``."""
     features = llvm.get_host_cpu_features()
     family = llvm.get_process_triple().split("-")[0].replace("arm64", "aarch64")
-    return tuple(
-        t for t in TARGETS if t.family in (family, "any") and all(features.get(f, False) for f in t.needs)
-    )
+    return tuple(t for t in TARGETS if t.family in (family, "any") and all(features.get(f, False) for f in t.needs))
 
 
 def choose(name: str | None = None) -> Target:

@@ -7,6 +7,7 @@ A template may use, besides what numba compiles,
 * ``x[i]``, ``x[i, j]`` with constant indices: not memory, but variables of their own (``x_0``, ``x_1_2``), which is
   how an array of SIMD registers is written;
 * ``if CONSTANT:``, of which only the branch taken remains;
+* ``f(*w[0:8])`` for ``f(w[0], …, w[7])``, and ``w[0:8] = f()`` for ``w[0], …, w[7] = f()``;
 * ``step(x, address)`` as a statement, where ``step`` is itself a template: its body is written in place of the call.
   A parameter annotated `Registers` is the caller's array itself.
 
@@ -56,9 +57,22 @@ class Template:
         return tree, {**scope, **constants}
 
 
+class Device(Template):
+    """A template that is not written out where it is called, but compiled once and called (LLVM inlines it).
+
+    It takes and returns values, not register arrays.  What is repeated for every register is best a device
+    function: numba's time goes with the number of statements that it sees.
+    """
+
+
 def template(function: Callable[..., Any]) -> Template:
     """Makes a function a template, to be written into kernels."""
     return Template(function)
+
+
+def device(function: Callable[..., Any]) -> Device:
+    """Makes a function one that kernels call."""
+    return Device(function)
 
 
 class _Specialiser(ast.NodeTransformer):
@@ -131,8 +145,36 @@ class _Specialiser(ast.NodeTransformer):
         """The template that an expression calls."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             value = self.constants.get(node.func.id)
-            return value if isinstance(value, Template) else None
+            return value if isinstance(value, Template) and not isinstance(value, Device) else None
         return None
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        node.args = self.spread(node.args)
+        return cast(ast.expr, self.generic_visit(node))
+
+    def visit_Tuple(self, node: ast.Tuple) -> ast.expr:
+        node.elts = self.spread(node.elts)
+        return cast(ast.expr, self.generic_visit(node))
+
+    def spread(self, nodes: list[ast.expr]) -> list[ast.expr]:
+        """Writes out ``*w[0:8]`` among expressions."""
+        out: list[ast.expr] = []
+        for node in nodes:
+            out += self.registers(cast(ast.Subscript, node.value)) if isinstance(node, ast.Starred) else [node]
+        return out
+
+    def registers(self, node: ast.Subscript) -> list[ast.expr]:
+        """The elements of ``w[0:8]``."""
+        bounds = cast(ast.Slice, node.slice)
+        low, high = (self.evaluate(cast(ast.expr, b)) for b in (bounds.lower, bounds.upper))
+        elements = [ast.Subscript(node.value, ast.Constant(i), node.ctx) for i in range(low, high)]
+        return [ast.fix_missing_locations(ast.copy_location(e, node)) for e in elements]
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt:
+        target = node.targets[0]
+        if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Slice):
+            node.targets = [ast.copy_location(ast.Tuple(self.registers(target), ast.Store()), target)]
+        return cast(ast.stmt, self.generic_visit(node))
 
     def visit_Expr(self, node: ast.Expr) -> Any:
         inner = self.called(node.value)

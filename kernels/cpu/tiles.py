@@ -23,18 +23,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from localllm.kernels.cpu.simd import (
-    bit_to_16,
     dot16_u6,
     dot32_s8,
     dot32_u4,
     dot32_u5,
     fma,
+    load_bits,
+    load_bits_on_top,
     load_f16x16,
     load_i8x64,
     load_i32x16,
     mask,
     shift_left,
-    shift_mask,
     shift_right,
     signed_byte,
     splat_f32,
@@ -44,7 +44,7 @@ from localllm.kernels.cpu.simd import (
     zero_f32x16,
     zero_i32x16,
 )
-from localllm.kernels.cpu.templates import Registers, Template, static_range, template
+from localllm.kernels.cpu.templates import Registers, Template, device, static_range, template
 from localllm.quant.types import GGMLType
 
 #: Tokens in a tile of activations, and bytes of one token's record in it.
@@ -53,71 +53,114 @@ RECORD = 48
 X_STEP = TOKENS * RECORD
 D, D_SUM, NEG_SUM, NEG_SUM_FIRST = 32, 36, 40, 44
 
-# -- Dot products of unpacked codes with each token's activations; x is the address of the first token's record ----
+# -- One token: unpacked codes times the activations in the record at x ------------------------------------------
 
 
-@template
-def add_offset_codes(acc: Registers, n, w: Registers, scale, x, shift):
-    """acc += scale * d * (dot(w, q) - 2**shift * sum(q))."""
-    for i in static_range(n):
-        start[0] = shift_left(splat_i32(x + (RECORD * i + NEG_SUM)), shift)
-        dot[0] = DOT(start[0], w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], x + RECORD * i)
-        acc[i] = fma(scale * splat_f32(x + (RECORD * i + D)), to_float(dot[0]), acc[i])
+@device
+def add_offset_codes(acc, scale, x, w0, w1, w2, w3, w4, w5, w6, w7):
+    """acc + scale * d * (dot(w, q) - 2**SHIFT * sum(q))."""
+    dot = DOT(shift_left(splat_i32(x + NEG_SUM), SHIFT), w0, w1, w2, w3, w4, w5, w6, w7, x)
+    return fma(scale * splat_f32(x + D), to_float(dot), acc)
 
 
-@template
-def add_min_codes(acc: Registers, n, w: Registers, scale, minimum, x):
-    """acc += scale * d * dot(w, q) + minimum * d * sum(q)."""
-    for i in static_range(n):
-        dot[0] = DOT(zero_i32x16(), w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], x + RECORD * i)
-        acc[i] = fma(scale * splat_f32(x + (RECORD * i + D)), to_float(dot[0]), acc[i])
-        acc[i] = fma(minimum, splat_f32(x + (RECORD * i + D_SUM)), acc[i])
+@device
+def add_min_codes(acc, scale, minimum, x, w0, w1, w2, w3, w4, w5, w6, w7):
+    """acc + scale * d * dot(w, q) + minimum * d * sum(q)."""
+    dot = DOT(zero_i32x16(), w0, w1, w2, w3, w4, w5, w6, w7, x)
+    acc = fma(scale * splat_f32(x + D), to_float(dot), acc)
+    return fma(minimum, splat_f32(x + D_SUM), acc)
+
+
+@device
+def add_signed_codes(acc, scale, x, w0, w1, w2, w3, w4, w5, w6, w7):
+    """acc + scale * d * dot(w, q)."""
+    dot = dot32_s8(zero_i32x16(), w0, w1, w2, w3, w4, w5, w6, w7, x)
+    return fma(scale * splat_f32(x + D), to_float(dot), acc)
+
+
+@device
+def add_q6_codes(acc, first, second, x, w0, w1, w2, w3, w4, w5, w6, w7):
+    """acc + first * d * (dot(w, q) - 32 * sum(q)) over columns 0 … 15, + second * … over 16 … 31."""
+    neg_sum = splat_i32(x + NEG_SUM_FIRST)
+    lo = dot16_u6(shift_left(neg_sum, 5), w0, w1, w2, w3, x)
+    hi = dot16_u6(shift_left(splat_i32(x + NEG_SUM) - neg_sum, 5), w4, w5, w6, w7, x + 16)
+    return fma(fma(second, to_float(hi), first * to_float(lo)), splat_f32(x + D), acc)
+
+
+# -- Unpacking ----------------------------------------------------------------------------------------------------
+
+
+@device
+def load_nibbles(codes):
+    """Columns 0 … 15 from the low nibbles of four vectors, 16 … 31 from the high ones."""
+    for v in static_range(4):
+        w[v] = load_bits(codes + 64 * v, 0, 15)
+        w[v + 4] = load_bits(codes + 64 * v, 4, 15)
+    return (*w[0:8],)
+
+
+@device
+def load_five_bits(codes, plane):
+    """The same with a fifth bit: bit v of the bytes at ``plane`` is that of vector v's codes."""
+    w[0:8] = load_nibbles(codes)
+    for v in static_range(8):
+        w[v] = w[v] | load_bits_on_top(plane, v, 1)
+    return (*w[0:8],)
+
+
+@device
+def load_k_codes(codes, planes, half, n):
+    """The low or the high nibbles of eight vectors, and for five-bit codes bit n of eight others."""
+    for v in static_range(8):
+        w[v] = load_bits(codes + 64 * v, 4 * half, 15)
+        if BITS == 5:
+            w[v] = w[v] | load_bits_on_top(planes + 64 * v, n, 1)
+    return (*w[0:8],)
+
+
+@device
+def load_q6_codes(low, high, k):
+    """The low or the high nibbles of eight vectors, and on top two bits from the k-th place of eight others."""
+    for v in static_range(8):
+        w[v] = load_bits(low + 64 * v, 4 * (k // 2), 15) | load_bits_on_top(high + 64 * v, 2 * k, 3)
+    return (*w[0:8],)
 
 
 # -- Formats of 32 columns ----------------------------------------------------------------------------------------
 
 
 @template
-def unpack_nibbles(w: Registers, codes):
-    """Columns 0 … 15 lie in the low nibbles of four vectors, 16 … 31 in the high ones."""
-    for v in static_range(4):
-        q[v] = load_i8x64(codes + 64 * v)
-        w[v] = shift_mask(q[v], 0, 15)
-        w[v + 4] = shift_mask(q[v], 4, 15)
-
-
-@template
-def add_fifth_bits(w: Registers, planes):
-    """Bit v of each byte is the fifth bit of vector v's code."""
-    plane = load_i8x64(planes)
-    for v in static_range(8):
-        w[v] = w[v] | shift_mask(plane, v - 4, 16)
-
-
-@template
 def tile_q4_0(acc: Registers, n, tile, x):
-    unpack_nibbles(w, tile + 32)
-    add_offset_codes(acc, n, w, load_f16x16(tile), x, 3)
+    w[0:8] = load_nibbles(tile + 32)
+    scale = load_f16x16(tile)
+    for i in static_range(n):
+        acc[i] = add_offset_codes(acc[i], scale, x + RECORD * i, *w[0:8])
 
 
 @template
 def tile_q4_1(acc: Registers, n, tile, x):
-    unpack_nibbles(w, tile + 64)
-    add_min_codes(acc, n, w, load_f16x16(tile), load_f16x16(tile + 32), x)
+    w[0:8] = load_nibbles(tile + 64)
+    scale = load_f16x16(tile)
+    minimum = load_f16x16(tile + 32)
+    for i in static_range(n):
+        acc[i] = add_min_codes(acc[i], scale, minimum, x + RECORD * i, *w[0:8])
 
 
 @template
 def tile_q5_0(acc: Registers, n, tile, x):
-    unpack_nibbles(w, tile + 96)
-    add_fifth_bits(w, tile + 32)
-    add_offset_codes(acc, n, w, load_f16x16(tile), x, 4)
+    w[0:8] = load_five_bits(tile + 96, tile + 32)
+    scale = load_f16x16(tile)
+    for i in static_range(n):
+        acc[i] = add_offset_codes(acc[i], scale, x + RECORD * i, *w[0:8])
 
 
 @template
 def tile_q5_1(acc: Registers, n, tile, x):
-    unpack_nibbles(w, tile + 128)
-    add_fifth_bits(w, tile + 64)
-    add_min_codes(acc, n, w, load_f16x16(tile), load_f16x16(tile + 32), x)
+    w[0:8] = load_five_bits(tile + 128, tile + 64)
+    scale = load_f16x16(tile)
+    minimum = load_f16x16(tile + 32)
+    for i in static_range(n):
+        acc[i] = add_min_codes(acc[i], scale, minimum, x + RECORD * i, *w[0:8])
 
 
 @template
@@ -126,8 +169,7 @@ def tile_q8_0(acc: Registers, n, tile, x):
     for v in static_range(8):
         w[v] = load_i8x64(tile + (32 + 64 * v))
     for i in static_range(n):
-        dot[0] = dot32_s8(zero_i32x16(), w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], x + RECORD * i)
-        acc[i] = fma(scale * splat_f32(x + (RECORD * i + D)), to_float(dot[0]), acc[i])
+        acc[i] = add_signed_codes(acc[i], scale, x + RECORD * i, *w[0:8])
 
 
 # -- K formats of 256 columns -------------------------------------------------------------------------------------
@@ -149,14 +191,13 @@ def tile_q45_k(acc: Registers, n, tile, x):
     scales = mask(a, 0x3F3F3F3F)
     minima = mask(b, 0x3F3F3F3F)
     for pair in range(4):
-        for v in static_range(8):
-            q[v] = load_i8x64(tile + (CODES + 64 * v) + 512 * pair)
+        codes = tile + CODES + 512 * pair
         for half in static_range(2):
-            for v in static_range(8):
-                w[v] = shift_mask(q[v], 4 * half, 15)
-                if BITS == 5:
-                    w[v] = w[v] | bit_to_16(load_i8x64(tile + (256 + 64 * v)), 2 * pair + half)
-            add_min_codes(acc, n, w, d * unsigned_byte(scales, half), d_min * unsigned_byte(minima, half), x)
+            w[0:8] = load_k_codes(codes, tile + 256, half, 2 * pair + half)
+            scale = d * unsigned_byte(scales, half)
+            minimum = d_min * unsigned_byte(minima, half)
+            for i in static_range(n):
+                acc[i] = add_min_codes(acc[i], scale, minimum, x + RECORD * i, *w[0:8])
             x += X_STEP
         if pair == 1:
             scales = mask(c, 0x0F0F0F0F) | mask(shift_right(a, 2), 0x30303030)
@@ -178,19 +219,12 @@ def tile_q6_k(acc: Registers, n, tile, x):
         low = tile + 288 + 1024 * half
         high = tile + 2336 + 512 * half
         for k in static_range(4):
-            for v in static_range(8):
-                w[v] = shift_mask(load_i8x64(low + (512 * (k % 2) + 64 * v)), 4 * (k // 2), 15)
-                w[v] = w[v] | shift_mask(load_i8x64(high + 64 * v), 2 * k - 4, 48)
+            w[0:8] = load_q6_codes(low + 512 * (k % 2), high, k)
             words = load_i32x16(tile + (32 + 64 * (k // 2)) + 128 * half)
             first = d * signed_byte(words, 2 * (k % 2))
             second = d * signed_byte(words, 2 * (k % 2) + 1)
             for i in static_range(n):
-                minus_first = splat_i32(x + (RECORD * i + NEG_SUM_FIRST))
-                minus_second = splat_i32(x + (RECORD * i + NEG_SUM)) - minus_first
-                lo = dot16_u6(shift_left(minus_first, 5), w[0], w[1], w[2], w[3], x + RECORD * i)
-                hi = dot16_u6(shift_left(minus_second, 5), w[4], w[5], w[6], w[7], x + (RECORD * i + 16))
-                both = fma(second, to_float(hi), first * to_float(lo))
-                acc[i] = fma(both, splat_f32(x + (RECORD * i + D)), acc[i])
+                acc[i] = add_q6_codes(acc[i], first, second, x + RECORD * i, *w[0:8])
             x += X_STEP
 
 
@@ -203,9 +237,9 @@ class Tile:
 
 
 TILES = {
-    GGMLType.Q4_0: Tile(tile_q4_0, (("DOT", dot32_u4),)),
+    GGMLType.Q4_0: Tile(tile_q4_0, (("DOT", dot32_u4), ("SHIFT", 3))),
     GGMLType.Q4_1: Tile(tile_q4_1, (("DOT", dot32_u4),)),
-    GGMLType.Q5_0: Tile(tile_q5_0, (("DOT", dot32_u5),)),
+    GGMLType.Q5_0: Tile(tile_q5_0, (("DOT", dot32_u5), ("SHIFT", 4))),
     GGMLType.Q5_1: Tile(tile_q5_1, (("DOT", dot32_u5),)),
     GGMLType.Q8_0: Tile(tile_q8_0),
     GGMLType.Q4_K: Tile(tile_q45_k, (("BITS", 4), ("CODES", 256), ("DOT", dot32_u4))),

@@ -31,9 +31,7 @@ class Typed:
     element_type: gguf.GGUFValueType | None = None
 
 
-def write_gguf(
-    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, TensorValue] | None = None
-) -> Path:
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, TensorValue] | None = None) -> Path:
     """Write a GGUF v3 file with the gguf package and return its path.
 
     Args:

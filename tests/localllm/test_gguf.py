@@ -181,13 +181,9 @@ def test_strings_whatever_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Lengths are found by guessing first: strings that look like lengths must not mislead it."""
     monkeypatch.setattr(gguf_strings, "_CHUNK", chunk)
     path = tmp_path / "s.gguf"
-    piece = st.sampled_from(
-        [b"", b"\0", bytes(7), bytes(8), bytes(9), u64(1), u64(3) + b"abc", b"ab", b"\x01"]
-    )
+    piece = st.sampled_from([b"", b"\0", bytes(7), bytes(8), bytes(9), u64(1), u64(3) + b"abc", b"ab", b"\x01"])
     length = st.sampled_from([1, 255, 256, 257, 65_535, 65_536])
-    text = st.one_of(
-        piece, st.binary(max_size=24), length.map(lambda n: b"t" * n), st.lists(piece).map(b"".join)
-    )
+    text = st.one_of(piece, st.binary(max_size=24), length.map(lambda n: b"t" * n), st.lists(piece).map(b"".join))
 
     @settings(max_examples=60, deadline=None, database=None, derandomize=True)
     @given(st.lists(text, max_size=40))

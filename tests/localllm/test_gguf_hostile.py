@@ -336,9 +336,7 @@ def rich_gguf() -> bytes:
     scalars = [(0, 1), (1, 1), (2, 2), (3, 2), (4, 4), (5, 4), (6, 4), (10, 8), (11, 8), (12, 8)]
     keys = [ARCHITECTURE_KEY, key("flag", BOOL, b"\1"), key(ALIGNMENT, 4, u32(32))]
     keys += [key(f"s{kind}", kind, rng.bytes(size)) for kind, size in scalars]
-    keys += [
-        key(f"a{kind}", ARRAY, array(kind, [rng.bytes(size) for _ in range(3)])) for kind, size in scalars
-    ]
+    keys += [key(f"a{kind}", ARRAY, array(kind, [rng.bytes(size) for _ in range(3)])) for kind, size in scalars]
     keys += [
         key("flags", ARRAY, array(BOOL, [b"\0", b"\1"])),
         key("tokens", ARRAY, array(STRING, [string(f"token {i}") for i in range(8)] + [string("")])),
@@ -397,9 +395,7 @@ def mutate(content: bytearray, rng: random.Random, end: int) -> None:
         elif change == 1:
             content[at] = rng.randrange(256)
         else:
-            ugly = rng.choice(
-                (0, 1, 2**16, 2**31, 2**32 - 1, 2**32, 2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
-            )
+            ugly = rng.choice((0, 1, 2**16, 2**31, 2**32 - 1, 2**32, 2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1))
             at = min(at, len(content) - 8)
             content[at : at + 8] = struct.pack("<Q", ugly)
 
@@ -447,9 +443,7 @@ def test_real_file_cut_and_flipped(tmp_path: Path, name: str) -> None:
         open_and_read_all(path)
     overwrite(path, original[:header])
     assert open_and_read_all(path)
-    for n in sorted({*rng.sample(range(1, header), 300), *rng.sample(range(header, len(original)), 100)})[
-        ::-1
-    ]:
+    for n in sorted({*rng.sample(range(1, header), 300), *rng.sample(range(header, len(original)), 100)})[::-1]:
         os.truncate(path, n)
         # Less than a line of alignment can be padding.
         assert not open_and_read_all(path) or n > len(original) - 32, n

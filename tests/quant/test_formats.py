@@ -160,9 +160,7 @@ def test_edge_blocks_decode_as_in_gguf(type: GGMLType) -> None:
     row_blocks=st.integers(0, 5),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_shape_decodes_block_by_block(
-    type: GGMLType, leading: list[int], row_blocks: int, seed: int
-) -> None:
+def test_any_shape_decodes_block_by_block(type: GGMLType, leading: list[int], row_blocks: int, seed: int) -> None:
     size = BLOCK_SIZES[type]
     n_blocks = int(np.prod(leading)) * row_blocks
     blocks = random_blocks(type, n_blocks, seed)
