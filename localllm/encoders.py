@@ -10,6 +10,7 @@ import struct
 from typing import TYPE_CHECKING, Any, Protocol
 
 from localllm.errors import TokenizerError
+from localllm.pretokenizers import PreTokenizer
 from localllm.vocabulary import BPE, TokenType, Vocabulary
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def sentencepiece_model(vocabulary: Vocabulary) -> bytes:
             kinds_of[index] = _CONTROL_PIECE
     scores = vocabulary.scores.astype("<f4").tobytes()
     unknown = vocabulary.unk_id
-    if unknown is None or kinds_of[unknown] != _CONTROL_PIECE:
+    if unknown is None:
         unknown = len(names)
         names.append(_PLACEHOLDER.format(unknown).encode())
         kinds_of.append(_CONTROL_PIECE)
@@ -153,18 +154,28 @@ class BPEEncoder:
     """Byte-level BPE (GPT-2): regular expressions cut words, merges join the bytes of each."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        from tokenizers import Regex, Tokenizer, pre_tokenizers
+        from tokenizers import Tokenizer, pre_tokenizers
 
-        kind = vocabulary.pre_tokenizer
         self._tokenizer = Tokenizer(_bpe_model(vocabulary))
         self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in kind.patterns]
-            + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+            [
+                word_splitter(vocabulary.pre_tokenizer),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
         )
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+
+def word_splitter(kind: PreTokenizer) -> tokenizers.pre_tokenizers.PreTokenizer:
+    """What cuts a text into words as ``kind`` says."""
+    from tokenizers import Regex, pre_tokenizers
+
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in kind.patterns]
+    )
 
 
 def _bpe_model(vocabulary: Vocabulary) -> tokenizers.models.BPE:

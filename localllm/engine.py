@@ -206,11 +206,7 @@ class Engine:
 
     def _check_length(self, n_tokens: int) -> None:
         if n_tokens > self.context:
-            raise ContextLengthError(
-                n_tokens,
-                self.context,
-                "shorten it, load the model with a larger context, or choose overflow='truncate'",
-            )
+            raise ContextLengthError(n_tokens, self.context, "shorten it or load the model with a larger context")
 
     def _check_running(self, runs: Sequence[Run]) -> None:
         if any(run not in self._runs for run in runs):

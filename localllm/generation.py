@@ -143,9 +143,15 @@ class Generation:
             raise StopIteration
         return choice
 
-    def close(self, reason: FinishReason = "cancelled") -> None:
+    def stop(self) -> None:
+        """Ends it because its text is complete, even if it was about to end for another reason."""
+        self._end("stop")
+        self.finish_reason = "stop"
+        self._release_if_ended()
+
+    def close(self) -> None:
         """Ends it.  A step under way in another thread is finished, or a chunk of the prompt, but no more."""
-        self._end(reason)
+        self._end("cancelled")
         self._release_if_ended()
 
     def __enter__(self) -> Self:

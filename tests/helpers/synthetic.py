@@ -2,8 +2,8 @@
 
     python -m tests.helpers.synthetic llama-1.1b q4_0 model.gguf
 
-Blocks are made up in their quantised form: random codes under scales that give each matrix a standard deviation of
-1 / sqrt(n_in), so that activations stay near 1 through all layers.  The mixture of formats in a file is that of
+Blocks are made up in their quantised form: random codes under scales that give each matrix the standard deviation
+with which activations stay healthy through all layers.  The mixture of formats in a file is that of
 llama.cpp's quantiser, and the vocabulary is one that llama.cpp loads.
 """
 
@@ -96,7 +96,7 @@ def random_gguf(path: Path, shape: Shape, file_type: str, seed: int = 0) -> Path
     writer.write_ti_data_to_file()
     rng = np.random.Generator(np.random.SFC64(seed))
     for name, size in tensor_shapes(shape):
-        writer.write_tensor_data(_random_tensor(rng, name, size, types[name], shape.n_layers))
+        writer.write_tensor_data(_random_tensor(rng, name, size, types[name], shape))
     writer.close()
     return path
 
@@ -145,16 +145,28 @@ def _is_important(layer: int, n_layers: int) -> bool:
 
 
 def _random_tensor(
-    rng: np.random.Generator, name: str, size: tuple[int, ...], type: GGMLType, n_layers: int
+    rng: np.random.Generator, name: str, size: tuple[int, ...], type: GGMLType, shape: Shape
 ) -> NDArray[Any]:
+    if name == "output_norm.weight":
+        # Of both signs: where the head is the embedding, every token would else predict itself.
+        return _signed(rng, rng.uniform(0.8, 1.2, size)).astype(np.float32)
     if name.endswith("norm.weight"):
         return rng.uniform(0.8, 1.2, size).astype(np.float32)
     if name.endswith(".bias"):
         return rng.normal(0, 0.2, size).astype(np.float32)
-    deviation = size[-1] ** -0.5
+    return random_blocks(rng, type, int(np.prod(size)) // BLOCK_SIZES[type].length, _deviation(name, size, shape))
+
+
+def _deviation(name: str, size: tuple[int, ...], shape: Shape) -> float:
+    """Standard deviation of a matrix's values."""
+    unit = float(size[-1] ** -0.5)  # passes on the magnitude of what comes in
+    if name.endswith(("attn_q.weight", "attn_k.weight")):
+        return 1.4 * unit  # attention looks at a few tokens, not at all alike
     if name.endswith(("attn_output.weight", "ffn_down.weight")):
-        deviation *= (2 * n_layers) ** -0.5  # they add to the residual stream, twice a layer
-    return random_blocks(rng, type, int(np.prod(size)) // BLOCK_SIZES[type].length, deviation)
+        # All layers together add somewhat less to the residual stream than the embedding, whose deviation is
+        # n_embd ** -0.5.  So rounding errors stay nearly as small as in trained models.
+        return unit * float((2 * shape.n_layers * shape.n_embd) ** -0.5)
+    return unit
 
 
 def random_blocks(rng: np.random.Generator, type: GGMLType, n_blocks: int, deviation: float) -> Blocks:

@@ -54,7 +54,7 @@ def test_prefill_in_chunks_then_decode() -> None:
 
 
 def test_logits_of_every_token() -> None:
-    engine, ops = fake_engine()
+    engine, _ops = fake_engine()
     ids = [5, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
     logits = engine.logits(ids)
     assert logits.dtype == np.float32
@@ -137,7 +137,7 @@ def test_several_runs_in_one_batch() -> None:
 
 
 def test_runs_that_do_not_fit_into_one_batch_take_turns() -> None:
-    engine, ops = fake_engine(context=64, max_tokens=8)
+    engine, _ops = fake_engine(context=64, max_tokens=8)
     prompts = [[1] * 6, [2] * 6, [3] * 6]
     runs = [engine.start(prompt) for prompt in prompts]
     while missing := [run for run in runs if run.n_missing]:
@@ -212,7 +212,7 @@ def in_threads(work, arguments: Sequence[int], timeout: float = 60) -> None:
 
 
 def test_many_threads_on_one_engine() -> None:
-    engine, ops = fake_engine(context=40, parallel=2, max_tokens=8)
+    engine, _ops = fake_engine(context=40, parallel=2, max_tokens=8)
 
     def work(i: int) -> None:
         for n in range(6):
@@ -302,7 +302,7 @@ def test_a_failed_step_of_one_thread_is_done_again_by_those_that_wait() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers() -> None:
-    engine, ops = fake_engine(context=16)
+    engine, _ops = fake_engine(context=16)
     with pytest.raises(ContextLengthError, match=r"17 tokens but the context holds 16") as caught:
         engine.start([1] * 17)
     assert (caught.value.n_tokens, caught.value.context) == (17, 16)
@@ -367,7 +367,7 @@ def test_close_ends_runs_and_lets_the_cache_go() -> None:
 
 
 def test_close_wakes_a_run_that_waits_for_room() -> None:
-    engine, ops = fake_engine(context=2 * PAGE_SIZE, max_tokens=8)
+    engine, _ops = fake_engine(context=2 * PAGE_SIZE, max_tokens=8)
     older, younger = engine.start([1] * 8), engine.start([2] * 8)
     evaluating = threading.Event()
 
