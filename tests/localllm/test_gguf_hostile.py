@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from localllm import gguf_cursor
 from localllm.errors import GGUFError
 from localllm.gguf import GGUFFile, StringArray
 from localllm.quant.types import GGMLType
@@ -253,6 +254,15 @@ def test_the_files_that_the_defects_are_made_of_are_sound(tmp_path: Path) -> Non
         GGUFFile.open(raw.write(tmp_path / "model.gguf")).close()
 
 
+def test_strings_are_counted_over_all_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [key(name, ARRAY, array(STRING, [string("x")] * 3)) for name in ("a", "b")]
+    path = RawGGUF(keys=keys).write(tmp_path / "model.gguf")
+    GGUFFile.open(path).close()
+    monkeypatch.setattr(gguf_cursor, "MAX_STRINGS", 5)
+    with pytest.raises(GGUFError, match=r"key 'b': 3 strings are more than localllm takes \(2\)"):
+        GGUFFile.open(path)
+
+
 # ---- paths --------------------------------------------------------------------------------------------
 
 
@@ -395,13 +405,13 @@ def test_flipped_bytes(tmp_path: Path) -> None:
     rng = random.Random(4)
     path = tmp_path / "flip.gguf"
     opened = 0
-    for _ in range(3000):
+    for _ in range(2000):
         content = bytearray(original)
         mutate(content, rng, len(content))
         path.write_bytes(content)
         opened += open_and_read_all(path)
     # Most of the file is structure, and a change there must be seen more often than not.
-    assert 0 < opened < 1500
+    assert 0 < opened < 1000
 
 
 def test_flipped_bytes_allocate_no_more_than_the_file(tmp_path: Path) -> None:
@@ -426,7 +436,7 @@ def test_real_file_cut_and_flipped(tmp_path: Path, name: str) -> None:
     rng = random.Random(6)
     path = tmp_path / "real.gguf"
     path.write_bytes(original)
-    for _ in range(600):
+    for _ in range(500):
         changed = bytearray(original[:header])
         mutate(changed, rng, header)
         overwrite(path, changed)
@@ -474,7 +484,7 @@ def looks_like_lengths(n: int) -> bytes:
 
 @pytest.mark.parametrize("strings", [all_empty, one_byte_or_empty, looks_like_lengths])
 def test_strings_that_cannot_be_guessed(tmp_path: Path, strings: Callable[[int], bytes]) -> None:
-    n = 150_000
+    n = 60_000
     data = strings(n)
     content = bytes(with_key(ARRAY, array(STRING, [data], n)))
     path = tmp_path / "strings.gguf"
@@ -483,4 +493,4 @@ def test_strings_that_cannot_be_guessed(tmp_path: Path, strings: Callable[[int],
         file = GGUFFile.open(path)
     assert len(file.metadata["bad"]) == n  # type: ignore[arg-type]
     path.write_bytes(content[:-1])
-    refuses(path, r"key 'bad': .*string 149999 takes|150000 strings cannot be in")
+    refuses(path, r"key 'bad': .*string 59999 takes|60000 strings cannot be in")
