@@ -165,6 +165,10 @@ class Ops(Protocol):
         """
         ...
 
+    def packed_bytes(self, weight: Weight) -> int:
+        """Bytes of memory that a tensor will take once it is loaded: known before, to see whether all fits."""
+        ...
+
     def load_vector(self, weight: Weight) -> Any:
         """Keeps a vector (a norm's weight), in float32."""
         ...
