@@ -253,9 +253,9 @@ class CPUOps:
 
     def load_linear(self, weight: Weight, bias: Weight | None = None) -> CPULinear:
         n_out, n_in = weight.shape
-        kind = weight.type if weight.type in LAYOUTS else GGMLType.F16
+        kind = _kernel_type(weight.type)
         layout = LAYOUTS[kind]
-        packed = aligned_zeros(layout.packed_bytes(padded(n_out), n_in), np.uint8)
+        packed = aligned_zeros(self.packed_bytes(weight), np.uint8)
         rows = weight.data.reshape(n_out, -1)
 
         def pack(first: int) -> None:
@@ -268,6 +268,12 @@ class CPUOps:
         with ThreadPoolExecutor(self.workers.n) as pool:
             list(pool.map(pack, range(0, n_out, PACKED_ROWS)))
         return CPULinear(packed, None if bias is None else self.load_vector(bias), kind, n_in, n_out)
+
+    def packed_bytes(self, weight: Weight) -> int:
+        if len(weight.shape) < 2:
+            return 4 * padded(weight.shape[0])
+        n_out, n_in = weight.shape
+        return LAYOUTS[_kernel_type(weight.type)].packed_bytes(padded(n_out), n_in)
 
     def load_vector(self, weight: Weight) -> NDArray[np.float32]:
         values = dequantize(weight.data, weight.type).reshape(-1)
@@ -292,7 +298,9 @@ class CPUOps:
             logits = forward()
         finally:
             self._recording = None
-        program = Program(recording.instructions, recording.header, self.target, recording, self._progress)
+        # The weights live as long as what refers to them: the forward function.
+        keep = (recording, forward)
+        program = Program(recording.instructions, recording.header, self.target, keep, self._progress)
         matrix = logits.matrix()[:, : logits.width]
 
         def step(batch: Batch) -> NDArray[np.float32]:
@@ -436,6 +444,11 @@ class CPUOps:
         arguments = (self._now.output_rows.ctypes.data, x.address, x.stride // 4, x.stride, y.address)
         self._add(elementwise.gather_rows, arguments, 1, N_OUTPUTS)
         return y
+
+
+def _kernel_type(kind: GGMLType) -> GGMLType:
+    """The format that a file's format is packed as."""
+    return kind if kind in LAYOUTS else GGMLType.F16
 
 
 def default_threads() -> int:
