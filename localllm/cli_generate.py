@@ -17,7 +17,7 @@ from localllm.errors import UsageError
 from localllm.info import ModelInfo
 from localllm.llm import LLM, load
 from localllm.options import Request, SamplingOptions
-from localllm.terminal import LoadProgress, StatusLine, is_terminal, quantity, say, short_count, visible, visible_line
+from localllm.terminal import LoadProgress, StatusLine, is_terminal, model_line, quantity, say, visible, visible_line
 
 #: Seconds after which somebody who may not know that a prompt is awaited is told.
 _PATIENCE_SECONDS = 1.0
@@ -228,11 +228,7 @@ def _show_prefill(status: StatusLine) -> Callable[[int, int], None]:
 
 def _describe(info: ModelInfo, *, verbose: bool) -> None:
     """Says what runs where."""
-    name = visible_line(info.name or info.path.name)
-    say(
-        f"{name}: {info.architecture}, {short_count(info.n_parameters)} parameters, {info.file_type}; {info.device} "
-        f"({info.kernels}), {info.threads} thread{'s' * (info.threads != 1)}, {info.context:,} tokens of context"
-    )
+    say(model_line(info))
     if not verbose:
         return
     say(f"  {'file':<16} {visible_line(str(info.path))}")

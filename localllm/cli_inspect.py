@@ -159,7 +159,6 @@ def _tensor_lines(file: GGUFFile) -> Iterator[str]:
         shape = " × ".join(f"{n:,}" for n in tensor.shape) or "one value"
         yield f"  {tensor.name:<{width}}  {tensor.type.name:<7}  {shape:>18}  {quantity(tensor.n_bytes, 'B'):>8}"
 
-
     if file.tensors:
         yield ""
     for name, tensors in _by_type(file).items():
@@ -199,10 +198,8 @@ def as_json(file: GGUFFile, arguments: argparse.Namespace) -> dict[str, Any]:
         "file_type": file_type_name(file.metadata, file.tensors.values()),
     }
     if not arguments.tensors:
-        values = {key: value_of(file, key, full=arguments.full) for key in file.metadata}
-        result["metadata"] = {
-            key: {"type": value.type, "value": value.shown, "left_out": value.left_out} for key, value in values.items()
-        }
+        values = [(key, value_of(file, key, full=arguments.full)) for key in file.metadata]
+        result["metadata"] = {key: {"type": v.type, "value": v.shown, "left_out": v.left_out} for key, v in values}
     if not arguments.metadata:
         result["tensors"] = [
             {

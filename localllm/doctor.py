@@ -223,8 +223,8 @@ def _chosen_target() -> Finding:
     if forced and chosen != best:
         advice = f"unset the environment variable {ISA_VARIABLE}, unless you want it so: {best} is faster"
         return Finding("processor", "chosen", f"{chosen}, forced by {ISA_VARIABLE}", advice)
-    advice = "expect little speed: no kernels are made for what this processor has" if chosen == "generic" else None
-    return Finding("processor", "chosen", f"{chosen}, forced by {ISA_VARIABLE}" if forced else chosen, advice)
+    slow = "expect little speed: no kernels are made for what this processor has" if chosen == "generic" else None
+    return Finding("processor", "chosen", f"{chosen}, forced by {ISA_VARIABLE}" if forced else chosen, slow)
 
 
 def cpu_model() -> str:
@@ -313,7 +313,9 @@ def _kernel_test(progress: LoadProgress | None) -> Finding:
     finally:
         workers.close()
     if test.total() != int(test.data.sum(dtype=np.uint64)) % (1 << 32):
-        return Finding("kernels", "test", "a kernel computed a wrong sum", "report it: no result can be trusted", True)
+        return Finding(
+            "kernels", "test", "a kernel computed a wrong sum", "report it: no result can be trusted", True
+        )
     return Finding("kernels", "test", f"passed, on {workers.n} thread{'s' * (workers.n != 1)}")
 
 
@@ -327,7 +329,9 @@ def _memory() -> Iterator[Finding]:
 
     total, available = psutil.virtual_memory().total, available_memory()
     advice = "close other programs: hardly any model fits into this" if available < 2 * OVERHEAD_BYTES else None
-    yield Finding("memory", "memory", f"{quantity(total, 'B')}, of which {quantity(available, 'B')} is available", advice)
+    yield Finding(
+        "memory", "memory", f"{quantity(total, 'B')}, of which {quantity(available, 'B')} is available", advice
+    )
 
 
 def _gpus() -> Iterator[Finding]:
@@ -337,7 +341,9 @@ def _gpus() -> Iterator[Finding]:
     if not names and has_nvidia_driver():
         yield Finding("GPUs", "NVIDIA driver", "there, but nvidia-smi lists no GPU", _GPUS_UNUSED)
     if not names and not has_nvidia_driver():
-        yield Finding("GPUs", "NVIDIA GPU", "none found (this version of localllm would not use it: no CUDA in it yet)")
+        yield Finding(
+            "GPUs", "NVIDIA GPU", "none found (this version of localllm would not use it: no CUDA in it yet)"
+        )
 
 
 def nvidia_gpus() -> list[str]:

@@ -7,7 +7,10 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from localllm.info import ModelInfo
 
 #: Seconds between two updates of a status line, and before the first one: what is quick needs no progress.
 _UPDATE_SECONDS = 0.1
@@ -127,3 +130,12 @@ def _scaled(n: float, prefixes: Sequence[str]) -> tuple[str, str]:
     while abs(n) >= 999.5 and power < len(prefixes) - 1:
         n, power = n / 1000, power + 1
     return f"{n:.3g}", prefixes[power]
+
+
+def model_line(info: ModelInfo) -> str:
+    """What runs where, in one line."""
+    name = visible_line(info.name or info.path.name)
+    return (
+        f"{name}: {info.architecture}, {short_count(info.n_parameters)} parameters, {info.file_type}; {info.device} "
+        f"({info.kernels}), {info.threads} thread{'s' * (info.threads != 1)}, {info.context:,} tokens of context"
+    )
