@@ -62,13 +62,16 @@ def _run(argv: Sequence[str]) -> int:
 
 def _failure(error: BaseException, debug: bool) -> int:
     """Says in one line what ended the command; returns the exit code."""
+    try:
+        _flush()
+    except (OSError, ValueError):  # the reader is gone, the disk is full, or the stream was closed
+        _forget_stdout()
     if isinstance(error, SystemExit):  # --help, --version
         return error.code if isinstance(error.code, int) else FAILED
     if isinstance(error, KeyboardInterrupt):
         _end_line()
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
-        _forget_stdout()
         return BROKEN_PIPE
     if debug:
         import traceback
@@ -108,7 +111,7 @@ def _flush() -> None:
 
 
 def _forget_stdout() -> None:
-    """Sends what is left for a reader who has gone to nowhere, so that the interpreter's end does not complain."""
+    """Sends what cannot be written to nowhere, so that the interpreter does not complain of it at its end."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -168,11 +168,9 @@ def _print_text(stream: Stream, status: StatusLine) -> None:
         status.clear()
         if chunk.text:
             last = chunk.text
-            sys.stdout.write(show(chunk.text))
-            sys.stdout.flush()
+            print(show(chunk.text), end="", flush=True)
     if is_terminal(sys.stdout) and not last.endswith("\n"):
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        print(flush=True)
 
 
 def as_json(llm: LLM, completion: Completion) -> dict[str, Any]:

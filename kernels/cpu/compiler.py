@@ -47,7 +47,8 @@ class Kernel(Template):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        self.parameters = [(a.arg, a.annotation is not None) for a in self.tree.args.args[2:]]
+        code = function.__code__
+        self.parameters = [(n, n in function.__annotations__) for n in code.co_varnames[2 : code.co_argcount]]
 
 
 def kernel(function: Callable[..., Any]) -> Kernel:

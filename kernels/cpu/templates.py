@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import inspect
 import itertools
 import textwrap
@@ -38,15 +39,25 @@ class Template:
     """A function to be specialised."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        lines, first = inspect.getsourcelines(function)
-        module = ast.parse(textwrap.dedent("".join(lines)))
-        ast.increment_lineno(module, first - 1)
         self.function = function
         self.name = function.__name__
-        self.file = inspect.getsourcefile(function) or "<kernel>"
-        self.tree = cast(ast.FunctionDef, module.body[0])
-        #: Parameters annotated `Registers`: arrays of variables, which calls pass by name.
-        self.registers = {a.arg for a in self.tree.args.args if getattr(a.annotation, "id", None) == "Registers"}
+
+    @functools.cached_property
+    def tree(self) -> ast.FunctionDef:
+        """The function's syntax tree.  It is read when a kernel is compiled: a warm start has no need of it."""
+        lines, first = inspect.getsourcelines(self.function)
+        module = ast.parse(textwrap.dedent("".join(lines)))
+        ast.increment_lineno(module, first - 1)
+        return cast(ast.FunctionDef, module.body[0])
+
+    @functools.cached_property
+    def file(self) -> str:
+        return inspect.getsourcefile(self.function) or "<kernel>"
+
+    @functools.cached_property
+    def registers(self) -> set[str]:
+        """Parameters annotated `Registers`: arrays of variables, which calls pass by name."""
+        return {a.arg for a in self.tree.args.args if getattr(a.annotation, "id", None) == "Registers"}
 
     def specialise(self, constants: Mapping[str, Any]) -> tuple[ast.FunctionDef, dict[str, Any]]:
         """The function's syntax tree with ``constants`` put in, and the names that it needs."""
