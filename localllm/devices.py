@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-from localllm.errors import DeviceError
+from localllm.errors import DeviceError, UsageError
 from localllm.kernels.ops import Ops
 
 #: Names that `open_device` knows.
@@ -47,11 +47,13 @@ def open_device(
 
     Raises:
         DeviceError: there is no such device here, or it has not that instruction set; says why.
-        UsageError: there is no instruction set of that name.
+        UsageError: there is no instruction set of that name, or the device has none.
     """
     if name in ("auto", "cpu"):
         return _cpu(threads, isa, progress)
     if name == "reference":
+        if isa is not None:
+            raise UsageError(f"isa={isa!r} chooses the CPU's kernels, but device='reference' has none: leave it out")
         return _reference()
     if name.split(":")[0] in ("cuda", "gpu"):
         raise DeviceError(

@@ -16,6 +16,7 @@ import localllm
 from localllm import cli
 from localllm.cli import COMMANDS, logit_bias, main
 from localllm.errors import UsageError
+from localllm.kernels.cpu.target import TARGETS, available
 from localllm.sampling import Sampling
 from tests.helpers.command_line import Outcome, command, environment, run_main, run_process
 from tests.helpers.data import ROOT
@@ -240,6 +241,21 @@ def test_instruction_sets_that_are_not_there(run: Run, tiny: Path) -> None:
     unknown = run("generate", "-m", tiny, "--isa", "mmx", "-p", "x")
     assert unknown.code == 2
     assert "there is no instruction set called 'mmx'" in unknown.error()
+    here = {target.name for target in available()}
+    other = next(target.name for target in TARGETS if target.name not in here)
+    foreign = run("generate", "-m", tiny, "--isa", other, "-p", "x")
+    assert foreign.code == 1
+    assert f"this processor does not execute {other} code" in foreign.error()
+    reference = run("generate", "-m", tiny, "--device", "reference", "--isa", "generic", "-p", "x")
+    assert reference.code == 2
+    assert "device='reference' has none" in reference.error()
+
+
+def test_an_instruction_set_that_is_there(run: Run, tiny: Path) -> None:
+    best = available()[0].name
+    outcome = run("generate", "-m", tiny, "--isa", best, "-t", "1", "-p", "x", "-n", "1")
+    assert outcome.code == 0
+    assert f"for {best})" in outcome.err
 
 
 # What main() does with exceptions.
