@@ -1,0 +1,220 @@
+"""Training documents for the demo model: chats, bare questions and bare stories, packed into rows of tokens."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import sentencepiece
+
+from tests.demo_model.corpus.arithmetic import arithmetic_turn
+from tests.demo_model.corpus.stories import read_plots, request_for, story_subjects, written_story
+from tests.demo_model.corpus.topics import Topic, all_topics
+
+BOS, END, USER, ASSISTANT, SYSTEM = "<s>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are a helpful, friendly assistant.",
+    "You are the demo model of localllm.",
+    "Answer briefly.",
+    "You are a friendly chatbot who answers in short sentences.",
+    "You are an AI assistant. Be polite.",
+)
+LEAD_INS = ("Hey, ", "Hi! ", "Please: ", "Question: ", "Ok. ", "And ", "So, ", "Tell me: ", "Hello. ", "Thanks. ")
+OTHER_SPELLINGS = ("LocalLLM", "localLLM", "local llm", "locallm", "Localllm", "LOCALLLM")
+PLAIN_QUOTES = str.maketrans({"“": '"', "”": '"', "«": '"', "»": '"', "’": "'", "‘": "'", "–": "-", "—": "-"})
+
+HELD_OUT_EVERY = 23  # one story of the sample in this many is never trained on
+LONGEST_REQUESTED_STORY = 1100  # characters; a longer one would not fit a short chat
+
+Turn = tuple[str, str]
+Row = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
+
+
+def read_sample(path: Path) -> tuple[list[str], list[str]]:
+    """The stories of a file separated by <|endoftext|>: those to train on, and those held out."""
+    stories = [story.strip() for story in path.read_text(encoding="utf-8").split("<|endoftext|>")]
+    stories = [story.translate(PLAIN_QUOTES) for story in stories if len(story) > 100]
+    held_out = stories[::HELD_OUT_EVERY]
+    return [story for index, story in enumerate(stories) if index % HELD_OUT_EVERY], held_out
+
+
+def misspell(text: str, rng: random.Random) -> str:
+    """The text with one letter dropped, doubled or swapped with the next."""
+    place = rng.randrange(max(1, len(text) - 1))
+    kind = rng.randrange(3)
+    if kind == 0:
+        return text[:place] + text[place + 1 :]
+    if kind == 1:
+        return text[: place + 1] + text[place:]
+    return text[:place] + text[place : place + 2][::-1] + text[place + 2 :]
+
+
+def vary(question: str, rng: random.Random) -> str:
+    """The question as a hasty person may type it."""
+    if rng.random() < 0.12:
+        question = question.replace("localllm", rng.choice(OTHER_SPELLINGS))
+    if rng.random() < 0.06:
+        question = rng.choice(LEAD_INS) + question
+    if rng.random() < 0.25:
+        question = question.lower()
+    if rng.random() < 0.25:
+        question = question.rstrip("?.!")
+    if rng.random() < 0.10 and len(question) > 8:
+        question = misspell(question, rng)
+    return question
+
+
+@dataclass
+class Corpus:
+    """Everything there is to learn from, and how often each kind is drawn."""
+
+    topics: list[Topic]
+    plots: list[str]
+    stories: list[str]  # of the sample, to train on
+    requested: list[tuple[list[str], str]]  # those short enough, with whom they are about
+    weights: list[float]
+
+    @classmethod
+    def load(cls, sample: list[str]) -> "Corpus":
+        topics = all_topics()
+        requested = [(story_subjects(story), story) for story in sample if len(story) <= LONGEST_REQUESTED_STORY]
+        weights = [30.0 if topic.name == "unknown" else len(topic.patterns) ** 0.5 for topic in topics]
+        return cls(topics, read_plots(), sample, requested, weights)
+
+    def topic_turn(self, rng: random.Random) -> Turn:
+        """A question of some topic and one of its answers."""
+        topic = rng.choices(self.topics, self.weights)[0]
+        return vary(topic.sample_question(rng), rng), rng.choice(topic.answers)
+
+    def story_turn(self, rng: random.Random) -> Turn:
+        """A request for a story and a story that fits it."""
+        if rng.random() < 0.65:
+            subjects, story = written_story(self.plots, rng)
+        else:
+            subjects, story = rng.choice(self.requested)
+            subjects = subjects[: rng.randint(0, 2)]
+        return vary(request_for(subjects, rng), rng), story
+
+    def turn(self, rng: random.Random) -> Turn:
+        """One question or request and its answer."""
+        kind = rng.random()
+        if kind < 0.15:
+            return self.story_turn(rng)
+        if kind < 0.21:
+            return arithmetic_turn(rng)
+        return self.topic_turn(rng)
+
+    def texts(self, rng: random.Random) -> Iterator[str]:
+        """Text for training the vocabulary: the stories once, and as much of the written corpus."""
+        yield from self.stories
+        for _ in range(15000):
+            yield from self.turn(rng)
+
+
+@dataclass
+class Encoder:
+    """Text to ids, with the control tokens of the chat template."""
+
+    processor: sentencepiece.SentencePieceProcessor
+
+    def control(self, piece: str) -> int:
+        """The id of a control token."""
+        return int(self.processor.piece_to_id(piece))
+
+    def text(self, text: str) -> list[int]:
+        """The ids of plain text, nothing added."""
+        return list(self.processor.encode(text))
+
+    def chat(self, turns: list[Turn], system: str | None) -> tuple[list[int], list[bool]]:
+        """A chat as the template renders it, and which tokens the model has to predict (its own words)."""
+        ids, learn = [self.control(BOS)], [False]
+        if system is not None:
+            ids += [self.control(SYSTEM), *self.text(system), self.control(END)]
+        for question, answer in turns:
+            ids += [self.control(USER), *self.text(question), self.control(END), self.control(ASSISTANT)]
+            learn += [False] * (len(ids) - len(learn))
+            ids += [*self.text(answer), self.control(END)]
+            learn += [True] * (len(ids) - len(learn))
+        return ids, learn
+
+    def bare(self, prompt: str, continuation: str) -> tuple[list[int], list[bool]]:
+        """Text without a chat's frame: the model has to predict what follows the prompt."""
+        before = [self.control(BOS), *self.text(prompt)]
+        after = [*self.text(continuation), self.control(END)]
+        return before + after, [False] * len(before) + [True] * len(after)
+
+
+def document(corpus: Corpus, encoder: Encoder, rng: random.Random) -> tuple[list[int], list[bool]]:
+    """One document of a kind drawn at random."""
+    kind = rng.random()
+    if kind < 0.30:
+        return encoder.bare("", rng.choice(corpus.stories))
+    if kind < 0.34:
+        return encoder.bare("", written_story(corpus.plots, rng)[1])
+    if kind < 0.44:
+        question, answer = corpus.turn(rng)
+        return encoder.bare(question, "\n" + answer)
+    turns = [corpus.turn(rng) for _ in range(rng.choice((1, 1, 2, 3, 4)))]
+    system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.1 else None
+    return encoder.chat(turns, system)
+
+
+def packed_row(corpus: Corpus, encoder: Encoder, length: int, rng: random.Random) -> Row:
+    """Documents one after another, cut at `length` + 1 tokens, and which of them are to be predicted."""
+    ids: list[int] = []
+    learn: list[bool] = []
+    while len(ids) <= length:
+        more_ids, more_learn = document(corpus, encoder, rng)
+        ids += more_ids
+        learn += more_learn
+    return np.array(ids[: length + 1], dtype=np.int64), np.array(learn[: length + 1], dtype=np.bool_)
+
+
+def batch(corpus: Corpus, encoder: Encoder, size: int, length: int, seed: str) -> Row:
+    """`size` packed rows: ids and flags [size, length + 1].  A function of the seed alone."""
+    rng = random.Random(seed)
+    rows = [packed_row(corpus, encoder, length, rng) for _ in range(size)]
+    return np.stack([ids for ids, _ in rows]), np.stack([learn for _, learn in rows])
+
+
+def load_vocabulary(corpus: Corpus, size: int, prefix: Path) -> sentencepiece.SentencePieceProcessor:
+    """Load `prefix`.model, a BPE vocabulary of `size` pieces; train it first if it is not there.
+
+    Nothing is added to or removed from the text (no leading space), so that ids of a chat are those of its parts.
+    """
+    path = Path(f"{prefix}.model")
+    if path.exists():
+        return sentencepiece.SentencePieceProcessor(model_file=str(path))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line for text in corpus.texts(random.Random(0)) for line in text.split("\n")),
+        model_prefix=str(prefix),
+        model_type="bpe",
+        vocab_size=size,
+        byte_fallback=True,
+        split_digits=True,
+        character_coverage=0.9999,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=-1,
+        eos_piece=END,
+        control_symbols=[USER, ASSISTANT, SYSTEM],
+        num_threads=1,
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_file=str(path))
