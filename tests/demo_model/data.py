@@ -1,4 +1,4 @@
-"""Training documents for the demo model: chats, bare questions and bare stories, packed into rows of tokens."""
+"""Training documents for the demo model: chats, bare questions and stories, packed into rows of tokens."""
 
 import random
 from collections.abc import Iterator
@@ -31,7 +31,18 @@ SYSTEM_PROMPTS = (
     "You are a friendly chatbot who answers in short sentences.",
     "You are an AI assistant. Be polite.",
 )
-LEAD_INS = ("Hey, ", "Hi! ", "Please: ", "Question: ", "Ok. ", "And ", "So, ", "Tell me: ", "Hello. ", "Thanks. ")
+LEAD_INS = (
+    "Hey, ",
+    "Hi! ",
+    "Please: ",
+    "Question: ",
+    "Ok. ",
+    "And ",
+    "So, ",
+    "Tell me: ",
+    "Hello. ",
+    "Thanks. ",
+)
 OTHER_SPELLINGS = ("LocalLLM", "localLLM", "local llm", "locallm", "Localllm", "LOCALLLM")
 PLAIN_QUOTES = str.maketrans({"“": '"', "”": '"', "«": '"', "»": '"', "’": "'", "‘": "'", "–": "-", "—": "-"})
 
@@ -89,7 +100,9 @@ class Corpus:
     @classmethod
     def load(cls, sample: list[str]) -> "Corpus":
         topics = all_topics()
-        requested = [(story_subjects(story), story) for story in sample if len(story) <= LONGEST_REQUESTED_STORY]
+        requested = [
+            (story_subjects(story), story) for story in sample if len(story) <= LONGEST_REQUESTED_STORY
+        ]
         weights = [30.0 if topic.name == "unknown" else len(topic.patterns) ** 0.5 for topic in topics]
         return cls(topics, read_plots(), sample, requested, weights)
 
@@ -159,11 +172,11 @@ class Encoder:
 def document(corpus: Corpus, encoder: Encoder, rng: random.Random) -> tuple[list[int], list[bool]]:
     """One document of a kind drawn at random."""
     kind = rng.random()
-    if kind < 0.30:
+    if kind < 0.20:
         return encoder.bare("", rng.choice(corpus.stories))
-    if kind < 0.34:
+    if kind < 0.26:
         return encoder.bare("", written_story(corpus.plots, rng)[1])
-    if kind < 0.44:
+    if kind < 0.36:
         question, answer = corpus.turn(rng)
         return encoder.bare(question, "\n" + answer)
     turns = [corpus.turn(rng) for _ in range(rng.choice((1, 1, 2, 3, 4)))]
@@ -192,7 +205,7 @@ def batch(corpus: Corpus, encoder: Encoder, size: int, length: int, seed: str) -
 def load_vocabulary(corpus: Corpus, size: int, prefix: Path) -> sentencepiece.SentencePieceProcessor:
     """Load `prefix`.model, a BPE vocabulary of `size` pieces; train it first if it is not there.
 
-    Nothing is added to or removed from the text (no leading space), so that ids of a chat are those of its parts.
+    Nothing is added to the text (no leading space): the ids of a chat are those of its parts.
     """
     path = Path(f"{prefix}.model")
     if path.exists():

@@ -17,12 +17,12 @@ class DemoConfig:
     """Shape of the network.  Every matrix row is a multiple of 32 long, the block length of Q8_0."""
 
     vocab_size: int = 2048
-    hidden_size: int = 256
+    hidden_size: int = 192
     n_layers: int = 6
-    n_heads: int = 8
-    n_kv_heads: int = 4
+    n_heads: int = 6
+    n_kv_heads: int = 2
     head_dim: int = 32
-    ffn_size: int = 416
+    ffn_size: int = 384
     context_length: int = 1024
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
@@ -72,7 +72,8 @@ class Block(nn.Module):
         mixed = F.scaled_dot_product_attention(rotate(q, cos, sin), k, v, is_causal=True)
         x = x + self.attn_output(mixed.transpose(1, 2).reshape(batch, length, -1))
         normed = self.ffn_norm(x)
-        return x + self.ffn_down(F.silu(self.ffn_gate(normed)) * self.ffn_up(normed))
+        gated: Tensor = self.ffn_down(F.silu(self.ffn_gate(normed)) * self.ffn_up(normed))
+        return x + gated
 
 
 class DemoModel(nn.Module):
@@ -84,9 +85,7 @@ class DemoModel(nn.Module):
         self.token_embd = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blk = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.output_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        cos, sin = rope_angles(config)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.cos, self.sin = rope_angles(config)
         self._initialise()
 
     def _initialise(self) -> None:
@@ -101,10 +100,11 @@ class DemoModel(nn.Module):
     def hidden(self, ids: Tensor) -> Tensor:
         """Normalised hidden states [B, T, hidden] of ids [B, T]."""
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
-        x = self.token_embd(ids)
+        x: Tensor = self.token_embd(ids)
         for block in self.blk:
             x = block(x, cos, sin)
-        return self.output_norm(x)
+        normed: Tensor = self.output_norm(x)
+        return normed
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits [B, T, vocab] of ids [B, T]."""

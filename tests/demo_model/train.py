@@ -3,8 +3,8 @@
     pip install '.[reference]'
     python -m tests.demo_model.train --stories tinystories_sample.txt
 
-One hour or two on two cores.  The run goes on from its last checkpoint when it is started again; every batch is a
-function of the seed and the step, so a run that was interrupted sees the same data.
+About an hour on two cores.  Started again, the run goes on from its last checkpoint; every batch is a
+function of the seed and the step, so an interrupted run sees the same data.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from tests.demo_model.muon import Muon
 SEED = 20260101
 ROOT = Path(__file__).resolve().parents[2]
 BATCH_TOKENS = 4096
+REPLICAS = 4  # a divisor of the rows in the smallest batch
 WARMUP_STEPS = 30
 DECAY_SHARE = 0.6  # the last part of the run, in which the learning rate falls to zero
 # Rows grow during the run: attention over short ones is cheaper.  (share of the run, tokens a row)
@@ -51,14 +52,15 @@ def masked_loss(model: DemoModel, ids: Tensor, learn: Tensor) -> Tensor:
 
 
 class Replicas:
-    """Copies of a model that share its parameters, one a thread, each taking an equal share of a batch.
+    """Copies of a model that share its parameters, each taking an equal share of a batch.
 
-    On a busy machine this beats torch's own threads, which wait for each other in every operation.
+    There are more of them than threads, so that no thread waits long for the other: on a busy machine this
+    beats torch's own threads, which wait for each other in every operation.  Gradients are summed in order.
     """
 
-    def __init__(self, model: DemoModel, threads: int) -> None:
+    def __init__(self, model: DemoModel, count: int, threads: int) -> None:
         self.model = model
-        self.copies = [DemoModel(model.config) for _ in range(threads)]
+        self.copies = [DemoModel(model.config) for _ in range(count)]
         for replica in self.copies:
             for own, shared in zip(replica.parameters(), model.parameters(), strict=True):
                 own.data = shared.data
@@ -103,7 +105,10 @@ def optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
     return [
         Muon(matrices, lr=0.02, weight_decay=0.1),
         torch.optim.AdamW(
-            [{"params": [model.token_embd.weight], "lr": 4e-3}, {"params": vectors, "lr": 4e-3, "weight_decay": 0.0}],
+            [
+                {"params": [model.token_embd.weight], "lr": 4e-3},
+                {"params": vectors, "lr": 4e-3, "weight_decay": 0.0},
+            ],
             betas=(0.9, 0.98),
             weight_decay=0.05,
         ),
@@ -134,7 +139,7 @@ def train(options: argparse.Namespace) -> None:
             part.load_state_dict(state)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, from step {step}", flush=True)
 
-    replicas = Replicas(model, options.threads)
+    replicas = Replicas(model, REPLICAS, options.threads)
     started, mean_loss, seen = time.perf_counter(), math.nan, 0
     while step < options.steps:
         length = row_length(step, options.steps)
@@ -150,9 +155,16 @@ def train(options: argparse.Namespace) -> None:
         if step % 10 == 0:
             rate = seen / (time.perf_counter() - started)
             print(f"step {step}/{options.steps}  loss {mean_loss:.3f}  {rate:.0f} tok/s", flush=True)
-        if step % 100 == 0 or step == options.steps:
-            print(f"step {step}  held-out stories {held_out_loss(model, encoder, held_out):.4f} nats a token", flush=True)
-            state = {"step": step, "model": model.state_dict(), "optimizers": [part.state_dict() for part in parts]}
+        if step % 50 == 0 or step == options.steps:
+            print(
+                f"step {step}  held-out stories {held_out_loss(model, encoder, held_out):.4f} nats a token",
+                flush=True,
+            )
+            state = {
+                "step": step,
+                "model": model.state_dict(),
+                "optimizers": [part.state_dict() for part in parts],
+            }
             torch.save(state, checkpoint.with_suffix(".part"))
             checkpoint.with_suffix(".part").replace(checkpoint)
             write_gguf(options.out, model, encoder.processor)
@@ -167,10 +179,14 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stories", type=Path, required=True, help="stories separated by <|endoftext|>")
     parser.add_argument("--out", type=Path, default=ROOT / "localllm" / "data" / "demo.gguf")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "demo_model", help="checkpoints go here")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "build" / "demo_model", help="checkpoints go here"
+    )
     parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--threads", type=int, default=2)
     train(parser.parse_args())

@@ -2,12 +2,12 @@
 
 import random
 
-WORDS = "zero one two three four five six seven eight nine ten".split()
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 QUESTIONS = ("What is {0}?", "How much is {0}?", "{0} = ?", "{0}?", "Calculate {0}.", "What's {0}?", "{0}")
 
 
 def arithmetic_turn(rng: random.Random) -> tuple[str, str]:
-    """A question and its answer: a sum or difference of numbers up to ten, or a product of numbers up to five."""
+    """A question and its answer: a sum or difference up to ten, or a product of numbers up to five."""
     operator = rng.choice("++-*")
     limit = 5 if operator == "*" else 10
     a, b = rng.randint(0, limit), rng.randint(0, limit)

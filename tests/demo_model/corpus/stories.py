@@ -1,8 +1,8 @@
 """Stories to learn from: small plots written for the model, and requests that fit stories of a sample.
 
-`plots.txt` holds plots: `# name`, then one paragraph a line, in the pattern language of topics.py.  Words in
-braces are bound once for each story: the hero ({hero}, {Name}, {he}, {him}, {his}), the friend ({friend},
-{Pal}, {he2}, {him2}, {his2}) and things ({toy}, {colour}, {place}, {food}, {skill}, {rope}).
+`plots.txt` holds plots: `# name`, then one paragraph a line, in the pattern language of topics.py, and lists
+of words.  Names in braces are bound once for each story: the hero ({hero}, {Name}, {he}, {him}, {his}), the
+friend ({friend}, {Pal}, {he2}, {him2}, {his2}) and props ({toy}, {colour}, {place}, {food}, {skill}, {rope}).
 """
 
 import random
@@ -10,38 +10,20 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from tests.demo_model.corpus.topics import sample_pattern
+from tests.demo_model.corpus.topics import read_lists, sample_pattern
 
 PLOTS = Path(__file__).parent / "plots.txt"
-
-ANIMALS = (
-    "dog cat rabbit bear fox mouse bird duck frog fish horse cow pig sheep hen goat lion tiger elephant monkey owl "
-    "squirrel turtle hedgehog bee butterfly ant snail wolf deer penguin whale dolphin kitten puppy donkey crab "
-    "spider dragon giraffe zebra parrot beaver mole swan goose bunny hamster dinosaur crocodile camel"
-).split()
-PEOPLE = "girl boy princess prince king queen farmer fairy witch wizard giant pirate knight baker clown".split()
-THINGS = "robot car train boat tree star cloud snowman kite balloon teapot truck bus plane rocket flower".split()
-GIRLS = "Lily Mia Anna Lucy Bella Daisy Rosie Molly Emma Ruby Nina Ella Sue Amy Kitty Luna Pip Dora Tilly Zoe".split()
-BOYS = "Tim Tom Max Ben Sam Leo Jack Bob Finn Oscar Toby Benny Rex Milo Fred Teddy Charlie Otto Bruno Joe".split()
-FEMALE = frozenset("girl princess queen fairy witch hen cow".split())
-MALE = frozenset("boy prince king wizard knight pirate snowman".split())
-
-LISTS = {
-    "toy": "ball kite boat drum car train bell balloon hat horn top wagon".split(),
-    "colour": "red blue green yellow golden purple silver white orange".split(),
-    "place": (
-        "the big forest|the river|the old mill|the green hill|the lake|the garden|the park|the sea|the old bridge|"
-        "the farm|the meadow|the tall trees|the village|the pond|the wood"
-    ).split("|"),
-    "food": "apples|cookies|berries|nuts|pancakes|carrots|cherries|cakes|pears|sandwiches|plums|buns".split("|"),
-    "skill": "swim|sing|dance|jump high|climb|whistle|paint|skate|catch a ball|juggle|stand on one leg".split("|"),
-    "rope": "rope|stick|branch|scarf".split("|"),
-}
+_LISTS = read_lists(PLOTS)
+ANIMALS, PEOPLE, THINGS = _LISTS["animals"], _LISTS["people"], _LISTS["things"]
+GIRLS, BOYS = _LISTS["girls"], _LISTS["boys"]
+FEMALE, MALE = frozenset(_LISTS["female"]), frozenset(_LISTS["male"])
+PROPS = {name: _LISTS[name] for name in ("toy", "colour", "place", "food", "skill", "rope")}
 
 OPENINGS = (
-    "(Once upon a time|Once|Long ago|Once upon a time,|A long time ago) there was a {adjective}{hero} named {Name}.",
-    "(Once upon a time there lived|In a house near {place} lived|Near {place} there lived) a {adjective}{hero}. "
-    "{His} name was {Name}.",
+    "(Once upon a time|Once|Long ago|Once upon a time,|A long time ago) "
+    "there was a {adjective}{hero} named {Name}.",
+    "(Once upon a time there lived|In a house near {place} lived|Near {place} there lived) "
+    "a {adjective}{hero}. {His} name was {Name}.",
     "{Name} was a {adjective}{hero} who lived near {place}.",
     "There once was a {adjective}{hero} (called|named) {Name}.",
 )
@@ -78,7 +60,7 @@ def article(noun: str) -> str:
 
 
 def request_for(subjects: list[str], rng: random.Random) -> str:
-    """A way to ask for a story about the subjects ("a dog", "a cat named Tom"); any story if there are none."""
+    """A way to ask for a story about the subjects ("a dog", "a cat named Tom"); any story for none."""
     if not subjects:
         return sample_pattern(rng.choice(PLAIN_REQUESTS), {}, rng)
     wanted = " and ".join(subjects)
@@ -91,7 +73,7 @@ def read_plots() -> list[str]:
     for line in PLOTS.read_text(encoding="utf-8").splitlines():
         if re.fullmatch(r"# \w+", line):
             plots.append([])
-        elif line and not line.startswith("#"):
+        elif line and not line.startswith("#") and "} = " not in line:
             plots[-1].append(line)
     return ["\n".join(plot) for plot in plots]
 
@@ -110,13 +92,19 @@ def written_story(plots: list[str], rng: random.Random) -> tuple[list[str], str]
     hero, friend = rng.choice(group), rng.choice(ANIMALS)
     while friend == hero:
         friend = rng.choice(ANIMALS)
-    words = {name: [rng.choice(choices)] for name, choices in LISTS.items()}
+    words = {name: [rng.choice(choices)] for name, choices in PROPS.items()}
     hero_pronouns, hero_names = _pronouns(hero, rng)
     pal_pronouns, pal_names = _pronouns(friend, rng)
     name, pal = rng.choice(hero_names), rng.choice(pal_names)
     while pal == name:
         pal = rng.choice(pal_names)
-    words |= {"hero": [hero], "friend": [friend], "Name": [name], "Pal": [pal], "adjective": [rng.choice(ADJECTIVES)]}
+    words |= {
+        "hero": [hero],
+        "friend": [friend],
+        "Name": [name],
+        "Pal": [pal],
+        "adjective": [rng.choice(ADJECTIVES)],
+    }
     for key, value in hero_pronouns.items():
         words[key], words[key.capitalize()] = [value], [value.capitalize()]
     for key, value in pal_pronouns.items():

@@ -65,10 +65,20 @@ def sample_pattern(pattern: str, lists: dict[str, list[str]], rng: random.Random
     return re.sub(r" +", " ", pattern).strip()
 
 
+def read_lists(path: Path) -> dict[str, list[str]]:
+    """The lists `{name} = a | b` of a file."""
+    lines = (line.partition(" = ") for line in path.read_text(encoding="utf-8").splitlines())
+    return {
+        name[1:-1]: [word.strip() for word in words.split(" | ")]
+        for name, _, words in lines
+        if _LIST.fullmatch(name)
+    }
+
+
 def read_topics(path: Path) -> list[Topic]:
     """The topics of one file, checked for completeness."""
     topics: list[Topic] = []
-    lists: dict[str, list[str]] = {}
+    lists = read_lists(path)
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         mark, _, rest = line.partition(" ")
         if mark == "#":
@@ -82,16 +92,16 @@ def read_topics(path: Path) -> list[Topic]:
             topics[-1].answers.append(rest)
         elif mark == "=":
             topics[-1].key_facts.extend(fact.strip().lower() for fact in rest.split(" | "))
-        elif _LIST.fullmatch(mark):
-            lists[mark[1:-1]] = [word.strip() for word in rest.removeprefix("= ").split(" | ")]
-        elif line:
+        elif line and not _LIST.fullmatch(mark):
             raise ValueError(f"{path.name}, line {number}: not a line of a topic: {line!r}")
     for topic in topics:
         if not (topic.patterns and topic.held_out and topic.answers and topic.key_facts):
             raise ValueError(f"{path.name}: topic {topic.name} is incomplete")
         for answer in topic.answers:
             if not topic.accepts(answer):
-                raise ValueError(f"{path.name}: an answer of {topic.name} lacks its own key facts: {answer!r}")
+                raise ValueError(
+                    f"{path.name}: an answer of {topic.name} lacks its own key facts: {answer!r}"
+                )
     return topics
 
 
