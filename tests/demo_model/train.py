@@ -44,11 +44,12 @@ def row_length(step: int, steps: int) -> int:
     return next(length for share, length in ROW_LENGTHS if step < share * steps)
 
 
-def masked_loss(model: DemoModel, ids: Tensor, learn: Tensor) -> Tensor:
-    """Mean cross-entropy of the tokens to be predicted.  ids, learn: [B, T + 1]."""
-    targets = learn[:, 1:]
+def weighted_loss(model: DemoModel, ids: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sum of the cross-entropies of the tokens to be predicted.  ids, weights: [B, T + 1]."""
+    targets = weights[:, 1:] > 0
     hidden = model.hidden(ids[:, :-1])[targets]
-    return F.cross_entropy(F.linear(hidden, model.token_embd.weight), ids[:, 1:][targets])
+    losses = F.cross_entropy(F.linear(hidden, model.token_embd.weight), ids[:, 1:][targets], reduction="none")
+    return (losses * weights[:, 1:][targets]).sum()
 
 
 class Replicas:
@@ -67,18 +68,18 @@ class Replicas:
         # Torch's thread count is a setting of each thread.
         self.pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
 
-    def backward(self, ids: Tensor, learn: Tensor) -> float:
+    def backward(self, ids: Tensor, weights: Tensor) -> float:
         """Set the model's gradients to those of the mean loss of a batch, and return that loss."""
-        total = learn[:, 1:].sum()
+        total = weights[:, 1:].sum()
 
-        def share(replica: DemoModel, ids: Tensor, learn: Tensor) -> float:
+        def share(replica: DemoModel, ids: Tensor, weights: Tensor) -> float:
             replica.zero_grad()
-            loss = masked_loss(replica, ids, learn) * (learn[:, 1:].sum() / total)
+            loss = weighted_loss(replica, ids, weights) / total
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.item()
 
         count = len(self.copies)
-        losses = list(self.pool.map(share, self.copies, ids.chunk(count), learn.chunk(count)))
+        losses = list(self.pool.map(share, self.copies, ids.chunk(count), weights.chunk(count)))
         for parameter, *grads in zip(
             self.model.parameters(), *(replica.parameters() for replica in self.copies), strict=True
         ):
@@ -91,10 +92,10 @@ def held_out_loss(model: DemoModel, encoder: Encoder, stories: list[str]) -> flo
     """Mean negative log-likelihood a token, in nats, over stories that were not trained on."""
     total, count = 0.0, 0
     for story in stories:
-        ids, learn = encoder.bare("", story)
+        ids, _ = encoder.bare("", story)
         length = min(len(ids), model.config.context_length)
-        loss = masked_loss(model, torch.tensor([ids[:length]]), torch.tensor([learn[:length]]))
-        total, count = total + loss.item() * (length - 1), count + length - 1
+        total += weighted_loss(model, torch.tensor([ids[:length]]), torch.ones(1, length)).item()
+        count += length - 1
     return total / count
 
 
@@ -143,8 +144,8 @@ def train(options: argparse.Namespace) -> None:
     started, mean_loss, seen = time.perf_counter(), math.nan, 0
     while step < options.steps:
         length = row_length(step, options.steps)
-        ids, learn = batch(corpus, encoder, BATCH_TOKENS // length, length, f"{SEED}/{step}")
-        loss = replicas.backward(torch.from_numpy(ids), torch.from_numpy(learn))
+        ids, weights = batch(corpus, encoder, BATCH_TOKENS // length, length, f"{SEED}/{step}")
+        loss = replicas.backward(torch.from_numpy(ids), torch.from_numpy(weights))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for part in parts:
             for group in part.param_groups:

@@ -1,4 +1,4 @@
-"""Stories to learn from: small plots written for the model, and requests that fit stories of a sample.
+"""Stories to learn from, made of small plots written for the model, and requests that fit them.
 
 `plots.txt` holds plots: `# name`, then one paragraph a line, in the pattern language of topics.py, and lists
 of words.  Names in braces are bound once for each story: the hero ({hero}, {Name}, {he}, {him}, {his}), the
@@ -7,7 +7,6 @@ friend ({friend}, {Pal}, {he2}, {him2}, {his2}) and props ({toy}, {colour}, {pla
 
 import random
 import re
-from collections import Counter
 from pathlib import Path
 
 from tests.demo_model.corpus.topics import read_lists, sample_pattern
@@ -122,12 +121,3 @@ def written_story(plots: list[str], rng: random.Random) -> tuple[list[str], str]
     else:
         subjects = []
     return subjects, story
-
-
-def story_subjects(story: str) -> list[str]:
-    """Whom a story of the sample is about: at most two nouns named in its first lines and again later on."""
-    words = re.findall(r"[a-z]+", story.lower())
-    counts, first_words = Counter(words), words[:30]
-    known = [noun for noun in (*ANIMALS, *PEOPLE, *THINGS) if noun in first_words and counts[noun] >= 2]
-    known.sort(key=lambda noun: -counts[noun])
-    return [article(noun) for noun in known[:2]]
