@@ -94,7 +94,8 @@ def weights() -> dict[str, Array]:
 
 def rms_norm(x: Array, weight: Array) -> Array:
     eps = meta("llama.attention.layer_norm_rms_epsilon")
-    return (x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight).astype(np.float32)
+    scaled: Array = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps, dtype=np.float32) * weight
+    return scaled
 
 
 def rope(x: Array) -> Array:  # [T, heads, head_dim], adjacent pairs as one complex number each

@@ -17,6 +17,10 @@ ANIMALS, PEOPLE, THINGS = _LISTS["animals"], _LISTS["people"], _LISTS["things"]
 GIRLS, BOYS = _LISTS["girls"], _LISTS["boys"]
 FEMALE, MALE = frozenset(_LISTS["female"]), frozenset(_LISTS["male"])
 PROPS = {name: _LISTS[name] for name in ("toy", "colour", "place", "food", "skill", "rope")}
+# The words that differ from one story to the next and must stay the same within one.
+BOUND_WORDS = frozenset(
+    (*ANIMALS, *PEOPLE, *THINGS, *GIRLS, *BOYS, *PROPS["toy"], *PROPS["food"], *PROPS["colour"])
+)
 
 OPENINGS = (
     "(Once upon a time|Once|Long ago|Once upon a time,|A long time ago) "
