@@ -48,6 +48,10 @@ class Weight(Protocol):
         """Raw blocks, uint8 [rows, bytes per row]."""
         ...
 
+    def drop_pages(self) -> None:
+        """Says that the data will not be needed soon, so that what the file's mapping holds of it can go."""
+        ...
+
 
 class Linear(Protocol):
     """A matrix packed for a backend: y = x @ W.T + bias."""
@@ -163,6 +167,10 @@ class Ops(Protocol):
         Raises:
             KernelError: no kernel reads the matrix's format.
         """
+        ...
+
+    def packed_bytes(self, weight: Weight) -> int:
+        """Bytes of memory that a tensor will take once it is loaded: known before, to see whether all fits."""
         ...
 
     def load_vector(self, weight: Weight) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,9 @@ class ReferenceOps:
             n_out=matrix.shape[0],
             n_bytes=matrix.nbytes,
         )
+
+    def packed_bytes(self, weight: Weight) -> int:
+        return 4 * prod(weight.shape)
 
     def load_vector(self, weight: Weight) -> Array:
         return dequantize(weight.data, weight.type).reshape(-1)

@@ -1,1 +1,114 @@
-"""Run large language models on the machine you have."""
+"""Run large language models on the machine you have: GGUF files, in Python alone.
+
+    import localllm
+
+    llm = localllm.load("model.gguf")
+    print(llm.generate("Once upon a time", max_tokens=50))
+
+What is named here is loaded when it is first used: the import itself costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from localllm.chat import ChatTemplate as ChatTemplate
+    from localllm.completion import Chunk as Chunk
+    from localllm.completion import Completion as Completion
+    from localllm.completion import Stream as Stream
+    from localllm.errors import ClosedError as ClosedError
+    from localllm.errors import ContextLengthError as ContextLengthError
+    from localllm.errors import DeviceError as DeviceError
+    from localllm.errors import GGUFError as GGUFError
+    from localllm.errors import KernelError as KernelError
+    from localllm.errors import LocalLLMError as LocalLLMError
+    from localllm.errors import ModelError as ModelError
+    from localllm.errors import NotEnoughMemoryError as NotEnoughMemoryError
+    from localllm.errors import TemplateError as TemplateError
+    from localllm.errors import TokenizerError as TokenizerError
+    from localllm.errors import UnsupportedArchitectureError as UnsupportedArchitectureError
+    from localllm.errors import UsageError as UsageError
+    from localllm.generation import Timings as Timings
+    from localllm.generation import Usage as Usage
+    from localllm.gguf import GGUFFile as GGUFFile
+    from localllm.info import ModelInfo as ModelInfo
+    from localllm.llm import LLM as LLM
+    from localllm.llm import load as load
+    from localllm.sampling import Choice as Choice
+    from localllm.sampling import Sampling as Sampling
+    from localllm.tokenizer import Tokenizer as Tokenizer
+
+__version__ = "0.1.0"
+
+#: The module that each public name comes from.
+_HOMES = {
+    "Choice": "sampling",
+    "Chunk": "completion",
+    "ChatTemplate": "chat",
+    "ClosedError": "errors",
+    "Completion": "completion",
+    "ContextLengthError": "errors",
+    "DeviceError": "errors",
+    "GGUFError": "errors",
+    "GGUFFile": "gguf",
+    "KernelError": "errors",
+    "LLM": "llm",
+    "LocalLLMError": "errors",
+    "ModelError": "errors",
+    "ModelInfo": "info",
+    "NotEnoughMemoryError": "errors",
+    "Sampling": "sampling",
+    "Stream": "completion",
+    "TemplateError": "errors",
+    "Timings": "generation",
+    "Tokenizer": "tokenizer",
+    "TokenizerError": "errors",
+    "UnsupportedArchitectureError": "errors",
+    "Usage": "generation",
+    "UsageError": "errors",
+    "load": "llm",
+}
+
+__all__ = [
+    "LLM",
+    "ChatTemplate",
+    "Choice",
+    "Chunk",
+    "ClosedError",
+    "Completion",
+    "ContextLengthError",
+    "DeviceError",
+    "GGUFError",
+    "GGUFFile",
+    "KernelError",
+    "LocalLLMError",
+    "ModelError",
+    "ModelInfo",
+    "NotEnoughMemoryError",
+    "Sampling",
+    "Stream",
+    "TemplateError",
+    "Timings",
+    "Tokenizer",
+    "TokenizerError",
+    "UnsupportedArchitectureError",
+    "Usage",
+    "UsageError",
+    "__version__",
+    "load",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'localllm' has no attribute {name!r}")
+    value = getattr(import_module(f"localllm.{home}"), name)
+    globals()[name] = value  # so that it is looked up once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -15,9 +15,8 @@ Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), all little-e
 
     string: u64 length, that many bytes     array: u32 element type, u64 length, elements
 
-Two rules are stricter than the specification, and no file that llama.cpp opens is refused by the first:
-tensors fill the data section without holes, and nothing follows the last one but its padding.  A flipped
-bit in a dimension or a count shows itself so.
+Stricter than the specification: the tensors fill the data section without holes (as llama.cpp asks too),
+and nothing follows the last one but its padding.  So a changed bit in a dimension or in a count shows.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ from localllm.gguf_tensors import TensorInfo, read_tensors
 
 __all__ = ["GGUFFile", "Metadata", "MetadataValue", "StringArray", "TensorInfo"]
 
-_MAX_KEYS = 1 << 16
-_MAX_TENSORS = 1 << 16
+# Real files have under 200 keys and a few thousand tensors.
+_MAX_KEYS = 1 << 12
+_MAX_TENSORS = 1 << 14
 # The fewest bytes that a key with its value, and a line of the tensor table, take.
 _MIN_KEY_BYTES = 8 + 1 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 4 + 8
@@ -248,9 +248,7 @@ def _split_paths(part: _Part) -> list[Path]:
     count = _split_key(part, "split.count")
     match = _SPLIT_NAME.fullmatch(part.path.name)
     if match is None or int(match["count"]) != count or not 1 <= int(match["number"]) <= count:
-        defect = (
-            f"key 'split.count' is {count}, but the file's name does not end in -NNNNN-of-{count:05d}.gguf"
-        )
+        defect = f"key 'split.count' is {count}, but the file's name does not end in -NNNNN-of-{count:05d}.gguf"
         raise _split_error(part, defect, "give all parts their original names")
     return [part.path.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
 

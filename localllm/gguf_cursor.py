@@ -13,11 +13,11 @@ from pathlib import Path
 
 from localllm.errors import GGUFError
 
-# Real files have under 20,000 tensors and 200 keys; the largest vocabularies have about 650,000 strings
-# (tokens and merges).  Each entry becomes Python objects, so these bound the time and the memory that a
-# file of nothing but tiny entries can take.
-MAX_STRINGS = 1 << 22
-MAX_NESTED_ARRAYS = 1 << 16
+# The largest vocabularies have about 650,000 strings (tokens and merges), and no known model has arrays
+# inside arrays.  Each costs time, or becomes a Python object larger than its bytes in the file, so these
+# bound what a file of nothing but tiny entries can cost.
+MAX_STRINGS = 1 << 21
+MAX_NESTED_ARRAYS = 1 << 12
 
 DAMAGED = "the file is cut short or damaged, download or convert it again"
 

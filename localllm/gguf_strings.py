@@ -20,9 +20,10 @@ from localllm.gguf_cursor import Cursor, error_at, quoted
 # A string takes at least its length.
 _MIN_STRING_BYTES = 8
 
-# Bytes that are indexed at a time: enough to outweigh numpy's cost per call, few enough that a chunk that
-# must be walked string by string costs a few milliseconds.
+# Bytes that are indexed at a time: enough to outweigh numpy's cost per call, few enough to stay in cache,
+# and about as many as the strings that are left can take, for beyond them lie other things.
 _CHUNK = 1 << 17
+_LIKELY_STRING_BYTES = 32
 
 _U64 = struct.Struct("<Q")
 
@@ -109,7 +110,7 @@ def _string_bounds(cursor: Cursor, n: int) -> NDArray[np.int64]:
     bounds = np.empty(n + 1, np.int64)
     done = 0
     while done < n:
-        chunk_end = min(cursor.at + _CHUNK, cursor.end)
+        chunk_end = min(cursor.at + min(_CHUNK, (n - done) * _LIKELY_STRING_BYTES), cursor.end)
         likely = _likely_strings(cursor, n - done, chunk_end)
         bounds[done : done + len(likely)] = likely
         done += len(likely)

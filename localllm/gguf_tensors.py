@@ -160,8 +160,7 @@ def _check_bounds(cursor: Cursor, entries: list[_Entry], alignment: int, data_st
             raise cursor.error(defect, at=entry.offset_at)
         if entry.offset + entry.n_bytes > data_bytes:
             raise cursor.error(
-                f"its {entry.n_bytes} bytes at offset {entry.offset} end past the data section of "
-                f"{data_bytes} bytes",
+                f"its {entry.n_bytes} bytes at offset {entry.offset} end past the data section of {data_bytes} bytes",
                 at=entry.offset_at,
             )
 

@@ -271,9 +271,7 @@ def _read_n_vocab(meta: Metadata, tensors: Mapping[str, Weight]) -> int:
 def _read_rope(meta: Metadata, head_dim: int, context_length: int, context: int) -> RopeConfig:
     n_rot = meta.read("rope.dimension_count", int, head_dim, low=2, high=head_dim)
     if n_rot % 2:
-        raise ModelError(
-            f"{meta.architecture}.rope.dimension_count is {n_rot}, but must be even: the file is broken"
-        )
+        raise ModelError(f"{meta.architecture}.rope.dimension_count is {n_rot}, but must be even: the file is broken")
     # As in llama.cpp: 0 stands for "no factor", and a factor without a type scales linearly.
     old_factor = meta.read("rope.scale_linear", float, 0.0, low=0.0, high=1e6)
     factor = meta.read("rope.scaling.factor", float, old_factor, low=0.0, high=1e6) or 1.0

@@ -28,9 +28,7 @@ class ModelFile(Protocol):
     def tensors(self) -> Mapping[str, Weight]: ...
 
 
-def load_model(
-    file: ModelFile, ops: Ops, *, context: int | None = None, progress: Progress | None = None
-) -> Model:
+def load_model(file: ModelFile, ops: Ops, *, context: int | None = None, progress: Progress | None = None) -> Model:
     """Reads a model's hyper-parameters and packs its weights for the backend ``ops``.
 
     Args:

@@ -82,9 +82,7 @@ class Weights:
         self._report(weight)
         return table
 
-    def linear(
-        self, name: str, n_in: int, n_out: int, *, bias: bool = False, tied_to: str | None = None
-    ) -> Linear:
+    def linear(self, name: str, n_in: int, n_out: int, *, bias: bool = False, tied_to: str | None = None) -> Linear:
         """The matrix ``{name}.weight`` [n_out, n_in], with ``{name}.bias`` [n_out] if there is one.
 
         With ``bias``, there must be one.  With ``tied_to``, a file without the matrix shares that one.
@@ -94,6 +92,7 @@ class Weights:
             weight = self.require(f"{tied_to or name}.weight", n_out, n_in)
         added = (self.require if bias else self.find)(f"{name}.bias", n_out)
         linear = self._ops.load_linear(weight, added)
+        weight.drop_pages()
         self._report(weight, added)
         return linear
 

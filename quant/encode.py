@@ -62,9 +62,7 @@ def quantize(values: npt.NDArray[np.floating], type: GGMLType) -> Bytes:
 
 def _check_finite(finite: npt.NDArray[np.bool_] | np.bool_, type: GGMLType) -> None:
     if not np.all(finite):
-        raise ModelError(
-            f"cannot encode as {type.name}: a value is NaN, infinite or too large for the format"
-        )
+        raise ModelError(f"cannot encode as {type.name}: a value is NaN, infinite or too large for the format")
 
 
 def _half(scale: Floats, type: GGMLType) -> Halves:

@@ -35,5 +35,6 @@ def _signs(masks: Ints) -> Floats:
 SIGNS_8 = _signs(np.arange(256, dtype=np.uint8))
 
 # Seven signs given, the eighth such that an even number of them is negative: [128, 8].
+# The shift leaves only the lowest bit of the count, the parity.
 _SEVEN = np.arange(128, dtype=np.uint8)
 SIGNS_7 = _signs(_SEVEN | np.bitwise_count(_SEVEN) << 7)

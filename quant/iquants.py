@@ -107,9 +107,7 @@ class IQ2_S(BlockFormat):
     """
 
     type = GGMLType.IQ2_S
-    layout = np.dtype(
-        [("d", "<f2"), ("qs", "u1", 32), ("signs", "u1", 32), ("qh", "u1", 8), ("scales", "u1", 8)]
-    )
+    layout = np.dtype([("d", "<f2"), ("qs", "u1", 32), ("signs", "u1", 32), ("qh", "u1", 8), ("scales", "u1", 8)])
 
     def decode(self, blocks: Bytes, out: Floats) -> None:
         block = self.fields(blocks)
@@ -151,9 +149,7 @@ class IQ3_S(BlockFormat):
     """
 
     type = GGMLType.IQ3_S
-    layout = np.dtype(
-        [("d", "<f2"), ("qs", "u1", 64), ("qh", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)]
-    )
+    layout = np.dtype([("d", "<f2"), ("qs", "u1", 64), ("qh", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)])
 
     def decode(self, blocks: Bytes, out: Floats) -> None:
         block = self.fields(blocks)

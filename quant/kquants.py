@@ -157,9 +157,7 @@ class Q5_K(PackableFormat):
     """
 
     type = GGMLType.Q5_K
-    layout = np.dtype(
-        [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)]
-    )
+    layout = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)])
     sub_length = 32
 
     def unpack(self, blocks: Bytes) -> Parts:

@@ -127,9 +127,7 @@ def write_gguf(
     arch = gguf_architecture(config)
     tensors = {name: encode(array, type) for name, array in gguf_tensors(config, weights).items()}
     keys = (
-        gguf_metadata(config)
-        | {"general.file_type": int(_FILE_TYPES[type])}
-        | spm_vocabulary(config["vocab_size"])
+        gguf_metadata(config) | {"general.file_type": int(_FILE_TYPES[type])} | spm_vocabulary(config["vocab_size"])
     )
     return write_file(path, arch, keys | dict(metadata or {}), tensors)
 

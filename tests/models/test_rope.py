@@ -114,9 +114,7 @@ def test_part_of_a_head_can_be_rotated(tmp_path: Path) -> None:
     ],
 )
 def test_linear_scaling_divides_frequencies(metadata: dict[str, Any], tmp_path: Path) -> None:
-    np.testing.assert_allclose(
-        rope_of(tmp_path, metadata).frequencies * 4, rope_of(tmp_path).frequencies, rtol=1e-6
-    )
+    np.testing.assert_allclose(rope_of(tmp_path, metadata).frequencies * 4, rope_of(tmp_path).frequencies, rtol=1e-6)
 
 
 def test_scaling_none_ignores_the_factor(tmp_path: Path) -> None:

@@ -1,0 +1,314 @@
+"""From a kernel's Python to machine code: numba types it and writes LLVM code, LLVM compiles that for a target.
+
+    template ──specialise──▶ Python ──numba──▶ LLVM IR ──LLVM for the target──▶ object code ──link──▶ address
+                                                                      └──▶ cache on disk
+
+numba's own ways to machine code know one processor, the one at hand, and its cache does not see changes in
+functions imported from elsewhere.  Taking the last step ourselves lets one process compile for several instruction
+sets (tests compare them), lets a machine compile for another, and makes a warm start independent of numba, which
+takes most of a second to import.
+
+Cached objects lie in a folder named by a hash of everything they depend on: this package's source, the versions of
+numba and LLVM, the platform.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+
+from localllm.errors import KernelError
+from localllm.kernels.cpu.target import Target
+from localllm.kernels.cpu.templates import Device, Template
+
+#: Environment variable that names another folder for compiled kernels.
+CACHE_VARIABLE = "LOCALLLM_CACHE"
+
+
+class Kernel(Template):
+    """A template that can be called from a program: ``kernel(begin, end, …)``.
+
+    It works on the units of work begin … end (what a unit is, the kernel says).  Its further parameters are
+    addresses and numbers, eight bytes each; those annotated ``float`` are float32.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self.parameters = [(a.arg, a.annotation is not None) for a in self.tree.args.args[2:]]
+
+
+def kernel(function: Callable[..., Any]) -> Kernel:
+    """Makes a function a kernel; see `Kernel` and `localllm.kernels.cpu.templates`."""
+    return Kernel(function)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel specialised for constants and a target: one piece of machine code."""
+
+    kernel: Kernel
+    target: Target
+    constants: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def symbol(self) -> str:
+        """The name of the code, unique within a process."""
+        parts = [self.kernel.name, self.target.name]
+        for key, value in self.constants:
+            parts.append(f"{key}={getattr(value, 'name', None) or getattr(value, '__name__', value)}")
+        return ".".join(parts)
+
+
+def variant(kernel: Kernel, target: Target, **constants: Any) -> Variant:
+    return Variant(kernel, target, tuple(sorted(constants.items())))
+
+
+# -- Python to LLVM ------------------------------------------------------------------------------------------------
+
+
+class _Frontend:
+    """numba, for one kernel and the device functions that it calls."""
+
+    def __init__(self, constants: Mapping[str, Any]) -> None:
+        self.constants = constants
+        self.modules: list[str] = []
+
+    def kernel(self, kernel: Kernel) -> str:
+        """Compiles a kernel as a function of (arguments, begin, end); returns its name in the last module."""
+        from numba.core import types
+
+        tree, scope = kernel.specialise(self.constants)
+        names = ["arguments", *(a.arg for a in tree.args.args[:2])]
+        loads: list[ast.stmt] = []
+        for i, (name, is_float) in enumerate(kernel.parameters):
+            loads += ast.parse(f"{name} = {'load_f32' if is_float else 'load_i64'}(arguments + {8 * i})").body
+        tree.body = loads + tree.body
+        return str(self.compile(tree, names, scope, kernel.file, (types.intp,) * 3).fndesc.llvm_func_name)
+
+    def compile(
+        self, tree: ast.FunctionDef, names: list[str], scope: dict[str, Any], file: str, types: tuple[Any, ...]
+    ) -> Any:
+        """numba's result for a specialised function of the parameters ``names``; its module joins the others."""
+        from numba.core import compiler
+        from numba.core.registry import cpu_target
+
+        from localllm.kernels.cpu import simd
+
+        tree.args = ast.arguments([], [ast.arg(n) for n in names], None, [], [], None, [])
+        tree.decorator_list, tree.returns = [], None
+        scope |= {"load_i64": simd.load_i64, "load_f32": simd.load_f32}
+        for name, value in scope.items():
+            if isinstance(value, Device):
+                scope[name] = self.device(value)
+        exec(compile(ast.fix_missing_locations(ast.Module([tree], [])), file, "exec"), scope)
+        flags = compiler.Flags()
+        flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = True
+        flags.error_model = "numpy"  # a division by zero is not an exception
+        result = compiler.compile_extra(
+            cpu_target.typing_context, cpu_target.target_context, scope[tree.name], types, None, flags, {}
+        )
+        # numba's own functions, such as min and max, come in modules of their own.
+        for library in result.library._linking_libraries:
+            if library.name != "nrt" and (text := str(library._final_module)) not in self.modules:
+                self.modules.append(text)
+        self.modules.append(str(result.library._final_module))
+        return result
+
+    @functools.cache  # noqa: B019 - lives as long as one compilation
+    def device(self, device: Device) -> Any:
+        """A numba intrinsic that compiles the device function for its arguments' types and calls it.
+
+        numba's own calls would hand the function to its linker, which compiles for the processor at hand.
+        """
+        from numba.extending import intrinsic
+
+        names = [a.arg for a in device.tree.args.args]
+
+        def typed(*given: Any) -> Any:
+            tree, scope = device.specialise(self.constants)
+            result = self.compile(tree, names, scope, device.file, given)
+
+            def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+                callee = context.declare_function(builder.module, result.fndesc)
+                _, value = context.call_conv.call_function(builder, callee, sig.return_type, sig.args, values)
+                return value
+
+            return result.signature.return_type(*given), codegen
+
+        scope: dict[str, Any] = {"typed": typed}
+        arguments = ", ".join(names)
+        exec(f"def {device.name}(typingctx, {arguments}):\n    return typed({arguments})", scope)
+        return intrinsic(scope[device.name])
+
+
+def llvm_ir(v: Variant, triple: str | None = None) -> llvm.ModuleRef:
+    """The kernel as optimised LLVM code for its target, with one function ``v.symbol``."""
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.registry import cpu_target
+
+    from localllm.kernels.cpu import numba_types  # noqa: F401 - registers our vectors and operations
+    from localllm.kernels.cpu.simd import lowering_for
+
+    frontend = _Frontend(dict(v.constants))
+    with global_compiler_lock, lowering_for(v.target):
+        cpu_target.typing_context.refresh()
+        cpu_target.target_context.refresh()
+        try:
+            inner = frontend.kernel(v.kernel)
+        except Exception as error:
+            raise KernelError(f"the kernel {v.symbol} does not compile: {error}") from error
+    machine = v.target.machine(triple)
+    *devices, main = frontend.modules
+    module = llvm.parse_assembly(_with_entry(main, inner, v.symbol))
+    for text in devices:
+        module.link_in(llvm.parse_assembly(_without_target(text)))
+    module.triple = machine.triple
+    module.data_layout = str(machine.target_data)
+    for f in module.functions:
+        if not f.is_declaration and f.name != v.symbol:
+            f.linkage = "internal"
+            f.add_function_attribute("alwaysinline")
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    # Vectors are written by hand here; what LLVM would vectorise beside them are only the odd ends.
+    options.loop_vectorization = options.slp_vectorization = False
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    unknown = [f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")]
+    if unknown:
+        raise KernelError(f"the kernel {v.symbol} calls {', '.join(unknown)}, which no code here defines")
+    return module
+
+
+def _without_target(text: str) -> str:
+    """Drops the lines that say which machine numba compiled for."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith(("target ", "source_filename")))
+
+
+def _with_entry(text: str, inner: str, symbol: str) -> str:
+    """Adds the function that programs call, ``void symbol(i64 arguments, i64 begin, i64 end)``.
+
+    numba's functions return a status and take a place for the result and for an exception; kernels raise none.
+    """
+    entry = f"""
+define void @"{symbol}"(i64 %arguments, i64 %begin, i64 %end) {{
+  %result = alloca ptr
+  %exception = alloca ptr
+  %status = call i32 @{inner}(ptr %result, ptr %exception, i64 %arguments, i64 %begin, i64 %end)
+  ret void
+}}
+"""
+    return _without_target(text) + entry
+
+
+def assembly(v: Variant, triple: str | None = None) -> str:
+    """The machine code as assembly text, for this platform or another (``aarch64-linux-gnu``)."""
+    return str(v.target.machine(triple).emit_assembly(llvm_ir(v, triple)))
+
+
+# -- The cache -----------------------------------------------------------------------------------------------------
+
+
+def cache_root() -> Path:
+    """The folder for compiled kernels: ``LOCALLLM_CACHE``, or the platform's place for caches."""
+    if named := os.environ.get(CACHE_VARIABLE):
+        return Path(named)
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "localllm" / "kernels"
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """A hash of what compiled kernels depend on, beside their own variant."""
+    from importlib.metadata import version
+
+    digest = hashlib.sha256()
+    for fact in (llvmlite.__version__, version("numba"), llvm.get_process_triple()):
+        digest.update(fact.encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cache_file(v: Variant) -> Path:
+    name = hashlib.sha256(v.symbol.encode()).hexdigest()[:16]
+    return cache_root() / _fingerprint() / f"{v.kernel.name}-{v.target.name}-{name}.o"
+
+
+def is_cached(v: Variant) -> bool:
+    return _cache_file(v).exists()
+
+
+def _object_code(v: Variant) -> bytes:
+    file = _cache_file(v)
+    with contextlib.suppress(OSError):
+        return file.read_bytes()
+    code: bytes = v.target.machine().emit_object(llvm_ir(v))
+    with contextlib.suppress(OSError):  # a home that cannot be written costs time, not function
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Written aside and moved into place, so that another process never reads half a file.
+        handle, scratch = tempfile.mkstemp(dir=file.parent)
+        with os.fdopen(handle, "wb") as out:
+            out.write(code)
+        os.replace(scratch, file)
+    return code
+
+
+# -- Linking -------------------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_addresses: dict[str, int] = {}
+
+
+@functools.cache
+def _engine() -> llvm.ExecutionEngine:
+    """The linker: one for the process, since code once linked stays."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine(codemodel="jitdefault", jit=True)
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+
+
+def addresses(variants: Iterable[Variant], progress: Callable[[int, int], None] | None = None) -> dict[Variant, int]:
+    """Machine code addresses, compiling what is not in the cache.
+
+    Args:
+        variants: what is needed; duplicates are fine.
+        progress: called with (kernels compiled, kernels to compile) if any has to be compiled.
+    """
+    wanted = dict.fromkeys(variants)
+    with _lock:
+        missing = [v for v in wanted if v.symbol not in _addresses]
+        to_compile = [v for v in missing if not is_cached(v)]
+        if to_compile and progress:
+            progress(0, len(to_compile))
+        compiled = 0
+        engine = _engine()
+        for v in missing:
+            engine.add_object_file(llvm.ObjectFileRef.from_data(_object_code(v)))
+            if v in to_compile:
+                compiled += 1
+                if progress:
+                    progress(compiled, len(to_compile))
+        if missing:
+            engine.finalize_object()
+            for v in missing:
+                _addresses[v.symbol] = engine.get_function_address(v.symbol)
+        return {v: _addresses[v.symbol] for v in wanted}

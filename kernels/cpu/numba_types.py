@@ -1,0 +1,79 @@
+"""Makes numba know the vectors and operations of `localllm.kernels.cpu.simd`; imported when kernels are compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba.core import types
+from numba.core.datamodel import models
+from numba.core.typing import signature
+from numba.core.typing.templates import AbstractTemplate, ConcreteTemplate, builtin_registry, infer_global
+from numba.extending import lower_builtin, register_model
+
+from localllm.kernels.cpu.simd import OPERATIONS, OPERATORS, VECTORS, Kind, Operation, literal
+
+
+class Vector(types.Type):
+    """A vector as a numba type: an opaque value."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.llvm = kind.llvm
+        super().__init__(name=kind.name)
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, vector: Vector) -> None:
+        super().__init__(manager, vector, vector.llvm)
+
+
+_TYPES: dict[Kind, Any] = {kind: Vector(kind) for kind in VECTORS}
+
+
+def numba_type(kind: Kind) -> Any:
+    """The type that numba has for a kind."""
+    return _TYPES.get(kind) or getattr(types, kind.name)
+
+
+def _register_operation(operation: Operation) -> None:
+    # By hand rather than through numba's ``intrinsic``, whose every use costs twice the compile time.
+    emit, result = operation.emit, numba_type(operation.result)
+    expected = [None if kind is literal else numba_type(kind) for kind in operation.arguments]
+
+    class Typing(AbstractTemplate):
+        key = emit
+        prefer_literal = True
+
+        def generic(self, given: Any, keywords: Any) -> Any:
+            if len(given) != len(expected):
+                return None
+            return signature(result, *(g if e is None else e for g, e in zip(given, expected, strict=True)))
+
+    builtin_registry.register_global(emit, types.Function(Typing))
+
+    @lower_builtin(emit, *(e or types.IntegerLiteral for e in expected))
+    def lower(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        known = [
+            v if e is not None else kind.literal_value for v, e, kind in zip(values, expected, sig.args, strict=True)
+        ]
+        value = emit(builder, *known)
+        return context.get_dummy_value() if result is types.void else value
+
+
+def _register_operator(symbol: Any, kind: Kind, emit: Any) -> None:
+    vector = numba_type(kind)
+
+    class Typing(ConcreteTemplate):
+        cases = (signature(vector, vector, vector),)
+
+    infer_global(symbol)(Typing)
+
+    @lower_builtin(symbol, vector, vector)
+    def lower(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        return emit(builder, *values)
+
+
+for _operation in OPERATIONS:
+    _register_operation(_operation)
+for _symbol, _kind, _emit in OPERATORS:
+    _register_operator(_symbol, _kind, _emit)

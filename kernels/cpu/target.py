@@ -1,0 +1,94 @@
+"""Instruction sets that kernels are compiled for, best first, and which of them this processor executes.
+
+A `Target` names an LLVM processor and says how its kernels multiply bytes.  All of them read the same packed
+weights and give the same integer sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import llvmlite.binding as llvm
+
+from localllm.errors import DeviceError, UsageError
+
+#: Environment variable that forces an instruction set.
+ISA_VARIABLE = "LOCALLLM_ISA"
+
+
+@dataclass(frozen=True)
+class Target:
+    """An instruction set.
+
+    Attributes:
+        name: what users call it.
+        family: the processor family, as LLVM's target triples begin.
+        cpu, features: LLVM's names of the processor and of what it has beyond that.
+        dot: which instructions sum products of bytes, four to a lane.
+        needs: LLVM feature names that the processor at hand must report.
+    """
+
+    name: str
+    family: Literal["x86_64", "aarch64", "any"]
+    cpu: str
+    features: str
+    dot: Literal["vnni512", "vnni256", "maddubs512", "maddubs256", "sdot", "generic"]
+    needs: frozenset[str]
+
+    def machine(self, triple: str | None = None) -> llvm.TargetMachine:
+        """LLVM's code generator for this target, on the platform at hand unless ``triple`` names another."""
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
+        static = triple is None and self.family != "aarch64"
+        return llvm.Target.from_triple(triple or llvm.get_process_triple()).create_target_machine(
+            cpu=self.cpu,
+            features=self.features,
+            opt=3,
+            reloc="static" if static else "default",
+            codemodel="jitdefault",
+            jit=True,
+        )
+
+
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+
+#: Best first.  The x86-64-v3 and -v4 levels are the System V psABI's.
+TARGETS = (
+    Target("avx512vnni", "x86_64", "x86-64-v4", "+avx512vnni,-prefer-256-bit", "vnni512", _AVX512 | {"avx512vnni"}),
+    Target("avx512", "x86_64", "x86-64-v4", "-prefer-256-bit", "maddubs512", _AVX512),
+    Target("avxvnni", "x86_64", "x86-64-v3", "+avxvnni", "vnni256", _AVX2 | {"avxvnni"}),
+    Target("avx2", "x86_64", "x86-64-v3", "", "maddubs256", _AVX2),
+    Target("neon", "aarch64", "generic", "+neon,+dotprod,+fullfp16", "sdot", frozenset({"neon", "dotprod"})),
+    Target("generic", "any", "", "", "generic", frozenset()),
+)
+
+
+@functools.cache
+def available() -> tuple[Target, ...]:
+    """The targets that this processor executes, best first; the last is always ``generic``."""
+    features = llvm.get_host_cpu_features()
+    family = llvm.get_process_triple().split("-")[0].replace("arm64", "aarch64")
+    return tuple(t for t in TARGETS if t.family in (family, "any") and all(features.get(f, False) for f in t.needs))
+
+
+def choose(name: str | None = None) -> Target:
+    """The target called ``name``, or else the one in ``LOCALLLM_ISA``, or else the best that runs here.
+
+    Raises:
+        UsageError: there is no target of that name.
+        DeviceError: this processor does not execute it.
+    """
+    name = name or os.environ.get(ISA_VARIABLE)
+    if not name:
+        return available()[0]
+    for target in available():
+        if target.name == name:
+            return target
+    here = ", ".join(t.name for t in available())
+    if any(t.name == name for t in TARGETS):
+        raise DeviceError(f"this processor does not execute {name} code; it executes {here}")
+    raise UsageError(f"there is no instruction set called {name!r}; this processor executes {here}")

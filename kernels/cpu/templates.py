@@ -1,0 +1,219 @@
+"""Kernel templates: Python functions that are specialised, before numba sees them, for constants known by then.
+
+A template may use, besides what numba compiles,
+
+* names in upper case for numbers of its module, and for constants that its specialisation gives (a format's bits);
+* ``for i in static_range(N)``, which is written out N times;
+* ``x[i]``, ``x[i, j]`` with constant indices: not memory, but variables of their own (``x_0``, ``x_1_2``), which is
+  how an array of SIMD registers is written;
+* ``if CONSTANT:``, of which only the branch taken remains;
+* ``f(*w[0:8])`` for ``f(w[0], …, w[7])``, and ``w[0:8] = f()`` for ``w[0], …, w[7] = f()``;
+* ``step(x, address)`` as a statement, where ``step`` is itself a template: its body is written in place of the call.
+  A parameter annotated `Registers` is the caller's array itself.
+
+All of this is done on the syntax tree, and line numbers in errors stay those of the file.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import itertools
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+
+def static_range(n: int) -> range:
+    """Marks a loop to be written out; see the module's text."""
+    return range(n)
+
+
+#: Annotates a template's parameter that is an array of registers.
+Registers = Any
+
+
+class Template:
+    """A function to be specialised."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        lines, first = inspect.getsourcelines(function)
+        module = ast.parse(textwrap.dedent("".join(lines)))
+        ast.increment_lineno(module, first - 1)
+        self.function = function
+        self.name = function.__name__
+        self.file = inspect.getsourcefile(function) or "<kernel>"
+        self.tree = cast(ast.FunctionDef, module.body[0])
+        #: Parameters annotated `Registers`: arrays of variables, which calls pass by name.
+        self.registers = {a.arg for a in self.tree.args.args if getattr(a.annotation, "id", None) == "Registers"}
+
+    def specialise(self, constants: Mapping[str, Any]) -> tuple[ast.FunctionDef, dict[str, Any]]:
+        """The function's syntax tree with ``constants`` put in, and the names that it needs."""
+        tree = copy.deepcopy(self.tree)
+        scope: dict[str, Any] = {}
+        specialiser = _Specialiser({}, scope, itertools.count()).inside(self, constants)
+        tree.body = specialiser.statements(tree.body)
+        return tree, {**scope, **constants}
+
+
+class Device(Template):
+    """A template that is not written out where it is called, but compiled once and called (LLVM inlines it).
+
+    It takes and returns values, not register arrays.  What is repeated for every register is best a device
+    function: numba's time goes with the number of statements that it sees.
+    """
+
+
+def template(function: Callable[..., Any]) -> Template:
+    """Makes a function a template, to be written into kernels."""
+    return Template(function)
+
+
+def device(function: Callable[..., Any]) -> Device:
+    """Makes a function one that kernels call."""
+    return Device(function)
+
+
+class _Specialiser(ast.NodeTransformer):
+    """Rewrites statements for one set of constants."""
+
+    def __init__(self, constants: Mapping[str, Any], scope: dict[str, Any], expansions: Iterator[int]) -> None:
+        self.constants = constants
+        self.scope = scope
+        self.expansions = expansions
+
+    def inside(self, inner: Template, constants: Mapping[str, Any]) -> _Specialiser:
+        """The specialiser for a template's body: its module's upper-case names and templates count too."""
+        names = inner.function.__globals__
+        self.scope.update(names)
+        known = {k: v for k, v in names.items() if k.isupper() or isinstance(v, Template)}
+        return _Specialiser({**known, **constants}, self.scope, self.expansions)
+
+    def statements(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        out: list[ast.stmt] = []
+        for statement in body:
+            result = self.visit(copy.deepcopy(statement))
+            out += result if isinstance(result, list) else [result]
+        return out
+
+    def evaluate(self, node: ast.expr) -> Any:
+        """The value of a constant expression.
+
+        Raises:
+            NameError: it depends on something that is only known when the kernel runs.
+        """
+        code = compile(ast.Expression(node), "<constant>", "eval")
+        return eval(code, {"__builtins__": {"min": min, "max": max}}, dict(self.constants))
+
+    def constant(self, node: ast.expr) -> Any:
+        """The value of an expression, or None if it is only known when the kernel runs."""
+        try:
+            return self.evaluate(node)
+        except NameError:
+            return None
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        value = self.constants.get(node.id)
+        if isinstance(node.ctx, ast.Load) and isinstance(value, (int, float)):
+            return ast.copy_location(ast.Constant(value), node)
+        return node
+
+    def visit_For(self, node: ast.For) -> Any:
+        call = node.iter
+        if not (isinstance(call, ast.Call) and getattr(call.func, "id", None) == "static_range"):
+            return self.generic_visit(node)
+        name = cast(ast.Name, node.target).id
+        unrolled: list[ast.stmt] = []
+        for i in range(self.evaluate(call.args[0])):
+            unrolled += _Specialiser({**self.constants, name: i}, self.scope, self.expansions).statements(node.body)
+        return unrolled
+
+    def visit_If(self, node: ast.If) -> Any:
+        chosen = self.constant(node.test)
+        if chosen is None:
+            return self.generic_visit(node)
+        return self.statements(node.body if chosen else node.orelse)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        index = self.evaluate(node.slice)
+        indices = index if isinstance(index, tuple) else (index,)
+        register = "_".join([cast(ast.Name, node.value).id, *map(str, indices)])
+        return ast.copy_location(ast.Name(register, node.ctx), node)
+
+    def called(self, node: ast.AST) -> Template | None:
+        """The template that an expression calls."""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            value = self.constants.get(node.func.id)
+            return value if isinstance(value, Template) and not isinstance(value, Device) else None
+        return None
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        node.args = self.spread(node.args)
+        return cast(ast.expr, self.generic_visit(node))
+
+    def visit_Tuple(self, node: ast.Tuple) -> ast.expr:
+        node.elts = self.spread(node.elts)
+        return cast(ast.expr, self.generic_visit(node))
+
+    def spread(self, nodes: list[ast.expr]) -> list[ast.expr]:
+        """Writes out ``*w[0:8]`` among expressions."""
+        out: list[ast.expr] = []
+        for node in nodes:
+            out += self.registers(cast(ast.Subscript, node.value)) if isinstance(node, ast.Starred) else [node]
+        return out
+
+    def registers(self, node: ast.Subscript) -> list[ast.expr]:
+        """The elements of ``w[0:8]``."""
+        bounds = cast(ast.Slice, node.slice)
+        low, high = (self.evaluate(cast(ast.expr, b)) for b in (bounds.lower, bounds.upper))
+        elements = [ast.Subscript(node.value, ast.Constant(i), node.ctx) for i in range(low, high)]
+        return [ast.fix_missing_locations(ast.copy_location(e, node)) for e in elements]
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt:
+        target = node.targets[0]
+        if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Slice):
+            node.targets = [ast.copy_location(ast.Tuple(self.registers(target), ast.Store()), target)]
+        return cast(ast.stmt, self.generic_visit(node))
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        inner = self.called(node.value)
+        return self.generic_visit(node) if inner is None else self.expand(inner, cast(ast.Call, node.value))
+
+    def own_names(self, body: ast.AST) -> set[str]:
+        """The variables and register arrays that a body assigns, itself or through templates it calls."""
+        names = set()
+        for node in ast.walk(body):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Subscript):
+                names.add(cast(ast.Name, node.value).id)
+            elif inner := self.called(node):
+                given = zip(inner.tree.args.args, cast(ast.Call, node).args, strict=True)
+                names |= {cast(ast.Name, value).id for p, value in given if p.arg in inner.registers}
+        return names
+
+    def expand(self, inner: Template, call: ast.Call) -> list[ast.stmt]:
+        """The body of a template in place of a call to it."""
+        tag = f"{inner.name}{next(self.expansions)}"
+        body = copy.deepcopy(inner.tree.body)
+        if ast.get_docstring(inner.tree) is not None:
+            del body[0]
+        wrapper = ast.Module(body, [])
+        inside = self.inside(inner, {})
+        renamed = {name: f"{tag}_{name}" for name in inside.own_names(wrapper)}
+        bound: list[ast.stmt] = []
+        known = dict(self.constants)
+        for parameter, value in zip(inner.tree.args.args, call.args, strict=True):
+            if parameter.arg in inner.registers:
+                renamed[parameter.arg] = cast(ast.Name, value).id
+            elif (number := self.constant(value)) is not None:
+                known[parameter.arg] = number
+            else:
+                renamed[parameter.arg] = f"{tag}_{parameter.arg}"
+                target = ast.Name(renamed[parameter.arg], ast.Store())
+                bound.append(ast.fix_missing_locations(ast.copy_location(ast.Assign([target], value), call)))
+        for name in ast.walk(wrapper):
+            if isinstance(name, ast.Name) and name.id in renamed:
+                name.id = renamed[name.id]
+        return self.statements(bound) + self.inside(inner, known).statements(wrapper.body)

@@ -1,0 +1,215 @@
+"""Truncating the candidates for the next token, and drawing one of those that are left.
+
+Every step is a pure function on ``Candidates``, but ``Mirostat2``, which remembers one number.  Vocabularies
+hold up to 262,144 tokens, so nothing sorts them whole: ``highest`` finds the first few thousand in two
+passes, and a step that needs an order takes as many as it turns out to need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.integer[Any]]
+FloatArray = npt.NDArray[np.floating[Any]]
+
+# Up to this many candidates are reckoned in float64; for a whole vocabulary that would take milliseconds, and
+# sums are as good from float32 terms.
+_FEW = 4096
+_FIRST_LOOK = 256
+
+
+class Candidates(NamedTuple):
+    """Tokens still in the running, at least one of finite logit; of equal logits the lower id comes first."""
+
+    ids: IntArray  # [n]
+    logits: FloatArray  # [n]; -inf for a token of probability 0
+
+    def take(self, positions: IntArray) -> Candidates:
+        return Candidates(self.ids[positions], self.logits[positions])
+
+
+def highest(values: FloatArray, count: int) -> IntArray:
+    """The positions of the ``count`` highest values, highest first, equal ones by position.
+
+    Values of -inf are left out, so there may be fewer.
+
+    Args:
+        values: ``[n]``, without NaN.
+        count: at least 1.
+    """
+    floor = _floor_of_highest(values, count) if count < len(values) else -math.inf
+    positions = np.flatnonzero(values >= floor if floor > -math.inf else values > floor)
+    return positions[_descending(values[positions])[:count]]
+
+
+def _descending(values: FloatArray) -> IntArray:
+    """The positions of all values, highest first, equal ones by position."""
+    if values.dtype != np.float32:
+        return np.argsort(-values, kind="stable")
+    # One integer a value, which orders as (value falling, position rising): NumPy sorts integers an order of
+    # magnitude faster than it argsorts.
+    bits = (values + 0).view(np.int32)  # + 0 makes one of the two zeros
+    bits ^= (bits >> 31) & 0x7FFFFFFF  # now in the floats' order
+    keys = np.invert(bits, out=bits).astype(np.int64)
+    keys <<= 32
+    keys |= np.arange(len(values))
+    keys.sort()
+    keys &= 0xFFFFFFFF
+    return keys
+
+
+def _floor_of_highest(values: FloatArray, count: int) -> float:
+    """A value that at least ``count`` values reach, and not many more."""
+    n_groups = 16 * count
+    depth = len(values) // n_groups
+    if depth < 4:
+        return float(np.partition(values, len(values) - count)[len(values) - count])
+    # As many values reach the floor as groups hold one that does, or more; few groups hold two.  This is one
+    # pass, where a partition of all values makes several.
+    maxima = values[: depth * n_groups].reshape(depth, n_groups).max(axis=0)
+    return float(np.partition(maxima, n_groups - count)[n_groups - count])
+
+
+def _precision(values: FloatArray) -> type[np.float32] | type[np.float64]:
+    return np.float64 if len(values) <= _FEW else np.float32
+
+
+def relative_weights(logits: FloatArray) -> FloatArray:
+    """``exp(logits - max)``: the probabilities but for their sum."""
+    with np.errstate(over="ignore"):  # a difference beyond float32 is -inf, and that is a weight of 0
+        weights: FloatArray = np.exp(np.subtract(logits, logits.max(), dtype=_precision(logits)))
+    return weights
+
+
+def reach(scores: FloatArray, weights: FloatArray, mass: float) -> tuple[IntArray, npt.NDArray[np.float64]]:
+    """Goes down the scores until the share of the weights exceeds ``mass``.
+
+    Args:
+        scores: ``[n]``.
+        weights: ``[n]``, not negative.
+        mass: 0 <= mass < 1.
+
+    Returns:
+        Positions from the highest score on, equal ones by position, and the share of the total weight up to
+        and with each; the last share exceeds ``mass``.  There may be more of them than it takes.
+    """
+    total = weights.sum(dtype=np.float64)
+    count = _FIRST_LOOK if len(scores) > _FEW else len(scores)
+    while count < len(scores):
+        positions = highest(scores, count)
+        shares = np.cumsum(weights[positions], dtype=np.float64) / total
+        if shares[-1] > mass:
+            return positions, shares
+        count *= 8
+    positions = highest(scores, len(scores))
+    sums = np.cumsum(weights[positions], dtype=np.float64)
+    return positions, sums / sums[-1]
+
+
+def top_k(candidates: Candidates, k: int) -> Candidates:
+    """Keeps the ``k`` likeliest."""
+    return candidates.take(highest(candidates.logits, k)) if k < len(candidates.ids) else candidates
+
+
+def typical(candidates: Candidates, p: float) -> Candidates:
+    """Keeps those whose surprise is nearest to the entropy, until their probabilities exceed ``p``.
+
+    Meister et al. 2022, "Locally Typical Sampling".
+    """
+    weights = relative_weights(candidates.logits)
+    total = weights.sum(dtype=np.float64)
+    possible = weights > 0
+    logprobs = np.full(len(weights), -math.inf, weights.dtype)
+    logprobs[possible] = candidates.logits[possible] - (np.float64(candidates.logits.max()) + math.log(total))
+    entropy = -np.sum(weights[possible] / total * logprobs[possible])
+    positions, shares = reach(-np.abs(logprobs + entropy), weights, p)
+    kept = positions[: np.searchsorted(shares, p, side="right") + 1]
+    return candidates.take(np.sort(kept))
+
+
+def top_p(candidates: Candidates, p: float) -> Candidates:
+    """Keeps the likeliest, until their probabilities reach ``p`` (Holtzman et al. 2019)."""
+    positions, shares = reach(candidates.logits, relative_weights(candidates.logits), p)
+    return candidates.take(positions[: np.searchsorted(shares, p, side="left") + 1])
+
+
+def min_p(candidates: Candidates, p: float) -> Candidates:
+    """Keeps those at least ``p`` times as likely as the likeliest (Nguyen et al. 2024)."""
+    floor = np.float64(candidates.logits.max()) + math.log(p)
+    return candidates.take(np.flatnonzero(candidates.logits >= floor))
+
+
+def xtc(
+    candidates: Candidates, probability: float, threshold: float, uniform: Callable[[], float]
+) -> Candidates:
+    """Exclude top choices: of those at least ``threshold`` likely removes all but the least likely.
+
+    It acts with the given probability.  Designed by p-e-w, oobabooga/text-generation-webui pull request 6335.
+    """
+    if len(candidates.ids) < 2 or uniform() >= probability:
+        return candidates
+    weights = relative_weights(candidates.logits)
+    shares = weights / weights.sum(dtype=np.float64)
+    viable = np.flatnonzero((shares >= threshold) & (shares > 0))
+    if len(viable) < 2:
+        return candidates
+    spared = viable[::-1][np.argmin(shares[viable[::-1]])]  # of equal ones the last
+    kept = np.ones(len(shares), np.bool_)
+    kept[viable] = False
+    kept[spared] = True
+    return candidates.take(np.flatnonzero(kept))
+
+
+def temper(candidates: Candidates, temperature: float) -> Candidates:
+    """Divides the logits by the temperature, shifted so that the largest is 0 and none overflows upwards."""
+    shifted = np.subtract(candidates.logits, candidates.logits.max(), dtype=np.float64)
+    with np.errstate(over="ignore"):
+        tempered: FloatArray = (shifted / temperature).astype(_precision(shifted), copy=False)
+    return Candidates(candidates.ids, tempered)
+
+
+def draw(candidates: Candidates, u: float) -> int:
+    """The position drawn by ``u``, 0 <= u < 1.
+
+    It is the first, from the likeliest on and of equal ones from the lowest id, at which the running sum of
+    the probabilities exceeds ``u``; so it is never one of probability 0.
+    """
+    positions, shares = reach(candidates.logits, relative_weights(candidates.logits), u)
+    return int(positions[np.searchsorted(shares, u, side="right")])
+
+
+class Mirostat2:
+    """Mirostat 2.0 (Basu et al. 2020): holds the surprise of the text near a target.
+
+    Draws among the tokens whose surprise is at most ``mu`` bits, then lowers ``mu`` by ``eta`` times what the
+    drawn token's surprise exceeds ``tau`` by.  As in llama.cpp, that surprise is taken in the distribution
+    that was drawn from; the paper takes it before truncation.
+
+    Attributes:
+        mu: the greatest surprise allowed to the next token, in bits; at first twice ``tau``.
+    """
+
+    def __init__(self, tau: float, eta: float, uniform: Callable[[], float]) -> None:
+        self._tau = tau
+        self._eta = eta
+        self._uniform = uniform
+        self.mu = 2 * tau
+
+    def __call__(self, candidates: Candidates) -> int:
+        """The id drawn."""
+        logits = candidates.logits
+        log_total = float(logits.max()) + math.log(relative_weights(logits).sum(dtype=np.float64))
+        kept = np.flatnonzero(logits >= np.float64(log_total - self.mu * math.log(2)))
+        if not len(kept):
+            kept = np.array([logits.argmax()])
+        candidates = candidates.take(kept)
+        chosen = draw(candidates, self._uniform())
+        weights = relative_weights(candidates.logits)
+        surprise = -math.log2(weights[chosen] / weights.sum(dtype=np.float64))
+        self.mu -= self._eta * (surprise - self._tau)
+        return int(candidates.ids[chosen])

@@ -1,0 +1,68 @@
+"""Device names, and the backend that each one means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from localllm.errors import DeviceError
+from localllm.kernels.ops import Ops
+
+#: Names that `open_device` knows.
+DEVICES = ("auto", "cpu", "reference")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A backend, ready to load a model.
+
+    Attributes:
+        name: "cpu" or "reference".
+        kernels: which kernels run, in words.
+        threads: how many compute.
+    """
+
+    name: str
+    kernels: str
+    threads: int
+    ops: Ops
+
+
+def open_device(
+    name: str = "auto", *, threads: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> Device:
+    """The backend for a device.
+
+    Args:
+        name: "cpu"; "auto", the best there is, which is the CPU; or "reference", plain numpy in float32: slow,
+            exact, for finding out whether a kernel is at fault.
+        threads: how many compute; by default one for each physical core that the process may use.
+        progress: called with the kernels compiled so far and those to compile, when they are not cached yet.
+
+    Raises:
+        DeviceError: there is no such device here; says why.
+    """
+    if name in ("auto", "cpu"):
+        return _cpu(threads, progress)
+    if name == "reference":
+        return _reference()
+    if name.split(":")[0] in ("cuda", "gpu"):
+        raise DeviceError(
+            f"device {name!r} cannot be used: this version of localllm has no CUDA backend; use device='cpu'"
+        )
+    raise DeviceError(f"there is no device {name!r}: choose one of {', '.join(map(repr, DEVICES))}")
+
+
+def _cpu(threads: int | None, progress: Callable[[int, int], None] | None) -> Device:
+    # Imported here: numba takes a third of a second.
+    from localllm.kernels.cpu.ops import CPUOps
+
+    ops = CPUOps(threads, progress=progress)
+    return Device("cpu", f"numba kernels for {ops.target.name}", ops.workers.n, cast(Ops, ops))
+
+
+def _reference() -> Device:
+    from localllm.kernels.reference import ReferenceOps
+
+    return Device("reference", "numpy", 1, cast(Ops, ReferenceOps()))

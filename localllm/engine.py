@@ -1,0 +1,316 @@
+"""Evaluates tokens over the paged cache.  Knows ids and logits, nothing of text or of sampling.
+
+A `Run` is a sequence that a caller works on: the tokens it shall hold, some of which may be in the cache already.
+`Engine.advance` evaluates the next chunk of what is missing.  Prefill, decode, and evaluating again what the cache
+had to give up are all this one thing.
+
+**Threads.**  One lock guards an engine.  Whoever holds it evaluates, in the same batch, the next chunks of all
+runs that other threads wait for: reading the weights once serves them all.  What comes out for a token does not
+depend on its company in the batch.
+
+**Room.**  When pages are short, finished sequences give up theirs first.  Then a run may take the last pages of
+runs that began later and of idle ones, which evaluate those tokens again when they go on; otherwise it waits.
+The oldest run never waits, so there is always progress.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.cache import CachedSequence, PagedCache
+from localllm.errors import ClosedError, ContextLengthError, UsageError
+from localllm.kernels.ops import Batch, Ops, Step
+from localllm.models.blocks import Model
+
+#: Tokens that one step evaluates at most.
+MAX_TOKENS = 512
+
+#: Bytes of logits that one step computes at most.
+MAX_LOGITS_BYTES = 32 << 20
+
+#: Seconds without a step after which a run counts as idle: nobody is about to go on with it.
+IDLE_SECONDS = 1.0
+
+#: Seconds between two looks at whether a run has become idle.
+_POLL_SECONDS = 0.1
+
+
+@dataclass(eq=False)
+class Run:
+    """A sequence that a caller works on; `Engine.start` makes it.  To go on, append to ``tokens``.
+
+    Attributes:
+        tokens: what the sequence shall hold.
+        n_cached: how many of them were in the cache when the run began.
+        logits: after `Engine.advance`: float32 [n, n_vocab], the caller's own.  For the last token alone, or None
+            while it was not reached; with ``all_logits`` for every token of the chunk.
+        position: after `Engine.advance`: where the chunk ended.
+    """
+
+    tokens: list[int]
+    sequence: CachedSequence
+    all_logits: bool = False
+    n_cached: int = 0
+    logits: NDArray[np.float32] | None = None
+    position: int = 0
+    waiting: bool = False
+    thread: int = field(default_factory=threading.get_ident)
+    last_used: float = field(default_factory=time.monotonic)
+
+    @property
+    def n_missing(self) -> int:
+        """Tokens that are not in the cache."""
+        return len(self.tokens) - len(self.sequence)
+
+
+class Engine:
+    """A model, its cache, and the runs in it.  Every method may be called from any thread.
+
+    Attributes:
+        context: tokens that a sequence can hold.
+        n_vocab: logits a token.
+        max_tokens: tokens that one step evaluates at most.
+    """
+
+    def __init__(
+        self, model: Model, ops: Ops, *, context: int, parallel: int = 1, max_tokens: int = MAX_TOKENS
+    ) -> None:
+        """Makes a cache with room for ``parallel`` sequences of ``context`` tokens."""
+        self.context = context
+        self.n_vocab = model.config.n_vocab
+        self.max_tokens = min(max_tokens, context)
+        self._max_outputs = max_outputs(self.n_vocab, self.max_tokens)
+        kv = ops.new_cache(model.cache_shape, n_cache_pages(context, parallel, ops.page_size))
+        step = ops.compile(
+            lambda: model.forward(ops), kv, max_tokens=self.max_tokens, max_outputs=self._max_outputs
+        )
+        self._open: tuple[PagedCache, Step] | None = (PagedCache(kv), step)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._runs: list[Run] = []  # oldest first
+        self._finished: deque[tuple[Run, bool]] = deque()
+
+    def start(self, tokens: Sequence[int], *, all_logits: bool = False) -> Run:
+        """Begins a run with what the cache has of ``tokens``.
+
+        The last token is always evaluated, for its logits are wanted; with ``all_logits`` all tokens are.
+
+        Raises:
+            UsageError: there are no tokens, or one is outside the vocabulary.
+            ContextLengthError: they do not fit into the context.
+            ClosedError: the engine was closed.
+        """
+        self._check_tokens(tokens)
+        with self._lock:
+            cache, _ = self._opened()
+            self._settle_finished()
+            sequence = cache.begin([] if all_logits else tokens[:-1])
+            run = Run(list(tokens), sequence, all_logits, n_cached=len(sequence), position=len(sequence))
+            self._runs.append(run)
+            return run
+
+    def advance(self, *runs: Run) -> None:
+        """Evaluates the next chunk of each run, and sets its ``logits`` and ``position``.
+
+        Raises:
+            UsageError: a run has nothing to evaluate.
+            ContextLengthError: a run's tokens do not fit into the context.
+            ClosedError: the engine was closed.
+        """
+        for run in runs:
+            if not run.n_missing:
+                raise UsageError("every token of this run was evaluated: append one to its tokens first")
+            self._check_length(len(run.tokens))
+        try:
+            for run in runs:
+                run.waiting, run.thread = True, threading.get_ident()
+            with self._lock:
+                while any(run.waiting and run.n_missing for run in runs):
+                    cache, step = self._opened()
+                    self._check_running(runs)
+                    self._settle_finished()
+                    parts = self._assemble(cache, runs)
+                    if parts:
+                        _evaluate(cache, step, parts)
+                    else:
+                        self._changed.wait(_POLL_SECONDS)
+        finally:
+            for run in runs:
+                run.waiting = False
+
+    def finish(self, run: Run, *, keep: bool = True) -> None:
+        """Ends a run; its sequence is kept for later prompts, or with ``keep=False`` forgotten.
+
+        It never waits: while a step is under way, the next one to take the lock settles it.  So it may be called
+        from a finaliser, which can interrupt any line here.
+        """
+        self._finished.append((run, keep))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle_finished()
+            finally:
+                self._lock.release()
+
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """The logits after each token, [len(tokens), n_vocab], evaluated in chunks.
+
+        Raises:
+            UsageError, ContextLengthError, ClosedError: as `start`.
+        """
+        run = self.start(tokens, all_logits=True)
+        try:
+            logits = np.empty((len(tokens), self.n_vocab), np.float32)
+            while run.position < len(tokens):
+                self.advance(run)
+                if run.logits is not None:
+                    logits[run.position - len(run.logits) : run.position] = run.logits
+            return logits
+        finally:
+            self.finish(run, keep=False)
+
+    def forget(self) -> None:
+        """Drops the finished sequences, so that the next prompts are evaluated from their beginning."""
+        with self._lock:
+            cache, _ = self._opened()
+            self._settle_finished()
+            cache.forget()
+
+    def close(self) -> None:
+        """Waits for the step under way and lets model and cache go.  Runs fail from now on."""
+        with self._lock:
+            self._open = None
+            self._runs.clear()
+            self._finished.clear()
+            self._changed.notify_all()
+
+    def _opened(self) -> tuple[PagedCache, Step]:
+        if self._open is None:
+            raise ClosedError("the model was closed: load it again to go on")
+        return self._open
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        if not tokens:
+            raise UsageError("there are no tokens to evaluate: the prompt is empty")
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= self.n_vocab:
+            wrong = low if low < 0 else high
+            raise UsageError(f"token {wrong} is outside the vocabulary of {self.n_vocab:,} tokens")
+        self._check_length(len(tokens))
+
+    def _check_length(self, n_tokens: int) -> None:
+        if n_tokens > self.context:
+            raise ContextLengthError(n_tokens, self.context, "shorten it or load the model with a larger context")
+
+    def _check_running(self, runs: Sequence[Run]) -> None:
+        if any(run not in self._runs for run in runs):
+            raise UsageError("this run was finished: start another one")
+
+    def _settle_finished(self) -> None:
+        """Hands the sequences of finished runs back to the cache.  The lock is held."""
+        while self._finished:
+            run, keep = self._finished.popleft()
+            if run in self._runs:
+                cache, _ = self._opened()
+                self._runs.remove(run)
+                (cache.keep if keep else cache.free)(run.sequence)
+                self._changed.notify_all()
+
+    def _assemble(self, cache: PagedCache, own: Sequence[Run]) -> list[tuple[Run, int]]:
+        """The runs of the next batch, and how many tokens of each: one's own, and those that others wait for."""
+        parts: list[tuple[Run, int]] = []
+        n_tokens, n_outputs = self.max_tokens, self._max_outputs
+        for run in (*own, *(run for run in self._runs if run not in own)):
+            n = min(run.n_missing, n_tokens, n_outputs if run.all_logits else n_tokens)
+            if run.waiting and n and n_outputs and self._make_room(cache, run, n, [busy for busy, _ in parts]):
+                parts.append((run, n))
+                n_tokens -= n
+                n_outputs -= n if run.all_logits else 1
+        return parts
+
+    def _make_room(self, cache: PagedCache, run: Run, n_tokens: int, busy: Sequence[Run]) -> bool:
+        while not cache.reserve(run.sequence, n_tokens):
+            victim = self._victim(run, busy)
+            if victim is None:
+                return False
+            cache.drop_last_page(victim.sequence)
+        return True
+
+    def _victim(self, run: Run, busy: Sequence[Run]) -> Run | None:
+        """The youngest run that gives up pages for this one: it began later, or is idle."""
+        now, thread = time.monotonic(), threading.get_ident()
+        younger = True
+        for other in reversed(self._runs):
+            if other is run:
+                younger = False
+                continue
+            idle = not other.waiting and (other.thread == thread or now - other.last_used > IDLE_SECONDS)
+            if (younger or idle) and other.sequence.pages and other not in busy:
+                return other
+        return None
+
+
+def n_cache_pages(context: int, parallel: int, page_size: int) -> int:
+    """Pages of a cache for ``parallel`` sequences of ``context`` tokens."""
+    return parallel * -(-context // page_size)
+
+
+def max_outputs(n_vocab: int, max_tokens: int) -> int:
+    """Rows of logits that one step computes at most."""
+    return max(1, min(max_tokens, MAX_LOGITS_BYTES // (4 * n_vocab)))
+
+
+def _evaluate(cache: PagedCache, step: Step, parts: Sequence[tuple[Run, int]]) -> None:
+    """One step over a batch whose room is reserved.  If it fails, the sequences are as before."""
+    logits = step(_batch(parts, cache.page_size))
+    row = 0
+    for run, n in parts:
+        start = len(run.sequence)
+        n_rows = _n_outputs(run, start + n, n)
+        # The logits before the tokens: should an interrupt come in between, they are just evaluated again.
+        run.logits = logits[row : row + n_rows].copy() if n_rows else None
+        run.position = start + n
+        run.last_used = time.monotonic()
+        cache.append(run.sequence, run.tokens[start : start + n])
+        run.waiting = False
+        row += n_rows
+
+
+def _n_outputs(run: Run, stop: int, n: int) -> int:
+    """Rows of logits wanted of a chunk of ``n`` tokens that ends at position ``stop``."""
+    if run.all_logits:
+        return n
+    return 1 if stop == len(run.tokens) else 0
+
+
+def _batch(parts: Sequence[tuple[Run, int]], page_size: int) -> Batch:
+    ids: list[int] = []
+    positions: list[int] = []
+    query_starts = [0]
+    kv_lengths: list[int] = []
+    outputs: list[int] = []
+    n_blocks = max(-(-(len(run.sequence) + n) // page_size) for run, n in parts)
+    block_tables = np.zeros((len(parts), n_blocks), np.int32)
+    for s, (run, n) in enumerate(parts):
+        start, stop = len(run.sequence), len(run.sequence) + n
+        ids += run.tokens[start:stop]
+        positions += range(start, stop)
+        outputs += range(len(ids) - _n_outputs(run, stop, n), len(ids))
+        query_starts.append(len(ids))
+        kv_lengths.append(stop)
+        pages = run.sequence.pages[:n_blocks]
+        block_tables[s, : len(pages)] = pages
+    return Batch(
+        ids=np.array(ids, np.int32),
+        positions=np.array(positions, np.int32),
+        query_starts=np.array(query_starts, np.int32),
+        kv_lengths=np.array(kv_lengths, np.int32),
+        block_tables=block_tables,
+        outputs=np.array(outputs, np.int32),
+    )

@@ -1,0 +1,102 @@
+"""What is known of a loaded model, for people and for programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from localllm.kernels.ops import Weight
+from localllm.placement import Placement
+
+#: ``general.file_type`` (llama.cpp's ``enum llama_ftype``).
+_FILE_TYPES = {
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    7: "Q8_0",
+    8: "Q5_0",
+    9: "Q5_1",
+    10: "Q2_K",
+    11: "Q3_K_S",
+    12: "Q3_K_M",
+    13: "Q3_K_L",
+    14: "Q4_K_S",
+    15: "Q4_K_M",
+    16: "Q5_K_S",
+    17: "Q5_K_M",
+    18: "Q6_K",
+    19: "IQ2_XXS",
+    20: "IQ2_XS",
+    21: "Q2_K_S",
+    22: "IQ3_XS",
+    23: "IQ3_XXS",
+    24: "IQ1_S",
+    25: "IQ4_NL",
+    26: "IQ3_S",
+    27: "IQ3_M",
+    28: "IQ2_S",
+    29: "IQ2_M",
+    30: "IQ4_XS",
+    31: "IQ1_M",
+    32: "BF16",
+    36: "TQ1_0",
+    37: "TQ2_0",
+    38: "MXFP4_MOE",
+    39: "NVFP4",
+}
+
+#: Added to a file type that the converter was not told.
+_GUESSED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is known of a loaded model.
+
+    Attributes:
+        path: its file, or the first of them.
+        name: as the file has it; None where it has none.
+        architecture: "llama", …
+        n_parameters: values in all tensors.
+        file_type: its quantisation, such as "Q4_K_M".
+        n_bytes: bytes of all tensors in the file.
+        n_vocab: tokens in the vocabulary.
+        n_layers: layers.
+        trained_context: tokens of context that it was trained for.
+        context: tokens that a sequence can hold here.
+        device: "cpu" or "reference".
+        kernels: which kernels run, in words.
+        threads: how many compute.
+        placement: bytes of every group of layers, and in all.
+    """
+
+    path: Path
+    name: str | None
+    architecture: str
+    n_parameters: int
+    file_type: str
+    n_bytes: int
+    n_vocab: int
+    n_layers: int
+    trained_context: int
+    context: int
+    device: str
+    kernels: str
+    threads: int
+    placement: Placement
+
+
+def file_type_name(metadata: Mapping[str, Any], tensors: Iterable[Weight]) -> str:
+    """The name of ``general.file_type``; where the file does not say, of the type of most bytes of its tensors."""
+    number = metadata.get("general.file_type")
+    if isinstance(number, int):
+        number &= ~_GUESSED
+        return _FILE_TYPES.get(number, f"type {number}")
+    n_bytes: Counter[str] = Counter()
+    for tensor in tensors:
+        n_bytes[tensor.type.name] += tensor.data.nbytes
+    return max(n_bytes, key=n_bytes.__getitem__, default="unknown")

@@ -1,0 +1,475 @@
+"""The library's front door: `load` a model file, and generate text with the `LLM` that it gives."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.completion import Completion, Stream
+from localllm.devices import Device, open_device
+from localllm.engine import Engine
+from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, UsageError
+from localllm.generation import Generation
+from localllm.gguf import GGUFFile
+from localllm.info import ModelInfo, file_type_name
+from localllm.models.config import ModelConfig, read_config
+from localllm.models.registry import builder, load_model
+from localllm.options import Options, Request, as_int, whole_number
+from localllm.placement import Placement, available_memory, plan
+from localllm.sampling import make_sampler
+from localllm.stream import StreamDecoder
+from localllm.tokenizer import Tokenizer
+
+# Those that chat import it where they do: jinja2 takes a good part of the time to the first token of those that
+# do not.
+if TYPE_CHECKING:
+    from localllm.chat import ChatTemplate
+
+_log = logging.getLogger("localllm")
+
+#: Called while a model is loaded: "weights" with the bytes packed and the bytes of all, and "kernels" with the
+#: kernels compiled and those to compile, which the first start on a machine has to do.
+LoadProgress = Callable[[str, int, int], object]
+
+Message = Mapping[str, object]
+
+
+def load(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    device: str = "auto",
+    context: int | None = None,
+    threads: int | None = None,
+    parallel: int = 1,
+    chat_template: str | None = None,
+    progress: LoadProgress | None = None,
+) -> LLM:
+    """Loads a model.
+
+    Args:
+        path: a GGUF file, any one of a split model's, or None for the small demo model that comes with localllm.
+        device: "cpu"; "auto", the best there is, which is the CPU in this version; or "reference", plain numpy,
+            slow and exact.
+        context: tokens that a prompt and its answer can have together.  By default as many as the model was
+            trained on, at most 4,096, and fewer where memory is short.  More than it was trained on is allowed,
+            with a warning.
+        threads: how many compute; by default one for each physical core that the process may use.
+        parallel: how many sequences of full length the cache has room for.  Threads that generate at the same
+            time share it; where it is too small they wait for each other.
+        chat_template: jinja2 source to use in place of the file's own template.
+        progress: called while kernels are compiled and weights packed.
+
+    Raises:
+        GGUFError: the file is missing, not a GGUF, or damaged.
+        UnsupportedArchitectureError, ModelError: it holds no model that localllm runs, or a broken one.
+        TokenizerError, TemplateError: its vocabulary, or the template given, is broken.
+        DeviceError: the device is not there.
+        NotEnoughMemoryError: the model would not fit; said before it is loaded.
+        UsageError: an argument is out of range.
+    """
+    context = None if context is None else whole_number("context", context, 1)
+    threads = None if threads is None else whole_number("threads", threads, 1)
+    parallel = whole_number("parallel", parallel, 1)
+    with ExitStack() as stack:
+        file = stack.enter_context(_open(path))
+        builder(file.metadata)  # raises for an architecture that is not supported
+        config = read_config(file.metadata, file.tensors)
+        tokenizer = Tokenizer.from_gguf(file)
+        template = None if chat_template is None else _given_template(chat_template, tokenizer)
+        backend = open_device(device, threads=threads, progress=_stage(progress, "kernels"))
+        placement = plan(
+            config,
+            file.tensors,
+            backend.ops.packed_bytes,
+            available=available_memory(),
+            device=backend.name,
+            page_size=backend.ops.page_size,
+            context=context,
+            parallel=parallel,
+        )
+        _warn_of_long_context(config, placement)
+        engine = _load_engine(file, backend, placement, _stage(progress, "weights"))
+        info = _info(file, config, backend, placement)
+        stack.pop_all()
+    _log.info("%s on %s (%s, %d threads): %s", info.path, info.device, info.kernels, info.threads, placement)
+    return LLM(file, tokenizer, engine, info, template)
+
+
+class LLM:
+    """A loaded model; `load` makes it.
+
+    Any number of threads may use it at once, and a program may have several.  What a prompt has in common with
+    an earlier one is not evaluated again: the turns of a chat cost only what is new in them.
+
+    Everything raises `ClosedError` after `close`.
+    """
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        info: ModelInfo,
+        template: ChatTemplate | None = None,
+    ) -> None:
+        self._file = file
+        self._tokenizer = tokenizer
+        self._engine: Engine | None = engine
+        self._info = info
+        self._template = template
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is known of the model: architecture, device, kernels, and the bytes of each group of layers."""
+        return self._info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The file's chat template, or the one given to `load`.
+
+        Raises:
+            TemplateError: it is not valid.
+        """
+        self._opened()
+        if self._template is None:
+            from localllm.chat import ChatTemplate
+
+            self._template = ChatTemplate.from_gguf(self._file, self._tokenizer)
+            if self._template.is_fallback:
+                message = f"{self._info.path} has no chat template: ChatML is used, which the model may not know"
+                warnings.warn(message, stacklevel=2)
+        return self._template
+
+    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """The tokens of a text.
+
+        Args:
+            text: any text.
+            add_special: put BOS in front, and EOS behind, if the model asks for them.
+            parse_special: read names of control tokens, such as ``<|im_end|>``, as those tokens; leave it off
+                for text of others.
+
+        Raises:
+            TokenizerError: the text is not valid Unicode, or cannot be spelled with the vocabulary.
+        """
+        self._opened()
+        return self._tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of tokens; control tokens are left out, and invalid UTF-8 becomes U+FFFD.
+
+        Raises:
+            UsageError: an id is outside the vocabulary.
+        """
+        self._opened()
+        return self._tokenizer.decode(_check_ids(ids, self._info.n_vocab))
+
+    def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """The logits after each token, float32 [len(ids), n_vocab].
+
+        Raises:
+            UsageError: there are no ids, or one is outside the vocabulary.
+            ContextLengthError: there are more than the context holds.
+            NotEnoughMemoryError: the result would not fit into memory.
+        """
+        engine = self._opened()
+        ids = _check_ids(ids, self._info.n_vocab)
+        n_bytes, available = 4 * len(ids) * self._info.n_vocab, available_memory()
+        if n_bytes > available:
+            raise NotEnoughMemoryError(
+                f"the logits of {len(ids):,} tokens take {n_bytes / 1e9:.2f} GB, but {available / 1e9:.2f} GB of "
+                "memory is available: ask for fewer tokens at a time"
+            )
+        return engine.logits(ids)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        add_special: bool = True,
+        parse_special: bool = False,
+        **options: Unpack[Options],
+    ) -> Completion:
+        """Goes on with a prompt.
+
+        Args:
+            prompt: a text, or tokens, which are taken as they are.  Of an empty one BOS is the beginning.
+            add_special, parse_special: how a text is tokenized; see `tokenize`.
+            options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.options.Options`.
+
+        Raises:
+            TypeError: an option is unknown.
+            UsageError: an option or token is out of range, or the prompt empty and the model without BOS.
+            ContextLengthError: the prompt is too long; see ``overflow``.
+        """
+        return self._stream(prompt, add_special, parse_special, Request.from_options(options)).read()
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        add_special: bool = True,
+        parse_special: bool = False,
+        **options: Unpack[Options],
+    ) -> Stream:
+        """As `generate`, but an iterator of chunks, as they come.  Closing it stops the work."""
+        return self._stream(prompt, add_special, parse_special, Request.from_options(options))
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        template_variables: Mapping[str, object] | None = None,
+        **options: Unpack[Options],
+    ) -> Completion:
+        """Answers the last message of a chat.
+
+        Args:
+            messages: each with a ``role`` ("system", "user", "assistant") and a ``content``.
+            tools: JSON schemas of functions that the model may call, for templates that know them.
+            template_variables: whatever else the template reads, such as ``{"enable_thinking": False}``.
+            options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.options.Options`.
+
+        Raises:
+            TemplateError: a message is malformed, or the template fails or refuses the messages.
+            TypeError, UsageError, ContextLengthError: as `generate`.
+        """
+        return self._stream_chat(messages, tools, template_variables, Request.from_options(options)).read()
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        template_variables: Mapping[str, object] | None = None,
+        **options: Unpack[Options],
+    ) -> Stream:
+        """As `chat`, but an iterator of chunks, as they come.  Closing it stops the work."""
+        return self._stream_chat(messages, tools, template_variables, Request.from_options(options))
+
+    def forget(self) -> None:
+        """Drops what the cache keeps of earlier prompts: the next one is evaluated from its beginning."""
+        self._opened().forget()
+
+    def close(self) -> None:
+        """Lets the model's memory go.  Generations under way in other threads end with a `ClosedError`."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        self._opened()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._engine is None else f"context={self._info.context}"
+        return f"<LLM {self._info.path.name} ({self._info.file_type}) on {self._info.device}, {state}>"
+
+    def _opened(self) -> Engine:
+        engine = self._engine
+        if engine is None:
+            raise ClosedError(f"{self._info.path.name} was closed: load it again to go on")
+        return engine
+
+    def _stream(
+        self, prompt: str | Sequence[int], add_special: bool, parse_special: bool, request: Request
+    ) -> Stream:
+        context = self._opened().context
+        ids = self._prompt_ids(prompt, add_special, parse_special)
+        if request.overflow == "truncate":
+            ids = truncate(ids, context - request.room(context), self._tokenizer.bos_id)
+        # After a text its first space is part of what follows; after BOS alone, or a control token, it is not.
+        return self._start(ids, request, continuation=not self._tokenizer.is_special(ids[-1]))
+
+    def _prompt_ids(self, prompt: str | Sequence[int], add_special: bool, parse_special: bool) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.tokenize(prompt, add_special, parse_special)
+        else:
+            ids = _check_ids(prompt, self._info.n_vocab)
+        if ids:
+            return ids
+        bos = self._tokenizer.bos_id
+        if bos is None:
+            raise UsageError(
+                "the prompt is empty, and the model has no BOS token to begin with: give it some text"
+            )
+        return [bos]
+
+    def _stream_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None,
+        variables: Mapping[str, object] | None,
+        request: Request,
+    ) -> Stream:
+        from localllm.chat import encode_chat
+
+        context = self._opened().context
+
+        def encode(chosen: Sequence[Message]) -> list[int]:
+            more: dict[str, Any] = dict(variables or {})
+            return encode_chat(self._tokenizer, self.chat_template, chosen, tools=tools, **more)
+
+        ids = encode(messages)
+        if request.overflow == "truncate":
+            limit = context - request.room(context)
+            while len(ids) > limit and (shorter := without_oldest_turn(messages)) is not None:
+                messages, ids = shorter, encode(shorter)
+        return self._start(ids, request, continuation=False)
+
+    def _start(self, ids: list[int], request: Request, *, continuation: bool) -> Stream:
+        engine, tokenizer = self._opened(), self._tokenizer
+        sampling = request.sampling
+        if request.ignore_eos:
+            banned = dict.fromkeys(tokenizer.eog_ids, -math.inf)
+            sampling = sampling.replace(logit_bias={**sampling.logit_bias, **banned})
+        decoder = StreamDecoder(tokenizer, request.stop, continuation=continuation)
+        if len(ids) > engine.context:
+            raise ContextLengthError(
+                len(ids),
+                engine.context,
+                "shorten it, load the model with a larger context, or pass overflow='truncate'",
+            )
+        sampler = make_sampler(sampling, engine.n_vocab, prompt_ids=ids, token_bytes=tokenizer.token_bytes)
+        generation = Generation(
+            engine,
+            engine.start(ids),
+            sampler,
+            max_tokens=request.max_tokens,
+            stop_ids=tokenizer.eog_ids,
+            progress=request.progress,
+        )
+        return Stream(generation, decoder, logprobs=sampling.logprobs is not None)
+
+
+def truncate(ids: list[int], n_tokens: int, bos_id: int | None) -> list[int]:
+    """The newest of ``ids``, ``n_tokens`` at most, with BOS in front if it was there."""
+    if len(ids) <= n_tokens:
+        return ids
+    if ids[0] == bos_id and n_tokens > 1:
+        return [ids[0], *ids[len(ids) - n_tokens + 1 :]]
+    return ids[len(ids) - n_tokens :]
+
+
+def without_oldest_turn(messages: Sequence[Message]) -> list[Message] | None:
+    """A chat without its oldest turn, a user's message and what was said to it; None if there is just one.
+
+    Messages of the system before it stay.
+    """
+    turns = [i for i, message in enumerate(messages) if message.get("role") == "user"]
+    if len(turns) < 2:
+        return None
+    before, rest = messages[: turns[1]], messages[turns[1] :]
+    return [*(message for message in before if message.get("role") in ("system", "developer")), *rest]
+
+
+def _open(path: str | os.PathLike[str] | None) -> GGUFFile:
+    if path is not None:
+        return GGUFFile.open(path)
+    demo = resources.files("localllm") / "data" / "demo.gguf"
+    if not demo.is_file():
+        raise UsageError("this installation of localllm has no demo model: name a GGUF file")
+    with resources.as_file(demo) as demo_path:
+        return GGUFFile.open(demo_path)
+
+
+def _given_template(source: str, tokenizer: Tokenizer) -> ChatTemplate:
+    from localllm.chat import ChatTemplate
+
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    return ChatTemplate(
+        source,
+        bos_token="" if bos is None else tokenizer.token_text(bos),
+        eos_token="" if eos is None else tokenizer.token_text(eos),
+        where="the chat template given",
+    )
+
+
+def _warn_of_long_context(config: ModelConfig, placement: Placement) -> None:
+    if placement.context > config.context_length:
+        message = (
+            f"the model was trained on {config.context_length:,} tokens of context: with "
+            f"context={placement.context:,} it may lose the thread"
+        )
+        warnings.warn(message, stacklevel=3)
+
+
+def _load_engine(
+    file: GGUFFile, backend: Device, placement: Placement, progress: Callable[[int, int], None] | None
+) -> Engine:
+    try:
+        model = load_model(file, backend.ops, progress=progress)
+        return Engine(model, backend.ops, context=placement.context, parallel=placement.parallel)
+    except MemoryError as error:
+        raise NotEnoughMemoryError(
+            f"memory ran out while {file.path} was loaded ({placement.total / 1e9:.2f} GB were to be taken): "
+            "choose a smaller context or a smaller quantisation of the model"
+        ) from error
+
+
+def _info(file: GGUFFile, config: ModelConfig, backend: Device, placement: Placement) -> ModelInfo:
+    name = file.metadata.get("general.name")
+    return ModelInfo(
+        path=file.path,
+        name=name if isinstance(name, str) else None,
+        architecture=config.architecture,
+        n_parameters=sum(tensor.n_values for tensor in file.tensors.values()),
+        file_type=file_type_name(file.metadata, file.tensors.values()),
+        n_bytes=sum(tensor.n_bytes for tensor in file.tensors.values()),
+        n_vocab=config.n_vocab,
+        n_layers=config.n_layers,
+        trained_context=config.context_length,
+        context=placement.context,
+        device=backend.name,
+        kernels=backend.kernels,
+        threads=backend.threads,
+        placement=placement,
+    )
+
+
+def _stage(progress: LoadProgress | None, stage: str) -> Callable[[int, int], None] | None:
+    """``progress`` for one stage of loading."""
+    if progress is None:
+        return None
+
+    def report(done: int, total: int) -> None:
+        progress(stage, done, total)
+
+    return report
+
+
+def _check_ids(ids: object, n_vocab: int) -> list[int]:
+    """Tokens as a list of ints.
+
+    Raises:
+        UsageError: they are no sequence of integers, or one is outside the vocabulary.
+    """
+    if isinstance(ids, np.ndarray):
+        ids = ids.tolist()
+    if isinstance(ids, str | bytes | bytearray | memoryview) or not isinstance(ids, Sequence):
+        raise UsageError(f"tokens must be a list of whole numbers, not {type(ids).__name__}")
+    checked: list[int] = []
+    for i, id_ in enumerate(ids):
+        number = as_int(id_)
+        if number is None or not 0 <= number < n_vocab:
+            raise UsageError(f"token {i} is {id_!r:.80}, but must be a whole number from 0 to {n_vocab - 1}")
+        checked.append(number)
+    return checked

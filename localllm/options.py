@@ -1,0 +1,174 @@
+"""What a generation can be asked for: the keywords of `LLM.generate`, `stream`, `chat` and `stream_chat`, checked.
+
+All four take the same ones, so they are declared once, in `Options`; `Request` is what they come to.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict, cast
+
+from localllm.errors import UsageError
+from localllm.generation import Progress
+from localllm.sampling import LogitsProcessor, Sampling
+
+#: What happens to a prompt that is too long: it is refused, or its oldest part is left out.
+Overflow = Literal["error", "truncate"]
+
+_OVERFLOWS: tuple[Overflow, ...] = ("error", "truncate")
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The settings of `localllm.Sampling`, which describes them."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    repeat_penalty: float
+    repeat_last_n: int
+    presence_penalty: float
+    frequency_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: tuple[str, ...]
+    xtc_probability: float
+    xtc_threshold: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    logprobs: int | None
+    processors: tuple[LogitsProcessor, ...]
+
+
+class Options(SamplingOptions, total=False):
+    """Keywords of a generation, sampling settings among them.
+
+    Attributes:
+        max_tokens: tokens to generate at most.  By default until the model ends its text or the context is full;
+            0 evaluates the prompt and generates nothing.
+        stop: a text, or several, that end the generation and are left out of it.
+        ignore_eos: the model's end-of-generation tokens are never chosen.
+        overflow: "error" refuses a prompt too long for the context with `ContextLengthError`.  "truncate" leaves
+            out the oldest part of a prompt (but for BOS; of a chat its oldest turns, but for system messages)
+            where there would not be room for ``max_tokens``, or a quarter of the context by default, and never
+            for more than half of it.
+        sampling: settings to begin with; single settings given beside it replace its own.
+        progress: called while a long prompt is evaluated, with the tokens done and the tokens of the prompt.
+    """
+
+    max_tokens: int | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    overflow: Overflow
+    sampling: Sampling | None
+    progress: Progress | None
+
+
+_NAMES = (*Options.__annotations__,)
+_SAMPLING_NAMES = frozenset(field.name for field in fields(Sampling))
+
+
+@dataclass(frozen=True)
+class Request:
+    """`Options`, checked."""
+
+    sampling: Sampling
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    overflow: Overflow
+    progress: Progress | None
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Request:
+        """Raises:
+        TypeError: a keyword is unknown; names the one that is nearest.
+        UsageError: a value is of the wrong type or out of range.
+        """
+        _check_names(options)
+        overflow = options.get("overflow", "error")
+        if overflow not in _OVERFLOWS:
+            raise UsageError(f"overflow is {overflow!r}, but must be one of {', '.join(map(repr, _OVERFLOWS))}")
+        max_tokens, progress = options.get("max_tokens"), options.get("progress")
+        if progress is not None and not callable(progress):
+            raise UsageError(f"progress is {progress!r}, but must be a function of two numbers")
+        return cls(
+            sampling=_sampling(options),
+            max_tokens=None if max_tokens is None else whole_number("max_tokens", max_tokens, 0),
+            stop=_stop_strings(options.get("stop", ())),
+            ignore_eos=flag("ignore_eos", options.get("ignore_eos", False)),
+            overflow=cast(Overflow, overflow),
+            progress=cast("Callable[[int, int], object] | None", progress),
+        )
+
+    def room(self, context: int) -> int:
+        """Tokens that a truncated prompt leaves free for the answer."""
+        wanted = context // 4 if self.max_tokens is None else self.max_tokens
+        return min(wanted, context // 2)
+
+
+def whole_number(name: str, value: object, low: int) -> int:
+    """``value`` as an int.
+
+    Raises:
+        UsageError: it is no whole number, or below ``low``.
+    """
+    number = as_int(value)
+    if number is None or number < low:
+        raise UsageError(f"{name} is {value!r}, but must be a whole number of at least {low}")
+    return number
+
+
+def as_int(value: object) -> int | None:
+    """An int, or a numpy integer as one; None for anything else, booleans among it."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # a numpy array has __index__, but seldom means it
+        return None
+
+
+def flag(name: str, value: object) -> bool:
+    """Raises:
+    UsageError: ``value`` is neither True nor False.
+    """
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r}, but must be True or False")
+    return value
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in _NAMES:
+            near = difflib.get_close_matches(name, _NAMES, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_NAMES)}"
+            raise TypeError(f"unexpected keyword argument {name!r}: {hint}")
+
+
+def _sampling(options: Mapping[str, Any]) -> Sampling:
+    sampling = options.get("sampling")
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise UsageError(f"sampling is {sampling!r}, but must be a localllm.Sampling")
+    settings = {name: value for name, value in options.items() if name in _SAMPLING_NAMES}
+    return Sampling(**settings) if sampling is None else sampling.replace(**settings)
+
+
+def _stop_strings(stop: object) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else stop
+    if (
+        not isinstance(stops, Sequence)
+        or isinstance(stops, bytes | bytearray)
+        or not all(isinstance(text, str) and text for text in stops)
+    ):
+        raise UsageError(f"stop is {stop!r}, but must be a text that is not empty, or a list of such")
+    return tuple(stops)

@@ -1,0 +1,213 @@
+"""How many bytes a model takes, and whether they are there: a pure function from hyper-parameters to a plan.
+
+Weights count as the kernels hold them.  The embedding table is read row by row from the mapped file, whose pages
+the system takes back when it needs them; it is listed, but not counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from localllm.engine import MAX_TOKENS, max_outputs, n_cache_pages
+from localllm.errors import NotEnoughMemoryError
+from localllm.kernels.ops import CacheShape, Weight
+from localllm.models.config import ModelConfig
+
+#: Tokens of context where nobody asks for a number and the model was trained on as many.
+DEFAULT_CONTEXT = 4096
+
+#: The least that a context nobody asked for is reduced to where memory is short.
+LEAST_CONTEXT = 512
+
+#: Bytes beside the model's: compiled kernels, vocabulary, Python.
+OVERHEAD_BYTES = 160 << 20
+
+_LAYER = re.compile(r"blk\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """A part of the model that lies on one device.
+
+    Attributes:
+        name: "layers 0-21", "embedding" or "output".
+        device: "cpu", …
+        weights: bytes of packed weights.
+        kv_cache: bytes of keys and values.
+        mapped: bytes that are read from the mapped file instead.
+    """
+
+    name: str
+    device: str
+    weights: int
+    kv_cache: int = 0
+    mapped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What lies where.
+
+    Attributes:
+        groups: in the order of the data's way.
+        scratch: bytes of activations and logits of one step.
+        context: tokens that a sequence can hold.
+        parallel: how many sequences of that length the cache has room for.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    scratch: int
+    context: int
+    parallel: int
+
+    @property
+    def weights(self) -> int:
+        return sum(group.weights for group in self.groups)
+
+    @property
+    def kv_cache(self) -> int:
+        return sum(group.kv_cache for group in self.groups)
+
+    @property
+    def total(self) -> int:
+        """Bytes of memory in all."""
+        return self.weights + self.kv_cache + self.scratch + OVERHEAD_BYTES
+
+
+def plan(
+    config: ModelConfig,
+    tensors: Mapping[str, Weight],
+    packed_bytes: Callable[[Weight], int],
+    *,
+    available: int,
+    device: str,
+    page_size: int,
+    context: int | None = None,
+    parallel: int = 1,
+) -> Placement:
+    """The placement of a model.
+
+    Args:
+        config: the model's hyper-parameters.
+        tensors: the file's tensors.
+        packed_bytes: bytes of a tensor as the backend will hold it (`Ops.packed_bytes`).
+        available: bytes of memory that can be had.
+        device: where all of it goes.
+        page_size: tokens in a page of the cache.
+        context: tokens of context.  By default as many as the model was trained on, at most `DEFAULT_CONTEXT`,
+            and fewer, down to `LEAST_CONTEXT`, where memory is short.
+        parallel: how many sequences of that length the cache has room for.
+
+    Raises:
+        NotEnoughMemoryError: it does not fit; gives the numbers and the largest context that does.
+    """
+
+    weights = _weights(config, tensors, packed_bytes, device)
+
+    def with_context(n_tokens: int) -> Placement:
+        return _place(config, weights, page_size, n_tokens, parallel)
+
+    wanted = context if context is not None else min(config.context_length, DEFAULT_CONTEXT)
+    placement = with_context(wanted)
+    if placement.total <= available:
+        return placement
+    fitting = _largest_context(lambda n: with_context(n).total <= available, wanted, page_size)
+    if context is None and fitting >= LEAST_CONTEXT:
+        return with_context(fitting)
+    raise NotEnoughMemoryError(_too_large(placement, available, fitting))
+
+
+def available_memory() -> int:
+    """Bytes that this process can still take: what the system has, or less where a control group limits it."""
+    available: int = psutil.virtual_memory().available
+    rooms = [room for files in _CONTROL_GROUP_FILES if (room := _control_group_room(files)) is not None]
+    return min([available, *rooms])
+
+
+def _weights(
+    config: ModelConfig, tensors: Mapping[str, Weight], packed_bytes: Callable[[Weight], int], device: str
+) -> tuple[LayerGroup, ...]:
+    """The groups of layers with their weights, and no cache yet."""
+    embedding = tensors["token_embd.weight"]
+    in_layers = sum(packed_bytes(tensor) for name, tensor in tensors.items() if _LAYER.match(name))
+    # A file without an output matrix uses the embedding for it, which is then packed as well.
+    head = tensors.get("output.weight", embedding)
+    rest = [tensor for name, tensor in tensors.items() if not _LAYER.match(name)]
+    output = packed_bytes(head) + sum(packed_bytes(t) for t in rest if t is not head and t is not embedding)
+    return (
+        LayerGroup("embedding", device, weights=0, mapped=embedding.data.nbytes),
+        LayerGroup(f"layers 0-{config.n_layers - 1}", device, weights=in_layers),
+        LayerGroup("output", device, weights=output),
+    )
+
+
+def _place(
+    config: ModelConfig, weights: tuple[LayerGroup, ...], page_size: int, context: int, parallel: int
+) -> Placement:
+    shape = CacheShape(config.n_layers, config.n_kv_heads, config.head_dim)
+    kv_bytes = n_cache_pages(context, parallel, page_size) * page_size * shape.bytes_per_token()
+    embedding, layers, output = weights
+    groups = (embedding, replace(layers, kv_cache=kv_bytes), output)
+    return Placement(groups, scratch_bytes(config, context), context, parallel)
+
+
+def scratch_bytes(config: ModelConfig, context: int) -> int:
+    """Bytes of one step's activations and logits: the widest operation's operands, in float32."""
+    n_tokens = min(MAX_TOKENS, context)
+    q_width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    width = 2 * config.n_embd + max(2 * (q_width + kv_width), 3 * config.n_ff)
+    return 4 * (n_tokens * width + max_outputs(config.n_vocab, n_tokens) * config.n_vocab)
+
+
+def _largest_context(fits: Callable[[int], bool], wanted: int, page_size: int) -> int:
+    """The largest number of tokens in whole pages, below ``wanted``, that fits; 0 if none does."""
+    low, high = 0, wanted // page_size
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * page_size) else (low, middle - 1)
+    return low * page_size
+
+
+def _too_large(placement: Placement, available: int, fitting: int) -> str:
+    sizes = (
+        f"the model needs {_gigabytes(placement.total)} of memory ({_gigabytes(placement.weights)} of weights, "
+        f"{_gigabytes(placement.kv_cache)} for {placement.parallel * placement.context:,} tokens of context, "
+        f"{_gigabytes(placement.scratch + OVERHEAD_BYTES)} to work in), but {_gigabytes(available)} is available"
+    )
+    smaller = "close other programs or choose a smaller quantisation of the model"
+    if fitting >= LEAST_CONTEXT:
+        return f"{sizes}: load it with context={fitting:,} or less, or {smaller}"
+    return f"{sizes}: {smaller}"
+
+
+def _gigabytes(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.2f} GB"
+
+
+#: Version 2 and version 1: limit, use, and the statistics with the key of file pages that can be taken back.
+_CONTROL_GROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+
+
+def _control_group_room(files: tuple[str, str, str, str]) -> int | None:
+    """Bytes left under a control group's limit (Linux containers); None if there is none."""
+    limit_file, use_file, statistics_file, key = files
+    try:
+        limit = int(Path(limit_file).read_text())  # "max" where there is none
+        used = int(Path(use_file).read_text())
+        statistics = dict(line.split() for line in Path(statistics_file).read_text().splitlines())
+        return max(0, limit - used + int(statistics.get(key, 0)))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,113 @@
+"""Text that appears token by token: whole characters only, and nothing of a stop string."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from localllm.errors import UsageError
+from localllm.tokenizer import Tokenizer
+
+
+class StreamDecoder:
+    """Turns generated ids into text as they come.
+
+    Whatever the stop strings, the parts that ``feed`` and ``finish`` return make up the same text as
+    ``tokenizer.decode`` of all the ids (with the same ``special`` and ``continuation``), cut off before the
+    first stop string.  Bytes that begin a character are held back until it is whole; bytes that no
+    continuation can make valid become U+FFFD.
+
+    One decoder serves one text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] | str = (),
+        *,
+        special: bool = False,
+        continuation: bool = False,
+    ) -> None:
+        """Begin a text.
+
+        Args:
+            tokenizer: of the model that generates.
+            stop: texts that end the stream, wherever token boundaries fall.
+            special: show control tokens by name instead of leaving them out.
+            continuation: the text goes on from an earlier one, so its leading space is its own.
+
+        Raises:
+            UsageError: a stop string is empty.
+        """
+        self._tokenizer = tokenizer
+        self._special = special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._drop_space = tokenizer.add_space_prefix and not continuation
+        self._stops = _StopStrings([stop] if isinstance(stop, str) else stop)
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text, ``None`` while there was none."""
+        return self._stops.found
+
+    def feed(self, token: int) -> str:
+        """The text that is certain now that ``token`` has come; empty after a stop string.
+
+        Raises:
+            TokenizerError: ``token`` is not an id of the vocabulary.
+        """
+        return self._emit(self._tokenizer.token_bytes(token, special=self._special), final=False)
+
+    def finish(self) -> str:
+        """The text that was held back; call it once, after the last token."""
+        return self._emit(b"", final=True)
+
+    def _emit(self, data: bytes, final: bool) -> str:
+        text = self._utf8.decode(data, final)
+        if text and self._drop_space:
+            text = text.removeprefix(" ")
+            self._drop_space = False
+        text = self._stops.feed(text)
+        return text + self._stops.flush() if final else text
+
+
+class _StopStrings:
+    """Passes text on up to the first stop string, holding back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if any(not stop for stop in stops):
+            raise UsageError("a stop string is empty: give the text to stop at, or leave it out")
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found: str | None = None
+
+    def feed(self, text: str) -> str:
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        end = self._find(text)
+        if end is None:
+            end = len(text) - self._n_open(text)
+        self._held = "" if self.found is not None else text[end:]
+        return text[:end]
+
+    def flush(self) -> str:
+        text, self._held = self._held, ""
+        return text
+
+    def _find(self, text: str) -> int | None:
+        """Note the stop string that is complete first, whatever the chunks; return where it begins."""
+        hits = [(text.find(stop), stop) for stop in self._stops]
+        ends = [(start + len(stop), start, stop) for start, stop in hits if start >= 0]
+        if not ends:
+            return None
+        _, start, self.found = min(ends)
+        return start
+
+    def _n_open(self, text: str) -> int:
+        """How many characters at the end of ``text`` may be the beginning of a stop string."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,143 @@
+"""GGUF blocks to the interleaved tiles that CPU kernels read, with the same bits a weight.
+
+A matrix [n, k] is cut into groups of `GROUP` = 16 rows.  A kernel works on a group's rows side by side, one a SIMD
+lane, so what it loads at once must be the same part of each row's block.  A tile is therefore a *transposed* block:
+
+    16 rows' blocks                                    a tile
+    row 0: [half  ][word 0][word 1] …                  [half of row 0 … 15]  [word 0 of row 0 … 15]  [word 1 …] …
+    row 1: [half  ][word 0][word 1] …       ──▶          16 × 2 bytes          16 × 4 bytes
+    …
+
+where the halves are a block's 16-bit parts (the float16 scales) and the words its other bytes, four at a time, in
+the order of the file.  Tiles follow each other along the row, groups after each other.  Rows beyond n are zero.
+
+In one vector of 16 words, byte 4 r + c is then byte c of row r's word: the order that the four-byte dot products
+of x86 and Arm want.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.quant.types import BLOCK_SIZES, GGMLType
+
+#: Rows that lie side by side in a tile.
+GROUP = 16
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class TileLayout:
+    """Which bytes of a block become halves and which become words.
+
+    Attributes:
+        type: the block format.
+        halves: offsets of the 16-bit parts in a block.
+        words: offset and length of each run of 32-bit parts.
+        bit_planes: whether the first word holds one bit for each column (Q5_0, Q5_1).  Kernels read the code of
+            column 4 v + c from byte c of a word, so these bits are regrouped: bit v of byte c.
+    """
+
+    type: GGMLType
+    halves: tuple[int, ...]
+    words: tuple[tuple[int, int], ...]
+    bit_planes: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Columns in a tile."""
+        return BLOCK_SIZES[self.type].length
+
+    @property
+    def block_bytes(self) -> int:
+        return BLOCK_SIZES[self.type].n_bytes
+
+    @property
+    def tile_bytes(self) -> int:
+        return GROUP * self.block_bytes
+
+    def packed_bytes(self, n: int, k: int) -> int:
+        """Bytes of a packed matrix [n, k]."""
+        return -(-n // GROUP) * (k // self.columns) * self.tile_bytes
+
+    def pack(self, rows: Bytes, out: Bytes) -> None:
+        """Packs whole groups of rows.
+
+        Args:
+            rows: raw blocks, uint8 [n, bytes per row]; n may be short of a whole group.
+            out: where the tiles go, uint8, contiguous, of ``packed_bytes`` bytes.
+        """
+        n, row_bytes = rows.shape
+        n_blocks, groups = row_bytes // self.block_bytes, -(-n // GROUP)
+        if n % GROUP:
+            rows = np.concatenate([rows, np.zeros((groups * GROUP - n, row_bytes), np.uint8)])
+        blocks = rows.reshape(groups, GROUP, n_blocks, self.block_bytes)
+        tiles = out.reshape(groups, n_blocks, self.tile_bytes)
+        place = 0
+        for offset in self.halves:
+            place = _transpose(blocks[..., offset : offset + 2], tiles, place, np.dtype("<u2"))
+        for i, (offset, length) in enumerate(self.words):
+            part = blocks[..., offset : offset + length]
+            if self.bit_planes and i == 0:
+                part = _bit_planes(part)
+            place = _transpose(part, tiles, place, np.dtype("<u4"))
+
+    def unpack(self, packed: Bytes, n: int) -> Bytes:
+        """The raw blocks, uint8 [n, bytes per row], that `pack` was given."""
+        groups = -(-n // GROUP)
+        tiles = packed.reshape(groups, -1, self.tile_bytes)
+        blocks = np.empty((groups, GROUP, tiles.shape[1], self.block_bytes), np.uint8)
+        place = 0
+        for offset in self.halves:
+            place = _untranspose(tiles, place, blocks[..., offset : offset + 2], 2)
+        for i, (offset, length) in enumerate(self.words):
+            part = blocks[..., offset : offset + length]
+            place = _untranspose(tiles, place, part, 4)
+            if self.bit_planes and i == 0:
+                part[...] = _bit_planes(part, back=True)
+        return blocks.reshape(groups * GROUP, -1)[:n]
+
+
+def _transpose(part: Bytes, tiles: Bytes, place: int, unit: np.dtype[np.unsignedinteger]) -> int:
+    """Writes part [groups, 16, blocks, bytes] as [groups, blocks, units, 16] at ``place``; returns the next place."""
+    units = np.ascontiguousarray(part).view(unit).transpose(0, 2, 3, 1)
+    end: int = place + units.shape[2] * GROUP * unit.itemsize
+    tiles[..., place:end] = np.ascontiguousarray(units).view(np.uint8).reshape(*tiles.shape[:2], -1)
+    return end
+
+
+def _untranspose(tiles: Bytes, place: int, part: Bytes, size: int) -> int:
+    end: int = place + part.shape[-1] * GROUP
+    units = tiles[..., place:end].reshape(*tiles.shape[:2], -1, GROUP, size)
+    part[...] = units.transpose(0, 3, 1, 2, 4).reshape(part.shape)
+    return end
+
+
+def _bit_planes(part: Bytes, *, back: bool = False) -> Bytes:
+    """Bit 4 v + c of each 32 to bit v of byte c, or back."""
+    bits = np.unpackbits(part, axis=-1, bitorder="little")  # [..., 32]
+    shape = (4, 8) if back else (8, 4)
+    bits = bits.reshape(*bits.shape[:-1], *shape).swapaxes(-1, -2).reshape(bits.shape)
+    return np.packbits(bits, axis=-1, bitorder="little")
+
+
+LAYOUTS = {
+    layout.type: layout
+    for layout in (
+        TileLayout(GGMLType.F32, (), ((0, 4),)),
+        TileLayout(GGMLType.F16, (0,), ()),
+        TileLayout(GGMLType.BF16, (0,), ()),
+        TileLayout(GGMLType.Q4_0, (0,), ((2, 16),)),
+        TileLayout(GGMLType.Q4_1, (0, 2), ((4, 16),)),
+        TileLayout(GGMLType.Q5_0, (0,), ((2, 4), (6, 16)), bit_planes=True),
+        TileLayout(GGMLType.Q5_1, (0, 2), ((4, 4), (8, 16)), bit_planes=True),
+        TileLayout(GGMLType.Q8_0, (0,), ((2, 32),)),
+        TileLayout(GGMLType.Q4_K, (0, 2), ((4, 12), (16, 128))),
+        TileLayout(GGMLType.Q5_K, (0, 2), ((4, 12), (16, 32), (48, 128))),
+        TileLayout(GGMLType.Q6_K, (208,), ((192, 16), (0, 128), (128, 64))),
+    )
+}

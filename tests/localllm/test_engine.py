@@ -1,0 +1,456 @@
+"""The engine over a backend whose logits tell which tokens the cache held, and over real forward passes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.engine import Engine, Run, max_outputs
+from localllm.errors import ClosedError, ContextLengthError, UsageError
+from localllm.gguf import GGUFFile
+from localllm.kernels.ops import Batch
+from localllm.kernels.reference import ReferenceOps
+from localllm.models.registry import load_model
+from tests.helpers.fake_backend import N_VOCAB, PAGE_SIZE, FakeOps, fake_engine, greedy_after, logits_after
+from tests.helpers.tiny_models import tiny_gguf
+
+
+def evaluate(engine: Engine, run: Run) -> np.ndarray:
+    """Logits [N_VOCAB] after the run's last token."""
+    while True:
+        engine.advance(run)
+        if run.logits is not None:
+            return run.logits[-1]
+
+
+def decode(engine: Engine, run: Run, n: int) -> list[int]:
+    """Greedy decoding, without a sampler."""
+    for _ in range(n):
+        run.tokens.append(int(evaluate(engine, run).argmax()))
+    return run.tokens[-n:]
+
+
+def evaluated(ops: FakeOps) -> int:
+    """Tokens that the backend has evaluated."""
+    return sum(len(batch.ids) for batch in ops.batches)
+
+
+def test_prefill_in_chunks_then_decode() -> None:
+    engine, ops = fake_engine(max_tokens=8)
+    prompt = list(range(20))
+    run = engine.start(prompt)
+    assert decode(engine, run, 10) == greedy_after(prompt, 10)
+    assert [len(batch.ids) for batch in ops.batches] == [8, 8, 4] + [1] * 9
+    assert [len(batch.outputs) for batch in ops.batches] == [0, 0, 1] + [1] * 9
+
+
+def test_logits_of_every_token() -> None:
+    engine, _ops = fake_engine()
+    ids = [5, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
+    logits = engine.logits(ids)
+    assert logits.dtype == np.float32
+    assert np.array_equal(logits, [logits_after(ids[: n + 1]) for n in range(len(ids))])
+    assert np.array_equal(engine.logits(ids), logits), "what a first call leaves behind must not matter"
+
+
+def test_logits_come_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.engine.MAX_LOGITS_BYTES", 4 * N_VOCAB * 3)
+    engine, ops = fake_engine(max_tokens=8)
+    ids = list(range(11))
+    assert np.array_equal(engine.logits(ids), [logits_after(ids[: n + 1]) for n in range(11)])
+    assert [len(batch.outputs) for batch in ops.batches] == [3, 3, 3, 2]
+    run = engine.start(ids)
+    evaluate(engine, run)
+    assert [len(batch.ids) for batch in ops.batches[4:]] == [8, 3], (
+        "prefill needs few logits, and keeps its chunks"
+    )
+
+
+def test_a_step_has_room_for_one_row_of_logits_at_least() -> None:
+    assert max_outputs(n_vocab=1 << 40, max_tokens=512) == 1
+    assert max_outputs(n_vocab=1000, max_tokens=512) == 512
+    assert max_outputs(n_vocab=128_256, max_tokens=512) * 128_256 * 4 <= 64 << 20
+
+
+def test_a_later_prompt_reuses_what_an_earlier_one_left() -> None:
+    engine, ops = fake_engine()
+    first = engine.start([1, 2, 3, 4, 5, 6])
+    answer = decode(engine, first, 4)
+    engine.finish(first)
+    before = evaluated(ops)
+    prompt = [1, 2, 3, 4, 5, 6, *answer, 7, 8]
+    second = engine.start(prompt)
+    assert second.n_cached == 9, "the last token of the answer was sampled but never evaluated"
+    assert np.array_equal(evaluate(engine, second), logits_after(prompt))
+    assert evaluated(ops) - before == 3
+
+
+def test_the_last_token_of_a_cached_prompt_is_evaluated_again() -> None:
+    engine, ops = fake_engine()
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    for _ in range(3):
+        run = engine.start(prompt)
+        assert np.array_equal(evaluate(engine, run), logits_after(prompt))
+        engine.finish(run)
+    assert [len(batch.ids) for batch in ops.batches] == [8, 1, 1]
+
+
+def test_forget_drops_what_finished_sequences_left() -> None:
+    engine, _ = fake_engine()
+    run = engine.start([1, 2, 3])
+    evaluate(engine, run)
+    engine.finish(run)
+    engine.forget()
+    assert engine.start([1, 2, 3]).n_cached == 0
+
+
+def test_a_run_that_begins_like_one_in_use_goes_its_own_way() -> None:
+    engine, _ = fake_engine(context=64)
+    prompt = [3, 1, 4, 1, 5, 9]
+    one = engine.start(prompt)
+    decode(engine, one, 3)
+    two = engine.start([*prompt, 7])
+    assert two.n_cached == len(prompt)
+    assert np.array_equal(evaluate(engine, two), logits_after([*prompt, 7]))
+    assert np.array_equal(evaluate(engine, one), logits_after(one.tokens))
+
+
+def test_several_runs_in_one_batch() -> None:
+    engine, ops = fake_engine(context=64, max_tokens=16)
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [1, 2, 9]]
+    runs = [engine.start(prompt) for prompt in prompts]
+    engine.advance(*runs)
+    assert len(ops.batches) == 1
+    assert ops.batches[0].query_starts.tolist() == [0, 3, 9, 12]
+    for run, prompt in zip(runs, prompts, strict=True):
+        assert run.logits is not None
+        assert np.array_equal(run.logits, [logits_after(prompt)])
+
+
+def test_runs_that_do_not_fit_into_one_batch_take_turns() -> None:
+    engine, _ops = fake_engine(context=64, max_tokens=8)
+    prompts = [[1] * 6, [2] * 6, [3] * 6]
+    runs = [engine.start(prompt) for prompt in prompts]
+    while missing := [run for run in runs if run.n_missing]:
+        engine.advance(*missing)
+    for run, prompt in zip(runs, prompts, strict=True):
+        assert run.logits is not None
+        assert np.array_equal(run.logits[-1], logits_after(prompt))
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=4),
+    schedule=st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from(["advance", "finish", "restart"])), max_size=40
+    ),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_schedule_over_too_few_pages_decodes_what_each_run_decodes_alone(
+    prompts: list[list[int]], schedule: list[tuple[int, str]]
+) -> None:
+    """All runs are this thread's, so each is idle while another goes on, and may lose its pages to it."""
+    engine, _ = fake_engine(context=48, max_tokens=8)
+    runs = [engine.start(prompt) for prompt in prompts]
+    for i, action in schedule:
+        i %= len(runs)
+        if action != "advance":
+            engine.finish(runs[i], keep=action == "finish")
+            runs[i] = engine.start(prompts[i])
+        elif len(runs[i].tokens) < engine.context:
+            decode(engine, runs[i], 1)
+    for run, prompt in zip(runs, prompts, strict=True):
+        assert run.tokens[len(prompt) :] == greedy_after(prompt, len(run.tokens) - len(prompt))
+        engine.finish(run)
+    engine.forget()
+    cache, _ = engine._opened()
+    assert cache.n_free_pages == cache.n_pages
+
+
+def test_a_younger_run_gives_way_to_an_older_one_and_waits() -> None:
+    """Two threads want the whole context each, and the cache has room for one."""
+    engine, ops = fake_engine(context=32, max_tokens=8)
+    prompts = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    runs = [engine.start(prompt) for prompt in prompts]
+    results: dict[int, list[int]] = {}
+
+    def work(i: int) -> None:
+        results[i] = decode(engine, runs[i], 28)
+        engine.finish(runs[i])
+
+    in_threads(work, range(2))
+    assert results == {i: greedy_after(prompts[i], 28) for i in range(2)}
+    assert evaluated(ops) < 2 * 31 + 40, "the younger must wait and not fight for pages token by token"
+
+
+def in_threads(work, arguments: Sequence[int], timeout: float = 60) -> None:
+    """Runs work(argument) in a thread each; fails if one raises or does not end."""
+    errors: list[BaseException] = []
+
+    def guarded(argument: int) -> None:
+        try:
+            work(argument)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(a,), daemon=True) for a in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def test_many_threads_on_one_engine() -> None:
+    engine, _ops = fake_engine(context=40, parallel=2, max_tokens=8)
+
+    def work(i: int) -> None:
+        for n in range(6):
+            prompt = [n % 2, 1, 2, 3, 4, 5, i][: 3 + n]
+            run = engine.start(prompt)
+            assert decode(engine, run, 12) == greedy_after(prompt, 12)
+            engine.finish(run, keep=n % 2 == 0)
+            ids = [i, n, 7]
+            assert np.array_equal(engine.logits(ids), [logits_after(ids[: k + 1]) for k in range(3)])
+
+    in_threads(work, range(6))
+    engine.forget()
+    cache, _ = engine._opened()
+    assert cache.n_free_pages == cache.n_pages
+
+
+def test_threads_that_wait_share_a_batch() -> None:
+    engine, ops = fake_engine(context=64, parallel=4, max_tokens=8)
+    runs = [engine.start([i, i + 1]) for i in range(4)]
+    all_wait = threading.Event()
+
+    def hold(batch: Batch) -> None:
+        """Keeps the first step going until the other threads are waiting."""
+        while not all_wait.is_set() and sum(run.waiting for run in runs) < 4:
+            time.sleep(0.001)
+        all_wait.set()
+
+    ops.before_step = hold
+    in_threads(lambda i: evaluate(engine, runs[i]), range(4))
+    assert [len(batch.kv_lengths) for batch in ops.batches] == [1, 3]
+
+
+def test_an_idle_run_of_another_thread_gives_up_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.engine.IDLE_SECONDS", 0.05)
+    engine, _ = fake_engine(context=32)
+    older = engine.start([1] * 20)
+    in_threads(lambda _: evaluate(engine, older), [0])
+    younger = engine.start([2] * 20)
+    assert np.array_equal(evaluate(engine, younger), logits_after([2] * 20))
+    assert np.array_equal(evaluate_again(engine, older), logits_after([1] * 20 + [3]))
+
+
+def evaluate_again(engine: Engine, run: Run) -> np.ndarray:
+    run.tokens.append(3)
+    return evaluate(engine, run)
+
+
+def test_a_failed_step_leaves_everything_usable() -> None:
+    engine, ops = fake_engine()
+    run, other = engine.start([1, 2, 3]), engine.start([4, 5])
+    evaluate(engine, other)
+
+    def fail(batch: Batch) -> None:
+        raise KeyboardInterrupt
+
+    ops.before_step = fail
+    with pytest.raises(KeyboardInterrupt):
+        engine.advance(run)
+    ops.before_step = lambda batch: None
+    assert decode(engine, run, 3) == greedy_after([1, 2, 3], 3)
+    assert decode(engine, engine.start([4, 5]), 3) == greedy_after([4, 5], 3)
+
+
+def test_a_failed_step_of_one_thread_is_done_again_by_those_that_wait() -> None:
+    engine, ops = fake_engine(parallel=2)
+    runs = [engine.start([1, 2, 3]), engine.start([4, 5])]
+    failed = threading.Event()
+
+    def fail_once(batch: Batch) -> None:
+        while not failed.is_set() and not all(run.waiting for run in runs):
+            time.sleep(0.001)
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("broken")
+
+    ops.before_step = fail_once
+    results: list[bool] = []
+
+    def work(i: int) -> None:
+        try:
+            results.append(np.array_equal(evaluate(engine, runs[i]), logits_after(runs[i].tokens)))
+        except RuntimeError:
+            results.append(False)
+
+    in_threads(work, range(2))
+    assert sorted(results) == [False, True]
+
+
+def test_what_does_not_fit_is_refused_with_both_numbers() -> None:
+    engine, _ops = fake_engine(context=16)
+    with pytest.raises(ContextLengthError, match=r"17 tokens but the context holds 16") as caught:
+        engine.start([1] * 17)
+    assert (caught.value.n_tokens, caught.value.context) == (17, 16)
+    with pytest.raises(ContextLengthError):
+        engine.logits([1] * 17)
+    run = engine.start([1] * 16)
+    evaluate(engine, run)
+    run.tokens.append(1)
+    with pytest.raises(ContextLengthError):
+        engine.advance(run)
+    assert engine.logits([1] * 16).shape == (16, N_VOCAB)
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [0, N_VOCAB], [1 << 40]])
+def test_ids_outside_the_vocabulary_never_reach_the_backend(ids: list[int]) -> None:
+    engine, ops = fake_engine()
+    with pytest.raises(UsageError):
+        engine.start(ids)
+    with pytest.raises(UsageError):
+        engine.logits(ids)
+    assert not ops.batches
+
+
+def test_runs_that_ended_or_have_nothing_to_do_are_refused() -> None:
+    engine, _ = fake_engine()
+    run = engine.start([1, 2])
+    evaluate(engine, run)
+    with pytest.raises(UsageError, match="append"):
+        engine.advance(run)
+    run.tokens.append(1)
+    engine.finish(run)
+    engine.finish(run)
+    with pytest.raises(UsageError, match="finished"):
+        engine.advance(run)
+
+
+def test_finish_during_a_step_takes_effect_with_the_next() -> None:
+    """As a finaliser would, that the garbage collector runs while this very thread holds the lock."""
+    engine, ops = fake_engine()
+    abandoned = engine.start([9] * 12)
+    evaluate(engine, abandoned)
+    ops.before_step = lambda batch: engine.finish(abandoned)
+    run = engine.start([1, 2, 3])
+    assert np.array_equal(evaluate(engine, run), logits_after([1, 2, 3]))
+    assert engine.start([9] * 12).n_cached == 11
+
+
+def test_close_ends_runs_and_lets_the_cache_go() -> None:
+    engine, ops = fake_engine()
+    run = engine.start([1, 2])
+    engine.close()
+    engine.close()
+    with pytest.raises(ClosedError):
+        engine.advance(run)
+    with pytest.raises(ClosedError):
+        engine.start([1])
+    engine.finish(run)
+    cache = weakref.ref(ops.cache)
+    del ops.cache
+    gc.collect()
+    assert cache() is None
+
+
+def test_close_wakes_a_run_that_waits_for_room() -> None:
+    engine, _ops = fake_engine(context=2 * PAGE_SIZE, max_tokens=8)
+    older, younger = engine.start([1] * 8), engine.start([2] * 8)
+    evaluating = threading.Event()
+
+    def work(i: int) -> None:
+        if i == 0:
+            evaluate(engine, older)
+            older.waiting = True  # as if its thread were about to go on
+            evaluating.set()
+        elif i == 1:
+            evaluating.wait(10)
+            with pytest.raises(ClosedError):
+                evaluate(engine, younger)
+        else:
+            evaluating.wait(10)
+            while not younger.waiting:
+                time.sleep(0.001)
+            engine.close()
+
+    in_threads(work, range(3))
+
+
+# Over real forward passes.
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gguf(tmp_path_factory.mktemp("engine") / "tiny.gguf")
+
+
+def real_engine(path: Path, *, max_tokens: int = 512, parallel: int = 4) -> Engine:
+    ops = ReferenceOps()
+    with GGUFFile.open(path) as file:
+        model = load_model(file, ops)
+    return Engine(model, ops, context=96, parallel=parallel, max_tokens=max_tokens)
+
+
+def close_to(a: np.ndarray, b: np.ndarray) -> bool:
+    """As the issue bounds it: the largest difference under 1e-4 of the largest logit."""
+    return float(np.abs(a - b).max()) < 1e-4 * float(np.abs(b).max())
+
+
+def test_cached_decode_equals_prefill(tiny: Path) -> None:
+    engine = real_engine(tiny)
+    ids = np.random.default_rng(1).integers(0, 300, 70).tolist()
+    full = engine.logits(ids)
+    run = engine.start(ids[:33])
+    for n in range(33, 70):
+        assert close_to(evaluate(engine, run), full[n - 1])
+        run.tokens.append(ids[n])
+
+
+def test_chunks_do_not_matter(tiny: Path) -> None:
+    ids = np.random.default_rng(2).integers(0, 300, 90).tolist()
+    whole = real_engine(tiny).logits(ids)
+    assert close_to(real_engine(tiny, max_tokens=7).logits(ids), whole)
+
+
+def test_a_ragged_batch_equals_each_sequence_alone(tiny: Path) -> None:
+    rng = np.random.default_rng(3)
+    engine = real_engine(tiny)
+    lengths = [1, 17, 40, 16]
+    texts = [rng.integers(0, 300, n + 5).tolist() for n in lengths]
+    runs = [engine.start(text[:n]) for text, n in zip(texts, lengths, strict=True)]
+    for step in range(6):
+        engine.advance(*runs)
+        for run, text, n in zip(runs, texts, lengths, strict=True):
+            assert run.logits is not None
+            alone = real_engine(tiny).logits(text[: n + step])
+            assert close_to(run.logits[-1], alone[-1])
+            if step < 5:
+                run.tokens.append(text[n + step])
+
+
+def test_a_fork_equals_a_sequence_from_scratch(tiny: Path) -> None:
+    engine = real_engine(tiny)
+    rng = np.random.default_rng(4)
+    trunk = rng.integers(0, 300, 37).tolist()
+    first = engine.start(trunk)
+    evaluate(engine, first)
+    branches = [trunk[:n] + rng.integers(0, 300, 9).tolist() for n in (37, 36, 32, 20, 1)]
+    for branch in branches:
+        run = engine.start(branch)
+        assert run.n_cached > 0
+        assert close_to(evaluate(engine, run), real_engine(tiny).logits(branch)[-1])
+    first.tokens += [5, 6]
+    assert close_to(evaluate(engine, first), real_engine(tiny).logits([*trunk, 5, 6])[-1])

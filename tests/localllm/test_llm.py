@@ -1,0 +1,723 @@
+"""The library's front door, on tiny random models and a trained one, on every device."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import localllm
+from localllm import LLM, Chunk, Sampling
+from localllm.errors import (
+    ClosedError,
+    ContextLengthError,
+    DeviceError,
+    GGUFError,
+    ModelError,
+    NotEnoughMemoryError,
+    TemplateError,
+    UnsupportedArchitectureError,
+    UsageError,
+)
+from localllm.llm import truncate, without_oldest_turn
+from localllm.options import Request, SamplingOptions
+from tests.helpers.data import shared_data
+from tests.helpers.devices import DEVICES
+from tests.helpers.tiny_models import config, random_weights, tiny_gguf, write_gguf
+
+CONTEXT = 96
+BOS, EOS = 1, 2
+
+#: Chat template of the tiny model: no control tokens, and it refuses what it does not know.
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('bad role') }}{% endif %}"
+    "{{ m.role[0] }}:{{ m.content }};"
+    "{% endfor %}a:"
+)
+
+
+@pytest.fixture(scope="module")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = config()
+    path = tmp_path_factory.mktemp("llm") / "tiny.gguf"
+    return write_gguf(path, settings, random_weights(settings), metadata={"tokenizer.chat_template": TEMPLATE})
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_path: Path, device: str) -> Iterator[LLM]:
+    with localllm.load(tiny_path, device=device, context=CONTEXT) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(loaded: LLM) -> LLM:
+    """The tiny model with an empty cache."""
+    loaded.forget()
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def stories(device: str) -> Iterator[LLM]:
+    with localllm.load(shared_data("models/stories260K/stories260K.gguf"), device=device) as llm:
+        yield llm
+
+
+# A trained model.
+
+
+def test_greedy_from_bos_gives_the_expected_text(stories: LLM) -> None:
+    expected = shared_data("models/stories260K/greedy_expected.txt").read_text()
+    completion = stories.generate("", temperature=0, max_tokens=256)
+    assert completion.text == expected
+    assert completion.finish_reason == "length"
+    assert stories.detokenize(completion.ids) == expected
+
+
+def test_logits_of_a_trained_model(stories: LLM) -> None:
+    """The numbers of llama.cpp and of the model's own implementation."""
+    ids = stories.tokenize("Once upon a time")
+    assert ids == [1, 403, 407, 261, 378]
+    last = stories.logits(ids)[-1]
+    assert last[432] == pytest.approx(17.7994, abs=1e-3)
+    assert last[383] == pytest.approx(14.2813, abs=1e-3)
+    assert last.argmax() == 432
+
+
+def test_mean_loss_of_a_trained_model(stories: LLM) -> None:
+    """On the first 200 stories of the sample, each cut to 256 tokens."""
+    if stories.info.device == "reference":
+        pytest.skip("the reference backend takes minutes for it")
+    text = shared_data("text/tinystories_sample.txt").read_text()
+    losses = [token_losses(stories, story.strip()) for story in text.split("<|endoftext|>")[:200]]
+    together = np.concatenate(losses)
+    assert len(together) == 50_651
+    assert together.mean() == pytest.approx(1.43710, abs=1e-3)
+
+
+def token_losses(llm: LLM, text: str) -> np.ndarray:
+    """-log p of each token but the first."""
+    ids = llm.tokenize(text)[:256]
+    logits = llm.logits(ids).astype(np.float64)[:-1]
+    log_total = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
+    return log_total - logits[np.arange(len(ids) - 1), ids[1:]]
+
+
+def test_text_goes_on_with_its_space(stories: LLM) -> None:
+    prompt = "Once upon a time, there was a little"
+    completion = stories.generate(prompt, temperature=0, max_tokens=3)
+    assert completion.text.startswith(" girl")
+
+
+# Generation on a tiny random model.
+
+
+def test_generate_and_stream_are_the_same(llm: LLM) -> None:
+    options: dict[str, Any] = {"max_tokens": 20, "seed": 5, "temperature": 1.5, "ignore_eos": True}
+    completion = llm.generate("hello", **options)
+    chunks = list(llm.stream("hello", **options))
+    assert "".join(chunk.text for chunk in chunks) == completion.text
+    assert sum((chunk.ids for chunk in chunks), ()) == completion.ids
+    assert len(completion.ids) == 20
+    assert [chunk.finish_reason for chunk in chunks] == [None] * 20 + ["length"]
+    assert chunks[-1].usage == localllm.Usage(prompt_tokens=6, cached_tokens=5, completion_tokens=20)
+    assert str(completion) == completion.text
+
+
+def test_text_and_ids_are_the_same_prompt(llm: LLM) -> None:
+    ids = llm.tokenize("the end")
+    texts = {
+        llm.generate(prompt, temperature=0, max_tokens=12).ids
+        for prompt in ("the end", ids, tuple(ids), np.array(ids), np.array(ids, np.uint16).tolist())
+    }
+    assert len(texts) == 1
+
+
+def test_generated_ids_are_greedy_on_the_logits(llm: LLM) -> None:
+    ids = llm.tokenize("there and then")
+    completion = llm.generate(ids, temperature=0, max_tokens=10, ignore_eos=True)
+    logits = llm.logits([*ids, *completion.ids])[len(ids) - 1 : -1]
+    logits[:, EOS] = -np.inf
+    assert logits.argmax(-1).tolist() == list(completion.ids)
+
+
+def test_the_same_seed_gives_the_same_text(llm: LLM) -> None:
+    texts = [llm.generate("a", seed=seed, temperature=2.0, max_tokens=16).ids for seed in (1, 2, 1)]
+    assert texts[0] == texts[2] != texts[1]
+
+
+def test_an_empty_prompt_begins_with_bos(llm: LLM) -> None:
+    expected = llm.generate([BOS], temperature=0, max_tokens=8).ids
+    assert llm.generate("", temperature=0, max_tokens=8).ids == expected
+    assert llm.generate([], temperature=0, max_tokens=8).ids == expected
+
+
+def test_an_empty_prompt_without_bos_is_refused(tmp_path: Path) -> None:
+    settings = config()
+    keys = {"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": False}
+    path = write_gguf(tmp_path / "no_bos.gguf", settings, random_weights(settings), metadata=keys)
+    with localllm.load(path, device="reference") as llm:
+        llm.tokenizer.bos_id  # noqa: B018
+        if llm.tokenizer.bos_id is None:
+            with pytest.raises(UsageError, match="empty"):
+                llm.generate("")
+
+
+def test_max_tokens_zero_evaluates_the_prompt_alone(llm: LLM) -> None:
+    completion = llm.generate("hello", max_tokens=0)
+    assert (completion.text, completion.ids, completion.finish_reason) == ("", (), "length")
+    assert llm.generate("hello", max_tokens=1).usage.cached_tokens == completion.usage.prompt_tokens - 1
+
+
+def test_without_max_tokens_the_context_ends_it(llm: LLM) -> None:
+    completion = llm.generate("hello", ignore_eos=True, temperature=0)
+    assert completion.finish_reason == "length"
+    # The last token need not be in the context: nothing follows it.
+    assert completion.usage.total_tokens == CONTEXT + 1
+
+
+def test_the_end_of_generation_token_ends_the_text(llm: LLM) -> None:
+    plain = llm.generate("hello", temperature=0, max_tokens=8, ignore_eos=True).ids
+    ended = llm.generate("hello", temperature=0, max_tokens=8, logit_bias={EOS: 1e9})
+    assert (ended.text, ended.ids, ended.finish_reason) == ("", (), "stop")
+    going_on = llm.generate("hello", temperature=0, max_tokens=8, logit_bias={EOS: 1e9}, ignore_eos=True)
+    assert going_on.ids == plain
+
+
+def forced(text_ids: list[int], n_vocab: int = 300) -> Callable[..., np.ndarray]:
+    """A logits processor that makes the model write these tokens, then end."""
+    left = iter([*text_ids, EOS])
+
+    def force(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        only = np.full_like(logits, -1e9)
+        only[next(left)] = 0
+        return only
+
+    return force
+
+
+def write(llm: LLM, text: str, **options: Any) -> Iterator[Chunk]:
+    ids = llm.tokenize(text, add_special=False)
+    return llm.stream("x", processors=(forced(ids),), temperature=0, **options)
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "expected"),
+    [
+        ("END", "one two END three", "one two "),
+        (["zzz", "two"], "one two END three", "one "),
+        ("e t", "one two", "on"),
+        ("absent", "one two", "one two"),
+        ("ENDLESS", "one END", "one END"),
+        ("é", "caf\u00e9 au lait", "caf"),
+        ((), "日本語 ✓", "日本語 ✓"),
+    ],
+)
+def test_stop_strings_span_tokens_and_are_never_shown(llm: LLM, stop: Any, text: str, expected: str) -> None:
+    chunks = list(write(llm, text, stop=stop))
+    assert "".join(chunk.text for chunk in chunks).lstrip() == expected
+    assert not any("\ufffd" in chunk.text for chunk in chunks)
+    assert chunks[-1].finish_reason == "stop"
+
+
+def test_a_stop_string_at_the_last_token_counts_as_stop(llm: LLM) -> None:
+    ids = llm.tokenize("one END", add_special=False)
+    chunks = list(write(llm, "one END", stop="END", max_tokens=len(ids)))
+    assert chunks[-1].finish_reason == "stop"
+    assert "END" not in "".join(chunk.text for chunk in chunks)
+
+
+def test_logprobs(llm: LLM) -> None:
+    ids = llm.tokenize("hello")
+    completion = llm.generate(ids, temperature=0, max_tokens=5, logprobs=3, ignore_eos=True)
+    logits = llm.logits([*ids, *completion.ids])[len(ids) - 1 : -1].astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert completion.logprobs is not None
+    assert [choice.id for choice in completion.logprobs] == list(completion.ids)
+    for choice, row in zip(completion.logprobs, expected, strict=True):
+        assert choice.logprob == pytest.approx(row[choice.id], abs=1e-3)
+        assert [id_ for id_, _ in choice.top] == np.argsort(-row)[:3].tolist()
+    assert llm.generate(ids, max_tokens=1).logprobs is None
+
+
+def test_settings_may_come_as_sampling_and_as_keywords(llm: LLM) -> None:
+    base = Sampling(temperature=0, logprobs=1)
+    assert llm.generate("a", sampling=base, max_tokens=3).logprobs is not None
+    assert llm.generate("a", sampling=base, logprobs=None, max_tokens=3).logprobs is None
+
+
+# Reuse of the cache.
+
+
+def test_the_next_turn_costs_only_what_is_new(llm: LLM) -> None:
+    prompt = llm.tokenize("once there was")
+    first = llm.generate(prompt, max_tokens=10, ignore_eos=True)
+    assert first.usage.cached_tokens == 0
+    longer = [*prompt, *first.ids, *llm.tokenize(" and", add_special=False)]
+    second = llm.generate(longer, max_tokens=4, temperature=0)
+    assert second.usage.cached_tokens == len(prompt) + len(first.ids) - 1
+    assert second.timings.prefill_tokens == len(longer) - second.usage.cached_tokens
+    llm.forget()
+    fresh = llm.generate(longer, max_tokens=4, temperature=0)
+    assert (fresh.usage.cached_tokens, fresh.ids) == (0, second.ids)
+
+
+def test_regenerating_and_editing_share_the_beginning(llm: LLM) -> None:
+    prompt = llm.tokenize("once there was a hen")
+    texts = [llm.generate(prompt, seed=seed, temperature=3, max_tokens=8) for seed in (1, 2, 1)]
+    assert [text.usage.cached_tokens for text in texts] == [0, len(prompt) - 1, len(prompt) - 1]
+    assert texts[0].ids == texts[2].ids != texts[1].ids
+    edited = [*prompt[:5], 270]
+    assert llm.generate(edited, max_tokens=1).usage.cached_tokens == 5
+
+
+def test_timings_add_up(llm: LLM) -> None:
+    timings = llm.generate("hello", max_tokens=5, ignore_eos=True).timings
+    assert timings.prefill_tokens == 6
+    assert timings.decode_tokens == 4
+    assert 0 < timings.prefill_s <= timings.first_token_s
+    assert timings.decode_rate == pytest.approx(4 / timings.decode_s)
+    assert timings.prefill_rate == pytest.approx(6 / timings.prefill_s)
+
+
+# Ending early.
+
+
+def test_closing_a_stream_stops_the_work_and_keeps_what_was_done(llm: LLM) -> None:
+    with llm.stream("hello", ignore_eos=True) as stream:
+        chunks = [next(stream) for _ in range(3)]
+    assert list(stream) == []
+    assert stream.finish_reason == "cancelled"
+    assert stream.usage.completion_tokens == 3
+    again = [*llm.tokenize("hello"), *(id_ for chunk in chunks for id_ in chunk.ids), 270]
+    assert llm.generate(again, max_tokens=1).usage.cached_tokens == len(again) - 2
+
+
+def test_dropping_a_stream_frees_its_place(llm: LLM) -> None:
+    stream = llm.stream("hello", ignore_eos=True)
+    next(stream)
+    engine = llm._opened()
+    assert len(engine._runs) == 1
+    del stream
+    assert not engine._runs
+
+
+def test_cancelling_during_prefill_stops_between_chunks(tiny_path: Path, device: str) -> None:
+    done: list[int] = []
+
+    def progress(n: int, total: int) -> None:
+        done.append(n)
+        assert total == 1300
+        stream.cancel()
+
+    with pytest.warns(UserWarning, match="trained on 128"):
+        llm = localllm.load(tiny_path, device=device, context=1500)
+    with llm:
+        stream = llm.stream([5] * 1300, progress=progress)
+        chunks = list(stream)
+        assert done == [512]
+        assert [(chunk.text, chunk.finish_reason) for chunk in chunks] == [("", "cancelled")]
+        assert llm.generate([5] * 20, max_tokens=1).usage.cached_tokens == 19
+
+
+def test_cancelling_from_another_thread(llm: LLM) -> None:
+    stream = llm.stream("hello", ignore_eos=True, temperature=0)
+    first = next(stream)
+    thread = threading.Thread(target=stream.cancel)
+    thread.start()
+    thread.join()
+    (last,) = stream
+    assert (last.finish_reason, last.ids) == ("cancelled", ())
+    assert first.finish_reason is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failing_processor_leaves_the_model_usable(llm: LLM, error: type[BaseException]) -> None:
+    def fail(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        raise error
+
+    expected = llm.generate("hello", temperature=0, max_tokens=4).ids
+    with pytest.raises(error):
+        llm.generate("hello", processors=(fail,))
+    assert llm.generate("hello", temperature=0, max_tokens=4).ids == expected
+    assert not llm._opened()._runs
+
+
+def test_a_stream_inside_its_own_processor_is_refused(llm: LLM) -> None:
+    def recurse(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        next(stream)
+        return logits
+
+    stream = llm.stream("hello", processors=(recurse,))
+    with pytest.raises(UsageError, match="one at a time"):
+        next(stream)
+
+
+def test_a_generation_inside_another_of_the_same_thread(llm: LLM) -> None:
+    """Both want the whole context, and there is room for one: the outer one is idle and gives way."""
+    outer = llm.generate("hello", temperature=0, ignore_eos=True).ids
+    llm.forget()
+    written: list[int] = []
+    for chunk in llm.stream("hello", temperature=0, ignore_eos=True):
+        written += chunk.ids
+        if len(written) in (20, 60):
+            inner = llm.generate("there", temperature=0, ignore_eos=True)
+            assert inner.finish_reason == "length"
+    assert tuple(written) == outer
+
+
+# Threads, and several models.
+
+
+def test_many_threads_on_one_model(llm: LLM) -> None:
+    prompts = ["the", "and then", "here", "a hen in the", "x", "the"]
+    alone = []
+    for prompt in prompts:
+        llm.forget()
+        alone.append(llm.generate(prompt, seed=3, max_tokens=14, temperature=1.2).ids)
+    together: dict[int, tuple[int, ...]] = {}
+
+    def work(i: int) -> None:
+        together[i] = llm.generate(prompts[i], seed=3, max_tokens=14, temperature=1.2).ids
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [together[i] for i in range(len(prompts))] == alone
+
+
+def test_several_models_in_one_process(llm: LLM, tmp_path: Path, device: str) -> None:
+    other_path = tiny_gguf(tmp_path / "other.gguf", "qwen2", vocab_size=400)
+    before = llm.generate("hello", temperature=0, max_tokens=6).ids
+    with localllm.load(other_path, device=device) as other:
+        assert other.info.architecture == "qwen2"
+        both = [iter(m.stream("hello", temperature=0, max_tokens=6, ignore_eos=True)) for m in (llm, other)]
+        in_turn = [[next(stream).ids for stream in both] for _ in range(6)]
+        assert [a for a, _ in in_turn] != [b for _, b in in_turn]
+    assert llm.generate("hello", temperature=0, max_tokens=6).ids == before
+
+
+def test_a_closed_model_refuses_everything(tiny_path: Path, device: str) -> None:
+    llm = localllm.load(tiny_path, device=device)
+    stream = llm.stream("hello")
+    next(stream)
+    llm.close()
+    llm.close()
+    calls: list[Callable[[], object]] = [
+        lambda: llm.generate("a"),
+        lambda: llm.stream("a"),
+        lambda: llm.chat([{"role": "user", "content": "a"}]),
+        lambda: llm.stream_chat([{"role": "user", "content": "a"}]),
+        lambda: llm.tokenize("a"),
+        lambda: llm.detokenize([1]),
+        lambda: llm.logits([1]),
+        lambda: llm.forget(),
+        lambda: llm.chat_template,
+        lambda: llm.__enter__(),
+        lambda: next(stream),
+    ]
+    for call in calls:
+        with pytest.raises(ClosedError):
+            call()
+    assert "closed" in repr(llm)
+    assert llm.info.architecture == "llama"
+
+
+# The context.
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError, match=r"100 tokens but the context holds 96.*overflow") as caught:
+        llm.generate([5] * 100)
+    assert (caught.value.n_tokens, caught.value.context) == (100, 96)
+    with pytest.raises(ContextLengthError):
+        llm.logits([5] * 97)
+    assert llm.generate([5] * 96, max_tokens=9, ignore_eos=True).usage.completion_tokens == 1
+
+
+def test_truncation_keeps_bos_and_the_newest_tokens(llm: LLM) -> None:
+    ids = [BOS, *(3 + i % 200 for i in range(200))]
+    completion = llm.generate(ids, overflow="truncate", max_tokens=10, temperature=0, ignore_eos=True)
+    kept = [BOS, *ids[-85:]]
+    assert completion.usage.prompt_tokens == len(kept) == CONTEXT - 10
+    assert completion.ids == llm.generate(kept, max_tokens=10, temperature=0, ignore_eos=True).ids
+    short = llm.generate([5, 6, 7], overflow="truncate", max_tokens=2)
+    assert short.usage.prompt_tokens == 3
+
+
+@given(ids=st.lists(st.integers(0, 5), min_size=1), n_tokens=st.integers(1, 60))
+def test_truncate(ids: list[int], n_tokens: int) -> None:
+    kept = truncate(ids, n_tokens, BOS)
+    assert len(kept) == min(n_tokens, len(ids))
+    if len(ids) <= n_tokens or ids[0] != BOS or n_tokens == 1:
+        assert kept == ids[-n_tokens:]
+    else:
+        assert kept[0] == BOS
+        assert kept[1:] == ids[len(ids) - n_tokens + 1 :]
+
+
+def test_more_context_than_trained_is_a_warning(tiny_path: Path) -> None:
+    with pytest.warns(UserWarning, match="trained on 128 tokens"):
+        localllm.load(tiny_path, device="reference", context=129).close()
+    with localllm.load(tiny_path, device="reference") as llm:
+        assert llm.info.context == 128
+
+
+# Chat.
+
+
+def test_chat_uses_the_template_of_the_file(llm: LLM) -> None:
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+    ids = llm.tokenize("s:be kind;u:hello;a:", add_special=False)
+    expected = llm.generate([BOS, *ids], temperature=0, max_tokens=6)
+    completion = llm.chat(messages, temperature=0, max_tokens=6)
+    assert completion.ids == expected.ids
+    chunks = list(llm.stream_chat(messages, temperature=0, max_tokens=6))
+    assert "".join(chunk.text for chunk in chunks) == completion.text
+
+
+def test_the_next_turn_of_a_chat_reuses_the_last(llm: LLM) -> None:
+    messages: list[dict[str, str]] = [{"role": "user", "content": "hello"}]
+    first = llm.chat(messages, processors=(forced(llm.tokenize("ok", add_special=False)),), temperature=0)
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "on"}]
+    second = llm.chat(messages, max_tokens=2)
+    assert second.usage.cached_tokens >= first.usage.prompt_tokens - 1
+
+
+def test_a_chat_that_is_too_long_loses_its_oldest_turns(llm: LLM) -> None:
+    system = {"role": "system", "content": "be kind"}
+    turns = [{"role": role, "content": text * 12} for text in "bcdf" for role in ("user", "assistant")]
+    question = {"role": "user", "content": "why"}
+    with pytest.raises(ContextLengthError):
+        llm.chat([system, *turns, question])
+    completion = llm.chat([system, *turns, question], overflow="truncate", max_tokens=8, temperature=0)
+    kept = llm.chat([system, *turns[-4:], question], max_tokens=8, temperature=0)
+    assert completion.usage.prompt_tokens == kept.usage.prompt_tokens
+    assert completion.ids == kept.ids
+    with pytest.raises(ContextLengthError):
+        llm.chat([{"role": "user", "content": "b" * 200}], overflow="truncate")
+
+
+def test_without_oldest_turn() -> None:
+    system, *turns = [
+        {"role": role} for role in ("system", "user", "assistant", "tool", "user", "assistant", "user")
+    ]
+    assert without_oldest_turn([system, *turns]) == [system, *turns[3:]]
+    assert without_oldest_turn([system, *turns[3:]]) == [system, turns[5]]
+    assert without_oldest_turn([system, turns[5]]) is None
+    assert without_oldest_turn([]) is None
+
+
+def test_a_template_given_replaces_that_of_the_file(tiny_path: Path) -> None:
+    with localllm.load(tiny_path, device="reference", chat_template="{{ messages[0].content }}!") as llm:
+        chat = llm.chat([{"role": "user", "content": "hello"}], temperature=0, max_tokens=4)
+        assert chat.usage.prompt_tokens == len(llm.tokenize("hello!"))
+    with pytest.raises(TemplateError):
+        localllm.load(tiny_path, device="reference", chat_template="{% if")
+
+
+def test_a_file_without_a_template_says_so(tmp_path: Path) -> None:
+    path = tiny_gguf(tmp_path / "plain.gguf")
+    with (
+        localllm.load(path, device="reference") as llm,
+        pytest.warns(UserWarning, match="no chat template"),
+    ):
+        llm.chat([{"role": "user", "content": "a"}], max_tokens=1)
+
+
+@pytest.mark.parametrize("messages", ["hello", [{"role": "user"}], ["a"], [{"role": "judge", "content": "a"}]])
+def test_bad_messages(llm: LLM, messages: Any) -> None:
+    with pytest.raises(TemplateError):
+        llm.chat(messages)
+
+
+# Loading.
+
+
+def test_info(llm: LLM, tiny_path: Path, device: str) -> None:
+    info = llm.info
+    assert (info.path, info.architecture, info.file_type, info.device) == (tiny_path, "llama", "F32", device)
+    assert (info.n_layers, info.n_vocab, info.trained_context, info.context) == (3, 300, 128, CONTEXT)
+    assert info.n_parameters == sum(array.size for array in random_weights(config()).values())
+    assert info.n_bytes == 4 * info.n_parameters
+    assert info.threads >= 1
+    assert info.placement.context == CONTEXT
+    assert [group.name for group in info.placement.groups] == ["embedding", "layers 0-2", "output"]
+
+
+def test_progress_of_loading(tiny_path: Path, device: str) -> None:
+    calls: list[tuple[str, int, int]] = []
+    localllm.load(tiny_path, device=device, progress=lambda *call: calls.append(call)).close()
+    done = [(n, total) for stage, n, total in calls if stage == "weights"]
+    assert done == sorted(done)
+    assert done[-1] == (done[-1][1], done[-1][1])
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "gpu", "tpu", ""])
+def test_a_device_that_is_not_there_is_an_error(tiny_path: Path, name: str) -> None:
+    with pytest.raises(DeviceError, match="device"):
+        localllm.load(tiny_path, device=name)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"context": 0}, {"context": True}, {"context": 1.5}, {"threads": 0}, {"threads": "2"}, {"parallel": 0}],
+)
+def test_arguments_of_load_out_of_range(tiny_path: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(arguments))):
+        localllm.load(tiny_path, device="reference", **arguments)
+
+
+def test_too_little_memory_is_said_before_loading(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.llm.available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("localllm.llm.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
+    with pytest.raises(NotEnoughMemoryError, match="GB"):
+        localllm.load(tiny_path, device="reference")
+
+
+def test_logits_that_would_not_fit_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.llm.available_memory", lambda: 4 * 300 * 3)
+    assert llm.logits([1, 2, 3]).shape == (3, 300)
+    with pytest.raises(NotEnoughMemoryError):
+        llm.logits([1, 2, 3, 4])
+
+
+def test_files_that_are_no_model(tmp_path: Path) -> None:
+    with pytest.raises(GGUFError):
+        localllm.load(tmp_path / "missing.gguf")
+    with pytest.raises(GGUFError):
+        localllm.load(tmp_path)
+    settings = config()
+    odd = write_gguf(tmp_path / "odd.gguf", settings, random_weights(settings), metadata={"llama.block_count": 4})
+    with pytest.raises(ModelError):
+        localllm.load(odd, device="reference")
+    vocabulary = shared_data("vocab/ggml-vocab-llama-spm.gguf")
+    with pytest.raises(ModelError):
+        localllm.load(vocabulary, device="reference")
+
+
+def test_an_architecture_that_is_not_supported(tmp_path: Path) -> None:
+    path = tiny_gguf(tmp_path / "other.gguf")
+    path.write_bytes(path.read_bytes().replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0mamba", 1))
+    with pytest.raises(UnsupportedArchitectureError, match=r"mamba.*llama"):
+        localllm.load(path)
+
+
+def test_a_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
+    settings = config()
+    weights = random_weights(settings)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:-1]
+    path = write_gguf(tmp_path / "cut.gguf", settings, weights)
+    with pytest.raises(ModelError, match=r"299 rows.*300 tokens"):
+        localllm.load(path, device="reference")
+
+
+# Bad arguments.
+
+
+@given(
+    ids=st.lists(
+        st.one_of(
+            st.integers(-(10**30), -1),
+            st.integers(300, 10**30),
+            st.booleans(),
+            st.floats(),
+            st.text(),
+            st.none(),
+            st.binary(),
+            st.just(np.bool_(True)),
+            st.just(np.float32(3)),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    good=st.lists(st.integers(0, 299), max_size=3),
+)
+@settings(max_examples=30, deadline=None)
+def test_bad_ids_are_usage_errors(loaded_reference: LLM, ids: list[Any], good: list[int]) -> None:
+    for bad in ([*good, *ids], tuple(ids)):
+        for call in (loaded_reference.generate, loaded_reference.logits, loaded_reference.detokenize):
+            with pytest.raises(UsageError):
+                call(bad)  # type: ignore[operator]
+
+
+@pytest.fixture(scope="module")
+def loaded_reference(tiny_path: Path) -> Iterator[LLM]:
+    with localllm.load(tiny_path, device="reference") as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    "prompt", [b"abc", bytearray(b"ab"), 5, None, {1: 2}, {1, 2}, np.array([[1, 2]]), np.array(1.5)]
+)
+def test_prompts_of_other_types(loaded_reference: LLM, prompt: Any) -> None:
+    with pytest.raises(UsageError):
+        loaded_reference.generate(prompt)
+
+
+@given(value=st.one_of(st.text(), st.floats(), st.integers(max_value=-1), st.lists(st.integers()), st.booleans()))
+def test_bad_max_tokens(value: object) -> None:
+    with pytest.raises(UsageError, match="max_tokens"):
+        Request.from_options({"max_tokens": value})
+
+
+@given(
+    value=st.one_of(
+        st.just(""), st.binary(), st.integers(), st.lists(st.one_of(st.just(""), st.none()), min_size=1)
+    )
+)
+def test_bad_stop_strings(value: object) -> None:
+    with pytest.raises(UsageError, match="stop"):
+        Request.from_options({"stop": value})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overflow": "shift"},
+        {"overflow": None},
+        {"ignore_eos": 1},
+        {"progress": 3},
+        {"sampling": {"temperature": 1}},
+        {"temperature": -1.0},
+        {"temperature": math.nan},
+        {"top_p": 2},
+        {"seed": -1},
+        {"logit_bias": {300: 1.0}},
+    ],
+)
+def test_options_out_of_range(loaded_reference: LLM, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        loaded_reference.generate("a", **options)
+    assert not loaded_reference._opened()._runs
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("temprature", "'temperature'"), ("max_token", "'max_tokens'"), ("qqq", "there are")]
+)
+def test_an_unknown_option_names_its_nearest(loaded_reference: LLM, name: str, hint: str) -> None:
+    for method in ("generate", "stream"):
+        with pytest.raises(TypeError, match=f"{name}.*{hint}"):
+            getattr(loaded_reference, method)("a", **{name: 1})
+
+
+def test_sampling_options_are_those_of_sampling() -> None:
+    assert get_type_hints(SamplingOptions) == {
+        field.name: get_type_hints(Sampling)[field.name] for field in fields(Sampling)
+    }

@@ -1,0 +1,171 @@
+"""Memory plans against sums done by hand, for the published shape of TinyLlama 1.1B."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm import placement
+from localllm.errors import NotEnoughMemoryError
+from localllm.kernels.ops import Weight
+from localllm.models.config import ModelConfig, read_config
+from localllm.placement import DEFAULT_CONTEXT, LEAST_CONTEXT, OVERHEAD_BYTES, Placement, available_memory, plan
+from localllm.quant.types import GGMLType
+
+LAYERS, WIDTH, FF, KV_WIDTH, VOCABULARY = 22, 2048, 5632, 256, 32000
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType = GGMLType.F16
+
+    @property
+    def data(self) -> np.ndarray:
+        return np.broadcast_to(np.uint8(0), (*self.shape[:-1], 2 * self.shape[-1]))
+
+
+def tensors(*, tied: bool = False) -> dict[str, Weight]:
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCABULARY, WIDTH), "output_norm.weight": (WIDTH,)}
+    if not tied:
+        shapes["output.weight"] = (VOCABULARY, WIDTH)
+    for i in range(LAYERS):
+        shapes |= {
+            f"blk.{i}.attn_norm.weight": (WIDTH,),
+            f"blk.{i}.attn_q.weight": (WIDTH, WIDTH),
+            f"blk.{i}.attn_k.weight": (KV_WIDTH, WIDTH),
+            f"blk.{i}.attn_v.weight": (KV_WIDTH, WIDTH),
+            f"blk.{i}.attn_output.weight": (WIDTH, WIDTH),
+            f"blk.{i}.ffn_norm.weight": (WIDTH,),
+            f"blk.{i}.ffn_gate.weight": (FF, WIDTH),
+            f"blk.{i}.ffn_up.weight": (FF, WIDTH),
+            f"blk.{i}.ffn_down.weight": (WIDTH, FF),
+        }
+    return {name: Tensor(name, shape) for name, shape in shapes.items()}
+
+
+METADATA = {
+    "general.architecture": "llama",
+    "llama.context_length": 8192,
+    "llama.embedding_length": WIDTH,
+    "llama.block_count": LAYERS,
+    "llama.feed_forward_length": FF,
+    "llama.attention.head_count": 32,
+    "llama.attention.head_count_kv": 4,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "tokenizer.ggml.tokens": ["x"] * VOCABULARY,
+}
+CONFIG: ModelConfig = read_config(METADATA, tensors())
+
+#: Bytes of one token's float16 keys and values.
+TOKEN_BYTES = LAYERS * KV_WIDTH * 2 * 2
+IN_LAYERS = 2 * LAYERS * (2 * WIDTH * WIDTH + 2 * KV_WIDTH * WIDTH + 3 * WIDTH * FF + 2 * WIDTH)
+HEAD = 2 * (VOCABULARY * WIDTH)
+
+
+def place(
+    available: int = 1 << 50, *, tied: bool = False, config: ModelConfig = CONFIG, **options: int
+) -> Placement:
+    return plan(
+        config,
+        tensors(tied=tied),
+        lambda tensor: tensor.data.nbytes,
+        available=available,
+        device="cpu",
+        page_size=16,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bytes_by_group(tied: bool) -> None:
+    placed = place(tied=tied, context=1000)
+    embedding, layers, output = placed.groups
+    assert (embedding.weights, embedding.kv_cache, embedding.mapped) == (0, 0, HEAD)
+    assert layers.name == "layers 0-21"
+    assert layers.weights == IN_LAYERS
+    assert layers.kv_cache == 1008 * TOKEN_BYTES, "whole pages of 16 tokens"
+    assert output.weights == HEAD + 2 * WIDTH
+    assert placed.weights == IN_LAYERS + output.weights
+    assert placed.total == placed.weights + placed.kv_cache + placed.scratch + OVERHEAD_BYTES
+    assert {group.device for group in placed.groups} == {"cpu"}
+
+
+def test_parallel_sequences_take_a_cache_each() -> None:
+    assert place(context=512, parallel=3).kv_cache == 3 * 512 * TOKEN_BYTES
+
+
+def test_scratch_holds_a_step_of_512_tokens() -> None:
+    """Gate, up and their product of 512 tokens, and the residual stream and its norm."""
+    scratch = place(context=2048).scratch
+    activations = 4 * 512 * (3 * FF + 2 * WIDTH)
+    assert activations <= scratch <= activations + (64 << 20)
+
+
+def test_default_context_is_what_the_model_was_trained_on_up_to_a_limit() -> None:
+    assert place().context == DEFAULT_CONTEXT
+    assert place(config=replace(CONFIG, context_length=2048)).context == 2048
+    assert place(context=100_000).context == 100_000
+
+
+@given(missing=st.integers(1, 1 << 28))
+def test_default_context_shrinks_to_what_fits(missing: int) -> None:
+    full = place()
+    available = full.total - missing
+    try:
+        placed = place(available)
+    except NotEnoughMemoryError:
+        assert place(context=LEAST_CONTEXT).total > available
+        return
+    assert LEAST_CONTEXT <= placed.context < DEFAULT_CONTEXT
+    assert placed.total <= available
+    assert place(context=placed.context + 16).total > available
+
+
+def test_a_context_asked_for_is_not_shrunk() -> None:
+    needed = place(context=4096)
+    available = needed.total - 1
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        place(available, context=4096)
+    message = str(caught.value)
+    assert f"{needed.total / 1e9:.2f} GB of memory" in message
+    assert f"{needed.weights / 1e9:.2f} GB of weights" in message
+    assert f"{needed.kv_cache / 1e9:.2f} GB for 4,096 tokens" in message
+    assert f"{available / 1e9:.2f} GB is available" in message
+    assert "context=4,080 or less" in message
+    assert place(available, context=4080).context == 4080
+
+
+def test_where_no_context_helps_none_is_advised() -> None:
+    with pytest.raises(NotEnoughMemoryError, match="smaller quantisation") as caught:
+        place(IN_LAYERS)
+    assert "context=" not in str(caught.value)
+
+
+def test_available_memory_is_not_more_than_the_system_has() -> None:
+    assert 0 < available_memory() <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("1000\n", 1000 - 700 + 150), ("max\n", None), ("600\n", 50), ("500\n", 0)]
+)
+def test_a_control_group_limits_what_is_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, expected: int | None
+) -> None:
+    files = {"max": limit, "current": "700\n", "stat": "anon 5\ninactive_file 150\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    names = tuple(str(tmp_path / name) for name in files)
+    monkeypatch.setattr(placement, "_CONTROL_GROUP_FILES", [(*names, "inactive_file")])
+    unlimited = psutil.virtual_memory().available
+    if expected is None:
+        assert available_memory() > unlimited // 2
+    else:
+        assert available_memory() == expected

@@ -1,0 +1,100 @@
+"""What ``import localllm`` offers, and what it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import localllm
+from tests.helpers.data import ROOT
+
+PUBLIC = [
+    "LLM",
+    "ChatTemplate",
+    "Choice",
+    "Chunk",
+    "ClosedError",
+    "Completion",
+    "ContextLengthError",
+    "DeviceError",
+    "GGUFError",
+    "GGUFFile",
+    "KernelError",
+    "LocalLLMError",
+    "ModelError",
+    "ModelInfo",
+    "NotEnoughMemoryError",
+    "Sampling",
+    "Stream",
+    "TemplateError",
+    "Timings",
+    "Tokenizer",
+    "TokenizerError",
+    "UnsupportedArchitectureError",
+    "Usage",
+    "UsageError",
+    "__version__",
+    "load",
+]
+
+
+def test_public_names_are_pinned() -> None:
+    assert localllm.__all__ == PUBLIC
+    assert set(PUBLIC) <= set(dir(localllm))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_there(name: str) -> None:
+    value = getattr(localllm, name)
+    assert isinstance(value, str) or value.__name__ == name
+
+
+def test_every_error_is_public_and_a_localllm_error() -> None:
+    from localllm import errors
+
+    classes = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
+    assert set(classes) <= set(PUBLIC)
+    assert all(issubclass(value, localllm.LocalLLMError) for value in classes.values())
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'localllm' has no attribute 'laod'"):
+        localllm.laod  # noqa: B018
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert localllm.__version__ == project["version"]
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(done.stdout.split())
+
+
+def test_import_loads_nothing_heavy() -> None:
+    loaded = modules_after("import localllm")
+    heavy = {
+        "numpy",
+        "numba",
+        "textual",
+        "jinja2",
+        "tokenizers",
+        "sentencepiece",
+        "psutil",
+        "rich",
+        "cupy",
+        "gguf",
+    }
+    assert not loaded & heavy
+    assert {name for name in loaded if name.startswith("localllm.")} == set()
+
+
+def test_the_library_needs_neither_numba_nor_jinja2_until_they_are_used() -> None:
+    loaded = modules_after("import localllm; localllm.load")
+    assert "localllm.llm" in loaded
+    assert not loaded & {"numba", "jinja2", "textual", "rich", "cupy", "torch"}

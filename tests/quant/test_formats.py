@@ -1,0 +1,294 @@
+"""Decoding, bit for bit against the gguf package, and the integer parts that kernels are fed with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import gguf
+import gguf.quants
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.errors import ModelError, UsageError
+from localllm.quant.block_format import IntegerFormat, PackableFormat, Parts
+from localllm.quant.formats import FORMATS, dequantize, integer_format
+from localllm.quant.types import BLOCK_SIZES, GGMLType
+
+T = GGMLType
+
+# Where the f16 fields of a block stand, in bytes; written down apart from the code under test.
+F16_FIELDS: dict[GGMLType, tuple[int, ...]] = {
+    T.F16: (0,),
+    T.Q4_0: (0,),
+    T.Q4_1: (0, 2),
+    T.Q5_0: (0,),
+    T.Q5_1: (0, 2),
+    T.Q8_0: (0,),
+    T.Q2_K: (80, 82),
+    T.Q3_K: (108,),
+    T.Q4_K: (0, 2),
+    T.Q5_K: (0, 2),
+    T.Q6_K: (208,),
+    T.TQ1_0: (52,),
+    T.TQ2_0: (64,),
+    T.IQ2_XXS: (0,),
+    T.IQ2_XS: (0,),
+    T.IQ2_S: (0,),
+    T.IQ3_XXS: (0,),
+    T.IQ3_S: (0,),
+    T.IQ1_S: (0,),
+    T.IQ4_NL: (0,),
+    T.IQ4_XS: (0,),
+}
+
+# Formats without an f16 field: which bytes hold the scale or, in the floats, the sign and exponent.
+SCALE_BYTES: dict[GGMLType, tuple[int, ...]] = {
+    T.F32: (2, 3),
+    T.BF16: (0, 1),
+    T.MXFP4: (0,),
+    T.NVFP4: (0, 1, 2, 3),
+}
+
+# ±0, least and greatest subnormal, 1, greatest, ±infinity, quiet and signalling NaN.
+EDGE_HALVES = [0x0000, 0x8000, 0x0001, 0x83FF, 0x3C00, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFFFF]
+
+all_formats = pytest.mark.parametrize("type", list(FORMATS), ids=lambda type: type.name)
+integer_formats = pytest.mark.parametrize(
+    "fmt", [f for f in FORMATS.values() if isinstance(f, IntegerFormat)], ids=lambda fmt: fmt.type.name
+)
+packable_formats = pytest.mark.parametrize(
+    "fmt", [f for f in FORMATS.values() if isinstance(f, PackableFormat)], ids=lambda fmt: fmt.type.name
+)
+
+
+def oracle(blocks: npt.NDArray[np.uint8], type: GGMLType) -> npt.NDArray[np.float32]:
+    with np.errstate(all="ignore"):
+        values: npt.NDArray[np.float32] = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(type))
+    return values
+
+
+def gguf_decodes(type: GGMLType) -> bool:
+    try:
+        oracle(np.zeros((1, BLOCK_SIZES[type].n_bytes), np.uint8), type)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def assert_same_bits(ours: npt.NDArray[np.float32], theirs: npt.NDArray[np.float32]) -> None:
+    """Equal bit for bit, the sign of zeros included; any NaN equals any other."""
+    assert ours.shape == theirs.shape
+    assert ours.dtype == np.float32
+    differ = ours.view(np.uint32) != theirs.view(np.uint32)
+    differ &= ~(np.isnan(ours) & np.isnan(theirs))
+    assert not differ.any(), f"{differ.sum()} values differ, the first at {np.argwhere(differ)[0]}"
+
+
+def random_blocks(type: GGMLType, n_blocks: int, seed: int = 0) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (n_blocks, BLOCK_SIZES[type].n_bytes), np.uint8)
+
+
+def payloads(type: GGMLType, n_blocks: int) -> npt.NDArray[np.uint8]:
+    """``n_blocks`` blocks of zeros, of ones and of random bits each: uint8 [3, n_blocks, block_bytes]."""
+    blocks = np.stack([random_blocks(type, n_blocks)] * 3)
+    blocks[0], blocks[1] = 0, 255
+    return blocks
+
+
+def write_half(blocks: npt.NDArray[np.uint8], offset: int, bits: npt.NDArray[Any]) -> None:
+    blocks[..., offset], blocks[..., offset + 1] = bits & 255, bits >> 8
+
+
+def edge_blocks(type: GGMLType) -> npt.NDArray[np.uint8]:
+    """Every edge value of every scale (and every pair, where there are two) over three payloads."""
+    halves = np.array(EDGE_HALVES)
+    if type in F16_FIELDS:
+        offsets = F16_FIELDS[type]
+        values = np.meshgrid(*[halves] * len(offsets))
+        blocks = payloads(type, values[0].size)
+        for offset, bits in zip(offsets, values, strict=True):
+            write_half(blocks, offset, bits.ravel())
+    elif type is T.IQ1_M:  # the f16 scale's digits are the upper four bits of the last four words
+        blocks = payloads(type, halves.size)
+        for digit in range(4):
+            byte = blocks[..., 48 + 2 * digit + 1]
+            byte[...] = byte & 15 | (halves >> 4 * digit & 15) << 4
+    else:
+        blocks = payloads(type, 256)
+        for offset in SCALE_BYTES[type]:
+            blocks[..., offset] = np.roll(np.arange(256), 37 * offset)
+    return blocks
+
+
+def test_every_type_that_gguf_decodes_is_here() -> None:
+    assert {t for t in GGMLType if gguf_decodes(t)} == set(FORMATS)
+
+
+@all_formats
+def test_layout_fills_the_block(type: GGMLType) -> None:
+    fmt = FORMATS[type]
+    assert fmt.type is type
+    assert fmt.layout.itemsize == fmt.block_bytes == BLOCK_SIZES[type].n_bytes
+    assert fmt.block_length == BLOCK_SIZES[type].length
+
+
+@all_formats
+def test_random_blocks_decode_as_in_gguf(type: GGMLType) -> None:
+    blocks = random_blocks(type, 70_000 // BLOCK_SIZES[type].length + 1)  # more than one chunk
+    with np.errstate(all="raise"):  # no caller's setting makes odd blocks an error
+        ours = dequantize(blocks, type)
+    assert_same_bits(ours, oracle(blocks, type))
+
+
+@all_formats
+def test_edge_blocks_decode_as_in_gguf(type: GGMLType) -> None:
+    blocks = edge_blocks(type)
+    with np.errstate(all="raise"):
+        ours = dequantize(blocks, type)
+    assert_same_bits(ours, oracle(blocks, type))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    type=st.sampled_from(list(FORMATS)),
+    leading=st.lists(st.integers(0, 4), min_size=0, max_size=3),
+    row_blocks=st.integers(0, 5),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_shape_decodes_block_by_block(type: GGMLType, leading: list[int], row_blocks: int, seed: int) -> None:
+    size = BLOCK_SIZES[type]
+    n_blocks = int(np.prod(leading)) * row_blocks
+    blocks = random_blocks(type, n_blocks, seed)
+    ours = dequantize(blocks.reshape(*leading, row_blocks * size.n_bytes), type)
+    assert ours.shape == (*leading, row_blocks * size.length)
+    one_by_one = [oracle(blocks[i : i + 1], type).ravel() for i in range(n_blocks)]
+    assert_same_bits(ours.ravel(), np.concatenate([*one_by_one, np.empty(0, np.float32)]))
+
+
+def test_any_strides_decode() -> None:
+    rows = random_blocks(T.Q4_K, 12).reshape(6, -1)
+    expected = oracle(rows, T.Q4_K)
+    assert_same_bits(dequantize(np.asfortranarray(rows), T.Q4_K), expected)
+    assert_same_bits(dequantize(rows[::-2], T.Q4_K), expected[::-2].copy())
+
+
+def test_the_result_is_a_new_array() -> None:
+    data = np.zeros((1, 16), np.uint8)
+    data.flags.writeable = False
+    values = dequantize(data, T.F32)
+    values += 1
+    assert not data.any()
+
+
+@integer_formats
+def test_parts_are_the_values(fmt: IntegerFormat) -> None:
+    """The documented formula, in float64 over `unpack`, gives gguf's values."""
+    blocks = random_blocks(fmt.type, 300)
+    rng = np.random.default_rng(1)
+    for offset in F16_FIELDS[fmt.type]:
+        write_half(blocks, offset, rng.normal(0, 0.01, 300).astype(np.float16).view(np.uint16))
+    parts = fmt.unpack(blocks)
+    assert parts.scale.dtype == np.float16
+    n_sub = fmt.block_length // fmt.sub_length
+    codes = parts.codes.astype(np.float64).reshape(300, n_sub, fmt.sub_length)
+    sub_scales = np.ones((300, n_sub)) if parts.sub_scales is None else parts.sub_scales
+    values = (parts.scale.astype(np.float64)[:, None] * sub_scales)[:, :, None] * (codes - fmt.offset)
+    if parts.min is not None:
+        minimum = parts.min.astype(np.float64)[:, None]
+        values += (minimum if parts.sub_mins is None else -minimum * parts.sub_mins)[:, :, None]
+    np.testing.assert_allclose(values.reshape(300, -1), oracle(blocks, fmt.type), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("type", "offset", "sub_length", "codes", "sub_scales", "sub_mins"),
+    [
+        (T.Q4_0, 8, 32, (np.uint8, 0, 15), None, None),
+        (T.Q4_1, 0, 32, (np.uint8, 0, 15), None, None),
+        (T.Q5_0, 16, 32, (np.uint8, 0, 31), None, None),
+        (T.Q5_1, 0, 32, (np.uint8, 0, 31), None, None),
+        (T.Q8_0, 0, 32, (np.int8, -128, 127), None, None),
+        (T.Q2_K, 0, 16, (np.uint8, 0, 3), (np.uint8, 0, 15), (np.uint8, 0, 15)),
+        (T.Q3_K, 4, 16, (np.uint8, 0, 7), (np.int8, -32, 31), None),
+        (T.Q4_K, 0, 32, (np.uint8, 0, 15), (np.uint8, 0, 63), (np.uint8, 0, 63)),
+        (T.Q5_K, 0, 32, (np.uint8, 0, 31), (np.uint8, 0, 63), (np.uint8, 0, 63)),
+        (T.Q6_K, 32, 16, (np.uint8, 0, 63), (np.int8, -128, 127), None),
+        (T.TQ1_0, 1, 256, (np.uint8, 0, 2), None, None),
+        (T.TQ2_0, 1, 256, (np.uint8, 0, 3), None, None),
+        (T.IQ4_NL, 0, 32, (np.int8, -127, 113), None, None),
+        (T.IQ4_XS, 0, 32, (np.int8, -127, 113), (np.int8, -32, 31), None),
+    ],
+    ids=lambda value: value.name if isinstance(value, GGMLType) else "",
+)
+def test_ranges_of_parts(
+    type: GGMLType, offset: int, sub_length: int, codes: Any, sub_scales: Any, sub_mins: Any
+) -> None:
+    fmt = integer_format(type)
+    assert fmt is not None
+    parts = fmt.unpack(random_blocks(type, 1000))
+    assert (fmt.offset, fmt.sub_length) == (offset, sub_length)
+    for part, expected in ((parts.codes, codes), (parts.sub_scales, sub_scales), (parts.sub_mins, sub_mins)):
+        found = None if part is None else (part.dtype.type, part.min(), part.max())
+        assert found == expected
+
+
+def test_integer_format_of_others_is_none() -> None:
+    assert integer_format(T.IQ2_S) is None
+    assert integer_format(T.Q8_K) is None
+
+
+@packable_formats
+def test_pack_inverts_unpack(fmt: PackableFormat) -> None:
+    blocks = random_blocks(fmt.type, 500)
+    np.testing.assert_array_equal(fmt.pack(fmt.unpack(blocks)), blocks)
+
+
+@pytest.mark.parametrize("type", [T.Q4_1, T.Q5_1, T.Q4_K, T.Q5_K, T.Q6_K], ids=lambda type: type.name)
+def test_packing_without_a_needed_part_is_refused(type: GGMLType) -> None:
+    fmt = FORMATS[type]
+    assert isinstance(fmt, PackableFormat)
+    parts = Parts(np.zeros((1, fmt.block_length), np.uint8), np.ones(1, np.float16))
+    with pytest.raises(ModelError, match="cannot be packed without"):
+        fmt.pack(parts)
+
+
+@pytest.mark.parametrize("type", [t for t in GGMLType if t not in FORMATS], ids=lambda type: type.name)
+def test_a_type_without_decoder_is_named(type: GGMLType) -> None:
+    with pytest.raises(ModelError, match=rf"type {type.name};.* BF16, .*Q4_K"):
+        dequantize(np.zeros((1, BLOCK_SIZES[type].n_bytes), np.uint8), type)
+
+
+@all_formats
+def test_a_cut_row_is_refused(type: GGMLType) -> None:
+    n_bytes = BLOCK_SIZES[type].n_bytes
+    with pytest.raises(ModelError, match=f"row of {2 * n_bytes - 1} bytes .* {type.name} blocks"):
+        dequantize(np.zeros((3, 2 * n_bytes - 1), np.uint8), type)
+
+
+@pytest.mark.parametrize("data", [np.zeros((2, 18), np.int8), np.zeros((), np.uint8)])
+def test_what_is_no_array_of_rows_is_refused(data: npt.NDArray[Any]) -> None:
+    with pytest.raises(UsageError, match="uint8 array"):
+        dequantize(data, T.Q4_0)
+
+
+def test_formats_cannot_be_changed_from_outside() -> None:
+    with pytest.raises(TypeError):
+        FORMATS[T.F64] = FORMATS[T.F32]  # type: ignore[index]
+
+
+def test_gguf_is_imported_only_for_codebooks() -> None:
+    """It costs a third of a second at every start."""
+    code = (
+        "import sys, numpy as np\n"
+        "from localllm.quant.formats import GGMLType, dequantize\n"
+        "dequantize(np.zeros((1, 144), np.uint8), GGMLType.Q4_K)\n"
+        "before = 'gguf' in sys.modules\n"
+        "dequantize(np.zeros((1, 66), np.uint8), GGMLType.IQ2_XXS)\n"
+        "print(before, 'gguf' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
