@@ -177,9 +177,7 @@ def random_blocks(rng: np.random.Generator, type: GGMLType, n_blocks: int, devia
     for start in range(0, n_blocks, step):
         chunk = out[start : start + step]
         chunk[:] = (
-            rng.integers(0, 1 << 64, -(-chunk.size // 8), np.uint64)
-            .view(np.uint8)[: chunk.size]
-            .reshape(chunk.shape)
+            rng.integers(0, 1 << 64, -(-chunk.size // 8), np.uint64).view(np.uint8)[: chunk.size].reshape(chunk.shape)
         )
         _MAKERS[type](rng, chunk, deviation)
     return out

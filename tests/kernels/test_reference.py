@@ -32,6 +32,8 @@ class Tensor:
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
 
+    def drop_pages(self) -> None: ...
+
 
 def tensor(array: NDArray[np.float32], type: GGMLType = GGMLType.F32) -> Tensor:
     data, type = encode(array, type)
@@ -244,6 +246,11 @@ def test_a_cache_takes_the_bytes_that_its_shape_says() -> None:
     cache = ReferenceOps().new_cache(SHAPE, 7)
     assert cache.n_bytes == SHAPE.bytes_per_token() * 7 * cache.page_size
     assert (cache.n_pages, cache.page_size) == (7, ReferenceOps.page_size)
+
+
+def test_a_loaded_matrix_takes_the_bytes_that_were_foretold() -> None:
+    ops, matrix = ReferenceOps(), tensor(random(7, 64), GGMLType.Q8_0)
+    assert ops.packed_bytes(matrix) == ops.load_linear(matrix).n_bytes == 7 * 64 * 4
 
 
 def test_copy_page_copies_all_layers() -> None:

@@ -30,9 +30,7 @@ def write(
     """A tiny model with tensors added, replaced or, where None, left out."""
     settings = tiny_models.config(model_type, **changes)
     arrays = tiny_models.gguf_tensors(settings, tiny_models.random_weights(settings)) | (tensors or {})
-    encoded = {
-        name: tiny_models.encode(array, GGMLType.F32) for name, array in arrays.items() if array is not None
-    }
+    encoded = {name: tiny_models.encode(array, GGMLType.F32) for name, array in arrays.items() if array is not None}
     name = architecture or tiny_models.gguf_architecture(settings)
     return tiny_models.write_file(path / "model.gguf", name, tiny_models.gguf_metadata(settings), encoded)
 

@@ -28,11 +28,11 @@ SMALL = {
 
 @pytest.mark.parametrize("type", [kind for kind in GGMLType if kind in synthetic._MAKERS])
 def test_blocks_have_the_asked_mean_and_deviation(type: GGMLType) -> None:
-    blocks = synthetic.random_blocks(np.random.default_rng(0), type, 20_000, 0.02)
+    blocks = synthetic.random_blocks(np.random.default_rng(0), type, 5_000, 0.02)
     values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(type))
-    assert values.std() == pytest.approx(0.02, rel=0.02)
-    assert abs(values.mean()) < 3e-4
-    assert len(np.unique(blocks, axis=0)) > (19_000 if blocks.shape[1] > 2 else 1_000)
+    assert values.std() == pytest.approx(0.02, rel=0.04)
+    assert abs(values.mean()) < 1e-3
+    assert len(np.unique(blocks, axis=0)) > (4_900 if blocks.shape[1] > 2 else 1_000)
 
 
 @pytest.mark.parametrize("architecture", SMALL)
