@@ -25,13 +25,13 @@ def logits(config: Mapping[str, Any], weights: Mapping[str, NDArray[np.float32]]
         x = x + _attention(config, layer, _norm(config, x, layer["input_layernorm.weight"]))
         x = x + _mlp(layer, _norm(config, x, layer["post_attention_layernorm.weight"]))
     head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
-    y: Array = _norm(config, x, w["model.norm.weight"]) @ head.T
-    return y
+    return _norm(config, x, w["model.norm.weight"]) @ head.T
 
 
 def _norm(config: Mapping[str, Any], x: Array, weight: Array) -> Array:
-    mean_square: Array = (x**2).mean(axis=-1, keepdims=True)
-    return x / np.sqrt(mean_square + config["rms_norm_eps"]) * weight
+    eps: float = config["rms_norm_eps"]
+    root: Array = np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
+    return x / root * weight
 
 
 def _linear(layer: Mapping[str, Array], name: str, x: Array) -> Array:
