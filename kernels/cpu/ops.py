@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -253,7 +254,7 @@ class CPUOps:
 
     def load_linear(self, weight: Weight, bias: Weight | None = None) -> CPULinear:
         n_out, n_in = weight.shape
-        kind = weight.type if weight.type in LAYOUTS else GGMLType.F16
+        kind = packed_type(weight)
         layout = LAYOUTS[kind]
         packed = aligned_zeros(layout.packed_bytes(padded(n_out), n_in), np.uint8)
         rows = weight.data.reshape(n_out, -1)
@@ -268,6 +269,12 @@ class CPUOps:
         with ThreadPoolExecutor(self.workers.n) as pool:
             list(pool.map(pack, range(0, n_out, PACKED_ROWS)))
         return CPULinear(packed, None if bias is None else self.load_vector(bias), kind, n_in, n_out)
+
+    def packed_bytes(self, weight: Weight) -> int:
+        *rows, width = (1, *weight.shape)
+        if len(rows) == 1:  # a vector
+            return 4 * padded(width)
+        return LAYOUTS[packed_type(weight)].packed_bytes(padded(prod(rows)), width)
 
     def load_vector(self, weight: Weight) -> NDArray[np.float32]:
         values = dequantize(weight.data, weight.type).reshape(-1)
@@ -436,6 +443,11 @@ class CPUOps:
         arguments = (self._now.output_rows.ctypes.data, x.address, x.stride // 4, x.stride, y.address)
         self._add(elementwise.gather_rows, arguments, 1, N_OUTPUTS)
         return y
+
+
+def packed_type(weight: Weight) -> GGMLType:
+    """The format that a matrix is packed in: its own if kernels read it, else float16."""
+    return weight.type if weight.type in LAYOUTS else GGMLType.F16
 
 
 def default_threads() -> int:
