@@ -48,6 +48,10 @@ class Weight(Protocol):
         """Raw blocks, uint8 [rows, bytes per row]."""
         ...
 
+    def drop_pages(self) -> None:
+        """Says that the data will not be needed soon, so that what the file's mapping holds of it can go."""
+        ...
+
 
 class Linear(Protocol):
     """A matrix packed for a backend: y = x @ W.T + bias."""

@@ -16,8 +16,8 @@ from localllm.vocabulary import BPE, TokenType, Vocabulary
 if TYPE_CHECKING:
     import tokenizers
 
-_PLACEHOLDER = "\0unreachable {}"
-"""Names a token that no text may become: NUL is not a byte-level character."""
+_PLACEHOLDER = "\U0010ffff{}"
+"""Names a token that no text may become: this is not one of the byte-level characters."""
 
 
 class Encoder(Protocol):

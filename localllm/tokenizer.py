@@ -28,6 +28,7 @@ class Tokenizer:
             TokenizerError: tokens, scores or merges do not fit together.
         """
         self._vocabulary = vocabulary
+        self._n_vocab = len(vocabulary)
         self._encoder = make_encoder(vocabulary)
         self._visible_tokens = self._matcher(TokenType.USER_DEFINED)
         self._all_special_tokens = self._matcher(TokenType.USER_DEFINED, TokenType.CONTROL, TokenType.UNKNOWN)
@@ -56,7 +57,7 @@ class Tokenizer:
 
     @property
     def n_vocab(self) -> int:
-        return len(self._vocabulary)
+        return self._n_vocab
 
     @property
     def bos_id(self) -> int | None:
@@ -88,14 +89,14 @@ class Tokenizer:
 
     def is_special(self, token: int) -> bool:
         """Whether ``token`` is a control or unknown token, which adds nothing to a text."""
-        return self._vocabulary.types[as_token_id(token, self.n_vocab)] in (
+        return self._vocabulary.types[as_token_id(token, self._n_vocab)] in (
             TokenType.CONTROL,
             TokenType.UNKNOWN,
         )
 
     def token_text(self, token: int) -> str:
         """The token as the vocabulary spells it, for people to look at."""
-        return self._vocabulary.tokens[as_token_id(token, self.n_vocab)]
+        return self._vocabulary.tokens[as_token_id(token, self._n_vocab)]
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
         """The bytes that ``token`` adds to a text: often not whole characters.
@@ -105,7 +106,7 @@ class Tokenizer:
         Raises:
             TokenizerError: ``token`` is not an id of this vocabulary.
         """
-        token = as_token_id(token, self.n_vocab)
+        token = as_token_id(token, self._n_vocab)
         kind = self._vocabulary.types[token]
         text = self._vocabulary.tokens[token]
         if kind in _INVISIBLE:
@@ -159,12 +160,12 @@ class Tokenizer:
                     piece = " " + piece
                 ids += self._encoder.encode(piece)
                 after_special = strip = False
-        if self.n_vocab in ids:
+        if self._n_vocab in ids:
             raise TokenizerError(self._unspellable(text))
         return ids
 
     def _unspellable(self, text: str) -> str:
-        bad = next((c for c in text if self.n_vocab in self._encoder.encode(c)), " ")
+        bad = next((c for c in text if self._n_vocab in self._encoder.encode(c)), " ")
         return f"{self._vocabulary.where}: the vocabulary has no token for {bad!r} (U+{ord(bad):04X})"
 
     def decode(self, ids: Iterable[int], *, special: bool = False, continuation: bool = False) -> str:

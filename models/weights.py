@@ -92,6 +92,7 @@ class Weights:
             weight = self.require(f"{tied_to or name}.weight", n_out, n_in)
         added = (self.require if bias else self.find)(f"{name}.bias", n_out)
         linear = self._ops.load_linear(weight, added)
+        weight.drop_pages()
         self._report(weight, added)
         return linear
 

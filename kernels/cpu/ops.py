@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -254,9 +253,9 @@ class CPUOps:
 
     def load_linear(self, weight: Weight, bias: Weight | None = None) -> CPULinear:
         n_out, n_in = weight.shape
-        kind = packed_type(weight)
+        kind = _kernel_type(weight.type)
         layout = LAYOUTS[kind]
-        packed = aligned_zeros(layout.packed_bytes(padded(n_out), n_in), np.uint8)
+        packed = aligned_zeros(self.packed_bytes(weight), np.uint8)
         rows = weight.data.reshape(n_out, -1)
 
         def pack(first: int) -> None:
@@ -271,10 +270,10 @@ class CPUOps:
         return CPULinear(packed, None if bias is None else self.load_vector(bias), kind, n_in, n_out)
 
     def packed_bytes(self, weight: Weight) -> int:
-        *rows, width = (1, *weight.shape)
-        if len(rows) == 1:  # a vector
-            return 4 * padded(width)
-        return LAYOUTS[packed_type(weight)].packed_bytes(padded(prod(rows)), width)
+        if len(weight.shape) < 2:
+            return 4 * padded(weight.shape[0])
+        n_out, n_in = weight.shape
+        return LAYOUTS[_kernel_type(weight.type)].packed_bytes(padded(n_out), n_in)
 
     def load_vector(self, weight: Weight) -> NDArray[np.float32]:
         values = dequantize(weight.data, weight.type).reshape(-1)
@@ -299,7 +298,9 @@ class CPUOps:
             logits = forward()
         finally:
             self._recording = None
-        program = Program(recording.instructions, recording.header, self.target, recording, self._progress)
+        # The weights live as long as what refers to them: the forward function.
+        keep = (recording, forward)
+        program = Program(recording.instructions, recording.header, self.target, keep, self._progress)
         matrix = logits.matrix()[:, : logits.width]
 
         def step(batch: Batch) -> NDArray[np.float32]:
@@ -445,9 +446,9 @@ class CPUOps:
         return y
 
 
-def packed_type(weight: Weight) -> GGMLType:
-    """The format that a matrix is packed in: its own if kernels read it, else float16."""
-    return weight.type if weight.type in LAYOUTS else GGMLType.F16
+def _kernel_type(kind: GGMLType) -> GGMLType:
+    """The format that a file's format is packed as."""
+    return kind if kind in LAYOUTS else GGMLType.F16
 
 
 def default_threads() -> int:
