@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,7 @@ from localllm.kernels.cpu.simd import (
     zero_f32x16,
     zero_i32x16,
 )
-from localllm.kernels.cpu.target import Target
+from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.templates import static_range
 
 #: Bytes that a thread reads in one unit of work.
@@ -48,8 +49,8 @@ PERIOD = 16
 #: Units of work in one measurement of a multiply rate, for each thread.
 UNITS = 64
 
-#: Measurements of a multiply rate, of which the best counts: whatever disturbs one makes it slower.
-TRIES = 5
+#: Measurements of a rate, of which the best counts: whatever disturbs one makes it slower.
+READ_TRIES, MULTIPLY_TRIES = 3, 5
 
 LANES = 16
 
@@ -206,36 +207,57 @@ class MultiplyTest:
 
     def rate(self) -> float:
         """Multiplications, each with its addition, a second: the best of several measurements made now."""
-        return self._n_products / min(self._test.seconds() for _ in range(TRIES))
+        return self._n_products / min(self._test.seconds() for _ in range(MULTIPLY_TRIES))
 
     def sums(self) -> NDArray[np.generic]:
         """What each unit of work summed up in the last measurement."""
         return self._test.sums
 
 
-def read_bandwidth(threads: int, target: Target, n_bytes: int = 1 << 28) -> float:
-    """Bytes a second that ``threads`` read from a buffer of ``n_bytes``: the best of several measurements."""
-    workers = Workers(threads)
-    try:
-        test = ReadTest(workers, target, n_bytes)
-        return max(test.bandwidth() for _ in range(TRIES))
-    finally:
-        workers.close()
+class Roofline:
+    """The ceilings of this machine for so many threads; a context manager.
 
+    Args:
+        threads: how many.
+        target: the instruction set; by default the best that runs here.
+        n_bytes: how much a measurement of bandwidth reads; see `ReadTest`.
+        progress: see `localllm.kernels.cpu.compiler.addresses`.
 
-def dot_rate(threads: int, target: Target) -> float:
-    """Products of bytes, each added to a sum, that ``threads`` compute in a second."""
-    return _multiply_rate(threads, target, integers=True)
+    Raises:
+        UsageError, DeviceError: as `localllm.kernels.cpu.target.choose`.
+    """
 
+    def __init__(
+        self,
+        threads: int,
+        target: Target | None = None,
+        n_bytes: int = 1 << 28,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.target = target or choose()
+        self._workers = Workers(threads)
+        self._read = ReadTest(self._workers, self.target, n_bytes, progress)
+        self._dot = MultiplyTest(self._workers, self.target, integers=True, progress=progress)
+        self._fma = MultiplyTest(self._workers, self.target, integers=False, progress=progress)
 
-def fma_rate(threads: int, target: Target) -> float:
-    """Products of float32, each added to a sum, that ``threads`` compute in a second."""
-    return _multiply_rate(threads, target, integers=False)
+    def read_bandwidth(self) -> float:
+        """Bytes a second that the threads read now."""
+        return max(self._read.bandwidth() for _ in range(READ_TRIES))
 
+    def dot_rate(self) -> float:
+        """Products of bytes, each added to a sum, that the threads compute in a second."""
+        return self._dot.rate()
 
-def _multiply_rate(threads: int, target: Target, *, integers: bool) -> float:
-    workers = Workers(threads)
-    try:
-        return MultiplyTest(workers, target, integers=integers).rate()
-    finally:
-        workers.close()
+    def fma_rate(self) -> float:
+        """Products of float32, each added to a sum, that the threads compute in a second."""
+        return self._fma.rate()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._workers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

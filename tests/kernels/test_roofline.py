@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from localllm.kernels.cpu import roofline
 from localllm.kernels.cpu.program import Workers
-from localllm.kernels.cpu.roofline import LANES, PERIOD, ROUNDS, UNIT, UNITS, MultiplyTest, ReadTest
-from localllm.kernels.cpu.target import Target, available
+from localllm.kernels.cpu.roofline import LANES, PERIOD, ROUNDS, UNIT, UNITS, MultiplyTest, ReadTest, Roofline
+from localllm.kernels.cpu.target import Target, available, choose
 
 
 @pytest.fixture(params=available(), ids=lambda target: target.name)
@@ -52,8 +51,7 @@ def test_all_floats_are_multiplied(target: Target, workers: Workers) -> None:
     np.testing.assert_array_equal(test.sums(), np.float32(expected))
 
 
-def test_rates_of_the_whole_machine_are_positive() -> None:
-    target = available()[0]
-    assert roofline.read_bandwidth(1, target, UNIT) > 0
-    assert roofline.dot_rate(1, target) > 0
-    assert roofline.fma_rate(1, target) > 0
+def test_a_roofline_measures_all_of_them() -> None:
+    with Roofline(1, n_bytes=UNIT) as roofline:
+        assert roofline.target == choose()
+        assert min(roofline.read_bandwidth(), roofline.dot_rate(), roofline.fma_rate()) > 0
