@@ -28,7 +28,7 @@ def doubling(step: str, start: str = "'a'", show: str = "{{ ns.s }}") -> str:
 ENDLESS = {
     "huge range": "{% for i in range(10**9) %}x{% endfor %}",
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "loops over filters": "{% for i in range(999) %}{% for j in range(9999)|select %}{% endfor %}{% endfor %}",
+    "filter loops": "{% for i in range(999) %}{% for j in range(9999)|select %}{% endfor %}{% endfor %}",
     "filters in a loop": "{% for i in range(9999) %}{% set x = range(99999)|select|first %}{% endfor %}",
     "sorting by attribute": "{% for i in range(999) %}{% set x = range(99999)|groupby('real') %}{% endfor %}",
     "endless recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
