@@ -9,11 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import TokenizerError, UsageError
-from localllm.gguf import GGUFFile
 from localllm.stream import StreamDecoder
 from localllm.tokenizer import Tokenizer
-from tests.helpers.data import shared_data
-from tests.helpers.vocabularies import CONTROL, FakeFile, bpe_metadata, spm_metadata, tiny_spm_pieces
+from tests.helpers.vocabularies import (
+    CONTROL,
+    FakeFile,
+    bpe_metadata,
+    real_tokenizer,
+    spm_metadata,
+    tiny_spm_pieces,
+)
 
 PIECES = [("▁", -1.0), ("a", -2.0), ("b", -3.0), ("▁a", -4.0), ("ab", -5.0), ("▁漢字", -6.0), ("STOP", -7.0)]
 
@@ -37,7 +42,7 @@ def feed(decoder: StreamDecoder, ids: list[int]) -> list[str]:
     return [*(decoder.feed(token) for token in ids), decoder.finish()]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data(), st.sampled_from([spm, bpe]), st.booleans(), st.booleans())
 def test_the_parts_make_up_the_decoded_text(
     data: st.DataObject, make: object, special: bool, more: bool
@@ -48,7 +53,7 @@ def test_the_parts_make_up_the_decoded_text(
     assert "".join(parts) == tokenizer.decode(ids, special=special, continuation=more)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")),
     st.sampled_from([spm, bpe]),
@@ -96,7 +101,7 @@ def cut_at_first(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.text("ab 漢", max_size=20),
     st.lists(st.text("ab 漢", min_size=1, max_size=4), max_size=3),
@@ -160,8 +165,7 @@ def test_ids_out_of_range_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["llama-bpe", "llama-spm", "qwen2"])
 def test_real_vocabularies_stream_as_they_decode(name: str) -> None:
-    with GGUFFile.open(shared_data(f"vocab/ggml-vocab-{name}.gguf")) as file:
-        tokenizer = Tokenizer.from_gguf(file)
+    tokenizer = real_tokenizer(f"vocab/ggml-vocab-{name}.gguf")
     text = "Once upon a time, 🙂👩‍👩‍👧 met 漢字 and  naïve café.\n\tThe END\r\n"
     ids = ids_of(tokenizer, text)
     parts = feed(StreamDecoder(tokenizer), ids)

@@ -28,7 +28,7 @@ def doubling(step: str, start: str = "'a'", show: str = "{{ ns.s }}") -> str:
 ENDLESS = {
     "huge range": "{% for i in range(10**9) %}x{% endfor %}",
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "loop over a filter": "{% for i in range(999)|map('abs') %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "filter loops": "{% for i in range(999) %}{% for j in range(9999)|select %}{% endfor %}{% endfor %}",
     "filters in a loop": "{% for i in range(9999) %}{% set x = range(99999)|select|first %}{% endfor %}",
     "sorting by attribute": "{% for i in range(999) %}{% set x = range(99999)|groupby('real') %}{% endfor %}",
     "endless recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -92,8 +92,8 @@ ENDLESS = {
     "printed again": "{% set x = 'a' * 99999 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
     "literal text": "{% for i in range(99999) %}" + "x" * 9999 + "{% endfor %}",
     "kept literal text": "{% for i in range(99999) %}{% set x %}" + "x" * 9999 + "{% endset %}{% endfor %}",
-    "filter block": "{% for i in range(9999) %}{% filter replace('a', 'b' * 99) %}aaa{% endfilter %}{% endfor %}",
-    "copies": "{% set x = 'a' * 4000000 %}" + "".join(f"{{% set a{i} = x[1:] %}}" for i in range(999)),
+    "filter block": "{% for i in range(9999) %}{% filter center(9999) %}a{% endfilter %}{% endfor %}",
+    "copies": "{% set x = 'a' * 4000000 %}" + "".join(f"{{% set a{i} = x[1:] %}}" for i in range(99)),
 }
 
 
