@@ -185,11 +185,11 @@ class Encoder:
 def document(corpus: Corpus, encoder: Encoder, rng: random.Random) -> tuple[list[int], list[float]]:
     """One document of a kind drawn at random."""
     kind = rng.random()
-    if kind < 0.09:
+    if kind < 0.03:
         return encoder.bare("", rng.choice(corpus.stories))
-    if kind < 0.18:
+    if kind < 0.15:
         return encoder.bare("", written_story(corpus.plots, rng)[1])
-    if kind < 0.29:
+    if kind < 0.26:
         question, answer = corpus.turn(rng)
         return encoder.bare(question, "\n" + answer)
     turns = [corpus.turn(rng) for _ in range(rng.choice((1, 1, 2, 3, 4)))]
