@@ -21,12 +21,14 @@ class Device:
         name: "cpu" or "reference".
         kernels: which kernels run, in words.
         threads: how many compute.
+        close: ends the threads; nothing runs on the device afterwards.
     """
 
     name: str
     kernels: str
     threads: int
     ops: Ops
+    close: Callable[[], None]
 
 
 def open_device(
@@ -67,10 +69,10 @@ def _cpu(threads: int | None, isa: str | None, progress: Callable[[int, int], No
     from localllm.kernels.cpu.ops import CPUOps
 
     ops = CPUOps(threads, isa, progress)
-    return Device("cpu", f"numba kernels for {ops.target.name}", ops.workers.n, cast(Ops, ops))
+    return Device("cpu", f"numba kernels for {ops.target.name}", ops.workers.n, cast(Ops, ops), ops.workers.close)
 
 
 def _reference() -> Device:
     from localllm.kernels.reference import ReferenceOps
 
-    return Device("reference", "numpy", 1, cast(Ops, ReferenceOps()))
+    return Device("reference", "numpy", 1, cast(Ops, ReferenceOps()), close=lambda: None)

@@ -88,9 +88,7 @@ class Engine:
         self.max_tokens = min(max_tokens, context)
         self._max_outputs = max_outputs(self.n_vocab, self.max_tokens)
         kv = ops.new_cache(model.cache_shape, n_cache_pages(context, parallel, ops.page_size))
-        step = ops.compile(
-            lambda: model.forward(ops), kv, max_tokens=self.max_tokens, max_outputs=self._max_outputs
-        )
+        step = ops.compile(lambda: model.forward(ops), kv, max_tokens=self.max_tokens, max_outputs=self._max_outputs)
         self._open: tuple[PagedCache, Step] | None = (PagedCache(kv), step)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import resources
@@ -88,6 +89,7 @@ def load(
         tokenizer = Tokenizer.from_gguf(file)
         template = None if chat_template is None else _given_template(chat_template, tokenizer)
         backend = open_device(device, threads=threads, isa=isa, progress=_stage(progress, "kernels"))
+        stack.callback(backend.close)
         placement = plan(
             config,
             file.tensors,
@@ -103,7 +105,9 @@ def load(
         info = _info(file, config, backend, placement)
         stack.pop_all()
     _log.info("%s on %s (%s, %d threads): %s", info.path, info.device, info.kernels, info.threads, placement)
-    return LLM(file, tokenizer, engine, info, template)
+    # A stream may outlive the LLM that it came from: the engine, which both hold, is the last to need the threads.
+    end_threads = weakref.finalize(engine, backend.close)
+    return LLM(file, tokenizer, engine, info, template, on_close=end_threads)
 
 
 class LLM:
@@ -122,7 +126,10 @@ class LLM:
         engine: Engine,
         info: ModelInfo,
         template: ChatTemplate | None = None,
+        *,
+        on_close: Callable[[], object] = lambda: None,
     ) -> None:
+        self._on_close = on_close
         self._file = file
         self._tokenizer = tokenizer
         self._engine: Engine | None = engine
@@ -279,6 +286,7 @@ class LLM:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+            self._on_close()
             self._file.close()
 
     def __enter__(self) -> Self:

@@ -133,12 +133,17 @@ def _weights(
     config: ModelConfig, tensors: Mapping[str, Weight], packed_bytes: Callable[[Weight], int], device: str
 ) -> tuple[LayerGroup, ...]:
     """The groups of layers with their weights, and no cache yet."""
+
+    def n_bytes(tensor: Weight) -> int:
+        # No model has tensors of other shapes; loading will say so.
+        return packed_bytes(tensor) if len(tensor.shape) in (1, 2) else 0
+
     embedding = tensors["token_embd.weight"]
-    in_layers = sum(packed_bytes(tensor) for name, tensor in tensors.items() if _LAYER.match(name))
+    in_layers = sum(n_bytes(tensor) for name, tensor in tensors.items() if _LAYER.match(name))
     # A file without an output matrix uses the embedding for it, which is then packed as well.
     head = tensors.get("output.weight", embedding)
     rest = [tensor for name, tensor in tensors.items() if not _LAYER.match(name)]
-    output = packed_bytes(head) + sum(packed_bytes(t) for t in rest if t is not head and t is not embedding)
+    output = n_bytes(head) + sum(n_bytes(t) for t in rest if t is not head and t is not embedding)
     return (
         LayerGroup("embedding", device, weights=0, mapped=embedding.data.nbytes),
         LayerGroup(f"layers 0-{config.n_layers - 1}", device, weights=in_layers),

@@ -31,7 +31,9 @@ from numpy.typing import NDArray
 
 import localllm
 from localllm.gguf import GGUFFile
-from localllm.kernels.cpu.roofline import Roofline
+from localllm.kernels.cpu.program import Workers
+from localllm.kernels.cpu.roofline import ReadTest
+from localllm.kernels.cpu.target import choose
 from tests.helpers.synthetic import SHAPES, random_gguf
 
 Array = NDArray[np.float32]
@@ -145,13 +147,13 @@ def compare(path: Path, threads: int, args: argparse.Namespace) -> tuple[list[Li
         n_vocab = file.tensors["token_embd.weight"].shape[0]
     ids = [1, *rng.integers(300, n_vocab, args.prompt - 1).tolist()]
     n_bytes = weight_bytes(path)
-    roofline = Roofline(threads)
+    read_test = ReadTest(Workers(threads), choose(), 1 << 28)
     prefills: list[tuple[float, float]] = []
     decodes: list[tuple[float, float]] = []
     shares = []
     with both(path, threads, context) as (ours, theirs):
         for round_ in range(args.repetitions + 1):
-            bandwidth = roofline.read_bandwidth()
+            bandwidth = read_test.bandwidth()
             prefill, decode, our_ids = ours.measure(ids, args.n)
             their_prefill = theirs.prefill(ids)
             their_decode, their_ids = theirs.decode(args.n)
@@ -180,7 +182,7 @@ _PEAK = """
 import resource, sys, localllm
 llm = localllm.load(sys.argv[1], context=int(sys.argv[2]))
 llm.generate([1] * int(sys.argv[3]), max_tokens=8, temperature=0.0, ignore_eos=True)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, sum(g.kv_cache for g in llm.info.groups))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, llm.info.placement.kv_cache)
 """
 
 
