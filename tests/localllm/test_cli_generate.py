@@ -93,6 +93,18 @@ def test_the_kernels_give_the_same_text(generate: Generate, plain: Path) -> None
     assert kernels.err == ""  # even where the kernels have to be compiled
 
 
+def test_a_warm_start_does_without_numba_and_jinja2(generate: Generate, plain: Path) -> None:
+    """They take most of the time that a first token may take; so does rich."""
+    arguments = ["-p", "the", "--temp", 0, "--device", "cpu", "-t", 1, "-q"]
+    generate(*arguments)  # compiles the kernels, if need be
+    command = [str(part) for part in ("generate", "-m", plain, "-n", 2, *arguments)]
+    code = f"import sys\nfrom localllm.cli import main\nmain({command})\nprint(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = set(done.stderr.split())
+    assert "localllm.kernels.cpu.ops" in loaded
+    assert not loaded & {"numba", "jinja2", "rich", "gguf", "torch"}
+
+
 def test_settings_reach_the_sampler(generate: Generate, llm: LLM) -> None:
     flags = {
         "--temp": ("temperature", 1.7),
