@@ -45,7 +45,7 @@ class Weight(Protocol):
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        """Raw blocks, uint8 [rows, bytes per row]."""
+        """Raw blocks, uint8 [rows, bytes per row], or [bytes] of a vector."""
         ...
 
     def drop_pages(self) -> None:
@@ -103,7 +103,10 @@ class CacheShape:
 
 
 class KVCache(Protocol):
-    """Keys and values in float16, in pages of ``page_size`` tokens that sequences name in their block tables."""
+    """Keys and values in float16, in pages of ``page_size`` tokens that sequences name in their block tables.
+
+    What is beyond float16's range is kept as its largest finite value.
+    """
 
     @property
     def page_size(self) -> int: ...

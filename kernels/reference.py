@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.ops import Batch, CacheShape, KVCache, Linear, Rope, Step, Tensor, Weight
+from localllm.kernels.ops import Batch, CacheShape, KVCache, Linear, Ops, Rope, Step, Tensor, Weight
 from localllm.quant.formats import dequantize
 
 #: float32; numpy's stubs lose the type in most expressions.
@@ -45,7 +45,7 @@ class ReferenceCache:
         self.values[:, target] = self.values[:, source]
 
 
-class ReferenceOps:
+class ReferenceOps(Ops):
     """The `Ops` protocol in plain numpy.
 
     With a float32 cache it computes as if a model's attention had no cache at all, which is what independent
@@ -104,14 +104,16 @@ class ReferenceOps:
         mean_square: Array = np.mean(x * x, axis=-1, keepdims=True)
         return x / np.sqrt(mean_square + np.float32(eps)) * weight
 
-    def linear(self, x: Array, weight: ReferenceLinear, residual: Array | None = None) -> Array:
+    def linear(self, x: Array, weight: Linear, residual: Array | None = None) -> Array:
+        if not isinstance(weight, ReferenceLinear):
+            raise KernelError(f"the reference backend cannot use a {type(weight).__name__}")
         # A product of matrix and vector a token: a product of matrices adds in an order that depends on T.
         y: Array = np.matmul(weight.matrix, x[:, :, None])[:, :, 0]
         if weight.bias is not None:
             y += weight.bias
         return y if residual is None else y + residual
 
-    def linears(self, x: Array, weights: Sequence[ReferenceLinear]) -> list[Array]:
+    def linears(self, x: Array, weights: Sequence[Linear]) -> list[Array]:
         return [self.linear(x, weight) for weight in weights]
 
     def rope_append(

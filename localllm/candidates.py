@@ -128,8 +128,7 @@ def typical(candidates: Candidates, p: float) -> Candidates:
     logprobs[possible] = candidates.logits[possible] - (np.float64(candidates.logits.max()) + math.log(total))
     entropy = -np.sum(weights[possible] / total * logprobs[possible])
     positions, shares = reach(-np.abs(logprobs + entropy), weights, p)
-    kept = positions[: np.searchsorted(shares, p, side="right") + 1]
-    return candidates.take(np.sort(kept))
+    return candidates.take(positions[: np.searchsorted(shares, p, side="right") + 1])
 
 
 def top_p(candidates: Candidates, p: float) -> Candidates:

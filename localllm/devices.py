@@ -32,7 +32,11 @@ class Device:
 
 
 def open_device(
-    name: str = "auto", *, threads: int | None = None, progress: Callable[[int, int], None] | None = None
+    name: str = "auto",
+    *,
+    threads: int | None = None,
+    isa: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Device:
     """The backend for a device.
 
@@ -40,13 +44,15 @@ def open_device(
         name: "cpu"; "auto", the best there is, which is the CPU; or "reference", plain numpy in float32: slow,
             exact, for finding out whether a kernel is at fault.
         threads: how many compute; by default one for each physical core that the process may use.
+        isa: the instruction set of the CPU's kernels, by name; by default the best that runs here.
         progress: called with the kernels compiled so far and those to compile, when they are not cached yet.
 
     Raises:
-        DeviceError: there is no such device here; says why.
+        DeviceError: there is no such device here, or it has not that instruction set; says why.
+        UsageError: there is no instruction set of that name.
     """
     if name in ("auto", "cpu"):
-        return _cpu(threads, progress)
+        return _cpu(threads, isa, progress)
     if name == "reference":
         return _reference()
     if name.split(":")[0] in ("cuda", "gpu"):
@@ -56,11 +62,11 @@ def open_device(
     raise DeviceError(f"there is no device {name!r}: choose one of {', '.join(map(repr, DEVICES))}")
 
 
-def _cpu(threads: int | None, progress: Callable[[int, int], None] | None) -> Device:
+def _cpu(threads: int | None, isa: str | None, progress: Callable[[int, int], None] | None) -> Device:
     # Imported here: numba takes a third of a second.
     from localllm.kernels.cpu.ops import CPUOps
 
-    ops = CPUOps(threads, progress=progress)
+    ops = CPUOps(threads, isa, progress)
     return Device("cpu", f"numba kernels for {ops.target.name}", ops.workers.n, cast(Ops, ops), ops.workers.close)
 
 

@@ -51,6 +51,7 @@ def load(
     device: str = "auto",
     context: int | None = None,
     threads: int | None = None,
+    isa: str | None = None,
     parallel: int = 1,
     chat_template: str | None = None,
     progress: LoadProgress | None = None,
@@ -65,6 +66,7 @@ def load(
             trained on, at most 4,096, and fewer where memory is short.  More than it was trained on is allowed,
             with a warning.
         threads: how many compute; by default one for each physical core that the process may use.
+        isa: the instruction set of the CPU's kernels, such as "avx2"; by default the best that runs here.
         parallel: how many sequences of full length the cache has room for.  Threads that generate at the same
             time share it; where it is too small they wait for each other.
         chat_template: jinja2 source to use in place of the file's own template.
@@ -74,7 +76,7 @@ def load(
         GGUFError: the file is missing, not a GGUF, or damaged.
         UnsupportedArchitectureError, ModelError: it holds no model that localllm runs, or a broken one.
         TokenizerError, TemplateError: its vocabulary, or the template given, is broken.
-        DeviceError: the device is not there.
+        DeviceError: the device is not there, or does not execute the instruction set.
         NotEnoughMemoryError: the model would not fit; said before it is loaded.
         UsageError: an argument is out of range.
     """
@@ -87,7 +89,7 @@ def load(
         config = read_config(file.metadata, file.tensors)
         tokenizer = Tokenizer.from_gguf(file)
         template = None if chat_template is None else _given_template(chat_template, tokenizer)
-        backend = open_device(device, threads=threads, progress=_stage(progress, "kernels"))
+        backend = open_device(device, threads=threads, isa=isa, progress=_stage(progress, "kernels"))
         stack.callback(backend.close)
         placement = plan(
             config,
@@ -143,6 +145,13 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the file has a chat template, or one was given to `load`."""
+        self._opened()
+        given = self._template is not None and not self._template.is_fallback
+        return given or "tokenizer.chat_template" in self._file.metadata
 
     @property
     def chat_template(self) -> ChatTemplate:

@@ -289,7 +289,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             _check_power(left, right)
         elif operator == "%" and isinstance(left, str):
             _check_percent(budget, left, right)
-        return budget.admit(super().call_binop(context, operator, left, right))
+        result = super().call_binop(context, operator, left, right)
+        return budget.admit_sum(result, left, right) if operator == "+" else budget.admit(result)
 
     def call_filter(
         self,

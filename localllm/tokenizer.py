@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from localllm.encoders import BYTE_CHARACTERS, make_encoder
 from localllm.errors import TokenizerError
@@ -27,7 +28,8 @@ class Tokenizer:
         Raises:
             TokenizerError: tokens, scores or merges do not fit together.
         """
-        self._vocabulary = vocabulary
+        # The encoder has the merges, half a million strings, in a form of its own.
+        self._vocabulary = replace(vocabulary, merges=[])
         self._n_vocab = len(vocabulary)
         self._encoder = make_encoder(vocabulary)
         self._visible_tokens = self._matcher(TokenType.USER_DEFINED)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -86,15 +86,14 @@ class Metadata:
             ModelError: as `read`; the array has not one value a layer, or they differ.
         """
         full = f"{self.architecture}.{key}"
-        values = self.values.get(full)
-        if not isinstance(values, list | tuple | np.ndarray):
+        values = _plain(self.values.get(full))
+        if not isinstance(values, list | tuple):
             return self.read(key, int, default, low=low, high=high)
         if len(values) != n_layers:
             raise ModelError(f"{full} has {len(values)} values for {n_layers} layers: the file is broken")
-        distinct = {_plain(value) for value in values}
-        if len(distinct) > 1:
+        if any(value != values[0] for value in values):
             raise ModelError(f"{full} differs from layer to layer, which localllm does not support yet")
-        return Metadata({full: distinct.pop()}, self.architecture).read(key, int, low=low, high=high)
+        return Metadata({full: values[0]}, self.architecture).read(key, int, low=low, high=high)
 
     def refuse_unsupported(self) -> None:
         """Raises:
@@ -109,8 +108,8 @@ class Metadata:
 
 
 def _plain(value: Any) -> Any:
-    """A numpy scalar as Python's own; anything else as it is."""
-    return value.item() if isinstance(value, np.generic) else value
+    """A numpy scalar or array as Python's own number or list; anything else as it is."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
 def _shown(value: Any) -> str:
@@ -257,8 +256,10 @@ def _read_n_vocab(meta: Metadata, tensors: Mapping[str, Weight]) -> int:
     tokens = meta.values.get("tokenizer.ggml.tokens")
     if tokens is None:
         key, n_tokens = f"{meta.architecture}.vocab_size", meta.read("vocab_size", int, n_vocab)
-    else:
+    elif isinstance(tokens, Sized):
         key, n_tokens = "tokenizer.ggml.tokens", len(tokens)
+    else:
+        raise ModelError(f"tokenizer.ggml.tokens is {_shown(tokens)}, but must be a list: the file is broken")
     if n_tokens != n_vocab:
         raise ModelError(
             f"the token embedding has {n_vocab:,} rows, but by {key} the vocabulary has {n_tokens:,} tokens: "
@@ -277,7 +278,7 @@ def _read_rope(meta: Metadata, head_dim: int, context_length: int, context: int)
     scaling = meta.read("rope.scaling.type", str, "none" if factor == 1 else "linear")
     if scaling not in ROPE_SCALINGS:
         raise ModelError(
-            f"the model scales its rotary positions by {scaling!r}, which localllm does not support; "
+            f"{meta.architecture}.rope.scaling.type is {_shown(scaling)}, which localllm does not support; "
             f"it knows {', '.join(ROPE_SCALINGS)}"
         )
     original_context = meta.read(

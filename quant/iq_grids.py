@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from localllm.quant.bits import Floats, Ints
+from localllm.quant.bits import Bytes, Floats, Ints
 
 
 @cache
@@ -31,10 +31,8 @@ def _signs(masks: Ints) -> Floats:
     return 1 - 2 * bits.astype(np.float32)
 
 
-# All eight signs given: [256, 8].
-SIGNS_8 = _signs(np.arange(256, dtype=np.uint8))
-
-# Seven signs given, the eighth such that an even number of them is negative: [128, 8].
+# Signs by mask, and the masks that seven signs mean, the eighth being such that an even number is negative.
+SIGNS = _signs(np.arange(256, dtype=np.uint8))  # [256, 8]
 # The shift leaves only the lowest bit of the count, the parity.
 _SEVEN = np.arange(128, dtype=np.uint8)
-SIGNS_7 = _signs(_SEVEN | np.bitwise_count(_SEVEN) << 7)
+MASKS_OF_7: Bytes = (_SEVEN | np.bitwise_count(_SEVEN) << 7).astype(np.uint8)

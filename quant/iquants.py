@@ -6,11 +6,15 @@ and a scale covers 16 or 32 values.  In IQ4 every code picks one of 16 unevenly 
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
 import numpy as np
 
 from localllm.quant.bits import Bytes, Floats, Halves, Ints, bit_fields, bit_planes
 from localllm.quant.block_format import BlockFormat, IntegerFormat, Parts, register
-from localllm.quant.iq_grids import SIGNS_7, SIGNS_8, grid
+from localllm.quant.iq_grids import MASKS_OF_7, SIGNS, grid
 from localllm.quant.types import GGMLType
 
 BLOCK_LENGTH = 256
@@ -18,24 +22,48 @@ BLOCK_LENGTH = 256
 _IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 
 
-def _look_up(name: str, index: Ints, out: Floats) -> None:
-    """Fill ``out`` [n_blocks, 256] with the codebook rows that ``index`` [n_blocks, rows] names."""
-    codebook = grid(name)
-    rows = out.reshape(*index.shape, codebook.shape[1])
-    # An index has no more bits than the codebook has rows for: "clip" only spares numpy a buffer.
-    np.take(codebook, index, axis=0, out=rows, mode="clip")
+@dataclass(frozen=True, slots=True)
+class GridParts:
+    """Blocks of a format with a codebook, taken apart.
+
+    Attributes:
+        index: unsigned [n_blocks, rows], which row of the codebook comes next.
+        masks: uint8 [n_blocks, 32], a bit for each of 8 values, the first lowest: it is negative or, in IQ1, shifted
+            down.
+        scales: float32 [n_blocks, n_sub_blocks].
+    """
+
+    index: Ints
+    masks: Bytes
+    scales: Floats
 
 
-def _flip_signs(out: Floats, signs: Floats) -> None:
-    """Multiply ``out`` [n_blocks, 256] by ``signs`` [n_blocks, 32, 8]."""
-    values = out.reshape(signs.shape)
-    values *= signs
+class GridFormat(BlockFormat):
+    """A format whose values are rows of a codebook, with signs, times a scale.
 
+    Attributes:
+        grid_name: whose codebook it is, for `grid`.
+    """
 
-def _scale(out: Floats, scales: Floats) -> None:
-    """Multiply ``out`` [n_blocks, 256] by ``scales`` [n_blocks, n_sub_blocks]."""
-    values = out.reshape(*scales.shape, -1)
-    values *= scales[:, :, None]
+    grid_name: ClassVar[str]
+
+    @abstractmethod
+    def unpack(self, blocks: Bytes) -> GridParts:
+        """Take uint8 [n_blocks, block_bytes] apart, losing nothing."""
+
+    def decode(self, blocks: Bytes, out: Floats) -> None:
+        parts = self.unpack(blocks)
+        codebook = grid(self.grid_name)
+        rows = out.reshape(*parts.index.shape, codebook.shape[1])
+        # An index has no more bits than the codebook has rows for: "clip" only spares numpy a buffer.
+        np.take(codebook, parts.index, axis=0, out=rows, mode="clip")
+        self.apply_masks(out.reshape(len(blocks), 32, 8), parts.masks)
+        values = out.reshape(*parts.scales.shape, -1)
+        values *= parts.scales[:, :, None]
+
+    def apply_masks(self, values: Floats, masks: Bytes) -> None:
+        """Do to values [n_blocks, 32, 8] what the bits of ``masks`` say."""
+        values *= SIGNS[masks]
 
 
 def _half_steps(d: Halves, sub_scales: Ints, unit: float) -> Floats:
@@ -55,48 +83,48 @@ def _nibbles(data: Bytes) -> Ints:
 
 
 @register
-class IQ2_XXS(BlockFormat):
+class IQ2_XXS(GridFormat):
     """value = d · (S + 1/2) / 4 · sign · grid, S of 32 values in 0..15::
 
     d       f16
     groups  8 times, 32 values each:
         grid   u8[4]   indices of 8 values each
-        signs  u32     SSSS, then four times 7 sign bits (`SIGNS_7`), the first lowest
+        signs  u32     SSSS, then four times 7 sign bits (`MASKS_OF_7`), the first lowest
     """
 
     type = GGMLType.IQ2_XXS
+    grid_name = "IQ2_XXS"
     layout = np.dtype([("d", "<f2"), ("groups", [("grid", "u1", 4), ("signs", "<u4")], 8)])
 
-    def decode(self, blocks: Bytes, out: Floats) -> None:
+    def unpack(self, blocks: Bytes) -> GridParts:
         block = self.fields(blocks)
         word = block["groups"]["signs"]
-        _look_up("IQ2_XXS", block["groups"]["grid"].reshape(len(blocks), 32), out)
-        _flip_signs(out, SIGNS_7[bit_fields(word, 7, 4).reshape(len(blocks), 32)])
-        _scale(out, _half_steps(block["d"], word >> 28, 0.25))
+        index = block["groups"]["grid"].reshape(len(blocks), 32)
+        masks = MASKS_OF_7[bit_fields(word, 7, 4).reshape(len(blocks), 32)]
+        return GridParts(index, masks, _half_steps(block["d"], word >> 28, 0.25))
 
 
 @register
-class IQ2_XS(BlockFormat):
+class IQ2_XS(GridFormat):
     """value = d · (S + 1/2) / 4 · sign · grid, S of 16 values in 0..15::
 
     d       f16
-    qs      u16[32]   7 sign bits (`SIGNS_7`), then a 9-bit index of 8 values
+    qs      u16[32]   7 sign bits (`MASKS_OF_7`), then a 9-bit index of 8 values
     scales  u8[8]     S of the second, then of the first 16 of 32 values: SSSSssss
     """
 
     type = GGMLType.IQ2_XS
+    grid_name = "IQ2_XS"
     layout = np.dtype([("d", "<f2"), ("qs", "<u2", 32), ("scales", "u1", 8)])
 
-    def decode(self, blocks: Bytes, out: Floats) -> None:
+    def unpack(self, blocks: Bytes) -> GridParts:
         block = self.fields(blocks)
         qs = block["qs"]
-        _look_up("IQ2_XS", qs & 511, out)
-        _flip_signs(out, SIGNS_7[qs >> 9])
-        _scale(out, _half_steps(block["d"], _nibbles(block["scales"]), 0.25))
+        return GridParts(qs & 511, MASKS_OF_7[qs >> 9], _half_steps(block["d"], _nibbles(block["scales"]), 0.25))
 
 
 @register
-class IQ2_S(BlockFormat):
+class IQ2_S(GridFormat):
     """value = d · (S + 1/2) / 4 · sign · grid, S of 16 values in 0..15::
 
     d       f16
@@ -107,38 +135,38 @@ class IQ2_S(BlockFormat):
     """
 
     type = GGMLType.IQ2_S
+    grid_name = "IQ2_S"
     layout = np.dtype([("d", "<f2"), ("qs", "u1", 32), ("signs", "u1", 32), ("qh", "u1", 8), ("scales", "u1", 8)])
 
-    def decode(self, blocks: Bytes, out: Floats) -> None:
+    def unpack(self, blocks: Bytes) -> GridParts:
         block = self.fields(blocks)
         high = bit_fields(block["qh"], 2, 4).reshape(len(blocks), 32).astype(np.uint16)
-        _look_up("IQ2_S", block["qs"] | high << 8, out)
-        _flip_signs(out, SIGNS_8[block["signs"]])
-        _scale(out, _half_steps(block["d"], _nibbles(block["scales"]), 0.25))
+        scales = _half_steps(block["d"], _nibbles(block["scales"]), 0.25)
+        return GridParts(block["qs"] | high << 8, block["signs"], scales)
 
 
 @register
-class IQ3_XXS(BlockFormat):
+class IQ3_XXS(GridFormat):
     """value = d · (S + 1/2) / 2 · sign · grid, S of 32 values in 0..15::
 
     d      f16
     qs     u8[64]   indices of 4 values each
-    signs  u32[8]   SSSS, then four times 7 sign bits (`SIGNS_7`), the first lowest
+    signs  u32[8]   SSSS, then four times 7 sign bits (`MASKS_OF_7`), the first lowest
     """
 
     type = GGMLType.IQ3_XXS
+    grid_name = "IQ3_XXS"
     layout = np.dtype([("d", "<f2"), ("qs", "u1", 64), ("signs", "<u4", 8)])
 
-    def decode(self, blocks: Bytes, out: Floats) -> None:
+    def unpack(self, blocks: Bytes) -> GridParts:
         block = self.fields(blocks)
         word = block["signs"]
-        _look_up("IQ3_XXS", block["qs"], out)
-        _flip_signs(out, SIGNS_7[bit_fields(word, 7, 4).reshape(len(blocks), 32)])
-        _scale(out, _half_steps(block["d"], word >> 28, 0.5))
+        masks = MASKS_OF_7[bit_fields(word, 7, 4).reshape(len(blocks), 32)]
+        return GridParts(block["qs"], masks, _half_steps(block["d"], word >> 28, 0.5))
 
 
 @register
-class IQ3_S(BlockFormat):
+class IQ3_S(GridFormat):
     """value = d · (2 S + 1) · sign · grid, S of 32 values in 0..15::
 
     d       f16
@@ -149,21 +177,25 @@ class IQ3_S(BlockFormat):
     """
 
     type = GGMLType.IQ3_S
+    grid_name = "IQ3_S"
     layout = np.dtype([("d", "<f2"), ("qs", "u1", 64), ("qh", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)])
 
-    def decode(self, blocks: Bytes, out: Floats) -> None:
+    def unpack(self, blocks: Bytes) -> GridParts:
         block = self.fields(blocks)
         ninth = np.unpackbits(block["qh"], axis=1, bitorder="little").astype(np.uint16)
-        _look_up("IQ3_S", block["qs"] | ninth << 8, out)
-        _flip_signs(out, SIGNS_8[block["signs"]])
-        _scale(out, _odd_steps(block["d"], _nibbles(block["scales"])))
+        scales = _odd_steps(block["d"], _nibbles(block["scales"]))
+        return GridParts(block["qs"] | ninth << 8, block["signs"], scales)
 
 
-_IQ1_DELTA = np.float32(0.125)
+class ShiftedGridFormat(GridFormat):
+    """A format whose masks shift instead of flipping signs: by 1/8 up or, where a bit is set, down."""
+
+    def apply_masks(self, values: Floats, masks: Bytes) -> None:
+        values += SIGNS[masks] * np.float32(0.125)
 
 
 @register
-class IQ1_S(BlockFormat):
+class IQ1_S(ShiftedGridFormat):
     """value = d · (2 S + 1) · (grid ± 1/8), S and the sign of 32 values::
 
     d   f16
@@ -172,19 +204,19 @@ class IQ1_S(BlockFormat):
     """
 
     type = GGMLType.IQ1_S
+    grid_name = "IQ1_S"
     layout = np.dtype([("d", "<f2"), ("qs", "u1", 32), ("qh", "<u2", 8)])
 
-    def decode(self, blocks: Bytes, out: Floats) -> None:
+    def unpack(self, blocks: Bytes) -> GridParts:
         block = self.fields(blocks)
         qh = block["qh"]
-        _look_up("IQ1_S", block["qs"] | bit_fields(qh, 3, 4).reshape(len(blocks), 32) << 8, out)
-        values = out.reshape(len(blocks), 8, 32)
-        values += np.where(qh & 0x8000, -_IQ1_DELTA, _IQ1_DELTA)[:, :, None]
-        _scale(out, _odd_steps(block["d"], qh >> 12 & 7))
+        index = block["qs"] | bit_fields(qh, 3, 4).reshape(len(blocks), 32) << 8
+        masks = np.repeat(np.where(qh & 0x8000, np.uint8(255), np.uint8(0)), 4, axis=1)
+        return GridParts(index, masks, _odd_steps(block["d"], qh >> 12 & 7))
 
 
 @register
-class IQ1_M(BlockFormat):
+class IQ1_M(ShiftedGridFormat):
     """value = d · (2 S + 1) · (grid ± 1/8), S of 16 values, the sign of 8::
 
     qs      u8[32]   lower eight bits of the indices, of 8 values each
@@ -195,19 +227,19 @@ class IQ1_M(BlockFormat):
     """
 
     type = GGMLType.IQ1_M
+    grid_name = "IQ1_S"
     layout = np.dtype([("qs", "u1", 32), ("qh", "u1", 16), ("scales", "<u2", 4)])
 
-    def decode(self, blocks: Bytes, out: Floats) -> None:
+    def unpack(self, blocks: Bytes) -> GridParts:
         block = self.fields(blocks)
         scales = block["scales"]
         digits = scales >> 12
         d = digits[:, 0] | digits[:, 1] << 4 | digits[:, 2] << 8 | digits[:, 3] << 12
         qh = _nibbles(block["qh"])
-        _look_up("IQ1_S", block["qs"] | (qh & 7).astype(np.uint16) << 8, out)
-        values = out.reshape(len(blocks), 32, 8)
-        values += np.where(qh & 8, -_IQ1_DELTA, _IQ1_DELTA)[:, :, None]
+        index = block["qs"] | (qh & 7).astype(np.uint16) << 8
+        masks = np.where(qh & 8, np.uint8(255), np.uint8(0))
         sub_scales = bit_fields(scales, 3, 4).reshape(len(blocks), 16)
-        _scale(out, _odd_steps(d.view(np.float16), sub_scales))
+        return GridParts(index, masks, _odd_steps(d.view(np.float16), sub_scales))
 
 
 @register

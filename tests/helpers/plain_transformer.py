@@ -29,7 +29,9 @@ def logits(config: Mapping[str, Any], weights: Mapping[str, NDArray[np.float32]]
 
 
 def _norm(config: Mapping[str, Any], x: Array, weight: Array) -> Array:
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + config["rms_norm_eps"]) * weight
+    eps: float = config["rms_norm_eps"]
+    root: Array = np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
+    return x / root * weight
 
 
 def _linear(layer: Mapping[str, Array], name: str, x: Array) -> Array:

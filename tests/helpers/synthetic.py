@@ -177,9 +177,7 @@ def random_blocks(rng: np.random.Generator, type: GGMLType, n_blocks: int, devia
     for start in range(0, n_blocks, step):
         chunk = out[start : start + step]
         chunk[:] = (
-            rng.integers(0, 1 << 64, -(-chunk.size // 8), np.uint64)
-            .view(np.uint8)[: chunk.size]
-            .reshape(chunk.shape)
+            rng.integers(0, 1 << 64, -(-chunk.size // 8), np.uint64).view(np.uint8)[: chunk.size].reshape(chunk.shape)
         )
         _MAKERS[type](rng, chunk, deviation)
     return out
@@ -207,8 +205,9 @@ def _uniform_variance(n_codes: int) -> float:
 
 
 def _make_f16(rng: np.random.Generator, chunk: Blocks, deviation: float) -> None:
-    values = rng.standard_normal(len(chunk), np.float32) * np.float32(deviation)
-    _put_half(chunk, 0, values)
+    # The random bytes choose from 65,536 normal values: much faster than a new one each.
+    codes = chunk.view("<u2")
+    codes[:] = (rng.standard_normal(1 << 16) * deviation).astype("<f2").view("<u2")[codes]
 
 
 def _make_q8_0(rng: np.random.Generator, chunk: Blocks, deviation: float) -> None:

@@ -138,11 +138,12 @@ def write_file(
     metadata: Mapping[str, Any],
     tensors: Mapping[str, tuple[NDArray[Any], GGMLType]],
 ) -> Path:
-    """Writes a GGUF file of any metadata (int as uint32, float as float32) and encoded tensors."""
+    """Writes a GGUF file of any metadata (int as uint32, or int32 where negative or in a list; float as float32)
+    and encoded tensors."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
         if value is not None:
-            writer.add_key_value(key, value, _value_type(value), _value_type(value[0]) if is_list(value) else None)
+            writer.add_key_value(key, value, _value_type(value))
     for name, (data, type) in tensors.items():
         writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType(type))
     writer.write_header_to_file()
@@ -152,16 +153,10 @@ def write_file(
     return path
 
 
-def is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
 def _value_type(value: Any) -> gguf.GGUFValueType:
-    if is_list(value):
-        return gguf.GGUFValueType.ARRAY
-    if isinstance(value, int) and not isinstance(value, bool):
-        return gguf.GGUFValueType.UINT32 if value >= 0 else gguf.GGUFValueType.INT32
-    return gguf.GGUFValueType.get_type(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return gguf.GGUFValueType.UINT32
+    return gguf.GGUFValueType.get_type(value)  # int: INT32, which is also what arrays of integers have
 
 
 def tiny_gguf(path: Path, model_type: str = "llama", *, type: GGMLType = GGMLType.F32, **changes: Any) -> Path:

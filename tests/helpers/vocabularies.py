@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,10 @@ from typing import Any
 
 import numpy as np
 import sentencepiece
+
+from localllm.gguf import GGUFFile
+from localllm.tokenizer import Tokenizer
+from tests.helpers.data import shared_data
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -19,6 +24,13 @@ _PRINTABLE = [b for b in range(256) if chr(b).isprintable() and chr(b) not in " 
 BYTE_CHARACTERS = [
     chr(b) if b in _PRINTABLE else chr(0x100 + b - sum(p < b for p in _PRINTABLE)) for b in range(256)
 ]
+
+
+@functools.cache
+def real_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of a file under ``../shared/data``, loaded once; skips the test where it is not there."""
+    with GGUFFile.open(shared_data(name)) as file:
+        return Tokenizer.from_gguf(file)
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,7 @@ def test_penalize_by_hand() -> None:
 
 def test_penalize_keeps_impossible_tokens_impossible_and_overflows_in_silence() -> None:
     logits = np.array([-np.inf, -3e38, 1.0], np.float32)
-    both = {"ids": np.array([0, 1]), "counts": np.array([1, 1])}
+    both: dict[str, Any] = {"ids": np.array([0, 1]), "counts": np.array([1, 1])}
     assert penalize(logits, **both, repeat=1.5, presence=-9.0, frequency=0).tolist() == [-np.inf, -np.inf, 1]
 
 
@@ -147,21 +148,27 @@ def dry_penalties(
     breakers=st.sampled_from(["", "\n", "\n:", "a"]),
 )
 def test_dry_is_as_described(prompt: str, generated: str, window: int, allowed: int, breakers: str) -> None:
-    rules = {"window": window, "multiplier": 0.75, "base": 1.5, "allowed": allowed, "breakers": breakers}
+    rules: dict[str, Any] = {
+        "window": window,
+        "multiplier": 0.75,
+        "base": 1.5,
+        "allowed": allowed,
+        "breakers": breakers,
+    }
     expected = plain_dry(prompt + generated, **rules)
     assert dry_penalties(prompt, generated, **rules) == pytest.approx(expected, rel=1e-6)
 
 
 def test_dry_on_the_example_in_llama_cpp() -> None:
     # "abccbcyabc": c would prolong a match of 3 tokens, b one of 1, y (here d) one of 2.
-    rules = {"window": -1, "multiplier": 1.0, "base": 2.0, "allowed": 1, "breakers": ""}
+    rules: dict[str, Any] = {"window": -1, "multiplier": 1.0, "base": 2.0, "allowed": 1, "breakers": ""}
     assert dry_penalties("abccbcdabc", "", **rules) == {"c": 4.0, "b": 1.0, "d": 2.0}
     assert dry_penalties("", "abccbcdabc", **rules) == {"c": 4.0, "b": 1.0, "d": 2.0}
 
 
 @pytest.mark.parametrize("base", [1.0, 1.75, 1e300])
 def test_dry_on_endless_repetition_stays_a_number(base: float) -> None:
-    rules = {"window": -1, "multiplier": 1e10, "base": base, "allowed": 2, "breakers": ""}
+    rules: dict[str, Any] = {"window": -1, "multiplier": 1e10, "base": base, "allowed": 2, "breakers": ""}
     penalties = dry_penalties("a" * 3000, "a" * 10, **rules)
     assert list(penalties) == ["a"]
     assert 0 < penalties["a"] < np.inf
@@ -196,6 +203,15 @@ def test_breakers_are_found_across_tokens(text: list[int], texts: list[str]) -> 
     for id_ in text:
         breakers.accept(id_)
     assert breakers.tokens_since == tokens_since_last(texts, [PIECES[id_] for id_ in text])
+
+
+def test_a_short_breaker_beside_a_long_one_counts_once() -> None:
+    breakers = SequenceBreakers(["x", "<|end|>"], PIECES.__getitem__)
+    since = []
+    for id_ in (0, 1, 10, 2, 3, 1, 2, 3, 4, 1):  # x yes "" <| end| yes <| end| > yes
+        breakers.accept(id_)
+        since.append(breakers.tokens_since)
+    assert since == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1]
 
 
 def test_a_token_that_holds_a_whole_breaker() -> None:

@@ -92,12 +92,17 @@ def test_every_setting_is_checked() -> None:
 
 
 def test_numbers_of_numpy_and_ends_of_ranges_are_taken_and_kept_plain() -> None:
-    bias = {np.int64(3): np.float32(-1.5), 4: -math.inf}
-    s = Sampling(
-        temperature=np.float32(0.5), top_k=np.int64(0), top_p=0, min_p=1, typical_p=0.0, repeat_last_n=-1,
-        dry_base=1, xtc_threshold=1.0, seed=(1 << 64) - 1, logit_bias=bias, dry_sequence_breakers=["###"],
-        processors=[lambda _, logits: logits],
-    )  # fmt: skip
+    bias: dict[Any, Any] = {np.int64(3): np.float32(-1.5), 4: -math.inf}
+    given: dict[str, Any] = {"temperature": np.float32(0.5), "top_k": np.int64(0), "top_p": 0, "min_p": 1}
+    given |= {
+        "typical_p": 0.0,
+        "repeat_last_n": -1,
+        "dry_base": 1,
+        "xtc_threshold": 1.0,
+        "seed": (1 << 64) - 1,
+    }
+    given |= {"logit_bias": bias, "dry_sequence_breakers": ["###"], "processors": [lambda _, logits: logits]}
+    s = Sampling(**given)
     assert type(s.temperature) is float
     assert type(s.top_p) is float
     assert type(s.top_k) is int
@@ -390,6 +395,18 @@ def test_processors_see_the_text_and_act_in_turn() -> None:
     assert sampler(logits).id == 0
     assert seen == [[1, 0], [1, 0, 3]]
     assert (logits == kept).all()
+
+
+def test_a_processor_may_change_its_logits_in_place() -> None:
+    def forbid(ids: npt.NDArray[np.int32], logits: Logits) -> Logits:
+        logits[:2] = -math.inf
+        return logits
+
+    logits = np.array([3, 2, 1], np.float32)
+    choice = make_sampler(greedy.replace(processors=(forbid,), logprobs=1), 3)(logits)
+    assert choice.id == 2
+    assert choice.top[0][0] == 0
+    assert logits.tolist() == [3, 2, 1]
 
 
 @pytest.mark.parametrize(

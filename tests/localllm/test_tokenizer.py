@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import TokenizerError
-from localllm.gguf import GGUFFile
 from localllm.tokenizer import Tokenizer
 from tests.helpers.data import shared_data
 from tests.helpers.vocabularies import (
@@ -27,6 +25,7 @@ from tests.helpers.vocabularies import (
     USER_DEFINED,
     FakeFile,
     bpe_metadata,
+    real_tokenizer,
     sentencepiece_metadata,
     spm_metadata,
     tiny_spm_pieces,
@@ -47,15 +46,8 @@ def tiny(metadata: dict[str, Any]) -> Tokenizer:
     return Tokenizer.from_gguf(FakeFile(metadata))
 
 
-@functools.cache
-def real(name: str) -> Tokenizer:
-    """The tokenizer of a file under ``../shared/data``; loaded once, for big ones take a second."""
-    with GGUFFile.open(shared_data(name)) as file:
-        return Tokenizer.from_gguf(file)
-
-
 def vocabulary(name: str) -> Tokenizer:
-    return real(f"vocab/ggml-vocab-{name}.gguf")
+    return real_tokenizer(f"vocab/ggml-vocab-{name}.gguf")
 
 
 # --- real vocabularies
@@ -94,7 +86,7 @@ def test_decoding_undoes_encoding(name: str) -> None:
         {0xF1, 0xF2, 0xF4} if name == "starcoder" else set()
     )
 
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=50, deadline=None)
     @given(any_text | wordy_text)
     def check(text: str) -> None:
         if not missing.isdisjoint(text.encode()):
@@ -142,13 +134,13 @@ def test_phi_3_swallows_white_space_after_special_tokens() -> None:
 
 
 def test_stories_agree_with_the_facts() -> None:
-    ids = real("models/stories260K/stories260K.gguf").encode("Once upon a time")
+    ids = real_tokenizer("models/stories260K/stories260K.gguf").encode("Once upon a time")
     assert ids == [1, 403, 407, 261, 378]
 
 
 def test_equal_scores_merge_from_left_to_right() -> None:
     """All scores of this file are −1000, and it has no byte tokens: unknown characters are unknown."""
-    tokenizer = real("models/story656K/TinyStories-656K-Q8_0.gguf")
+    tokenizer = real_tokenizer("models/story656K/TinyStories-656K-Q8_0.gguf")
     source = json.loads(shared_data("models/story656K/tokenizer.json").read_text())
     assert source["model"]["vocab"] == {tokenizer.token_text(i): i for i in range(tokenizer.n_vocab)}
     for text in ("Once upon a time", "Lily likes her dog.", "a  b\nc"):
@@ -179,7 +171,7 @@ def test_agrees_with_a_trained_sentencepiece_model() -> None:
     processor = train_sentencepiece(CORPUS, 420)
     tokenizer = tiny(sentencepiece_metadata(processor))
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(any_text | st.lists(st.sampled_from(CORPUS.split(" "))).map(" ".join))
     def check(text: str) -> None:
         ids = tokenizer.encode(text, add_special=False)
@@ -210,7 +202,7 @@ def test_agrees_with_a_trained_bpe_model(ignore_merges: bool) -> None:
         )
     )
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(any_text | st.lists(st.sampled_from(CORPUS.split(" "))).map(" ".join))
     def check(text: str) -> None:
         texts = [tokenizer.token_text(token) for token in tokenizer.encode(text, add_special=False)]

@@ -1,0 +1,263 @@
+"""What this machine can do at most: how fast its threads read memory, and how fast they multiply.
+
+A result means something only beside a ceiling measured in the same minute with the same threads, since clocks and
+neighbours change.  So a `Roofline` is made once, and asked in turn with what it judges.
+
+Source of the name: Williams, Waterman and Patterson, Roofline (Communications of the ACM 52, 2009).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.kernels.cpu.compiler import kernel, variant
+from localllm.kernels.cpu.ops import aligned_zeros
+from localllm.kernels.cpu.program import Instruction, Program, Workers
+from localllm.kernels.cpu.simd import (
+    dot32_u4,
+    fma,
+    load_f32x16,
+    load_i8x64,
+    load_i32x16,
+    splat_f32,
+    store_f32,
+    store_i32,
+    sum_int_lanes,
+    sum_lanes,
+    zero_f32x16,
+    zero_i32x16,
+)
+from localllm.kernels.cpu.target import Target, choose
+from localllm.kernels.cpu.templates import static_range
+
+#: Bytes that a thread reads in one unit of work.
+UNIT = 1 << 16
+#: Vectors read side by side.
+STREAMS = 8
+#: Bytes that one measurement of bandwidth reads at least: smaller buffers are read several times.
+LEAST_READ = 1 << 26
+
+#: Rounds of multiplications in a unit of work.
+ROUNDS = 1 << 12
+#: Rounds after which the activations repeat: few enough to stay in the nearest cache.
+PERIOD = 16
+#: Units of work in one measurement of a multiply rate, for each thread.
+UNITS = 64
+
+#: Measurements of a rate, of which the best counts: whatever disturbs one makes it slower.
+READ_TRIES, MULTIPLY_TRIES = 3, 5
+
+LANES = 16
+
+
+@kernel
+def read_words(begin, end, data, sums):
+    """Reads units of ``UNIT`` bytes and writes the sum of each one's int32 words, modulo 2^32."""
+    for unit in range(begin, end):
+        place = data + unit * UNIT
+        for s in static_range(STREAMS):
+            total[s] = zero_i32x16()
+        for _ in range(UNIT // (64 * STREAMS)):
+            for s in static_range(STREAMS):
+                total[s] = total[s] + load_i32x16(place + 64 * s)
+            place += 64 * STREAMS
+        for s in static_range(STREAMS - 1):
+            total[0] = total[0] + total[s + 1]
+        store_i32(sums + 4 * unit, sum_int_lanes(total[0]))
+
+
+@kernel
+def multiply_integers(begin, end, weights, x, sums):
+    """``ROUNDS * CHAINS`` products of 16 rows and 32 columns in each unit.
+
+    weights: codes in 0 … 15, eight vectors of bytes.  x: int8 [PERIOD, CHAINS, 32].  sums: int32, one a unit.
+    """
+    for v in static_range(8):
+        w[v] = load_i8x64(weights + 64 * v)
+    for unit in range(begin, end):
+        for c in static_range(CHAINS):
+            total[c] = zero_i32x16()
+        for i in range(ROUNDS):
+            row = x + i % PERIOD * (32 * CHAINS)
+            for c in static_range(CHAINS):
+                total[c] = dot32_u4(total[c], *w[0:8], row + 32 * c)
+        for c in static_range(CHAINS - 1):
+            total[0] = total[0] + total[c + 1]
+        store_i32(sums + 4 * unit, sum_int_lanes(total[0]))
+
+
+@kernel
+def multiply_floats(begin, end, weights, x, sums):
+    """``ROUNDS * CHAINS`` fused multiplications and additions of 16 lanes in each unit.
+
+    weights: float32 [CHAINS, 16].  x: float32 [PERIOD].  sums: float32, one a unit.
+    """
+    for c in static_range(CHAINS):
+        w[c] = load_f32x16(weights + 64 * c)
+    for unit in range(begin, end):
+        for c in static_range(CHAINS):
+            total[c] = zero_f32x16()
+        for i in range(ROUNDS):
+            value = splat_f32(x + i % PERIOD * 4)
+            for c in static_range(CHAINS):
+                total[c] = fma(w[c], value, total[c])
+        for c in static_range(CHAINS - 1):
+            total[0] = total[0] + total[c + 1]
+        store_f32(sums + 4 * unit, sum_lanes(total[0]))
+
+
+class _Test:
+    """A program of one kernel whose time is taken.
+
+    Attributes:
+        sums: what the kernel wrote, one a unit of work.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        instruction: Instruction,
+        n_passes: int,
+        operands: Sequence[NDArray[np.generic]],
+        sums: NDArray[np.generic],
+        target: Target,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.sums = sums
+        self._workers = workers
+        self._program = Program([instruction] * n_passes, np.ones(1, np.int64), target, (operands, sums), progress)
+
+    def seconds(self) -> float:
+        """Runs it once."""
+        begin = time.perf_counter()
+        self._program.run(self._workers)
+        return time.perf_counter() - begin
+
+
+class ReadTest:
+    """Reads a buffer from memory, or from the caches that it fits into.
+
+    Args:
+        workers: the threads to read with.
+        target: the instruction set.
+        n_bytes: how much; as much as what is judged reads, so that the same caches serve both.  It is rounded up
+            to whole units of work.
+        progress: see `localllm.kernels.cpu.compiler.addresses`.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        target: Target,
+        n_bytes: int,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        n_units = max(1, -(-n_bytes // UNIT))
+        self.data = aligned_zeros(n_units * UNIT // 4, np.uint32)
+        self.data[:] = np.arange(len(self.data), dtype=np.uint32)  # pages never written to are all the same one
+        sums = np.zeros(n_units, np.uint32)
+        n_passes = -(-LEAST_READ // self.data.nbytes)
+        self._n_bytes = n_passes * self.data.nbytes
+        arguments = (self.data.ctypes.data, sums.ctypes.data)
+        instruction = Instruction(variant(read_words, target), arguments, n_units, 0, wait=False)
+        self._test = _Test(workers, instruction, n_passes, (self.data,), sums, target, progress)
+
+    def bandwidth(self) -> float:
+        """Bytes a second, measured now."""
+        return self._n_bytes / self._test.seconds()
+
+    def total(self) -> int:
+        """The sum of the buffer's words modulo 2^32, as the last measurement read them."""
+        return int(self._test.sums.sum(dtype=np.uint32))
+
+
+class MultiplyTest:
+    """Multiplies numbers that lie in registers and in the nearest cache."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        target: Target,
+        *,
+        integers: bool,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """As `ReadTest`; ``integers`` says whether bytes are multiplied, or float32."""
+        wide = target.dot.endswith("512")  # a vector fills one register, so that more sums fit
+        chains = (4 if wide else 2) if integers else (10 if wide else 5)
+        if integers:
+            self.weights = (np.arange(512) % 16).astype(np.int8)
+            self.x = (np.arange(PERIOD * chains * 32) % 255 - 127).astype(np.int8)
+        else:
+            self.weights = np.arange(1, chains * LANES + 1, dtype=np.float32)
+            self.x = np.arange(-PERIOD // 2 + 1, PERIOD // 2 + 1, dtype=np.float32)
+        self.chains = chains
+        n_units = UNITS * workers.n
+        sums = np.zeros(n_units, np.int32 if integers else np.float32)
+        self._n_products = n_units * ROUNDS * chains * (LANES * 32 if integers else LANES)
+        arguments = (self.weights.ctypes.data, self.x.ctypes.data, sums.ctypes.data)
+        v = variant(multiply_integers if integers else multiply_floats, target, CHAINS=chains)
+        instruction = Instruction(v, arguments, n_units, 0)
+        self._test = _Test(workers, instruction, 1, (self.weights, self.x), sums, target, progress)
+
+    def rate(self) -> float:
+        """Multiplications, each with its addition, a second: the best of several measurements made now."""
+        return self._n_products / min(self._test.seconds() for _ in range(MULTIPLY_TRIES))
+
+    def sums(self) -> NDArray[np.generic]:
+        """What each unit of work summed up in the last measurement."""
+        return self._test.sums
+
+
+class Roofline:
+    """The ceilings of this machine for so many threads; a context manager.
+
+    Args:
+        threads: how many.
+        target: the instruction set; by default the best that runs here.
+        n_bytes: how much a measurement of bandwidth reads; see `ReadTest`.
+        progress: see `localllm.kernels.cpu.compiler.addresses`.
+
+    Raises:
+        UsageError, DeviceError: as `localllm.kernels.cpu.target.choose`.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        target: Target | None = None,
+        n_bytes: int = 1 << 28,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.target = target or choose()
+        self._workers = Workers(threads)
+        self._read = ReadTest(self._workers, self.target, n_bytes, progress)
+        self._dot = MultiplyTest(self._workers, self.target, integers=True, progress=progress)
+        self._fma = MultiplyTest(self._workers, self.target, integers=False, progress=progress)
+
+    def read_bandwidth(self) -> float:
+        """Bytes a second that the threads read now."""
+        return max(self._read.bandwidth() for _ in range(READ_TRIES))
+
+    def dot_rate(self) -> float:
+        """Products of bytes, each added to a sum, that the threads compute in a second."""
+        return self._dot.rate()
+
+    def fma_rate(self) -> float:
+        """Products of float32, each added to a sum, that the threads compute in a second."""
+        return self._fma.rate()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._workers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,141 @@
+"""Text for people: what a terminal must not obey, messages on stderr, progress."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from localllm.info import ModelInfo
+
+#: Seconds between two updates of a status line, and before the first one: what is quick needs no progress.
+_UPDATE_SECONDS = 0.1
+_PATIENCE_SECONDS = 0.4
+
+_CONTROLS = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if i not in b"\t\n"}
+# Line separators, and marks that make a line read in another order than it is written.
+_IN_A_LINE = _CONTROLS | {
+    **{i: f"\\u{i:04x}" for i in (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))},
+    ord("\t"): "\\t",
+    ord("\n"): "\\n",
+    ord("\r"): "\\r",
+}
+
+
+def visible(text: str) -> str:
+    """``text`` with control characters spelled out (ESC as ``\\x1b``), so that a terminal shows and obeys none.
+
+    Tabs and line feeds stay.
+    """
+    return text.translate(_CONTROLS)
+
+
+def visible_line(text: str) -> str:
+    """As `visible`, and on one line: tabs, line feeds and marks of direction are spelled out too."""
+    return text.translate(_IN_A_LINE)
+
+
+def prepare_streams() -> None:
+    """Makes stdout and stderr take every character, whatever the locale: as UTF-8, unchanged line ends."""
+    for stream in (sys.stdout, sys.stderr):
+        # Something else may stand in their place, or nothing at all (pythonw.exe).
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="")
+
+
+def say(text: str) -> None:
+    """Prints a message on stderr, which is for all that is no result."""
+    if sys.stderr is not None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and not stream.closed and stream.isatty()
+
+
+class StatusLine:
+    """Progress: on a terminal a line at the foot that is written again and again, elsewhere nothing."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._stream = sys.stderr if enabled and is_terminal(sys.stderr) else None
+        self._shown = ""
+        self._due = time.monotonic() + _PATIENCE_SECONDS
+
+    @property
+    def live(self) -> bool:
+        """Whether anything is shown."""
+        return self._stream is not None
+
+    def show(self, text: str) -> None:
+        """Shows ``text``, unless the last update was just now."""
+        if self._stream is not None and time.monotonic() >= self._due:
+            self._write(text[: shutil.get_terminal_size().columns - 1])
+            self._due = time.monotonic() + _UPDATE_SECONDS
+
+    def clear(self) -> None:
+        """Wipes the line; the next `show` waits again."""
+        self._write("")
+        self._due = time.monotonic() + _PATIENCE_SECONDS
+
+    def _write(self, text: str) -> None:
+        if self._stream is not None and (text or self._shown):
+            self._stream.write("\r" + text.ljust(len(self._shown)) + ("" if text else "\r"))
+            self._stream.flush()
+            self._shown = text
+
+
+class LoadProgress:
+    """What `localllm.load` reports, for people: kernels that are compiled for the first time, weights packed."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._enabled = enabled
+        self._status = StatusLine(enabled=enabled)
+        self._began = time.monotonic()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage == "weights":
+            self._status.show(f"loading weights: {100 * done // max(1, total)} %")
+        elif self._status.live:
+            self._status.show(f"compiling kernels for this processor, which happens once: {done} of {total}")
+        elif self._enabled:
+            self._compiling(done, total)
+
+    def _compiling(self, done: int, total: int) -> None:
+        if done == 0:
+            self._began = time.monotonic()
+            say(f"localllm: compiling {total} kernels for this processor, which happens once")
+        elif done == total:
+            say(f"localllm: compiled {total} kernels in {time.monotonic() - self._began:.0f} s")
+
+    def close(self) -> None:
+        self._status.clear()
+
+
+def quantity(n: float, unit: str) -> str:
+    """A quantity in three figures with a decimal prefix: 1.23 GB."""
+    return "{} {}{}".format(*_scaled(n, ("", "k", "M", "G", "T")), unit)
+
+
+def short_count(n: int) -> str:
+    """A number in three figures, as models are named: 1.24B."""
+    return "{}{}".format(*_scaled(n, ("", "K", "M", "B", "T")))
+
+
+def _scaled(n: float, prefixes: Sequence[str]) -> tuple[str, str]:
+    power = 0
+    while abs(n) >= 999.5 and power < len(prefixes) - 1:
+        n, power = n / 1000, power + 1
+    return f"{n:.3g}", prefixes[power]
+
+
+def model_line(info: ModelInfo) -> str:
+    """What runs where, in one line."""
+    name = visible_line(info.name or info.path.name)
+    return (
+        f"{name}: {info.architecture}, {short_count(info.n_parameters)} parameters, {info.file_type}; {info.device} "
+        f"({info.kernels}), {info.threads} thread{'s' * (info.threads != 1)}, {info.context:,} tokens of context"
+    )

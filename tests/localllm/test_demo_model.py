@@ -1,0 +1,281 @@
+"""The embedded demo model: a sound file, and answers that hold the facts.
+
+The file is read with the `gguf` package and run by a plain numpy forward written here, so that these tests
+judge the model and not the runtime; the last ones ask through localllm itself.
+"""
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import gguf
+import jinja2
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import localllm
+from tests.demo_model.corpus.topics import Topic, all_topics
+from tests.helpers.data import ROOT
+
+DEMO = ROOT / "localllm" / "data" / "demo.gguf"
+Array = npt.NDArray[np.float32]
+
+# Questions that a newcomer with the README open may ask, none of them trained on, and their topics.
+README_QUESTIONS = [
+    (topic.name, topic.held_out[0])
+    for topic in all_topics()
+    if topic.name
+    in (
+        *("what_is_localllm", "run_model", "python", "what_is_gguf", "file_formats", "quant_formats"),
+        *("architectures", "compiler", "gpu", "network", "doctor", "bench", "inspect", "who_are_you"),
+        *("how_big", "temperature", "seed", "stop", "json", "licence", "python_version", "install"),
+        *("quantisation", "token", "kv_cache", "unknown"),
+    )
+]
+
+
+@functools.cache
+def reader() -> gguf.GGUFReader:
+    return gguf.GGUFReader(DEMO)
+
+
+def meta(key: str) -> Any:
+    field = reader().get_field(key)
+    assert field is not None, f"no {key} in the file"
+    return field.contents()
+
+
+@functools.cache
+def tokens() -> list[str]:
+    return list(meta("tokenizer.ggml.tokens"))
+
+
+@functools.cache
+def token_ids() -> dict[str, int]:
+    return {token: index for index, token in enumerate(tokens())}
+
+
+def encode(text: str) -> list[int]:
+    """Ids of plain text: characters, of which the best-scored neighbours are merged until none are left."""
+    scores = meta("tokenizer.ggml.scores")
+    pieces = list(text.replace(" ", "▁"))
+    while True:
+        pairs = [
+            (scores[token_ids()[a + b]], -place)
+            for place, (a, b) in enumerate(itertools.pairwise(pieces))
+            if a + b in token_ids()
+        ]
+        if not pairs:
+            break
+        place = -max(pairs)[1]
+        pieces[place : place + 2] = [pieces[place] + pieces[place + 1]]
+    ids = []
+    for piece in pieces:
+        known = piece in token_ids()
+        ids += [token_ids()[piece]] if known else [token_ids()[f"<0x{byte:02X}>"] for byte in piece.encode()]
+    return ids
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(tokens()[token] for token in ids).replace("▁", " ").replace("<0x0A>", "\n")
+
+
+def chat_ids(question: str) -> list[int]:
+    ids = token_ids()
+    return [ids["<s>"], ids["<|user|>"], *encode(question), ids["<|end|>"], ids["<|assistant|>"]]
+
+
+@functools.cache
+def weights() -> dict[str, Array]:
+    return {t.name: gguf.dequantize(t.data, t.tensor_type).astype(np.float32) for t in reader().tensors}
+
+
+def rms_norm(x: Array, weight: Array) -> Array:
+    eps = meta("llama.attention.layer_norm_rms_epsilon")
+    scaled: Array = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps, dtype=np.float32) * weight
+    return scaled
+
+
+def rope(x: Array) -> Array:  # [T, heads, head_dim], adjacent pairs as one complex number each
+    length, heads, dim = x.shape
+    frequency = meta("llama.rope.freq_base") ** (-np.arange(0, dim, 2) / dim)
+    turn = np.exp(1j * np.outer(np.arange(length), frequency))[:, None, :]
+    pairs = x.reshape(length, heads, dim // 2, 2)
+    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * turn
+    return np.stack((turned.real, turned.imag), -1).reshape(x.shape).astype(np.float32)
+
+
+def logits(ids: list[int]) -> Array:
+    """Logits [T, vocab] of a Llama forward over all ids at once, no cache."""
+    w, length = weights(), len(ids)
+    heads, kv_heads = meta("llama.attention.head_count"), meta("llama.attention.head_count_kv")
+    x = w["token_embd.weight"][ids]
+    mask = np.triu(np.full((length, length), -np.inf, dtype=np.float32), 1)
+    for layer in range(meta("llama.block_count")):
+        part = {
+            name: w[f"blk.{layer}.{name}.weight"].T for name in ("attn_q", "attn_k", "attn_v", "attn_output")
+        }
+        normed = rms_norm(x, w[f"blk.{layer}.attn_norm.weight"])
+        q = rope((normed @ part["attn_q"]).reshape(length, heads, -1))
+        k = rope((normed @ part["attn_k"]).reshape(length, kv_heads, -1)).repeat(heads // kv_heads, axis=1)
+        v = (normed @ part["attn_v"]).reshape(length, kv_heads, -1).repeat(heads // kv_heads, axis=1)
+        scores = np.einsum("thd,shd->hts", q, k) / math.sqrt(q.shape[-1]) + mask
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        x = x + np.einsum("hts,shd->thd", shares, v).reshape(length, -1) @ part["attn_output"]
+        normed = rms_norm(x, w[f"blk.{layer}.ffn_norm.weight"])
+        gate, up = normed @ w[f"blk.{layer}.ffn_gate.weight"].T, normed @ w[f"blk.{layer}.ffn_up.weight"].T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ w[f"blk.{layer}.ffn_down.weight"].T
+    return rms_norm(x, w["output_norm.weight"]) @ w["token_embd.weight"].T
+
+
+def answer(ids: list[int], max_tokens: int) -> str:
+    """Greedy continuation up to the end token."""
+    start, end = len(ids), meta("tokenizer.ggml.eos_token_id")
+    while len(ids) < start + max_tokens:
+        token = int(logits(ids)[-1].argmax())
+        if token == end:
+            break
+        ids = [*ids, token]
+    return decode(ids[start:])
+
+
+def topic_named(name: str) -> Topic:
+    return next(topic for topic in all_topics() if topic.name == name)
+
+
+def test_file_is_small_enough_to_ship() -> None:
+    assert DEMO.stat().st_size <= 4_000_000
+
+
+def test_metadata_describes_a_llama() -> None:
+    assert meta("general.architecture") == "llama"
+    assert meta("general.license") == "mit"
+    assert meta("general.file_type") == gguf.LlamaFileType.MOSTLY_Q8_0
+    assert meta("general.quantization_version") == gguf.GGML_QUANT_VERSION
+    assert meta("llama.vocab_size") == len(tokens())
+    assert meta("llama.context_length") >= 1024
+    assert meta("llama.embedding_length") == meta("llama.attention.head_count") * meta(
+        "llama.rope.dimension_count"
+    )
+
+
+def test_tensors_are_complete_and_finite() -> None:
+    layers, hidden = meta("llama.block_count"), meta("llama.embedding_length")
+    kv_size = meta("llama.attention.head_count_kv") * meta("llama.rope.dimension_count")
+    ffn = meta("llama.feed_forward_length")
+    expected = {"token_embd.weight": (len(tokens()), hidden), "output_norm.weight": (hidden,)}
+    for layer in range(layers):
+        expected |= {
+            f"blk.{layer}.attn_norm.weight": (hidden,),
+            f"blk.{layer}.attn_q.weight": (hidden, hidden),
+            f"blk.{layer}.attn_k.weight": (kv_size, hidden),
+            f"blk.{layer}.attn_v.weight": (kv_size, hidden),
+            f"blk.{layer}.attn_output.weight": (hidden, hidden),
+            f"blk.{layer}.ffn_norm.weight": (hidden,),
+            f"blk.{layer}.ffn_gate.weight": (ffn, hidden),
+            f"blk.{layer}.ffn_up.weight": (ffn, hidden),
+            f"blk.{layer}.ffn_down.weight": (hidden, ffn),
+        }
+    assert {name: values.shape for name, values in weights().items()} == expected
+    assert all(np.isfinite(values).all() for values in weights().values())
+    for tensor in reader().tensors:
+        kind = gguf.GGMLQuantizationType.F32 if len(tensor.shape) == 1 else gguf.GGMLQuantizationType.Q8_0
+        assert tensor.tensor_type == kind
+
+
+def test_the_model_knows_its_own_size() -> None:
+    parameters = sum(values.size for values in weights().values())
+    assert f"{parameters / 1e6:.1f} million" in topic_named("how_big").answers[0]
+    assert DEMO.stat().st_size < 3_000_000  # "under 3 megabytes", it says
+
+
+def test_vocabulary_is_usable() -> None:
+    types, scores = meta("tokenizer.ggml.token_type"), meta("tokenizer.ggml.scores")
+    assert meta("tokenizer.ggml.model") == "llama"
+    assert len(set(tokens())) == len(tokens()) == len(types) == len(scores)
+    by_type = {
+        kind: [t for t, own in zip(tokens(), types, strict=True) if own == kind] for kind in gguf.TokenType
+    }
+    assert set(by_type[gguf.TokenType.CONTROL]) == {
+        "<s>",
+        "<|end|>",
+        "<|user|>",
+        "<|assistant|>",
+        "<|system|>",
+    }
+    assert sorted(by_type[gguf.TokenType.BYTE]) == [f"<0x{byte:02X}>" for byte in range(256)]
+    assert tokens()[meta("tokenizer.ggml.bos_token_id")] == "<s>"
+    assert tokens()[meta("tokenizer.ggml.eos_token_id")] == "<|end|>"
+    assert tokens()[meta("tokenizer.ggml.eot_token_id")] == "<|end|>"
+    assert meta("tokenizer.ggml.add_bos_token") is True
+    assert meta("tokenizer.ggml.add_space_prefix") is False
+
+
+def test_vocabulary_suits_the_text() -> None:
+    text = "localllm runs GGUF models on your own machine. Once upon a time there was a little dog named Max."
+    assert decode(encode(text)) == text
+    assert len(encode(text)) < len(text) / 2.5
+
+
+def test_chat_template_renders() -> None:
+    template = jinja2.Environment().from_string(meta("tokenizer.chat_template"))
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " Hello "},
+        {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "Bye"},
+    ]
+    assert template.render(messages=messages, bos_token="<s>", add_generation_prompt=True) == (
+        "<s><|system|>Be brief.<|end|><|user|>Hello<|end|>"
+        "<|assistant|>Hello!<|end|><|user|>Bye<|end|><|assistant|>"
+    )
+    assert template.render(messages=messages[1:2], bos_token="<s>") == "<s><|user|>Hello<|end|>"
+
+
+@pytest.mark.parametrize("name", ["what_is_localllm", "run_model", "gpu", "thanks"])
+def test_the_weights_answer_in_plain_numpy(name: str) -> None:
+    topic = topic_named(name)
+    reply = answer(chat_ids(topic.held_out[0]), 80)
+    assert topic.accepts(reply), reply
+
+
+def test_greedy_story_names_its_subject_and_ends() -> None:
+    story = answer(chat_ids("Tell me a story about a dog."), 260)
+    assert "dog" in story
+    assert len(story) > 200
+    assert story.rstrip()[-1] in '.!?"'
+
+
+def demo() -> Any:
+    load = getattr(localllm, "load", None)
+    if load is None:
+        pytest.skip("localllm.load is not there yet")
+    return load()
+
+
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    with demo() as model:
+        yield model
+
+
+def test_localllm_agrees_with_plain_numpy(llm: Any) -> None:
+    ids = chat_ids("What is localllm?") + encode("localllm runs large language models")
+    want = logits(ids)
+    assert np.linalg.norm(llm.logits(ids) - want) < 2e-2 * np.linalg.norm(want)
+    assert llm.tokenize("Once upon a time", add_special=False) == encode("Once upon a time")
+
+
+@pytest.mark.parametrize(("name", "question"), README_QUESTIONS)
+def test_answers_a_newcomers_question(llm: Any, name: str, question: str) -> None:
+    reply = llm.chat([{"role": "user", "content": question}], temperature=0.0, max_tokens=100).text
+    assert topic_named(name).accepts(reply), reply
+
+
+def test_continues_a_bare_story(llm: Any) -> None:
+    story = llm.generate("Once upon a time", temperature=0.0, max_tokens=300)
+    assert story.finish_reason == "stop"
+    assert len(story.text) > 200

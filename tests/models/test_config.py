@@ -1,0 +1,234 @@
+"""Hyper-parameters that are missing, of the wrong type, out of range, or at odds with each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.errors import ModelError
+from localllm.models.config import ModelConfig, RopeConfig, read_config
+from localllm.quant.types import GGMLType
+
+GOOD: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.block_count": 2,
+    "llama.context_length": 2048,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 172,
+    "llama.attention.head_count": 8,
+    "llama.attention.head_count_kv": 4,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.dimension_count": 8,
+    "tokenizer.ggml.tokens": ["a"] * 512,
+}
+
+
+@dataclass
+class FakeTensor:
+    """As much of a tensor as hyper-parameters are compared with."""
+
+    shape: tuple[int, ...]
+    name: str = ""
+    type: GGMLType = GGMLType.F32
+    data: Any = None
+
+
+TENSORS: dict[str, Any] = {
+    "token_embd.weight": FakeTensor((512, 64)),
+    "blk.0.attn_norm.weight": FakeTensor((64,)),
+    "blk.1.attn_norm.weight": FakeTensor((64,)),
+}
+
+
+def read(changes: dict[str, Any], tensors: dict[str, Any] | None = None) -> ModelConfig:
+    """The configuration of `GOOD` with keys changed or, where None, left out."""
+    metadata = {key: value for key, value in (GOOD | changes).items() if value is not None}
+    return read_config(metadata, TENSORS if tensors is None else tensors)
+
+
+def test_a_whole_configuration() -> None:
+    assert read({}) == ModelConfig(
+        architecture="llama",
+        n_layers=2,
+        context_length=2048,
+        n_embd=64,
+        n_ff=172,
+        n_heads=8,
+        n_kv_heads=4,
+        head_dim=8,
+        norm_eps=1e-5,
+        n_vocab=512,
+        sliding_window=None,
+        rope=RopeConfig(theta=10_000.0, n_rot=8, original_context=2048),
+    )
+
+
+def test_optional_keys() -> None:
+    config = read(
+        {
+            "llama.attention.key_length": 32,
+            "llama.attention.value_length": 32,
+            "llama.attention.head_count_kv": None,
+            "llama.attention.sliding_window": 128,
+            "llama.rope.dimension_count": None,
+            "llama.rope.freq_base": 5e5,
+        }
+    )
+    assert (config.head_dim, config.n_kv_heads, config.sliding_window) == (32, 8, 128)
+    assert (config.rope.n_rot, config.rope.theta) == (32, 5e5)
+
+
+@pytest.mark.parametrize("value", [[4, 4], (4, 4), np.array([4, 4], np.int32), np.uint32(4), np.int64(4)])
+def test_integers_may_be_numpys_and_equal_in_all_layers(value: Any) -> None:
+    config = read({"llama.attention.head_count_kv": value})
+    assert type(config.n_kv_heads) is int
+    assert config.n_kv_heads == 4
+
+
+def test_an_integer_will_do_for_a_float() -> None:
+    assert read({"llama.rope.freq_base": 10_000}).rope.theta == 10_000.0
+
+
+BAD: list[tuple[str, Any]] = [
+    ("llama.block_count", None),
+    ("llama.block_count", 0),
+    ("llama.block_count", 1),
+    ("llama.block_count", 3),
+    ("llama.block_count", 10**6),
+    ("llama.block_count", 2**63),
+    ("llama.block_count", "2"),
+    ("llama.block_count", 2.0),
+    ("llama.block_count", -2),
+    ("llama.context_length", None),
+    ("llama.context_length", 0),
+    ("llama.context_length", 1 << 32),
+    ("llama.embedding_length", None),
+    ("llama.embedding_length", 0),
+    ("llama.embedding_length", 2**40),
+    ("llama.embedding_length", True),
+    ("llama.embedding_length", 65),
+    ("llama.feed_forward_length", None),
+    ("llama.feed_forward_length", 0),
+    ("llama.feed_forward_length", [172, 172, 172]),
+    ("llama.feed_forward_length", [172, 100]),
+    ("llama.feed_forward_length", [True, True]),
+    ("llama.feed_forward_length", ["172", "172"]),
+    ("llama.attention.head_count", 0),
+    ("llama.attention.head_count", None),
+    ("llama.attention.head_count", np.array([8, 16])),
+    ("llama.attention.head_count_kv", 3),
+    ("llama.attention.head_count_kv", 16),
+    ("llama.attention.head_count_kv", 0),
+    ("llama.attention.head_count_kv", [4, 2]),
+    ("llama.attention.head_count_kv", []),
+    ("llama.attention.key_length", 0),
+    ("llama.attention.key_length", 2**31),
+    ("llama.attention.value_length", 16),
+    ("llama.attention.sliding_window", -1),
+    ("llama.attention.layer_norm_rms_epsilon", None),
+    ("llama.attention.layer_norm_rms_epsilon", math.nan),
+    ("llama.attention.layer_norm_rms_epsilon", math.inf),
+    ("llama.attention.layer_norm_rms_epsilon", -1e-6),
+    ("llama.attention.layer_norm_rms_epsilon", np.float32(math.nan)),
+    ("llama.attention.layer_norm_rms_epsilon", "1e-5"),
+    ("llama.rope.dimension_count", 7),
+    ("llama.rope.dimension_count", 10),
+    ("llama.rope.dimension_count", 0),
+    ("llama.rope.freq_base", 0.0),
+    ("llama.rope.freq_base", math.nan),
+    ("llama.rope.freq_base", math.inf),
+    ("llama.rope.scaling.type", "dynamic"),
+    ("llama.rope.scaling.type", 1),
+    ("llama.rope.scaling.factor", -1.0),
+    ("llama.rope.scaling.factor", math.nan),
+    ("llama.rope.scaling.original_context_length", 0),
+    ("llama.rope.scaling.attn_factor", 0.0),
+    ("llama.rope.scaling.yarn_beta_fast", 0.0),
+    ("llama.rope.scaling.alpha", 1000.0),
+    ("llama.expert_count", 8),
+    ("llama.attention.causal", False),
+    ("llama.attention.clamp_kqv", 8.0),
+    ("llama.final_logit_softcapping", np.float32(30.0)),
+    ("llama.attention.sliding_window_pattern", [True, False]),
+    ("llama.embedding_scale", 12.0),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD)
+def test_bad_values_are_refused_by_name(key: str, value: Any) -> None:
+    name = "keys have 8 values a head" if key.endswith("value_length") else key
+    with pytest.raises(ModelError) as caught:
+        read({key: value})
+    assert name in str(caught.value)
+    assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("key", ["llama.expert_count", "llama.attention.scale", "llama.final_logit_softcapping"])
+def test_unsupported_keys_may_have_values_that_change_nothing(key: str) -> None:
+    assert read({key: 0}) == read({})
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    with pytest.raises(ModelError) as caught:
+        read({"llama.context_length": "x" * 100_000})
+    assert len(str(caught.value)) < 250
+
+
+def test_an_unknown_rope_scaling_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ModelError, match=r"'dynamic'.*none, linear, yarn, longrope"):
+        read({"llama.rope.scaling.type": "dynamic"})
+
+
+def test_layers_must_be_all_there() -> None:
+    tensors = {name: tensor for name, tensor in TENSORS.items() if "blk.0" not in name}
+    with pytest.raises(ModelError, match=r"block_count is 2, but the file has tensors of 1 layers"):
+        read({}, tensors)
+
+
+def test_the_vocabulary_must_be_as_long_as_the_embedding() -> None:
+    with pytest.raises(ModelError, match=r"512 rows.*511 tokens"):
+        read({"tokenizer.ggml.tokens": ["a"] * 511})
+
+
+def test_without_tokens_the_vocabulary_size_must_match() -> None:
+    assert read({"tokenizer.ggml.tokens": None}).n_vocab == 512
+    assert read({"tokenizer.ggml.tokens": None, "llama.vocab_size": 512}).n_vocab == 512
+    with pytest.raises(ModelError, match=r"vocab_size"):
+        read({"tokenizer.ggml.tokens": None, "llama.vocab_size": 513})
+
+
+def test_a_file_without_embedding_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"token_embd\.weight"):
+        read({}, {name: tensor for name, tensor in TENSORS.items() if name.startswith("blk")})
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(),
+    st.sampled_from(["", "none", "yarn", "longrope", "2"]),
+    st.floats(width=32).map(np.float32),
+    st.lists(st.integers(0, 10), max_size=3),
+    st.lists(st.integers(0, 10), max_size=3).map(lambda values: np.array(values, np.uint32)),
+    st.lists(st.lists(st.integers(0, 1), max_size=2), max_size=2),
+)
+KEYS = st.sampled_from(sorted({*GOOD, *(key for key, _ in BAD)} - {"general.architecture"}))
+
+
+@settings(deadline=None)
+@given(st.dictionaries(KEYS, VALUES, max_size=3))
+def test_whatever_stands_in_the_file_gives_a_configuration_or_a_model_error(changes: dict[str, Any]) -> None:
+    try:
+        config = read(changes)
+    except ModelError:
+        return
+    assert config.n_heads % config.n_kv_heads == 0
+    assert math.isfinite(config.norm_eps)
+    assert math.isfinite(config.rope.theta)

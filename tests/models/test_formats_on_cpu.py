@@ -1,0 +1,38 @@
+"""Whole tiny models on the CPU backend, in every format that its kernels read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localllm.kernels.cpu.ops import CPUOps
+from localllm.kernels.reference import ReferenceOps
+from localllm.quant.packing import LAYOUTS
+from localllm.quant.types import GGMLType
+from tests.helpers.run_model import Runner
+from tests.helpers.tiny_models import tiny_gguf
+
+FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+#: More than a page of the cache, and no multiple of a tile of tokens.
+IDS = np.random.default_rng(0).integers(3, 300, 77).tolist()
+
+
+@pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.name)
+def test_decode_equals_prefill_and_both_the_reference(tmp_path: Path, kind: GGMLType) -> None:
+    path = tiny_gguf(tmp_path / "tiny.gguf", "qwen3" if kind == GGMLType.Q8_0 else "llama", type=kind)
+    runner = Runner(path, CPUOps(threads=2), n_pages=4)
+    prefilled = runner.logits(IDS)
+
+    # In another order of pages, one token at a time behind a prompt.
+    pages = (3, 1)
+    decoded = [runner.run((IDS[:60], 0, pages))]
+    decoded += [runner.run(([token], place, pages)) for place, token in enumerate(IDS[60:], 60)]
+    # Not merely close: a token's bits do not depend on the batch that it comes in.
+    np.testing.assert_array_equal(np.concatenate(decoded), prefilled)
+
+    exact = Runner(path, ReferenceOps(), n_pages=8).logits(IDS)
+    error = np.linalg.norm(prefilled - exact) / np.linalg.norm(exact)
+    # What remains are activations in eight bits, and roundings of keys and values to float16.
+    assert error < (1e-3 if kind in FLOATS else 2e-2)
