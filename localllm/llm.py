@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -433,9 +434,11 @@ def _load_engine(
     try:
         model = load_model(file, backend.ops, progress=progress)
         return Engine(model, backend.ops, context=placement.context, parallel=placement.parallel)
-    except MemoryError as error:
+    except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
         raise NotEnoughMemoryError(
-            f"memory ran out while {file.path} was loaded ({placement.total / 1e9:.2f} GB were to be taken): "
+            f"memory ran out while {file.path} was loaded, which takes {placement.total / 1e9:.2f} GB: "
             "choose a smaller context or a smaller quantisation of the model"
         ) from error
 

@@ -222,8 +222,6 @@ def test_a_reservation_too_large_changes_nothing_in_use() -> None:
     assert cache.n_free_pages == 2
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "n"), [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2], [1, 3], 1), ([4], [5], 0)]
-)
+@pytest.mark.parametrize(("a", "b", "n"), [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2], [1, 3], 1), ([4], [5], 0)])
 def test_common_prefix(a: list[int], b: list[int], n: int) -> None:
     assert common_prefix(a, b) == common_prefix(b, a) == n

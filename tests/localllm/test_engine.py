@@ -146,8 +146,29 @@ def test_runs_that_do_not_fit_into_one_batch_take_turns() -> None:
         assert np.array_equal(run.logits[-1], logits_after(prompt))
 
 
+def test_a_run_does_not_take_pages_from_one_of_the_same_batch() -> None:
+    engine, _ = fake_engine(context=2 * PAGE_SIZE)
+    older, younger = engine.start([1] * PAGE_SIZE), engine.start([2] * 2)
+    engine.advance(older, younger)
+    for run in (older, younger):
+        run.tokens.append(3)
+    engine.advance(younger, older)  # the younger has room; the older needs its page, and gets it after that
+    for run in (older, younger):
+        assert run.logits is not None
+        assert np.array_equal(run.logits[-1], logits_after(run.tokens))
+
+
+def test_logits_of_several_runs_share_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.engine.MAX_LOGITS_BYTES", 4 * N_VOCAB * 5)
+    engine, ops = fake_engine(parallel=2)
+    runs = [engine.start([i, 5, 6], all_logits=True) for i in range(2)]
+    engine.advance(*runs)
+    assert [run.position for run in runs] == [3, 2]
+    assert len(ops.batches[0].outputs) == 5
+
+
 @given(
-    prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=4),
+    prompts=st.lists(st.lists(st.integers(0, 2), min_size=9, max_size=30), min_size=2, max_size=4),
     schedule=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["advance", "finish", "restart"])), max_size=40),
 )
 @settings(max_examples=60, deadline=None)
@@ -155,7 +176,7 @@ def test_any_schedule_over_too_few_pages_decodes_what_each_run_decodes_alone(
     prompts: list[list[int]], schedule: list[tuple[int, str]]
 ) -> None:
     """All runs are this thread's, so each is idle while another goes on, and loses its pages to it at once."""
-    engine, _ = fake_engine(context=48, max_tokens=8)
+    engine, _ = fake_engine(context=32, max_tokens=8)
     engine._changed.wait = lambda timeout=None: pytest.fail("a run waits for room")  # type: ignore[method-assign]
     runs = [engine.start(prompt) for prompt in prompts]
     for i, action in schedule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from localllm.errors import (
 )
 from localllm.llm import truncate, without_oldest_turn
 from localllm.options import Request, SamplingOptions
-from tests.helpers.data import shared_data
+from tests.helpers.data import ROOT, shared_data
 from tests.helpers.devices import DEVICES
 from tests.helpers.tiny_models import config, random_weights, tiny_gguf, write_gguf
 
@@ -167,13 +168,13 @@ def test_an_empty_prompt_begins_with_bos(llm: LLM) -> None:
 
 def test_an_empty_prompt_without_bos_is_refused(tmp_path: Path) -> None:
     settings = config()
-    keys = {"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": False}
-    path = write_gguf(tmp_path / "no_bos.gguf", settings, random_weights(settings), metadata=keys)
+    no_bos = {"tokenizer.ggml.bos_token_id": 0xFFFFFFFF, "tokenizer.ggml.add_bos_token": False}
+    path = write_gguf(tmp_path / "no_bos.gguf", settings, random_weights(settings), metadata=no_bos)
     with localllm.load(path, device="reference") as llm:
-        llm.tokenizer.bos_id  # noqa: B018
-        if llm.tokenizer.bos_id is None:
+        for prompt in ("", []):
             with pytest.raises(UsageError, match="empty"):
-                llm.generate("")
+                llm.generate(prompt)
+        assert llm.generate("a", max_tokens=1, ignore_eos=True).usage.completion_tokens == 1
 
 
 def test_max_tokens_zero_evaluates_the_prompt_alone(llm: LLM) -> None:
@@ -231,6 +232,8 @@ def test_stop_strings_span_tokens_and_are_never_shown(llm: LLM, stop: Any, text:
     assert "".join(chunk.text for chunk in chunks).lstrip() == expected
     assert not any("\ufffd" in chunk.text for chunk in chunks)
     assert chunks[-1].finish_reason == "stop"
+    before_last = llm.detokenize([id_ for chunk in chunks[:-2] for id_ in chunk.ids])
+    assert not any(part in before_last for part in ([stop] if isinstance(stop, str) else stop))
 
 
 def test_a_stop_string_at_the_last_token_counts_as_stop(llm: LLM) -> None:
@@ -257,6 +260,15 @@ def test_settings_may_come_as_sampling_and_as_keywords(llm: LLM) -> None:
     base = Sampling(temperature=0, logprobs=1)
     assert llm.generate("a", sampling=base, max_tokens=3).logprobs is not None
     assert llm.generate("a", sampling=base, logprobs=None, max_tokens=3).logprobs is None
+
+
+def test_penalties_see_the_prompt_and_what_was_generated(llm: LLM) -> None:
+    prompt = llm.tokenize("hello there")
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    plain = llm.generate(prompt, **options).ids
+    assert len(set(plain)) < 40 or set(plain) & set(prompt), "nothing repeats: the test shows nothing"
+    ids = llm.generate(prompt, presence_penalty=1e6, repeat_last_n=-1, **options).ids
+    assert len({*prompt, *ids}) == len(set(prompt)) + 40
 
 
 # Reuse of the cache.
@@ -306,6 +318,13 @@ def test_closing_a_stream_stops_the_work_and_keeps_what_was_done(llm: LLM) -> No
     assert llm.generate(again, max_tokens=1).usage.cached_tokens == len(again) - 2
 
 
+def test_a_stream_that_has_ended_frees_its_place(llm: LLM) -> None:
+    stream = llm.stream("hello", max_tokens=2)
+    list(stream)
+    assert not llm._opened()._runs
+    assert list(stream) == []
+
+
 def test_dropping_a_stream_frees_its_place(llm: LLM) -> None:
     stream = llm.stream("hello", ignore_eos=True)
     next(stream)
@@ -350,10 +369,12 @@ def test_a_failing_processor_leaves_the_model_usable(llm: LLM, error: type[BaseE
         raise error
 
     expected = llm.generate("hello", temperature=0, max_tokens=4).ids
+    stream = llm.stream("hello", processors=(fail,))
     with pytest.raises(error):
-        llm.generate("hello", processors=(fail,))
-    assert llm.generate("hello", temperature=0, max_tokens=4).ids == expected
+        next(stream)
     assert not llm._opened()._runs
+    assert stream.finish_reason is None
+    assert llm.generate("hello", temperature=0, max_tokens=4).ids == expected
 
 
 def test_a_stream_inside_its_own_processor_is_refused(llm: LLM) -> None:
@@ -514,9 +535,7 @@ def test_a_chat_that_is_too_long_loses_its_oldest_turns(llm: LLM) -> None:
 
 
 def test_without_oldest_turn() -> None:
-    system, *turns = [
-        {"role": role} for role in ("system", "user", "assistant", "tool", "user", "assistant", "user")
-    ]
+    system, *turns = [{"role": role} for role in ("system", "user", "assistant", "tool", "user", "assistant", "user")]
     assert without_oldest_turn([system, *turns]) == [system, *turns[3:]]
     assert without_oldest_turn([system, *turns[3:]]) == [system, turns[5]]
     assert without_oldest_turn([system, turns[5]]) is None
@@ -581,6 +600,37 @@ def test_a_device_that_is_not_there_is_an_error(tiny_path: Path, name: str) -> N
 def test_arguments_of_load_out_of_range(tiny_path: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(arguments))):
         localllm.load(tiny_path, device="reference", **arguments)
+
+
+def test_without_a_path_the_demo_model_is_loaded(device: str) -> None:
+    demo = ROOT / "localllm" / "data" / "demo.gguf"
+    if not demo.exists():
+        pytest.skip("the demo model is not in this checkout")
+    with localllm.load(device=device) as llm:
+        assert llm.info.path == demo
+        assert llm.chat([{"role": "user", "content": "Hello"}], max_tokens=4, ignore_eos=True).text
+
+
+def test_an_installation_without_the_demo_model_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.llm.resources.files", lambda package: tmp_path)
+    with pytest.raises(UsageError, match="no demo model"):
+        localllm.load()
+
+
+def test_memory_that_runs_out_while_loading(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")):
+
+        def fail(*_: object, error: Exception = error, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("localllm.llm.load_model", fail)
+        with pytest.raises(NotEnoughMemoryError, match="ran out"):
+            localllm.load(tiny_path, device="reference")
+
+
+def test_a_context_beyond_all_memory_is_refused(tiny_path: Path, device: str) -> None:
+    with pytest.raises(NotEnoughMemoryError, match="1,000,000,000,000 tokens"):
+        localllm.load(tiny_path, device=device, context=10**12)
 
 
 def test_too_little_memory_is_said_before_loading(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -678,9 +728,7 @@ def test_bad_max_tokens(value: object) -> None:
 
 
 @given(
-    value=st.one_of(
-        st.just(""), st.binary(), st.integers(), st.lists(st.one_of(st.just(""), st.none()), min_size=1)
-    )
+    value=st.one_of(st.just(""), st.binary(), st.integers(), st.lists(st.one_of(st.just(""), st.none()), min_size=1))
 )
 def test_bad_stop_strings(value: object) -> None:
     with pytest.raises(UsageError, match="stop"):

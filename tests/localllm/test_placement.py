@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class Tensor:
         return np.broadcast_to(np.uint8(0), (*self.shape[:-1], 2 * self.shape[-1]))
 
 
+@functools.cache
 def tensors(*, tied: bool = False) -> dict[str, Weight]:
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCABULARY, WIDTH), "output_norm.weight": (WIDTH,)}
     if not tied:
@@ -70,9 +72,7 @@ IN_LAYERS = 2 * LAYERS * (2 * WIDTH * WIDTH + 2 * KV_WIDTH * WIDTH + 3 * WIDTH *
 HEAD = 2 * (VOCABULARY * WIDTH)
 
 
-def place(
-    available: int = 1 << 50, *, tied: bool = False, config: ModelConfig = CONFIG, **options: int
-) -> Placement:
+def place(available: int = 1 << 50, *, tied: bool = False, config: ModelConfig = CONFIG, **options: int) -> Placement:
     return plan(
         config,
         tensors(tied=tied),
