@@ -211,7 +211,8 @@ def main() -> None:
             path = args.folder / f"{shape}-{file_type}.gguf"
             models.append(path if path.exists() else random_gguf(path, SHAPES[shape], file_type))
     print(f"{platform.processor() or platform.machine()}, llama-cpp-python {llama_cpp.__version__}")
-    print(f"{'model':24} {'thr':>3} {'test':>6} {'localllm':>9} {'llama.cpp':>9} {'ratio':>6} {'GB/s':>6} {'of bw':>6}")
+    titles = f"{'localllm':>9} {'llama.cpp':>9} {'ratio':>6} {'GB/s':>6} {'of bw':>6}"
+    print(f"{'model':24} {'thr':>3} {'test':>6} {titles}")
     report: dict[str, list[Any]] = {"speed": [], "agreement": [], "memory": []}
     for path in models:
         for threads in map(int, args.threads.split(",")):
