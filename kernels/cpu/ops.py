@@ -29,7 +29,9 @@ from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.tiles import RECORD, TILES, TOKENS
 from localllm.kernels.ops import Batch, CacheShape, KVCache, Rope, Step, Tensor, Weight
 from localllm.quant.formats import dequantize
+from localllm.quant.lut import KernelType
 from localllm.quant.packing import GROUP, LAYOUTS
+from localllm.quant.repack import FALLBACK, ScaleRangeError, repack, repack_target
 from localllm.quant.types import GGMLType
 
 #: Values that a row of a buffer is padded to.
@@ -40,7 +42,11 @@ PACKED_ROWS = 256
 # Numbers in a program's header.
 ALWAYS, N_TOKENS, N_OUTPUTS, N_TILES = range(4)
 
-FLOAT_LOADS = {GGMLType.F32: load_f32x16, GGMLType.F16: load_f16x16, GGMLType.BF16: load_bf16x16}
+FLOAT_LOADS: dict[KernelType, Any] = {
+    GGMLType.F32: load_f32x16,
+    GGMLType.F16: load_f16x16,
+    GGMLType.BF16: load_bf16x16,
+}
 
 
 def padded(n: int) -> int:
@@ -60,13 +66,14 @@ class CPULinear:
 
     packed: NDArray[np.uint8]
     bias: NDArray[np.float32] | None  # padded
-    type: GGMLType
+    type: KernelType
+    source: GGMLType
     n_in: int
     n_out: int
 
     @property
     def format(self) -> str:
-        return self.type.name
+        return self.type.name if self.type == self.source else f"{self.type.name} (from {self.source.name})"
 
     @property
     def n_bytes(self) -> int:
@@ -253,27 +260,39 @@ class CPUOps:
 
     def load_linear(self, weight: Weight, bias: Weight | None = None) -> CPULinear:
         n_out, n_in = weight.shape
-        kind = _kernel_type(weight.type)
+        kind = repack_target(weight.type)
+        try:
+            packed = self._pack(weight, kind)
+        except ScaleRangeError:
+            kind = FALLBACK
+            packed = self._pack(weight, kind)
+        return CPULinear(packed, None if bias is None else self.load_vector(bias), kind, weight.type, n_in, n_out)
+
+    def _pack(self, weight: Weight, kind: KernelType) -> NDArray[np.uint8]:
+        """The weight's tiles in ``kind``.
+
+        Raises:
+            ScaleRangeError: it cannot be written so.
+        """
+        n_out, n_in = weight.shape
         layout = LAYOUTS[kind]
-        packed = aligned_zeros(self.packed_bytes(weight), np.uint8)
+        packed = aligned_zeros(layout.packed_bytes(padded(n_out), n_in), np.uint8)
         rows = weight.data.reshape(n_out, -1)
 
         def pack(first: int) -> None:
-            part = rows[first : first + PACKED_ROWS]
-            if kind is not weight.type:
-                part = dequantize(part, weight.type).astype(np.float16).view(np.uint8)
+            part = repack(rows[first : first + PACKED_ROWS], weight.type, kind)
             start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(part)))
             layout.pack(part, packed[start:stop])
 
         with ThreadPoolExecutor(self.workers.n) as pool:
             list(pool.map(pack, range(0, n_out, PACKED_ROWS)))
-        return CPULinear(packed, None if bias is None else self.load_vector(bias), kind, n_in, n_out)
+        return packed
 
     def packed_bytes(self, weight: Weight) -> int:
         if len(weight.shape) < 2:
             return 4 * padded(weight.shape[0])
         n_out, n_in = weight.shape
-        return LAYOUTS[_kernel_type(weight.type)].packed_bytes(padded(n_out), n_in)
+        return LAYOUTS[repack_target(weight.type)].packed_bytes(padded(n_out), n_in)
 
     def load_vector(self, weight: Weight) -> NDArray[np.float32]:
         values = dequantize(weight.data, weight.type).reshape(-1)
@@ -444,11 +463,6 @@ class CPUOps:
         arguments = (self._now.output_rows.ctypes.data, x.address, x.stride // 4, x.stride, y.address)
         self._add(elementwise.gather_rows, arguments, 1, N_OUTPUTS)
         return y
-
-
-def _kernel_type(kind: GGMLType) -> GGMLType:
-    """The format that a file's format is packed as."""
-    return kind if kind in LAYOUTS else GGMLType.F16
 
 
 def default_threads() -> int:
