@@ -326,11 +326,6 @@ def minimum(b, x, y):
     return _call(b, "llvm.minnum.v16f32", f32x16.llvm, x, y)
 
 
-@op(f32x16, f32x16)
-def absolute(b, x):
-    return _call(b, "llvm.fabs.v16f32", f32x16.llvm, x)
-
-
 @op(f32x16, i32x16)
 def to_float(b, x):
     return b.sitofp(x, f32x16.llvm)
@@ -380,6 +375,18 @@ def max_lanes(b, x):
         return b.select(b.fcmp_ordered(">", x, y), x, y)
 
     return _reduce(b, x, greater)
+
+
+@op(float32, f32x16, f32x16)
+def largest_magnitude(b, x, y):
+    """The largest absolute value in two vectors; NaN if any is NaN."""
+
+    def greater(u: Any, v: Any) -> Any:
+        return b.select(b.icmp_signed(">", u, v), u, v)
+
+    # Without their signs floats are in the order of their bits, and NaNs come last.
+    bits = [b.and_(b.bitcast(v, i32x16.llvm), _constant(0x7FFFFFFF, i32, 16)) for v in (x, y)]
+    return b.bitcast(_reduce(b, greater(*bits), greater), f32)
 
 
 @op(int32, i32x16)
