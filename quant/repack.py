@@ -161,7 +161,11 @@ def _iq4_xs(blocks: Bytes, n_rows: int) -> Bytes:
 
 def _mxfp4(blocks: Bytes, n_rows: int) -> Bytes:
     block = MXFP4().fields(blocks)
-    return _lut_blocks(HALF_E8M0[block["e"]], 1, np.ascontiguousarray(block["qs"]).view(np.uint64), n_rows)
+    codes = np.ascontiguousarray(block["qs"]).view(np.uint64)
+    # A block of zeros may have any scale, and commonly has one that float16 does not reach.
+    is_zero = ~(codes & np.uint64(0x7777777777777777)).any(axis=1)
+    scales = np.where(is_zero, np.float32(0), HALF_E8M0[block["e"]])
+    return _lut_blocks(scales, 1, codes, n_rows)
 
 
 def _nvfp4(blocks: Bytes, n_rows: int) -> Bytes:
