@@ -32,8 +32,9 @@ def _half_ue4m3() -> Floats:
     return (value / 2).astype(np.float32)
 
 
-_HALF_E8M0 = _half_e8m0()
-_HALF_UE4M3 = _half_ue4m3()
+#: Scales by their byte, halved: float32 [256].
+HALF_E8M0 = _half_e8m0()
+HALF_UE4M3 = _half_ue4m3()
 
 
 @register
@@ -51,7 +52,7 @@ class MXFP4(BlockFormat):
         block = self.fields(blocks)
         codes = bit_planes(block["qs"], 4).reshape(out.shape)
         np.take(_E2M1_DOUBLED, codes, out=out, mode="clip")
-        out *= _HALF_E8M0[block["e"]][:, None]
+        out *= HALF_E8M0[block["e"]][:, None]
 
 
 @register
@@ -70,4 +71,4 @@ class NVFP4(BlockFormat):
         values = out.reshape(len(blocks), 4, 16)
         codes = bit_planes(block["qs"].reshape(len(blocks), 4, 8), 4).reshape(values.shape)
         np.take(_E2M1_DOUBLED, codes, out=values, mode="clip")
-        values *= _HALF_UE4M3[block["d"]][:, :, None]
+        values *= HALF_UE4M3[block["d"]][:, :, None]

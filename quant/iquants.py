@@ -19,7 +19,7 @@ from localllm.quant.types import GGMLType
 
 BLOCK_LENGTH = 256
 
-_IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,11 @@ class GridFormat(BlockFormat):
 
     Attributes:
         grid_name: whose codebook it is, for `grid`.
+        unit: the values, before they are scaled, are integers times this.
     """
 
     grid_name: ClassVar[str]
+    unit: ClassVar[float] = 1
 
     @abstractmethod
     def unpack(self, blocks: Bytes) -> GridParts:
@@ -190,8 +192,10 @@ class IQ3_S(GridFormat):
 class ShiftedGridFormat(GridFormat):
     """A format whose masks shift instead of flipping signs: by 1/8 up or, where a bit is set, down."""
 
+    unit = 1 / 8
+
     def apply_masks(self, values: Floats, masks: Bytes) -> None:
-        values += SIGNS[masks] * np.float32(0.125)
+        values += SIGNS[masks] * np.float32(self.unit)
 
 
 @register
@@ -257,7 +261,7 @@ class IQ4_NL(IntegerFormat):
     def unpack(self, blocks: Bytes) -> Parts:
         block = self.fields(blocks)
         codes = bit_planes(block["qs"], 4).reshape(len(blocks), 32)
-        return Parts(_IQ4_VALUES[codes], block["d"].astype(np.float16))
+        return Parts(IQ4_VALUES[codes], block["d"].astype(np.float16))
 
 
 @register
@@ -277,6 +281,12 @@ class IQ4_XS(IntegerFormat):
     def unpack(self, blocks: Bytes) -> Parts:
         block = self.fields(blocks)
         codes = bit_planes(block["qs"].reshape(len(blocks), 8, 16), 4).reshape(len(blocks), BLOCK_LENGTH)
+        scale = block["d"].astype(np.float16)
+        return Parts(IQ4_VALUES[codes], scale, sub_scales=self.sub_scales(blocks))
+
+    def sub_scales(self, blocks: Bytes) -> Ints:
+        """S of uint8 [n_blocks, block_bytes]: int8 [n_blocks, 8]."""
+        block = self.fields(blocks)
         high = bit_fields(block["scales_h"], 2, 8).astype(np.uint8)
-        sub_scales = (_nibbles(block["scales_l"]) | high << 4).view(np.int8) - np.int8(32)
-        return Parts(_IQ4_VALUES[codes], block["d"].astype(np.float16), sub_scales=sub_scales)
+        sub_scales: Ints = (_nibbles(block["scales_l"]) | high << 4).view(np.int8) - np.int8(32)
+        return sub_scales

@@ -53,7 +53,7 @@ def _pack_scales_and_mins(parts: Parts) -> Bytes:
 
 
 @register
-class Q2_K(IntegerFormat):
+class Q2_K(PackableFormat):
     """value = d · S · code - dmin · M, code in 0..3, S and M of 16 values in 0..15::
 
     scales  u8[16]   sub-block s: MMMMSSSS
@@ -75,6 +75,14 @@ class Q2_K(IntegerFormat):
             sub_scales=block["scales"] & 15,
             sub_mins=block["scales"] >> 4,
         )
+
+    def pack(self, parts: Parts) -> Bytes:
+        blocks, block = self._empty(len(parts.codes))
+        block["d"] = parts.scale
+        block["dmin"] = required(parts.min, "dmin")
+        block["scales"] = required(parts.sub_scales, "sub-scales") | required(parts.sub_mins, "sub-minima") << 4
+        block["qs"] = _pack_planes(parts.codes, 32, 2)
+        return blocks
 
 
 @register

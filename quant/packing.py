@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.quant.types import BLOCK_SIZES, GGMLType
+from localllm.quant.lut import LUT_TYPES, KernelType, block_size
+from localllm.quant.types import GGMLType
 
 #: Rows that lie side by side in a tile.
 GROUP = 16
@@ -35,14 +36,14 @@ class TileLayout:
     """Which bytes of a block become halves and which become words.
 
     Attributes:
-        type: the block format.
+        type: the format of the blocks.
         halves: offsets of the 16-bit parts in a block.
         words: offset and length of each run of 32-bit parts.
         bit_planes: whether the first word holds one bit for each column (Q5_0, Q5_1).  Kernels read the code of
             column 4 v + c from byte c of a word, so these bits are regrouped: bit v of byte c.
     """
 
-    type: GGMLType
+    type: KernelType
     halves: tuple[int, ...]
     words: tuple[tuple[int, int], ...]
     bit_planes: bool = False
@@ -50,11 +51,11 @@ class TileLayout:
     @property
     def columns(self) -> int:
         """Columns in a tile."""
-        return BLOCK_SIZES[self.type].length
+        return block_size(self.type).length
 
     @property
     def block_bytes(self) -> int:
-        return BLOCK_SIZES[self.type].n_bytes
+        return block_size(self.type).n_bytes
 
     @property
     def tile_bytes(self) -> int:
@@ -125,19 +126,23 @@ def _bit_planes(part: Bytes, *, back: bool = False) -> Bytes:
     return np.packbits(bits, axis=-1, bitorder="little")
 
 
-LAYOUTS = {
-    layout.type: layout
-    for layout in (
-        TileLayout(GGMLType.F32, (), ((0, 4),)),
-        TileLayout(GGMLType.F16, (0,), ()),
-        TileLayout(GGMLType.BF16, (0,), ()),
-        TileLayout(GGMLType.Q4_0, (0,), ((2, 16),)),
-        TileLayout(GGMLType.Q4_1, (0, 2), ((4, 16),)),
-        TileLayout(GGMLType.Q5_0, (0,), ((2, 4), (6, 16)), bit_planes=True),
-        TileLayout(GGMLType.Q5_1, (0, 2), ((4, 4), (8, 16)), bit_planes=True),
-        TileLayout(GGMLType.Q8_0, (0,), ((2, 32),)),
-        TileLayout(GGMLType.Q4_K, (0, 2), ((4, 12), (16, 128))),
-        TileLayout(GGMLType.Q5_K, (0, 2), ((4, 12), (16, 32), (48, 128))),
-        TileLayout(GGMLType.Q6_K, (208,), ((192, 16), (0, 128), (128, 64))),
-    )
-}
+_LAYOUTS = [
+    TileLayout(GGMLType.F32, (), ((0, 4),)),
+    TileLayout(GGMLType.F16, (0,), ()),
+    TileLayout(GGMLType.BF16, (0,), ()),
+    TileLayout(GGMLType.Q4_0, (0,), ((2, 16),)),
+    TileLayout(GGMLType.Q4_1, (0, 2), ((4, 16),)),
+    TileLayout(GGMLType.Q5_0, (0,), ((2, 4), (6, 16)), bit_planes=True),
+    TileLayout(GGMLType.Q5_1, (0, 2), ((4, 4), (8, 16)), bit_planes=True),
+    TileLayout(GGMLType.Q8_0, (0,), ((2, 32),)),
+    TileLayout(GGMLType.IQ4_NL, (0,), ((2, 16),)),
+    TileLayout(GGMLType.Q2_K, (80, 82), ((0, 16), (16, 64))),
+    TileLayout(GGMLType.Q3_K, (108,), ((96, 12), (0, 32), (32, 64))),
+    TileLayout(GGMLType.Q4_K, (0, 2), ((4, 12), (16, 128))),
+    TileLayout(GGMLType.Q5_K, (0, 2), ((4, 12), (16, 32), (48, 128))),
+    TileLayout(GGMLType.Q6_K, (208,), ((192, 16), (0, 128), (128, 64))),
+    *(TileLayout(t, (0,), ((2, 16),)) if t.n_scales == 1 else TileLayout(t, (0, 2), ((4, 16),)) for t in LUT_TYPES),
+]
+
+LAYOUTS: dict[KernelType, TileLayout] = {layout.type: layout for layout in _LAYOUTS}
+"""How the weights of every format that kernels read are packed."""

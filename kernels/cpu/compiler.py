@@ -36,6 +36,8 @@ from localllm.kernels.cpu.templates import Device, Template
 
 #: Environment variable that names another folder for compiled kernels.
 CACHE_VARIABLE = "LOCALLLM_CACHE"
+#: Bytes of the digest that a cached file begins with.
+DIGEST = 32
 
 
 class Kernel(Template):
@@ -160,11 +162,12 @@ def llvm_ir(v: Variant, triple: str | None = None) -> llvm.ModuleRef:
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
 
-    from localllm.kernels.cpu import numba_types  # noqa: F401 - registers our vectors and operations
+    from localllm.kernels.cpu.numba_types import register_operations
     from localllm.kernels.cpu.simd import lowering_for
 
     frontend = _Frontend(dict(v.constants))
     with global_compiler_lock, lowering_for(v.target):
+        register_operations()
         cpu_target.typing_context.refresh()
         cpu_target.target_context.refresh()
         try:
@@ -253,22 +256,33 @@ def _cache_file(v: Variant) -> Path:
     return cache_root() / _fingerprint() / f"{v.kernel.name}-{v.target.name}-{name}.o"
 
 
-def is_cached(v: Variant) -> bool:
-    return _cache_file(v).exists()
+def _cached(v: Variant) -> bytes | None:
+    """Object code from the cache, or None where it has none or a damaged one.
+
+    A file begins with the SHA-256 of the rest: LLVM ends the process when it is given an object that is cut short.
+    """
+    try:
+        content = _cache_file(v).read_bytes()
+    except OSError:
+        return None
+    digest, code = content[:DIGEST], content[DIGEST:]
+    return code if hashlib.sha256(code).digest() == digest else None
 
 
-def _object_code(v: Variant) -> bytes:
+def _compile(v: Variant) -> bytes:
+    """Object code, which is also put into the cache; a cache that cannot be written costs time, not function."""
+    code: bytes = v.target.machine().emit_object(llvm_ir(v))
     file = _cache_file(v)
     with contextlib.suppress(OSError):
-        return file.read_bytes()
-    code: bytes = v.target.machine().emit_object(llvm_ir(v))
-    with contextlib.suppress(OSError):  # a home that cannot be written costs time, not function
         file.parent.mkdir(parents=True, exist_ok=True)
         # Written aside and moved into place, so that another process never reads half a file.
         handle, scratch = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(handle, "wb") as out:
-            out.write(code)
-        os.replace(scratch, file)
+        try:
+            with os.fdopen(handle, "wb") as out:
+                out.write(hashlib.sha256(code).digest() + code)
+            os.replace(scratch, file)
+        except OSError:
+            os.unlink(scratch)
     return code
 
 
@@ -296,20 +310,19 @@ def addresses(variants: Iterable[Variant], progress: Callable[[int, int], None] 
     """
     wanted = dict.fromkeys(variants)
     with _lock:
-        missing = [v for v in wanted if v.symbol not in _addresses]
-        to_compile = [v for v in missing if not is_cached(v)]
+        code = {v: _cached(v) for v in wanted if v.symbol not in _addresses}
+        to_compile = [v for v, cached in code.items() if cached is None]
+        for done, v in enumerate(to_compile):
+            if progress:
+                progress(done, len(to_compile))
+            code[v] = _compile(v)
         if to_compile and progress:
-            progress(0, len(to_compile))
-        compiled = 0
-        engine = _engine()
-        for v in missing:
-            engine.add_object_file(llvm.ObjectFileRef.from_data(_object_code(v)))
-            if v in to_compile:
-                compiled += 1
-                if progress:
-                    progress(compiled, len(to_compile))
-        if missing:
+            progress(len(to_compile), len(to_compile))
+        # Only once all are there: what has been given to the linker cannot be taken back.
+        if code:
+            engine = _engine()
+            for each in code.values():
+                engine.add_object_file(llvm.ObjectFileRef.from_data(each))
             engine.finalize_object()
-            for v in missing:
-                _addresses[v.symbol] = engine.get_function_address(v.symbol)
+            _addresses.update({v.symbol: engine.get_function_address(v.symbol) for v in code})
         return {v: _addresses[v.symbol] for v in wanted}

@@ -10,13 +10,12 @@ import numpy as np
 
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.simd import (
-    absolute,
     fma,
+    largest_magnitude,
     load_f32,
     load_f32x16,
     load_i32,
     load_i64,
-    max_lanes,
     maximum,
     minimum,
     power_of_two,
@@ -38,6 +37,8 @@ from localllm.kernels.cpu.tiles import D_SUM, NEG_SUM, NEG_SUM_FIRST, RECORD, TO
 
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 LARGEST_CODE = np.float32(127)
+#: Activations below count as 0: 127 divided by something smaller would be infinite.
+NEGLIGIBLE = np.float32(1e-36)
 
 # exp: the constants of Cephes' expf (Moshier, 1984): ln 2 in two parts, and a polynomial for |r| <= ln(2) / 2.
 LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(-0.693359375), np.float32(2.12194440e-4)
@@ -93,9 +94,9 @@ def quantise(begin, end, x, n_blocks, x_stride, records):
         record = records + token // TOKENS * (n_blocks * X_STEP) + token % TOKENS * RECORD
         for _ in range(n_blocks):
             first, second = load_f32x16(row), load_f32x16(row + 64)
-            largest = max_lanes(maximum(absolute(first), absolute(second)))
+            largest = largest_magnitude(first, second)
             inverse = ZERO
-            if largest > ZERO:
+            if largest > NEGLIGIBLE:  # which a NaN is not: it then comes out as the scale
                 inverse = LARGEST_CODE / largest
             scale = largest / LARGEST_CODE
             first, second = first * splat(inverse), second * splat(inverse)

@@ -73,7 +73,14 @@ def _register_operator(symbol: Any, kind: Kind, emit: Any) -> None:
         return emit(builder, *values)
 
 
-for _operation in OPERATIONS:
-    _register_operation(_operation)
+_registered = 0
 for _symbol, _kind, _emit in OPERATORS:
     _register_operator(_symbol, _kind, _emit)
+
+
+def register_operations() -> None:
+    """Makes numba know the operations that have been defined since the last call."""
+    global _registered
+    for operation in OPERATIONS[_registered:]:
+        _register_operation(operation)
+    _registered = len(OPERATIONS)

@@ -29,7 +29,9 @@ from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.tiles import RECORD, TILES, TOKENS
 from localllm.kernels.ops import Batch, CacheShape, KVCache, Rope, Step, Tensor, Weight
 from localllm.quant.formats import dequantize
+from localllm.quant.lut import KernelType
 from localllm.quant.packing import GROUP, LAYOUTS
+from localllm.quant.repack import FALLBACK, ScaleRangeError, repack, repack_target
 from localllm.quant.types import GGMLType
 
 #: Values that a row of a buffer is padded to.
@@ -40,7 +42,11 @@ PACKED_ROWS = 256
 # Numbers in a program's header.
 ALWAYS, N_TOKENS, N_OUTPUTS, N_TILES = range(4)
 
-FLOAT_LOADS = {GGMLType.F32: load_f32x16, GGMLType.F16: load_f16x16, GGMLType.BF16: load_bf16x16}
+FLOAT_LOADS: dict[KernelType, Any] = {
+    GGMLType.F32: load_f32x16,
+    GGMLType.F16: load_f16x16,
+    GGMLType.BF16: load_bf16x16,
+}
 
 
 def padded(n: int) -> int:
@@ -60,13 +66,14 @@ class CPULinear:
 
     packed: NDArray[np.uint8]
     bias: NDArray[np.float32] | None  # padded
-    type: GGMLType
+    type: KernelType
+    source: GGMLType
     n_in: int
     n_out: int
 
     @property
     def format(self) -> str:
-        return self.type.name
+        return self.type.name if self.type == self.source else f"{self.type.name} (from {self.source.name})"
 
     @property
     def n_bytes(self) -> int:
@@ -99,16 +106,18 @@ class Buffer:
     """A float32 matrix [rows, padded width] that instructions read and write.
 
     How many of its rows a batch uses is ``header[slot]``.  Its memory goes back to the recording with the last
-    reference to it, to become that of a later buffer.
+    reference to it, to become that of a later buffer; unless that is not ``shared``: then it is zero at first, and
+    stays so where no instruction of this buffer writes.
     """
 
-    def __init__(self, recording: Recording, slot: int, width: int) -> None:
+    def __init__(self, recording: Recording, slot: int, width: int, *, shared: bool = True) -> None:
         self.recording = recording
         self.slot = slot
         self.width = width
         self.stride = 4 * padded(width)
         self.rows = recording.max_tokens if slot == N_TOKENS else recording.max_outputs
-        self._memory = [recording.take(self.rows * self.stride)]
+        self.shared = shared
+        self._memory = [recording.take(self.rows * self.stride) if shared else recording.new(self.rows * self.stride)]
         self._records = 0
 
     @property
@@ -124,14 +133,20 @@ class Buffer:
         """The address of its rows in integers, as `tiles` draws them; the first call adds what makes them."""
         if not self._records:
             n_blocks = self.width // 32
-            self._memory.append(self.recording.take(-(-self.rows // TOKENS) * TOKENS * n_blocks * RECORD))
+            if len(self._memory) == 1:
+                self._memory.append(self.recording.take(-(-self.rows // TOKENS) * TOKENS * n_blocks * RECORD))
             self._records = self._memory[1].ctypes.data
             arguments = (self.address, n_blocks, self.stride, self._records)
             self.recording.add(variant(elementwise.quantise, target), arguments, 1, self.slot)
         return self._records
 
+    def changed(self) -> Buffer:
+        """The buffer itself, from whose rows in integers no more can be taken: an instruction overwrites it."""
+        self._records = 0
+        return self
+
     def __del__(self) -> None:
-        self.recording.free += self._memory
+        self.recording.free += self._memory[0 if self.shared else 1 :]
 
 
 class Recording:
@@ -144,7 +159,7 @@ class Recording:
         self.memory: list[NDArray[np.uint8]] = []
         self.free: list[NDArray[np.uint8]] = []
         self.ropes: list[tuple[Rope, NDArray[np.float32]]] = []
-        self.embedding: tuple[Weight, float, Buffer] | None = None
+        self.embeddings: list[tuple[Weight, float, Buffer]] = []
         # What a step fills in.
         self.header = np.ones(4, np.int64)
         self.positions = np.zeros(max_tokens, np.int32)
@@ -159,11 +174,15 @@ class Recording:
         """Memory of at least ``n_bytes``, with anything in it: the smallest free piece that does, else a new one."""
         fitting = [m for m in self.free if n_bytes <= m.nbytes <= 2 * n_bytes]
         if not fitting:
-            self.memory.append(aligned_zeros(n_bytes, np.uint8))
-            return self.memory[-1]
+            return self.new(n_bytes)
         best = min(fitting, key=len)
         self.free = [m for m in self.free if m is not best]
         return best
+
+    def new(self, n_bytes: int) -> NDArray[np.uint8]:
+        """Memory of ``n_bytes`` that is zero."""
+        self.memory.append(aligned_zeros(n_bytes, np.uint8))
+        return self.memory[-1]
 
     def add(self, v: Variant, arguments: Sequence[int | float], units: int, slot: int, *, wait: bool = True) -> None:
         self.instructions.append(Instruction(v, arguments, units, slot, wait))
@@ -207,8 +226,7 @@ class Recording:
             angles[:n_tokens, :, 0] = np.cos(turns) * rope.magnitude
             angles[:n_tokens, :, 1] = np.sin(turns) * rope.magnitude
         self.header[[N_TOKENS, N_OUTPUTS, N_TILES]] = n_tokens, n_outputs, self._fill_tiles(lengths)
-        if self.embedding is not None:
-            table, scale, buffer = self.embedding
+        for table, scale, buffer in self.embeddings:
             rows = dequantize(table.data[batch.ids], table.type)
             x = buffer.matrix()
             x[:n_tokens, : buffer.width] = rows if scale == 1.0 else rows * np.float32(scale)
@@ -253,27 +271,39 @@ class CPUOps:
 
     def load_linear(self, weight: Weight, bias: Weight | None = None) -> CPULinear:
         n_out, n_in = weight.shape
-        kind = _kernel_type(weight.type)
+        kind = repack_target(weight.type)
+        try:
+            packed = self._pack(weight, kind)
+        except ScaleRangeError:
+            kind = FALLBACK
+            packed = self._pack(weight, kind)
+        return CPULinear(packed, None if bias is None else self.load_vector(bias), kind, weight.type, n_in, n_out)
+
+    def _pack(self, weight: Weight, kind: KernelType) -> NDArray[np.uint8]:
+        """The weight's tiles in ``kind``.
+
+        Raises:
+            ScaleRangeError: it cannot be written so.
+        """
+        n_out, n_in = weight.shape
         layout = LAYOUTS[kind]
-        packed = aligned_zeros(self.packed_bytes(weight), np.uint8)
+        packed = aligned_zeros(layout.packed_bytes(padded(n_out), n_in), np.uint8)
         rows = weight.data.reshape(n_out, -1)
 
         def pack(first: int) -> None:
-            part = rows[first : first + PACKED_ROWS]
-            if kind is not weight.type:
-                part = dequantize(part, weight.type).astype(np.float16).view(np.uint8)
+            part = repack(rows[first : first + PACKED_ROWS], weight.type, kind)
             start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(part)))
             layout.pack(part, packed[start:stop])
 
         with ThreadPoolExecutor(self.workers.n) as pool:
             list(pool.map(pack, range(0, n_out, PACKED_ROWS)))
-        return CPULinear(packed, None if bias is None else self.load_vector(bias), kind, n_in, n_out)
+        return packed
 
     def packed_bytes(self, weight: Weight) -> int:
         if len(weight.shape) < 2:
             return 4 * padded(weight.shape[0])
         n_out, n_in = weight.shape
-        return LAYOUTS[_kernel_type(weight.type)].packed_bytes(padded(n_out), n_in)
+        return LAYOUTS[repack_target(weight.type)].packed_bytes(padded(n_out), n_in)
 
     def load_vector(self, weight: Weight) -> NDArray[np.float32]:
         values = dequantize(weight.data, weight.type).reshape(-1)
@@ -324,7 +354,7 @@ class CPUOps:
 
     def embed(self, table: Weight, scale: float = 1.0) -> Buffer:
         x = Buffer(self._now, N_TOKENS, table.shape[1])
-        self._now.embedding = (table, scale, x)
+        self._now.embeddings.append((table, scale, x))
         return x
 
     def rms_norm(self, x: Buffer, weight: NDArray[np.float32], eps: float) -> Buffer:
@@ -337,7 +367,8 @@ class CPUOps:
         return y
 
     def linear(self, x: Buffer, weight: CPULinear, residual: Buffer | None = None) -> Buffer:
-        y = Buffer(self._now, x.slot, weight.n_out) if residual is None else residual
+        # A kernel may add to what it reads, but not to what others still multiply.
+        y = Buffer(self._now, x.slot, weight.n_out) if residual is None or residual is x else residual.changed()
         self._multiply(x, weight, y, 0 if residual is None else residual.address, wait=True)
         return y
 
@@ -351,6 +382,8 @@ class CPUOps:
         return results
 
     def _multiply(self, x: Buffer, w: CPULinear, y: Buffer, residual: int, *, wait: bool) -> None:
+        if (x.width, y.width) != (w.n_in, w.n_out):
+            raise KernelError(f"a matrix [{w.n_out}, {w.n_in}] cannot turn {x.width} values into {y.width}")
         layout, recording = LAYOUTS[w.type], self._now
         batch = recording.header.ctypes.data + 8 * x.slot
         bias = 0 if w.bias is None else w.bias.ctypes.data
@@ -402,7 +435,7 @@ class CPUOps:
             N_TOKENS,
             **self._head_constants(),
         )
-        return q
+        return q.changed()
 
     def _head_constants(self) -> dict[str, int]:
         return {"HEAD": self._now.cache.keys.shape[3], "PAGE": PAGE}
@@ -416,7 +449,8 @@ class CPUOps:
         n_chunks = constants["HEAD"] // 16
         # As many head values at once as divide the head and leave registers for the rest.
         constants["CHUNK"] = max(c for c in range(1, 6) if n_chunks % c == 0)
-        out = Buffer(recording, N_TOKENS, q.width)
+        # The kernel writes heads, not the padding beyond them.
+        out = Buffer(recording, N_TOKENS, q.width, shared=q.width % PADDING == 0)
         self._add(
             attention_kernels.attention,
             (
@@ -434,6 +468,8 @@ class CPUOps:
 
     def gated(self, gate: Buffer, up: Buffer, activation: str) -> Buffer:
         kernels = {"silu": elementwise.gated_silu, "gelu": elementwise.gated_gelu}
+        if activation not in kernels:
+            raise KernelError(f"there is no activation {activation!r}; choose one of {', '.join(kernels)}")
         y = Buffer(self._now, gate.slot, gate.width)
         arguments = (gate.address, up.address, gate.stride // 4, gate.stride, y.address)
         self._add(kernels[activation], arguments, 1, gate.slot)
@@ -444,11 +480,6 @@ class CPUOps:
         arguments = (self._now.output_rows.ctypes.data, x.address, x.stride // 4, x.stride, y.address)
         self._add(elementwise.gather_rows, arguments, 1, N_OUTPUTS)
         return y
-
-
-def _kernel_type(kind: GGMLType) -> GGMLType:
-    """The format that a file's format is packed as."""
-    return kind if kind in LAYOUTS else GGMLType.F16
 
 
 def default_threads() -> int:

@@ -13,6 +13,7 @@ import queue
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -123,8 +124,10 @@ class Program:
 
     def run(self, workers: Workers) -> None:
         """Runs all instructions once, on all the workers' threads."""
+        workers.run(Job(self._entry, self._call.ctypes.data, keep=self), self._reset)
+
+    def _reset(self) -> None:
         self._counters[:] = 0
-        workers.run(self._entry, self._call.ctypes.data)
 
 
 def _pack(instruction: Instruction) -> bytes:
@@ -145,8 +148,34 @@ def _give_way() -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-#: A part of a program: (arguments, thread number, number of threads).
-Part = Callable[[int, int, int], None]
+class Job:
+    """What workers are to do: ``entry(arguments, thread number, number of threads)`` on each of their threads.
+
+    Args:
+        keep: what the arguments refer to, kept alive until the job is done.
+    """
+
+    def __init__(self, entry: Callable[[int, int, int], None], arguments: int, keep: object = None) -> None:
+        self.entry = entry
+        self.arguments = arguments
+        self.keep = keep
+        self.done = False
+        self.error: BaseException | None = None
+
+    def run(self, i: int, n: int) -> None:
+        """Does the part of thread i of n; an exception is kept for the thread that asked."""
+        try:
+            self.entry(self.arguments, i, n)
+        except BaseException as error:
+            self.error = error
+
+
+class _Mail:
+    """What a thread waits for: jobs, then None; and a word that it is through with one."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self.through: queue.SimpleQueue[None] = queue.SimpleQueue()
 
 
 class Workers:
@@ -164,61 +193,84 @@ class Workers:
         self.n = n
         self._lock = threading.Lock()
         self._process = 0
+        self._last: Job | None = None
 
-    def run(self, entry: Part, arguments: int) -> None:
-        """Calls ``entry(arguments, i, n)`` on thread i, for all of them; returns when all have."""
+    def run(self, job: Job, before: Callable[[], None] | None = None) -> None:
+        """Does a job on all threads; returns when all are through with it.
+
+        Args:
+            before: called first, when nothing else runs on these threads.
+
+        Raises:
+            What a part of the job raised; KeyboardInterrupt, but only when the job is done, since buffers are in use.
+        """
         with self._lock:
-            if self.n == 1:
-                entry(arguments, 0, 1)
-                return
-            if self._process != os.getpid():
+            if self.n > 1 and self._process != os.getpid():
                 self._start()
-            self._jobs[0].put((entry, arguments))
-            self._await_done()
+            if self._last is not None:  # two interrupts at once may have cut the wait for it short
+                self._await(self._last)
+            if before is not None:
+                before()
+            if self.n == 1:
+                job.run(0, 1)
+            else:
+                self._last = job
+                self._await(job)
+                self._last = None
+        if job.error is not None:
+            raise job.error
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads; a later run starts new ones."""
         with self._lock:
             if self._process == os.getpid():
-                for jobs in self._jobs:
-                    jobs.put(None)
+                self._end()
             self._process = 0
 
     def _start(self) -> None:
-        self._jobs: list[queue.SimpleQueue[tuple[Part, int] | None]] = [queue.SimpleQueue() for _ in range(self.n)]
-        self._done: list[queue.SimpleQueue[None]] = [queue.SimpleQueue() for _ in range(self.n)]
-        for i in range(self.n):
-            # What a thread needs is handed to it, so that a forgotten Workers can be collected.
-            work = (i, self._jobs, self._done)
-            threading.Thread(target=_work, args=work, name=f"localllm-{i}", daemon=True).start()
+        mail = [_Mail() for _ in range(self.n)]
+        self._first, self._last = mail[0], None
         self._process = os.getpid()
+        # The threads do not refer to the Workers, so that forgetting it ends them.
+        self._end = weakref.finalize(self, _tell_all, mail)
+        for i in range(self.n):
+            threading.Thread(target=_work, args=(i, mail), name=f"localllm-{i}", daemon=True).start()
 
-    def _await_done(self) -> None:
-        """Waits for thread 0; an interrupt meanwhile is raised only after that, since buffers are in use."""
+    def _await(self, job: Job) -> None:
+        """Hands a job over and waits until it is done; an interrupt meanwhile is raised only then."""
         interrupt: BaseException | None = None
-        while True:
+        handed_over = False
+        while not job.done:
             try:
-                self._done[0].get()
-                break
+                while not job.done:
+                    if not handed_over:
+                        self._first.jobs.put(job)  # again, if interrupted right behind this: a done job is ignored
+                        handed_over = True
+                    self._first.through.get()
             except BaseException as error:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
 
 
-def _work(
-    i: int,
-    jobs: list[queue.SimpleQueue[tuple[Part, int] | None]],
-    done: list[queue.SimpleQueue[None]],
-) -> None:
+def _tell_all(mail: list[_Mail]) -> None:
+    """Tells threads to end."""
+    for each in mail:
+        each.jobs.put(None)
+
+
+def _work(i: int, mail: list[_Mail]) -> None:
     """A worker's life: thread 0 passes each job on to the others and reports when all are through with it."""
-    while (job := jobs[i].get()) is not None:
-        entry, arguments = job
+    others = mail[1:] if i == 0 else []
+    while (job := mail[i].jobs.get()) is not None:
+        if i == 0 and job.done:
+            continue
+        for other in others:
+            other.jobs.put(job)
+        job.run(i, len(mail))
+        for other in others:
+            other.through.get()
         if i == 0:
-            for other in jobs[1:]:
-                other.put(job)
-        entry(arguments, i, len(jobs))
-        if i == 0:
-            for other_done in done[1:]:
-                other_done.get()
-        done[i].put(None)
+            job.done = True
+        mail[i].through.put(None)
+        del job

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -326,11 +326,6 @@ def minimum(b, x, y):
     return _call(b, "llvm.minnum.v16f32", f32x16.llvm, x, y)
 
 
-@op(f32x16, f32x16)
-def absolute(b, x):
-    return _call(b, "llvm.fabs.v16f32", f32x16.llvm, x)
-
-
 @op(f32x16, i32x16)
 def to_float(b, x):
     return b.sitofp(x, f32x16.llvm)
@@ -382,6 +377,18 @@ def max_lanes(b, x):
     return _reduce(b, x, greater)
 
 
+@op(float32, f32x16, f32x16)
+def largest_magnitude(b, x, y):
+    """The largest absolute value in two vectors; NaN if any is NaN."""
+
+    def greater(u: Any, v: Any) -> Any:
+        return b.select(b.icmp_signed(">", u, v), u, v)
+
+    # Without their signs floats are in the order of their bits, and NaNs come last.
+    bits = [b.and_(b.bitcast(v, i32x16.llvm), _constant(0x7FFFFFFF, i32, 16)) for v in (x, y)]
+    return b.bitcast(_reduce(b, greater(*bits), greater), f32)
+
+
 @op(int32, i32x16)
 def sum_int_lanes(b, x):
     return _reduce(b, x, b.add)
@@ -418,6 +425,13 @@ def load_bits_on_top(b, address, n, mask):
     return b.bitcast(b.shl(words, _constant(4, i16, 32)), i8x64.llvm)
 
 
+@op(i8x64, intp, intp, literal, literal)
+def load_bits_raised(b, address, n, mask, up):
+    """((x >> n) & mask) << up for each of 64 bytes x at an address; the result must fit into a byte."""
+    words = b.bitcast(_bits(b, _load(b, address, i8x64.llvm), n, mask), ir.VectorType(i16, 32))
+    return b.bitcast(b.shl(words, _constant(up, i16, 32)), i8x64.llvm)
+
+
 def _bits(b: Any, x: Any, n: Any, mask: int) -> Any:
     # No processor shifts bytes.  Words do as well: the mask drops what comes in from the neighbour.
     words = ir.VectorType(i16, 32)
@@ -451,6 +465,49 @@ def signed_byte(b, x, n):
     """Byte n of each word, signed, as float32."""
     high = b.shl(x, _constant(24 - 8 * n, i32, 16))
     return b.sitofp(b.ashr(high, _constant(24, i32, 16)), f32x16.llvm)
+
+
+def lut_op(table: Sequence[int]) -> Any:
+    """A function (codes i8x64) -> i8x64 that puts ``table[code]`` for each code; codes lie in 0 … 15."""
+
+    def emit(b: Any, codes: Any) -> Any:
+        return _LOOK_UPS[_dot_kind()](b, codes, table)
+
+    # The name becomes part of that of the kernels that use it, which is how they are found in the cache.
+    emit.__name__ = "look_up_" + "_".join(map(str, table))
+    return op(i8x64, i8x64)(emit)
+
+
+def _look_up_by(intrinsic: str, parts: int) -> Callable[[Any, Any, Sequence[int]], Any]:
+    """Looks up by an instruction that takes 16-byte tables, in vectors of 64 / parts bytes."""
+
+    def look_up(b: Any, codes: Any, table: Sequence[int]) -> Any:
+        pieces = _halves(b, codes, parts)
+        repeated = ir.Constant(pieces[0].type, list(table) * (4 // parts))
+        return _join(b, [_call(b, intrinsic, p.type, repeated, p) for p in pieces])
+
+    return look_up
+
+
+def _look_up_generic(b: Any, codes: Any, table: Sequence[int]) -> Any:
+    """Halves the choice with each bit of the code."""
+    choices = [_constant(value, i8, 64) for value in table]
+    for bit in (1, 2, 4, 8):
+        is_set = b.icmp_unsigned("!=", b.and_(codes, _constant(bit, i8, 64)), _constant(0, i8, 64))
+        choices = [b.select(is_set, odd, even) for even, odd in zip(choices[::2], choices[1::2], strict=True)]
+    return choices[0]
+
+
+_PSHUFB_512 = _look_up_by("llvm.x86.avx512.pshuf.b.512", 1)
+_PSHUFB_256 = _look_up_by("llvm.x86.avx2.pshuf.b", 2)
+_LOOK_UPS = {
+    "vnni512": _PSHUFB_512,
+    "vnni256": _PSHUFB_256,
+    "maddubs512": _PSHUFB_512,
+    "maddubs256": _PSHUFB_256,
+    "sdot": _look_up_by("llvm.aarch64.neon.tbl1.v16i8", 4),
+    "generic": _look_up_generic,
+}
 
 
 # -- Integer dot products ------------------------------------------------------------------------------------------
@@ -585,6 +642,9 @@ dot32_u4 = dot_op("dot32_u4", 8, 4)
 dot32_u5 = dot_op("dot32_u5", 8, 5)
 dot32_s8 = dot_op("dot32_s8", 8, 8)
 dot16_u6 = dot_op("dot16_u6", 4, 6)
+dot16_u3 = dot_op("dot16_u3", 4, 3)
+dot16_u2 = dot_op("dot16_u2", 4, 2)
+dot16_s8 = dot_op("dot16_s8", 4, 8)
 
 
 # -- Threads and programs ------------------------------------------------------------------------------------------

@@ -6,9 +6,12 @@ weights and give the same integer sums.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import llvmlite.binding as llvm
@@ -17,6 +20,9 @@ from localllm.errors import DeviceError, UsageError
 
 #: Environment variable that forces an instruction set.
 ISA_VARIABLE = "LOCALLLM_ISA"
+
+#: Windows' number of the feature, in winnt.h.
+PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE = 43
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ TARGETS = (
     Target("avx512", "x86_64", "x86-64-v4", "-prefer-256-bit", "maddubs512", _AVX512),
     Target("avxvnni", "x86_64", "x86-64-v3", "+avxvnni", "vnni256", _AVX2 | {"avxvnni"}),
     Target("avx2", "x86_64", "x86-64-v3", "", "maddubs256", _AVX2),
-    Target("neon", "aarch64", "generic", "+neon,+dotprod,+fullfp16", "sdot", frozenset({"neon", "dotprod"})),
+    Target("neon", "aarch64", "generic", "+neon,+dotprod", "sdot", frozenset({"neon", "dotprod"})),
     Target("generic", "any", "", "", "generic", frozenset()),
 )
 
@@ -70,9 +76,37 @@ TARGETS = (
 @functools.cache
 def available() -> tuple[Target, ...]:
     """The targets that this processor executes, best first; the last is always ``generic``."""
-    features = llvm.get_host_cpu_features()
     family = llvm.get_process_triple().split("-")[0].replace("arm64", "aarch64")
-    return tuple(t for t in TARGETS if t.family in (family, "any") and all(features.get(f, False) for f in t.needs))
+    features = _arm_features() if family == "aarch64" else _llvm_features()
+    return tuple(t for t in TARGETS if t.family in (family, "any") and t.needs <= features)
+
+
+def _llvm_features() -> frozenset[str]:
+    return frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
+
+
+def _arm_features() -> frozenset[str]:
+    """What Arm targets need; LLVM finds no dot product on Linux and Windows, and on macOS nothing at all."""
+    if sys.platform == "darwin":
+        return frozenset({"neon", "dotprod"})  # all of Apple's processors since the M1
+    if sys.platform == "win32":
+        has_dotprod = bool(ctypes.windll.kernel32.IsProcessorFeaturePresent(PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE))
+        return frozenset({"neon", "dotprod"} if has_dotprod else {"neon"})
+    try:
+        return _arm_linux_features(Path("/proc/cpuinfo").read_text(errors="replace"))
+    except OSError:
+        return frozenset()
+
+
+def _arm_linux_features(cpuinfo: str) -> frozenset[str]:
+    """LLVM's names of the features that ``/proc/cpuinfo`` lists.
+
+    Source: Linux, Documentation/arch/arm64/elf_hwcaps.rst.
+    """
+    lines = [line.partition(":")[2].split() for line in cpuinfo.splitlines() if line.startswith("Features")]
+    names = {"asimd": "neon", "asimddp": "dotprod"}
+    # Processors with unlike cores list each; a thread may run on any.
+    return frozenset(ours for linux, ours in names.items() if lines and all(linux in line for line in lines))
 
 
 def choose(name: str | None = None) -> Target:

@@ -1,0 +1,119 @@
+"""Random blocks of every format with scales as real files have them, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import gguf.quants
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.quant.lut import KernelType, LUTType, block_size
+from localllm.quant.types import GGMLType
+
+T = GGMLType
+
+#: Where the float16 fields of a block stand, in bytes; written down apart from the code under test.
+F16_FIELDS: dict[GGMLType, tuple[int, ...]] = {
+    T.F16: (0,),
+    T.Q4_0: (0,),
+    T.Q4_1: (0, 2),
+    T.Q5_0: (0,),
+    T.Q5_1: (0, 2),
+    T.Q8_0: (0,),
+    T.Q2_K: (80, 82),
+    T.Q3_K: (108,),
+    T.Q4_K: (0, 2),
+    T.Q5_K: (0, 2),
+    T.Q6_K: (208,),
+    T.TQ1_0: (52,),
+    T.TQ2_0: (64,),
+    T.IQ2_XXS: (0,),
+    T.IQ2_XS: (0,),
+    T.IQ2_S: (0,),
+    T.IQ3_XXS: (0,),
+    T.IQ3_S: (0,),
+    T.IQ1_S: (0,),
+    T.IQ4_NL: (0,),
+    T.IQ4_XS: (0,),
+}
+
+#: For each format of integers a scale with which all its values are integers: its unit.
+UNITS: dict[GGMLType, float] = {
+    **{t: 1.0 for t in F16_FIELDS if t is not T.F16},
+    T.IQ2_XXS: 8.0,
+    T.IQ2_XS: 8.0,
+    T.IQ2_S: 8.0,
+    T.IQ3_XXS: 4.0,
+    T.IQ1_S: 8.0,
+    T.IQ1_M: 8.0,
+    T.MXFP4: 2.0,
+    T.NVFP4: 2.0,
+}
+
+
+def random_rows(
+    type: KernelType, n: int, k: int, *, scales: Sequence[float] = (), seed: int = 0
+) -> NDArray[np.uint8]:
+    """Rows uint8 [n, row_bytes] of k columns: any codes, and scales near 0.02 or, where given, among ``scales``.
+
+    Scales given for MXFP4 and NVFP4 must be powers of two.
+    """
+    rng = np.random.default_rng(seed)
+    size = block_size(type)
+    blocks = rng.integers(0, 256, (n * k // size.length, size.n_bytes), np.uint8)
+    set_scales(blocks, type, scales, rng)
+    return blocks.reshape(n, -1)
+
+
+def set_scales(
+    blocks: NDArray[np.uint8], type: KernelType, scales: Sequence[float], rng: np.random.Generator
+) -> None:
+    """Sets every scale in blocks [n_blocks, block_bytes], or every value in the floats; see `random_rows`."""
+    count = len(blocks)
+
+    def chosen(*shape: int) -> NDArray[Any]:
+        return rng.choice(scales, shape) if scales else rng.normal(0, 0.02, shape)
+
+    if isinstance(type, LUTType):
+        for i in range(type.n_scales):
+            _write(blocks, 2 * i, chosen(count).astype("<f2"))
+    elif type is T.F32:
+        _write(blocks, 0, chosen(count).astype("<f4"))
+    elif type is T.BF16:
+        _write(blocks, 0, chosen(count).astype("<f4").view("<u2")[1::2])
+    elif type is T.MXFP4:
+        exponents = np.log2(scales) if scales else np.arange(-7.0, 3)
+        blocks[:, 0] = 127 + rng.choice(exponents, count).astype(int)
+    elif type is T.NVFP4:
+        codes = [8 * (7 + int(np.log2(s))) for s in scales] or range(30, 90)
+        blocks[:, :4] = rng.choice(codes, (count, 4))
+    elif type is T.IQ1_M:  # the scale's digits are the upper four bits of the last four words
+        bits = chosen(count).astype(np.float16).view(np.uint16)
+        for digit in range(4):
+            byte = blocks[:, 48 + 2 * digit + 1]
+            byte[...] = byte & 15 | (bits >> 4 * digit & 15) << 4
+    else:
+        for offset in F16_FIELDS[type]:
+            _write(blocks, offset, chosen(count).astype("<f2"))
+
+
+def _write(blocks: NDArray[np.uint8], offset: int, values: NDArray[Any]) -> None:
+    """Puts one value into each block, ``offset`` bytes from its beginning."""
+    raw = np.ascontiguousarray(values).reshape(-1, 1).view(np.uint8)
+    blocks[:, offset : offset + raw.shape[1]] = raw
+
+
+def values_of(rows: NDArray[np.uint8], type: KernelType) -> NDArray[np.float64]:
+    """The values of rows, by the gguf package, or for the kernels' own formats by their definition."""
+    with np.errstate(all="ignore"):
+        if not isinstance(type, LUTType):
+            return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(type)).astype(np.float64)
+        blocks = rows.reshape(-1, type.size.n_bytes)
+        n_scales = 32 // type.scale_length
+        scales = np.ascontiguousarray(blocks[:, : 2 * n_scales]).view("<f2").astype(np.float64)
+        nibbles = blocks[:, 2 * n_scales :]
+        codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=1)  # two planes of 16
+        values = np.array(type.table, np.float64)[codes].reshape(len(blocks), n_scales, -1) * scales[:, :, None]
+        return values.reshape(len(rows), -1)

@@ -1,0 +1,275 @@
+"""Matrix products on the CPU: every format on every instruction set that this machine executes.
+
+What is expected is computed in float64 from the gguf package's values and from the activations as kernels see them,
+rounded to eight bits, which the first test checks by itself.  So the bounds are those of float32 sums.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localllm.errors import KernelError
+from localllm.kernels.cpu.ops import CPUOps
+from localllm.kernels.cpu.target import available
+from localllm.kernels.cpu.tiles import TILES
+from localllm.quant.formats import FORMATS
+from localllm.quant.repack import repack_target
+from localllm.quant.types import BLOCK_SIZES, GGMLType
+from tests.helpers.blocks import UNITS, random_rows, set_scales, values_of
+from tests.helpers.weights import blocks, f32, one_sequence, run
+
+Array = NDArray[np.float64]
+T = GGMLType
+
+FLOATS = (T.F32, T.F16, T.BF16)
+#: No multiple of a tile's rows or of what the float kernels take at once.
+N_OUT = 37
+#: Batches: one token; some; a whole tile of tokens; a tile and some.
+BATCHES = (1, 3, 8, 11)
+
+#: One format for each kernel, except that look-up tables, which differ in numbers only, are tried on one target.
+KERNEL_FORMATS = [t for t in FORMATS if repack_target(t) is t] + [T.IQ2_XS]
+CASES = [
+    pytest.param(target.name, type, id=f"{target.name}-{type.name}")
+    for i, target in enumerate(available())
+    for type in (FORMATS if i == 0 else KERNEL_FORMATS)
+]
+every_kernel = pytest.mark.parametrize(("isa", "type"), CASES)
+every_isa = pytest.mark.parametrize("isa", [t.name for t in available()])
+
+_backends: dict[str, CPUOps] = {}
+
+
+def backend(isa: str) -> CPUOps:
+    return _backends.setdefault(isa, CPUOps(threads=2, isa=isa))
+
+
+def multiply(
+    isa: str,
+    x: NDArray[np.floating],
+    rows: NDArray[np.uint8],
+    type: GGMLType,
+    bias: NDArray[np.float32] | None = None,
+    residual: NDArray[np.float32] | None = None,
+) -> NDArray[np.float32]:
+    """x @ W.T (+ bias) (+ residual) of a matrix given as blocks, by the backend for ``isa``."""
+    ops = backend(isa)
+    weight = ops.load_linear(blocks(rows, type, x.shape[1]), None if bias is None else f32(bias))
+    inputs = ops.load_embedding(f32(x))
+    others = None if residual is None else ops.load_embedding(f32(residual))
+
+    def forward() -> object:
+        added = None if others is None else ops.embed(others)
+        return ops.outputs(ops.linear(ops.embed(inputs), weight, residual=added))
+
+    return run(ops, forward, one_sequence(len(x)))
+
+
+def rounded(x: NDArray[np.float32]) -> Array:
+    """Activations [T, k] in eight bits for each 32 columns, scaled by the largest."""
+    runs = x.reshape(len(x), -1, 32)
+    largest = np.abs(runs).max(axis=2, keepdims=True)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
+    codes = np.rint(runs * inverse)
+    return (codes.astype(np.float64) * (largest / np.float32(127))).reshape(x.shape)
+
+
+def seen(x: NDArray[np.float32], type: GGMLType) -> Array:
+    """Activations as the kernel for ``type`` sees them."""
+    return x.astype(np.float64) if type in FLOATS else rounded(x)
+
+
+def check(y: NDArray[np.float32], x: Array, w: Array, added: Array | float = 0.0) -> None:
+    """Compares y with x @ w.T + added; the bound is in units of the sum of magnitudes, as rounding errors are."""
+    assert y.shape == (len(x), len(w))
+    bound = 1e-6 * (np.abs(x) @ np.abs(w).T + np.abs(added)) + 1e-30
+    excess = np.abs(y - (x @ w.T + added)) / bound
+    assert excess.max() < 1, f"{excess.max():.3g} times the bound at {np.unravel_index(excess.argmax(), y.shape)}"
+
+
+def activations(n: int, k: int, seed: int = 5) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal((n, k), np.float32)
+
+
+@every_isa
+def test_activations_are_rounded_to_eight_bits_for_each_32(isa: str) -> None:
+    """The identity in Q8_0, whose products are exact: x comes out as the kernels see it."""
+    identity = np.zeros((64, 2, 34), np.uint8)
+    identity[:, :, :2] = np.array([1.0], "<f2").view(np.uint8)
+    identity[np.arange(64), np.arange(64) // 32, 2 + np.arange(64) % 32] = 1
+    x = activations(9, 64)
+    x[1] *= 1e6
+    x[2] *= 1e-20
+    x[3, :32] = 0
+    x[4, 5] = 1000  # an outlier, beside which the others lose bits
+    x[5] = np.arange(64) - 31.5  # halves, which round to even
+    y = multiply(isa, x, identity.reshape(64, -1), T.Q8_0)
+    np.testing.assert_allclose(y, rounded(x), rtol=2e-7)
+    np.testing.assert_array_equal(y == 0, rounded(x) == 0)
+
+
+@every_kernel
+def test_products(isa: str, type: GGMLType) -> None:
+    k = 512
+    # Scales that rewriting as float16 does not round, where a format is rewritten.
+    scales = () if repack_target(type) is type else (0.25, 0.5, 1.0, 2.0)
+    rows = random_rows(type, N_OUT, k, scales=scales)
+    w = values_of(rows, type)
+    rng = np.random.default_rng(1)
+    for n in BATCHES:
+        x = activations(n, k)
+        bias = rng.standard_normal(N_OUT, np.float32)
+        residual = rng.standard_normal((n, N_OUT), np.float32)
+        check(multiply(isa, x, rows, type), seen(x, type), w)
+        check(multiply(isa, x, rows, type, bias), seen(x, type), w, bias)
+        check(multiply(isa, x, rows, type, None, residual), seen(x, type), w, residual)
+        check(multiply(isa, x, rows, type, bias, residual), seen(x, type), w, bias + residual.astype(np.float64))
+
+
+@every_kernel
+def test_a_token_has_the_same_bits_in_any_batch(isa: str, type: GGMLType) -> None:
+    rows = random_rows(type, N_OUT, 256)
+    x = activations(19, 256)
+    together = multiply(isa, x, rows, type)
+    for part in (slice(0, 1), slice(7, 8), slice(8, 19), slice(16, 19)):
+        np.testing.assert_array_equal(multiply(isa, x[part], rows, type), together[part])
+
+
+@pytest.mark.parametrize(("isa", "type"), [p for p in CASES if p.values[1] in UNITS])
+def test_integers_are_summed_exactly(isa: str, type: GGMLType) -> None:
+    """With whole scales and whole activations every sum is a whole number below 2^24: no error at all is allowed."""
+    k = 256
+    rng = np.random.default_rng(2)
+    rows = random_rows(type, N_OUT, k, scales=[UNITS[type]])
+    x = rng.integers(-127, 128, (11, k))
+    x[:, ::32] = 127  # so that an activation's scale is 1
+    w = values_of(rows, type)
+    np.testing.assert_array_equal(w, np.rint(w))
+    expected = x @ w.astype(np.int64).T
+    assert np.abs(expected).max() < 2**24
+    np.testing.assert_array_equal(multiply(isa, x, rows, type), expected)
+
+
+@pytest.mark.parametrize(("isa", "type"), [p for p in CASES if p.values[1] in UNITS])
+def test_extreme_codes_times_extreme_activations(isa: str, type: GGMLType) -> None:
+    """Nothing saturates on the way: the largest products of all, with and without changing signs."""
+    k = 256
+    size = BLOCK_SIZES[type]
+    fills = (0x00, 0xFF, 0x80, 0x7F, 0x0F, 0xF0, 0x01, 0x55, 0xAA)
+    rows = np.repeat(np.array(fills, np.uint8), k // size.length * size.n_bytes).reshape(len(fills), -1)
+    set_scales(rows.reshape(-1, size.n_bytes), type, [UNITS[type]], np.random.default_rng(0))
+    x = np.full((4, k), 127)
+    x[1] = -127
+    x[2, 1::2] = -127
+    x[3, ::3] = -127
+    check(multiply(isa, x, rows, type), x.astype(np.float64), values_of(rows, type))
+
+
+@pytest.mark.parametrize(("isa", "type"), [p for p in CASES if p.values[1] is T.F16 or p.values[1] in UNITS])
+def test_zero_tiny_and_huge_scales(isa: str, type: GGMLType) -> None:
+    """Float16's zeros, subnormals and largest values, in kernels with and without instructions for them."""
+    if type in (T.MXFP4, T.NVFP4):
+        scales = [2.0**-6, 2.0**8]
+    elif repack_target(type) is type:
+        scales = [0.0, -0.0, 2.0**-24, 3 * 2.0**-24, 1023 * 2.0**-24, 2.0**-14, 65504.0, -65504.0]
+    else:
+        scales = [0.0, 2.0**-10, 2.0**8]
+    for scale in scales:
+        rows = random_rows(type, N_OUT, 256, scales=[scale])
+        x = activations(3, 256)
+        y = multiply(isa, x, rows, type)
+        check(y, seen(x, type), values_of(rows, type))
+        if scale == 0:
+            np.testing.assert_array_equal(y, 0)
+
+
+@every_isa
+@pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E00], ids=["inf", "-inf", "nan"])
+def test_a_scale_that_is_no_number_spoils_its_own_row_only(isa: str, bits: int) -> None:
+    rows = random_rows(T.Q8_0, N_OUT, 64)
+    x = activations(11, 64)
+    clean = multiply(isa, x, rows, T.Q8_0)
+    rows[20, :2] = bits & 255, bits >> 8
+    y = multiply(isa, x, rows, T.Q8_0)
+    assert not np.isfinite(y[:, 20]).any()
+    np.testing.assert_array_equal(np.delete(y, 20, axis=1), np.delete(clean, 20, axis=1))
+
+
+@every_isa
+@pytest.mark.parametrize("type", [T.Q8_0, T.F32], ids=lambda type: type.name)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_an_activation_that_is_no_number_is_seen_in_its_own_token_only(
+    isa: str, type: GGMLType, value: float
+) -> None:
+    rows = random_rows(type, N_OUT, 64)
+    x = activations(11, 64)
+    clean = multiply(isa, x, rows, type)
+    x[9, 40] = value
+    y = multiply(isa, x, rows, type)
+    assert not np.isfinite(y[9]).any()
+    np.testing.assert_array_equal(np.delete(y, 9, axis=0), np.delete(clean, 9, axis=0))
+
+
+@every_isa
+def test_vanishing_activations_give_zero(isa: str) -> None:
+    """Where 127 / largest would overflow."""
+    x = np.full((2, 64), 1e-41, np.float32)
+    x[1, :32] = 1.0
+    rows = random_rows(T.Q8_0, N_OUT, 64)
+    y = multiply(isa, x, rows, T.Q8_0)
+    np.testing.assert_allclose(y[0], 0, atol=1e-30)
+    check(y[1:], np.concatenate([x[1:, :32], 0 * x[1:, 32:]], axis=1).astype(np.float64), values_of(rows, T.Q8_0))
+
+
+@pytest.mark.parametrize("n_in", [32, 96, 416])
+@pytest.mark.parametrize("n_out", [1, 15, 16, 17, 33, 64])
+def test_any_shape(n_in: int, n_out: int) -> None:
+    isa = available()[0].name
+    for type in (T.Q4_0, T.F32):
+        rows, x = random_rows(type, n_out, n_in), activations(9, n_in)
+        check(multiply(isa, x, rows, type), seen(x, type), values_of(rows, type))
+
+
+@pytest.mark.parametrize("n_in", [1, 5, 172])
+def test_float_rows_of_any_length(n_in: int) -> None:
+    isa = available()[0].name
+    for type in FLOATS:
+        rows, x = random_rows(type, N_OUT, n_in), activations(9, n_in)
+        check(multiply(isa, x, rows, type), x.astype(np.float64), values_of(rows, type))
+
+
+def test_what_is_read_is_said() -> None:
+    ops = backend(available()[0].name)
+    names = {t: ops.load_linear(blocks(random_rows(t, 2, 256), t, 256)).format for t in FORMATS}
+    assert names[T.Q4_K] == "Q4_K"
+    assert names[T.IQ4_XS] == "IQ4_NL (from IQ4_XS)"
+    assert names[T.TQ1_0] == "Q2_K (from TQ1_0)"
+    assert names[T.IQ2_S] == "LUT_IQ2_16 (from IQ2_S)"
+
+
+def test_scales_beyond_float16_are_read_in_float32() -> None:
+    rows = random_rows(T.IQ2_XXS, N_OUT, 256, scales=[40000.0])
+    isa, x = available()[0].name, activations(2, 256)
+    linear = backend(isa).load_linear(blocks(rows, T.IQ2_XXS, 256))
+    assert linear.format == "F32 (from IQ2_XXS)"
+    check(multiply(isa, x, rows, T.IQ2_XXS), x.astype(np.float64), values_of(rows, T.IQ2_XXS))
+
+
+@pytest.mark.parametrize("type", FORMATS, ids=lambda type: type.name)
+def test_a_loaded_matrix_takes_the_bytes_that_were_foretold(type: GGMLType) -> None:
+    ops = backend(available()[0].name)
+    weight = blocks(random_rows(type, N_OUT, 256), type, 256)
+    assert ops.packed_bytes(weight) == ops.load_linear(weight).n_bytes
+
+
+def test_a_type_that_no_kernel_reads_is_refused() -> None:
+    weight = blocks(np.zeros((2, 256), np.uint8), T.I8, 256)
+    with pytest.raises(KernelError, match="type I8"):
+        backend(available()[0].name).load_linear(weight)
+
+
+def test_all_formats_of_integers_have_a_tile() -> None:
+    assert {repack_target(t) for t in FORMATS if t not in FLOATS} == set(TILES)

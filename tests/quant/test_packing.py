@@ -1,0 +1,83 @@
+"""Tiles: nothing is lost in them, and every byte is where the drawing says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.quant.lut import KernelType, block_size
+from localllm.quant.packing import GROUP, LAYOUTS, TileLayout
+from localllm.quant.types import GGMLType
+
+all_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.type.name)
+
+
+def pack(layout: TileLayout, rows: np.ndarray, k: int) -> np.ndarray:
+    """The tiles of rows of k columns, in memory that was not zero."""
+    packed = np.full(layout.packed_bytes(len(rows), k), 0xAA, np.uint8)
+    layout.pack(rows, packed)
+    return packed
+
+
+@all_layouts
+def test_every_byte_of_a_block_is_in_the_tile_once(layout: TileLayout) -> None:
+    parts = [(offset, 2) for offset in layout.halves] + list(layout.words)
+    places = [offset + i for offset, length in parts for i in range(length)]
+    assert sorted(places) == list(range(layout.block_bytes))
+    assert layout.block_bytes == block_size(layout.type).n_bytes
+    assert layout.tile_bytes == 16 * layout.block_bytes
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    layout=st.sampled_from(list(LAYOUTS.values())),
+    n=st.integers(1, 70),
+    row_blocks=st.integers(1, 4),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_unpacking_gives_back_any_rows(layout: TileLayout, n: int, row_blocks: int, seed: int) -> None:
+    rows = np.random.default_rng(seed).integers(0, 256, (n, row_blocks * layout.block_bytes), np.uint8)
+    packed = pack(layout, rows, row_blocks * layout.columns)
+    assert packed.size == -(-n // GROUP) * GROUP * rows.shape[1]
+    np.testing.assert_array_equal(layout.unpack(packed, n), rows)
+    # The rows that fill up the last group are zero.
+    np.testing.assert_array_equal(layout.unpack(packed, -(-n // GROUP) * GROUP)[n:], 0)
+
+
+@all_layouts
+def test_groups_pack_by_themselves(layout: TileLayout) -> None:
+    """So that threads can share the work: a run of whole groups goes to its own place."""
+    rows = np.random.default_rng(1).integers(0, 256, (3 * GROUP + 5, 2 * layout.block_bytes), np.uint8)
+    whole = pack(layout, rows, 2 * layout.columns)
+    half = layout.packed_bytes(2 * GROUP, 2 * layout.columns)
+    np.testing.assert_array_equal(whole[:half], pack(layout, rows[: 2 * GROUP], 2 * layout.columns))
+    np.testing.assert_array_equal(whole[half:], pack(layout, rows[2 * GROUP :], 2 * layout.columns))
+
+
+@pytest.mark.parametrize("type", [GGMLType.Q4_0, GGMLType.Q8_0], ids=lambda type: type.name)
+def test_a_tile_lies_as_it_is_drawn(type: KernelType) -> None:
+    """Sixteen halves, then for each word of a block that of row 0, row 1, …, in the order of the file."""
+    layout = LAYOUTS[type]
+    rows = np.random.default_rng(2).integers(0, 256, (GROUP, 3 * layout.block_bytes), np.uint8)
+    tiles = pack(layout, rows, 96).reshape(3, -1)
+    for b in range(3):
+        blocks = rows[:, b * layout.block_bytes : (b + 1) * layout.block_bytes]
+        words = [blocks[:, 2 + 4 * i : 6 + 4 * i].tobytes() for i in range((layout.block_bytes - 2) // 4)]
+        assert tiles[b].tobytes() == blocks[:, :2].tobytes() + b"".join(words)
+
+
+@pytest.mark.parametrize("type", [GGMLType.Q5_0, GGMLType.Q5_1], ids=lambda type: type.name)
+def test_fifth_bits_are_regrouped(type: GGMLType) -> None:
+    """Bit v of byte c of a row's word is the fifth bit of column 4 v + c."""
+    layout = LAYOUTS[type]
+    offset = layout.words[0][0]
+    rows = np.random.default_rng(3).integers(0, 256, (GROUP, layout.block_bytes), np.uint8)
+    tile = pack(layout, rows, 32)
+    planes = tile[GROUP * offset :][: 4 * GROUP].reshape(GROUP, 4)
+    for row in range(GROUP):
+        fifth_bits = int.from_bytes(rows[row, offset : offset + 4].tobytes(), "little")
+        for column in range(32):
+            v, c = divmod(column, 4)
+            assert planes[row, c] >> v & 1 == fifth_bits >> column & 1
