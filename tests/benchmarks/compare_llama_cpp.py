@@ -179,15 +179,17 @@ def compare(path: Path, threads: int, args: argparse.Namespace) -> tuple[list[Li
 
 
 _PEAK = """
-import resource, sys, localllm
+import sys, localllm
 llm = localllm.load(sys.argv[1], context=int(sys.argv[2]))
 llm.generate([1] * int(sys.argv[3]), max_tokens=8, temperature=0.0, ignore_eos=True)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, llm.info.placement.kv_cache)
+# Not getrusage: what a process inherits there includes the peak of the one that started it.
+peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(int(peak) * 1024, llm.info.placement.kv_cache)
 """
 
 
 def peak_memory(path: Path, context: int, prompt: int) -> tuple[int, int]:
-    """Peak resident bytes of a process that generates, and those of its KV cache."""
+    """Peak resident bytes of a process that generates (on Linux), and those of its KV cache."""
     command = [sys.executable, "-c", _PEAK, str(path), str(context), str(prompt)]
     peak, cache = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     return int(peak), int(cache)

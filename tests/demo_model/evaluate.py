@@ -51,10 +51,7 @@ def complete(
         last = torch.tensor([len(rows[row]) - 1 for row in open_rows])
         hidden = model.hidden(ids)[torch.arange(len(open_rows)), last]
         logits = F.linear(hidden, model.token_embd.weight)
-        if temperature:
-            chosen = torch.multinomial((logits / temperature).softmax(-1), 1)[:, 0]
-        else:
-            chosen = logits.argmax(-1)
+        chosen = torch.multinomial((logits / temperature).softmax(-1), 1)[:, 0] if temperature else logits.argmax(-1)
         for row, token in zip(open_rows, chosen.tolist(), strict=True):
             rows[row].append(token)
         open_rows = [row for row in open_rows if rows[row][-1] != end]
