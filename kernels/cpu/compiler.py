@@ -9,7 +9,7 @@ sets (tests compare them), lets a machine compile for another, and makes a warm 
 takes most of a second to import.
 
 Cached objects lie in a folder named by a hash of everything they depend on: this package's source, the versions of
-numba and LLVM, the platform.
+numba and LLVM, the platform.  (Of kernels defined elsewhere, the files of the kernel and of its templates count.)
 """
 
 from __future__ import annotations
@@ -251,8 +251,19 @@ def _fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
+@functools.cache
+def _source(file: str) -> bytes:
+    """A source file's content, unless it is one of this package's, which the fingerprint covers."""
+    path = Path(file)
+    return b"" if path.parent == Path(__file__).parent or not path.exists() else path.read_bytes()
+
+
 def _cache_file(v: Variant) -> Path:
-    name = hashlib.sha256(v.symbol.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(v.symbol.encode())
+    for part in (v.kernel, *(value for _, value in v.constants)):
+        if isinstance(part, Template):
+            digest.update(_source(part.file))
+    name = digest.hexdigest()[:16]
     return cache_root() / _fingerprint() / f"{v.kernel.name}-{v.target.name}-{name}.o"
 
 

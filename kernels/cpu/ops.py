@@ -156,6 +156,8 @@ class Recording:
         self.cache = cache
         self.max_tokens, self.max_outputs = max_tokens, max_outputs
         self.instructions: list[Instruction] = []
+        #: Arrays whose addresses stand in the instructions.
+        self.operands: list[object] = []
         self.memory: list[NDArray[np.uint8]] = []
         self.free: list[NDArray[np.uint8]] = []
         self.ropes: list[tuple[Rope, NDArray[np.float32]]] = []
@@ -359,6 +361,7 @@ class CPUOps:
 
     def rms_norm(self, x: Buffer, weight: NDArray[np.float32], eps: float) -> Buffer:
         y = Buffer(self._now, x.slot, x.width)
+        self._now.operands.append(weight)
         arguments = (
             *(x.address, weight.ctypes.data, x.width, x.stride // 4, x.stride),
             *(y.address, y.stride, float(eps)),
@@ -386,6 +389,7 @@ class CPUOps:
             raise KernelError(f"a matrix [{w.n_out}, {w.n_in}] cannot turn {x.width} values into {y.width}")
         layout, recording = LAYOUTS[w.type], self._now
         batch = recording.header.ctypes.data + 8 * x.slot
+        recording.operands.append(w)
         bias = 0 if w.bias is None else w.bias.ctypes.data
         groups = padded(w.n_out) // GROUP
         matrix = w.packed.ctypes.data
@@ -417,6 +421,7 @@ class CPUOps:
         head_dim = cache.shape.head_dim
         for x, norm in ((q, q_norm), (k, k_norm)):
             if norm is not None:
+                recording.operands.append(norm)
                 arguments = (x.address, norm.ctypes.data, x.width // head_dim, head_dim, x.stride, float(eps))
                 self._add(elementwise.head_norm, arguments, 1, N_TOKENS)
         n_pairs = 0 if rope is None else len(rope.frequencies)

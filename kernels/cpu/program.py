@@ -230,11 +230,11 @@ class Workers:
     def _start(self) -> None:
         mail = [_Mail() for _ in range(self.n)]
         self._first, self._last = mail[0], None
-        self._process = os.getpid()
         # The threads do not refer to the Workers, so that forgetting it ends them.
         self._end = weakref.finalize(self, _tell_all, mail)
         for i in range(self.n):
             threading.Thread(target=_work, args=(i, mail), name=f"localllm-{i}", daemon=True).start()
+        self._process = os.getpid()
 
     def _await(self, job: Job) -> None:
         """Hands a job over and waits until it is done; an interrupt meanwhile is raised only then."""

@@ -1,0 +1,56 @@
+"""The backends that the tests of `localllm.kernels.ops.Ops` run on.  A new one joins by one more entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from localllm.kernels.cpu.ops import CPUOps
+from localllm.kernels.cpu.target import available
+from localllm.kernels.ops import Ops
+from localllm.kernels.reference import ReferenceOps
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend under test.
+
+    Attributes:
+        make: makes its operations.
+        spoil: fills every key and value of a cache with NaN.
+        head_dims: the sizes of heads to try; all of them where kernels need not be compiled for each.
+        is_exact: whether linear operations compute with activations as they are, not rounded to eight bits.
+    """
+
+    name: str
+    make: Callable[[], Ops]
+    spoil: Callable[[Any], None]
+    head_dims: tuple[int, ...]
+    is_exact: bool = False
+
+
+ALL_HEAD_DIMS = (8, 16, 64, 80, 96, 128, 256)
+
+
+def _spoil_reference(cache: Any) -> None:
+    cache.keys[:], cache.values[:] = np.nan, np.nan
+
+
+def _spoil_cpu(cache: Any) -> None:
+    """What pads a head is never written: it stays zero, and kernels rely on that."""
+    head_dim = cache.shape.head_dim
+    cache.keys[:, :, :, :head_dim] = 0x7E00
+    cache.values[..., :head_dim] = 0x7E00
+
+
+def _cpu(isa: str, head_dims: tuple[int, ...]) -> Backend:
+    return Backend(f"cpu-{isa}", lambda: CPUOps(threads=2, isa=isa), _spoil_cpu, head_dims)
+
+
+BACKENDS = [
+    Backend("reference", ReferenceOps, _spoil_reference, ALL_HEAD_DIMS, is_exact=True),
+    *(_cpu(target.name, (8, 16, 80) if i else ALL_HEAD_DIMS) for i, target in enumerate(available())),
+]

@@ -1,0 +1,192 @@
+"""What is the CPU backend's own: what it refuses, what it keeps, how it shares memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localllm.errors import KernelError
+from localllm.kernels.cpu import ops as cpu_ops
+from localllm.kernels.cpu.ops import CPUOps, default_threads
+from localllm.kernels.cpu.target import available
+from localllm.kernels.ops import CacheShape
+from tests.helpers.run_model import make_batch
+from tests.helpers.weights import f32, one_sequence, run
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def ops() -> CPUOps:
+    return CPUOps(threads=2)
+
+
+def random(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape, np.float32)
+
+
+def doubled(ops: CPUOps, width: int = 32) -> Callable[[], Any]:
+    """A forward pass that needs a kernel: it doubles rows."""
+    table, twice = ops.load_embedding(f32(np.eye(64, width))), ops.load_linear(f32(2 * np.eye(width)))
+    return lambda: ops.outputs(ops.linear(ops.embed(table), twice))
+
+
+@pytest.mark.parametrize(("n", "outputs"), [(9, [0]), (8, [0, 1, 2, 3]), (40, range(40))])
+def test_a_batch_larger_than_compiled_for_is_refused(ops: CPUOps, n: int, outputs: list[int]) -> None:
+    step = ops.compile(doubled(ops), ops.new_cache(CacheShape(1, 1, 16), 1), max_tokens=8, max_outputs=3)
+    with pytest.raises(KernelError, match=rf"{n} tokens and {len(outputs)} outputs .* compiled for, 8 and 3"):
+        step(make_batch([(range(n), 0, [0])], outputs=outputs))
+    out = step(make_batch([(range(8), 0, [0])], outputs=[7, 6, 5]))  # and the step still serves
+    np.testing.assert_array_equal(out, 2 * np.eye(64, 32)[[7, 6, 5]])
+
+
+def test_operations_outside_a_forward_pass_are_refused(ops: CPUOps) -> None:
+    table, linear, ones = ops.load_embedding(f32(random(4, 32))), ops.load_linear(f32(random(32, 32))), random(32)
+    kept: list[Any] = []
+
+    def forward() -> Any:
+        kept.append(ops.embed(table))
+        return ops.outputs(kept[0])
+
+    run(ops, forward, one_sequence(1))
+    x = kept[0]
+    calls = [
+        lambda: ops.embed(table),
+        lambda: ops.rms_norm(x, ones, 1e-6),
+        lambda: ops.linear(x, linear),
+        lambda: ops.linears(x, [linear]),
+        lambda: ops.rope_append(x, x, x, None, 0),
+        lambda: ops.attention(x, 0, scale=1.0),
+        lambda: ops.gated(x, x, "silu"),
+        lambda: ops.outputs(x),
+    ]
+    for call in calls:
+        with pytest.raises(KernelError, match="inside a forward pass"):
+            call()
+
+
+def test_a_forward_pass_that_fails_leaves_nothing_behind(ops: CPUOps) -> None:
+    def broken() -> Any:
+        ops.embed(ops.load_embedding(f32(random(4, 32))))
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        run(ops, broken, one_sequence(1))
+    with pytest.raises(KernelError, match="inside a forward pass"):
+        ops.outputs(None)
+    np.testing.assert_array_equal(run(ops, doubled(ops), one_sequence(3)), 2 * np.eye(64, 32)[:3])
+
+
+def test_matrices_and_tensors_must_fit(ops: CPUOps) -> None:
+    table, linear = ops.load_embedding(f32(random(4, 48))), ops.load_linear(f32(random(10, 32)))
+    inputs = ops.load_embedding(f32(random(4, 32)))
+    with pytest.raises(KernelError, match=r"matrix \[10, 32\] cannot turn 48 values into 10"):
+        run(ops, lambda: ops.linear(ops.embed(table), linear), one_sequence(1))
+    with pytest.raises(KernelError, match=r"matrix \[10, 32\] cannot turn 32 values into 32"):
+        run(ops, lambda: ops.linear(ops.embed(inputs), linear, residual=ops.embed(inputs)), one_sequence(1))
+
+
+def test_layers_with_unlike_groups_are_refused(ops: CPUOps) -> None:
+    wide, narrow = ops.load_embedding(f32(random(4, 64))), ops.load_embedding(f32(random(4, 32)))
+
+    def forward() -> Any:
+        ops.attention(ops.embed(wide), 0, scale=1.0)
+        return ops.attention(ops.embed(narrow), 0, scale=1.0)
+
+    with pytest.raises(KernelError, match="4 and with 2 query heads"):
+        run(ops, forward, one_sequence(1))
+
+
+def test_what_a_step_needs_lives_as_long_as_the_step(ops: CPUOps) -> None:
+    """Weights that nothing else refers to any more."""
+    x, matrix, weight = random(3, 64), random(64, 64), random(64)
+
+    def forward() -> Any:
+        normed = ops.rms_norm(ops.embed(ops.load_embedding(f32(x))), ops.load_vector(f32(weight)), 0.0)
+        return ops.outputs(ops.linear(normed, ops.load_linear(f32(matrix), f32(weight))))
+
+    step = ops.compile(forward, ops.new_cache(CacheShape(1, 1, 16), 1), max_tokens=3, max_outputs=3)
+    trash = [random(4096) for _ in range(50)]
+    normed = x / np.sqrt(np.square(x.astype(float)).mean(axis=1, keepdims=True)) * weight
+    np.testing.assert_allclose(step(one_sequence(3)), normed @ matrix.T + weight, rtol=1e-4, atol=1e-4)
+    assert len(trash) == 50
+
+
+def test_a_deep_pass_takes_no_more_memory_than_a_shallow_one(ops: CPUOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    original = cpu_ops.aligned_zeros
+
+    def counted(shape: Any, kind: type) -> Any:
+        taken.append(int(np.prod(shape)) * np.dtype(kind).itemsize)
+        return original(shape, kind)
+
+    table, ones = ops.load_embedding(f32(random(4, 64))), ops.load_vector(f32(np.ones(64)))
+    linear = ops.load_linear(f32(random(64, 64)))
+    cache = ops.new_cache(CacheShape(1, 1, 16), 1)
+
+    def forward(depth: int) -> Any:
+        x = ops.embed(table)
+        for _ in range(depth):
+            a, b = ops.linears(ops.rms_norm(x, ones, 1e-6), [linear, linear])
+            x = ops.linear(ops.gated(a, b, "silu"), linear, residual=x)
+        return ops.outputs(x)
+
+    monkeypatch.setattr(cpu_ops, "aligned_zeros", counted)
+    totals = []
+    for depth in (2, 30):
+        taken.clear()
+        ops.compile(lambda depth=depth: forward(depth), cache, max_tokens=16, max_outputs=16)
+        totals.append(sum(taken))
+    assert totals[0] == totals[1]
+
+
+def test_keys_and_values_are_rounded_to_float16_as_numpy_does() -> None:
+    """On every instruction set: normal, subnormal and too large numbers, and ties."""
+    x = random(64, 16) * 10.0 ** RNG.integers(-9, 6, (64, 16))
+    x[0] = np.array([1 + 2**-11, 1 + 3 * 2**-11, 2**-25, 3 * 2**-25, 2**-26, 65519, 65520, 0] * 2)
+    x = x.astype(np.float32)
+    x[1:, ::2] *= -1
+    expected = np.clip(x, -65504, 65504).astype(np.float16)
+    for target in available():
+        ops = CPUOps(threads=1, isa=target.name)
+        table = ops.load_embedding(f32(x))
+        cache = ops.new_cache(CacheShape(1, 1, 16), 2)
+
+        def forward(ops: CPUOps = ops, table: Any = table) -> Any:
+            return ops.outputs(ops.rope_append(ops.embed(table), ops.embed(table), ops.embed(table), None, 0))
+
+        run(ops, forward, make_batch([(range(64), 0, [1])]), cache)
+        np.testing.assert_array_equal(cache.values[0, 1, 0], expected.view(np.uint16))
+        np.testing.assert_array_equal(cache.keys[0, 1, 0], expected.view(np.uint16).T)
+        assert not cache.keys[0, 0].any()
+        assert not cache.values[0, 0].any()
+
+
+def test_a_closed_backend_starts_again(ops: CPUOps) -> None:
+    own = CPUOps(threads=2)
+    forward = doubled(own)
+    first = run(own, forward, one_sequence(5))
+    own.workers.close()
+    np.testing.assert_array_equal(run(own, forward, one_sequence(5)), first)
+    own.workers.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_results_do_not_depend_on_the_number_of_threads(ops: CPUOps, threads: int) -> None:
+    own = CPUOps(threads=threads)
+    x, matrix = random(20, 64), random(500, 64)
+
+    def result(ops: CPUOps) -> np.ndarray:
+        table, linear = ops.load_embedding(f32(x)), ops.load_linear(f32(matrix))
+        return run(ops, lambda: ops.outputs(ops.linear(ops.embed(table), linear)), one_sequence(20))
+
+    np.testing.assert_array_equal(result(own), result(ops))
+    own.workers.close()
+
+
+def test_by_default_there_is_a_thread_for_each_core() -> None:
+    assert 1 <= default_threads() <= (os.cpu_count() or 1)

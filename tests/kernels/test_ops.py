@@ -1,0 +1,505 @@
+"""Every operation of every backend, against the formulas in float64.
+
+Inputs come in as embedding tables, whose rows a batch's ids name; so a test sees what a model sees: the protocol.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import gguf.quants
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localllm.errors import KernelError
+from localllm.kernels.ops import CacheShape, KVCache, Ops, Rope
+from localllm.quant.types import GGMLType
+from tests.helpers.backends import BACKENDS, Backend
+from tests.helpers.blocks import random_rows
+from tests.helpers.run_model import make_batch
+from tests.helpers.weights import blocks, f32, one_sequence, run
+
+Array = NDArray[Any]
+T = GGMLType
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda b: b.name)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    chosen: Backend = request.param
+    return chosen
+
+
+@cache
+def _ops(backend: Backend) -> Ops:
+    return backend.make()
+
+
+@pytest.fixture
+def ops(backend: Backend) -> Ops:
+    return _ops(backend)
+
+
+def random(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
+
+
+def halves(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    """Random values that float16 holds."""
+    return random(*shape, seed=seed).astype(np.float16).astype(np.float32)
+
+
+def apply(ops: Ops, operation: Callable[..., Any], *inputs: Array) -> NDArray[np.float32]:
+    """The result of an operation on matrices [T, width], which it is given as tensors."""
+    tables = [ops.load_embedding(f32(x)) for x in inputs]
+    return run(ops, lambda: ops.outputs(operation(*(ops.embed(t) for t in tables))), one_sequence(len(inputs[0])))
+
+
+# -- Embedding, outputs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type", [T.F32, T.F16, T.BF16, T.Q8_0, T.Q4_K, T.IQ2_XS], ids=lambda t: t.name)
+def test_embed_takes_rows(ops: Ops, type: GGMLType) -> None:
+    rows = random_rows(type, 10, 256)
+    table = ops.load_embedding(blocks(rows, type, 256))
+    ids = [3, 9, 3, 0]
+    out = run(ops, lambda: ops.outputs(ops.embed(table, 2.5)), make_batch([(ids, 0, [0])]))
+    values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(type))
+    np.testing.assert_allclose(out, 2.5 * values[ids], rtol=1e-6)
+
+
+@pytest.mark.parametrize("width", [1, 5, 32, 100])
+def test_outputs_are_the_wanted_rows_in_their_order(ops: Ops, width: int) -> None:
+    x = random(7, width)
+    table = ops.load_embedding(f32(x))
+    step = ops.compile(
+        lambda: ops.outputs(ops.embed(table)), ops.new_cache(CacheShape(1, 1, 16), 1), max_tokens=9, max_outputs=3
+    )
+    for wanted in ([6, 0], [3], [1, 1, 2], []):
+        out = step(make_batch([(range(7), 0, [0])], outputs=wanted))
+        np.testing.assert_array_equal(out, x[wanted])
+
+
+# -- Norms, gates --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 5, 32, 100])
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_rms_norm(ops: Ops, width: int, eps: float) -> None:
+    x, weight = random(3, width), random(width, seed=1)
+    x[1] *= 1e-4
+    vector = ops.load_vector(f32(weight))
+    out = apply(ops, lambda t: ops.rms_norm(t, vector, eps), x)
+    wide = x.astype(np.float64)
+    root = np.sqrt(np.square(wide).mean(axis=1, keepdims=True) + eps)
+    np.testing.assert_allclose(out, wide / root * weight, rtol=1e-5)
+
+
+def test_rms_norm_of_zeros_is_zero(ops: Ops) -> None:
+    weight = ops.load_vector(f32(np.ones(40)))
+    np.testing.assert_array_equal(apply(ops, lambda t: ops.rms_norm(t, weight, 1e-6), np.zeros((2, 40))), 0)
+
+
+# Beyond what exp can hold on either side, and about where kernels clamp it.
+LARGE = np.array([0, -0.0, 1e-30, -1e-30, 20, -20, 87, -87, 88, -88, 89, -89, 104, -104, 700, -700, 1e4, -1e4])
+
+
+def test_gated_silu(ops: Ops) -> None:
+    gate = np.concatenate([5 * random(90), LARGE]).astype(np.float32)[None]
+    up = random(*gate.shape, seed=1)
+    out = apply(ops, lambda g, u: ops.gated(g, u, "silu"), gate, up)
+    wide = gate.astype(np.float64)
+    with np.errstate(over="ignore"):
+        expected = wide / (1 + np.exp(-wide)) * up
+    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-30)
+
+
+def test_gated_gelu(ops: Ops) -> None:
+    gate = np.concatenate([2 * random(90), LARGE]).astype(np.float32)[None]
+    up = random(*gate.shape, seed=1)
+    out = apply(ops, lambda g, u: ops.gated(g, u, "gelu"), gate, up)
+    wide = gate.astype(np.float64)
+    tanh = 0.5 * wide * (1 + np.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))) * up
+    # Where the result nearly vanishes, 1 + tanh leaves few digits of it.
+    np.testing.assert_allclose(out, tanh, rtol=1e-5, atol=1e-6)
+
+
+def test_an_unknown_activation_is_named_with_the_known_ones(ops: Ops) -> None:
+    with pytest.raises(KernelError, match=r"'relu'.*silu, gelu"):
+        apply(ops, lambda g, u: ops.gated(g, u, "relu"), random(1, 4), random(1, 4))
+
+
+# -- Linear --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_linear(ops: Ops, with_bias: bool, with_residual: bool) -> None:
+    x, matrix, bias, residual = random(3, 50), random(7, 50), random(7), random(3, 7)
+    linear = ops.load_linear(f32(matrix), f32(bias) if with_bias else None)
+    assert (linear.n_in, linear.n_out) == (50, 7)
+    expected = x.astype(np.float64) @ matrix.T + with_bias * bias + with_residual * residual
+    out = apply(ops, lambda t, r: ops.linear(t, linear, r if with_residual else None), x, residual)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("type", [T.F32, T.F16, T.Q8_0, T.Q4_K], ids=lambda t: t.name)
+def test_linears_are_linear_of_each(ops: Ops, type: GGMLType) -> None:
+    x = random(5, 256)
+    linears = [ops.load_linear(blocks(random_rows(type, n, 256, seed=n), type, 256)) for n in (40, 16, 33)]
+    for i, linear in enumerate(linears):
+        alone = apply(ops, lambda t, linear=linear: ops.linear(t, linear), x)
+        np.testing.assert_array_equal(apply(ops, lambda t, i=i: ops.linears(t, linears)[i], x), alone)
+
+
+def test_linears_of_several_formats(backend: Backend, ops: Ops) -> None:
+    x, types = random(2, 256), (T.Q6_K, T.F16, T.Q4_0)
+    rows = [random_rows(t, 8, 256) for t in types]
+    linears = [ops.load_linear(blocks(r, t, 256)) for r, t in zip(rows, types, strict=True)]
+    for i, (r, t) in enumerate(zip(rows, types, strict=True)):
+        values = gguf.quants.dequantize(r, gguf.GGMLQuantizationType(t)).astype(np.float64)
+        out = apply(ops, lambda x, i=i: ops.linears(x, linears)[i], x)
+        exact = backend.is_exact or t is T.F16
+        bound = (1e-6 if exact else 1e-2) * (np.abs(x) @ np.abs(values).T)
+        assert (np.abs(out - x @ values.T) < bound).all()
+
+
+@pytest.mark.parametrize("type", [T.F32, T.Q8_0], ids=lambda t: t.name)
+def test_a_sum_is_read_anew_after_it_was_added_to(ops: Ops, type: GGMLType) -> None:
+    """A tensor is multiplied, then used up as a residual, and what takes its place is multiplied again."""
+    first, second = (ops.load_linear(blocks(random_rows(type, 64, 64, seed=s), type, 64)) for s in (1, 2))
+    x = random(3, 64)
+
+    def chain(t: Any) -> Any:
+        return ops.linear(ops.linear(ops.linear(t, first), second, residual=t), first)
+
+    y = apply(ops, lambda t: ops.linear(t, first), x)
+    total = apply(ops, lambda u, r: ops.linear(u, second, residual=r), y, x)
+    np.testing.assert_array_equal(apply(ops, chain, x), apply(ops, lambda t: ops.linear(t, first), total))
+
+
+def test_a_tensor_can_be_its_own_residual(ops: Ops) -> None:
+    linear = ops.load_linear(f32(random(256, 256)))
+    x = random(40, 256)
+    out = apply(ops, lambda t: ops.linear(t, linear, residual=t), x)
+    np.testing.assert_array_equal(out, apply(ops, lambda t, r: ops.linear(t, linear, residual=r), x, x))
+
+
+# -- Rope ----------------------------------------------------------------------------------------------------------
+
+HEADS, GROUPS, DIM = 6, 2, 16
+
+
+def rotated(x: Array, positions: Array, rope: Rope) -> Array:
+    """Heads [T, n, head_dim], pairs turned as complex numbers."""
+    n = len(rope.frequencies)
+    out = x.astype(np.float64)
+    a, b = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if rope.interleaved else (slice(0, n), slice(n, 2 * n))
+    angles = positions[:, None, None] * rope.frequencies.astype(np.float64)
+    turned = (out[..., a] + 1j * out[..., b]) * rope.magnitude * np.exp(1j * angles)
+    out[..., a], out[..., b] = turned.real, turned.imag
+    return out
+
+
+def normed(x: Array, weight: Array, eps: float) -> Array:
+    wide = x.astype(np.float64)
+    return wide / np.sqrt(np.square(wide).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+ROPES = [
+    pytest.param(Rope(0.7 ** np.arange(n, dtype=np.float32), interleaved, magnitude), id=f"{n}-{name}-{magnitude}")
+    for n, (interleaved, name), magnitude in itertools.product(
+        (8, 4, 1), ((True, "interleaved"), (False, "halves")), (1.0, 1.3)
+    )
+]
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_rope_append(ops: Ops, rope: Rope, with_norms: bool) -> None:
+    """The rotated queries, and keys as the scores of later queries show them."""
+    tables = [random(9, n * DIM, seed=n) for n in (HEADS, GROUPS, GROUPS)]
+    q, k, v = (x.reshape(9, -1, DIM) for x in tables)
+    norms = (random(DIM, seed=7), random(DIM, seed=8)) if with_norms else (None, None)
+    batch = make_batch([(range(4), 0, [2]), (range(4, 9), 3, [1])])
+    loaded = [ops.load_embedding(f32(x)) for x in tables]
+    vectors = [None if w is None else ops.load_vector(f32(w)) for w in norms]
+
+    def forward() -> Any:
+        q, k, v = (ops.embed(t) for t in loaded)
+        return ops.outputs(ops.rope_append(q, k, v, rope, 0, q_norm=vectors[0], k_norm=vectors[1], eps=0.01))
+
+    kv = ops.new_cache(CacheShape(1, GROUPS, DIM), 4)
+    out = run(ops, forward, batch, kv).reshape(q.shape)
+    if with_norms:
+        q, k = (normed(x, w, 0.01) for x, w in ((q, norms[0]), (k, norms[1])))
+    expected_q, expected_k = (rotated(x, batch.positions, rope) for x in (q, k))
+    np.testing.assert_allclose(out, expected_q, rtol=1e-5, atol=2e-6)
+
+    # The first sequence again, without rotation: its token's keys, values and those before it.
+    step_tables = [ops.load_embedding(f32(x)) for x in (random(1, HEADS * DIM, seed=3), tables[1][:1], tables[2][:1])]
+
+    def look() -> Any:
+        q, k, v = (ops.embed(t) for t in step_tables)
+        return ops.outputs(ops.attention(ops.rope_append(q, k, v, None, 0), 0, scale=0.5))
+
+    seen = run(ops, look, make_batch([([0], 4, [2])]), kv).reshape(HEADS, DIM)
+    keys = np.concatenate([expected_k[:4], tables[1][:1].reshape(1, GROUPS, DIM)])
+    values = np.concatenate([v[:4], v[:1]])
+    query = random(1, HEADS * DIM, seed=3).reshape(HEADS, DIM)
+    np.testing.assert_allclose(seen, plain_attention(query, keys, values, 0.5), rtol=5e-3, atol=2e-3)
+
+
+def test_without_rope_and_norms_queries_stay_as_they_are(ops: Ops) -> None:
+    q, k = random(3, HEADS * DIM), random(3, GROUPS * DIM)
+    table = [ops.load_embedding(f32(x)) for x in (q, k)]
+
+    def forward() -> Any:
+        return ops.outputs(ops.rope_append(ops.embed(table[0]), ops.embed(table[1]), ops.embed(table[1]), None, 0))
+
+    out = run(ops, forward, one_sequence(3), ops.new_cache(CacheShape(1, GROUPS, DIM), 4))
+    np.testing.assert_array_equal(out, q)
+
+
+def test_far_positions_turn_precisely(ops: Ops) -> None:
+    """At position 100,000 an angle in float32 would be off by 0.004."""
+    rope = Rope(np.array([1.0, 0.9999], np.float32), interleaved=False)
+    x = random(2, DIM)
+    table = ops.load_embedding(f32(x))
+    past = 100_000
+    n_blocks = (past + 1) // ops.page_size + 1
+    batch = make_batch([([0, 1], past, [0] * n_blocks)])
+
+    def forward() -> Any:
+        return ops.outputs(ops.rope_append(ops.embed(table), ops.embed(table), ops.embed(table), rope, 0))
+
+    out = run(ops, forward, batch, ops.new_cache(CacheShape(1, 1, DIM), n_blocks))
+    np.testing.assert_allclose(out, rotated(x.reshape(2, 1, DIM), batch.positions, rope)[:, 0], rtol=1e-5, atol=2e-6)
+
+
+# -- Attention -----------------------------------------------------------------------------------------------------
+
+
+def plain_attention(q: Array, keys: Array, values: Array, scale: float) -> Array:
+    """One token: q [H, head_dim], keys and values [L, G, head_dim], all visible."""
+    group_size = len(q) // keys.shape[1]
+    out = np.empty(q.shape)
+    for head, query in enumerate(q.astype(np.float64)):
+        group = head // group_size
+        scores = keys[:, group].astype(np.float64) @ query * scale
+        shares = np.exp(scores - scores.max())
+        out[head] = shares / shares.sum() @ values[:, group].astype(np.float64)
+    return out
+
+
+@dataclass
+class Conversation:
+    """Sequences whose tokens' queries, keys and values are rows of tables, over pages in a random order."""
+
+    ops: Ops
+    lengths: Sequence[int]
+    n_heads: int
+    n_groups: int
+    head_dim: int
+    scale: float = 0.25
+    window: int | None = None
+    rope: Rope | None = None
+    n_layers: int = 1
+    cache: KVCache = field(init=False)
+    spare: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        total = sum(self.lengths)
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        self.q = halves(total, self.n_heads * self.head_dim, seed=1)
+        self.k = halves(total, self.n_groups * self.head_dim, seed=2)
+        self.v = halves(total, self.n_groups * self.head_dim, seed=3)
+        counts = [-(-n // self.ops.page_size) for n in self.lengths]
+        self.spare, *pages = np.random.default_rng(0).permutation(sum(counts) + 1).tolist()
+        self.pages = np.split(np.array(pages), np.cumsum(counts)[:-1])
+        shape = CacheShape(self.n_layers, self.n_groups, self.head_dim)
+        self.cache = self.ops.new_cache(shape, sum(counts) + 1)
+        tables = [self.ops.load_embedding(f32(x)) for x in (self.q, self.k, self.v)]
+        layer = self.n_layers - 1
+
+        def forward() -> Any:
+            q, k, v = (self.ops.embed(t) for t in tables)
+            q = self.ops.rope_append(q, k, v, self.rope, layer)
+            return self.ops.outputs(self.ops.attention(q, layer, scale=self.scale, window=self.window))
+
+        self.step = self.ops.compile(forward, self.cache, max_tokens=total, max_outputs=total)
+
+    def run(self, *parts: tuple[int, int, int]) -> Array:
+        """Runs tokens first … stop of sequences, given as (sequence, first, stop), in one batch."""
+        batch = make_batch([(range(self.starts[s] + a, self.starts[s] + b), a, self.pages[s]) for s, a, b in parts])
+        return self.step(batch).copy().reshape(len(batch.ids), self.n_heads, self.head_dim)
+
+    def expected(self, sequence: int, first: int, stop: int) -> Array:
+        """What tokens first … stop of a sequence should give; only without rope."""
+        rows = slice(self.starts[sequence], self.starts[sequence + 1])
+        q, k, v = (x[rows].reshape(self.lengths[sequence], -1, self.head_dim) for x in (self.q, self.k, self.v))
+        out = []
+        for t in range(first, stop):
+            begin = max(0, t + 1 - (self.window or t + 1))
+            out.append(plain_attention(q[t], k[begin : t + 1], v[begin : t + 1], self.scale))
+        return np.array(out)
+
+
+def assert_close(out: Array, expected: Array) -> None:
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("backend", "head_dim"), [pytest.param(b, d, id=f"{b.name}-{d}") for b in BACKENDS for d in b.head_dims]
+)
+def test_attention_with_heads_of_any_size(backend: Backend, head_dim: int) -> None:
+    talk = Conversation(_ops(backend), [70], 4, 2, head_dim, scale=head_dim**-0.5)
+    assert_close(talk.run((0, 0, 70)), talk.expected(0, 0, 70))
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("n_groups", [1, 3])
+def test_attention_with_groups_of_any_size(ops: Ops, group_size: int, n_groups: int) -> None:
+    talk = Conversation(ops, [67], n_groups * group_size, n_groups, 16)
+    assert_close(talk.run((0, 0, 67)), talk.expected(0, 0, 67))
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 16, 63, 64, 65, 100, 1000])
+def test_a_window_over_pages(backend: Backend, ops: Ops, window: int | None) -> None:
+    """Prefill of a prompt over three pages of 64, then one token more."""
+    talk = Conversation(ops, [150], 4, 2, 16, window=window)
+    backend.spoil(talk.cache)
+    assert_close(talk.run((0, 0, 149)), talk.expected(0, 0, 149))
+    assert_close(talk.run((0, 149, 150)), talk.expected(0, 149, 150))
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_ragged_batches(backend: Backend, ops: Ops, window: int | None) -> None:
+    """Sequences at any point of their lives share batches: prefill, a second part, single tokens."""
+    talk = Conversation(ops, [130, 40, 1, 200], 6, 2, 16, window=window)
+    backend.spoil(talk.cache)
+    for parts in (
+        [(0, 0, 65), (3, 0, 128)],
+        [(1, 0, 30), (0, 65, 66), (3, 128, 133), (2, 0, 1)],
+        [(3, 133, 200), (1, 30, 40), (0, 66, 130)],
+    ):
+        out = talk.run(*parts)
+        assert_close(out, np.concatenate([talk.expected(*part) for part in parts]))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_prefill_in_parts_and_decode_give_the_same_bits_as_prefill_at_once(ops: Ops, window: int | None) -> None:
+    rope = Rope(0.5 ** np.arange(8, dtype=np.float32), interleaved=True)
+    talks = [Conversation(ops, [140, 30], 6, 2, 16, window=window, rope=rope, n_layers=2) for _ in range(3)]
+    at_once = talks[0].run((0, 0, 140))
+    in_parts = [talks[1].run((0, a, b)) for a, b in ((0, 3), (3, 64), (64, 65), (65, 140))]
+    np.testing.assert_array_equal(np.concatenate(in_parts), at_once)
+    # Token by token, beside another sequence that goes the same way.
+    for t in range(140):
+        others = [(1, t, t + 1)] if t < 30 else []
+        np.testing.assert_array_equal(talks[2].run((0, t, t + 1), *others)[0], at_once[t])
+
+
+def test_scores_beyond_the_range_of_exp(ops: Ops) -> None:
+    """Scores in the thousands, of which float32 keeps three decimals."""
+    talk = Conversation(ops, [80], 2, 2, 16, scale=300.0)
+    np.testing.assert_allclose(talk.run((0, 0, 80)), talk.expected(0, 0, 80), rtol=2e-3, atol=2e-3)
+
+
+def test_a_copied_page_holds_the_same(backend: Backend, ops: Ops) -> None:
+    talk = Conversation(ops, [100], 4, 2, 16, n_layers=2)
+    backend.spoil(talk.cache)
+    talk.run((0, 0, 90))
+    before = talk.run((0, 90, 100))
+    # The last page moves to the spare one, and its old place is overwritten by the first.
+    first, *_, last = talk.pages[0].tolist()
+    talk.cache.copy_page(last, talk.spare)
+    talk.cache.copy_page(first, last)
+    talk.pages[0][-1] = talk.spare
+    np.testing.assert_array_equal(talk.run((0, 98, 100)), before[8:])
+
+
+def test_keys_and_values_beyond_float16_become_its_largest(ops: Ops) -> None:
+    big = np.full((2, DIM), 1e6, np.float32)
+    tables = [ops.load_embedding(f32(x)) for x in (np.zeros((2, DIM)), big, -big)]
+
+    def forward() -> Any:
+        q, k, v = (ops.embed(t) for t in tables)
+        return ops.outputs(ops.attention(ops.rope_append(q, k, v, None, 0), 0, scale=1.0))
+
+    out = run(ops, forward, one_sequence(2), ops.new_cache(CacheShape(1, 1, DIM), 1))
+    np.testing.assert_allclose(out, np.full((2, DIM), -65504.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("n_heads", [1, 3])
+def test_a_norm_after_attention_sees_heads_only(backend: Backend, ops: Ops, n_heads: int) -> None:
+    """A width that is no multiple of a vector, in memory that other operations used before."""
+    n, width = 5, n_heads * 8
+    q, kv, junk = random(n, width), random(n, 8), random(n, 32)
+    tables = [ops.load_embedding(f32(x)) for x in (q, kv, kv, junk)]
+    ones, wide = ops.load_vector(f32(np.ones(width))), ops.load_vector(f32(np.ones(32)))
+
+    def forward(*, norm: bool) -> Any:
+        q, k, v, junk = (ops.embed(t) for t in tables)
+        for _ in range(4):
+            junk = ops.gated(ops.rms_norm(junk, wide, 1.0), junk, "silu")
+        out = ops.attention(ops.rope_append(q, k, v, None, 0), 0, scale=1.0)
+        return ops.outputs(ops.rms_norm(out, ones, 1e-6) if norm else out)
+
+    def result(norm: bool) -> Array:
+        return run(ops, lambda: forward(norm=norm), one_sequence(n), ops.new_cache(CacheShape(1, 1, 8), 1))
+
+    np.testing.assert_allclose(result(True), normed(result(False), np.ones(width), 1e-6), rtol=1e-5)
+
+
+# -- Steps ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_serves_batches_of_any_size(ops: Ops) -> None:
+    x, linear = random(40, 64), ops.load_linear(blocks(random_rows(T.Q4_0, 48, 64), T.Q4_0, 64))
+    table = ops.load_embedding(f32(x))
+    cache = ops.new_cache(CacheShape(1, 1, 16), 1)
+    step = ops.compile(
+        lambda: ops.outputs(ops.linear(ops.embed(table), linear)), cache, max_tokens=40, max_outputs=40
+    )
+    whole = step(make_batch([(range(40), 0, [0])])).copy()
+    for ids in ([5], [39, 0, 7], range(8), range(3, 40), [5]):
+        np.testing.assert_array_equal(step(make_batch([(ids, 0, [0])])), whole[list(ids)])
+
+
+def test_several_steps_share_a_cache(ops: Ops) -> None:
+    """As an engine has them: one compiled for prompts, one for single tokens."""
+    one, other = (Conversation(ops, [50], 2, 1, 16) for _ in range(2))
+    other.cache = one.cache
+    tables = [ops.load_embedding(f32(x)) for x in (one.q, one.k, one.v)]
+
+    def forward() -> Any:
+        q, k, v = (ops.embed(t) for t in tables)
+        return ops.outputs(ops.attention(ops.rope_append(q, k, v, None, 0), 0, scale=0.25))
+
+    decode = ops.compile(forward, one.cache, max_tokens=1, max_outputs=1)
+    one.run((0, 0, 49))
+    out = decode(make_batch([([49], 49, one.pages[0])]))
+    assert_close(out.reshape(1, 2, 16), one.expected(0, 49, 50))
+
+
+def test_another_backends_cache_is_refused(ops: Ops) -> None:
+    class OtherCache:
+        page_size, n_pages, n_bytes = 16, 1, 0
+
+        def copy_page(self, source: int, target: int) -> None: ...
+
+    with pytest.raises(KernelError, match="OtherCache"):
+        ops.compile(lambda: None, OtherCache(), max_tokens=1, max_outputs=1)
+
+
+def test_a_cache_says_its_size(ops: Ops) -> None:
+    shape = CacheShape(3, 2, 64)
+    kv = ops.new_cache(shape, 5)
+    assert (kv.n_pages, kv.page_size) == (5, ops.page_size)
+    assert kv.n_bytes == 5 * ops.page_size * shape.bytes_per_token()

@@ -1,0 +1,353 @@
+"""Programs and the threads that run them: order, interrupts, forks, idleness."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from localllm.errors import KernelError
+from localllm.kernels.cpu.compiler import kernel, variant
+from localllm.kernels.cpu.program import Instruction, Job, Program, Workers
+from localllm.kernels.cpu.simd import load_i64, store_atomic
+from localllm.kernels.cpu.target import choose
+
+TARGET = choose()
+
+
+@kernel
+def mix_neighbours(begin, end, source, target, n, factor):
+    """target[i] = factor * source[i] + source[i + 1], over int64 [n], round in a circle."""
+    for i in range(begin, end):
+        j = (i + 1) % n
+        store_atomic(target + 8 * i, factor * load_i64(source + 8 * i) + load_i64(source + 8 * j))
+
+
+@kernel
+def count_calls(begin, end, counts, weight: float):
+    """Adds the int64 of the (whole) weight to counts [n]."""
+    for i in range(begin, end):
+        store_atomic(counts + 8 * i, load_i64(counts + 8 * i) + int(weight))
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    three = Workers(3)
+    yield three
+    three.close()
+
+
+def mixing(n: int, rounds: int) -> tuple[Program, np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+    """A program of many small steps, each of which needs all of the one before; its data, and what it computes."""
+    data = np.zeros((2, n), np.int64)
+    factors = np.random.default_rng(0).integers(-5, 6, rounds).tolist()
+    header = np.array([1, n], np.int64)
+    mix = variant(mix_neighbours, TARGET)
+    steps = [
+        Instruction(mix, (data[i % 2].ctypes.data, data[(i + 1) % 2].ctypes.data, n, factor), 1, 1)
+        for i, factor in enumerate(factors)
+    ]
+
+    def expected(start: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            for factor in factors:
+                start = factor * start + np.roll(start, -1)
+        return start
+
+    return Program(steps, header, TARGET, keep=data), data, expected
+
+
+@pytest.mark.parametrize(("threads", "rounds"), [(1, 3000), (2, 3000), (3, 800), (4, 800)])
+@pytest.mark.parametrize("n", [1, 2, 7, 64])
+def test_each_instruction_sees_all_of_the_one_before(threads: int, rounds: int, n: int) -> None:
+    workers = Workers(threads)
+    program, data, expected = mixing(n, rounds)
+    for seed in range(2):
+        data[0] = np.random.default_rng(seed).integers(-9, 10, n)
+        start = data[0].copy()
+        program.run(workers)
+        np.testing.assert_array_equal(data[rounds % 2], expected(start))
+    workers.close()
+
+
+def test_many_short_runs(workers: Workers) -> None:
+    program, data, expected = mixing(5, 2)
+    data[0] = start = np.arange(5)
+    for _ in range(1000):
+        program.run(workers)
+        start = expected(start)
+    np.testing.assert_array_equal(data[0], start)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("n", [0, 1, 3, 1000])
+def test_each_unit_is_worked_on_once(threads: int, n: int) -> None:
+    """As many units as the header says at that moment, with and without waiting between instructions."""
+    workers, counts = Workers(threads), np.zeros((20, 1000), np.int64)
+    header = np.zeros(1, np.int64)
+    count = variant(count_calls, TARGET)
+    steps = [Instruction(count, (row.ctypes.data, 2.0), 1, 0, wait=i % 3 == 0) for i, row in enumerate(counts)]
+    program = Program(steps, header, TARGET, keep=counts)
+    for _ in range(3):
+        header[0] = n
+        program.run(workers)
+    workers.close()
+    assert (counts[:, :n] == 6).all()
+    assert (counts[:, n:] == 0).all()
+
+
+def test_units_are_a_number_times_the_headers(workers: Workers) -> None:
+    counts = np.zeros(100, np.int64)
+    step = Instruction(variant(count_calls, TARGET), (counts.ctypes.data, 1.0), 7, 1)
+    Program([step], np.array([50, 3], np.int64), TARGET, keep=counts).run(workers)
+    assert counts.tolist() == [1] * 21 + [0] * 79
+
+
+@pytest.mark.parametrize("arguments", [(), (1,), (1, 2), (1.0, 2.0), (1, 2.0, 3), (1, "2")])
+def test_a_wrong_list_of_arguments_is_refused(arguments: tuple[int, ...]) -> None:
+    step = Instruction(variant(count_calls, TARGET), arguments, 1, 0)
+    with pytest.raises(KernelError, match=r"count_calls takes \(counts: int, weight: float\)"):
+        Program([step], np.ones(1, np.int64), TARGET)
+
+
+# -- Workers, with jobs in Python ----------------------------------------------------------------------------------
+
+
+class Log:
+    """A job that notes which threads did it, with something to do in between."""
+
+    def __init__(self, during: Callable[[int], None] = lambda i: None) -> None:
+        self.during = during
+        self.parts: list[tuple[int, int, int]] = []
+
+    def __call__(self, arguments: int, i: int, n: int) -> None:
+        self.during(i)
+        self.parts.append((arguments, i, n))
+
+    def job(self) -> Job:
+        return Job(self, 5)
+
+
+def assert_whole(log: Log, n: int = 3) -> None:
+    assert sorted(log.parts) == [(5, i, n) for i in range(n)]
+
+
+def assert_working(workers: Workers) -> None:
+    """The workers do another job properly."""
+    log = Log()
+    workers.run(log.job())
+    assert_whole(log, workers.n)
+
+
+def worker_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("localllm-")}
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    """Whether the condition comes true within ten seconds."""
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_every_thread_does_its_part(n: int) -> None:
+    workers = Workers(n)
+    for _ in range(3):
+        assert_working(workers)
+    workers.close()
+
+
+def test_run_returns_when_all_are_through(workers: Workers) -> None:
+    log = Log(during=lambda i: time.sleep(0.02 * i))
+    workers.run(log.job())
+    assert_whole(log)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_a_part_raises_reaches_the_caller_when_all_are_through(n: int) -> None:
+    def fail(i: int) -> None:
+        if i == n - 1:
+            raise ValueError("a part failed")
+        time.sleep(0.02)
+
+    workers, log = Workers(n), Log(fail)
+    with pytest.raises(ValueError, match="a part failed"):
+        workers.run(log.job())
+    assert sorted(log.parts) == [(5, i, n) for i in range(n - 1)]
+    assert_working(workers)
+    workers.close()
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt in this thread, as it does by default."""
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("only the main thread is interrupted")
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_an_interrupt_is_raised_when_the_work_is_done(workers: Workers) -> None:
+    def interrupt(i: int) -> None:
+        if i == 1:
+            for _ in range(3):
+                signal.raise_signal(signal.SIGINT)
+                time.sleep(0.01)
+        time.sleep(0.05)
+
+    log = Log(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        workers.run(log.job())
+    assert_whole(log)
+    assert_working(workers)
+
+
+class Alarm(Exception):
+    """Raised by a signal, anywhere."""
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
+@pytest.mark.usefixtures("interrupts")
+def test_a_storm_of_interrupts_loses_no_job_and_does_none_twice(workers: Workers) -> None:
+    def raise_alarm(number: int, frame: object) -> None:
+        raise Alarm
+
+    assert_working(workers)  # the threads are there
+    logs: list[Log] = []
+    raised = 0
+    previous = signal.signal(signal.SIGALRM, raise_alarm)
+    try:
+        for _ in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
+                for _ in range(20):
+                    log = Log(during=lambda i: time.sleep(0.0002))
+                    logs.append(log)
+                    workers.run(log.job())
+            except Alarm:
+                raised += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    except Alarm:  # one that was on its way when the timer stopped
+        raised += 1
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert raised > 10
+    assert_working(workers)
+    for log in logs:
+        if log.parts:  # else the interrupt came before it was handed over
+            assert_whole(log)
+    assert sum(bool(log.parts) for log in logs) > 10
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_starts_threads_of_its_own(workers: Workers) -> None:
+    program, data, expected = mixing(7, 50)
+    data[0] = start = np.arange(7)
+    program.run(workers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: the point of this test
+        child = os.fork()
+    if child == 0:
+        try:
+            data[0] = start
+            program.run(workers)
+            os._exit(0 if (data[0] == expected(start)).all() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_working(workers)
+
+
+def test_several_workers_run_at_once() -> None:
+    """Each waits for the other: neither could end if they ran in turn."""
+    meeting = threading.Barrier(2, timeout=10)
+    both = [Workers(2), Workers(3)]
+    logs = [Log(during=lambda i: meeting.wait() if i == 0 else None) for _ in both]
+    threads = [threading.Thread(target=w.run, args=(log.job(),)) for w, log in zip(both, logs, strict=True)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for w, log in zip(both, logs, strict=True):
+        assert_whole(log, w.n)
+        w.close()
+
+
+def test_threads_that_share_workers_take_turns(workers: Workers) -> None:
+    running, most = [], []
+
+    def watch(i: int) -> None:
+        running.append(i)
+        most.append(len(running))
+        time.sleep(0.005)
+        running.remove(i)
+
+    logs = [Log(watch) for _ in range(8)]
+    threads = [threading.Thread(target=workers.run, args=(log.job(),)) for log in logs]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for log in logs:
+        assert_whole(log)
+    assert max(most) <= 3
+
+
+def test_closing_ends_the_threads() -> None:
+    before = worker_threads()
+    workers = Workers(3)
+    assert_working(workers)
+    mine = worker_threads() - before
+    assert len(mine) == 3
+    workers.close()
+    assert wait_until(lambda: not any(t.is_alive() for t in mine))
+    workers.close()
+    assert_working(workers)
+    workers.close()
+
+
+def test_forgetting_workers_ends_the_threads() -> None:
+    before = worker_threads()
+    workers = Workers(2)
+    assert_working(workers)
+    mine = worker_threads() - before
+    del workers
+    gc.collect()
+    assert wait_until(lambda: not any(t.is_alive() for t in mine))
+
+
+def test_what_a_job_uses_lives_until_it_is_done_and_no_longer(workers: Workers) -> None:
+    import weakref
+
+    class Memory:
+        pass
+
+    memory = Memory()
+    alive = weakref.ref(memory)
+    seen: list[bool] = []
+    job = Job(Log(during=lambda i: seen.append(alive() is not None)), 5, keep=memory)
+    del memory
+    workers.run(job)
+    assert seen == [True] * 3
+    del job
+    assert wait_until(lambda: alive() is None)
+
+
+def test_idle_threads_burn_nothing(workers: Workers) -> None:
+    program, _, _ = mixing(64, 50)
+    program.run(workers)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.2
