@@ -270,14 +270,19 @@ def _cache_file(v: Variant) -> Path:
 def _cached(v: Variant) -> bytes | None:
     """Object code from the cache, or None where it has none or a damaged one.
 
-    A file begins with the SHA-256 of the rest: LLVM ends the process when it is given an object that is cut short.
+    A file begins with a digest of its kernel and of the rest: LLVM ends the process when it is given an object that
+    is cut short or does not define what is looked for.
     """
     try:
         content = _cache_file(v).read_bytes()
     except OSError:
         return None
-    digest, code = content[:DIGEST], content[DIGEST:]
-    return code if hashlib.sha256(code).digest() == digest else None
+    code = content[DIGEST:]
+    return code if content[:DIGEST] == _digest(v, code) else None
+
+
+def _digest(v: Variant, code: bytes) -> bytes:
+    return hashlib.sha256(v.symbol.encode() + b"\n" + code).digest()
 
 
 def _compile(v: Variant) -> bytes:
@@ -290,7 +295,7 @@ def _compile(v: Variant) -> bytes:
         handle, scratch = tempfile.mkstemp(dir=file.parent)
         try:
             with os.fdopen(handle, "wb") as out:
-                out.write(hashlib.sha256(code).digest() + code)
+                out.write(_digest(v, code) + code)
             os.replace(scratch, file)
         except OSError:
             os.unlink(scratch)

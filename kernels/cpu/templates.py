@@ -212,13 +212,14 @@ class _Specialiser(ast.NodeTransformer):
             del body[0]
         wrapper = ast.Module(body, [])
         inside = self.inside(inner, {})
-        renamed = {name: f"{tag}_{name}" for name in inside.own_names(wrapper)}
+        assigned = inside.own_names(wrapper)
+        renamed = {name: f"{tag}_{name}" for name in assigned}
         bound: list[ast.stmt] = []
         known = dict(self.constants)
         for parameter, value in zip(inner.tree.args.args, call.args, strict=True):
             if parameter.arg in inner.registers:
                 renamed[parameter.arg] = cast(ast.Name, value).id
-            elif (number := self.constant(value)) is not None:
+            elif (number := self.constant(value)) is not None and parameter.arg not in assigned:
                 known[parameter.arg] = number
             else:
                 renamed[parameter.arg] = f"{tag}_{parameter.arg}"

@@ -1,0 +1,102 @@
+"""Code for Apple's and Arm's processors, which cannot be run here: it is compiled to assembly and read."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from localllm.kernels.cpu import attention, elementwise, matmul
+from localllm.kernels.cpu.attention import PAGE
+from localllm.kernels.cpu.compiler import Variant, assembly, kernel, variant
+from localllm.kernels.cpu.program import run_program
+from localllm.kernels.cpu.simd import load_f16x16, store_f32x16, zero_f32x16
+from localllm.kernels.cpu.target import TARGETS
+from localllm.kernels.cpu.tiles import TILES
+from localllm.quant.lut import LUT_E2M1_16, LUT_TYPES, KernelType
+from localllm.quant.packing import LAYOUTS
+from localllm.quant.types import GGMLType
+
+NEON = next(t for t in TARGETS if t.name == "neon")
+LINUX, APPLE = "aarch64-unknown-linux-gnu", "arm64-apple-darwin23.0.0"
+
+#: Look-up tables differ in numbers only.
+FORMATS = [t for t in TILES if t not in LUT_TYPES or t is LUT_E2M1_16]
+
+X86 = re.compile(r"\b(v?p[a-z]+[bwdq]|[xyz]mm\d+|[re][abcd]x)\b")
+
+
+@kernel
+def multiply_one_tile(begin, end, tile, x, y):
+    """The heart of a matrix product, for one tile and one token."""
+    acc[0] = zero_f32x16()
+    ADD_TILE(acc, 1, tile, x)
+    store_f32x16(y, acc[0])
+
+
+def instructions(v: Variant, triple: str) -> list[str]:
+    """The instructions of a kernel's only function."""
+    text = assembly(v, triple)
+    # Apple's symbols begin with an underscore.
+    assert re.search(rf'^"?_?{re.escape(v.symbol)}"?:', text, re.MULTILINE)
+    lines = [line.strip() for line in text.splitlines() if line.startswith("\t") and not line.startswith("\t.")]
+    assert len(lines) > 10
+    return [line for line in lines if not line.startswith((";", "//", "#"))]
+
+
+def check(code: list[str]) -> None:
+    """No library is called, and nothing is of another processor."""
+    assert not [i for i in code if re.match(r"blr?\b", i)]
+    assert not [i for i in code if X86.search(i)]
+
+
+@pytest.mark.parametrize("type", FORMATS, ids=lambda t: t.name)
+def test_integers_are_multiplied_by_dot_products(type: KernelType) -> None:
+    tile = TILES[type]
+    code = instructions(variant(multiply_one_tile, NEON, ADD_TILE=tile.add, **dict(tile.constants)), LINUX)
+    check(code)
+    dots = sum(i.startswith(("sdot", "udot")) for i in code)
+    # For each 32 columns of 16 rows, 8 vectors of 64 bytes, 4 of 16 bytes each; loops repeat some of them.
+    repeats = {GGMLType.Q2_K: 4, GGMLType.Q3_K: 4, GGMLType.Q4_K: 4, GGMLType.Q5_K: 4, GGMLType.Q6_K: 2}
+    assert dots >= LAYOUTS[type].columns // 32 * 32 // repeats.get(type, 1)
+    if type is GGMLType.IQ4_NL or type in LUT_TYPES:
+        assert any(i.startswith("tbl") for i in code)
+
+
+@pytest.mark.parametrize("triple", [LINUX, APPLE])
+def test_a_whole_matrix_product(triple: str) -> None:
+    tile, layout = TILES[GGMLType.Q4_0], LAYOUTS[GGMLType.Q4_0]
+    constants = {"ADD_TILE": tile.add, "TILE_BYTES": layout.tile_bytes, "BLOCKS": 1, **dict(tile.constants)}
+    code = instructions(variant(matmul.matmul_quantised, NEON, **constants), triple)
+    check(code)
+    assert sum(i.startswith("sdot") for i in code) >= 9 * 32  # a tile of eight tokens, and one token
+
+
+def test_floats_are_multiplied_by_fused_multiply_adds() -> None:
+    code = instructions(variant(matmul.matmul_float, NEON, LOAD=load_f16x16, COLUMN_BYTES=32), LINUX)
+    check(code)
+    assert any(i.startswith("fmla") for i in code)
+    assert any(i.startswith("fcvtl") for i in code)  # float16 to float32
+
+
+def test_attention() -> None:
+    code = instructions(variant(attention.attention, NEON, HEAD=64, PAGE=PAGE, CHUNK=4), LINUX)
+    check(code)
+    assert any(i.startswith("fmla") for i in code)
+
+
+@pytest.mark.parametrize("triple", [LINUX, APPLE])
+@pytest.mark.parametrize(
+    "v", [elementwise.quantise, elementwise.rms_norm, elementwise.gated_silu], ids=lambda k: k.name
+)
+def test_elementwise(v: object, triple: str) -> None:
+    check(instructions(variant(v, NEON), triple))  # type: ignore[arg-type]
+
+
+def test_threads_meet_by_atomic_additions() -> None:
+    code = instructions(variant(run_program, NEON), LINUX)
+    # It calls kernels, and the operating system, by address.
+    assert any(i.startswith("blr") for i in code)
+    assert not [i for i in code if re.match(r"bl\b", i)]
+    assert any(i.startswith(("ldaxr", "ldadd")) for i in code)
+    assert any(i.startswith(("yield", "hint")) for i in code)

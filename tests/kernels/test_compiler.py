@@ -1,0 +1,315 @@
+"""From Python to machine code: errors, instruction sets, and the cache, which other processes share."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import localllm
+from localllm.errors import KernelError
+from localllm.kernels.cpu import elementwise, matmul
+from localllm.kernels.cpu.compiler import Variant, addresses, assembly, cache_root, kernel, variant
+from localllm.kernels.cpu.simd import (
+    dot32_s8,
+    dot32_u4,
+    load_bits,
+    load_f32,
+    load_i64,
+    lut_op,
+    store_atomic,
+    store_f32,
+    store_f32x16,
+    to_float,
+    zero_i32x16,
+)
+from localllm.kernels.cpu.target import TARGETS, Target, available, choose
+from localllm.kernels.cpu.templates import device, static_range
+
+ROOT = Path(localllm.__file__).resolve().parents[1]
+
+targets = pytest.mark.parametrize("target", available(), ids=lambda t: t.name)
+
+
+@device
+def weighted(x, w):
+    return x * w
+
+
+@kernel
+def scale_and_add(begin, end, x, y, weight: float, addend: float):
+    """y[i] = weight * x[i] + addend, over float32; N times the addend."""
+    for i in range(begin, end):
+        value = weighted(load_f32(x + 4 * i), weight)
+        for _ in static_range(N):
+            value += addend
+        store_f32(y + 4 * i, value)
+
+
+def call(v: Variant, *arguments: float, end: int) -> None:
+    """Runs units 0 … end of a kernel."""
+    packed = b"".join(struct.pack("<f4x" if isinstance(a, float) else "<q", a) for a in arguments)
+    memory = ctypes.create_string_buffer(packed)
+    entry = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(addresses([v])[v])
+    entry(ctypes.addressof(memory), 0, end)
+
+
+@targets
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_a_kernel_computes_what_its_python_says(target: Target, n: int) -> None:
+    x, y = np.arange(10, dtype=np.float32), np.full(10, -1, np.float32)
+    call(variant(scale_and_add, target, N=n), x.ctypes.data, y.ctypes.data, 0.5, 0.25, end=7)
+    np.testing.assert_array_equal(y[:7], 0.5 * x[:7] + n * 0.25)
+    np.testing.assert_array_equal(y[7:], -1)
+
+
+def test_variants_differ_by_target_and_constants() -> None:
+    first, second = (variant(scale_and_add, t, N=n) for t, n in ((TARGETS[0], 1), (TARGETS[1], 1)))
+    symbols = {first.symbol, second.symbol, variant(scale_and_add, TARGETS[0], N=2).symbol}
+    assert len(symbols) == 3
+    assert variant(scale_and_add, TARGETS[0], N=1, M=2) == variant(scale_and_add, TARGETS[0], M=2, N=1)
+    assert first == variant(scale_and_add, TARGETS[0], N=1)
+
+
+# -- Errors --------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def calls_nothing_known(begin, end, x):
+    unheard_of(x)
+
+
+@kernel
+def mixes_types(begin, end, x):
+    store_f32(x, load_i64(x) + load_f32)
+
+
+@kernel
+def calls_a_library(begin, end, x):
+    store_f32(x, math.erf(load_f32(x)))
+
+
+@kernel
+def is_fine(begin, end, x):
+    store_atomic(x, load_i64(x) + 1)
+
+
+@pytest.mark.parametrize("broken", [calls_nothing_known, mixes_types, calls_a_library], ids=lambda k: k.name)
+def test_a_kernel_that_does_not_compile_is_named(broken: Any) -> None:
+    with pytest.raises(KernelError, match=broken.name):
+        addresses([variant(broken, choose())])
+
+
+def test_a_failure_leaves_the_others_alone() -> None:
+    number = np.zeros(1, np.int64)
+    with pytest.raises(KernelError):
+        addresses([variant(is_fine, choose()), variant(calls_nothing_known, choose())])
+    call(variant(is_fine, choose()), number.ctypes.data, end=1)
+    assert number[0] == 1
+
+
+# -- Instruction sets ----------------------------------------------------------------------------------------------
+
+
+@kernel
+def products(begin, end, x, w, y):
+    """Both kinds of codes, and a table."""
+    for v in static_range(8):
+        code[v] = load_bits(w + 64 * v, 0, 15)
+    sums = dot32_u4(zero_i32x16(), *code[0:8], x)
+    for v in static_range(8):
+        code[v] = LOOK_UP(code[v])
+    store_f32x16(y, to_float(dot32_s8(sums, *code[0:8], x)))
+
+
+@pytest.mark.skipif(available()[0].family == "aarch64", reason="this LLVM compiles for Arm only")
+@pytest.mark.parametrize(
+    ("isa", "expected", "forbidden"),
+    [
+        ("avx512vnni", ["vpdpbusd", "vpshufb", "zmm"], ["vpmaddubsw"]),
+        ("avx512", ["vpmaddubsw", "vpshufb", "zmm"], ["vpdpbusd"]),
+        ("avxvnni", ["vpdpbusd", "vpshufb", "ymm"], ["zmm", "vpmaddubsw"]),
+        ("avx2", ["vpmaddubsw", "vpshufb", "ymm"], ["zmm", "vpdpbusd"]),
+        ("generic", ["pmull"], ["ymm", "zmm", "pshufb"]),
+    ],
+)
+def test_products_use_the_instructions_that_they_are_for(isa: str, expected: list[str], forbidden: list[str]) -> None:
+    """Whether or not this processor executes them: the code is only read."""
+    target = next(t for t in TARGETS if t.name == isa)
+    code = assembly(variant(products, target, LOOK_UP=lut_op(range(16))), "x86_64-unknown-linux-gnu")
+    assert "\tcall" not in code
+    for word in expected:
+        assert word in code
+    for word in forbidden:
+        assert word not in code
+
+
+# -- The cache -----------------------------------------------------------------------------------------------------
+
+PROBE = """
+    import ctypes, sys
+    import numpy as np
+    from localllm.kernels.cpu.compiler import addresses, kernel, variant
+    from localllm.kernels.cpu.simd import load_i64, store_atomic
+    from localllm.kernels.cpu.target import choose
+
+    @kernel
+    def probe(begin, end, x):
+        store_atomic(x, load_i64(x) + 10 * N + {addend})
+
+    variants = [variant(probe, choose(), N=n) for n in range(int(sys.argv[1]))]
+    progress = []
+    code = addresses(variants, lambda done, total: progress.append((done, total)))
+    results = []
+    for v in variants:
+        number = np.zeros(1, np.int64)
+        arguments = np.array([number.ctypes.data])
+        ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(code[v])(arguments.ctypes.data, 0, 1)
+        results.append(int(number[0]))
+    print(results, progress, "numba" in sys.modules, sep=";")
+"""
+
+
+class Probe:
+    """Compiles and runs small kernels in a process of its own, with a cache of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.cache = folder / "cache"
+
+    def start(self, *, count: int = 1, addend: int = 1, root: Path = ROOT) -> Any:
+        script = self.folder / "probe.py"
+        script.write_text(textwrap.dedent(PROBE.format(addend=addend)))
+        return subprocess.Popen(
+            [sys.executable, str(script), str(count)],
+            env={**os.environ, "PYTHONPATH": str(root), "LOCALLLM_CACHE": str(self.cache)},
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    @staticmethod
+    def finish(process: Any) -> tuple[list[int], list[tuple[int, int]], bool]:
+        """What it computed, what progress it reported, and whether it imported numba."""
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+        results, progress, numba = (eval(part) for part in out.strip().split(";"))
+        return results, progress, numba
+
+    def run(self, **settings: Any) -> tuple[list[int], list[tuple[int, int]], bool]:
+        return self.finish(self.start(**settings))
+
+    def files(self) -> list[Path]:
+        return sorted(path for path in self.cache.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> Probe:
+    return Probe(tmp_path)
+
+
+def test_kernels_are_compiled_once_and_then_taken_without_numba(probe: Probe) -> None:
+    assert probe.run(count=2) == ([1, 11], [(0, 2), (1, 2), (2, 2)], True)
+    assert probe.run(count=2) == ([1, 11], [], False)
+    # One more variant; and the same ones, of a kernel whose source has changed.
+    assert probe.run(count=3) == ([1, 11, 21], [(0, 1), (1, 1)], True)
+    assert len(probe.files()) == 3
+    assert probe.run(count=1, addend=2) == ([2], [(0, 1), (1, 1)], True)
+
+
+def test_damaged_files_are_compiled_anew_and_mended(probe: Probe) -> None:
+    probe.run(count=7)
+    files = probe.files()
+    content = [path.read_bytes() for path in files]
+    files[0].write_bytes(b"")
+    files[1].write_bytes(content[1][:-7])
+    files[2].write_bytes(b"not an object file" * 100)
+    files[3].write_bytes(content[3][:300] + bytes([content[3][300] ^ 1]) + content[3][301:])
+    files[4].write_bytes(content[4][32:])  # the object alone
+    files[5].write_bytes(content[6])  # a proper file of another kernel
+    results, progress, _ = probe.run(count=7)
+    assert results == [1, 11, 21, 31, 41, 51, 61]
+    assert progress[-1] == (6, 6)
+    assert files[6].read_bytes() == content[6]
+    assert probe.run(count=7) == (results, [], False)
+    assert probe.files() == files
+
+
+def test_processes_may_compile_at_once(probe: Probe) -> None:
+    running = [probe.start(count=2) for _ in range(2)]
+    assert all(probe.finish(process)[0] == [1, 11] for process in running)
+    assert [path.suffix for path in probe.files()] == [".o", ".o"]
+    assert probe.run(count=2) == ([1, 11], [], False)
+
+
+@pytest.mark.parametrize("place", ["file", "file/cache"])
+def test_a_cache_that_cannot_be_written_costs_only_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / place))
+    x = np.ones(3, np.float32)
+    call(variant(scale_and_add, choose(), N=len(place)), x.ctypes.data, x.ctypes.data, 2.0, 1.0, end=3)
+    np.testing.assert_array_equal(x, 2 + len(place))
+    assert (tmp_path / "file").read_text() == "no folder"
+
+
+def test_a_change_of_the_source_is_a_cache_of_its_own(probe: Probe) -> None:
+    copy = probe.folder / "copy"
+    for room in ("localllm", "kernels", "quant", "models"):
+        shutil.copytree(ROOT / room, copy / room, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "data"))
+    probe.run(root=copy)
+    (before,) = probe.cache.iterdir()
+    with (copy / "kernels" / "cpu" / "simd.py").open("a") as file:
+        file.write("# one line more\n")
+    assert probe.run(root=copy)[1]
+    assert len(list(probe.cache.iterdir())) == 2
+    with (copy / "quant" / "encode.py").open("a") as file:
+        file.write("# which kernels do not depend on\n")
+    assert not probe.run(root=copy)[1]
+    assert before in set(probe.cache.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("platform", "variables", "expected"),
+    [
+        ("linux", {}, "home/.cache/localllm/kernels"),
+        ("linux", {"XDG_CACHE_HOME": "xdg"}, "xdg/localllm/kernels"),
+        ("darwin", {}, "home/Library/Caches/localllm/kernels"),
+        ("win32", {}, "home/AppData/Local/localllm/kernels"),
+        ("win32", {"LOCALAPPDATA": "local"}, "local/localllm/kernels"),
+        ("linux", {"XDG_CACHE_HOME": "xdg", "LOCALLLM_CACHE": "own"}, "own"),
+    ],
+)
+def test_where_the_cache_is(
+    monkeypatch: pytest.MonkeyPatch, platform: str, variables: dict[str, str], expected: str
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(Path, "home", lambda: Path("home"))
+    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA", "LOCALLLM_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cache_root() == Path(expected)
+
+
+def test_kernels_of_the_package_have_names_of_their_own() -> None:
+    """Machine code is found by name."""
+    from localllm.kernels.cpu import attention, program, roofline
+    from localllm.kernels.cpu.compiler import Kernel
+
+    modules = (attention, elementwise, matmul, program, roofline)
+    kernels = {id(k): k for m in modules for k in vars(m).values() if isinstance(k, Kernel)}
+    names = [k.name for k in kernels.values()]
+    assert len(names) == len(set(names)) > 8

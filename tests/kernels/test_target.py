@@ -1,0 +1,83 @@
+"""Which instruction set is compiled for."""
+
+from __future__ import annotations
+
+import pytest
+
+from localllm.errors import DeviceError, UsageError
+from localllm.kernels.cpu import target as module
+from localllm.kernels.cpu.ops import CPUOps
+from localllm.kernels.cpu.target import ISA_VARIABLE, TARGETS, available, choose
+
+NEOVERSE = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs"
+CORTEX_A72 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid"
+
+
+def cpuinfo(*cores: str) -> str:
+    return "\n".join(f"processor\t: {i}\nBogoMIPS\t: 243.75\nFeatures\t: {f}\n" for i, f in enumerate(cores))
+
+
+@pytest.fixture(autouse=True)
+def _no_choice_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ISA_VARIABLE, raising=False)
+
+
+def test_the_best_is_chosen_and_generic_is_always_there() -> None:
+    names = [t.name for t in available()]
+    assert names == [t.name for t in TARGETS if t.name in names]
+    assert names[-1] == "generic"
+    assert choose() is available()[0]
+
+
+@pytest.mark.parametrize("target", available(), ids=lambda t: t.name)
+def test_each_that_runs_here_can_be_forced(monkeypatch: pytest.MonkeyPatch, target: module.Target) -> None:
+    assert choose(target.name) is target
+    monkeypatch.setenv(ISA_VARIABLE, target.name)
+    assert choose() is target
+    assert CPUOps(threads=1).target is target
+    assert choose("generic").name == "generic"  # what is asked for in the program counts more
+
+
+@pytest.mark.parametrize("target", [t for t in TARGETS if t not in available()], ids=lambda t: t.name)
+def test_what_this_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch, target: module.Target) -> None:
+    expected = rf"does not execute {target.name} code; it executes .*generic"
+    with pytest.raises(DeviceError, match=expected):
+        choose(target.name)
+    monkeypatch.setenv(ISA_VARIABLE, target.name)
+    with pytest.raises(DeviceError, match=expected):
+        CPUOps(threads=1)
+
+
+def test_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"no instruction set called 'mmx'; this processor executes .*generic"):
+        choose("mmx")
+    monkeypatch.setenv(ISA_VARIABLE, "sse9")
+    with pytest.raises(UsageError, match="'sse9'"):
+        choose()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (cpuinfo(NEOVERSE), {"neon", "dotprod"}),
+        (cpuinfo(CORTEX_A72), {"neon"}),
+        (cpuinfo(CORTEX_A72, CORTEX_A72, NEOVERSE), {"neon"}),  # any thread may run on any core
+        ("", set()),
+    ],
+)
+def test_features_of_arm_processors_on_linux(text: str, expected: set[str]) -> None:
+    assert module._arm_linux_features(text) == expected
+
+
+def test_an_apple_processor_has_the_dot_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.llvm, "get_process_triple", lambda: "arm64-apple-darwin23.1.0")
+    monkeypatch.setattr(module.sys, "platform", "darwin")
+    assert [t.name for t in available.__wrapped__()] == ["neon", "generic"]
+
+
+def test_every_target_names_a_processor_that_llvm_knows() -> None:
+    triples = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-linux-gnu"}
+    for target in TARGETS:
+        for family, triple in triples.items():
+            if target.family in (family, "any"):
+                assert target.machine(triple).triple == triple
