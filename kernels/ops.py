@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.errors import KernelError
 from localllm.quant.types import GGMLType
 
 #: What an operation takes and returns: a backend's own handle of a float32 matrix [T, width].
@@ -144,6 +145,27 @@ class Batch:
     kv_lengths: NDArray[np.int32]
     block_tables: NDArray[np.int32]
     outputs: NDArray[np.int32]
+
+    def check(self, page_size: int, n_pages: int) -> None:
+        """Makes sure that no index leads outside the batch or a cache of ``n_pages`` pages.
+
+        Raises:
+            KernelError: one does, or the arrays do not fit together.
+        """
+        n_tokens, lengths = len(self.ids), np.diff(self.query_starts)
+        if self.query_starts[0] != 0 or self.query_starts[-1] != n_tokens or (lengths < 1).any():
+            raise KernelError(f"a batch of {n_tokens} tokens cannot be cut at {self.query_starts.tolist()}")
+        places = np.arange(n_tokens) + np.repeat(self.kv_lengths - self.query_starts[1:], lengths)
+        if not np.array_equal(self.positions, places) or (self.positions < 0).any():
+            raise KernelError("a batch's positions do not lead up to the lengths of its sequences")
+        n_blocks = -(-self.kv_lengths // page_size)
+        if n_blocks.max() > self.block_tables.shape[1]:
+            raise KernelError(f"a batch's block tables are too short for {self.kv_lengths.max()} tokens")
+        pages = self.block_tables[np.arange(self.block_tables.shape[1]) < n_blocks[:, None]]
+        if pages.min() < 0 or pages.max() >= n_pages:
+            raise KernelError(f"a batch names a page outside a cache of {n_pages}")
+        if len(self.outputs) and not 0 <= self.outputs.min() <= self.outputs.max() < n_tokens:
+            raise KernelError(f"a batch wants the logits of a row that is none of its {n_tokens} tokens")
 
 
 #: A compiled forward pass: takes a batch, returns logits, float32 [N, n_vocab].  The array is the backend's own

@@ -143,9 +143,7 @@ def min_p(candidates: Candidates, p: float) -> Candidates:
     return candidates.take(np.flatnonzero(candidates.logits >= floor))
 
 
-def xtc(
-    candidates: Candidates, probability: float, threshold: float, uniform: Callable[[], float]
-) -> Candidates:
+def xtc(candidates: Candidates, probability: float, threshold: float, uniform: Callable[[], float]) -> Candidates:
     """Exclude top choices: of those at least ``threshold`` likely removes all but the least likely.
 
     It acts with the given probability.  Designed by p-e-w, oobabooga/text-generation-webui pull request 6335.

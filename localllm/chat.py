@@ -174,9 +174,7 @@ def _check_messages(messages: Sequence[Mapping[str, object]]) -> None:
         raise TemplateError("messages must be a list of {'role': ..., 'content': ...}")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise TemplateError(
-                f"message {index} is not a mapping with 'role' and 'content': {message!r:.80}"
-            )
+            raise TemplateError(f"message {index} is not a mapping with 'role' and 'content': {message!r:.80}")
         role = message.get("role")
         if not isinstance(role, str):
             raise TemplateError(f"message {index} has no 'role' (such as 'system', 'user' or 'assistant')")

@@ -173,9 +173,7 @@ def word_splitter(kind: PreTokenizer) -> tokenizers.pre_tokenizers.PreTokenizer:
     """What cuts a text into words as ``kind`` says."""
     from tokenizers import Regex, pre_tokenizers
 
-    return pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in kind.patterns]
-    )
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in kind.patterns])
 
 
 def _bpe_model(vocabulary: Vocabulary) -> tokenizers.models.BPE:

@@ -193,9 +193,7 @@ class Sampling:
             words = "a whole number of at least 0, or None for no log-probabilities"
             self._settle("logprobs", _integer(self.logprobs, 0), words)
         self._settle("dry_sequence_breakers", _texts(self.dry_sequence_breakers), "texts, none of them empty")
-        self._settle(
-            "logit_bias", _biases(self.logit_bias), "a mapping of token ids to finite numbers or -inf"
-        )
+        self._settle("logit_bias", _biases(self.logit_bias), "a mapping of token ids to finite numbers or -inf")
         self._settle("processors", _callables(self.processors), "a tuple of functions")
 
     def _settle(self, name: str, value: object, words: str) -> None:

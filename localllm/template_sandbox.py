@@ -488,9 +488,7 @@ def _tojson(
     columns = len(indent) if isinstance(indent, str) else _check_count(indent or 0)
     if columns > 64 or any(len(separator) > 64 for separator in separators or ()):
         raise OverBudgetError("asks for JSON of absurd width")
-    encoder = json.JSONEncoder(
-        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     parts = []
     for part in encoder.iterencode(value):  # in parts, because deep indentation multiplies
         budget.charge(len(part))

@@ -219,9 +219,7 @@ class _Metadata:
             )
         if not isinstance(value, str) or value not in _MODELS:
             supported = ", ".join(f"{name!r} ({what})" for name, what in _MODELS.items())
-            raise TokenizerError(
-                f"{self.where}: the tokenizer model {value!r} is not supported; {supported} are"
-            )
+            raise TokenizerError(f"{self.where}: the tokenizer model {value!r} is not supported; {supported} are")
         return value
 
     def text(self, name: str) -> str | None:
@@ -263,9 +261,7 @@ class _Metadata:
             strings = list(value)
             "".join(strings).encode()
         except UnicodeError:
-            raise TokenizerError(
-                f"{self.where}: tokenizer.ggml.{name} holds a string that is not UTF-8"
-            ) from None
+            raise TokenizerError(f"{self.where}: tokenizer.ggml.{name} holds a string that is not UTF-8") from None
         except TypeError:
             raise self._wrong(name, "an array of strings") from None
         return strings

@@ -56,7 +56,11 @@ def padded(n: int) -> int:
 def aligned_zeros(shape: int | tuple[int, ...], kind: type) -> NDArray[Any]:
     """Zeros that begin at a page of memory; pages are only taken as they are written."""
     count = int(np.prod(shape))
-    memory = mmap.mmap(-1, max(1, count * np.dtype(kind).itemsize))
+    n_bytes = max(1, count * np.dtype(kind).itemsize)
+    # Private: a forked child computes in memory of its own.
+    memory = (
+        mmap.mmap(-1, n_bytes) if os.name == "nt" else mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    )
     return np.frombuffer(memory, kind, count).reshape(shape)
 
 
@@ -208,13 +212,18 @@ class Recording:
             self.tiles = np.zeros((self.max_tokens * -(-group_size // ROWS), 3), np.int64)
 
     def fill(self, batch: Batch) -> None:
-        """Puts a batch where the program reads it."""
+        """Puts a batch where the program reads it.
+
+        Raises:
+            KernelError: it is too large, or an index in it is out of range: kernels check none.
+        """
         n_tokens, n_outputs, n_sequences = len(batch.ids), len(batch.outputs), len(batch.kv_lengths)
         if n_tokens > self.max_tokens or n_outputs > self.max_outputs:
             raise KernelError(
                 f"a batch of {n_tokens} tokens and {n_outputs} outputs is larger than this step was compiled for, "
                 f"{self.max_tokens} and {self.max_outputs}"
             )
+        batch.check(PAGE, self.cache.n_pages)
         self.positions[:n_tokens] = batch.positions
         self.starts[:n_sequences] = batch.query_starts[:-1]
         self.output_rows[:n_outputs] = batch.outputs
@@ -229,6 +238,8 @@ class Recording:
             angles[:n_tokens, :, 1] = np.sin(turns) * rope.magnitude
         self.header[[N_TOKENS, N_OUTPUTS, N_TILES]] = n_tokens, n_outputs, self._fill_tiles(lengths)
         for table, scale, buffer in self.embeddings:
+            if batch.ids.min() < 0 or batch.ids.max() >= table.shape[0]:
+                raise KernelError(f"a batch has token ids outside the vocabulary of {table.shape[0]}")
             rows = dequantize(table.data[batch.ids], table.type)
             x = buffer.matrix()
             x[:n_tokens, : buffer.width] = rows if scale == 1.0 else rows * np.float32(scale)

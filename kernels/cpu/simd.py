@@ -174,7 +174,7 @@ def store_i8x64(b, address, value):
 
 @op(void, intp, f32x16)
 def store_f16x16(b, address, value):
-    """Rounded to the nearest half; beyond the range of halves, the largest finite one."""
+    """Rounded to the nearest half; beyond the range of halves, the largest finite one; NaN stays NaN."""
     _store(b, address, _narrow_half(b, value))
 
 
@@ -243,9 +243,10 @@ def _widen_half(b: Any, bits: Any) -> Any:
 
 
 def _narrow_half(b: Any, value: Any) -> Any:
-    """i16 bits of sixteen values, rounded to nearest even and clamped to the finite halves (NaN becomes 65504)."""
-    value = _call(b, "llvm.minnum.v16f32", f32x16.llvm, value, _constant(65504.0, f32, 16))
-    value = _call(b, "llvm.maxnum.v16f32", f32x16.llvm, value, _constant(-65504.0, f32, 16))
+    """i16 bits of sixteen values, rounded to nearest even and clamped to the finite halves; NaN stays NaN."""
+    largest, lowest = _constant(65504.0, f32, 16), _constant(-65504.0, f32, 16)
+    value = b.select(b.fcmp_ordered(">", value, largest), largest, value)
+    value = b.select(b.fcmp_ordered("<", value, lowest), lowest, value)
     if _dot_kind() != "generic":
         return b.bitcast(b.fptrunc(value, ir.VectorType(f16, 16)), ir.VectorType(i16, 16))
     bits = b.bitcast(value, i32x16.llvm)
@@ -259,6 +260,8 @@ def _narrow_half(b: Any, value: Any) -> Any:
     normal = b.lshr(normal, _constant(13, i32, 16))
     is_small = b.icmp_unsigned("<", magnitude, _constant(113 << 23, i32, 16))
     half = b.select(is_small, small, normal)
+    is_nan = b.icmp_unsigned(">", magnitude, _constant(0x7F800000, i32, 16))
+    half = b.select(is_nan, _constant(0x7E00, i32, 16), half)
     sign = b.lshr(b.and_(bits, _constant(-0x80000000, i32, 16)), _constant(16, i32, 16))
     return b.trunc(b.or_(half, sign), ir.VectorType(i16, 16))
 

@@ -69,9 +69,7 @@ def ask(model: DemoModel, encoder: Encoder, questions: list[str]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stories", type=Path, required=True, help="stories separated by <|endoftext|>")
     parser.add_argument("--model", type=Path, default=ROOT / "localllm" / "data" / "demo.gguf")
     parser.add_argument("--vocabulary", type=Path, default=ROOT / "build" / "demo_model" / "vocabulary.model")

@@ -21,9 +21,7 @@ def write_gguf(path: Path, model: DemoModel, vocabulary: sentencepiece.SentenceP
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name("localllm demo")
-    writer.add_description(
-        "A very small chat model that answers questions about localllm and tells short stories."
-    )
+    writer.add_description("A very small chat model that answers questions about localllm and tells short stories.")
     writer.add_license("mit")
     writer.add_languages(["en"])
     writer.add_size_label(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M")

@@ -27,9 +27,7 @@ def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon for 2-D parameters.  Parameters of one shape are stacked and orthogonalised together."""
 
-    def __init__(
-        self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
-    ):
+    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -39,9 +37,7 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 by_shape[tuple(parameter.shape)].append(parameter)
             for (rows, cols), parameters in by_shape.items():
-                update = orthogonalise(
-                    torch.stack([self._momentum(p, group["momentum"]) for p in parameters])
-                )
+                update = orthogonalise(torch.stack([self._momentum(p, group["momentum"]) for p in parameters]))
                 scale = max(1.0, rows / cols) ** 0.5
                 for parameter, one in zip(parameters, update, strict=True):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])

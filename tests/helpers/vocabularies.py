@@ -21,9 +21,7 @@ BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 # GPT-2's table, written down a second time: printable Latin-1 as it is, the other bytes from U+0100 on.
 _PRINTABLE = [b for b in range(256) if chr(b).isprintable() and chr(b) not in " \xa0\xad" and b < 256]
-BYTE_CHARACTERS = [
-    chr(b) if b in _PRINTABLE else chr(0x100 + b - sum(p < b for p in _PRINTABLE)) for b in range(256)
-]
+BYTE_CHARACTERS = [chr(b) if b in _PRINTABLE else chr(0x100 + b - sum(p < b for p in _PRINTABLE)) for b in range(256)]
 
 
 @functools.cache

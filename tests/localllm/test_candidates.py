@@ -244,9 +244,7 @@ def test_mirostat_follows_its_formula() -> None:
         probs = probabilities(pairs)
         allowed = [pair for pair, q in zip(pairs, probs, strict=True) if -math.log2(q) <= mu] or pairs[:1]
         expected = plain_draw(allowed, u)
-        surprise = -math.log2(
-            dict(zip([id_ for id_, _ in allowed], probabilities(allowed), strict=True))[expected]
-        )
+        surprise = -math.log2(dict(zip([id_ for id_, _ in allowed], probabilities(allowed), strict=True))[expected])
         mu -= eta * (surprise - tau)
         assert mirostat(whole(logits)) == expected
         assert mirostat.mu == pytest.approx(mu, abs=1e-9)

@@ -148,9 +148,7 @@ def reference_rendering(source: str, variables: dict[str, Any]) -> tuple[str, st
 
 def test_the_templates_own_words_reach_the_user() -> None:
     source = shared_data("templates/google-gemma-2-2b-it.jinja").read_text(encoding="utf-8")
-    with pytest.raises(
-        TemplateError, match="refuses these messages: Conversation roles must alternate user/ass"
-    ):
+    with pytest.raises(TemplateError, match="refuses these messages: Conversation roles must alternate user/ass"):
         ChatTemplate(source).render(CHATS["out of turn"])
 
 
@@ -161,9 +159,7 @@ LOOP = (
 
 
 def test_variables_reach_the_template() -> None:
-    template = ChatTemplate(
-        LOOP + "{{ bos_token }}{{ eos_token }}{{ tools }}", bos_token="<B>", eos_token="<E>"
-    )
+    template = ChatTemplate(LOOP + "{{ bos_token }}{{ eos_token }}{{ tools }}", bos_token="<B>", eos_token="<E>")
     assert template.render(CHATS["short"], x=7) == "[user:Hi there]7><B><E>None"
     assert template.render(CHATS["short"], add_generation_prompt=False) == "[user:Hi there]<B><E>None"
     assert not template.is_fallback
@@ -206,10 +202,7 @@ def test_malformed_messages_are_named(messages: Any, words: str) -> None:
 
 def test_an_assistant_message_with_tool_calls_needs_no_content() -> None:
     source = "{% for m in messages %}{{ m.tool_calls[0].function.name }}{% endfor %}"
-    assert (
-        ChatTemplate(source).render([{"role": "assistant", "content": None, "tool_calls": [CALL]}])
-        == "weather"
-    )
+    assert ChatTemplate(source).render([{"role": "assistant", "content": None, "tool_calls": [CALL]}]) == "weather"
 
 
 def test_messages_nested_without_end_are_refused() -> None:
@@ -305,9 +298,7 @@ def test_there_is_one_bos_whoever_writes_it(writes_bos: bool, add_bos: bool) -> 
 
 def test_one_bos_with_sentencepiece() -> None:
     pieces = tiny_spm_pieces([("▁", -1.0), ("h", -2.0), ("▁h", -3.0)])
-    file = FakeFile(
-        {**spm_metadata(pieces), "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"}
-    )
+    file = FakeFile({**spm_metadata(pieces), "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"})
     tokenizer = Tokenizer.from_gguf(file)
     ids = encode_chat(tokenizer, ChatTemplate.from_gguf(file, tokenizer), [{"role": "user", "content": "h"}])
     assert [tokenizer.token_text(token) for token in ids] == ["<s>", "▁h"]

@@ -42,9 +42,7 @@ def test_history_grows_and_its_views_stay() -> None:
 def test_penalize_by_hand() -> None:
     logits = np.array([2.0, -2.0, 0.0, 4.0, 1.0], np.float32)
     original = logits.copy()
-    penalized = penalize(
-        logits, np.array([0, 1, 2]), np.array([1, 3, 2]), repeat=2.0, presence=0.5, frequency=0.25
-    )
+    penalized = penalize(logits, np.array([0, 1, 2]), np.array([1, 3, 2]), repeat=2.0, presence=0.5, frequency=0.25)
     assert penalized.tolist() == [2 / 2 - 0.75, -2 * 2 - 1.25, -1.0, 4.0, 1.0]
     assert penalized.dtype == np.float32
     assert (logits == original).all()
@@ -180,9 +178,7 @@ PIECES = (b"x", b"yes", b"<|", b"end|", b">", b" a", b"b<|end|> ", "é".encode()
 def tokens_since_last(breakers: Sequence[str], pieces: Sequence[bytes]) -> int:
     """Looks for the breakers in the joined text and finds the token in which the last of them ends."""
     text = b"".join(pieces)
-    ends = [
-        end for breaker in breakers for end in range(len(text) + 1) if text[:end].endswith(breaker.encode())
-    ]
+    ends = [end for breaker in breakers for end in range(len(text) + 1) if text[:end].endswith(breaker.encode())]
     if not ends:
         return len(pieces)
     length = 0

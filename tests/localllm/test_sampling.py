@@ -125,9 +125,7 @@ def test_settings_are_values() -> None:
 
 
 def test_replace_checks_names_and_values() -> None:
-    with pytest.raises(
-        UsageError, match=r"'temprature' is no sampling setting; there are temperature, top_k"
-    ):
+    with pytest.raises(UsageError, match=r"'temprature' is no sampling setting; there are temperature, top_k"):
         Sampling().replace(temprature=1)
     with pytest.raises(UsageError, match=r"top_p is 1\.5 but must be a number from 0 to 1"):
         Sampling().replace(top_p=1.5)
@@ -191,9 +189,7 @@ def plain_sample(logits: Logits, s: Sampling, text: list[int], uniform: Any) -> 
     if s.typical_p < 1:
         ps = probs()
         entropy = -sum(p * math.log(p) for p in ps if p)
-        by_typicality = sorted(
-            range(len(left)), key=lambda i: abs(-math.log(ps[i]) - entropy) if ps[i] else 9e9
-        )
+        by_typicality = sorted(range(len(left)), key=lambda i: abs(-math.log(ps[i]) - entropy) if ps[i] else 9e9)
         n = reach([ps[i] for i in by_typicality], s.typical_p, strictly=True)
         left = [left[i] for i in sorted(by_typicality[:n])]
     if s.top_p < 1:
@@ -310,9 +306,7 @@ def test_dry_breakers_need_the_text_of_tokens() -> None:
 
 
 def test_mirostat_takes_the_place_of_the_truncations() -> None:
-    s = Sampling(
-        mirostat=2, mirostat_tau=3, seed=1, top_k=1, typical_p=0.01, xtc_probability=1, xtc_threshold=0
-    )
+    s = Sampling(mirostat=2, mirostat_tau=3, seed=1, top_k=1, typical_p=0.01, xtc_probability=1, xtc_threshold=0)
     sampler = make_sampler(s, 8)
     assert len({sampler(np.zeros(8, np.float32)).id for _ in range(300)}) == 8
 
@@ -435,9 +429,7 @@ def test_what_a_processor_may_not_return(result: Any, words: str) -> None:
 # --- bad input ---
 
 
-@pytest.mark.parametrize(
-    "s", [greedy, Sampling(), OFF, Sampling(mirostat=2), greedy.replace(logit_bias={0: 1})]
-)
+@pytest.mark.parametrize("s", [greedy, Sampling(), OFF, Sampling(mirostat=2), greedy.replace(logit_bias={0: 1})])
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
@@ -488,9 +480,7 @@ def test_ids_outside_the_vocabulary(id_: int) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 2**32), st.data())
-def test_no_settings_give_a_token_of_probability_0_or_change_the_logits(
-    seed: int, data: st.DataObject
-) -> None:
+def test_no_settings_give_a_token_of_probability_0_or_change_the_logits(seed: int, data: st.DataObject) -> None:
     n_vocab = data.draw(st.sampled_from([1, 2, 7, 60]))
     values = st.sampled_from([-math.inf, -3e37, -90.0, -1.0, 0.0, 1.0, 3e37])
     logits = np.array(data.draw(st.lists(values, min_size=n_vocab, max_size=n_vocab)), np.float32)

@@ -44,9 +44,7 @@ def feed(decoder: StreamDecoder, ids: list[int]) -> list[str]:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.sampled_from([spm, bpe]), st.booleans(), st.booleans())
-def test_the_parts_make_up_the_decoded_text(
-    data: st.DataObject, make: object, special: bool, more: bool
-) -> None:
+def test_the_parts_make_up_the_decoded_text(data: st.DataObject, make: object, special: bool, more: bool) -> None:
     tokenizer = make()  # type: ignore[operator]
     ids = data.draw(st.lists(st.integers(0, tokenizer.n_vocab - 1), max_size=20))
     parts = feed(StreamDecoder(tokenizer, special=special, continuation=more), ids)

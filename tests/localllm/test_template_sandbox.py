@@ -202,9 +202,7 @@ def test_a_template_cannot_get_out(source: str) -> None:
 
 
 def test_private_attributes_show_nothing() -> None:
-    shown = (
-        "{{ ''['__class__'] }}{{ '{0.__class__}'.format(1) }}{{ messages|map(attribute='__class__')|first }}"
-    )
+    shown = "{{ ''['__class__'] }}{{ '{0.__class__}'.format(1) }}{{ messages|map(attribute='__class__')|first }}"
     assert ChatTemplate(shown).render(HELLO) == ""
 
 

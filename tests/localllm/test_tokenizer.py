@@ -69,9 +69,7 @@ def test_agrees_with_the_vectors_of_llama_cpp(name: str) -> None:
 # SentencePiece spells a space U+2581; NUL and surrogates are in, and out, of every text as usual.
 any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"))
 wordy_text = st.lists(
-    st.sampled_from(
-        ["the", " the", "  ", "\n", "\r\n", "\t", "isn't", "1234567", "é", "e\u0301", "漢字", "🙂", "\0"]
-    )
+    st.sampled_from(["the", " the", "  ", "\n", "\r\n", "\t", "isn't", "1234567", "é", "e\u0301", "漢字", "🙂", "\0"])
 ).map("".join)
 
 
@@ -82,9 +80,7 @@ def test_decoding_undoes_encoding(name: str) -> None:
     bytes_known = {tokenizer.token_bytes(token) for token in range(tokenizer.n_vocab)}
     missing = {byte for byte in range(256) if bytes([byte]) not in bytes_known}
     # No text has these.  StarCoder lacks a few more, of planes of Unicode that nobody writes.
-    assert missing - {0xC0, 0xC1, *range(0xF5, 0x100)} <= (
-        {0xF1, 0xF2, 0xF4} if name == "starcoder" else set()
-    )
+    assert missing - {0xC0, 0xC1, *range(0xF5, 0x100)} <= ({0xF1, 0xF2, 0xF4} if name == "starcoder" else set())
 
     @settings(max_examples=50, deadline=None)
     @given(any_text | wordy_text)
@@ -186,9 +182,7 @@ def test_agrees_with_a_trained_bpe_model(ignore_merges: bool) -> None:
     reference = tokenizers.Tokenizer(tokenizers.models.BPE())
     reference.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=420, initial_alphabet=sorted(alphabet), show_progress=False
-    )
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=420, initial_alphabet=sorted(alphabet), show_progress=False)
     reference.train_from_iterator([CORPUS], trainer)
     model = json.loads(reference.to_str())["model"]
     merges = [tuple(merge) for merge in model["merges"]]
@@ -235,9 +229,7 @@ def ids_of(tokenizer: Tokenizer, *texts: str) -> list[int]:
         ({"add_eos_token": True}, ["<s>"], ["</s>"]),
     ],
 )
-def test_bos_and_eos_are_added_as_the_file_says(
-    changes: dict[str, Any], front: list[str], back: list[str]
-) -> None:
+def test_bos_and_eos_are_added_as_the_file_says(changes: dict[str, Any], front: list[str], back: list[str]) -> None:
     tokenizer = tiny(spm_metadata(tiny_spm_pieces(WORDS), **changes))
     assert tokenizer.encode("hi") == ids_of(tokenizer, *front, "▁hi", *back)
     assert tokenizer.encode("hi", add_special=False) == ids_of(tokenizer, "▁hi")

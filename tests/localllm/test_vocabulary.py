@@ -33,9 +33,7 @@ BPE = bpe_metadata([("a", "b"), ("ab", "c")])
 
 
 def without(metadata: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {
-        key: value for key, value in metadata.items() if key not in tokenizer_keys(**dict.fromkeys(names))
-    }
+    return {key: value for key, value in metadata.items() if key not in tokenizer_keys(**dict.fromkeys(names))}
 
 
 def changed(metadata: dict[str, Any], **values: Any) -> dict[str, Any]:
@@ -149,9 +147,7 @@ def test_a_sentencepiece_file_without_scores_merges_from_left_to_right() -> None
 
 def test_empty_and_unused_tokens_are_padding() -> None:
     for metadata in (
-        spm_metadata(
-            [*tiny_spm_pieces([("▁", 0.0)]), ("", 0, UNUSED), ("", 0, NORMAL), ("<pad>", 0, UNUSED)]
-        ),
+        spm_metadata([*tiny_spm_pieces([("▁", 0.0)]), ("", 0, UNUSED), ("", 0, NORMAL), ("<pad>", 0, UNUSED)]),
         bpe_metadata([], [("", UNUSED), ("", NORMAL), ("<pad>", UNUSED)]),
     ):
         tokenizer = Tokenizer.from_gguf(FakeFile(metadata))

@@ -69,9 +69,7 @@ def read_lists(path: Path) -> dict[str, list[str]]:
     """The lists `{name} = a | b` of a file."""
     lines = (line.partition(" = ") for line in path.read_text(encoding="utf-8").splitlines())
     return {
-        name[1:-1]: [word.strip() for word in words.split(" | ")]
-        for name, _, words in lines
-        if _LIST.fullmatch(name)
+        name[1:-1]: [word.strip() for word in words.split(" | ")] for name, _, words in lines if _LIST.fullmatch(name)
     }
 
 
@@ -99,9 +97,7 @@ def read_topics(path: Path) -> list[Topic]:
             raise ValueError(f"{path.name}: topic {topic.name} is incomplete")
         for answer in topic.answers:
             if not topic.accepts(answer):
-                raise ValueError(
-                    f"{path.name}: an answer of {topic.name} lacks its own key facts: {answer!r}"
-                )
+                raise ValueError(f"{path.name}: an answer of {topic.name} lacks its own key facts: {answer!r}")
     return topics
 
 
