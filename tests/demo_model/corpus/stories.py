@@ -18,10 +18,13 @@ GIRLS, BOYS = _LISTS["girls"], _LISTS["boys"]
 FEMALE, MALE = frozenset(_LISTS["female"]), frozenset(_LISTS["male"])
 PROPS = {name: _LISTS[name] for name in ("toy", "colour", "place", "food", "skill", "rope")}
 # The words that differ from one story to the next and must stay the same within one.
-BOUND_WORDS = frozenset((*ANIMALS, *PEOPLE, *THINGS, *GIRLS, *BOYS, *PROPS["toy"], *PROPS["food"], *PROPS["colour"]))
+BOUND_WORDS = frozenset(
+    (*ANIMALS, *PEOPLE, *THINGS, *GIRLS, *BOYS, *PROPS["toy"], *PROPS["food"], *PROPS["colour"])
+)
 
 OPENINGS = (
-    "(Once upon a time|Once|Long ago|Once upon a time,|A long time ago) there was a {adjective}{hero} named {Name}.",
+    "(Once upon a time|Once|Long ago|Once upon a time,|A long time ago) "
+    "there was a {adjective}{hero} named {Name}.",
     "(Once upon a time there lived|In a house near {place} lived|Near {place} there lived) "
     "a {adjective}{hero}. {His} name was {Name}.",
     "{Name} was a {adjective}{hero} who lived near {place}.",
@@ -95,9 +98,9 @@ def written_story(plots: list[str], rng: random.Random) -> tuple[list[str], str]
     words = {name: [rng.choice(choices)] for name, choices in PROPS.items()}
     hero_pronouns, hero_names = _pronouns(hero, rng)
     pal_pronouns, pal_names = _pronouns(friend, rng)
-    name, pal = rng.choice(hero_names), rng.choice(pal_names)
-    while pal == name:
-        pal = rng.choice(pal_names)
+    # Heroes and friends have names of their own, so that the likeliest story does not call both the same.
+    name = rng.choice(hero_names[: len(hero_names) // 2])
+    pal = rng.choice(pal_names[len(pal_names) // 2 :])
     words |= {
         "hero": [hero],
         "friend": [friend],
