@@ -136,9 +136,7 @@ def logits(ids: list[int]) -> Array:
     x = w["token_embd.weight"][ids]
     mask = np.triu(np.full((length, length), -np.inf, dtype=np.float32), 1)
     for layer in range(meta("llama.block_count")):
-        part = {
-            name: w[f"blk.{layer}.{name}.weight"].T for name in ("attn_q", "attn_k", "attn_v", "attn_output")
-        }
+        part = {name: w[f"blk.{layer}.{name}.weight"].T for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
         normed = rms_norm(x, w[f"blk.{layer}.attn_norm.weight"])
         q = rope((normed @ part["attn_q"]).reshape(length, heads, -1))
         k = rope((normed @ part["attn_k"]).reshape(length, kv_heads, -1)).repeat(heads // kv_heads, axis=1)
@@ -179,9 +177,7 @@ def test_metadata_describes_a_llama() -> None:
     assert meta("general.quantization_version") == gguf.GGML_QUANT_VERSION
     assert meta("llama.vocab_size") == len(tokens())
     assert meta("llama.context_length") >= 1024
-    assert meta("llama.embedding_length") == meta("llama.attention.head_count") * meta(
-        "llama.rope.dimension_count"
-    )
+    assert meta("llama.embedding_length") == meta("llama.attention.head_count") * meta("llama.rope.dimension_count")
 
 
 def test_tensors_are_complete_and_finite() -> None:
@@ -218,9 +214,7 @@ def test_vocabulary_is_usable() -> None:
     types, scores = meta("tokenizer.ggml.token_type"), meta("tokenizer.ggml.scores")
     assert meta("tokenizer.ggml.model") == "llama"
     assert len(set(tokens())) == len(tokens()) == len(types) == len(scores)
-    by_type = {
-        kind: [t for t, own in zip(tokens(), types, strict=True) if own == kind] for kind in gguf.TokenType
-    }
+    by_type = {kind: [t for t, own in zip(tokens(), types, strict=True) if own == kind] for kind in gguf.TokenType}
     assert set(by_type[gguf.TokenType.CONTROL]) == {
         "<s>",
         "<|end|>",
@@ -251,8 +245,7 @@ def test_chat_template_renders() -> None:
         {"role": "user", "content": "Bye"},
     ]
     assert template.render(messages=messages, bos_token="<s>", add_generation_prompt=True) == (
-        "<s><|system|>Be brief.<|end|><|user|>Hello<|end|>"
-        "<|assistant|>Hello!<|end|><|user|>Bye<|end|><|assistant|>"
+        "<s><|system|>Be brief.<|end|><|user|>Hello<|end|><|assistant|>Hello!<|end|><|user|>Bye<|end|><|assistant|>"
     )
     assert template.render(messages=messages[1:2], bos_token="<s>") == "<s><|user|>Hello<|end|>"
 

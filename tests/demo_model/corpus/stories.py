@@ -18,13 +18,10 @@ GIRLS, BOYS = _LISTS["girls"], _LISTS["boys"]
 FEMALE, MALE = frozenset(_LISTS["female"]), frozenset(_LISTS["male"])
 PROPS = {name: _LISTS[name] for name in ("toy", "colour", "place", "food", "skill", "rope")}
 # The words that differ from one story to the next and must stay the same within one.
-BOUND_WORDS = frozenset(
-    (*ANIMALS, *PEOPLE, *THINGS, *GIRLS, *BOYS, *PROPS["toy"], *PROPS["food"], *PROPS["colour"])
-)
+BOUND_WORDS = frozenset((*ANIMALS, *PEOPLE, *THINGS, *GIRLS, *BOYS, *PROPS["toy"], *PROPS["food"], *PROPS["colour"]))
 
 OPENINGS = (
-    "(Once upon a time|Once|Long ago|Once upon a time,|A long time ago) "
-    "there was a {adjective}{hero} named {Name}.",
+    "(Once upon a time|Once|Long ago|Once upon a time,|A long time ago) there was a {adjective}{hero} named {Name}.",
     "(Once upon a time there lived|In a house near {place} lived|Near {place} there lived) "
     "a {adjective}{hero}. {His} name was {Name}.",
     "{Name} was a {adjective}{hero} who lived near {place}.",
