@@ -1,4 +1,4 @@
-"""Whole tiny models on the CPU backend, in every format that its kernels read."""
+"""Whole tiny models on the CPU backend, in every format that can be written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.reference import ReferenceOps
-from localllm.quant.packing import LAYOUTS
+from localllm.quant.encode import ENCODERS
 from localllm.quant.types import GGMLType
 from tests.helpers.run_model import Runner
 from tests.helpers.tiny_models import tiny_gguf
@@ -19,7 +19,7 @@ FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 IDS = np.random.default_rng(0).integers(3, 300, 77).tolist()
 
 
-@pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", ENCODERS, ids=lambda kind: kind.name)
 def test_decode_equals_prefill_and_both_the_reference(tmp_path: Path, kind: GGMLType) -> None:
     path = tiny_gguf(tmp_path / "tiny.gguf", "qwen3" if kind == GGMLType.Q8_0 else "llama", type=kind)
     runner = Runner(path, CPUOps(threads=2), n_pages=4)
