@@ -1,4 +1,4 @@
-"""Whole tiny models on the CPU backend, in every format that can be written here."""
+"""Whole tiny models on the CPU backend, in every format that can be written."""
 
 from __future__ import annotations
 
