@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=ROOT / "build" / "demo_model", help="checkpoints go here"
     )
-    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--steps", type=int, default=1700)
     parser.add_argument("--threads", type=int, default=2)
     train(parser.parse_args())
 

@@ -98,9 +98,9 @@ def written_story(plots: list[str], rng: random.Random) -> tuple[list[str], str]
     words = {name: [rng.choice(choices)] for name, choices in PROPS.items()}
     hero_pronouns, hero_names = _pronouns(hero, rng)
     pal_pronouns, pal_names = _pronouns(friend, rng)
-    name, pal = rng.choice(hero_names), rng.choice(pal_names)
-    while pal == name:
-        pal = rng.choice(pal_names)
+    # Heroes and friends have names of their own, so that the likeliest story does not call both the same.
+    name = rng.choice(hero_names[: len(hero_names) // 2])
+    pal = rng.choice(pal_names[len(pal_names) // 2 :])
     words |= {
         "hero": [hero],
         "friend": [friend],
