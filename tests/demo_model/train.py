@@ -183,9 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stories", type=Path, required=True, help="stories separated by <|endoftext|>")
     parser.add_argument("--out", type=Path, default=ROOT / "localllm" / "data" / "demo.gguf")
-    parser.add_argument(
-        "--work", type=Path, default=ROOT / "build" / "demo_model", help="checkpoints go here"
-    )
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "demo_model", help="checkpoints go here")
     parser.add_argument("--steps", type=int, default=1700)
     parser.add_argument("--threads", type=int, default=2)
     train(parser.parse_args())
