@@ -8,7 +8,7 @@ from typing import Self
 
 from localllm.generation import FinishReason, Generation, Timings, Usage
 from localllm.sampling import Choice
-from localllm.stream import StreamDecoder
+from localllm.tokenizer.stream import StreamDecoder
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from localllm.models.registry import builder, load_model
 from localllm.options import Options, Request, as_int, whole_number
 from localllm.placement import Placement, available_memory, plan
 from localllm.sampling import make_sampler
-from localllm.stream import StreamDecoder
 from localllm.tokenizer import Tokenizer
+from localllm.tokenizer.stream import StreamDecoder
 
 # Those that chat import it where they do: jinja2 takes a good part of the time to the first token of those that
 # do not.

@@ -11,7 +11,8 @@ ROOMS = ("kernels", "models", "quant")
 
 
 def packages_on_disk() -> set[str]:
-    found = {"localllm"}
+    """Every folder with an ``__init__.py``; rglob does not follow the links from localllm/ to the rooms."""
+    found = {".".join(init.parent.relative_to(ROOT).parts) for init in (ROOT / "localllm").rglob("__init__.py")}
     for room in ROOMS:
         for init in (ROOT / room).rglob("__init__.py"):
             found.add(".".join(("localllm", *init.parent.relative_to(ROOT).parts)))

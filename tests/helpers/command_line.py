@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from localllm.cli import main
+from localllm.cli.main import main
 from tests.helpers.data import ROOT
 
 

@@ -1,0 +1,220 @@
+"""Chat templates: from a list of messages to the prompt that the model was trained on.
+
+A template is a jinja2 program that comes with the model file (``tokenizer.chat_template``).  Nobody has read
+it, so it runs in the sandbox of `localllm.chat.sandbox`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jinja2
+
+from localllm.chat.budget import OverBudgetError
+from localllm.chat.sandbox import BoundedTemplate, RefusedError
+from localllm.errors import TemplateError
+from localllm.tokenizer import Tokenizer
+from localllm.tokenizer.vocabulary import MetadataFile
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The template for files that have none; many models know this format."""
+
+_KEY = "tokenizer.chat_template"
+
+
+class ChatTemplate:
+    """One compiled chat template.  It can render in several threads at once.
+
+    Attributes:
+        source: the jinja2 text.
+        is_fallback: the file had no template and this is `CHATML`, which its model may not know.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos_token: str = "",
+        eos_token: str = "",
+        where: str = "the chat template",
+        is_fallback: bool = False,
+    ) -> None:
+        """Compile a template.
+
+        Args:
+            source: jinja2 text.
+            bos_token, eos_token: texts of these tokens, which templates write out themselves.
+            where: the template's name in error messages.
+
+        Raises:
+            TemplateError: ``source`` is not a valid template, or too long.
+        """
+        self.source = source
+        self.is_fallback = is_fallback
+        self._where = where
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        try:
+            self._template = BoundedTemplate(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"{where} is not valid (line {error.lineno}): {error.message}") from error
+        except (RecursionError, SyntaxError, ValueError, MemoryError) as error:
+            raise TemplateError(f"{where} cannot be compiled: {_words(error)}") from error
+
+    @classmethod
+    def from_gguf(cls, file: MetadataFile, tokenizer: Tokenizer, *, name: str | None = None) -> ChatTemplate:
+        """The template of an open GGUF file, or `CHATML` (``is_fallback``) if it has none.
+
+        Args:
+            file: the model file.
+            tokenizer: the tokenizer of the same file.
+            name: one of its named templates (``tokenizer.chat_template.NAME``), such as ``tool_use``.
+
+        Raises:
+            TemplateError: the template is not valid, or there is none called ``name``.
+        """
+        key = _KEY if name is None else f"{_KEY}.{name}"
+        source = file.metadata.get(key)
+        if source is None and name is not None:
+            raise TemplateError(f"{file.path} has no chat template called {name!r}")
+        if source is not None and not isinstance(source, str):
+            raise TemplateError(f"{file.path}: {key} is not a string; the file is damaged or badly converted")
+        return cls(
+            CHATML if source is None else source,
+            bos_token=_token_text(tokenizer, tokenizer.bos_id),
+            eos_token=_token_text(tokenizer, tokenizer.eos_id),
+            where=f"the chat template of {file.path}",
+            is_fallback=source is None,
+        )
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **variables: object,
+    ) -> str:
+        """The prompt for ``messages``.
+
+        Args:
+            messages: each with a ``role`` and a ``content`` (a string, or a list of parts for templates that
+                know them).  An assistant message with ``tool_calls`` needs no content.
+            add_generation_prompt: end with what stands before an answer of the assistant.
+            tools: JSON schemas of functions that the model may call.
+            variables: whatever else the template reads (``enable_thinking=False``, ``documents=...``).
+
+        Raises:
+            TemplateError: a message is malformed; the template refuses the messages (the text has the
+                template's own words), fails, or uses more time or memory than a template can need.
+        """
+        _check_messages(messages)
+        inputs = {
+            **self._tokens,
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+        }
+        try:
+            plain = _Plain()
+            values = {name: plain.copy(value, name) for name, value in inputs.items()}
+            return self._template.render(values, plain.n_bytes)
+        except TemplateError:
+            raise
+        except RefusedError as error:
+            raise TemplateError(f"{self._where} refuses these messages: {error}") from error
+        except OverBudgetError as error:
+            raise TemplateError(f"{self._where} {error}, so it was stopped; give another one") from error
+        except Exception as error:  # a template is a program of someone else's: it can fail in any way
+            raise TemplateError(f"{self._where} failed on these messages: {_words(error)}") from error
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, object]],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, object]] | None = None,
+    **variables: object,
+) -> list[int]:
+    """The token ids of the prompt for ``messages``, with the one BOS that the model expects.
+
+    Templates may or may not write BOS; either way there is one if the model asks for it, and EOS, which would
+    end the conversation, is not added.
+
+    Raises:
+        TemplateError: as `ChatTemplate.render`.
+        TokenizerError: the prompt cannot be spelled.
+    """
+    text = template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+    ids = tokenizer.encode(text, add_special=False, parse_special=True)
+    if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+        ids.insert(0, tokenizer.bos_id)
+    return ids
+
+
+def _token_text(tokenizer: Tokenizer, token: int | None) -> str:
+    return "" if token is None else tokenizer.token_text(token)
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+def _check_messages(messages: Sequence[Mapping[str, object]]) -> None:
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise TemplateError("messages must be a list of {'role': ..., 'content': ...}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise TemplateError(f"message {index} is not a mapping with 'role' and 'content': {message!r:.80}")
+        role = message.get("role")
+        if not isinstance(role, str):
+            raise TemplateError(f"message {index} has no 'role' (such as 'system', 'user' or 'assistant')")
+        content = message.get("content")
+        if content is None and not message.get("tool_calls"):
+            raise TemplateError(f"message {index} (role {role!r}) has no 'content'")
+        if content is not None and (isinstance(content, bytes) or not isinstance(content, str | Sequence)):
+            raise TemplateError(f"the content of message {index} (role {role!r}) is neither text nor a list")
+
+
+class _Plain:
+    """Copies values into plain data, so that a template meets no object that has methods of its own.
+
+    Attributes:
+        n_bytes: the size of everything copied.
+    """
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+
+    def copy(self, value: object, where: str) -> object:
+        """``value`` as dicts, lists, strings, numbers, booleans and ``None``.
+
+        Raises:
+            TemplateError: it holds something else; ``where`` says in which variable.
+        """
+        self.n_bytes += 64
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            self.n_bytes += len(value)
+            return str.__str__(value)
+        if isinstance(value, int):
+            return int.__int__(value)
+        if isinstance(value, float):
+            return float.__float__(value)
+        if isinstance(value, Mapping):
+            return {self.copy(key, where): self.copy(item, where) for key, item in value.items()}
+        if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+            return [self.copy(item, where) for item in value]
+        raise TemplateError(
+            f"{where} holds a {type(value).__name__}: templates take text, numbers, lists and mappings only"
+        )

@@ -1,0 +1,379 @@
+"""``localllm doctor``: what is installed and found here, whether it works, and what to do about what does not.
+
+Each check looks at one thing and must not fail: what it cannot find out is itself a finding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes.util
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+
+from localllm import __version__
+from localllm.cli.main import DONE, FAILED
+from localllm.cli.terminal import LoadProgress, quantity, visible_line
+from localllm.errors import LocalLLMError
+
+#: What localllm is built on: distribution and module.
+PACKAGES = {
+    "numpy": "numpy",
+    "numba": "numba",
+    "llvmlite": "llvmlite.binding",
+    "gguf": "gguf",
+    "sentencepiece": "sentencepiece",
+    "tokenizers": "tokenizers",
+    "jinja2": "jinja2",
+    "rich": "rich",
+    "psutil": "psutil",
+}
+
+#: Optional parts of localllm, and the distributions that tell whether they are there.
+EXTRAS = {
+    "cuda12": ("cupy-cuda12x",),
+    "cuda13": ("cupy-cuda13x",),
+    "dev": ("pytest", "hypothesis", "mypy", "ruff"),
+    "reference": ("torch", "transformers"),
+}
+
+#: Processor features, by LLVM's names, that kernels use or could use.
+FEATURES = (
+    *("avx", "avx2", "fma", "f16c", "bmi2", "avxvnni", "avx512f", "avx512bw", "avx512vl", "avx512vnni", "avx512bf16"),
+    *("amx-int8", "neon", "dotprod", "i8mm", "fullfp16", "sve", "sve2"),
+)
+
+_GPUS_UNUSED = "nothing to do: this version of localllm computes on the CPU only, CUDA is not in it"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        group: "software", "processor", …
+        name: what it is.
+        value: how it is, in words.
+        advice: what to do about it, if anything.
+        broken: localllm cannot run a model as long as it is so.
+    """
+
+    group: str
+    name: str
+    value: str
+    advice: str | None = None
+    broken: bool = False
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Shows all findings."""
+    progress = LoadProgress(enabled=not arguments.json)
+    try:
+        found = list(findings(progress))
+    finally:
+        progress.close()
+    broken = any(finding.broken for finding in found)
+    if arguments.json:
+        print(json.dumps({"ok": not broken, "findings": [asdict(f) for f in found]}, ensure_ascii=False))
+    else:
+        for line in report(found):
+            print(visible_line(line))
+    return FAILED if broken else DONE
+
+
+def report(found: list[Finding]) -> Iterator[str]:
+    """The findings as lines of text."""
+    width = max(len(finding.name) for finding in found)
+    group = ""
+    for finding in found:
+        if finding.group != group:
+            group = finding.group
+            yield group
+        mark = "x" if finding.broken else "!" if finding.advice else " "
+        yield f"{mark} {finding.name:<{width}}  {finding.value}"
+        if finding.advice:
+            yield f"  {'':<{width}}  -> {finding.advice}"
+    n_broken = sum(finding.broken for finding in found)
+    yield ""
+    yield "localllm can run here" if not n_broken else f"localllm cannot run here: {n_broken} of these are broken (x)"
+
+
+def findings(progress: LoadProgress | None = None) -> Iterator[Finding]:
+    """Everything that is looked at, in the order of the report."""
+    checks: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
+        ("software", _software),
+        ("packages", _packages),
+        ("extras", _extras),
+        ("processor", _processor),
+        ("kernels", lambda: _kernels(progress)),
+        ("memory", _memory),
+        ("GPUs", _gpus),
+    )
+    for group, check in checks:
+        try:
+            yield from check()
+        except Exception as error:
+            yield Finding(group, "check", f"failed: {_words(error)}", _reinstall(), broken=True)
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, LocalLLMError) else f"{type(error).__name__}: {error}"
+
+
+def _reinstall() -> str:
+    return f"install localllm again: {_pip('--force-reinstall localllm')}"
+
+
+def _pip(what: str) -> str:
+    return f"{Path(sys.executable).name} -m pip install {what}"
+
+
+# -- Software ------------------------------------------------------------------------------------------------------
+
+
+def _software() -> Iterator[Finding]:
+    yield Finding("software", "localllm", f"{__version__}, in {Path(__file__).parent}")
+    system = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    yield Finding("software", "Python", f"{platform.python_version()} ({platform.python_implementation()}), {system}")
+    demo = resources.files("localllm") / "data" / "demo.gguf"
+    if demo.is_file():
+        yield Finding("software", "demo model", "there")
+    else:
+        advice = f"name a GGUF file with -m, or {_reinstall()}"
+        yield Finding("software", "demo model", "missing", advice)
+
+
+def _packages() -> Iterator[Finding]:
+    for distribution, module in PACKAGES.items():
+        version = _version(distribution)
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a binary package can fail in any way
+            state = "missing" if version is None else f"{version}, which cannot be imported ({_words(error)})"
+            advice = _pip(distribution if version is None else f"--force-reinstall {distribution}")
+            yield Finding("packages", distribution, state, advice, broken=True)
+        else:
+            yield Finding("packages", distribution, version or "there, of unknown version")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _extras() -> Iterator[Finding]:
+    for extra, distributions in EXTRAS.items():
+        versions = {name: version for name in distributions if (version := _version(name)) is not None}
+        shown = ", ".join(f"{name} {version}" for name, version in versions.items())
+        missing = [name for name in distributions if name not in versions]
+        if missing:
+            command = _pip(f"'localllm[{extra}]'")
+            shown = ", ".join(filter(None, (shown, f"without {', '.join(missing)} (optional: {command})")))
+        yield Finding("extras", extra, shown)
+
+
+# -- Processor -----------------------------------------------------------------------------------------------------
+
+
+def _processor() -> Iterator[Finding]:
+    from localllm.kernels.cpu.ops import default_threads
+    from localllm.kernels.cpu.target import available
+
+    yield Finding("processor", "model", cpu_model())
+    yield Finding("processor", "cores", _cores())
+    threads, quota = default_threads(), cpu_quota()
+    advice = None
+    if quota is not None and quota < threads:
+        advice = f"a control group grants this process the time of {quota:g} cores only: give -t {max(1, int(quota))}"
+    yield Finding("processor", "default threads", str(threads), advice)
+    yield Finding("processor", "features", ", ".join(_features()) or "none that kernels use")
+    yield Finding("processor", "instruction sets", ", ".join(target.name for target in available()))
+    yield _chosen_target()
+
+
+def _features() -> list[str]:
+    import llvmlite.binding as llvm
+
+    found = llvm.get_host_cpu_features()
+    return [feature for feature in FEATURES if found.get(feature)]
+
+
+def _chosen_target() -> Finding:
+    from localllm.kernels.cpu.target import ISA_VARIABLE, available, choose
+
+    forced = os.environ.get(ISA_VARIABLE)
+    best = available()[0].name
+    try:
+        chosen = choose().name
+    except LocalLLMError as error:
+        advice = f"unset the environment variable {ISA_VARIABLE}"
+        return Finding("processor", "chosen", f"none: {error}", advice, broken=True)
+    if forced and chosen != best:
+        advice = f"unset the environment variable {ISA_VARIABLE}, unless you want it so: {best} is faster"
+        return Finding("processor", "chosen", f"{chosen}, forced by {ISA_VARIABLE}", advice)
+    slow = "expect little speed: no kernels are made for what this processor has" if chosen == "generic" else None
+    return Finding("processor", "chosen", f"{chosen}, forced by {ISA_VARIABLE}" if forced else chosen, slow)
+
+
+def cpu_model() -> str:
+    """The processor's name, as far as the system tells it."""
+    if sys.platform == "linux":
+        for line in _text(Path("/proc/cpuinfo")).splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model", "Hardware"):
+                return value.strip()
+    if sys.platform == "darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def _cores() -> str:
+    import psutil
+
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    physical, logical = psutil.cpu_count(logical=False) or "unknown", psutil.cpu_count() or "unknown"
+    return f"{physical} physical, {logical} logical, {usable or 'unknown'} usable by this process"
+
+
+def cpu_quota() -> float | None:
+    """How many cores' time a control group grants this process (Linux containers); None if it does not say."""
+    version_2 = _text(Path("/sys/fs/cgroup/cpu.max")).split()
+    version_1 = [_text(Path(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us")).strip() for name in ("quota", "period")]
+    for numbers in (version_2, version_1):
+        if len(numbers) == 2 and all(number.isdigit() for number in numbers) and int(numbers[1]):
+            return int(numbers[0]) / int(numbers[1])
+    return None
+
+
+# -- Kernels -------------------------------------------------------------------------------------------------------
+
+
+def _kernels(progress: LoadProgress | None) -> Iterator[Finding]:
+    from localllm.kernels.cpu.compiler import CACHE_VARIABLE, cache_root
+
+    folder = cache_root()
+    writable = _is_writable(folder)
+    advice = f"make it writable, or name another folder in the environment variable {CACHE_VARIABLE}"
+    state = "" if writable else ", which cannot be written: kernels are compiled anew in every process"
+    yield Finding("kernels", "cache", f"{folder}{state}", None if writable else advice)
+    yield Finding("kernels", "cache size", quantity(_folder_size(folder), "B"))
+    yield _kernel_test(progress)
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _folder_size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _kernel_test(progress: LoadProgress | None) -> Finding:
+    """Compiles a kernel, or takes it from the cache, runs it on all threads and checks its result."""
+    import numpy as np
+
+    from localllm.kernels.cpu.ops import default_threads
+    from localllm.kernels.cpu.program import Workers
+    from localllm.kernels.cpu.roofline import UNIT, ReadTest
+    from localllm.kernels.cpu.target import choose
+
+    try:
+        target = choose()
+    except LocalLLMError:  # which the processor's findings have said
+        return Finding("kernels", "test", "not run: there is no instruction set to compile for")
+
+    def show(done: int, total: int) -> None:
+        if progress is not None:
+            progress("kernels", done, total)
+
+    workers = Workers(default_threads())
+    try:
+        test = ReadTest(workers, target, 64 * UNIT, show)
+        test.bandwidth()
+    except Exception as error:  # LLVM and the processor can fail in any way
+        advice = f"report it; --device reference works without kernels, slowly; or {_reinstall()}"
+        return Finding("kernels", "test", f"failed: {_words(error)}", advice, broken=True)
+    finally:
+        workers.close()
+    if test.total() != int(test.data.sum(dtype=np.uint64)) % (1 << 32):
+        return Finding(
+            "kernels", "test", "a kernel computed a wrong sum", "report it: no result can be trusted", True
+        )
+    return Finding("kernels", "test", f"passed, on {workers.n} thread{'s' * (workers.n != 1)}")
+
+
+# -- Memory and GPUs -----------------------------------------------------------------------------------------------
+
+
+def _memory() -> Iterator[Finding]:
+    import psutil
+
+    from localllm.placement import OVERHEAD_BYTES, available_memory
+
+    total, available = psutil.virtual_memory().total, available_memory()
+    advice = "close other programs: hardly any model fits into this" if available < 2 * OVERHEAD_BYTES else None
+    yield Finding(
+        "memory", "memory", f"{quantity(total, 'B')}, of which {quantity(available, 'B')} is available", advice
+    )
+
+
+def _gpus() -> Iterator[Finding]:
+    names = nvidia_gpus()
+    for name in names:
+        yield Finding("GPUs", "NVIDIA GPU", name, _GPUS_UNUSED)
+    if not names and has_nvidia_driver():
+        yield Finding("GPUs", "NVIDIA driver", "there, but nvidia-smi lists no GPU", _GPUS_UNUSED)
+    if not names and not has_nvidia_driver():
+        yield Finding(
+            "GPUs", "NVIDIA GPU", "none found (this version of localllm would not use it: no CUDA in it yet)"
+        )
+
+
+def nvidia_gpus() -> list[str]:
+    """Name, driver and memory of each GPU that ``nvidia-smi`` lists."""
+    query = "--query-gpu=name,driver_version,memory.total"
+    lines = _output("nvidia-smi", query, "--format=csv,noheader").splitlines()
+    return [line.strip() for line in lines if line.count(",") == 2]
+
+
+def has_nvidia_driver() -> bool:
+    """Whether the driver's library is there."""
+    name = "nvcuda" if sys.platform == "win32" else "cuda"
+    return ctypes.util.find_library(name) is not None or Path("/proc/driver/nvidia/version").exists()
+
+
+def _output(*command: str) -> str:
+    """What a program prints; nothing where it is not there, fails, or hangs."""
+    path = shutil.which(command[0])
+    if path is None:
+        return ""
+    try:
+        done = subprocess.run([path, *command[1:]], capture_output=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode("utf-8", "replace").strip() if done.returncode == 0 else ""
+
+
+def _text(path: Path) -> str:
+    """A small file's text; nothing where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,268 @@
+"""``localllm generate``: a prompt goes in, text comes out."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import json
+import math
+import select
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from localllm.cli.main import DONE, options_of
+from localllm.cli.terminal import (
+    LoadProgress,
+    StatusLine,
+    is_terminal,
+    model_line,
+    quantity,
+    say,
+    visible,
+    visible_line,
+)
+from localllm.completion import Completion, Stream
+from localllm.errors import UsageError
+from localllm.info import ModelInfo
+from localllm.llm import LLM, load
+from localllm.options import Request, SamplingOptions
+
+#: Seconds after which somebody who may not know that a prompt is awaited is told.
+_PATIENCE_SECONDS = 1.0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Generates a text as the command line asks."""
+    options = _options(arguments)
+    Request.from_options(options)  # complains about a setting before a model is loaded for nothing
+    prompt = _prompt(arguments)
+    if arguments.chat and not prompt:
+        raise UsageError("--chat needs a prompt, the message to answer: give it with -p")
+    progress = LoadProgress(enabled=not arguments.quiet)
+    try:
+        llm = load(
+            arguments.model,
+            device=arguments.device,
+            isa=arguments.isa,
+            context=arguments.context,
+            threads=arguments.threads,
+            progress=progress,
+        )
+    finally:
+        progress.close()
+    with llm:
+        if not arguments.quiet:
+            _describe(llm.info, verbose=arguments.verbose)
+        status = StatusLine(enabled=not arguments.quiet)
+        options["progress"] = _show_prefill(status)
+        with _start(llm, prompt, arguments, options) as stream:
+            if arguments.json:
+                completion = stream.read()
+                status.clear()
+                print(json.dumps(as_json(llm, completion), ensure_ascii=False, allow_nan=False))
+            else:
+                _print_text(stream, status)
+            if not arguments.quiet:
+                _report(stream, verbose=arguments.verbose)
+    return DONE
+
+
+# -- What was asked for --------------------------------------------------------------------------------------------
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The keywords of `LLM.stream`."""
+    options = options_of(arguments, [*SamplingOptions.__annotations__, "overflow"])
+    if "logprobs" in options and not arguments.json:
+        raise UsageError("--logprobs needs --json, which prints them")
+    text: Callable[[str, str], str] = _unescaped if arguments.escape else _valid
+    options["stop"] = [text(stop, "--stop") for stop in arguments.stop]
+    options["logit_bias"] = dict(arguments.logit_bias)
+    options["ignore_eos"] = arguments.ignore_eos
+    # llama.cpp's numbers for "no limit" and "until the context is full", and for "any seed".
+    options["max_tokens"] = None if arguments.max_tokens in (-1, -2) else arguments.max_tokens
+    if options.get("seed") == -1:
+        options["seed"] = None
+    if breakers := options.get("dry_sequence_breakers"):
+        options["dry_sequence_breakers"] = [text(b, "--dry-sequence-breaker") for b in breakers if b != "none"]
+    return options
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    if arguments.prompt is not None and arguments.file is not None:
+        raise UsageError("-p and -f both give a prompt: leave one of them out")
+    if arguments.file is not None:
+        return _decoded(_file_bytes(arguments.file), visible_line(arguments.file))
+    if arguments.prompt not in (None, "-"):
+        return _unescaped(arguments.prompt, "-p") if arguments.escape else _valid(arguments.prompt, "-p")
+    if sys.stdin is None or sys.stdin.closed or (arguments.prompt is None and is_terminal(sys.stdin)):
+        return ""
+    if arguments.prompt is None and not arguments.quiet:
+        _mention_waiting()
+    return _decoded(sys.stdin.buffer.read(), "standard input")
+
+
+def _mention_waiting() -> None:
+    """Says what is awaited if nothing comes: a program may have been started with an open pipe by chance."""
+    if sys.platform == "win32":  # select knows sockets only
+        return
+    try:
+        ready, _, _ = select.select([sys.stdin.fileno()], [], [], _PATIENCE_SECONDS)
+    except (OSError, ValueError):  # a stand-in without a file
+        return
+    if not ready:
+        say("localllm: reading the prompt from standard input; -p gives it on the command line")
+
+
+def _file_bytes(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UsageError(f"the prompt file {path} cannot be read ({reason}): check the path") from None
+
+
+def _decoded(data: bytes, where: str) -> str:
+    """A prompt's text, without one line end at its end."""
+    data = data.removeprefix(codecs.BOM_UTF8)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{where} is not valid UTF-8: byte {error.start} is 0x{data[error.start]:02x}; convert it to UTF-8"
+        ) from None
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
+
+
+def _valid(text: str, flag: str) -> str:
+    """A text from the command line, where bytes that are not UTF-8 arrive as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{flag} is not valid UTF-8: convert it, or check the terminal's character set") from None
+    return text
+
+
+def _unescaped(text: str, flag: str) -> str:
+    r"""``text`` with ``\n``, ``\xHH`` and the like read as in Python's byte strings: HH are bytes of UTF-8."""
+    try:
+        return codecs.escape_decode(_valid(text, flag).encode())[0].decode()
+    except ValueError as error:
+        raise UsageError(f"{flag} has an escape that cannot be read ({error}); write \\\\ for a backslash") from None
+
+
+def _start(llm: LLM, prompt: str, arguments: argparse.Namespace, options: dict[str, Any]) -> Stream:
+    as_chat = arguments.chat if arguments.chat is not None else bool(prompt) and llm.has_chat_template
+    if not as_chat:
+        if arguments.system is not None:
+            raise UsageError("--system-prompt needs a chat: give --chat, and a prompt with -p")
+        return llm.stream(prompt, **options)
+    messages = [{"role": "user", "content": prompt}]
+    if arguments.system is not None:
+        text = _unescaped if arguments.escape else _valid
+        messages.insert(0, {"role": "system", "content": text(arguments.system, "--system-prompt")})
+    return llm.stream_chat(messages, **options)
+
+
+# -- What comes out ------------------------------------------------------------------------------------------------
+
+
+def _print_text(stream: Stream, status: StatusLine) -> None:
+    """Prints the text as it comes; on a terminal, which obeys control characters, with those spelled out."""
+    show: Callable[[str], str] = visible if is_terminal(sys.stdout) else str
+    last = ""
+    for chunk in stream:
+        status.clear()
+        if chunk.text:
+            last = chunk.text
+            print(show(chunk.text), end="", flush=True)
+    if is_terminal(sys.stdout) and not last.endswith("\n"):
+        print(flush=True)
+
+
+def as_json(llm: LLM, completion: Completion) -> dict[str, Any]:
+    """A completion as JSON values, with what it came from."""
+    usage, timings, info = completion.usage, completion.timings, llm.info
+    return {
+        "model": str(info.path),
+        "device": info.device,
+        "kernels": info.kernels,
+        "threads": info.threads,
+        "text": completion.text,
+        "ids": list(completion.ids),
+        "finish_reason": completion.finish_reason,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.total_tokens,
+        },
+        "timings": {
+            "prefill_s": timings.prefill_s,
+            "prefill_tokens": timings.prefill_tokens,
+            "prefill_tokens_per_s": timings.prefill_rate,
+            "first_token_s": timings.first_token_s,
+            "decode_s": timings.decode_s,
+            "decode_tokens": timings.decode_tokens,
+            "decode_tokens_per_s": timings.decode_rate,
+        },
+        "logprobs": _logprobs(llm, completion),
+    }
+
+
+def _logprobs(llm: LLM, completion: Completion) -> list[dict[str, Any]] | None:
+    if completion.logprobs is None:
+        return None
+
+    def entry(id_: int, logprob: float | None) -> dict[str, Any]:
+        finite = logprob is not None and math.isfinite(logprob)  # JSON has no infinity
+        return {"id": id_, "text": llm.tokenizer.token_text(id_), "logprob": logprob if finite else None}
+
+    return [
+        entry(choice.id, choice.logprob) | {"top": [entry(*likely) for likely in choice.top]}
+        for choice in completion.logprobs
+    ]
+
+
+def _show_prefill(status: StatusLine) -> Callable[[int, int], None]:
+    def show(done: int, total: int) -> None:
+        status.show(f"reading the prompt: {done:,} of {total:,} tokens")
+
+    return show
+
+
+def _describe(info: ModelInfo, *, verbose: bool) -> None:
+    """Says what runs where."""
+    say(model_line(info))
+    if not verbose:
+        return
+    say(f"  {'file':<16} {visible_line(str(info.path))}")
+    for group in info.placement.groups:
+        parts = [
+            f"{quantity(n_bytes, 'B')} {what}"
+            for n_bytes, what in (
+                (group.weights, "weights"),
+                (group.kv_cache, "KV cache"),
+                (group.mapped, "read from the file"),
+            )
+            if n_bytes
+        ]
+        say(f"  {group.name:<16} {group.device}: {', '.join(parts)}")
+    say(f"  {'scratch':<16} {quantity(info.placement.scratch, 'B')}")
+    say(f"  {'in all':<16} {quantity(info.placement.total, 'B')}, Python and kernels included")
+
+
+def _report(stream: Stream, *, verbose: bool) -> None:
+    """Says how long it took."""
+    usage, timings = stream.usage, stream.timings
+    say(
+        f"prompt {usage.prompt_tokens:,} tokens, {timings.prefill_rate:.1f} tok/s; "
+        f"answer {usage.completion_tokens:,} tokens, {timings.decode_rate:.1f} tok/s"
+    )
+    if verbose:
+        say(f"  {'ended by':<16} {stream.finish_reason}")
+        say(f"  {'prefill':<16} {timings.prefill_s:.3f} s, {timings.prefill_tokens:,} tokens")
+        say(f"  {'first token':<16} after {timings.first_token_s:.3f} s")
+        say(f"  {'decode':<16} {timings.decode_s:.3f} s, {timings.decode_tokens:,} tokens")

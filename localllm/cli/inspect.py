@@ -1,0 +1,214 @@
+"""``localllm inspect``: what is in a GGUF file.  Header, metadata and tensor table are read, and no weight."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from localllm.cli.main import DONE
+from localllm.cli.terminal import is_terminal, quantity, short_count, visible_line
+from localllm.errors import GGUFError
+from localllm.gguf import GGUFFile, StringArray, TensorInfo
+from localllm.info import file_type_name
+from localllm.models.registry import ARCHITECTURES
+
+#: Elements of an array, and characters of a text, that are shown of a long one.
+_ELEMENTS = 8
+_CHARACTERS = 80
+#: Keys longer than this push their value to the right.
+_LONGEST_KEY = 50
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Shows what the command line asks for."""
+    with GGUFFile.open(arguments.file) as file:
+        if arguments.json:
+            print(json.dumps(as_json(file, arguments), ensure_ascii=False, allow_nan=False))
+            return DONE
+        clean: Callable[[str], str] = visible_line if is_terminal(sys.stdout) else _on_one_line
+        if not arguments.tensors:
+            for line in (*_heading(file), "", *_metadata_lines(file, full=arguments.full)):
+                print(clean(line))
+        if not arguments.metadata:
+            if not arguments.tensors:
+                print()
+            for line in _tensor_lines(file):
+                print(clean(line))
+    return DONE
+
+
+def _on_one_line(text: str) -> str:
+    return text.replace("\r", "\\r").replace("\n", "\\n")
+
+
+# -- Values --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Value:
+    """A metadata value, as far as it is shown.
+
+    Attributes:
+        type: in words: "integer", "text", "array of 32,000 texts", …
+        shown: a JSON value; of an array its first elements.
+        left_out: elements, or characters of a text, that are not shown.
+    """
+
+    type: str
+    shown: Any
+    left_out: int = 0
+
+    def __str__(self) -> str:
+        text = json.dumps(self.shown, ensure_ascii=False)
+        return text + f" … {self.left_out:,} more" if self.left_out else text
+
+
+def value_of(file: GGUFFile, key: str, *, full: bool = False) -> Value:
+    """The value of ``key``; with ``full`` all of it."""
+    try:
+        value = file.metadata[key]
+    except GGUFError:  # a text that is not UTF-8; it is shown nevertheless
+        return _text(file.metadata.raw(key).decode("utf-8", "backslashreplace"), full, "text, not valid UTF-8")
+    if isinstance(value, str):
+        return _text(value, full, "text")
+    if isinstance(value, bool | int | float):
+        return Value(_kind(value), _json_value(value))
+    n = len(value) if full else _ELEMENTS
+    kind = _elements_kind(value)
+    return Value(f"array of {len(value):,} {kind}", _first(value, n), max(0, len(value) - n))
+
+
+def _text(text: str, full: bool, kind: str) -> Value:
+    n = len(text) if full else _CHARACTERS
+    return Value(kind, text[:n], max(0, len(text) - n))
+
+
+def _kind(value: object) -> str:
+    return "bool" if isinstance(value, bool) else "integer" if isinstance(value, int) else "float"
+
+
+def _elements_kind(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return str(value.dtype)
+    return "texts" if isinstance(value, StringArray) else "arrays"
+
+
+def _first(value: Any, n: int) -> list[Any]:
+    """The first ``n`` elements as JSON values."""
+    if isinstance(value, StringArray):
+        return [_string(value, i) for i in range(min(n, len(value)))]
+    return [_first(v, n) if isinstance(v, Sequence | np.ndarray) else _json_value(v) for v in islice(value, n)]
+
+
+def _string(strings: StringArray, i: int) -> str:
+    try:
+        return strings[i]
+    except GGUFError:
+        return strings.raw(i).decode("utf-8", "backslashreplace")
+
+
+def _json_value(value: Any) -> Any:
+    """A number or bool as JSON has it, which knows neither infinity nor NaN."""
+    plain = value.item() if isinstance(value, np.generic) else value
+    if not isinstance(plain, float):
+        return plain
+    if not math.isfinite(plain):
+        return str(plain)
+    # Most are float32: 1e-05 then, rather than the digits of the float64 that is nearest to it.
+    with np.errstate(over="ignore"):
+        narrow = np.float32(plain)
+    return float(str(narrow)) if narrow == plain else plain
+
+
+# -- For people ----------------------------------------------------------------------------------------------------
+
+
+def _heading(file: GGUFFile) -> Iterator[str]:
+    parts = f", {len(file.paths)} files" if len(file.paths) > 1 else ""
+    yield f"{file.path}: GGUF version {file.version}, {quantity(file.size, 'B')}{parts}"
+    architecture = file.metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        yield "no general.architecture: not a model"
+        return
+    known = "" if architecture in ARCHITECTURES else ", which localllm cannot run"
+    n_parameters = sum(tensor.n_values for tensor in file.tensors.values())
+    file_type = file_type_name(file.metadata, file.tensors.values())
+    yield f"{architecture}{known}, {short_count(n_parameters)} parameters ({n_parameters:,}), {file_type}"
+
+
+def _metadata_lines(file: GGUFFile, *, full: bool) -> Iterator[str]:
+    yield f"{len(file.metadata):,} metadata keys"
+    width = min(_LONGEST_KEY, max((len(key) for key in file.metadata), default=0))
+    for key in file.metadata:
+        value = value_of(file, key, full=full)
+        yield f"  {key:<{width}}  {value.type}: {value}"
+
+
+def _tensor_lines(file: GGUFFile) -> Iterator[str]:
+    yield f"{len(file.tensors):,} tensors, shapes as (rows, columns)"
+    width = max((len(name) for name in file.tensors), default=0)
+    for tensor in file.tensors.values():
+        shape = " × ".join(f"{n:,}" for n in tensor.shape) or "one value"
+        yield f"  {tensor.name:<{width}}  {tensor.type.name:<7}  {shape:>18}  {quantity(tensor.n_bytes, 'B'):>8}"
+
+    if file.tensors:
+        yield ""
+    for name, tensors in _by_type(file).items():
+        n_bytes, n_values = _sizes(tensors)
+        yield (
+            f"  {name:<7}  {len(tensors):>5,} tensors  {short_count(n_values):>5} values  "
+            f"{quantity(n_bytes, 'B'):>8}  {8 * n_bytes / n_values:6.3f} bits a value"
+        )
+
+
+def _by_type(file: GGUFFile) -> dict[str, list[TensorInfo]]:
+    """The tensors by type, the type with most bytes first."""
+    found: dict[str, list[TensorInfo]] = {}
+    for tensor in file.tensors.values():
+        found.setdefault(tensor.type.name, []).append(tensor)
+    return dict(sorted(found.items(), key=lambda item: -_sizes(item[1])[0]))
+
+
+def _sizes(tensors: Sequence[TensorInfo]) -> tuple[int, int]:
+    """Bytes and values of some tensors."""
+    return sum(t.n_bytes for t in tensors), sum(t.n_values for t in tensors)
+
+
+# -- For programs --------------------------------------------------------------------------------------------------
+
+
+def as_json(file: GGUFFile, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What is shown, as JSON values."""
+    n_bytes, n_values = _sizes(list(file.tensors.values()))
+    result: dict[str, Any] = {
+        "files": [str(path) for path in file.paths],
+        "version": file.version,
+        "n_bytes": file.size,
+        "n_tensors": len(file.tensors),
+        "n_parameters": n_values,
+        "n_tensor_bytes": n_bytes,
+        "file_type": file_type_name(file.metadata, file.tensors.values()),
+    }
+    if not arguments.tensors:
+        values = [(key, value_of(file, key, full=arguments.full)) for key in file.metadata]
+        result["metadata"] = {key: {"type": v.type, "value": v.shown, "left_out": v.left_out} for key, v in values}
+    if not arguments.metadata:
+        result["tensors"] = [
+            {
+                "name": tensor.name,
+                "type": tensor.type.name,
+                "shape": list(tensor.shape),
+                "n_bytes": tensor.n_bytes,
+                "offset": tensor.offset,
+            }
+            for tensor in file.tensors.values()
+        ]
+    return result

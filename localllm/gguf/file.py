@@ -1,0 +1,271 @@
+"""GGUF files: header, typed metadata and tensor table over a read-only memory map.
+
+The file is believed in nothing.  Every count and length is compared with the bytes that remain before
+anything is allocated or looped over, every offset with the file, and all arithmetic is done in Python's
+unbounded integers.  What cannot be believed raises `GGUFError` naming the file, the byte, the key or
+tensor, and the defect.
+
+Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), all little-endian::
+
+    "GGUF"  u32 version  u64 n_tensors  u64 n_keys
+    n_keys    × { string key, u32 value type, value }
+    n_tensors × { string name, u32 n_dims, n_dims × u64, u32 tensor type, u64 offset in the data section }
+    padding to general.alignment (32 where absent)
+    data section: the tensors, each padded to the alignment
+
+    string: u64 length, that many bytes     array: u32 element type, u64 length, elements
+
+Stricter than the specification: the tensors fill the data section without holes (as llama.cpp asks too),
+and nothing follows the last one but its padding.  So a changed bit in a dimension or in a count shows.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+from localllm.errors import ClosedError, GGUFError
+from localllm.gguf.cursor import DAMAGED, Cursor, path_text, quoted
+from localllm.gguf.metadata import Metadata, MetadataValue, read_metadata
+from localllm.gguf.strings import StringArray
+from localllm.gguf.tensors import TensorInfo, read_tensors
+
+__all__ = ["GGUFFile", "Metadata", "MetadataValue", "StringArray", "TensorInfo"]
+
+# Real files have under 200 keys and a few thousand tensors.
+_MAX_KEYS = 1 << 12
+_MAX_TENSORS = 1 << 14
+# The fewest bytes that a key with its value, and a line of the tensor table, take.
+_MIN_KEY_BYTES = 8 + 1 + 4 + 1
+_MIN_TENSOR_BYTES = 8 + 1 + 4 + 4 + 8
+
+
+class GGUFFile:
+    """An open GGUF model: metadata and tensors of one file, or of all files of a split model.
+
+    The map is released when the file was closed and no array taken from it is left, so that such an
+    array never points at nothing.  A file that another program shortens while it is open cannot be
+    guarded against: the system ends a process that reads past the new end.
+
+    Use `GGUFFile.open`, as a context manager or with `close`.
+    """
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        first = parts[0]
+        self.path: Path = first.path
+        self.paths: tuple[Path, ...] = tuple(part.path for part in parts)
+        self.version: int = first.version
+        self.size: int = sum(len(part.buffer) for part in parts)
+        self._metadata: Metadata | None = first.metadata
+        self._tensors: Mapping[str, TensorInfo] | None = MappingProxyType(_merge_tensors(parts))
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Map a file and check its header, metadata and tensor table; no weight is read.
+
+        Any file of a split model (``NAME-00001-of-00003.gguf``) opens the whole model, whose files must
+        lie in one folder; the metadata is that of the first.
+
+        Raises:
+            GGUFError: the file is missing, unreadable, not a GGUF, or damaged; says where and how.
+        """
+        part = _read_part(Path(path))
+        return cls(_read_split(part) if _is_split(part) else [part])
+
+    @property
+    def metadata(self) -> Metadata:
+        """Keys and values; of a split model, those of its first file."""
+        if self._metadata is None:
+            raise ClosedError(f"{path_text(self.path)} was closed: open it again to read its metadata")
+        return self._metadata
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The tensors by name, in the order of the file."""
+        if self._tensors is None:
+            raise ClosedError(f"{path_text(self.path)} was closed: open it again to read its tensors")
+        return self._tensors
+
+    @property
+    def architecture(self) -> str:
+        """``general.architecture``, the model family.
+
+        Raises:
+            GGUFError: the key is missing, or is not a text.
+        """
+        architecture = self.metadata.get("general.architecture")
+        if not isinstance(architecture, str) or not architecture:
+            raise GGUFError(
+                f"{path_text(self.path)}: key 'general.architecture' is missing or is not a text, so the "
+                "model family is unknown; convert the model again"
+            )
+        return architecture
+
+    def close(self) -> None:
+        """Let the file go; arrays and strings already taken from it stay valid.  May be called twice."""
+        self._metadata = None
+        self._tensors = None
+
+    def __enter__(self) -> Self:
+        _ = self.metadata  # raises ClosedError for a closed file
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What was read from one file."""
+
+    path: Path
+    version: int
+    buffer: mmap.mmap
+    metadata: Metadata
+    tensors: list[TensorInfo]
+
+
+def _read_part(path: Path) -> _Part:
+    cursor = Cursor(path, _map(path))
+    version = _read_version(cursor)
+    n_tensors = cursor.count("tensors", least_bytes=_MIN_TENSOR_BYTES, most=_MAX_TENSORS)
+    n_keys = cursor.count("metadata keys", least_bytes=_MIN_KEY_BYTES, most=_MAX_KEYS)
+    metadata = read_metadata(cursor, n_keys)
+    tensors = read_tensors(cursor, n_tensors, metadata.alignment)
+    return _Part(path, version, cursor.buffer, metadata, tensors)
+
+
+def _map(path: Path) -> mmap.mmap:
+    shown = path_text(path)
+    try:
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            raise GGUFError(f"{shown} is a directory: name a .gguf file in it")
+        # Asked before opening: opening a FIFO waits for its writer.
+        if not stat.S_ISREG(status.st_mode):
+            raise GGUFError(f"{shown} is not a regular file: name a .gguf file on disk")
+        if status.st_size == 0:
+            raise GGUFError(f"{shown} is empty: download or convert it again")
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise GGUFError(f"{shown} does not exist: check the path") from None
+    except PermissionError:
+        raise GGUFError(f"{shown} may not be read by this user: check its permissions") from None
+    except (OSError, ValueError, OverflowError) as error:
+        # ValueError: a NUL in the path, or a file emptied just now; OverflowError: longer than addresses are.
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise GGUFError(f"{shown} cannot be opened ({reason}): check the path and the disk") from error
+
+
+def _read_version(cursor: Cursor) -> int:
+    if cursor.buffer[:4] != b"GGUF":
+        kind = _kind_of_file(cursor.buffer[:32])
+        raise cursor.error(
+            f"not a GGUF file, but {kind}" if kind else "not a GGUF file, for it does not begin with 'GGUF'",
+            advice="name a .gguf file",
+        )
+    cursor.take(4, "the magic")
+    version = cursor.u32("the version")
+    if version in (2, 3):
+        return version
+    if version and version & 0xFFFF == 0:
+        raise cursor.error(
+            "the file is big-endian, and localllm reads little-endian files only",
+            at=4,
+            advice="convert the model for little-endian machines",
+        )
+    raise cursor.error(
+        f"GGUF version {version} is not one that localllm reads (2 and 3)",
+        at=4,
+        advice="convert the model again" if version == 1 else "update localllm or convert the model again",
+    )
+
+
+def _kind_of_file(head: bytes) -> str | None:
+    """What people name by mistake, where the first bytes tell it."""
+    if head[:4] in (b"lmgg", b"fmgg", b"tjgg", b"algg"):
+        return "a model in a format older than GGUF"
+    if head.startswith(b"PK\x03\x04"):
+        return "a zip archive or PyTorch checkpoint"
+    if head[8:10] == b'{"':
+        return "a safetensors file"
+    if head.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer, whose file was not fetched"
+    if head.lstrip()[:5].lower() in (b"<!doc", b"<html"):
+        return "a web page"
+    return None
+
+
+_SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
+
+
+def _is_split(part: _Part) -> bool:
+    # A merged model keeps the key, with the value 0.
+    return "split.count" in part.metadata and _split_key(part, "split.count") not in (0, 1)
+
+
+def _split_key(part: _Part, key: str) -> int:
+    value = part.metadata.get(key)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _split_error(part, f"key {key!r} is missing or not an integer", DAMAGED)
+    return value
+
+
+def _split_error(part: _Part, defect: str, advice: str) -> GGUFError:
+    return GGUFError(f"{path_text(part.path)}, a part of a split model: {defect}; {advice}")
+
+
+def _read_split(given: _Part) -> list[_Part]:
+    """All parts of the split model that ``given`` is one of, in order."""
+    paths = _split_paths(given)
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        defect = f"{len(missing)} of the model's {len(paths)} files are not beside it ({some})"
+        raise _split_error(given, defect, "put all of them into one folder")
+    parts = [given if path == given.path else _read_part(path) for path in paths]
+    for number, part in enumerate(parts):
+        _check_split_place(part, number, len(parts))
+    n_tensors = sum(len(part.tensors) for part in parts)
+    expected = _split_key(parts[0], "split.tensors.count")
+    if n_tensors != expected:
+        defect = f"its files have {n_tensors} tensors together, but key 'split.tensors.count' says {expected}"
+        raise _split_error(parts[0], defect, "take all files from one model")
+    return parts
+
+
+def _split_paths(part: _Part) -> list[Path]:
+    count = _split_key(part, "split.count")
+    match = _SPLIT_NAME.fullmatch(part.path.name)
+    if match is None or int(match["count"]) != count or not 1 <= int(match["number"]) <= count:
+        defect = f"key 'split.count' is {count}, but the file's name does not end in -NNNNN-of-{count:05d}.gguf"
+        raise _split_error(part, defect, "give all parts their original names")
+    return [part.path.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
+
+
+def _check_split_place(part: _Part, number: int, count: int) -> None:
+    says = (_split_key(part, "split.no"), _split_key(part, "split.count"))
+    if says != (number, count):
+        defect = f"keys 'split.no' and 'split.count' are {says[0]} and {says[1]}, not {number} and {count}"
+        raise _split_error(part, defect, "give all parts their original names")
+
+
+def _merge_tensors(parts: Sequence[_Part]) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    for part in parts:
+        for tensor in part.tensors:
+            if tensor.name in tensors:
+                defect = f"tensor {quoted(tensor.name)} is also in another part"
+                raise _split_error(part, defect, "take all files from one model")
+            tensors[tensor.name] = tensor
+    return tensors

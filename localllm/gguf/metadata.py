@@ -1,0 +1,224 @@
+"""Keys and typed values of a GGUF file.  Part of `localllm.gguf`."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.gguf.cursor import Cursor, Text, error_at, quoted
+from localllm.gguf.strings import StringArray, read_strings
+
+_DEFAULT_ALIGNMENT = 32
+_LEAST_ALIGNMENT = 8  # specification: a multiple of 8; ggml: a power of two
+_MAX_KEY_BYTES = 65_535  # specification
+_MAX_NESTING = 4
+# The fewest bytes that an array inside an array takes: element type and length.
+_MIN_ARRAY_BYTES = 4 + 8
+
+
+class ValueType(IntEnum):
+    """Ids of metadata value types (``gguf_metadata_value_type``)."""
+
+    UINT8 = 0
+    INT8 = 1
+    UINT16 = 2
+    INT16 = 3
+    UINT32 = 4
+    INT32 = 5
+    FLOAT32 = 6
+    BOOL = 7
+    STRING = 8
+    ARRAY = 9
+    UINT64 = 10
+    INT64 = 11
+    FLOAT64 = 12
+
+
+_SCALARS = {
+    ValueType.UINT8: struct.Struct("<B"),
+    ValueType.INT8: struct.Struct("<b"),
+    ValueType.UINT16: struct.Struct("<H"),
+    ValueType.INT16: struct.Struct("<h"),
+    ValueType.UINT32: struct.Struct("<I"),
+    ValueType.INT32: struct.Struct("<i"),
+    ValueType.FLOAT32: struct.Struct("<f"),
+    ValueType.UINT64: struct.Struct("<Q"),
+    ValueType.INT64: struct.Struct("<q"),
+    ValueType.FLOAT64: struct.Struct("<d"),
+}
+
+_DTYPES: dict[ValueType, np.dtype[Any]] = {
+    ValueType.UINT8: np.dtype("<u1"),
+    ValueType.INT8: np.dtype("<i1"),
+    ValueType.UINT16: np.dtype("<u2"),
+    ValueType.INT16: np.dtype("<i2"),
+    ValueType.UINT32: np.dtype("<u4"),
+    ValueType.INT32: np.dtype("<i4"),
+    ValueType.FLOAT32: np.dtype("<f4"),
+    ValueType.BOOL: np.dtype("?"),
+    ValueType.UINT64: np.dtype("<u8"),
+    ValueType.INT64: np.dtype("<i8"),
+    ValueType.FLOAT64: np.dtype("<f8"),
+}
+
+
+MetadataValue: TypeAlias = "bool | int | float | str | NDArray[Any] | StringArray | tuple[MetadataValue, ...]"
+"""A number or text; a read-only numpy array; a `StringArray`; for an array of arrays, a tuple of these."""
+
+
+class Metadata(Mapping[str, MetadataValue]):
+    """The file's keys and values, in the order of the file.
+
+    Numeric and bool arrays are read-only numpy arrays, straight from the file where its alignment and the
+    processor's byte order allow.  Texts are decoded when asked for: one that is not UTF-8 raises
+    `GGUFError` then, and `raw` gives its bytes.
+    """
+
+    __slots__ = ("_buffer", "_path", "_values")
+
+    def __init__(self, path: Path, buffer: mmap.mmap, values: dict[str, MetadataValue | Text]) -> None:
+        self._path = path
+        self._buffer = buffer
+        self._values = values
+
+    def __getitem__(self, key: str) -> MetadataValue:
+        value = self._values[key]
+        if not isinstance(value, Text):
+            return value
+        try:
+            return str(self._buffer[value.start : value.stop], "utf-8")
+        except UnicodeDecodeError as error:
+            at = value.start + error.start
+            raise error_at(self._path, at, f"key {quoted(key)}", "the text is not valid UTF-8") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._values  # without decoding the value, as Mapping would
+
+    def __repr__(self) -> str:
+        return f"Metadata({len(self):,} keys of {self._path.name})"
+
+    @property
+    def alignment(self) -> int:
+        """``general.alignment``: what the data section and each tensor in it are aligned to, in bytes."""
+        alignment = self._values.get("general.alignment")
+        return alignment if isinstance(alignment, int) else _DEFAULT_ALIGNMENT
+
+    def raw(self, key: str) -> bytes:
+        """The bytes of a text, whether or not they are UTF-8.
+
+        Raises:
+            KeyError: there is no such key.
+            TypeError: its value is not a text.
+        """
+        value = self._values[key]
+        if not isinstance(value, Text):
+            raise TypeError(f"the value of {key!r} is not a text")
+        return self._buffer[value.start : value.stop]
+
+
+def read_metadata(cursor: Cursor, n_keys: int) -> Metadata:
+    """Read ``n_keys`` keys and values from where the cursor stands.
+
+    Raises:
+        GGUFError: a key occurs twice or is not UTF-8, or a value is not one of GGUF's or ends past the file.
+    """
+    values: dict[str, MetadataValue | Text] = {}
+    for i in range(n_keys):
+        cursor.context = f"metadata key {i}"
+        start = cursor.at
+        key = cursor.name("the key", _MAX_KEY_BYTES)
+        cursor.context = f"key {quoted(key)}"
+        if key in values:
+            raise cursor.error("the key occurs twice", at=start)
+        if key == "general.alignment":
+            values[key] = _read_alignment(cursor)
+        else:
+            values[key] = _read_value(cursor, _read_value_type(cursor), key)
+    return Metadata(cursor.path, cursor.buffer, values)
+
+
+def _read_alignment(cursor: Cursor) -> int:
+    start = cursor.at
+    value_type = _read_value_type(cursor)
+    if value_type is not ValueType.UINT32:
+        raise cursor.error(f"the alignment is of type {value_type.name}, not UINT32", at=start)
+    alignment = cursor.u32("the alignment")
+    if alignment < _LEAST_ALIGNMENT or alignment & (alignment - 1):
+        defect = f"the alignment {alignment} is not a power of two of at least {_LEAST_ALIGNMENT}"
+        raise cursor.error(defect, at=start + 4)
+    return alignment
+
+
+def _read_value_type(cursor: Cursor) -> ValueType:
+    start = cursor.at
+    value_type = cursor.u32("the value type")
+    try:
+        return ValueType(value_type)
+    except ValueError:
+        raise cursor.error(f"value type {value_type} is not one of GGUF's (0 to 12)", at=start) from None
+
+
+def _read_value(cursor: Cursor, value_type: ValueType, label: str) -> MetadataValue | Text:
+    if value_type is ValueType.STRING:
+        return cursor.text("the text")
+    if value_type is ValueType.ARRAY:
+        return _read_array(cursor, label, depth=1)
+    if value_type is ValueType.BOOL:
+        start = cursor.take(1, "the value")
+        byte = cursor.buffer[start]
+        if byte > 1:
+            raise cursor.error(f"the bool is {byte}, neither 0 nor 1", at=start)
+        return byte == 1
+    scalar = _SCALARS[value_type]
+    value: int | float = scalar.unpack_from(cursor.buffer, cursor.take(scalar.size, "the value"))[0]
+    return value
+
+
+def _read_array(cursor: Cursor, label: str, depth: int) -> MetadataValue:
+    if depth > _MAX_NESTING:
+        raise cursor.error(f"arrays are nested more than {_MAX_NESTING} deep")
+    element_type = _read_value_type(cursor)
+    if element_type is ValueType.STRING:
+        return read_strings(cursor, label)
+    if element_type is ValueType.ARRAY:
+        return _read_nested(cursor, label, depth)
+    return _read_numbers(cursor, element_type)
+
+
+def _read_nested(cursor: Cursor, label: str, depth: int) -> MetadataValue:
+    n = cursor.count("nested arrays", least_bytes=_MIN_ARRAY_BYTES, most=cursor.nested_arrays_left)
+    cursor.nested_arrays_left -= n
+    return tuple(_read_array(cursor, f"{label}[{i}]", depth + 1) for i in range(n))
+
+
+def _read_numbers(cursor: Cursor, element_type: ValueType) -> NDArray[Any]:
+    dtype = _DTYPES[element_type]
+    n = cursor.u64("the length of the array")
+    start = cursor.take(n * dtype.itemsize, f"an array of {n} values of type {element_type.name}")
+    if element_type is ValueType.BOOL:
+        _check_bools(cursor, start, n)
+    array = np.frombuffer(cursor.buffer, dtype, n, start)
+    if not array.flags.aligned or not dtype.isnative:
+        array = array.astype(dtype.newbyteorder("="))
+        array.flags.writeable = False
+    return array
+
+
+def _check_bools(cursor: Cursor, start: int, n: int) -> None:
+    values = np.frombuffer(cursor.buffer, np.uint8, n, start)
+    if n and values.max() > 1:
+        i = int(np.argmax(values > 1))
+        raise cursor.error(f"bool {i} of the array is {values[i]}, neither 0 nor 1", at=start + i)

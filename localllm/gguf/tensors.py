@@ -1,0 +1,183 @@
+"""The tensor table of a GGUF file, and the tensors as views of it.  Part of `localllm.gguf`."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.gguf.cursor import Cursor, align, quoted
+from localllm.quant.types import BLOCK_SIZES, GGMLType
+
+_MAX_NAME_BYTES = 63  # GGML_MAX_NAME is 64 with its terminating NUL
+_MAX_DIMS = 4  # GGML_MAX_DIMS
+
+_REQUANTISE = "choose another quantisation of the model"
+
+# Types that GGUF once had; their ids are not used again.
+_REMOVED_TYPES = {
+    4: "Q4_2",
+    5: "Q4_3",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorInfo:
+    """One tensor: its name, shape and type, and its bytes as a view of the file.
+
+    Attributes:
+        name: at most 63 bytes of UTF-8, unique in the model.
+        shape: in numpy's order, GGUF's dimensions reversed: a weight matrix is (rows, columns).
+        type: how the values are stored.
+        data: uint8 [*shape[:-1], bytes of a row], read-only.  It stays valid after the file is closed.
+        offset: where the data begins, in bytes from the start of its file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType
+    data: NDArray[np.uint8]
+    offset: int
+    _buffer: mmap.mmap = field(repr=False)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that the tensor takes in the file, without padding."""
+        return self.data.nbytes
+
+    @property
+    def n_values(self) -> int:
+        """Number of values, the product of the shape."""
+        return prod(self.shape)
+
+    def drop_pages(self) -> None:
+        """Tell the system that the data is not needed soon: its pages leave this process's memory.
+
+        Call it once the tensor was packed.  Reading `data` later still works, from the file.  Only whole
+        pages inside the tensor go; without ``madvise`` (Windows) nothing does.
+        """
+        if sys.platform == "win32":
+            return
+        start = align(self.offset, mmap.PAGESIZE)
+        stop = (self.offset + self.n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < stop:
+            self._buffer.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+
+def read_tensors(cursor: Cursor, n_tensors: int, alignment: int) -> list[TensorInfo]:
+    """Read ``n_tensors`` lines of the tensor table from where the cursor stands, and make their views.
+
+    Raises:
+        GGUFError: a name, shape, type or offset is impossible, or the tensors do not fill the data section.
+    """
+    entries = _read_table(cursor, n_tensors)
+    data_start = align(cursor.at, alignment)
+    _check_bounds(cursor, entries, alignment, data_start)
+    _check_layout(cursor, entries, alignment, data_start)
+    file = np.frombuffer(cursor.buffer, np.uint8)
+    tensors = []
+    for entry in entries:
+        start = data_start + entry.offset
+        data = file[start : start + entry.n_bytes].reshape(*entry.shape[:-1], -1)
+        tensors.append(TensorInfo(entry.name, entry.shape, entry.type, data, start, cursor.buffer))
+    return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A line of the tensor table; ``offset`` counts from the data section and stands at ``offset_at``."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType
+    n_bytes: int
+    offset: int
+    offset_at: int
+
+
+def _read_table(cursor: Cursor, n_tensors: int) -> list[_Entry]:
+    entries: list[_Entry] = []
+    names: set[str] = set()
+    for i in range(n_tensors):
+        cursor.context = f"tensor {i}"
+        start = cursor.at
+        name = cursor.name("the tensor's name", _MAX_NAME_BYTES)
+        cursor.context = f"tensor {quoted(name)}"
+        if name in names:
+            raise cursor.error("the tensor's name occurs twice", at=start)
+        names.add(name)
+        entries.append(_read_entry(cursor, name))
+    return entries
+
+
+def _read_entry(cursor: Cursor, name: str) -> _Entry:
+    dims_at = cursor.at
+    n_dims = cursor.u32("the number of dimensions")
+    if n_dims > _MAX_DIMS:
+        raise cursor.error(f"{n_dims} dimensions are more than {_MAX_DIMS}", at=dims_at)
+    dims = [cursor.u64("a dimension") for _ in range(n_dims)]
+    if 0 in dims:
+        raise cursor.error(f"a dimension of {dims} is zero", at=dims_at + 4 + 8 * dims.index(0))
+    tensor_type = _read_type(cursor)
+    block = BLOCK_SIZES[tensor_type]
+    n_columns = dims[0] if dims else 1
+    if n_columns % block.length:
+        defect = f"rows of {n_columns} values do not fill {tensor_type.name}'s blocks of {block.length}"
+        raise cursor.error(defect, at=dims_at + 4)
+    n_bytes = block.row_bytes(n_columns) * prod(dims[1:])
+    offset_at = cursor.at
+    return _Entry(name, tuple(dims[::-1]), tensor_type, n_bytes, cursor.u64("the offset"), offset_at)
+
+
+def _read_type(cursor: Cursor) -> GGMLType:
+    start = cursor.at
+    type_id = cursor.u32("the tensor type")
+    if type_id in BLOCK_SIZES:
+        return GGMLType(type_id)
+    if type_id in _REMOVED_TYPES:
+        defect = f"tensor type {type_id} ({_REMOVED_TYPES[type_id]}) was removed from GGUF"
+        raise cursor.error(defect, at=start, advice=_REQUANTISE)
+    advice = f"if it is a new one update localllm, else {_REQUANTISE}"
+    raise cursor.error(f"tensor type {type_id} is unknown", at=start, advice=advice)
+
+
+def _check_bounds(cursor: Cursor, entries: list[_Entry], alignment: int, data_start: int) -> None:
+    data_bytes = max(cursor.end - data_start, 0)
+    for entry in entries:
+        cursor.context = f"tensor {quoted(entry.name)}"
+        if entry.offset % alignment:
+            defect = f"the offset {entry.offset} is no multiple of the alignment {alignment}"
+            raise cursor.error(defect, at=entry.offset_at)
+        if entry.offset + entry.n_bytes > data_bytes:
+            raise cursor.error(
+                f"its {entry.n_bytes} bytes at offset {entry.offset} end past the data section of {data_bytes} bytes",
+                at=entry.offset_at,
+            )
+
+
+def _check_layout(cursor: Cursor, entries: list[_Entry], alignment: int, data_start: int) -> None:
+    """Check that the tensors neither overlap nor leave holes, and that nothing follows them."""
+    expected = 0
+    for entry in sorted(entries, key=lambda entry: entry.offset):
+        if entry.offset != expected:
+            cursor.context = f"tensor {quoted(entry.name)}"
+            relation = "overlaps" if entry.offset < expected else "leaves a hole after"
+            raise cursor.error(
+                f"its data at offset {entry.offset} {relation} the data before it, which ends at {expected}",
+                at=entry.offset_at,
+            )
+        expected += align(entry.n_bytes, alignment)
+    data_end = data_start + expected
+    if cursor.end > data_end:
+        cursor.context = "end of the data section"
+        raise cursor.error(f"{cursor.end - data_end} bytes follow that belong to no tensor", at=data_end)

@@ -1,0 +1,229 @@
+"""Steps that lower the logits of tokens because of what was already written: repetition penalties and DRY.
+
+Each step is called with the logits of one position, float32 ``[n_vocab]``, and returns new ones; it hears
+of every token through ``accept``.  What they compute stands in the pure functions ``penalize`` and
+``suffix_match_lengths``; the classes only keep the history those need.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from localllm.sampling.candidates import IntArray
+
+Logits = npt.NDArray[np.float32]
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+class History:
+    """The ids of a sequence so far, prompt and choices alike."""
+
+    def __init__(self, ids: Sequence[int] | IntArray) -> None:
+        self._buffer: npt.NDArray[np.int32] = np.array(ids, dtype=np.int32)
+        self._length = len(self._buffer)
+
+    def append(self, id_: int) -> None:
+        if self._length == len(self._buffer):
+            # A new buffer, never np.resize in place: views handed out earlier stay valid.
+            grown = np.empty(max(256, 2 * self._length), np.int32)
+            grown[: self._length] = self._buffer
+            self._buffer = grown
+        self._buffer[self._length] = id_
+        self._length += 1
+
+    def last(self, count: int) -> npt.NDArray[np.int32]:
+        """The last ``count`` ids (fewer if there are fewer; -1 for all) as a read-only view."""
+        start = 0 if count < 0 else max(0, self._length - count)
+        view = self._buffer[start : self._length]
+        view.flags.writeable = False
+        return view
+
+
+def penalize(
+    logits: Logits, ids: IntArray, counts: IntArray, *, repeat: float, presence: float, frequency: float
+) -> Logits:
+    """Penalises ``ids``, each of which occurred ``counts`` times.
+
+    The repeat penalty (Keskar et al. 2019, CTRL, section 4.1) divides a positive logit and multiplies one
+    that is not, so that it always lowers it; then ``presence + count * frequency`` is subtracted, as the
+    OpenAI API defines them.  Returns new logits.
+    """
+    old = logits[ids].astype(np.float64)
+    penalized = logits.copy()
+    # What falls below float32 is a token that can no longer be drawn; what rises above it, the caller finds.
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = np.where(old > 0, old / repeat, old * repeat)
+        penalized[ids] = scaled - (presence + counts * frequency)
+    return penalized
+
+
+class RepetitionPenalties:
+    """Repeat, presence and frequency penalties over the last ``window`` tokens (-1: all of them)."""
+
+    def __init__(
+        self, prompt_ids: Iterable[int], *, window: int, repeat: float, presence: float, frequency: float
+    ) -> None:
+        self._repeat = repeat
+        self._presence = presence
+        self._frequency = frequency
+        self._window: deque[int] = deque(maxlen=None if window < 0 else window)
+        self._counts: Counter[int] = Counter()
+        for id_ in prompt_ids:
+            self.accept(int(id_))
+
+    def accept(self, id_: int) -> None:
+        if len(self._window) == self._window.maxlen:
+            leaving = self._window[0]
+            self._counts[leaving] -= 1
+            if not self._counts[leaving]:
+                del self._counts[leaving]
+        self._window.append(id_)
+        self._counts[id_] += 1
+
+    def __call__(self, logits: Logits) -> Logits:
+        size = len(self._counts)
+        return penalize(
+            logits,
+            np.fromiter(self._counts.keys(), np.int64, size),
+            np.fromiter(self._counts.values(), np.int64, size),
+            repeat=self._repeat,
+            presence=self._presence,
+            frequency=self._frequency,
+        )
+
+
+class SequenceBreakers:
+    """Finds the texts across which DRY follows no repetition, also where one spans several tokens.
+
+    Args:
+        breakers: the texts, none empty.
+        token_bytes: the bytes that an id stands for.
+    """
+
+    def __init__(self, breakers: Iterable[str], token_bytes: Callable[[int], bytes]) -> None:
+        self._breakers = [text.encode("utf-8", "surrogatepass") for text in breakers]
+        self._token_bytes = token_bytes
+        self._n_tail = max(map(len, self._breakers)) - 1
+        self._tail = b""
+        self.tokens_since = 0
+        """How many tokens follow the one in which the last breaker ended (all, if there was none)."""
+
+    def accept(self, id_: int) -> None:
+        text = self._tail + self._token_bytes(id_)
+        if any(self._ends_after_tail(breaker, text) for breaker in self._breakers):
+            self.tokens_since = 0
+        else:
+            self.tokens_since += 1
+        self._tail = text[max(0, len(text) - self._n_tail) :]
+
+    def _ends_after_tail(self, breaker: bytes, text: bytes) -> bool:
+        return text.find(breaker, max(0, len(self._tail) - len(breaker) + 1)) >= 0
+
+    def within(self, id_: int) -> bool:
+        """Whether the token holds a whole breaker."""
+        text = self._token_bytes(id_)
+        return any(breaker in text for breaker in self._breakers)
+
+
+def suffix_match_lengths(ids: IntArray) -> npt.NDArray[np.int32]:
+    """For each position but the last: how many ids up to and with it equal as many at the end of ``ids``.
+
+    The Z-algorithm (Gusfield 1997, chapter 1) on the reversed ids, linear in time.
+
+    Args:
+        ids: ``[n]``.
+
+    Returns:
+        int32 ``[max(0, n - 1)]``.  For ``a b c x a b c`` it is ``0 0 3 0 0 0``.
+    """
+    backward = ids[::-1].tolist()
+    n = len(backward)
+    z = [0] * n
+    left = right = 0
+    for k in range(1, n):
+        match = min(right - k, z[k - left]) if k < right else 0
+        while k + match < n and backward[match] == backward[k + match]:
+            match += 1
+        z[k] = match
+        if k + match > right:
+            left, right = k, k + match
+    return np.array(z[:0:-1], np.int32)
+
+
+class DryPenalty:
+    """DRY, "don't repeat yourself": penalises the tokens that would prolong a repetition.
+
+    If the last ``n`` tokens stood earlier in the text as well and were followed there by a token ``t``, then
+    ``multiplier * base ** (n - allowed_length)`` is taken from the logit of ``t``, for the greatest such
+    ``n`` of at least ``allowed_length``.  No repetition is followed across a sequence breaker, and a token
+    that holds one is never penalised.
+
+    Designed by p-e-w (oobabooga/text-generation-webui pull request 5677); details as in llama.cpp, except
+    that a breaker is looked for in the text, and so found however it was tokenized.
+
+    Args:
+        history: the sequence; its owner appends to it before it calls ``accept``.
+        window: how many of the last tokens are looked at, -1 for all.
+        breakers: fresh ones, or None for none at all.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        *,
+        window: int,
+        multiplier: float,
+        base: float,
+        allowed_length: int,
+        breakers: SequenceBreakers | None,
+    ) -> None:
+        self._history = history
+        self._window = window
+        self._multiplier = multiplier
+        self._base = base
+        self._allowed_length = allowed_length
+        self._breakers = breakers
+        recent = history.last(window)
+        self._lengths = suffix_match_lengths(recent)
+        if breakers is not None:
+            for id_ in recent.tolist():
+                breakers.accept(id_)
+
+    def accept(self, id_: int) -> None:
+        # A suffix match grows by one where the new token stood next, and is over everywhere else: linear,
+        # whatever the text, where matching anew could be quadratic.
+        earlier = self._history.last(self._window)[:-1]
+        grown = np.concatenate((np.zeros(1, np.int32), self._lengths)) + np.int32(1)
+        self._lengths = np.where(earlier == id_, grown[len(grown) - len(earlier) :], np.int32(0))
+        if self._breakers is not None:
+            self._breakers.accept(id_)
+
+    def __call__(self, logits: Logits) -> Logits:
+        ids, lengths = self._continuations()
+        if not len(ids):
+            return logits
+        penalized = logits.copy()
+        with np.errstate(over="ignore"):
+            penalty = self._multiplier * self._base ** (lengths - self._allowed_length).astype(np.float64)
+            penalized[ids] = logits[ids] - np.minimum(penalty, _FLOAT32_MAX)
+        return penalized
+
+    def _continuations(self) -> tuple[IntArray, IntArray]:
+        """The ids that would prolong a repetition, and the length of the longest that each would."""
+        recent = self._history.last(self._window)
+        limit = len(recent) if self._breakers is None else self._breakers.tokens_since
+        in_window = np.arange(1, len(recent))  # a match cannot begin before the window does
+        lengths = np.minimum(self._lengths, np.minimum(in_window, limit))
+        repeated = np.flatnonzero(lengths >= self._allowed_length)
+        ids, inverse = np.unique(recent[repeated + 1], return_inverse=True)
+        longest = np.zeros(len(ids), np.int64)
+        np.maximum.at(longest, inverse, lengths[repeated])
+        if self._breakers is None:
+            return ids, longest
+        kept = [i for i, id_ in enumerate(ids.tolist()) if not self._breakers.within(id_)]
+        return ids[kept], longest[kept]

@@ -1,0 +1,497 @@
+"""Sampling: from the logits of one position to the id of the next token.
+
+``make_sampler`` chooses once, from a ``Sampling``, which small steps make up the sampler, in the order of
+llama.cpp's default chain:
+
+    logit bias · processors · repetition penalties · DRY        on all logits
+    top-k · typical · top-p · min-p · XTC · temperature · draw  on the candidates that are left
+
+Temperature 0 takes the largest logit after the first line, of equal ones the lowest id.  Mirostat 2 takes the
+place of the second line but for temperature, and draws by itself.  (llama.cpp leaves out penalties and DRY as
+well then, and applies the truncations at temperature 0 too.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import operator
+import reprlib
+import secrets
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Self, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from localllm.errors import LocalLLMError, ModelError, UsageError
+from localllm.sampling import candidates as steps
+from localllm.sampling.candidates import Candidates, IntArray, Mirostat2
+from localllm.sampling.penalties import DryPenalty, History, Logits, RepetitionPenalties, SequenceBreakers
+
+LogitsProcessor = Callable[[npt.NDArray[np.int32], Logits], Logits]
+"""The ids so far (int32 ``[n]``, read-only) and the logits (float32 ``[n_vocab]``, free to change in place)
+-> the logits to go on with (float32 ``[n_vocab]``)."""
+
+Step = Callable[[Candidates], Candidates]
+
+_MAX = sys.float_info.max
+_PROBABILITY = (0.0, 1.0, "a number from 0 to 1")
+_ANY = (-_MAX, _MAX, "a finite number")
+_NOT_NEGATIVE = (0.0, _MAX, "a finite number of at least 0")
+
+# field -> lowest value, highest value, the same in words
+_REALS: dict[str, tuple[float, float, str]] = {
+    "temperature": (0.0, _MAX, "a finite number of at least 0 (0 is greedy)"),
+    "top_p": _PROBABILITY,
+    "min_p": _PROBABILITY,
+    "typical_p": _PROBABILITY,
+    "repeat_penalty": (math.ulp(0.0), _MAX, "a finite number above 0 (1 is off)"),
+    "presence_penalty": _ANY,
+    "frequency_penalty": _ANY,
+    "dry_multiplier": _NOT_NEGATIVE,
+    "dry_base": (1.0, _MAX, "a finite number of at least 1"),
+    "xtc_probability": _PROBABILITY,
+    "xtc_threshold": _PROBABILITY,
+    "mirostat_tau": _NOT_NEGATIVE,
+    "mirostat_eta": _NOT_NEGATIVE,
+}
+# field -> lowest value, the range in words
+_INTEGERS: dict[str, tuple[int, str]] = {
+    "top_k": (0, "a whole number of at least 0 (0 is off)"),
+    "repeat_last_n": (-1, "a whole number of at least -1 (-1 is the whole text, 0 is off)"),
+    "dry_allowed_length": (0, "a whole number of at least 0"),
+    "dry_penalty_last_n": (-1, "a whole number of at least -1 (-1 is the whole text, 0 is off)"),
+}
+_SEED_LIMIT = 1 << 64
+
+
+def _real(value: object, low: float, high: float) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond any float
+        return None
+    return number if low <= number <= high else None
+
+
+def _integer(value: object, lowest: int) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        number = operator.index(value)
+    except TypeError:  # an array, which is an index only where it holds a single integer
+        return None
+    return number if number >= lowest else None
+
+
+def _texts(value: object) -> tuple[str, ...] | None:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return None
+    texts = tuple(value)
+    return texts if all(isinstance(text, str) and text for text in texts) else None
+
+
+def _biases(value: object) -> dict[int, float] | None:
+    if not isinstance(value, Mapping):
+        return None
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        id_ = _integer(key, 0)
+        number = _real(bias, -math.inf, _MAX)
+        if id_ is None or number is None:
+            return None
+        biases[id_] = number
+    return biases
+
+
+def _callables(value: object) -> tuple[object, ...] | None:
+    if not isinstance(value, Iterable):
+        return None
+    functions = tuple(value)
+    return functions if all(callable(function) for function in functions) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen.  Names and defaults are llama.cpp's; see the module for the order.
+
+    Attributes:
+        temperature: divides the logits; 0 is greedy: no truncation, XTC or mirostat then.
+        top_k: keeps the k most likely tokens; 0 is off.
+        top_p: keeps the most likely tokens, until their probabilities reach this sum; 1 is off.
+        min_p: keeps the tokens at least this likely, relative to the most likely one; 0 is off.
+        typical_p: keeps the tokens whose surprise is nearest to the entropy, until their probabilities exceed
+            this sum; 1 is off.
+        repeat_penalty: divides the positive and multiplies the other logits of tokens that occurred; 1 is
+            off.
+        repeat_last_n: over how many last tokens, the prompt's among them, the three penalties look; -1 is
+            all.
+        presence_penalty: subtracted from the logit of every token that occurred.
+        frequency_penalty: subtracted from it once for each time that it occurred.
+        dry_multiplier, dry_base, dry_allowed_length: DRY's penalty is
+            ``multiplier * base ** (length - allowed_length)`` for a token that prolongs a repetition of
+            ``length`` tokens, from ``allowed_length`` on (``penalties.DryPenalty``); multiplier 0 is off.
+        dry_penalty_last_n: over how many last tokens DRY looks; -1 is all.
+        dry_sequence_breakers: texts across which DRY follows no repetition.
+        xtc_probability: how often XTC acts: of the tokens at least ``xtc_threshold`` likely it removes all
+            but the least likely; 0 is off.
+        xtc_threshold: see there; above 0.5 XTC never acts.
+        mirostat: 2 steers the surprise of the text to ``mirostat_tau`` bits with learning rate
+            ``mirostat_eta``, in place of every step from ``top_k`` to XTC; 0 is off.
+        logit_bias: id -> number added to its logit; ``-math.inf`` forbids the token.
+        seed: of the random numbers; None draws a fresh one.
+        logprobs: how many of the likeliest tokens to report with each choice, 0 for the choice alone, None
+            for no log-probabilities.  They are those of the model, before any setting here.
+        processors: called in turn, after ``logit_bias``.
+
+    Raises:
+        UsageError: a setting is out of its range, or not of its type.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    seed: int | None = None
+    logprobs: int | None = None
+    processors: tuple[LogitsProcessor, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, (low, high, words) in _REALS.items():
+            self._settle(name, _real(getattr(self, name), low, high), words)
+        for name, (lowest, words) in _INTEGERS.items():
+            self._settle(name, _integer(getattr(self, name), lowest), words)
+        mirostat = _integer(self.mirostat, 0)
+        self._settle("mirostat", mirostat if mirostat in (0, 2) else None, "0 (off) or 2")
+        if self.seed is not None:
+            seed = _integer(self.seed, 0)
+            words = "a whole number from 0 to 2^64 - 1, or None for a fresh one"
+            self._settle("seed", seed if seed is not None and seed < _SEED_LIMIT else None, words)
+        if self.logprobs is not None:
+            words = "a whole number of at least 0, or None for no log-probabilities"
+            self._settle("logprobs", _integer(self.logprobs, 0), words)
+        self._settle("dry_sequence_breakers", _texts(self.dry_sequence_breakers), "texts, none of them empty")
+        self._settle("logit_bias", _biases(self.logit_bias), "a mapping of token ids to finite numbers or -inf")
+        self._settle("processors", _callables(self.processors), "a tuple of functions")
+
+    def _settle(self, name: str, value: object, words: str) -> None:
+        """Stores the value in its plain Python type; None says that it is none of what ``words`` describe."""
+        if value is None:
+            raise UsageError(f"{name} is {reprlib.repr(getattr(self, name))} but must be {words}")
+        object.__setattr__(self, name, value)
+
+    def replace(self, **changes: Any) -> Self:
+        """The same settings but for ``changes``.
+
+        Raises:
+            UsageError: a name is no setting, or a value is out of its range.
+        """
+        names = [f.name for f in dataclasses.fields(self)]
+        for name in changes:
+            if name not in names:
+                raise UsageError(f"{name!r} is no sampling setting; there are {', '.join(names)}")
+        return dataclasses.replace(self, **changes)
+
+
+greedy = Sampling(temperature=0.0)
+"""Always the most likely token."""
+
+
+class _LogitBias:
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        self._ids = np.array(list(biases), np.int64)
+        self._biases = np.array(list(biases.values()), np.float64)
+
+    def __call__(self, logits: Logits) -> Logits:
+        biased = logits.copy()
+        with np.errstate(over="ignore"):
+            biased[self._ids] = logits[self._ids] + self._biases
+        return biased
+
+
+class _Processor:
+    """Calls a user's function on a copy, and believes nothing that it returns."""
+
+    def __init__(self, function: LogitsProcessor, history: History) -> None:
+        self._function = function
+        self._history = history
+
+    def __call__(self, logits: Logits) -> Logits:
+        result: object = self._function(self._history.last(-1), logits.copy())
+        name = f"the logits processor {getattr(self._function, '__name__', type(self._function).__name__)}"
+        if not isinstance(result, np.ndarray):
+            raise UsageError(f"{name} returned {type(result).__name__} instead of a float32 array")
+        if result.shape != logits.shape or result.dtype != np.float32:
+            raise UsageError(
+                f"{name} returned {result.dtype} of shape {result.shape}, but must return float32 of shape "
+                f"{logits.shape}"
+            )
+        _highest_logit(result, UsageError, f"{name} returned logits that", "correct the function")
+        return result
+
+
+def _highest_logit(logits: Logits, error: type[LocalLLMError], whose: str, advice: str) -> int:
+    """The position of the largest logit, the first of equal ones; it is finite, or ``error`` is raised."""
+    position = int(logits.argmax())  # of the first NaN, if there is one
+    peak = float(logits[position])
+    if math.isnan(peak):
+        raise error(f"{whose} hold NaN, first for token {position}: {advice}")
+    if peak == math.inf:
+        raise error(f"{whose} are infinite for token {position}: {advice}")
+    if peak == -math.inf:
+        raise error(f"{whose} are -inf for every token, so that none can be chosen: {advice}")
+    return position
+
+
+class Choice(NamedTuple):
+    """A chosen token.
+
+    Attributes:
+        id: the token.
+        logprob: the natural logarithm of its probability under the model, before any setting (as the OpenAI
+            API reports it); None if none was asked for.
+        top: the likeliest tokens and their log-probabilities, likeliest first, as many as were asked for;
+            tokens of probability 0 are left out.
+    """
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """Chooses the tokens of one sequence.  ``make_sampler`` makes it.
+
+    Calling it chooses; ``accept`` tells it which token the sequence went on with.
+
+    Attributes:
+        sampling: the settings.
+        seed: what the random numbers were seeded with, also where the settings left it open: the same seed,
+            settings, prompt and logits give the same ids again, on every platform (up to the rounding of
+            ``exp``, which may differ in the last place).
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        seed: int,
+        history: History,
+        n_vocab: int,
+        adjustments: Sequence[Callable[[Logits], Logits]],
+        listeners: Sequence[Callable[[int], None]],
+        choose: Callable[[Candidates], int] | None,
+    ) -> None:
+        self.sampling = sampling
+        self.seed = seed
+        self._history = history
+        self._ids = np.arange(n_vocab)
+        self._adjustments = tuple(adjustments)
+        self._listeners = tuple(listeners)
+        self._choose = choose  # None: take the largest logit
+
+    def __call__(self, logits: npt.NDArray[Any]) -> Choice:
+        """Chooses the next token.
+
+        Args:
+            logits: float32 ``[n_vocab]``; -inf forbids a token.  Not changed.
+
+        Raises:
+            ModelError: the logits hold NaN or +inf, or are all -inf.
+            UsageError: the logits are of another shape, or the settings made them so.
+        """
+        raw: Logits = np.asarray(logits, dtype=np.float32)
+        if raw.shape != self._ids.shape:
+            raise UsageError(f"logits of shape {raw.shape} given to a sampler for {len(self._ids):,} tokens")
+        chosen = _highest_logit(raw, ModelError, "the model's logits", "its file may be damaged")
+        adjusted = raw
+        for adjust in self._adjustments:
+            adjusted = adjust(adjusted)
+        if self._adjustments:
+            whose = "after logit_bias, processors, penalties and DRY the logits"
+            chosen = _highest_logit(adjusted, UsageError, whose, "use milder settings")
+        if self._choose is not None:
+            chosen = self._choose(Candidates(self._ids, adjusted))
+        if self.sampling.logprobs is None:
+            return Choice(chosen)
+        return _with_logprobs(raw, chosen, self.sampling.logprobs)
+
+    def accept(self, id_: int) -> None:
+        """Appends a token to the history that penalties, DRY and processors see.
+
+        Raises:
+            UsageError: the id is outside the vocabulary.
+        """
+        if not 0 <= id_ < len(self._ids):
+            raise UsageError(f"token {id_} is outside the vocabulary of {len(self._ids):,} tokens")
+        self._history.append(id_)
+        for listener in self._listeners:
+            listener(id_)
+
+
+def _with_logprobs(logits: Logits, chosen: int, n_top: int) -> Choice:
+    total = steps.relative_weights(logits).sum(dtype=np.float64)
+    log_total = float(logits.max()) + math.log(total)
+    top = steps.highest(logits, n_top).tolist() if n_top else []
+    return Choice(
+        chosen, float(logits[chosen]) - log_total, tuple((id_, float(logits[id_]) - log_total) for id_ in top)
+    )
+
+
+def make_sampler(
+    sampling: Sampling,
+    n_vocab: int,
+    *,
+    prompt_ids: Sequence[int] | IntArray = (),
+    token_bytes: Callable[[int], bytes] | None = None,
+) -> Sampler:
+    """The sampler of one sequence.
+
+    Args:
+        sampling: the settings.
+        n_vocab: how many logits there are.
+        prompt_ids: the sequence so far, which counts for penalties and DRY.
+        token_bytes: the bytes that an id stands for; DRY finds its sequence breakers with it.
+
+    Raises:
+        UsageError: an id in ``prompt_ids`` or ``logit_bias`` is outside the vocabulary, or DRY has sequence
+            breakers but no ``token_bytes``.
+    """
+    _check_ids("prompt_ids", np.asarray(prompt_ids), n_vocab)
+    _check_ids("logit_bias", np.asarray(list(sampling.logit_bias)), n_vocab)
+    history = History(prompt_ids)
+    trackers = _trackers(sampling, history, token_bytes)
+    adjustments: list[Callable[[Logits], Logits]] = []
+    if sampling.logit_bias:
+        adjustments.append(_LogitBias(sampling.logit_bias))
+    adjustments += [_Processor(function, history) for function in sampling.processors]
+    adjustments += trackers
+    seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+    return Sampler(
+        sampling,
+        seed=seed,
+        history=history,
+        n_vocab=n_vocab,
+        adjustments=adjustments,
+        listeners=[tracker.accept for tracker in trackers],
+        choose=_make_choose(sampling, uniform_numbers(seed)) if sampling.temperature > 0 else None,
+    )
+
+
+def _check_ids(name: str, ids: IntArray, n_vocab: int) -> None:
+    outside = ids[(ids < 0) | (ids >= n_vocab)]
+    if outside.size:
+        raise UsageError(f"token {outside[0]} in {name} is outside the vocabulary of {n_vocab:,} tokens")
+
+
+def _trackers(
+    sampling: Sampling, history: History, token_bytes: Callable[[int], bytes] | None
+) -> list[RepetitionPenalties | DryPenalty]:
+    trackers: list[RepetitionPenalties | DryPenalty] = []
+    off = (sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1, 0, 0)
+    if sampling.repeat_last_n and not off:
+        trackers.append(
+            RepetitionPenalties(
+                history.last(sampling.repeat_last_n).tolist(),
+                window=sampling.repeat_last_n,
+                repeat=sampling.repeat_penalty,
+                presence=sampling.presence_penalty,
+                frequency=sampling.frequency_penalty,
+            )
+        )
+    if sampling.dry_penalty_last_n and sampling.dry_multiplier:
+        trackers.append(
+            DryPenalty(
+                history,
+                window=sampling.dry_penalty_last_n,
+                multiplier=sampling.dry_multiplier,
+                base=sampling.dry_base,
+                allowed_length=sampling.dry_allowed_length,
+                breakers=_breakers(sampling.dry_sequence_breakers, token_bytes),
+            )
+        )
+    return trackers
+
+
+def _breakers(texts: tuple[str, ...], token_bytes: Callable[[int], bytes] | None) -> SequenceBreakers | None:
+    if not texts:
+        return None
+    if token_bytes is None:
+        raise UsageError(
+            "dry_sequence_breakers need the text of each token: give make_sampler token_bytes, or set "
+            "dry_sequence_breakers=()"
+        )
+    return SequenceBreakers(texts, token_bytes)
+
+
+def _make_choose(sampling: Sampling, uniform: Callable[[], float]) -> Callable[[Candidates], int]:
+    """The second line of the chain: from the candidates to an id."""
+    pick: Callable[[Candidates], int]
+    if sampling.mirostat:
+        truncations: list[Step] = []
+        pick = Mirostat2(sampling.mirostat_tau, sampling.mirostat_eta, uniform)
+    else:
+        truncations = _truncations(sampling, uniform)
+        pick = partial(_draw_id, uniform=uniform)
+    if sampling.temperature != 1:
+        truncations.append(partial(steps.temper, temperature=sampling.temperature))
+    chain = tuple(truncations)
+
+    def choose(candidates: Candidates) -> int:
+        for step in chain:
+            candidates = step(candidates)
+        return pick(candidates)
+
+    return choose
+
+
+def _draw_id(candidates: Candidates, uniform: Callable[[], float]) -> int:
+    return int(candidates.ids[steps.draw(candidates, uniform())])
+
+
+def _truncations(sampling: Sampling, uniform: Callable[[], float]) -> list[Step]:
+    chain: list[Step] = []
+    if sampling.top_k:
+        chain.append(partial(steps.top_k, k=sampling.top_k))
+    if sampling.typical_p < 1:
+        chain.append(partial(steps.typical, p=sampling.typical_p))
+    if sampling.top_p < 1:
+        chain.append(partial(steps.top_p, p=sampling.top_p))
+    if sampling.min_p > 0:
+        chain.append(partial(steps.min_p, p=sampling.min_p))
+    if sampling.xtc_probability > 0 and sampling.xtc_threshold <= 0.5:
+        probability, threshold = sampling.xtc_probability, sampling.xtc_threshold
+        chain.append(partial(steps.xtc, probability=probability, threshold=threshold, uniform=uniform))
+    return chain
+
+
+def uniform_numbers(seed: int) -> Callable[[], float]:
+    """Random numbers, 0 <= u < 1, in steps of 2^-53.
+
+    From the raw output of PCG64, which NumPy keeps stable from version to version; the methods of its
+    ``Generator`` are free to change.
+    """
+    bits = np.random.PCG64(seed)
+    return lambda: (int(bits.random_raw()) >> 11) * 2.0**-53

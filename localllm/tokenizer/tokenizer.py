@@ -1,0 +1,247 @@
+"""Text to token ids and back, from a GGUF file's metadata alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from localllm.errors import TokenizerError
+from localllm.tokenizer.encoders import BYTE_CHARACTERS, make_encoder
+from localllm.tokenizer.vocabulary import BPE, MetadataFile, TokenType, Vocabulary, as_token_id
+
+_SPACE_MARK = "\u2581"  # how SentencePiece spells a space
+_WHITE_SPACE = " \t\n\v\f\r"
+_INVISIBLE = frozenset({TokenType.CONTROL, TokenType.UNKNOWN, TokenType.UNUSED})
+
+
+class Tokenizer:
+    """The tokenizer of one model.  Immutable, and safe to use from several threads.
+
+    ``decode(encode(text)) == text`` for every text that the vocabulary can spell, with one exception that
+    comes with SentencePiece: U+2581 (``▁``) is its spelling of a space and reads back as one.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Build the tokenizer of a checked vocabulary (``Vocabulary.from_gguf``).
+
+        Raises:
+            TokenizerError: tokens, scores or merges do not fit together.
+        """
+        # The encoder has the merges, half a million strings, in a form of its own.
+        self._vocabulary = replace(vocabulary, merges=[])
+        self._n_vocab = len(vocabulary)
+        self._encoder = make_encoder(vocabulary)
+        self._visible_tokens = self._matcher(TokenType.USER_DEFINED)
+        self._all_special_tokens = self._matcher(TokenType.USER_DEFINED, TokenType.CONTROL, TokenType.UNKNOWN)
+
+    @classmethod
+    def from_gguf(cls, file: MetadataFile) -> Tokenizer:
+        """The tokenizer of an open GGUF file.
+
+        Raises:
+            TokenizerError: the file has none, it is of an unsupported kind, or it is damaged.
+
+        Warns:
+            TokenizerWarning: the file's way to cut words is unknown and the default one is used.
+        """
+        return cls(Vocabulary.from_gguf(file))
+
+    @property
+    def model(self) -> str:
+        """``"llama"`` (SentencePiece) or ``"gpt2"`` (byte-level BPE)."""
+        return self._vocabulary.model
+
+    @property
+    def pre(self) -> str | None:
+        """How BPE cuts words (``tokenizer.ggml.pre``)."""
+        return self._vocabulary.pre
+
+    @property
+    def n_vocab(self) -> int:
+        return self._n_vocab
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._vocabulary.bos_id
+
+    @property
+    def eos_id(self) -> int | None:
+        return self._vocabulary.eos_id
+
+    @property
+    def eog_ids(self) -> frozenset[int]:
+        """Every token that ends a generation: EOS, end of turn, end of message, and the like."""
+        return self._vocabulary.eog_ids
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether a text starts with BOS."""
+        return self._vocabulary.add_bos
+
+    @property
+    def add_eos(self) -> bool:
+        """Whether a text ends with EOS."""
+        return self._vocabulary.add_eos
+
+    @property
+    def add_space_prefix(self) -> bool:
+        """Whether encoding puts a space in front of a text, which decoding has to take away again."""
+        return self._vocabulary.add_space_prefix
+
+    def is_special(self, token: int) -> bool:
+        """Whether ``token`` is a control or unknown token, which adds nothing to a text."""
+        return self._vocabulary.types[as_token_id(token, self._n_vocab)] in (
+            TokenType.CONTROL,
+            TokenType.UNKNOWN,
+        )
+
+    def token_text(self, token: int) -> str:
+        """The token as the vocabulary spells it, for people to look at."""
+        return self._vocabulary.tokens[as_token_id(token, self._n_vocab)]
+
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes that ``token`` adds to a text: often not whole characters.
+
+        Control, unknown and unused tokens add none, or with ``special`` their names.
+
+        Raises:
+            TokenizerError: ``token`` is not an id of this vocabulary.
+        """
+        token = as_token_id(token, self._n_vocab)
+        kind = self._vocabulary.types[token]
+        text = self._vocabulary.tokens[token]
+        if kind in _INVISIBLE:
+            return text.encode() if special else b""
+        if kind == TokenType.BYTE:
+            return bytes((self._vocabulary.byte_values[token],))
+        if kind == TokenType.USER_DEFINED:
+            return text.encode()
+        if self.model == BPE:
+            return _byte_level(text)
+        return text.replace(_SPACE_MARK, " ").encode()
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """The token ids of ``text``.
+
+        Args:
+            text: any text.
+            add_special: put BOS in front and EOS behind if the model asks for them (``add_bos``,
+                ``add_eos``).  A text that already starts with BOS (``parse_special``) gets no second one.
+            parse_special: read the names of control tokens, such as ``<|im_end|>``, as those tokens.  Leave
+                it off for text that others wrote.  User-defined tokens are always read.
+
+        Raises:
+            TokenizerError: ``text`` is not valid Unicode (a lone surrogate), or has a character that the
+                vocabulary cannot spell.
+        """
+        _check_unicode(text)
+        vocabulary = self._vocabulary
+        ids = self._encode_pieces(text, self._all_special_tokens if parse_special else self._visible_tokens)
+        bos, eos = vocabulary.bos_id, vocabulary.eos_id
+        if add_special and vocabulary.add_bos and bos is not None and ids[:1] != [bos]:
+            ids.insert(0, bos)
+        if add_special and vocabulary.add_eos and eos is not None:
+            ids.append(eos)
+        return ids
+
+    def _encode_pieces(self, text: str, special_tokens: _TokenMatcher) -> list[int]:
+        ids: list[int] = []
+        after_special = True
+        strip = False
+        for piece in special_tokens.split(text):
+            if isinstance(piece, int):
+                ids.append(piece)
+                after_special = True
+                strip = piece in self._vocabulary.strip_after
+                continue
+            if strip:
+                piece = piece.lstrip(_WHITE_SPACE)
+            if piece:
+                if after_special and self.add_space_prefix:
+                    piece = " " + piece
+                ids += self._encoder.encode(piece)
+                after_special = strip = False
+        if self._n_vocab in ids:
+            raise TokenizerError(self._unspellable(text))
+        return ids
+
+    def _unspellable(self, text: str) -> str:
+        bad = next((c for c in text if self._n_vocab in self._encoder.encode(c)), " ")
+        return f"{self._vocabulary.where}: the vocabulary has no token for {bad!r} (U+{ord(bad):04X})"
+
+    def decode(self, ids: Iterable[int], *, special: bool = False, continuation: bool = False) -> str:
+        """The text of ``ids``; bytes that are no valid UTF-8 become U+FFFD.
+
+        Args:
+            ids: token ids.
+            special: show control tokens by name; they are left out otherwise, so that
+                ``decode(encode(text)) == text``.
+            continuation: the ids go on from earlier text: keep a leading space, which is otherwise taken to
+                be the one that encoding adds (``add_space_prefix``).
+
+        Raises:
+            TokenizerError: an id is not of this vocabulary.
+        """
+        text = b"".join(self.token_bytes(token, special=special) for token in ids).decode("utf-8", "replace")
+        if self.add_space_prefix and not continuation:
+            return text.removeprefix(" ")
+        return text
+
+    def _matcher(self, *kinds: TokenType) -> _TokenMatcher:
+        tokens = self._vocabulary.tokens
+        return _TokenMatcher({tokens[i]: i for i in self._vocabulary.of_type(*kinds) if tokens[i]})
+
+
+class _TokenMatcher:
+    """Finds tokens that are read as a whole; of those that start at one place the longest."""
+
+    def __init__(self, ids: dict[str, int]) -> None:
+        self._ids = ids
+        lengths: dict[str, set[int]] = {}
+        for token in ids:
+            lengths.setdefault(token[:2], set()).add(len(token))
+        self._lengths = {start: sorted(found, reverse=True) for start, found in lengths.items()}
+        firsts = "".join(sorted({token[0] for token in ids}))
+        self._candidate = re.compile(f"[{re.escape(firsts)}]") if firsts else None
+
+    def split(self, text: str) -> Iterator[str | int]:
+        """``text`` as ids of tokens found and the (never empty) texts between them."""
+        done = 0
+        if self._candidate is not None:
+            for match in self._candidate.finditer(text):
+                start = match.start()
+                token = self._longest_at(text, start) if start >= done else None
+                if token is not None:
+                    if start > done:
+                        yield text[done:start]
+                    yield self._ids[token]
+                    done = start + len(token)
+        if done < len(text):
+            yield text[done:]
+
+    def _longest_at(self, text: str, start: int) -> str | None:
+        for prefix in (text[start : start + 2], text[start]):
+            for length in self._lengths.get(prefix, ()):
+                token = text[start : start + length]
+                if token in self._ids:
+                    return token
+        return None
+
+
+def _byte_level(text: str) -> bytes:
+    """The bytes that a byte-level token stands for; one that is spelled otherwise is plain text."""
+    try:
+        return bytes([BYTE_CHARACTERS[character] for character in text])
+    except KeyError:
+        return text.encode()
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizerError(
+            f"the text is not valid Unicode: character {error.start} is the lone surrogate "
+            f"U+{ord(text[error.start]):04X}; decode it with errors='replace' where it is read"
+        ) from None

@@ -1,0 +1,448 @@
+"""The vocabulary of a GGUF file: read from its metadata once, checked, and frozen.
+
+Keys and defaults follow the GGUF specification (``docs/gguf.md``, section "Tokenizer") and, where that is
+silent, what llama.cpp does with the same file.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from os import PathLike
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from localllm.errors import TokenizerError
+from localllm.tokenizer import pretokenizers
+from localllm.tokenizer.pretokenizers import PreTokenizer
+
+SPM = "llama"
+BPE = "gpt2"
+_MODELS = {SPM: "SentencePiece", BPE: "byte-level BPE"}
+
+_NO_ID = 0xFFFFFFFF  # what converters write for "there is none"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenType(IntEnum):
+    """``tokenizer.ggml.token_type``, one for each token."""
+
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+# Tokens that end a generation, known by their text because files seldom say so (llama.cpp's list).
+_END_TEXTS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<|end_of_text|>",
+    "<end_of_utterance>",
+    "<eos>",
+    "<turn|>",
+    "<|tool_response>",
+    "<｜end▁of▁sentence｜>",
+    "[e~[",
+)
+# Markers of code-completion models: past one of them begins padding or another file.
+_FILL_IN_END_TEXTS = (
+    ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    ("<|file_sep|>",),
+)
+_FILL_IN_END_KEYS = ("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
+# gpt-oss writes its reasoning and answer between these: part of the text, though the files call them control.
+_VISIBLE_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+
+
+class MetadataFile(Protocol):
+    """What a vocabulary is read from: a ``GGUFFile``, or anything with a path and metadata like one."""
+
+    @property
+    def path(self) -> str | PathLike[str]: ...
+
+    @property
+    def metadata(self) -> Mapping[str, object]: ...
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Tokens and everything the file says about them; all fields agree in length and range.
+
+    Attributes:
+        where: the file, for messages.
+        model: ``"llama"`` (SentencePiece) or ``"gpt2"`` (byte-level BPE).
+        pre: ``tokenizer.ggml.pre``, ``None`` if missing.
+        tokens: the text of each token as the file spells it.
+        ids: token text -> id; empty tokens are left out.
+        types: a ``TokenType`` for each token.
+        byte_values: token id -> byte, for the ``<0xXX>`` tokens.
+        scores: float32 ``[n_vocab]``; higher merges first (SentencePiece).
+        merges: pairs of tokens, best first (BPE).
+        pre_tokenizer: how BPE cuts words.
+        eog_ids: every token that ends a generation.
+        strip_after: tokens that swallow the white space behind them in a text.
+    """
+
+    where: str
+    model: str
+    pre: str | None
+    tokens: list[str]
+    ids: dict[str, int]
+    types: bytes
+    byte_values: dict[int, int]
+    scores: npt.NDArray[np.float32]
+    merges: list[tuple[str, str]]
+    pre_tokenizer: PreTokenizer
+    bos_id: int | None
+    eos_id: int | None
+    unk_id: int | None
+    eog_ids: frozenset[int]
+    add_bos: bool
+    add_eos: bool
+    add_space_prefix: bool
+    strip_after: frozenset[int]
+
+    @classmethod
+    def from_gguf(cls, file: MetadataFile) -> Vocabulary:
+        """Read and check the vocabulary of ``file``.
+
+        Raises:
+            TokenizerError: something is missing, of the wrong type, of a length that disagrees, or out of
+                range; or the tokenizer model is not one of the supported ones.
+        """
+        meta = _Metadata(file)
+        model = meta.model()
+        tokens = meta.tokens()
+        ids = _index(tokens, meta.where)
+        types = bytearray(meta.types(len(tokens)))
+        if not meta.has("token_type"):
+            _guess_types(types, tokens, model)
+        scores = meta.scores(len(tokens))
+        pre = meta.text("pre")
+        pre_tokenizer = pretokenizers.DEFAULT
+        merges: list[tuple[str, str]] = []
+        if model == BPE:
+            pre_tokenizer = _pre_tokenizer(pre, meta.where)
+            merges = meta.merges()
+        bos_id = meta.token_id("bos_token_id", len(tokens), 1 if model == SPM else None)
+        eos_id = meta.token_id("eos_token_id", len(tokens), 2 if model == SPM else None)
+        unk_id = meta.token_id("unknown_token_id", len(tokens), None)
+        if unk_id is None:
+            unk_id = next(iter(_of_type(types, TokenType.UNKNOWN)), None)
+        add_bos = meta.flag("add_bos_token", model == SPM or pre_tokenizer.add_bos)
+        add_eos = meta.flag("add_eos_token", False)
+        for name, wanted, token in (("bos", add_bos, bos_id), ("eos", add_eos, eos_id)):
+            if wanted and token is None:
+                raise TokenizerError(
+                    f"{meta.where}: texts are to get a {name.upper()} token but "
+                    f"tokenizer.ggml.{name}_token_id is missing; convert the model again"
+                )
+        eog_ids = _mark_special(meta, ids, types, merges, eos_id)
+        return cls(
+            where=meta.where,
+            model=model,
+            pre=pre,
+            tokens=tokens,
+            ids=ids,
+            types=bytes(types),
+            byte_values=_byte_values(tokens, types, meta.where),
+            scores=scores,
+            merges=merges,
+            pre_tokenizer=pre_tokenizer,
+            bos_id=bos_id,
+            eos_id=eos_id,
+            unk_id=unk_id,
+            eog_ids=eog_ids,
+            add_bos=add_bos,
+            add_eos=add_eos,
+            add_space_prefix=meta.flag("add_space_prefix", True) and model == SPM,
+            strip_after=_strip_after(meta, tokens, types),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def of_type(self, *kinds: TokenType) -> list[int]:
+        """The ids of all tokens of these kinds."""
+        return _of_type(self.types, *kinds)
+
+
+class _Metadata:
+    """Typed reading of the ``tokenizer.ggml.*`` keys; every refusal names the file and the key."""
+
+    def __init__(self, file: MetadataFile) -> None:
+        self.where = str(file.path)
+        self._values = file.metadata
+
+    def has(self, name: str) -> bool:
+        return f"tokenizer.ggml.{name}" in self._values
+
+    def _get(self, name: str) -> object:
+        return self._values.get(f"tokenizer.ggml.{name}")
+
+    def _wrong(self, name: str, wanted: str) -> TokenizerError:
+        return TokenizerError(
+            f"{self.where}: tokenizer.ggml.{name} is not {wanted}; the file is damaged or badly converted"
+        )
+
+    def general_name(self) -> str:
+        name = self._values.get("general.name")
+        return name if isinstance(name, str) else ""
+
+    def model(self) -> str:
+        value = self._get("model")
+        if value is None:
+            raise TokenizerError(
+                f"{self.where}: there is no tokenizer in this file (tokenizer.ggml.model is missing)"
+            )
+        if not isinstance(value, str) or value not in _MODELS:
+            supported = ", ".join(f"{name!r} ({what})" for name, what in _MODELS.items())
+            raise TokenizerError(f"{self.where}: the tokenizer model {value!r} is not supported; {supported} are")
+        return value
+
+    def text(self, name: str) -> str | None:
+        value = self._get(name)
+        if value is not None and not isinstance(value, str):
+            raise self._wrong(name, "a string")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._wrong(name, "true or false")
+        return value
+
+    def token_id(self, name: str, n_vocab: int, default: int | None) -> int | None:
+        """An id below ``n_vocab``; the default, if that is below it, where the file says nothing."""
+        value = self._get(name)
+        if value is None:
+            return default if default is not None and default < n_vocab else None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong(name, "an integer")
+        if value in (_NO_ID, -1):
+            return None
+        if not 0 <= value < n_vocab:
+            raise TokenizerError(
+                f"{self.where}: tokenizer.ggml.{name} is {value} but the vocabulary has {n_vocab} tokens"
+            )
+        return value
+
+    def _strings(self, name: str) -> list[str]:
+        value = self._get(name)
+        if value is None:
+            raise TokenizerError(f"{self.where}: the vocabulary lacks its tokenizer.ggml.{name}")
+        if isinstance(value, str | bytes | np.ndarray) or not isinstance(value, Sequence):
+            raise self._wrong(name, "an array of strings")
+        try:
+            strings = list(value)
+            "".join(strings).encode()
+        except UnicodeError:
+            raise TokenizerError(f"{self.where}: tokenizer.ggml.{name} holds a string that is not UTF-8") from None
+        except TypeError:
+            raise self._wrong(name, "an array of strings") from None
+        return strings
+
+    def _numbers(self, name: str, n_vocab: int) -> npt.NDArray[np.generic] | None:
+        value = self._get(name)
+        if value is None:
+            return None
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf":
+            raise self._wrong(name, "an array of numbers")
+        if value.shape != (n_vocab,):
+            raise TokenizerError(
+                f"{self.where}: there are {n_vocab} tokens but {value.size} entries in tokenizer.ggml.{name}"
+            )
+        return value
+
+    def tokens(self) -> list[str]:
+        tokens = self._strings("tokens")
+        if not tokens:
+            raise TokenizerError(f"{self.where}: the vocabulary is empty (tokenizer.ggml.tokens)")
+        return tokens
+
+    def types(self, n_vocab: int) -> Iterable[int]:
+        types = self._numbers("token_type", n_vocab)
+        if types is None:
+            return [TokenType.NORMAL] * n_vocab
+        if types.dtype.kind == "f":
+            raise self._wrong("token_type", "an array of integers")
+        integers = types.astype(np.int64)
+        bad = np.flatnonzero((integers < 0) | (integers > max(TokenType)))
+        if bad.size:
+            first = int(bad[0])
+            raise TokenizerError(f"{self.where}: token {first} is of the unknown type {integers[first]}")
+        return integers.astype(np.uint8).tobytes()
+
+    def scores(self, n_vocab: int) -> npt.NDArray[np.float32]:
+        """One score a token, all zero if the file has none (then merges go from left to right)."""
+        scores = self._numbers("scores", n_vocab)
+        if scores is None:
+            return np.zeros(n_vocab, np.float32)
+        with np.errstate(over="ignore"):
+            floats = scores.astype(np.float32)
+        bad = np.flatnonzero(~np.isfinite(floats))
+        if bad.size:
+            raise TokenizerError(f"{self.where}: the score of token {bad[0]} is {floats[bad[0]]}")
+        return floats
+
+    def merges(self) -> list[tuple[str, str]]:
+        pairs = [tuple(merge.split(" ")) for merge in self._strings("merges")]
+        lengths = list(map(len, pairs))
+        if set(lengths) - {2}:
+            index = next(index for index, length in enumerate(lengths) if length != 2)
+            raise TokenizerError(
+                f"{self.where}: merge {index}, {' '.join(pairs[index])!r}, is not two tokens with one space"
+            )
+        return pairs  # type: ignore[return-value]  # each was just seen to be a pair
+
+
+def _index(tokens: Sequence[str], where: str) -> dict[str, int]:
+    """Token text -> id.  Padding tokens may be empty; no other text may stand for two ids."""
+    ids = {token: index for index, token in enumerate(tokens)}
+    empty = tokens.count("")
+    ids.pop("", None)
+    if len(ids) != len(tokens) - empty:
+        first: dict[str, int] = {}
+        for index, token in enumerate(tokens):
+            if token and first.setdefault(token, index) != index:
+                raise TokenizerError(f"{where}: tokens {first[token]} and {index} are both {token!r}")
+    return ids
+
+
+def _guess_types(types: bytearray, tokens: Sequence[str], model: str) -> None:
+    """Fill in what a SentencePiece file without ``token_type`` must mean."""
+    if model != SPM:
+        return
+    for index, token in enumerate(tokens):
+        if _BYTE_TOKEN.fullmatch(token):
+            types[index] = TokenType.BYTE
+    for text, kind in (
+        ("<unk>", TokenType.UNKNOWN),
+        ("<s>", TokenType.CONTROL),
+        ("</s>", TokenType.CONTROL),
+    ):
+        if text in tokens:
+            types[tokens.index(text)] = kind
+
+
+def _of_type(types: bytes | bytearray, *kinds: TokenType) -> list[int]:
+    ids: list[int] = np.flatnonzero(np.isin(np.frombuffer(types, np.uint8), kinds)).tolist()
+    return ids
+
+
+def _byte_values(tokens: Sequence[str], types: bytes | bytearray, where: str) -> dict[int, int]:
+    values = {}
+    for index in _of_type(types, TokenType.BYTE):
+        match = _BYTE_TOKEN.fullmatch(tokens[index])
+        if match is None:
+            raise TokenizerError(
+                f"{where}: token {index} is called a byte but reads {tokens[index]!r}, not <0x00> to <0xFF>"
+            )
+        values[index] = int(match[1], 16)
+    return values
+
+
+def _pre_tokenizer(pre: str | None, where: str) -> PreTokenizer:
+    if pre in pretokenizers.RAW_UTF8:
+        raise TokenizerError(
+            f"{where}: the pre-tokenizer {pre!r} (tokenizer.ggml.pre) works on plain characters, "
+            "which is not supported; byte-level ones are"
+        )
+    return pretokenizers.find(pre, where)
+
+
+def _mark_special(
+    meta: _Metadata,
+    ids: Mapping[str, int],
+    types: bytearray,
+    merges: Iterable[tuple[str, str]],
+    eos_id: int | None,
+) -> frozenset[int]:
+    """Find the end-of-generation tokens and correct the types of tokens that files are known to get wrong."""
+    found = [ids[text] for text in _END_TEXTS if text in ids]
+    for key, texts in zip(_FILL_IN_END_KEYS, _FILL_IN_END_TEXTS, strict=True):
+        by_text = next((ids[text] for text in texts if text in ids), None)
+        token = meta.token_id(key, len(types), by_text)
+        if token is not None:
+            found.append(token)
+    ends = set(found) - _ordinary_words(found, ids, types, merges)
+    for token in ends:
+        types[token] = TokenType.CONTROL
+    for text in _VISIBLE_TEXTS:
+        if text in ids:
+            types[ids[text]] = TokenType.USER_DEFINED
+    if _ends_message_only(ids):
+        ends.discard(ids["<|end|>"])
+        types[ids["<|end|>"]] = TokenType.USER_DEFINED
+    named = [meta.token_id(key, len(types), None) for key in ("eot_token_id", "eom_token_id")]
+    ends.update(token for token in (*named, eos_id) if token is not None)
+    # Old Llama's EOS ends a generation also where a fine-tune has another one; elsewhere it is HTML.
+    if "</s>" in ids and types[ids["</s>"]] == TokenType.CONTROL:
+        ends.add(ids["</s>"])
+    return frozenset(ends)
+
+
+def _ordinary_words(
+    found: Iterable[int], ids: Mapping[str, int], types: bytearray, merges: Iterable[tuple[str, str]]
+) -> set[int]:
+    """Those of ``found`` that are words which merges lead to, and so only look like control tokens."""
+    normal = {token for token in found if types[token] == TokenType.NORMAL}
+    if not normal:
+        return normal
+    return {ids[left + right] for left, right in merges if ids.get(left + right) in normal}
+
+
+def _ends_message_only(ids: Mapping[str, int]) -> bool:
+    """Whether ``<|end|>`` ends one of several messages of an answer (gpt-oss, Solar), not the answer."""
+    gpt_oss = "<|return|>" in ids and "<|call|>" in ids
+    solar = "<|flush|>" in ids and ("<|calls|>" in ids or "<|call|>" in ids)
+    return "<|end|>" in ids and (gpt_oss or solar)
+
+
+def _strip_after(meta: _Metadata, tokens: Sequence[str], types: bytearray) -> frozenset[int]:
+    """Phi-3 was trained with the white space behind its special tokens removed; GGUF has no key for that."""
+    name = meta.general_name().lower()
+    if "phi-3" not in name and "phi3" not in name:
+        return frozenset()
+    keep = ("<unk>", "<s>", "<|endoftext|>")
+    special = _of_type(types, TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
+    return frozenset(token for token in special if tokens[token] not in keep)
+
+
+def as_token_id(value: object, n_vocab: int) -> int:
+    """``value`` as a plain int, checked to be a token id.
+
+    Raises:
+        TokenizerError: it is no integer, or not below ``n_vocab``.
+    """
+    try:
+        token = operator.index(value)  # type: ignore[arg-type]  # the TypeError is the check
+    except TypeError:
+        raise TokenizerError(f"a token id must be an integer, not {value!r}") from None
+    if not 0 <= token < n_vocab:
+        raise TokenizerError(f"{token} is not a token id: the vocabulary has {n_vocab} tokens")
+    return token

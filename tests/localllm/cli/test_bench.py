@@ -1,0 +1,151 @@
+"""``localllm bench``: the table, the JSON line, and the arithmetic of what the machine could do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localllm
+from localllm import LLM
+from localllm.cli import bench
+from localllm.cli.bench import Measurement, Test, Work, make_tests
+from localllm.quant.types import GGMLType
+from tests.helpers.command_line import Outcome, run_main
+from tests.helpers.tiny_models import tiny_gguf
+
+Bench = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gguf(tmp_path_factory.mktemp("bench") / "tiny.gguf", type=GGMLType.Q8_0, intermediate_size=160)
+
+
+@pytest.fixture
+def run(capfdbinary: pytest.CaptureFixture[bytes], path: Path) -> Bench:
+    return lambda *flags: run_main(capfdbinary, "bench", "-m", path, *flags)
+
+
+@pytest.fixture
+def llm(path: Path) -> Iterator[LLM]:
+    with localllm.load(path, device="reference") as llm:
+        yield llm
+
+
+def test_the_table(run: Bench) -> None:
+    outcome = run("--device", "reference", "-p", "8,20", "-n", "4", "-d", "0,10", "-r", "2")
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = outcome.out.splitlines()
+    assert "reference (numpy), 1 thread, 31 tokens of context" in lines[0]
+    assert lines[2].split() == ["test", "threads", "tok/s", "achieved", "ceiling", "share"]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines[3:]]
+    assert [row[0] for row in rows] == ["pp8", "pp20", "tg4", "pp8 @ d10", "pp20 @ d10", "tg4 @ d10"]
+    assert all(row[1].split()[0] == "1" for row in rows)
+    assert all("±" in line and line.endswith("-      -") for line in lines[3:])
+
+
+def test_the_json_line_comes_last(run: Bench, path: Path) -> None:
+    outcome = run("--device", "reference", "-p", "6", "-n", "3", "-r", "2", "--json")
+    *_, pp, tg, line = outcome.out.splitlines()
+    assert (pp.split()[0], tg.split()[0]) == ("pp6", "tg3")
+    report = json.loads(line)
+    assert report["model"] == str(path)
+    assert (report["device"], report["file_type"]) == ("reference", "Q8_0")
+    first, last = report["results"]
+    assert (first["test"], first["n_tokens"], first["depth"], first["unit"]) == ("pp", 6, 0, "MAC/s")
+    assert (last["test"], last["n_tokens"], last["threads"], last["unit"]) == ("tg", 3, 1, "B/s")
+    for result in (first, last):
+        assert len(result["repetitions"]) == 2
+        assert min(result["repetitions"]) > 0
+        assert result["ceiling"] is result["share"] is None
+
+
+def test_ceilings_on_the_processor(run: Bench) -> None:
+    outcome = run("-p", "16", "-n", "4", "-t", "1,2", "-r", "1", "--json", "-q")
+    assert (outcome.code, outcome.err) == (0, "")
+    results = json.loads(outcome.out.splitlines()[-1])["results"]
+    assert [(r["test"], r["threads"]) for r in results] == [("pp", 1), ("tg", 1), ("pp", 2), ("tg", 2)]
+    for result in results:
+        assert result["share"] == pytest.approx(result["achieved"] / result["ceiling"])
+        assert result["share"] > 0
+
+
+def test_each_test_evaluates_what_it_says(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is new each time, but what stands before it is in the cache; generation begins at its depth."""
+    seen: list[tuple[int, int, int]] = []
+    real = LLM.generate
+
+    def generate(self: LLM, prompt: Any, **options: Any) -> Any:
+        done = real(self, prompt, **options)
+        seen.append((done.usage.prompt_tokens, done.usage.cached_tokens, done.usage.completion_tokens))
+        return done
+
+    monkeypatch.setattr(LLM, "generate", generate)
+    arguments = argparse.Namespace(isa=None, quiet=True)
+    bench._measure(llm, Test("pp", 20, 0), 2, arguments)
+    assert seen == [(20, 0, 0)] * 3
+    seen.clear()
+    bench._measure(llm, Test("pp", 20, 30), 2, arguments)
+    assert [counts for counts in seen if counts[0] == 50] == [(50, 30, 0)] * 3
+    seen.clear()
+    bench._measure(llm, Test("tg", 5, 0), 2, arguments)
+    assert [(prompt, new) for prompt, _, new in seen] == [(1, 6)] * 3
+    seen.clear()
+    bench._measure(llm, Test("tg", 5, 30), 2, arguments)
+    assert seen[1:] == [(30, 29, 6)] * 2
+
+
+def test_lists_of_tests() -> None:
+    assert [test.name for test in make_tests([512, 0], [128], [0, 64])] == [
+        "pp512",
+        "tg128",
+        "pp512 @ d64",
+        "tg128 @ d64",
+    ]
+    assert Test("tg", 5, 0).context == 7
+    assert Test("pp", 5, 100).context == 106
+
+
+def test_the_work_of_a_model(llm: LLM) -> None:
+    """By hand, for 3 layers of width 64, 4 query and 2 key/value heads of 16, and 300 tokens.
+
+    The matrix of width 160 into 64 is Q8_0 as all others are.
+    """
+    work = Work.of(llm.info)
+    layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 160
+    assert work.layer_products == (3 * layer, 0)
+    assert work.head_products == (300 * 64, 0)
+    assert work.kv_bytes == 3 * 2 * 2 * 16 * 2
+    assert work.attention_products == 3 * 4 * 16 * 2
+    assert work.weight_bytes == llm.info.placement.weights
+    assert work.window is None
+
+
+def test_weights_in_floats_are_float_products(tmp_path: Path) -> None:
+    """In the file without an output matrix the embedding takes its place."""
+    path = tiny_gguf(tmp_path / "f32.gguf", tie_word_embeddings=True)
+    with localllm.load(path, device="reference") as llm:
+        work = Work.of(llm.info)
+    assert work.layer_products[0] == work.head_products[0] == 0
+    assert work.head_products[1] == 300 * 64
+
+
+def test_what_a_test_costs() -> None:
+    work = Work(weight_bytes=1000, kv_bytes=10, layer_products=(100, 20), head_products=(7, 0), attention_products=4)
+    # At depth 5, the two tokens see 6 and 7 tokens.
+    assert work.bytes_per_token(Test("tg", 2, 5)) == 1000 + 10 * 6.5
+    assert work.products(Test("pp", 2, 5)) == (207, 40 + 4 * (6 + 7))
+    narrow = Work(1000, 10, (0, 0), (0, 0), 4, window=6)
+    assert narrow.bytes_per_token(Test("tg", 2, 5)) == 1000 + 10 * 6
+
+
+def test_a_share_compares_each_repetition_with_its_own_ceiling() -> None:
+    measurement = Measurement(Test("tg", 8, 0), 2, "B/s", (1.0, 2.0, 4.0), (10.0, 20.0, 40.0), (20.0, 100.0, 100.0))
+    assert measurement.share == 0.4
+    assert re.split(r"\s{2,}", measurement.line()) == ["tg8", "2", "2.00 ± 1.53", "20 B/s", "100 B/s", "40%"]

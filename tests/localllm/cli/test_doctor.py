@@ -1,0 +1,230 @@
+"""``localllm doctor``: it finds what is there, says what is wrong and what to do, and never fails itself."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.cli import doctor
+from localllm.cli.doctor import EXTRAS, PACKAGES, Finding, cpu_quota, findings, nvidia_gpus
+from localllm.kernels.cpu.target import available
+from tests.helpers.command_line import Outcome, run_main
+from tests.helpers.data import ROOT
+
+Doctor = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(capfdbinary: pytest.CaptureFixture[bytes]) -> Doctor:
+    return lambda *flags: run_main(capfdbinary, "doctor", *flags)
+
+
+@pytest.fixture(autouse=True)
+def own_isa(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCALLLM_ISA", raising=False)
+
+
+def found(name: str, group: str | None = None) -> Finding:
+    """The one finding of that name."""
+    [finding] = [f for f in findings() if f.name == name and group in (None, f.group)]
+    return finding
+
+
+def test_it_finds_what_is_here(run: Doctor) -> None:
+    outcome = run("--json")
+    report = json.loads(outcome.out)
+    assert (outcome.code, outcome.err, report["ok"]) == (0, "", True)
+    values = {(f["group"], f["name"]): f["value"] for f in report["findings"]}
+    for distribution in PACKAGES:
+        assert values["packages", distribution] == importlib.metadata.version(distribution)
+    names = [target.name for target in available()]
+    assert values["processor", "instruction sets"] == ", ".join(names)
+    assert values["processor", "chosen"] == names[0]
+    assert values["processor", "model"]
+    assert values["kernels", "test"].startswith("passed")
+    assert str(ROOT) in values["software", "localllm"]
+    assert {("extras", extra) for extra in EXTRAS} <= set(values)
+    assert not any(f["broken"] for f in report["findings"])
+
+
+def test_the_report_for_people(run: Doctor) -> None:
+    outcome = run()
+    assert outcome.code == 0
+    lines = outcome.out.splitlines()
+    assert lines[-1] == "localllm can run here"
+    assert [line for line in lines if line and line[0] not in "x! "][:-1] == [
+        *("software", "packages", "extras", "processor", "kernels", "memory", "GPUs"),
+    ]
+
+
+def test_every_dependency_is_looked_at() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = {requirement.split(">=")[0] for requirement in project["dependencies"]}
+    assert required | {"llvmlite"} == set(PACKAGES)  # llvmlite comes with numba
+    assert set(project["optional-dependencies"]) == set(EXTRAS)
+
+
+def test_a_missing_package(run: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_import, real_version = importlib.import_module, importlib.metadata.version
+
+    def broken_import(name: str, *more: Any) -> Any:
+        if name == "tokenizers":
+            raise ImportError("libfoo.so: cannot open shared object file")
+        if name == "sentencepiece":
+            raise ModuleNotFoundError("No module named 'sentencepiece'")
+        return real_import(name, *more)
+
+    def version(name: str) -> str:
+        if name == "sentencepiece":
+            raise importlib.metadata.PackageNotFoundError
+        return real_version(name)
+
+    monkeypatch.setattr(importlib, "import_module", broken_import)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    outcome = run()
+    assert outcome.code == 1
+    text = " ".join(outcome.out.split())
+    assert "x sentencepiece missing -> python" in text
+    assert "-m pip install sentencepiece" in text
+    assert "which cannot be imported (ImportError: libfoo.so: cannot open shared object file)" in text
+    assert "-m pip install --force-reinstall tokenizers" in text
+    assert outcome.out.splitlines()[-1] == "localllm cannot run here: 2 of these are broken (x)"
+
+
+def test_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", {"torch": "2.13"}.get)
+    found_extras = {f.name: f.value for f in findings() if f.group == "extras"}
+    assert "without cupy-cuda13x" in found_extras["cuda13"]
+    assert "-m pip install 'localllm[cuda13]'" in found_extras["cuda13"]
+    assert found_extras["reference"].startswith("torch 2.13, without transformers")
+
+
+def test_a_forced_instruction_set(run: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = available()[0].name
+    monkeypatch.setenv("LOCALLLM_ISA", best)
+    chosen = found("chosen")
+    assert (chosen.value, chosen.advice is None) == (f"{best}, forced by LOCALLLM_ISA", best != "generic")
+    if best != "generic":
+        monkeypatch.setenv("LOCALLLM_ISA", "generic")
+        chosen = found("chosen")
+        assert chosen.value == "generic, forced by LOCALLLM_ISA"
+        assert chosen.advice is not None
+        assert "unset the environment variable LOCALLLM_ISA" in chosen.advice
+
+
+def test_an_instruction_set_that_is_not_there(run: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_ISA", "mmx")
+    outcome = run()
+    assert outcome.code == 1
+    assert "there is no instruction set called 'mmx'" in outcome.out
+    assert "-> unset the environment variable LOCALLLM_ISA" in outcome.out
+    assert "1 of these are broken" in outcome.out.splitlines()[-1]
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    monkeypatch.setenv("LOCALLLM_CACHE", str(file / "cache"))
+    cache = found("cache")
+    assert "cannot be written" in cache.value
+    assert cache.advice is not None
+    assert "LOCALLLM_CACHE" in cache.advice
+    assert not cache.broken
+
+
+def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(doctor, "_kernel_test", lambda progress: Finding("kernels", "test", "left out"))
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "kernel.o").write_bytes(bytes(12_300))
+    assert found("cache").value == str(tmp_path)
+    assert found("cache size").value == "12.3 kB"
+
+
+def test_kernels_that_compute_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.kernels.cpu.roofline.ReadTest.total", lambda test: 0)
+    test = found("test")
+    assert (test.value, test.broken) == ("a kernel computed a wrong sum", True)
+
+
+def test_kernels_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("LLVM ERROR: no such thing")
+
+    monkeypatch.setattr("localllm.kernels.cpu.roofline.ReadTest.__init__", fail)
+    test = found("test")
+    assert (test.value, test.broken) == ("failed: RuntimeError: LLVM ERROR: no such thing", True)
+
+
+def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.placement.available_memory", lambda: 10_000_000)
+    memory = found("memory", "memory")
+    assert "of which 10 MB is available" in memory.value
+    assert memory.advice is not None
+
+
+def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError("no /proc here")
+
+    monkeypatch.setattr(doctor, "cpu_model", fail)
+    check = found("check", "processor")
+    assert (check.value, check.broken) == ("failed: OSError: no /proc here", True)
+    assert found("memory", "memory")
+
+
+@pytest.mark.parametrize(
+    ("version_2", "quota", "period", "cores"),
+    [
+        ("150000 100000", "", "", 1.5),
+        ("max 100000", "", "", None),
+        ("", "50000", "100000", 0.5),
+        ("", "-1", "100000", None),
+        ("", "", "", None),
+    ],
+)
+def test_cpu_quotas(
+    monkeypatch: pytest.MonkeyPatch, version_2: str, quota: str, period: str, cores: float | None
+) -> None:
+    files = {"cpu.max": version_2, "cpu.cfs_quota_us": quota, "cpu.cfs_period_us": period}
+    monkeypatch.setattr(doctor, "_text", lambda path: files[path.name])
+    assert cpu_quota() == cores
+
+
+def test_a_quota_below_the_threads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "cpu_quota", lambda: 0.5)
+    threads = found("default threads")
+    assert threads.advice is not None
+    assert threads.advice.endswith("the time of 0.5 cores only: give -t 1")
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    listing = "NVIDIA H100 80GB HBM3, 555.42, 81559 MiB\nNVIDIA H100 80GB HBM3, 555.42, 81559 MiB\nFailed: x"
+    monkeypatch.setattr(doctor, "_output", lambda *command: listing if command[0] == "nvidia-smi" else "")
+    assert nvidia_gpus() == listing.splitlines()[:2]
+    gpus = [f for f in findings() if f.group == "GPUs"]
+    assert [f.value for f in gpus] == listing.splitlines()[:2]
+    assert all(f.advice is not None and "CUDA is not in it" in f.advice and not f.broken for f in gpus)
+
+
+def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "nvidia_gpus", list)
+    monkeypatch.setattr(doctor, "has_nvidia_driver", lambda: True)
+    assert found("NVIDIA driver").value == "there, but nvidia-smi lists no GPU"
+    monkeypatch.setattr(doctor, "has_nvidia_driver", lambda: False)
+    assert found("NVIDIA GPU").value.startswith("none found")
+
+
+def test_programs_that_fail_print_nothing() -> None:
+    assert doctor._output("no-such-program-anywhere") == ""
+    python = Path(sys.executable)
+    assert doctor._output(str(python), "-c", "print('fine')") == "fine"
+    assert doctor._output(str(python), "-c", "print('no'); raise SystemExit(3)") == ""

@@ -1,0 +1,434 @@
+"""``localllm generate``: the text of the library, whatever way the prompt comes in and the text goes out."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localllm
+from localllm import LLM
+from tests.helpers.command_line import Outcome, command, environment, run_main, run_process
+from tests.helpers.data import ROOT, shared_data
+from tests.helpers.tiny_models import config, random_weights, write_gguf
+
+#: Chat template of the tiny model.
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
+
+#: Token of a byte in the tiny model's vocabulary.
+FIRST_BYTE = 3
+
+Generate = Callable[..., Outcome]
+
+
+def tiny_model(path: Path, **metadata: Any) -> Path:
+    settings = config()
+    return write_gguf(path, settings, random_weights(settings), metadata=metadata)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a chat template."""
+    return tiny_model(tmp_path_factory.mktemp("generate") / "plain.gguf")
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with one."""
+    return tiny_model(tmp_path_factory.mktemp("generate") / "chatty.gguf", **{"tokenizer.chat_template": TEMPLATE})
+
+
+@pytest.fixture(scope="module")
+def llm(chatty: Path) -> Iterator[LLM]:
+    with localllm.load(chatty, device="reference") as llm:
+        yield llm
+
+
+@pytest.fixture
+def generate(capfdbinary: pytest.CaptureFixture[bytes], plain: Path) -> Generate:
+    """Runs ``localllm generate`` with the plain model and 12 tokens, if nothing else is said."""
+
+    def run(*arguments: object, model: Path = plain) -> Outcome:
+        given = ("generate", "-m", model, "--device", "reference", "-n", 12, *arguments)
+        return run_main(capfdbinary, *given)
+
+    return run
+
+
+@pytest.fixture
+def give_stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+    def give(data: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+    return give
+
+
+# The text.
+
+
+def test_greedy_from_bos_gives_the_expected_text() -> None:
+    """To the character, from the program as it is installed."""
+    model = shared_data("models/stories260K/stories260K.gguf")
+    expected = shared_data("models/stories260K/greedy_expected.txt").read_text()
+    outcome = run_process(["generate", "-m", model, "--temp", "0", "-n", "256", "--device", "reference"])
+    assert (outcome.code, outcome.out) == (0, expected)
+
+
+def test_the_kernels_give_the_same_text(generate: Generate, plain: Path) -> None:
+    reference = generate("-p", "the cat", "--temp", "0", "-q")
+    kernels = generate("-p", "the cat", "--temp", "0", "--device", "cpu", "-t", "1", "-q")
+    assert kernels.code == 0
+    assert kernels.out == reference.out != ""
+    assert kernels.err == ""  # even where the kernels have to be compiled
+
+
+def test_a_warm_start_does_without_numba_and_jinja2(generate: Generate, plain: Path) -> None:
+    """They take most of the time that a first token may take; so does rich."""
+    arguments = ["-p", "the", "--temp", 0, "--device", "cpu", "-t", 1, "-q"]
+    generate(*arguments)  # compiles the kernels, if need be
+    command = [str(part) for part in ("generate", "-m", plain, "-n", 2, *arguments)]
+    code = f"import sys\nfrom localllm.cli.main import main\nmain({command})\nprint(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = set(done.stderr.split())
+    assert "localllm.kernels.cpu.ops" in loaded
+    assert not loaded & {"numba", "jinja2", "rich", "gguf", "torch"}
+
+
+def test_settings_reach_the_sampler(generate: Generate, llm: LLM) -> None:
+    flags = {
+        "--temp": ("temperature", 1.7),
+        "--top-k": ("top_k", 30),
+        "--top-p": ("top_p", 0.9),
+        "--min-p": ("min_p", 0.01),
+        "--typical": ("typical_p", 0.97),
+        "--repeat-penalty": ("repeat_penalty", 1.3),
+        "--repeat-last-n": ("repeat_last_n", 5),
+        "--presence-penalty": ("presence_penalty", 0.2),
+        "--frequency-penalty": ("frequency_penalty", 0.1),
+        "--dry-multiplier": ("dry_multiplier", 0.8),
+        "--dry-base": ("dry_base", 1.5),
+        "--dry-allowed-length": ("dry_allowed_length", 1),
+        "--dry-penalty-last-n": ("dry_penalty_last_n", 40),
+        "--xtc-probability": ("xtc_probability", 0.5),
+        "--xtc-threshold": ("xtc_threshold", 0.05),
+        "--mirostat": ("mirostat", 2),
+        "--mirostat-ent": ("mirostat_tau", 4.0),
+        "--mirostat-lr": ("mirostat_eta", 0.2),
+        "--seed": ("seed", 7),
+    }
+    seen: list[Any] = []
+    real = LLM.stream
+
+    def stream(self: LLM, prompt: str, **options: Any) -> Any:
+        seen.append(options)
+        return real(self, prompt, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LLM, "stream", stream)
+        given = [part for flag, (_, value) in flags.items() for part in (flag, value)]
+        more = ["-l", "5+1.5", "-l", "6-inf", "--ignore-eos", "--dry-sequence-breaker", ";", "--stop", "zq"]
+        outcome = generate("-q", "-p", "the", *given, *more)
+    expected = dict(flags.values()) | {
+        "logit_bias": {5: 1.5, 6: -float("inf")},
+        "ignore_eos": True,
+        "dry_sequence_breakers": [";"],
+        "stop": ["zq"],
+        "max_tokens": 12,
+    }
+    assert {name: seen[0][name] for name in expected} == expected
+    assert set(seen[0]) == {*expected, "progress"}
+    assert outcome.out == llm.generate("the", **expected).text
+
+
+def test_seeds(generate: Generate) -> None:
+    texts = {seed: generate("-q", "-p", "a", "--temp", 3, "-s", seed).out for seed in (1, 2)}
+    assert texts[1] != texts[2]
+    assert generate("-q", "-p", "a", "--temp", 3, "-s", 1).out == texts[1]
+    assert len({generate("-q", "-p", "a", "--temp", 3, "-s", -1).out for _ in range(4)}) > 1
+
+
+def test_stop_strings(generate: Generate, llm: LLM) -> None:
+    text = llm.generate("the", temperature=0, max_tokens=12).text
+    stop = text[3:5]
+    assert generate("-q", "-p", "the", "--temp", 0, "--stop", "never", "--stop", stop).out == text[: text.index(stop)]
+
+
+def test_no_limit_of_tokens(generate: Generate) -> None:
+    """-1 and -2 go on to the end of the context."""
+    for n in (-1, -2):
+        outcome = generate("-q", "-p", "the", "-c", 30, "-n", n, "--ignore-eos", "--json")
+        assert json.loads(outcome.out)["finish_reason"] == "length"
+        usage = json.loads(outcome.out)["usage"]
+        assert usage["total_tokens"] in (30, 31)  # the last one need not be evaluated any more
+    assert generate("-q", "-p", "the", "-n", 0).out == ""
+
+
+# The prompt.
+
+
+def test_prompts_from_everywhere(
+    generate: Generate, give_stdin: Callable[[bytes], None], llm: LLM, tmp_path: Path
+) -> None:
+    prompt = "the schöne\nday"
+    expected = llm.generate(prompt, temperature=0, max_tokens=12).text
+    greedy = ("-q", "--temp", 0)
+    file = tmp_path / "prompt.txt"
+    assert generate(*greedy, "-p", prompt).out == expected
+    assert generate(*greedy, "-e", "-p", r"the sch\xc3\xb6ne\nday").out == expected
+    for data in (
+        prompt.encode(),
+        f"{prompt}\n".encode(),
+        f"{prompt}\r\n".encode(),
+        b"\xef\xbb\xbf" + prompt.encode(),
+    ):
+        file.write_bytes(data)
+        assert generate(*greedy, "-f", file).out == expected
+        give_stdin(data)
+        assert generate(*greedy).out == expected
+        give_stdin(data)
+        assert generate(*greedy, "-p", "-").out == expected
+
+
+def test_only_one_line_end_is_dropped(generate: Generate, give_stdin: Callable[[bytes], None], llm: LLM) -> None:
+    give_stdin(b"the\n\n")
+    outcome = generate("-q", "--temp", 0)
+    assert outcome.out == llm.generate("the\n", temperature=0, max_tokens=12).text
+
+
+@pytest.mark.parametrize("flags", [["-p", ""], ["-p", "-"], []])
+def test_the_empty_prompt_is_bos(
+    generate: Generate, give_stdin: Callable[[bytes], None], llm: LLM, chatty: Path, flags: list[str]
+) -> None:
+    """Also with a chat template: there is nothing to answer."""
+    give_stdin(b"\n")
+    outcome = generate("-q", "--temp", 0, *flags, model=chatty)
+    assert outcome.out == llm.generate([1], temperature=0, max_tokens=12).text
+
+
+def test_stdin_that_is_not_utf8(generate: Generate, give_stdin: Callable[[bytes], None], tmp_path: Path) -> None:
+    give_stdin(b"caf\xe9 and more")
+    outcome = generate("-q")
+    assert outcome.code == 2
+    assert outcome.error() == "standard input is not valid UTF-8: byte 3 is 0xe9; convert it to UTF-8"
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"\xff\xfeh\x00i\x00")
+    outcome = generate("-f", file)
+    assert outcome.code == 2
+    assert "prompt.txt is not valid UTF-8: byte 0 is 0xff" in outcome.error()
+
+
+def test_a_process_without_stdin(generate: Generate, monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert generate("-q", "--temp", 0).out == llm.generate("", temperature=0, max_tokens=12).text
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="select knows no pipes on Windows")
+def test_waiting_for_stdin_is_said(plain: Path) -> None:
+    arguments = ["generate", "-m", plain, "--device", "reference", "--temp", "0", "-n", "3"]
+    process = subprocess.Popen(
+        command(*arguments),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env=environment(),
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == (
+        b"localllm: reading the prompt from standard input; -p gives it on the command line\n"
+    )
+    out, _ = process.communicate(b"the\n")
+    assert out.decode() == run_process([*arguments, "-p", "the"]).out
+
+
+# Chats.
+
+
+def test_a_prompt_is_a_message_where_the_model_has_a_template(
+    generate: Generate, llm: LLM, chatty: Path, plain: Path
+) -> None:
+    greedy = {"temperature": 0, "max_tokens": 12}
+    answer = llm.chat([{"role": "user", "content": "the day"}], **greedy).text
+    continued = llm.generate("the day", **greedy).text
+    assert answer != continued
+    flags = ("-q", "--temp", 0, "-p", "the day")
+    assert generate(*flags, model=chatty).out == answer
+    assert generate(*flags, "--chat", model=chatty).out == answer
+    assert generate(*flags, "-cnv", model=chatty).out == answer
+    assert generate(*flags, "--no-chat", model=chatty).out == continued
+    assert generate(*flags, "-no-cnv", model=chatty).out == continued
+    assert generate(*flags, model=plain).out == continued
+
+
+def test_system_prompts(generate: Generate, llm: LLM, chatty: Path, plain: Path) -> None:
+    messages = [{"role": "system", "content": "be\nkind"}, {"role": "user", "content": "hello"}]
+    expected = llm.chat(messages, temperature=0, max_tokens=12).text
+    flags = ("-q", "--temp", 0, "-p", "hello", "-e", "-sys", r"be\nkind")
+    assert generate(*flags, model=chatty).out == expected
+    outcome = generate(*flags, model=plain)
+    assert outcome.code == 2
+    assert outcome.error() == "--system-prompt needs a chat: give --chat, and a prompt with -p"
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_chat_with_a_model_that_has_no_template_warns(generate: Generate, plain: Path) -> None:
+    outcome = generate("-q", "--temp", 0, "-p", "hello", "--chat", model=plain)
+    assert outcome.code == 0
+    assert re.fullmatch(r"localllm: warning: \S+plain.gguf has no chat template: .*\n", outcome.err)
+
+
+# What comes out.
+
+
+def test_json(generate: Generate, llm: LLM, plain: Path) -> None:
+    outcome = generate("-p", "the", "--temp", 0, "--json", "--logprobs", 2)
+    expected = llm.generate("the", temperature=0, max_tokens=12, logprobs=2)
+    found = json.loads(outcome.out)
+    assert outcome.out.count("\n") == 1
+    assert found["model"] == str(plain)
+    assert (found["device"], found["threads"]) == ("reference", 1)
+    assert (found["text"], tuple(found["ids"])) == (expected.text, expected.ids)
+    assert found["finish_reason"] == expected.finish_reason
+    usage = found["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2, 12)
+    assert usage["total_tokens"] == 14
+    assert found["timings"]["prefill_tokens"] == 2
+    assert found["timings"]["decode_tokens"] == 11
+    assert found["timings"]["decode_tokens_per_s"] > 0
+    assert expected.logprobs is not None
+    for entry, choice in zip(found["logprobs"], expected.logprobs, strict=True):
+        assert entry["id"] == choice.id
+        assert entry["text"] == llm.tokenizer.token_text(choice.id)
+        assert entry["logprob"] == pytest.approx(choice.logprob, abs=1e-4)
+        assert [top["id"] for top in entry["top"]] == [id_ for id_, _ in choice.top]
+
+
+def test_json_without_logprobs(generate: Generate) -> None:
+    assert json.loads(generate("-p", "the", "--json", "-n", 2).out)["logprobs"] is None
+
+
+def test_what_is_said_beside_the_text(generate: Generate, plain: Path) -> None:
+    quiet, normal, verbose = (generate("-p", "the", "--temp", 0, *flags) for flags in (["-q"], [], ["-v"]))
+    assert quiet.err == ""
+    assert quiet.out == normal.out == verbose.out
+    first, last = normal.err.splitlines()
+    assert first.startswith(f"{plain.name}: llama, ")
+    assert "reference (numpy), 1 thread, 128 tokens of context" in first
+    assert re.fullmatch(r"prompt 2 tokens, [\d.]+ tok/s; answer 12 tokens, [\d.]+ tok/s", last)
+    lines = verbose.err.splitlines()
+    assert lines[0] == first
+    named = {line[2:19].strip() for line in lines if line.startswith("  ")}
+    assert {"file", "embedding", "layers 0-2", "output", "in all", "prefill", "first token", "decode"} <= named
+
+
+def test_the_output_is_utf8_whatever_the_locale(plain: Path) -> None:
+    biases = [part for byte in "€".encode() for part in ("-l", f"{FIRST_BYTE + byte}+50")]
+    flags = ["-q", "-m", plain, "--device", "reference", "-p", "a", "-n", "30", "--temp", "2", "-s", "1"]
+    arguments = ["generate", *flags, *biases]
+    env = environment(LC_ALL="C", LANG="C", PYTHONIOENCODING="ascii", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
+    outcome = run_process(arguments, env=env)
+    assert outcome.code == 0
+    assert outcome.err == ""
+    assert not outcome.out.isascii()
+    assert outcome.out == run_process(arguments).out
+
+
+def escape_arguments(model: Path) -> list[object]:
+    """A command whose model writes three times ESC."""
+    escape = FIRST_BYTE + 0x1B
+    flags = ["-q", "-m", model, "--device", "reference", "-p", "a", "-n", "3", "--temp", "0", "-l", f"{escape}+1000"]
+    return ["generate", *flags]
+
+
+def test_control_characters_pass_through_a_pipe(plain: Path) -> None:
+    assert run_process(escape_arguments(plain)).out == "\x1b\x1b\x1b"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_control_characters_are_shown_on_a_terminal(plain: Path) -> None:
+    assert on_terminal(escape_arguments(plain)) == (0, "\\x1b\\x1b\\x1b\r\n")
+
+
+def on_terminal(arguments: list[object]) -> tuple[int, str]:
+    """Runs a command with a terminal as stdin, stdout and stderr; exit code, and what was on the screen."""
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        command(*arguments), stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, env=environment(COLUMNS="80")
+    )
+    os.close(slave)
+    screen = read_all(master)
+    os.close(master)
+    return process.wait(60), screen.decode()
+
+
+def read_all(descriptor: int) -> bytes:
+    """What a terminal shows until its last program ends, which Linux reports as an error."""
+    data = b""
+    while True:
+        try:
+            part = os.read(descriptor, 4096)
+        except OSError:
+            return data
+        if not part:
+            return data
+        data += part
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent otherwise on Windows")
+@pytest.mark.parametrize("json_flag", [False, True])
+def test_an_interrupt_stops_it_at_once(plain: Path, json_flag: bool) -> None:
+    endless = ["-n", "-1", "-c", "100000", "--ignore-eos", "--temp", "3"]
+    arguments = ["generate", "-m", plain, "--device", "reference", "-p", "a", *endless, *["--json"] * json_flag]
+    process = subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment()
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    lines = [process.stderr.readline() for _ in range(2)]  # a warning of the long context, and what runs where
+    assert b"warning" in lines[0]
+    assert b"tokens of context" in lines[1]
+    if json_flag:
+        time.sleep(0.2)
+    else:
+        assert select.select([process.stdout], [], [], 60)[0]
+        process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == b""
+    assert not (json_flag and out)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_an_interrupt_on_a_terminal_leaves_a_clean_line(plain: Path) -> None:
+    endless = ["-n", "-1", "-c", "100000", "--ignore-eos", "-q", "-l", f"{FIRST_BYTE + ord('z')}+1000"]
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        command("generate", "-m", plain, "--device", "reference", "-p", "a", *endless),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        cwd=ROOT,
+        env=environment(),
+        start_new_session=True,
+    )
+    os.close(slave)
+    seen = b""
+    while b"zzz" not in seen:
+        seen += os.read(master, 4096)
+    process.send_signal(signal.SIGINT)
+    seen += read_all(master)
+    os.close(master)
+    assert process.wait(60) == 130
+    assert re.fullmatch(r"localllm: warning: [^\n]*\r\nz+\r\n", seen.decode())

@@ -1,0 +1,376 @@
+"""The command line as a whole: help, exit codes, and one clear sentence for whatever goes wrong."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import localllm
+from localllm.cli.main import BROKEN_PIPE, COMMANDS, logit_bias, main
+from localllm.errors import UsageError
+from localllm.kernels.cpu.target import TARGETS, available
+from localllm.sampling import Sampling
+from tests.helpers.command_line import Outcome, command, environment, run_main, run_process
+from tests.helpers.data import ROOT
+from tests.helpers.gguf_writer import write_gguf as write_any_gguf
+from tests.helpers.tiny_models import config, random_weights, tiny_gguf, write_gguf
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
+    """Runs a command line in this process."""
+    return lambda *arguments: run_main(capfdbinary, *arguments)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gguf(tmp_path_factory.mktemp("cli") / "tiny.gguf")
+
+
+# Help and version.
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == Outcome(0, f"localllm {localllm.__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help(run: Run, command: str | None) -> None:
+    outcome = run(*filter(None, [command, "--help"]))
+    assert outcome.code == 0
+    assert outcome.err == ""
+    assert outcome.out.startswith(f"usage: localllm {command or '[-h]'}")
+    for name in [command] if command else COMMANDS:
+        assert name in outcome.out
+
+
+def test_help_tells_the_defaults_that_hold(run: Run) -> None:
+    """Those of sampling are kept by `Sampling` and repeated in the help."""
+    text = " ".join(run("generate", "--help").out.split())
+    stated = dict(re.findall(r"--([a-z-]+) [XN] [^(]*\(default: (-?[\d.]+)\)", text))
+    names = {"typical-p": "typical_p", "mirostat-ent": "mirostat_tau", "mirostat-lr": "mirostat_eta"}
+    defaults = vars(Sampling())
+    checked = set()
+    for flag, value in stated.items():
+        name = names.get(flag, flag.replace("-", "_"))
+        if name in defaults and name != "seed":
+            assert float(value) == defaults[name], flag
+            checked.add(name)
+    assert checked == {name for name, value in defaults.items() if isinstance(value, int | float) and name != "seed"}
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["generate", "--help"], ["generate", "--tmp"]])
+def test_help_does_not_wait_for_the_heavy_packages(arguments: list[str]) -> None:
+    code = f"import sys\nfrom localllm.cli.main import main\nmain({arguments})\nprint(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = set(done.stderr.split())
+    assert "localllm.cli.main" in loaded
+    assert not loaded & {"numpy", "numba", "llvmlite", "jinja2", "rich", "psutil", "gguf", "tokenizers"}
+
+
+def test_python_m_localllm_is_the_command() -> None:
+    assert run_process(["--version"]) == Outcome(0, f"localllm {localllm.__version__}\n", "")
+    assert run_process(["generate", "--nonsense"]).code == 2
+
+
+# Bad usage: exit code 2.
+
+BAD_USAGE = {
+    "nothing": ([], "the following arguments are required: COMMAND"),
+    "unknown command": (["genrate"], "invalid choice: 'genrate'"),
+    "unknown flag": (["generate", "--tmp", "1"], "unrecognized arguments: --tmp 1"),
+    "not a number": (["generate", "--temp", "warm"], "--temp/--temperature: invalid float value: 'warm'"),
+    "not a whole number": (["generate", "-n", "1.5"], "invalid int value: '1.5'"),
+    "temperature": (["generate", "-p", "x", "--temp", "-1"], "temperature is -1.0 but must be a finite number"),
+    "temperature NaN": (["generate", "-p", "x", "--temp", "nan"], "temperature is nan but must be"),
+    "top k": (["generate", "-p", "x", "--top-k", "-3"], "top_k is -3 but must be"),
+    "top p": (["generate", "-p", "x", "--top-p", "1.5"], "top_p is 1.5 but must be a number from 0 to 1"),
+    "mirostat 1": (["generate", "-p", "x", "--mirostat", "1"], "mirostat is 1 but must be 0 (off) or 2"),
+    "seed": (["generate", "-p", "x", "-s", "-2"], "seed is -2 but must be"),
+    "tokens": (["generate", "-p", "x", "-n", "-5"], "max_tokens is -5, but must be a whole number of at least 0"),
+    "context": (["generate", "-p", "x", "-c", "0"], "context is 0, but must be a whole number of at least 1"),
+    "threads": (["generate", "-p", "x", "-t", "0"], "threads is 0, but must be a whole number of at least 1"),
+    "overflow": (["generate", "-p", "x", "--overflow", "wrap"], "overflow is 'wrap', but must be one of"),
+    "empty stop": (["generate", "-p", "x", "--stop", ""], "stop is ['']"),
+    "bias": (["generate", "-l", "five"], "'five' is not a token id and a number"),
+    "bias NaN": (["generate", "-p", "x", "-l", "5+nan"], "logit_bias is {5: nan} but must be"),
+    "logprobs without JSON": (["generate", "-p", "x", "--logprobs", "2"], "--logprobs needs --json"),
+    "two prompts": (["generate", "-p", "x", "-f", "y"], "-p and -f both give a prompt"),
+    "no prompt file": (["generate", "-f", "nowhere/prompt.txt"], "the prompt file nowhere/prompt.txt cannot be read"),
+    "chat about nothing": (["generate", "--chat", "-p", ""], "--chat needs a prompt"),
+    "bad escape": (["generate", "-e", "-p", "\\x4"], "-p has an escape that cannot be read"),
+    "prompt not UTF-8": (["generate", "-p", "caf\udce9"], "-p is not valid UTF-8"),
+    "quiet and verbose": (["generate", "-q", "-v"], "not allowed with argument"),
+    "no file to inspect": (["inspect"], "the following arguments are required: FILE"),
+    "list of numbers": (["bench", "-p", "1,x"], "'1,x' is not a list of whole numbers"),
+    "negative depth": (["bench", "-d", "-1"], "-d is -1, but must be a whole number of at least 0"),
+    "repetitions": (["bench", "-r", "0"], "-r is 0, but must be a whole number of at least 1"),
+    "nothing to measure": (["bench", "-p", "0", "-n", "0"], "there is nothing to measure"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD_USAGE.values(), ids=BAD_USAGE)
+def test_bad_usage(run: Run, tiny: Path, arguments: list[str], words: str) -> None:
+    if arguments[:1] == ["generate"]:
+        arguments = [*arguments, "-m", str(tiny), "--device", "reference"]
+    outcome = run(*arguments)
+    assert outcome.code == 2
+    assert words in outcome.error()
+
+
+def test_bias_of_a_token_outside_the_vocabulary(run: Run, tiny: Path) -> None:
+    outcome = run("generate", "-q", "-m", tiny, "--device", "reference", "-p", "x", "-l", "300+1")
+    assert outcome.code == 2
+    assert "300" in outcome.error()
+
+
+# What cannot be done: exit code 1.
+
+
+@pytest.mark.parametrize("arguments", [["generate", "-p", "x", "-m"], ["inspect"], ["bench", "-m"]], ids=str)
+def test_files_that_are_no_model(run: Run, tiny: Path, tmp_path: Path, arguments: list[str]) -> None:
+    missing, folder, text, empty, cut = (tmp_path / name for name in ("missing", "folder", "text", "empty", "cut"))
+    folder.mkdir()
+    text.write_text("no model at all, but long enough to be one")
+    empty.write_bytes(b"")
+    cut.write_bytes(tiny.read_bytes()[:-1000])
+    words = {
+        missing: "does not exist",
+        folder: "is a directory",
+        text: "not a GGUF file",
+        empty: "is empty",
+        cut: "cut",
+    }
+    for path, expected in words.items():
+        outcome = run(*arguments, path)
+        assert outcome.code == 1
+        assert path.name in outcome.error()
+        assert expected in outcome.error()
+
+
+def changed(path: Path, **metadata: object) -> Path:
+    """A tiny model with some metadata changed (underscores for dots), or with None left out."""
+    settings = config()
+    keys = {key.replace("__", "."): value for key, value in metadata.items()}
+    return write_gguf(path, settings, random_weights(settings), metadata=keys)
+
+
+BROKEN_MODELS = {
+    "layers": ({"llama__block_count": 7}, "llama.block_count is 7, but the file has tensors of 3 layers"),
+    "shapes": ({"llama__feed_forward_length": 64}, "the hyper-parameters call for"),
+    "epsilon": ({"llama__attention__layer_norm_rms_epsilon": -1.0}, "layer_norm_rms_epsilon is -1.0, but must lie"),
+    "vocabulary": ({"tokenizer__ggml__scores": [0.0] * 17}, "scores"),
+    "no vocabulary": ({"tokenizer__ggml__model": None}, "tokenizer.ggml.model"),
+}
+
+
+@pytest.mark.parametrize(("metadata", "words"), BROKEN_MODELS.values(), ids=BROKEN_MODELS)
+def test_models_that_are_broken(run: Run, tmp_path: Path, metadata: dict[str, object], words: str) -> None:
+    path = changed(tmp_path / "broken.gguf", **metadata)
+    outcome = run("generate", "-m", path, "--device", "reference", "-p", "x")
+    assert outcome.code == 1
+    assert words in outcome.error()
+
+
+def test_an_unsupported_architecture_is_named_with_those_there_are(run: Run, tmp_path: Path) -> None:
+    path = write_any_gguf(tmp_path / "other.gguf", {"general.architecture": "mamba\x1b[31m"})
+    outcome = run("generate", "-m", path, "-p", "x")
+    assert outcome.code == 1
+    assert "mamba" in outcome.error()
+    assert "llama, qwen2, qwen3" in outcome.error()
+    assert "\x1b" not in outcome.err
+
+
+def test_too_little_memory_is_said_before_loading(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.llm.available_memory", lambda: 1 << 20)
+    outcome = run("generate", "-m", tiny, "--device", "reference", "-p", "x")
+    assert outcome.code == 1
+    assert re.search(r"needs [\d.]+ GB of memory .* but 0.00 GB is available", outcome.error())
+
+
+def test_a_prompt_that_is_too_long(run: Run, tiny: Path) -> None:
+    outcome = run("generate", "-q", "-m", tiny, "--device", "reference", "-c", "16", "-p", "z" * 40)
+    assert outcome.code == 1
+    assert re.match(r"the prompt has 4\d tokens but the context holds 16: ", outcome.error())
+    longer = run("generate", "-q", "-m", tiny, "--device", "reference", "-c", "16", "-p", "z" * 40, "-n", "2")
+    assert longer.code == 1
+    cut = run(
+        *("generate", "-q", "-m", tiny, "--device", "reference", "-c", "16", "-p", "z" * 40, "-n", "2"),
+        *("--overflow", "truncate"),
+    )
+    assert cut.code == 0
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for %}", "is not valid (line 1)"),
+        ("{{ raise_exception('no users here') }}", "refuses these messages: no users here"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "the chat template of"),
+    ],
+)
+def test_bad_templates(run: Run, tmp_path: Path, template: str, words: str) -> None:
+    path = changed(tmp_path / "template.gguf", tokenizer__chat_template=template)
+    outcome = run("generate", "-q", "-m", path, "--device", "reference", "-p", "x")
+    assert outcome.code == 1
+    assert words in outcome.error()
+    assert run("generate", "-q", "-m", path, "--device", "reference", "-p", "x", "-n", "1", "--no-chat").code == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "code", "words"),
+    [("cuda", 1, "no CUDA backend"), ("cuda:1", 1, "no CUDA backend"), ("tpu", 1, "there is no device 'tpu'")],
+)
+def test_devices_that_are_not_there(run: Run, tiny: Path, device: str, code: int, words: str) -> None:
+    outcome = run("generate", "-m", tiny, "--device", device, "-p", "x")
+    assert outcome.code == code
+    assert words in outcome.error()
+
+
+def test_instruction_sets_that_are_not_there(run: Run, tiny: Path) -> None:
+    unknown = run("generate", "-m", tiny, "--isa", "mmx", "-p", "x")
+    assert unknown.code == 2
+    assert "there is no instruction set called 'mmx'" in unknown.error()
+    here = {target.name for target in available()}
+    other = next(target.name for target in TARGETS if target.name not in here)
+    foreign = run("generate", "-m", tiny, "--isa", other, "-p", "x")
+    assert foreign.code == 1
+    assert f"this processor does not execute {other} code" in foreign.error()
+    reference = run("generate", "-m", tiny, "--device", "reference", "--isa", "generic", "-p", "x")
+    assert reference.code == 2
+    assert "device='reference' has none" in reference.error()
+
+
+def test_an_instruction_set_that_is_there(run: Run, tiny: Path) -> None:
+    best = available()[0].name
+    outcome = run("generate", "-m", tiny, "--isa", best, "-t", "1", "-p", "x", "-n", "1")
+    assert outcome.code == 0
+    assert f"for {best})" in outcome.err
+
+
+# What main() does with exceptions.
+
+
+@pytest.fixture
+def broken_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    """Makes ``localllm doctor`` raise an exception."""
+
+    def install(error: BaseException) -> None:
+        def fail(arguments: object) -> int:
+            raise error
+
+        module = types.ModuleType("broken")
+        vars(module)["run"] = fail
+        monkeypatch.setitem(sys.modules, "broken", module)
+        monkeypatch.setitem(COMMANDS, "doctor", "broken")
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (UsageError("two\nlines \x1b[1m"), 2, r"two\nlines \x1b[1m"),
+        (MemoryError(), 1, "memory ran out"),
+        (PermissionError(13, "Permission denied", "x.gguf"), 1, "Permission denied: 'x.gguf'"),
+        (ZeroDivisionError("division by zero"), 1, "inside localllm (ZeroDivisionError: division by zero)"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_every_exception_is_one_sentence(
+    run: Run, broken_command: Callable[[BaseException], None], error: Exception, code: int, words: str
+) -> None:
+    broken_command(error)
+    outcome = run("doctor")
+    assert outcome.code == code
+    assert words in outcome.error()
+
+
+@pytest.mark.parametrize("how", ["flag", "variable"])
+def test_debug_shows_where_it_happened(
+    run: Run,
+    broken_command: Callable[[BaseException], None],
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+) -> None:
+    broken_command(UsageError("a fault"))
+    if how == "variable":
+        monkeypatch.setenv("LOCALLLM_DEBUG", "1")
+    outcome = run("doctor", *["--debug"] * (how == "flag"))
+    assert outcome.code == 2
+    assert "Traceback" in outcome.err
+    assert outcome.err.splitlines()[-1] == "localllm: error: a fault"
+
+
+def test_an_interrupt_is_exit_code_130(run: Run, broken_command: Callable[[BaseException], None]) -> None:
+    broken_command(KeyboardInterrupt())
+    assert run("doctor") == Outcome(130, "", "")
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warn(arguments: object) -> int:
+        warnings.warn("mind\nthis", stacklevel=2)
+        return 0
+
+    module = types.ModuleType("warning")
+    vars(module)["run"] = warn
+    monkeypatch.setitem(sys.modules, "warning", module)
+    monkeypatch.setitem(COMMANDS, "doctor", "warning")
+    assert run("doctor") == Outcome(0, "", "localllm: warning: mind\\nthis\n")
+
+
+# Streams.
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGPIPE to speak of")
+def test_a_reader_who_leaves_ends_it_quietly(tiny: Path) -> None:
+    arguments = ["generate", "-m", tiny, "--device", "reference", "-q", "-p", "a", "-n", "-1", "--ignore-eos"]
+    process = subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment()
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(60) == BROKEN_PIPE
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_error(tiny: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command("inspect", tiny), stdout=full, stderr=subprocess.PIPE, cwd=ROOT, env=environment(), check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [b"localllm: error: the system refused: [Errno 28] No space left on device"]
+
+
+def test_main_takes_the_arguments_of_the_process(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["localllm", "--version"])
+    assert main() == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "bias"),
+    [
+        ("5+1", (5, 1.0)),
+        ("5-0.5", (5, -0.5)),
+        ("5-1e-3", (5, -1e-3)),
+        ("5-1e+3", (5, -1e3)),
+        ("5-inf", (5, -float("inf"))),
+    ],
+)
+def test_logit_biases(text: str, bias: tuple[int, float]) -> None:
+    assert logit_bias(text) == bias

@@ -1,0 +1,120 @@
+"""Text for people: control characters, status lines, quantities."""
+
+from __future__ import annotations
+
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.cli import terminal
+from localllm.cli.terminal import LoadProgress, StatusLine, quantity, short_count, visible, visible_line
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
+    """A terminal in place of stderr, and no waiting before progress is shown."""
+    stream = FakeTerminal()
+    # Not sys.stderr itself, in whose place pytest puts another stream when the test begins.
+    monkeypatch.setattr(terminal, "sys", SimpleNamespace(stderr=stream))
+    monkeypatch.setattr(terminal, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(terminal, "_UPDATE_SECONDS", 0.0)
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, schön, 日本\n\tand so on", "plain, schön, 日本\n\tand so on"),
+        ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
+        ("back\rover\x08", "back\\x0dover\\x08"),
+        ("\x9b31m\x7f\x00", "\\x9b31m\\x7f\\x00"),
+    ],
+)
+def test_control_characters_are_spelled_out(text: str, shown: str) -> None:
+    assert visible(text) == shown
+
+
+@given(st.text())
+def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
+    assert not any((c < " " and c not in "\t\n") or "\x7f" <= c < "\xa0" for c in visible(text))
+    line = visible_line(text)
+    assert len(line.splitlines()) <= 1
+    assert not any(c < " " or "\x7f" <= c < "\xa0" or c in "\u202e\u2066" for c in line)
+
+
+def test_a_status_line_is_written_over_and_wiped(screen: FakeTerminal) -> None:
+    status = StatusLine()
+    status.show("the first, a long one")
+    status.show("short")
+    status.clear()
+    status.clear()
+    width = len("the first, a long one")
+    assert screen.getvalue() == "\rthe first, a long one" + "\r" + "short".ljust(width) + "\r" + " " * 5 + "\r"
+
+
+def test_a_status_line_never_fills_the_last_column(screen: FakeTerminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    StatusLine().show("x" * 100)
+    assert screen.getvalue() == "\r" + "x" * 19
+
+
+def test_what_is_quick_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = FakeTerminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(terminal, "_PATIENCE_SECONDS", 60.0)
+    status = StatusLine()
+    status.show("soon done")
+    status.clear()
+    assert stream.getvalue() == ""
+
+
+def test_progress_of_loading_on_a_terminal(screen: FakeTerminal) -> None:
+    progress = LoadProgress()
+    progress("weights", 1, 2)
+    progress("kernels", 3, 7)
+    progress.close()
+    shown = [part.strip() for part in screen.getvalue().split("\r") if part.strip()]
+    assert shown == ["loading weights: 50 %", "compiling kernels for this processor, which happens once: 3 of 7"]
+    assert screen.getvalue().endswith(" \r")
+
+
+def test_progress_of_loading_elsewhere_is_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = LoadProgress()
+    for done in range(3):
+        progress("weights", done, 2)
+        progress("kernels", done, 2)
+    progress.close()
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == "localllm: compiling 2 kernels for this processor, which happens once"
+    assert last == "localllm: compiled 2 kernels in 0 s"
+
+
+def test_no_progress_where_none_is_wanted(screen: FakeTerminal) -> None:
+    progress = LoadProgress(enabled=False)
+    for stage in ("weights", "kernels"):
+        progress(stage, 0, 2)
+        progress(stage, 2, 2)
+    progress.close()
+    assert screen.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("n", "shown"),
+    [(0, "0 B"), (999, "999 B"), (999.4, "999 B"), (999.6, "1 kB"), (1234567, "1.23 MB"), (5e15, "5e+03 TB")],
+)
+def test_quantities(n: float, shown: str) -> None:
+    assert quantity(n, "B") == shown
+
+
+@pytest.mark.parametrize(("n", "shown"), [(7, "7"), (292_800, "293K"), (1_100_000_000, "1.1B")])
+def test_counts(n: int, shown: str) -> None:
+    assert short_count(n) == shown

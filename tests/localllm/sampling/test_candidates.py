@@ -1,0 +1,270 @@
+"""The truncation steps and the draw, against plain Python that sorts everything and adds term by term."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.sampling import candidates as steps
+from localllm.sampling.candidates import Candidates, Mirostat2
+
+SIZES = (1, 2, 40, 4096, 6000)
+"""Both sides of the size from which float32 and growing looks are used."""
+
+Pairs = list[tuple[int, float]]
+"""(id, logit), the likeliest first and of equal ones the lowest id: how the oracles hold candidates."""
+
+
+def random_logits(n: int, seed: int, scale: float = 3.0) -> npt.NDArray[np.float32]:
+    return (np.random.default_rng(seed).standard_normal(n) * scale).astype(np.float32)
+
+
+def whole(logits: npt.NDArray[np.floating]) -> Candidates:
+    return Candidates(np.arange(len(logits)), logits)
+
+
+def in_order(candidates: Candidates) -> Pairs:
+    pairs = zip(candidates.ids.tolist(), candidates.logits.tolist(), strict=True)
+    return sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
+
+
+def probabilities(pairs: Pairs) -> list[float]:
+    weights = [math.exp(logit - pairs[0][1]) for _, logit in pairs]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def plain_top_p(pairs: Pairs, p: float) -> Pairs:
+    reached = 0.0
+    for n, probability in enumerate(probabilities(pairs), start=1):
+        reached += probability
+        if reached >= p:
+            return pairs[:n]
+    return pairs
+
+
+def plain_min_p(pairs: Pairs, p: float) -> Pairs:
+    return [pair for pair in pairs if math.exp(pair[1] - pairs[0][1]) >= p]
+
+
+def plain_typical(pairs: Pairs, p: float) -> Pairs:
+    probs = probabilities(pairs)
+    entropy = -math.fsum(q * math.log(q) for q in probs if q)
+    distance = [abs(-math.log(q) - entropy) if q else math.inf for q in probs]
+    kept, reached = [], 0.0
+    for i in sorted(range(len(pairs)), key=lambda i: distance[i]):
+        kept.append(i)
+        reached += probs[i]
+        if reached > p:
+            break
+    return [pairs[i] for i in sorted(kept)]
+
+
+def plain_xtc(pairs: Pairs, threshold: float) -> Pairs:
+    n_viable = sum(probability >= threshold for probability in probabilities(pairs))
+    return pairs[max(0, n_viable - 1) :]
+
+
+def plain_draw(pairs: Pairs, u: float) -> int:
+    reached = 0.0
+    for (id_, _), probability in zip(pairs, probabilities(pairs), strict=True):
+        reached += probability
+        if reached > u:
+            return id_
+    raise AssertionError("the probabilities do not reach u")
+
+
+values = st.lists(st.sampled_from([-math.inf, -2.5, -0.0, 0.0, 1e-30, 1.0, 3e38]), min_size=1, max_size=60)
+
+
+@settings(deadline=None)
+@given(values, st.integers(1, 70), st.sampled_from([np.float32, np.float64]))
+def test_highest_is_a_stable_sort(items: list[float], count: int, dtype: type[np.floating]) -> None:
+    array = np.array(items, dtype)
+    expected = sorted((i for i, v in enumerate(array) if v > -math.inf), key=lambda i: (-array[i], i))
+    assert steps.highest(array, count).tolist() == expected[:count]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("count", [1, 40, 300, 5000, 19_999])
+@pytest.mark.parametrize("n_levels", [1, 7, 10**6])  # all equal, many equal, few equal
+def test_highest_of_many(dtype: type[np.floating], count: int, n_levels: int) -> None:
+    array = np.random.default_rng(count).integers(-n_levels, n_levels, 20_000).astype(dtype) / 3
+    array[::5] = -math.inf
+    expected = sorted(np.flatnonzero(array > -math.inf).tolist(), key=lambda i: (-array[i], i))
+    assert steps.highest(array, count).tolist() == expected[:count]
+
+
+def test_highest_finds_the_few_that_a_mask_leaves() -> None:
+    array = np.full(20_000, -math.inf, np.float32)
+    array[[19_999, 3, 77]] = [1, 5, 5]
+    assert steps.highest(array, 40).tolist() == [3, 77, 19_999]
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("k", [1, 2, 40, 10**9])
+def test_top_k(n: int, k: int) -> None:
+    kept = steps.top_k(whole(random_logits(n, n)), k)
+    assert in_order(kept) == in_order(whole(random_logits(n, n)))[:k]
+
+
+@pytest.mark.parametrize("scale", [0.01, 3.0, 30.0])  # flat, usual, peaked
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(
+    ("step", "plain"),
+    [(steps.top_p, plain_top_p), (steps.typical, plain_typical)],
+)
+def test_top_p_and_typical(
+    step: Callable[[Candidates, float], Candidates],
+    plain: Callable[[Pairs, float], Pairs],
+    n: int,
+    scale: float,
+) -> None:
+    candidates = whole(random_logits(n, n, scale))
+    for p in (0.0, 1e-9, 0.2, 0.5, 0.9, 0.999):
+        kept = {id_ for id_, _ in in_order(step(candidates, p))}
+        expected = {id_ for id_, _ in plain(in_order(candidates), p)}
+        # Among thousands of all but equal tokens float32 weights may move the end by one.
+        assert len(kept ^ expected) <= (n > 4096)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("p", [1e-9, 0.05, 0.5, 1.0])
+def test_min_p(n: int, p: float) -> None:
+    candidates = whole(random_logits(n, n))
+    assert in_order(steps.min_p(candidates, p)) == plain_min_p(in_order(candidates), p)
+
+
+def test_min_p_of_1_keeps_all_that_equal_the_likeliest() -> None:
+    assert steps.min_p(whole(np.array([1, 2, 2, 0, 2], np.float32)), 1.0).ids.tolist() == [1, 2, 4]
+
+
+@pytest.mark.parametrize(("p", "kept"), [(0.0, 1), (0.1, 1), (0.3, 3), (0.35, 4), (0.8, 8), (0.95, 10)])
+def test_top_p_on_equal_probabilities_keeps_the_lowest_ids(p: float, kept: int) -> None:
+    assert steps.top_p(whole(np.zeros(10, np.float32)), p).ids.tolist() == list(range(kept))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("threshold", [0.0, 1e-4, 0.05, 0.1, 0.5])
+def test_xtc_that_acts(n: int, threshold: float) -> None:
+    candidates = whole(random_logits(n, n))
+    kept = steps.xtc(candidates, 1.0, threshold, lambda: 0.0)
+    assert in_order(kept) == plain_xtc(in_order(candidates), threshold)
+
+
+def test_xtc_on_the_published_example() -> None:
+    # The pull request that introduced it removes all above the threshold but the last of them.
+    logits = np.log(np.array([0.05, 0.4, 0.25, 0.05, 0.15, 0.1]))
+    assert steps.xtc(whole(logits), 1.0, 0.12, lambda: 0.0).ids.tolist() == [0, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("u", "acts"), [(0.0, True), (0.29, True), (0.3, False), (0.99, False)])
+def test_xtc_acts_with_its_probability(u: float, acts: bool) -> None:
+    candidates = whole(np.zeros(4, np.float32))
+    assert steps.xtc(candidates, 0.3, 0.1, lambda: u).ids.tolist() == ([3] if acts else [0, 1, 2, 3])
+
+
+def test_xtc_never_leaves_only_impossible_tokens() -> None:
+    logits = np.array([0, 1, -math.inf, -math.inf], np.float32)
+    kept = steps.xtc(whole(logits), 1.0, 0.0, lambda: 0.0)
+    assert kept.logits.max() == 0
+
+
+@pytest.mark.parametrize("n", [1, 40, 6000])
+@pytest.mark.parametrize("temperature", [1e-3, 0.7, 1.5, 100.0])
+def test_temper(n: int, temperature: float) -> None:
+    logits = random_logits(n, 5)
+    weights = steps.relative_weights(steps.temper(whole(logits), temperature).logits)
+    pairs = in_order(whole(logits))
+    expected = probabilities([(id_, logit / temperature) for id_, logit in pairs])
+    shares = weights[[id_ for id_, _ in pairs]] / weights.sum(dtype=np.float64)
+    np.testing.assert_allclose(shares, expected, rtol=1e-5 if n > 4096 else 1e-12, atol=1e-30)
+
+
+@pytest.mark.parametrize("n", [4, 6000])
+@pytest.mark.parametrize(("temperature", "share"), [(5e-324, 1.0), (1e308, 0.25)])
+def test_temper_at_the_ends_of_the_range(n: int, temperature: float, share: float) -> None:
+    logits = np.full(n, -math.inf, np.float32)
+    logits[:4] = [-3e38, 3e38, 0, 1]
+    weights = steps.relative_weights(steps.temper(whole(logits), temperature).logits)
+    assert weights[1] / weights.sum() == pytest.approx(share)
+    assert weights[4:].sum() == 0
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("scale", [0.0, 0.01, 3.0, 30.0])
+def test_draw(n: int, scale: float) -> None:
+    candidates = whole(random_logits(n, n, scale))
+    pairs = in_order(candidates)
+    ranks = {id_: rank for rank, (id_, _) in enumerate(pairs)}
+    for u in (0.0, 0.1234, 0.5432, 0.7654, 0.9543, 0.99876):
+        drawn = int(candidates.ids[steps.draw(candidates, u)])
+        # Among thousands of all but equal tokens float32 weights may move the place by one.
+        assert abs(ranks[drawn] - ranks[plain_draw(pairs, u)]) <= (n > 4096)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("scale", [0.0, 3.0, 300.0])
+def test_draw_with_the_largest_number_gives_one_of_the_last(n: int, scale: float) -> None:
+    candidates = whole(random_logits(n, n, scale))
+    pairs = in_order(candidates)
+    drawn = int(candidates.ids[steps.draw(candidates, 1 - 2**-53)])
+    rank = [id_ for id_, _ in pairs].index(drawn)
+    assert probabilities(pairs)[rank] > 0
+    assert math.fsum(probabilities(pairs)[rank + 1 :]) < 1e-6
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from([-math.inf, -800.0, -5.0, 0.0, 0.5]), min_size=1, max_size=30),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_draw_gives_no_token_of_probability_0(items: list[float], u: float) -> None:
+    logits = np.array([*items, 3.0], np.float32)
+    drawn = steps.draw(whole(logits), u)
+    assert math.exp(float(logits[drawn]) - 3.0) > 0
+
+
+def test_mirostat_follows_its_formula() -> None:
+    tau, eta = 3.0, 0.3
+    rng = np.random.default_rng(3)
+    numbers = rng.random(300)
+    queue = iter(numbers.tolist())
+    mirostat = Mirostat2(tau, eta, lambda: next(queue))
+    mu = 2 * tau
+    for step, u in enumerate(numbers.tolist()):
+        logits = random_logits(50, step, scale=[0.5, 3.0, 8.0][step % 3])
+        pairs = in_order(whole(logits))
+        probs = probabilities(pairs)
+        allowed = [pair for pair, q in zip(pairs, probs, strict=True) if -math.log2(q) <= mu] or pairs[:1]
+        expected = plain_draw(allowed, u)
+        surprise = -math.log2(dict(zip([id_ for id_, _ in allowed], probabilities(allowed), strict=True))[expected])
+        mu -= eta * (surprise - tau)
+        assert mirostat(whole(logits)) == expected
+        assert mirostat.mu == pytest.approx(mu, abs=1e-9)
+
+
+def test_mirostat_steers_the_surprise_to_its_target() -> None:
+    rng = np.random.default_rng(8)
+    mirostat = Mirostat2(2.0, 0.1, rng.random)
+    logits = random_logits(2000, 1, scale=2.0)
+    probs = np.exp(logits.astype(np.float64))
+    surprises = []
+    for _ in range(1500):
+        allowed = probs / probs.sum()
+        allowed = np.where(-np.log2(allowed) <= mirostat.mu, probs, 0)
+        drawn = mirostat(whole(logits))
+        surprises.append(-math.log2(allowed[drawn] / allowed.sum()))
+    assert np.mean(surprises[300:]) == pytest.approx(2.0, abs=0.1)
+
+
+def test_mirostat_with_absurd_settings_still_draws() -> None:
+    mirostat = Mirostat2(0.0, 1e308, lambda: 0.999)
+    logits = np.array([0, 1, 1, -math.inf], np.float32)
+    assert {mirostat(whole(logits)) for _ in range(20)} <= {1, 2}

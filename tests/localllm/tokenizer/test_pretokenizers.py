@@ -1,0 +1,135 @@
+"""How each kind of vocabulary cuts words.
+
+The kinds with real vocabularies at hand (gpt-2, llama-bpe, qwen2, starcoder) are checked with those in
+test_tokenizer; here each rule is shown by an example, and rewritten patterns face their originals.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.tokenizer.encoders import word_splitter
+from localllm.tokenizer.pretokenizers import PRE_TOKENIZERS, RAW_UTF8
+
+KINDS = {id(kind): name for name, kind in PRE_TOKENIZERS.items()}  # one name for each
+
+
+def words(name: str, text: str) -> list[str]:
+    return [word for word, _ in word_splitter(PRE_TOKENIZERS[name]).pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize("name", sorted(KINDS.values()))
+def test_every_kind_compiles_and_loses_nothing(name: str) -> None:
+    splitter = word_splitter(PRE_TOKENIZERS[name])
+
+    @settings(max_examples=15, deadline=None)
+    @given(st.text(st.characters(exclude_categories=["Cs"])) | st.text(" \n\r\t'a9!漢e\u0301_", max_size=30))
+    def check(text: str) -> None:
+        assert "".join(word for word, _ in splitter.pre_tokenize_str(text)) == text
+
+    check()
+
+
+# The names of public models' GGUF files.
+PUBLISHED = """
+    default llama3 llama-v3 llama-bpe falcon3 deepseek-llm deepseek-coder deepseek-v3 falcon mpt
+    starcoder gpt-2 phi-2 jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe
+    refact command-r qwen2 qwen35 deepseek-r1-qwen stablelm2 olmo dbrx smaug-bpe poro-chat glm4
+    chatglm-bpe viking jais tekken pixtral smollm codeshell bloom gpt3-finnish exaone exaone4
+    exaone-moe chameleon minerva-7b megrez gpt-4o llama4 superbpe trillion granite-docling
+    bailingmoe bailingmoe2 llada-moe seed-coder a.x-4.0 mellum hunyuan hunyuan-dense kimi-k2 grok-2
+    afmoe minimax-m2 lfm2 midm-2.0 solar-open youtu
+"""
+
+
+def test_published_names_are_known() -> None:
+    assert set(PUBLISHED.split()) <= PRE_TOKENIZERS.keys()
+    assert not RAW_UTF8 & PRE_TOKENIZERS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        # contractions: capitals too in Llama 3, small letters only in GPT-2
+        ("llama3", "I'LL don't", ["I", "'LL", " don", "'t"]),
+        ("gpt-2", "I'LL don't", ["I", "'", "LL", " don", "'t"]),
+        # digits: by three from the left, one by one, all, three by three after all
+        ("llama3", "x12345", ["x", "123", "45"]),
+        ("qwen2", "x12345", ["x", "1", "2", "3", "4", "5"]),
+        ("gpt-2", "x12345", ["x", "12345"]),
+        ("starcoder", "x 12345", ["x", " ", "1", "2", "3", "4", "5"]),
+        ("falcon", "x 12345!", ["x", " ", "123", "45", "!"]),
+        ("default", "12345", ["123", "45"]),
+        ("deepseek-llm", "x 12345", ["x", " ", "12345"]),
+        ("deepseek-v3", "x 12345", ["x", " ", "123", "45"]),
+        # and in threes from the right
+        ("superbpe", "1234567 12", ["1", "234", "567", " ", "12"]),
+        ("afmoe", "1234567 12", ["1", "234", "567", " ", "12"]),
+        ("tiny_aya", "1234567 12", ["1", "234", "567", " ", "12"]),
+        ("tiny_aya", "1234567x", ["123", "456", "7", "x"]),
+        # white space
+        ("llama3", "a   b \n\n c", ["a", "  ", " b", " \n\n", " c"]),
+        ("gpt-2", "a   b \n\n c", ["a", "  ", " b", " \n\n", " c"]),
+        ("bailingmoe", "a \n\n\nb", ["a", " \n\n\n", "b"]),
+        ("jais-2", " " * 6 + "a", ["    ", " ", " a"]),
+        ("chameleon", "a     b", ["a", "    ", " b"]),
+        ("laguna", "a\n\nb", ["a", "\n\n", "b"]),
+        # symbols and letters
+        ("llama3", "f(x)!!\nx", ["f", "(x", ")!!\n", "x"]),
+        ("seed-coder", "x)!!\nx", ["x", ")!!", "\n", "x"]),
+        ("deepseek-v3", "a.bc d", ["a", ".bc", " d"]),
+        ("deepseek-coder", "ab, cd漢字", ["ab", ",", " cd", "漢字"]),
+        ("deepseek-llm", "ab, cd漢字", ["ab", ",", " cd", "漢字"]),
+        ("bloom", "Hi, du (x)", ["Hi", ",", " du", " (", "x", ")"]),
+        # capitals begin a word
+        ("gpt-4o", "camelCase HTMLText it's", ["camel", "Case", " HTMLText", " it's"]),
+        ("tekken", "camelCase it's", ["camel", "Case", " it", "'s"]),
+        ("gpt-4o", "a//\n/b", ["a", "//\n/", "b"]),
+        # combining marks belong to their letters, or do not
+        ("qwen35", "e\u0301a", ["e\u0301a"]),
+        ("qwen2", "e\u0301a", ["e", "\u0301a"]),
+        # Han characters are words of their own in Kimi
+        ("kimi-k2", "ab漢字cd", ["ab", "漢字", "cd"]),
+        ("youtu", "ab漢字，。cd", ["ab", "漢字", "，。", "cd"]),
+        # words may span spaces
+        ("superbpe", "by the way", ["by the way"]),
+        ("exaone-moe", "by the way!", ["by the way", "!"]),
+    ],
+)
+def test_words_are_cut_as_each_kind_says(name: str, text: str, expected: list[str]) -> None:
+    assert words(name, text) == expected
+
+
+def cut(text: str, *patterns: str) -> list[str]:
+    """The rule itself, with Python's regular expressions: matches, also empty ones, and gaps."""
+    pieces = [text] if text else []
+    for pattern in patterns:
+        cuts: list[str] = []
+        for piece in pieces:
+            marks = {0, len(piece), *(end for match in re.finditer(pattern, piece) for end in match.span())}
+            places = sorted(marks)
+            cuts += [piece[a:b] for a, b in pairwise(places)]
+        pieces = cuts
+    return pieces
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.text("0123 a.,", max_size=24))
+def test_linear_digit_groups_cut_where_the_original_does(text: str) -> None:
+    assert words("superbpe", text) == cut(text, r"\d+", r"(?=(\d{3})+(?!\d))")
+    aya = [word for word in words("tiny_aya", text) if word[0].isdigit()]
+    # What is left for the next pattern cuts the numbers that were not grouped by three from the left.
+    grouped = cut(text, r"\d{1,3}(?=(?:\d{3})*\b)", r"\d{1,3}")
+    assert aya == [word for word in grouped if word[0].isdigit()]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(" \ta,", max_size=12))
+def test_trailing_spaces_of_deepseek_llm_are_one_word(text: str) -> None:
+    # The gaps between words are the spaces; the pattern for those at the end must not cut them.
+    assert words("deepseek-llm", text) == cut(text, r"\s?[a]+", r"\s?[,]+", r"\s+$")

@@ -1,0 +1,171 @@
+"""The stream decoder against decoding the whole text at once."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.errors import TokenizerError, UsageError
+from localllm.tokenizer import Tokenizer
+from localllm.tokenizer.stream import StreamDecoder
+from tests.helpers.vocabularies import (
+    CONTROL,
+    FakeFile,
+    bpe_metadata,
+    real_tokenizer,
+    spm_metadata,
+    tiny_spm_pieces,
+)
+
+PIECES = [("▁", -1.0), ("a", -2.0), ("b", -3.0), ("▁a", -4.0), ("ab", -5.0), ("▁漢字", -6.0), ("STOP", -7.0)]
+
+
+@functools.cache
+def spm() -> Tokenizer:
+    return Tokenizer.from_gguf(FakeFile(spm_metadata(tiny_spm_pieces(PIECES))))
+
+
+@functools.cache
+def bpe() -> Tokenizer:
+    merges = [("Ġ", "a"), ("a", "b"), ("ð", "Ł")]  # the last is half an emoji
+    return Tokenizer.from_gguf(FakeFile(bpe_metadata(merges, [("<|im_end|>", CONTROL)])))
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special=False)
+
+
+def feed(decoder: StreamDecoder, ids: list[int]) -> list[str]:
+    return [*(decoder.feed(token) for token in ids), decoder.finish()]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.sampled_from([spm, bpe]), st.booleans(), st.booleans())
+def test_the_parts_make_up_the_decoded_text(data: st.DataObject, make: object, special: bool, more: bool) -> None:
+    tokenizer = make()  # type: ignore[operator]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.n_vocab - 1), max_size=20))
+    parts = feed(StreamDecoder(tokenizer, special=special, continuation=more), ids)
+    assert "".join(parts) == tokenizer.decode(ids, special=special, continuation=more)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")),
+    st.sampled_from([spm, bpe]),
+)
+def test_text_comes_in_whole_characters(text: str, make: object) -> None:
+    tokenizer = make()  # type: ignore[operator]
+    parts = feed(StreamDecoder(tokenizer), ids_of(tokenizer, text))
+    assert "".join(parts) == text
+    assert "\ufffd" in text or not any("\ufffd" in part for part in parts)
+
+
+def test_half_a_character_waits_for_the_other_half() -> None:
+    tokenizer = bpe()
+    ids = ids_of(tokenizer, "🙂!")
+    assert feed(StreamDecoder(tokenizer), ids) == ["", "", "🙂", "!", ""]
+    # One that never comes shows as one replacement character, at the end or where something else follows.
+    assert feed(StreamDecoder(tokenizer), ids[:2]) == ["", "", "\ufffd"]
+    assert feed(StreamDecoder(tokenizer), [*ids[:2], *ids_of(tokenizer, "a")]) == ["", "", "\ufffda", ""]
+
+
+def test_special_tokens_are_seen_only_when_asked_for() -> None:
+    tokenizer = bpe()
+    ids = tokenizer.encode("a<|im_end|>b", parse_special=True)
+    assert feed(StreamDecoder(tokenizer), ids) == ["a", "", "b", ""]
+    assert feed(StreamDecoder(tokenizer, special=True), ids) == ["a", "<|im_end|>", "b", ""]
+
+
+def test_the_space_that_encoding_adds_is_taken_away_once() -> None:
+    tokenizer = spm()
+    a = ids_of(tokenizer, "a")  # "▁a"
+    assert feed(StreamDecoder(tokenizer), [1, *a, *a]) == ["", "a", " a", ""]
+    assert feed(StreamDecoder(tokenizer, continuation=True), [*a, *a]) == [" a", " a", ""]
+
+
+# --- stop strings
+
+
+def cut_at_first(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """The rule, character by character: the stop string that is complete first; of several the longest."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            stop = max(complete, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text("ab 漢", max_size=20),
+    st.lists(st.text("ab 漢", min_size=1, max_size=4), max_size=3),
+    st.sampled_from([spm, bpe]),
+)
+def test_stop_strings_cut_wherever_token_boundaries_fall(text: str, stops: list[str], make: object) -> None:
+    tokenizer = make()  # type: ignore[operator]
+    expected, stop = cut_at_first(text, stops)
+    decoder = StreamDecoder(tokenizer, stops)
+    seen = ""
+    for part in feed(decoder, ids_of(tokenizer, text)):
+        seen += part
+        assert expected.startswith(seen)  # nothing of a stop string was shown, not even for a moment
+    assert (seen, decoder.stopped) == (expected, stop)
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    tokenizer = bpe()
+    decoder = StreamDecoder(tokenizer, ["<end>", "\n\n"])
+    assert feed(decoder, ids_of(tokenizer, "x<en<e\ny\n")) == [
+        "x",
+        "",
+        "",
+        "",
+        "<en",
+        "",
+        "<e",
+        "\ny",
+        "",
+        "\n",
+    ]
+    assert decoder.stopped is None
+
+
+def test_nothing_comes_after_a_stop_string() -> None:
+    tokenizer = bpe()
+    decoder = StreamDecoder(tokenizer, "bb")  # one string is one stop string, not two letters
+    b = ids_of(tokenizer, "b")[0]
+    assert [decoder.feed(token) for token in [*ids_of(tokenizer, "x "), b, b, b]] == ["x", " ", "", "", ""]
+    assert decoder.stopped == "bb"
+    assert decoder.finish() == ""
+
+
+def test_a_stop_string_completed_by_the_last_flush_still_stops() -> None:
+    tokenizer = bpe()
+    decoder = StreamDecoder(tokenizer, ["\ufffd"])
+    assert feed(decoder, [*ids_of(tokenizer, "a"), ids_of(tokenizer, "🙂")[0]]) == ["a", "", ""]
+    assert decoder.stopped == "\ufffd"
+
+
+@pytest.mark.parametrize("stops", [[""], ["a", ""], ""])
+def test_empty_stop_strings_are_refused(stops: list[str] | str) -> None:
+    with pytest.raises(UsageError, match="stop string is empty"):
+        StreamDecoder(bpe(), stops)
+
+
+def test_ids_out_of_range_are_refused() -> None:
+    with pytest.raises(TokenizerError, match="not a token id"):
+        StreamDecoder(bpe()).feed(10**6)
+
+
+@pytest.mark.parametrize("name", ["llama-bpe", "llama-spm", "qwen2"])
+def test_real_vocabularies_stream_as_they_decode(name: str) -> None:
+    tokenizer = real_tokenizer(f"vocab/ggml-vocab-{name}.gguf")
+    text = "Once upon a time, 🙂👩‍👩‍👧 met 漢字 and  naïve café.\n\tThe END\r\n"
+    ids = ids_of(tokenizer, text)
+    parts = feed(StreamDecoder(tokenizer), ids)
+    assert "".join(parts) == text
+    assert "".join(feed(StreamDecoder(tokenizer, ["naïve c"]), ids)) == text.partition("naïve c")[0]

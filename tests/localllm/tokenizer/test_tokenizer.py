@@ -1,0 +1,388 @@
+"""The tokenizer against llama.cpp's test vectors, the libraries' own models, and itself read backwards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.errors import TokenizerError
+from localllm.tokenizer import Tokenizer
+from tests.helpers.data import ROOT, shared_data
+from tests.helpers.vocabularies import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    FakeFile,
+    bpe_metadata,
+    real_tokenizer,
+    sentencepiece_metadata,
+    spm_metadata,
+    tiny_spm_pieces,
+    train_sentencepiece,
+)
+
+VOCABULARIES = ["gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2", "starcoder"]
+
+CORPUS = (
+    "Once upon a time there was a little tokenizer. It's 12 years old, isn't it? THE END!\n"
+    "def main(argc: int) -> None:\n    return argc ** 2  # 3,14159\n"
+    "Ein schöner Tag – naïve café, Ελληνικά, русский, 漢字かな, 한국어, عربى, हिन्दी.\n"
+    "\tTabs\tand   spaces,\r\nnewlines\n\n\n, emoji 🙂👩‍👩‍👧 and \u200bmarks e\u0301.\n"
+) * 4
+
+
+def tiny(metadata: dict[str, Any]) -> Tokenizer:
+    return Tokenizer.from_gguf(FakeFile(metadata))
+
+
+def vocabulary(name: str) -> Tokenizer:
+    return real_tokenizer(f"vocab/ggml-vocab-{name}.gguf")
+
+
+# --- real vocabularies
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_agrees_with_the_vectors_of_llama_cpp(name: str) -> None:
+    path = shared_data(f"vocab/ggml-vocab-{name}.gguf")
+    tokenizer = vocabulary(name)
+    texts = Path(f"{path}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    lines = Path(f"{path}.out").read_text().split("\n")  # the last text, and so the last line, is empty
+    expected = [[int(token) for token in line.split()] for line in lines]
+    assert len(texts) == len(expected) == 47
+    for text, ids in zip(texts, expected, strict=True):
+        assert tokenizer.encode(text, add_special=False) == ids, repr(text)
+        assert tokenizer.decode(ids) == text
+
+
+# SentencePiece spells a space U+2581; NUL and surrogates are in, and out, of every text as usual.
+any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"))
+wordy_text = st.lists(
+    st.sampled_from(["the", " the", "  ", "\n", "\r\n", "\t", "isn't", "1234567", "é", "e\u0301", "漢字", "🙂", "\0"])
+).map("".join)
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_decoding_undoes_encoding(name: str) -> None:
+    tokenizer = vocabulary(name)
+
+    bytes_known = {tokenizer.token_bytes(token) for token in range(tokenizer.n_vocab)}
+    missing = {byte for byte in range(256) if bytes([byte]) not in bytes_known}
+    # No text has these.  StarCoder lacks a few more, of planes of Unicode that nobody writes.
+    assert missing - {0xC0, 0xC1, *range(0xF5, 0x100)} <= ({0xF1, 0xF2, 0xF4} if name == "starcoder" else set())
+
+    @settings(max_examples=50, deadline=None)
+    @given(any_text | wordy_text)
+    def check(text: str) -> None:
+        if not missing.isdisjoint(text.encode()):
+            with pytest.raises(TokenizerError, match=r"no token for"):
+                tokenizer.encode(text)
+            return
+        ids = tokenizer.encode(text)
+        assert all(0 <= token < tokenizer.n_vocab for token in ids)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(tokenizer.encode(text, add_special=False)) == text
+
+    check()
+
+
+def test_special_tokens_of_real_vocabularies() -> None:
+    llama3, qwen2, llama2 = vocabulary("llama-bpe"), vocabulary("qwen2"), vocabulary("llama-spm")
+    assert (llama3.model, llama3.pre, llama3.n_vocab) == ("gpt2", "llama-bpe", 128_256)
+    assert (llama3.bos_id, llama3.eos_id, llama3.add_bos) == (128_000, 128_001, True)
+    assert {llama3.token_text(token) for token in llama3.eog_ids} == {"<|end_of_text|>", "<|eot_id|>"}
+    assert llama3.encode("<|eot_id|>", add_special=False, parse_special=True) == [128_009]
+    assert llama3.decode([128_009]) == ""
+    assert llama3.decode([128_009], special=True) == "<|eot_id|>"
+    assert (qwen2.add_bos, qwen2.is_special(151_645), qwen2.is_special(0)) == (False, True, False)
+    assert {qwen2.token_text(token) for token in qwen2.eog_ids} == {"<|endoftext|>", "<|im_end|>"}
+    assert llama2.encode("") == [1]
+    assert llama2.encode("<s>Hello</s> there", parse_special=True) == [1, 15_043, 2, 29_871, 727]
+
+
+def test_a_word_that_looks_like_an_end_token_stays_a_word() -> None:
+    # To Qwen2 "</s>" is HTML: an ordinary token that merges lead to.  llama.cpp ends the answer there.
+    tokenizer = vocabulary("qwen2")
+    assert tokenizer.token_text(128_247) == "</s>"
+    assert tokenizer.decode([128_247]) == "</s>"
+    assert not tokenizer.is_special(128_247)
+    assert 128_247 not in tokenizer.eog_ids
+
+
+def test_phi_3_swallows_white_space_after_special_tokens() -> None:
+    tokenizer = vocabulary("phi-3")
+    user, end = 32_010, 32_007
+    assert tokenizer.token_text(user) == "<|user|>"
+    plain = tokenizer.encode("Hi", add_special=False)
+    marked = tokenizer.encode("<|user|>\n Hi<|end|>\n", add_special=False, parse_special=True)
+    assert marked == [user, *plain, end]
+
+
+def test_stories_agree_with_the_facts() -> None:
+    ids = real_tokenizer("models/stories260K/stories260K.gguf").encode("Once upon a time")
+    assert ids == [1, 403, 407, 261, 378]
+
+
+def test_equal_scores_merge_from_left_to_right() -> None:
+    """All scores of this file are −1000, and it has no byte tokens: unknown characters are unknown."""
+    tokenizer = real_tokenizer("models/story656K/TinyStories-656K-Q8_0.gguf")
+    source = json.loads(shared_data("models/story656K/tokenizer.json").read_text())
+    assert source["model"]["vocab"] == {tokenizer.token_text(i): i for i in range(tokenizer.n_vocab)}
+    for text in ("Once upon a time", "Lily likes her dog.", "a  b\nc"):
+        assert tokenizer.encode(text) == [1, *merge_left_to_right(f"▁{text.replace(' ', '▁')}", source)]
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    # U+6F22 is no token.  The unknown token stands for it, and shows as nothing.
+    assert tokenizer.encode("漢", add_special=False)[-1] == 0
+    assert tokenizer.decode(tokenizer.encode("a漢b")) == "ab"
+
+
+def merge_left_to_right(text: str, source: Any) -> list[int]:
+    """Greedy merging where all pairs are equally good, in the plainest way."""
+    vocabulary = source["model"]["vocab"]
+    parts = list(text)
+    while True:
+        for i in range(len(parts) - 1):
+            if parts[i] + parts[i + 1] in vocabulary:
+                parts[i : i + 2] = [parts[i] + parts[i + 1]]
+                break
+        else:
+            return [vocabulary[part] for part in parts]
+
+
+# --- against the libraries' own models
+
+
+def test_agrees_with_a_trained_sentencepiece_model() -> None:
+    processor = train_sentencepiece(CORPUS, 420)
+    tokenizer = tiny(sentencepiece_metadata(processor))
+
+    @settings(max_examples=60, deadline=None)
+    @given(any_text | st.lists(st.sampled_from(CORPUS.split(" "))).map(" ".join))
+    def check(text: str) -> None:
+        ids = tokenizer.encode(text, add_special=False)
+        assert ids == processor.encode(text)
+        assert tokenizer.decode(ids) == processor.decode(ids) == text
+
+    check()
+
+
+@pytest.mark.parametrize("ignore_merges", [False, True])
+def test_agrees_with_a_trained_bpe_model(ignore_merges: bool) -> None:
+    reference = tokenizers.Tokenizer(tokenizers.models.BPE())
+    reference.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=420, initial_alphabet=sorted(alphabet), show_progress=False)
+    reference.train_from_iterator([CORPUS], trainer)
+    model = json.loads(reference.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    special = [] if not ignore_merges else [("Ġtokenizer", NORMAL)]  # no merge leads to it
+    tokenizer = tiny(
+        bpe_metadata(
+            merges,
+            [*special, ("<|endoftext|>", CONTROL)],
+            pre="llama3" if ignore_merges else "gpt-2",
+            add_bos_token=False,
+        )
+    )
+
+    @settings(max_examples=60, deadline=None)
+    @given(any_text | st.lists(st.sampled_from(CORPUS.split(" "))).map(" ".join))
+    def check(text: str) -> None:
+        texts = [tokenizer.token_text(token) for token in tokenizer.encode(text, add_special=False)]
+        if not ignore_merges:
+            assert texts == reference.encode(text).tokens
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+    check()
+    whole = tokenizer.encode(" tokenizer", add_special=False)
+    assert [tokenizer.token_text(token) for token in whole] == (
+        ["Ġtokenizer"] if ignore_merges else reference.encode(" tokenizer").tokens
+    )
+
+
+# --- BOS, EOS, spaces and special tokens
+
+WORDS = [("▁", -1.0), ("h", -2.0), ("i", -3.0), ("▁h", -4.0), ("▁hi", -5.0), ("hi", -6.0)]
+
+
+def ids_of(tokenizer: Tokenizer, *texts: str) -> list[int]:
+    every = [tokenizer.token_text(token) for token in range(tokenizer.n_vocab)]
+    return [every.index(text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("changes", "front", "back"),
+    [
+        ({}, ["<s>"], []),  # SentencePiece models get BOS unless the file says otherwise
+        ({"add_bos_token": False}, [], []),
+        ({"add_eos_token": True}, ["<s>"], ["</s>"]),
+    ],
+)
+def test_bos_and_eos_are_added_as_the_file_says(changes: dict[str, Any], front: list[str], back: list[str]) -> None:
+    tokenizer = tiny(spm_metadata(tiny_spm_pieces(WORDS), **changes))
+    assert tokenizer.encode("hi") == ids_of(tokenizer, *front, "▁hi", *back)
+    assert tokenizer.encode("hi", add_special=False) == ids_of(tokenizer, "▁hi")
+
+
+def test_bos_of_byte_level_models_depends_on_the_pre_tokenizer() -> None:
+    assert not tiny(bpe_metadata(pre="gpt-2", bos_token_id=256)).add_bos
+    assert tiny(bpe_metadata(pre="llama3", bos_token_id=256)).add_bos
+    assert not tiny(bpe_metadata(pre="llama3", bos_token_id=256, add_bos_token=False)).add_bos
+
+
+def test_a_text_that_starts_with_bos_gets_no_second_one() -> None:
+    tokenizer = tiny(spm_metadata(tiny_spm_pieces(WORDS)))
+    assert tokenizer.encode("<s>hi", parse_special=True) == ids_of(tokenizer, "<s>", "▁hi")
+    assert tokenizer.encode("<s>hi").count(1) == 1  # the text's own is just text
+
+
+def test_the_space_in_front_is_optional() -> None:
+    with_space = tiny(spm_metadata(tiny_spm_pieces(WORDS)))
+    without = tiny(spm_metadata(tiny_spm_pieces(WORDS), add_space_prefix=False))
+    assert without.encode("hi", add_special=False) == ids_of(without, "hi")
+    assert without.decode(ids_of(without, "▁hi")) == " hi"
+    assert with_space.decode(ids_of(with_space, "<s>", "▁hi")) == "hi"
+    assert with_space.decode(ids_of(with_space, "▁hi"), continuation=True) == " hi"
+    assert with_space.decode(with_space.encode("  hi")) == "  hi"
+
+
+def test_control_tokens_are_read_only_when_asked_for_but_user_defined_ones_always() -> None:
+    special = [("<|im_end|>", CONTROL), ("<tool>", USER_DEFINED), ("<tool>x", USER_DEFINED)]
+    tokenizer = tiny(bpe_metadata([], special))
+    end, tool, tool_x = ids_of(tokenizer, "<|im_end|>", "<tool>", "<tool>x")
+    assert end not in tokenizer.encode("a<|im_end|>")
+    assert tokenizer.decode(tokenizer.encode("a<|im_end|>")) == "a<|im_end|>"
+    assert tokenizer.encode("<|im_end|>", parse_special=True) == [end]
+    assert tokenizer.encode("<tool><tool>x") == [tool, tool_x]  # the longest one that starts there
+    assert tokenizer.decode([tool, end, tool_x]) == "<tool><tool>x"
+    assert tokenizer.is_special(end)
+    assert not tokenizer.is_special(tool)
+    assert tokenizer.eog_ids == {end, tool_x}  # tool_x is the file's EOS
+
+
+def test_token_bytes() -> None:
+    special = [("<unk>", UNKNOWN), ("<pad>", UNUSED), ("naïve", USER_DEFINED), ("<|eot_id|>", CONTROL)]
+    tokenizer = tiny(bpe_metadata([("Ġ", "a")], special))
+    space_a, unknown, unused, user, control = range(256, 261)
+    assert tokenizer.token_bytes(space_a) == b" a"
+    assert tokenizer.token_bytes(user) == "naïve".encode()
+    assert [tokenizer.token_bytes(token) for token in (unknown, unused, control)] == [b"", b"", b""]
+    assert tokenizer.token_bytes(control, special=True) == b"<|eot_id|>"
+    spm = tiny(spm_metadata(tiny_spm_pieces(WORDS)))
+    assert [spm.token_bytes(3 + byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert spm.token_bytes(ids_of(spm, "▁hi")[0]) == b" hi"
+
+
+def test_bytes_that_are_no_text_become_replacement_characters() -> None:
+    tokenizer = tiny(spm_metadata(tiny_spm_pieces()))
+    assert tokenizer.decode([3 + 0xE2, 3 + 0x82, 3 + ord("x"), 3 + 0xFF]) == "\ufffdx\ufffd"
+
+
+# --- end of generation
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<end_of_turn>",
+        "<|end|>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<｜end▁of▁sentence｜>",
+    ],
+)
+def test_end_tokens_are_known_by_their_text_whatever_their_type(text: str) -> None:
+    for kind in (NORMAL, USER_DEFINED, CONTROL):
+        tokenizer = tiny(bpe_metadata([], [(text, kind), ("<x>", CONTROL)], eos_token_id=257))
+        assert tokenizer.eog_ids == {256, 257}
+        assert tokenizer.is_special(256)
+
+
+def test_end_tokens_are_known_by_metadata() -> None:
+    special = [(f"<{letter}>", CONTROL) for letter in "abcd"]
+    tokenizer = tiny(
+        bpe_metadata([], special, eos_token_id=256, eot_token_id=257, eom_token_id=258, fim_pad_token_id=259)
+    )
+    assert tokenizer.eog_ids == {256, 257, 258, 259}
+
+
+def test_the_messages_of_gpt_oss_end_without_ending_the_answer() -> None:
+    special = [(f"<|{name}|>", CONTROL) for name in ("end", "return", "call", "channel", "message")]
+    tokenizer = tiny(bpe_metadata([], special, eos_token_id=257))
+    assert tokenizer.eog_ids == {257, 258}
+    assert tokenizer.decode(range(256, 261)) == "<|end|><|channel|><|message|>"
+
+
+# --- texts and ids that cannot be translated
+
+
+def test_a_lone_surrogate_is_refused() -> None:
+    for tokenizer in (tiny(spm_metadata(tiny_spm_pieces())), tiny(bpe_metadata())):
+        with pytest.raises(TokenizerError, match=r"character 1 is the lone surrogate U\+DC80"):
+            tokenizer.encode("a\udc80b")
+
+
+@pytest.mark.parametrize("token", [-1, 257, 2**70, 1.0, "a", None])
+def test_ids_that_are_none_are_refused(token: Any) -> None:
+    tokenizer = tiny(bpe_metadata())
+    for call in (tokenizer.token_bytes, tokenizer.token_text, tokenizer.is_special):
+        with pytest.raises(TokenizerError, match=r"token id"):
+            call(token)
+    with pytest.raises(TokenizerError, match=r"token id"):
+        tokenizer.decode([0, token])
+
+
+def test_a_character_that_no_token_spells_is_an_error_and_not_lost() -> None:
+    metadata = bpe_metadata(special=[])
+    tokens = metadata["tokenizer.ggml.tokens"]
+    del tokens[ord("z")]
+    short = tiny({**metadata, **dict.fromkeys(["tokenizer.ggml.eos_token_id"], 1), **types_for(tokens)})
+    assert short.decode(short.encode("abc")) == "abc"
+    with pytest.raises(TokenizerError, match=r"no token for 'z' \(U\+007A\)"):
+        short.encode("abcz")
+    no_unknown = spm_metadata([("<s>", 0, CONTROL), ("</s>", 0, CONTROL), ("a", 0, NORMAL), ("▁", 0, NORMAL)])
+    for key, value in (("bos", 0), ("eos", 1), ("unknown", None)):
+        no_unknown[f"tokenizer.ggml.{key}_token_id"] = value
+    with pytest.raises(TokenizerError, match=r"no token for 'b'"):
+        tiny({key: value for key, value in no_unknown.items() if value is not None}).encode("ab")
+
+
+def types_for(tokens: list[str]) -> dict[str, Any]:
+    return {"tokenizer.ggml.token_type": np.full(len(tokens), NORMAL, np.int32)}
+
+
+@pytest.mark.parametrize("text", ["a", " ", "1", "!", "漢", "\n", "ab ", "🙂"])
+def test_a_long_run_of_one_kind_is_still_one_text(text: str) -> None:
+    # What takes quadratic time would not end here.
+    long = text * (20_000 // len(text)) + "x"
+    for tokenizer in (
+        tiny(spm_metadata(tiny_spm_pieces(WORDS))),
+        tiny(bpe_metadata([("a", "a"), ("Ġ", "Ġ")])),
+    ):
+        assert tokenizer.decode(tokenizer.encode(long)) == long
+
+
+def test_only_the_library_that_is_needed_is_imported() -> None:
+    script = (
+        "import sys\n"
+        "from localllm.tokenizer import Tokenizer\n"
+        "assert not {'sentencepiece', 'tokenizers'} & set(sys.modules)\n"
+        "from tests.helpers.vocabularies import *\n"
+        "del sys.modules['sentencepiece']\n"
+        "Tokenizer.from_gguf(FakeFile(bpe_metadata()))\n"
+        "assert 'tokenizers' in sys.modules and 'sentencepiece' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
