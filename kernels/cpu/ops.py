@@ -366,7 +366,8 @@ class CPUOps:
     # -- Operations ------------------------------------------------------------------------------------------------
 
     def embed(self, table: Weight, scale: float = 1.0) -> Buffer:
-        x = Buffer(self._now, N_TOKENS, table.shape[1])
+        # Filled in before the program runs: nothing that the program writes may lie in the same memory.
+        x = Buffer(self._now, N_TOKENS, table.shape[1], shared=False)
         self._now.embeddings.append((table, scale, x))
         return x
 

@@ -116,6 +116,20 @@ def test_what_a_step_needs_lives_as_long_as_the_step(ops: CPUOps) -> None:
     assert len(trash) == 50
 
 
+def test_a_lookup_after_other_operations_keeps_its_rows(ops: CPUOps) -> None:
+    """Rows are looked up before the program runs: what the program writes must lie elsewhere."""
+    first, second = random(8, 64), random(8, 64)
+    tables, linear = [ops.load_embedding(f32(x)) for x in (first, second)], ops.load_linear(f32(np.eye(64)))
+
+    def forward() -> Any:
+        # Buffers that are free again by the time of the second lookup, and are written when the program runs.
+        scratch = ops.linear(ops.rms_norm(ops.embed(tables[0]), ops.load_vector(f32(np.ones(64))), 0.0), linear)
+        del scratch
+        return ops.outputs(ops.embed(tables[1]))
+
+    np.testing.assert_array_equal(run(ops, forward, one_sequence(8)), second)
+
+
 def test_a_deep_pass_takes_no_more_memory_than_a_shallow_one(ops: CPUOps, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     original = cpu_ops.aligned_zeros
