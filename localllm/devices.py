@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 from localllm.errors import DeviceError, UsageError
 from localllm.kernels.ops import Ops
@@ -69,10 +68,10 @@ def _cpu(threads: int | None, isa: str | None, progress: Callable[[int, int], No
     from localllm.kernels.cpu.ops import CPUOps
 
     ops = CPUOps(threads, isa, progress)
-    return Device("cpu", f"numba kernels for {ops.target.name}", ops.workers.n, cast(Ops, ops), ops.workers.close)
+    return Device("cpu", f"numba kernels for {ops.target.name}", ops.workers.n, ops, ops.workers.close)
 
 
 def _reference() -> Device:
     from localllm.kernels.reference import ReferenceOps
 
-    return Device("reference", "numpy", 1, cast(Ops, ReferenceOps()), close=lambda: None)
+    return Device("reference", "numpy", 1, ReferenceOps(), close=lambda: None)

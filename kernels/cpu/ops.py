@@ -27,7 +27,7 @@ from localllm.kernels.cpu.program import Instruction, Program, Workers
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.tiles import RECORD, TILES, TOKENS
-from localllm.kernels.ops import Batch, CacheShape, KVCache, Rope, Step, Tensor, Weight
+from localllm.kernels.ops import Batch, CacheShape, KVCache, Linear, Ops, Rope, Step, Tensor, Weight
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import GROUP, LAYOUTS
@@ -65,11 +65,23 @@ def aligned_zeros(shape: int | tuple[int, ...], kind: type) -> NDArray[Any]:
 
 
 @dataclass(frozen=True)
+class CPUVector:
+    """A vector of n values, with zeros behind them up to a padded length."""
+
+    values: NDArray[np.float32]
+    n: int
+
+    @property
+    def address(self) -> int:
+        return self.values.ctypes.data
+
+
+@dataclass(frozen=True)
 class CPULinear:
     """A packed matrix."""
 
     packed: NDArray[np.uint8]
-    bias: NDArray[np.float32] | None  # padded
+    bias: CPUVector | None
     type: KernelType
     source: GGMLType
     n_in: int
@@ -257,7 +269,7 @@ class Recording:
         return n
 
 
-class CPUOps:
+class CPUOps(Ops):
     """The CPU backend.
 
     Args:
@@ -284,6 +296,8 @@ class CPUOps:
 
     def load_linear(self, weight: Weight, bias: Weight | None = None) -> CPULinear:
         n_out, n_in = weight.shape
+        if bias is not None and bias.shape != (n_out,):
+            raise KernelError(f"a matrix [{n_out}, {n_in}] cannot have a bias {list(bias.shape)}")
         kind = repack_target(weight.type)
         try:
             packed = self._pack(weight, kind)
@@ -318,9 +332,9 @@ class CPUOps:
         n_out, n_in = weight.shape
         return LAYOUTS[repack_target(weight.type)].packed_bytes(padded(n_out), n_in)
 
-    def load_vector(self, weight: Weight) -> NDArray[np.float32]:
+    def load_vector(self, weight: Weight) -> CPUVector:
         values = dequantize(weight.data, weight.type).reshape(-1)
-        return np.pad(values, (0, padded(len(values)) - len(values)))
+        return CPUVector(np.pad(values, (0, padded(len(values)) - len(values))), len(values))
 
     def load_embedding(self, weight: Weight) -> Weight:
         return weight
@@ -339,6 +353,7 @@ class CPUOps:
         recording = self._recording = Recording(cache, max_tokens, max_outputs)
         try:
             logits = forward()
+            self._check_tensors(logits, slot=N_OUTPUTS)
         finally:
             self._recording = None
         # The weights live as long as what refers to them: the forward function.
@@ -360,40 +375,79 @@ class CPUOps:
             raise KernelError("operations of the CPU backend run only inside a forward pass: see compile()")
         return self._recording
 
+    def _check_tensors(self, *tensors: Buffer, slot: int | None = None) -> None:
+        """Makes sure that tensors belong to this forward pass and have the same rows, those that ``slot`` counts.
+
+        Kernels believe every address and every number: what does not fit must be found while recording.
+        """
+        for x in tensors:
+            if not isinstance(x, Buffer) or x.recording is not self._now:
+                raise KernelError("an operation was given something else than a tensor of its own forward pass")
+        wanted = tensors[0].slot if slot is None else slot
+        rows = {N_TOKENS: "each token", N_OUTPUTS: "each output"}
+        for x in tensors:
+            if x.slot != wanted:
+                raise KernelError(f"a tensor has a row for {rows[x.slot]} where one for {rows[wanted]} is needed")
+
+    def _check_layer(self, layer: int) -> None:
+        n_layers = self._now.cache.shape.n_layers
+        if not 0 <= layer < n_layers:
+            raise KernelError(f"there is no layer {layer} in a cache of {n_layers} layers")
+
+    def _check_heads(self, what: str, x: Buffer, multiple_of: int) -> None:
+        """Makes sure that a tensor is a row of whole heads, a multiple of so many."""
+        head_dim = self._now.cache.shape.head_dim
+        if x.width == 0 or x.width % (multiple_of * head_dim):
+            raise KernelError(f"{x.width} values of {what} are no multiple of {multiple_of} heads of {head_dim}")
+
     def _add(self, kernel: Kernel, arguments: Sequence[int | float], units: int, slot: int, **constants: Any) -> None:
         self._now.add(variant(kernel, self.target, **constants), arguments, units, slot)
 
     # -- Operations ------------------------------------------------------------------------------------------------
 
     def embed(self, table: Weight, scale: float = 1.0) -> Buffer:
+        if len(table.shape) != 2:
+            raise KernelError(f"an embedding table has rows and columns, not the shape {list(table.shape)}")
         # Filled in before the program runs: nothing that the program writes may lie in the same memory.
         x = Buffer(self._now, N_TOKENS, table.shape[1], shared=False)
         self._now.embeddings.append((table, scale, x))
         return x
 
-    def rms_norm(self, x: Buffer, weight: NDArray[np.float32], eps: float) -> Buffer:
-        y = Buffer(self._now, x.slot, x.width)
-        self._now.operands.append(weight)
+    def rms_norm(self, x: Buffer, weight: CPUVector, eps: float) -> Buffer:
+        recording = self._now
+        self._check_tensors(x)
+        if weight.n != x.width:
+            raise KernelError(f"a norm of {weight.n} weights cannot be taken of {x.width} values")
+        y = Buffer(recording, x.slot, x.width)
+        recording.operands.append(weight)
         arguments = (
-            *(x.address, weight.ctypes.data, x.width, x.stride // 4, x.stride),
+            *(x.address, weight.address, x.width, x.stride // 4, x.stride),
             *(y.address, y.stride, float(eps)),
         )
         self._add(elementwise.rms_norm, arguments, 1, x.slot)
         return y
 
-    def linear(self, x: Buffer, weight: CPULinear, residual: Buffer | None = None) -> Buffer:
+    def linear(self, x: Buffer, weight: Linear, residual: Buffer | None = None) -> Buffer:
+        recording, w = self._now, _packed(weight)
+        self._check_tensors(x)
+        if residual is None:
+            y = Buffer(recording, x.slot, w.n_out)
+            self._multiply(x, w, y, 0, wait=True)
+            return y
+        self._check_tensors(x, residual)
         # A kernel may add to what it reads, but not to what others still multiply.
-        y = Buffer(self._now, x.slot, weight.n_out) if residual is None or residual is x else residual.changed()
-        self._multiply(x, weight, y, 0 if residual is None else residual.address, wait=True)
+        y = Buffer(recording, x.slot, x.width) if residual is x else residual.changed()
+        self._multiply(x, w, y, residual.address, wait=True)
         return y
 
-    def linears(self, x: Buffer, weights: Sequence[CPULinear]) -> list[Buffer]:
-        results = [Buffer(self._now, x.slot, w.n_out) for w in weights]
-        for w in weights:
-            if w.type in TILES:
-                x.records(self.target)  # before the products, which do not wait for each other
-        for i, (w, y) in enumerate(zip(weights, results, strict=True)):
-            self._multiply(x, w, y, 0, wait=i == len(weights) - 1)
+    def linears(self, x: Buffer, weights: Sequence[Linear]) -> list[Buffer]:
+        recording, packed = self._now, [_packed(w) for w in weights]
+        self._check_tensors(x)
+        results = [Buffer(recording, x.slot, w.n_out) for w in packed]
+        if any(w.type in TILES for w in packed):
+            x.records(self.target)  # before the products, which do not wait for each other
+        for i, (w, y) in enumerate(zip(packed, results, strict=True)):
+            self._multiply(x, w, y, 0, wait=i == len(packed) - 1)
         return results
 
     def _multiply(self, x: Buffer, w: CPULinear, y: Buffer, residual: int, *, wait: bool) -> None:
@@ -402,7 +456,7 @@ class CPUOps:
         layout, recording = LAYOUTS[w.type], self._now
         batch = recording.header.ctypes.data + 8 * x.slot
         recording.operands.append(w)
-        bias = 0 if w.bias is None else w.bias.ctypes.data
+        bias = 0 if w.bias is None else w.bias.address
         groups = padded(w.n_out) // GROUP
         matrix = w.packed.ctypes.data
         if tile := TILES.get(w.type):
@@ -425,16 +479,19 @@ class CPUOps:
         rope: Rope | None,
         layer: int,
         *,
-        q_norm: NDArray[np.float32] | None = None,
-        k_norm: NDArray[np.float32] | None = None,
+        q_norm: CPUVector | None = None,
+        k_norm: CPUVector | None = None,
         eps: float = 0.0,
     ) -> Buffer:
         recording, cache = self._now, self._now.cache
         head_dim = cache.shape.head_dim
+        self._check_append(q, k, v, rope, layer)
         for x, norm in ((q, q_norm), (k, k_norm)):
             if norm is not None:
+                if norm.n != head_dim:
+                    raise KernelError(f"a norm of {norm.n} weights cannot be taken of heads of {head_dim}")
                 recording.operands.append(norm)
-                arguments = (x.address, norm.ctypes.data, x.width // head_dim, head_dim, x.stride, float(eps))
+                arguments = (x.address, norm.address, x.width // head_dim, head_dim, x.stride, float(eps))
                 self._add(elementwise.head_norm, arguments, 1, N_TOKENS)
         n_pairs = 0 if rope is None else len(rope.frequencies)
         angles = 0 if rope is None else recording.rope_angles(rope)
@@ -454,12 +511,30 @@ class CPUOps:
         )
         return q.changed()
 
+    def _check_append(self, q: Buffer, k: Buffer, v: Buffer, rope: Rope | None, layer: int) -> None:
+        shape = self._now.cache.shape
+        self._check_tensors(q, k, v, slot=N_TOKENS)
+        self._check_layer(layer)
+        self._check_heads("queries", q, shape.n_kv_heads)
+        for what, x in (("keys", k), ("values", v)):
+            if x.width != shape.n_kv_heads * shape.head_dim:
+                raise KernelError(
+                    f"{x.width} values of {what} do not fit a cache of {shape.n_kv_heads} heads of {shape.head_dim}"
+                )
+        if rope is not None and 2 * len(rope.frequencies) > shape.head_dim:
+            raise KernelError(
+                f"{len(rope.frequencies)} pairs of values cannot be turned in heads of {shape.head_dim}"
+            )
+
     def _head_constants(self) -> dict[str, int]:
         return {"HEAD": self._now.cache.keys.shape[3], "PAGE": PAGE}
 
     def attention(self, q: Buffer, layer: int, *, scale: float, window: int | None = None) -> Buffer:
         recording, cache = self._now, self._now.cache
         heads, head_dim = cache.shape.n_kv_heads, cache.shape.head_dim
+        self._check_tensors(q, slot=N_TOKENS)
+        self._check_layer(layer)
+        self._check_heads("queries", q, heads)
         group_size = q.width // head_dim // heads
         recording.use_groups_of(group_size)
         constants = self._head_constants()
@@ -487,16 +562,28 @@ class CPUOps:
         kernels = {"silu": elementwise.gated_silu, "gelu": elementwise.gated_gelu}
         if activation not in kernels:
             raise KernelError(f"there is no activation {activation!r}; choose one of {', '.join(kernels)}")
-        y = Buffer(self._now, gate.slot, gate.width)
+        recording = self._now
+        self._check_tensors(gate, up)
+        if gate.width != up.width:
+            raise KernelError(f"a gate of {gate.width} values does not fit {up.width} values")
+        y = Buffer(recording, gate.slot, gate.width)
         arguments = (gate.address, up.address, gate.stride // 4, gate.stride, y.address)
         self._add(kernels[activation], arguments, 1, gate.slot)
         return y
 
     def outputs(self, x: Buffer) -> Buffer:
-        y = Buffer(self._now, N_OUTPUTS, x.width)
-        arguments = (self._now.output_rows.ctypes.data, x.address, x.stride // 4, x.stride, y.address)
+        recording = self._now
+        self._check_tensors(x, slot=N_TOKENS)
+        y = Buffer(recording, N_OUTPUTS, x.width)
+        arguments = (recording.output_rows.ctypes.data, x.address, x.stride // 4, x.stride, y.address)
         self._add(elementwise.gather_rows, arguments, 1, N_OUTPUTS)
         return y
+
+
+def _packed(weight: Linear) -> CPULinear:
+    if not isinstance(weight, CPULinear):
+        raise KernelError(f"the CPU backend cannot use a {type(weight).__name__}")
+    return weight
 
 
 def default_threads() -> int:
