@@ -53,6 +53,11 @@ def padded(n: int) -> int:
     return -(-n // PADDING) * PADDING
 
 
+def padded_head(shape: CacheShape) -> int:
+    """Values that a head takes in the cache: whole vectors."""
+    return -(-shape.head_dim // 16) * 16
+
+
 def aligned_zeros(shape: int | tuple[int, ...], kind: type) -> NDArray[Any]:
     """Zeros that begin at a page of memory; pages are only taken as they are written."""
     count = int(np.prod(shape))
@@ -340,10 +345,13 @@ class CPUOps(Ops):
         return weight
 
     def new_cache(self, shape: CacheShape, n_pages: int) -> CPUCache:
-        head = -(-shape.head_dim // 16) * 16
+        head = padded_head(shape)
         size = (shape.n_layers, n_pages, shape.n_kv_heads)
         keys = aligned_zeros((*size, head, PAGE), np.uint16)
         return CPUCache(keys, aligned_zeros((*size, PAGE, head), np.uint16), shape)
+
+    def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
+        return 2 * 2 * shape.n_layers * n_pages * shape.n_kv_heads * padded_head(shape) * PAGE
 
     # -- Compiling and running -------------------------------------------------------------------------------------
 

@@ -498,8 +498,12 @@ def test_another_backends_cache_is_refused(ops: Ops) -> None:
         ops.compile(lambda: None, OtherCache(), max_tokens=1, max_outputs=1)
 
 
-def test_a_cache_says_its_size(ops: Ops) -> None:
-    shape = CacheShape(3, 2, 64)
+@pytest.mark.parametrize(("head_dim", "most"), [(64, 1.0), (8, 2.0), (40, 1.2)])
+def test_a_cache_takes_the_bytes_that_were_foretold(ops: Ops, head_dim: int, most: float) -> None:
+    """A backend may pad heads, to the ``most`` of their size."""
+    shape = CacheShape(3, 2, head_dim)
     kv = ops.new_cache(shape, 5)
     assert (kv.n_pages, kv.page_size) == (5, ops.page_size)
-    assert kv.n_bytes == 5 * ops.page_size * shape.bytes_per_token()
+    assert kv.n_bytes == ops.cache_bytes(shape, 5)
+    plain = 5 * ops.page_size * shape.bytes_per_token()
+    assert plain <= kv.n_bytes <= most * plain
