@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
@@ -23,6 +22,7 @@ from localllm.kernels.cpu import attention as attention_kernels
 from localllm.kernels.cpu import elementwise, matmul
 from localllm.kernels.cpu.attention import PAGE, ROWS
 from localllm.kernels.cpu.compiler import Kernel, Variant, variant
+from localllm.kernels.cpu.host import default_threads
 from localllm.kernels.cpu.program import Instruction, Program, Workers
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import Target, choose
@@ -592,9 +592,3 @@ def _packed(weight: Linear) -> CPULinear:
     if not isinstance(weight, CPULinear):
         raise KernelError(f"the CPU backend cannot use a {type(weight).__name__}")
     return weight
-
-
-def default_threads() -> int:
-    """One thread for each physical core that this process may run on."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(usable, psutil.cpu_count(logical=False) or usable))

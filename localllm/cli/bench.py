@@ -24,12 +24,12 @@ from typing import Any, Self
 import numpy as np
 
 from localllm import __version__
-from localllm.cli.doctor import cpu_model
 from localllm.cli.main import DONE
 from localllm.cli.terminal import LoadProgress, StatusLine, model_line, quantity
 from localllm.errors import UsageError
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo
+from localllm.kernels.cpu.host import cpu_model
 from localllm.kernels.cpu.roofline import Roofline
 from localllm.kernels.cpu.target import choose
 from localllm.kernels.cpu.tiles import TILES

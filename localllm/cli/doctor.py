@@ -12,8 +12,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,6 +23,7 @@ from localllm import __version__
 from localllm.cli.main import DONE, FAILED
 from localllm.cli.terminal import LoadProgress, quantity, visible_line
 from localllm.errors import LocalLLMError
+from localllm.kernels.cpu.host import cpu_model, cpu_quota, default_threads, features, program_output, usable_cpus
 
 #: What localllm is built on: distribution and module.
 PACKAGES = {
@@ -188,26 +187,21 @@ def _extras() -> Iterator[Finding]:
 
 
 def _processor() -> Iterator[Finding]:
-    from localllm.kernels.cpu.ops import default_threads
     from localllm.kernels.cpu.target import available
 
     yield Finding("processor", "model", cpu_model())
     yield Finding("processor", "cores", _cores())
-    threads, quota = default_threads(), cpu_quota()
-    advice = None
-    if quota is not None and quota < threads:
-        advice = f"a control group grants this process the time of {quota:g} cores only: give -t {max(1, int(quota))}"
-    yield Finding("processor", "default threads", str(threads), advice)
+    quota = cpu_quota()
+    granted = "" if quota is None else f" (a control group grants this process the time of {quota:g} processors)"
+    yield Finding("processor", "default threads", f"{default_threads()}{granted}")
     yield Finding("processor", "features", ", ".join(_features()) or "none that kernels use")
     yield Finding("processor", "instruction sets", ", ".join(target.name for target in available()))
     yield _chosen_target()
 
 
 def _features() -> list[str]:
-    import llvmlite.binding as llvm
-
-    found = llvm.get_host_cpu_features()
-    return [feature for feature in FEATURES if found.get(feature)]
+    found = features()
+    return [feature for feature in FEATURES if feature in found]
 
 
 def _chosen_target() -> Finding:
@@ -227,34 +221,11 @@ def _chosen_target() -> Finding:
     return Finding("processor", "chosen", f"{chosen}, forced by {ISA_VARIABLE}" if forced else chosen, slow)
 
 
-def cpu_model() -> str:
-    """The processor's name, as far as the system tells it."""
-    if sys.platform == "linux":
-        for line in _text(Path("/proc/cpuinfo")).splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("model name", "Model", "Hardware"):
-                return value.strip()
-    if sys.platform == "darwin":
-        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
-    return platform.processor() or platform.machine() or "unknown"
-
-
 def _cores() -> str:
     import psutil
 
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     physical, logical = psutil.cpu_count(logical=False) or "unknown", psutil.cpu_count() or "unknown"
-    return f"{physical} physical, {logical} logical, {usable or 'unknown'} usable by this process"
-
-
-def cpu_quota() -> float | None:
-    """How many cores' time a control group grants this process (Linux containers); None if it does not say."""
-    version_2 = _text(Path("/sys/fs/cgroup/cpu.max")).split()
-    version_1 = [_text(Path(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us")).strip() for name in ("quota", "period")]
-    for numbers in (version_2, version_1):
-        if len(numbers) == 2 and all(number.isdigit() for number in numbers) and int(numbers[1]):
-            return int(numbers[0]) / int(numbers[1])
-    return None
+    return f"{physical} physical, {logical} logical, {usable_cpus()} usable by this process"
 
 
 # -- Kernels -------------------------------------------------------------------------------------------------------
@@ -289,7 +260,6 @@ def _kernel_test(progress: LoadProgress | None) -> Finding:
     """Compiles a kernel, or takes it from the cache, runs it on all threads and checks its result."""
     import numpy as np
 
-    from localllm.kernels.cpu.ops import default_threads
     from localllm.kernels.cpu.program import Workers
     from localllm.kernels.cpu.roofline import UNIT, ReadTest
     from localllm.kernels.cpu.target import choose
@@ -349,7 +319,7 @@ def _gpus() -> Iterator[Finding]:
 def nvidia_gpus() -> list[str]:
     """Name, driver and memory of each GPU that ``nvidia-smi`` lists."""
     query = "--query-gpu=name,driver_version,memory.total"
-    lines = _output("nvidia-smi", query, "--format=csv,noheader").splitlines()
+    lines = program_output("nvidia-smi", query, "--format=csv,noheader").splitlines()
     return [line.strip() for line in lines if line.count(",") == 2]
 
 
@@ -357,23 +327,3 @@ def has_nvidia_driver() -> bool:
     """Whether the driver's library is there."""
     name = "nvcuda" if sys.platform == "win32" else "cuda"
     return ctypes.util.find_library(name) is not None or Path("/proc/driver/nvidia/version").exists()
-
-
-def _output(*command: str) -> str:
-    """What a program prints; nothing where it is not there, fails, or hangs."""
-    path = shutil.which(command[0])
-    if path is None:
-        return ""
-    try:
-        done = subprocess.run([path, *command[1:]], capture_output=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.decode("utf-8", "replace").strip() if done.returncode == 0 else ""
-
-
-def _text(path: Path) -> str:
-    """A small file's text; nothing where it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

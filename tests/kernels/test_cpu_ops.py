@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from localllm.errors import KernelError
 from localllm.kernels.cpu import ops as cpu_ops
-from localllm.kernels.cpu.ops import CPUOps, default_threads
+from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cpu.target import available
 from localllm.kernels.ops import CacheShape, Rope
 from localllm.kernels.reference import ReferenceOps
@@ -263,7 +262,3 @@ def test_results_do_not_depend_on_the_number_of_threads(ops: CPUOps, threads: in
 
     np.testing.assert_array_equal(result(own), result(ops))
     own.workers.close()
-
-
-def test_by_default_there_is_a_thread_for_each_core() -> None:
-    assert 1 <= default_threads() <= (os.cpu_count() or 1)
