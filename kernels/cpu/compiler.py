@@ -304,8 +304,12 @@ def _compile(v: Variant) -> bytes:
 
 # -- Linking -------------------------------------------------------------------------------------------------------
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _addresses: dict[str, int] = {}
+
+# A fork waits for the lock, so that compiler and linker are whole in the child, and nobody holds it there.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 @functools.cache

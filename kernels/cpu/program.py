@@ -8,7 +8,6 @@ counter until none are left, and wait for each other where the next instruction 
 from __future__ import annotations
 
 import ctypes
-import os
 import queue
 import struct
 import sys
@@ -31,6 +30,7 @@ from localllm.kernels.cpu.simd import (
     store_atomic,
 )
 from localllm.kernels.cpu.target import Target
+from localllm.kernels.process import Process
 
 #: Bytes of an instruction in a program's table, and of a counter (a cache line each, or threads would collide).
 INSTRUCTION, LINE = 64, 64
@@ -109,6 +109,7 @@ class Program:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         runner = variant(run_program, target)
+        self._process = Process()
         code = addresses([runner, *(i.variant for i in instructions)], progress)
         self._entry = _ENTRY(code[runner])
         self._keep = (keep, header)
@@ -123,7 +124,12 @@ class Program:
         self._call = np.array([table, len(instructions), head, counters, meeting, _give_way()], np.int64)
 
     def run(self, workers: Workers) -> None:
-        """Runs all instructions once, on all the workers' threads."""
+        """Runs all instructions once, on all the workers' threads.
+
+        Raises:
+            DeviceError: the program was made before this process was forked.
+        """
+        self._process.check()
         workers.run(Job(self._entry, self._call.ctypes.data, keep=self), self._reset)
 
     def _reset(self) -> None:
@@ -182,8 +188,8 @@ class Workers:
     """Threads that run programs.
 
     They are Python threads that sleep on a queue between programs and let go of the interpreter's lock within one.
-    So idle ones burn nothing, several `Workers` live side by side in one process, and a forked child, which
-    inherits no threads, simply starts its own.
+    So idle ones burn nothing, and several `Workers` live side by side in one process.  A forked child inherits
+    none of the threads, and must make its own `Workers`.
 
     The thread that asks takes no part unless it is the only one: Ctrl-C may interrupt it between any two steps of
     Python, and the others would wait for it for ever.
@@ -192,7 +198,8 @@ class Workers:
     def __init__(self, n: int) -> None:
         self.n = n
         self._lock = threading.Lock()
-        self._process = 0
+        self._process = Process()
+        self._started = False
         self._last: Job | None = None
 
     def run(self, job: Job, before: Callable[[], None] | None = None) -> None:
@@ -203,9 +210,11 @@ class Workers:
 
         Raises:
             What a part of the job raised; KeyboardInterrupt, but only when the job is done, since buffers are in use.
+            DeviceError: they were made before this process was forked.
         """
+        self._process.check()
         with self._lock:
-            if self.n > 1 and self._process != os.getpid():
+            if self.n > 1 and not self._started:
                 self._start()
             if self._last is not None:  # two interrupts at once may have cut the wait for it short
                 self._await(self._last)
@@ -222,10 +231,12 @@ class Workers:
 
     def close(self) -> None:
         """Ends the threads; a later run starts new ones."""
+        if not self._process.is_current:  # a thread of the parent may have held the lock, and there are no threads
+            return
         with self._lock:
-            if self._process == os.getpid():
+            if self._started:
                 self._end()
-            self._process = 0
+            self._started = False
 
     def _start(self) -> None:
         mail = [_Mail() for _ in range(self.n)]
@@ -234,7 +245,7 @@ class Workers:
         self._end = weakref.finalize(self, _tell_all, mail)
         for i in range(self.n):
             threading.Thread(target=_work, args=(i, mail), name=f"localllm-{i}", daemon=True).start()
-        self._process = os.getpid()
+        self._started = True
 
     def _await(self, job: Job) -> None:
         """Hands a job over and waits until it is done; an interrupt meanwhile is raised only then."""

@@ -1,13 +1,11 @@
-"""Programs and the threads that run them: order, interrupts, forks, idleness."""
+"""Programs and the threads that run them: order, interrupts, idleness."""
 
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -249,25 +247,6 @@ def test_a_storm_of_interrupts_loses_no_job_and_does_none_twice(workers: Workers
         if log.parts:  # else the interrupt came before it was handed over
             assert_whole(log)
     assert sum(bool(log.parts) for log in logs) > 10
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_starts_threads_of_its_own(workers: Workers) -> None:
-    program, data, expected = mixing(7, 50)
-    data[0] = start = np.arange(7)
-    program.run(workers)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: the point of this test
-        child = os.fork()
-    if child == 0:
-        try:
-            data[0] = start
-            program.run(workers)
-            os._exit(0 if (data[0] == expected(start)).all() else 1)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert_working(workers)
 
 
 def test_several_workers_run_at_once() -> None:
