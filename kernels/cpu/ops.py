@@ -10,20 +10,19 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import KernelError
+from localllm.errors import KernelError, UsageError
 from localllm.kernels.cpu import attention as attention_kernels
 from localllm.kernels.cpu import elementwise, matmul
 from localllm.kernels.cpu.attention import PAGE, ROWS
 from localllm.kernels.cpu.compiler import Kernel, Variant, variant
-from localllm.kernels.cpu.host import default_threads
-from localllm.kernels.cpu.program import Instruction, Program, Workers
+from localllm.kernels.cpu.host import default_threads, most_threads
+from localllm.kernels.cpu.program import Instruction, Job, Program, Workers
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.tiles import RECORD, TILES, TOKENS
@@ -281,6 +280,10 @@ class CPUOps(Ops):
         threads: how many to compute with; by default one a physical core that this process may use.
         isa: the instruction set to compile for, by name; by default the best that runs here.
         progress: called with (kernels compiled, kernels to compile) when kernels are not in the cache yet.
+
+    Raises:
+        UsageError: there is no such instruction set, or so many threads are out of range.
+        DeviceError: this processor does not execute the instruction set.
     """
 
     name = "cpu"
@@ -293,7 +296,7 @@ class CPUOps(Ops):
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.target = choose(isa)
-        self.workers = Workers(threads or default_threads())
+        self.workers = Workers(default_threads() if threads is None else _checked_threads(threads))
         self._progress = progress
         self._recording: Recording | None = None
 
@@ -327,8 +330,11 @@ class CPUOps(Ops):
             start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(part)))
             layout.pack(part, packed[start:stop])
 
-        with ThreadPoolExecutor(self.workers.n) as pool:
-            list(pool.map(pack, range(0, n_out, PACKED_ROWS)))
+        def share(_: int, i: int, n: int) -> None:
+            for first in range(i * PACKED_ROWS, n_out, n * PACKED_ROWS):
+                pack(first)
+
+        self.workers.run(Job(share, 0))
         return packed
 
     def packed_bytes(self, weight: Weight) -> int:
@@ -586,6 +592,13 @@ class CPUOps(Ops):
         arguments = (recording.output_rows.ctypes.data, x.address, x.stride // 4, x.stride, y.address)
         self._add(elementwise.gather_rows, arguments, 1, N_OUTPUTS)
         return y
+
+
+def _checked_threads(threads: int) -> int:
+    most = most_threads()
+    if not 1 <= threads <= most:
+        raise UsageError(f"threads={threads:,} is out of range: ask for 1 to {most}, or none for {default_threads()}")
+    return threads
 
 
 def _packed(weight: Linear) -> CPULinear:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from localllm.errors import KernelError
+from localllm.errors import DeviceError, KernelError
 from localllm.kernels.cpu.compiler import Variant, addresses, kernel, variant
 from localllm.kernels.cpu.simd import (
     call_kernel,
@@ -210,7 +210,7 @@ class Workers:
 
         Raises:
             What a part of the job raised; KeyboardInterrupt, but only when the job is done, since buffers are in use.
-            DeviceError: they were made before this process was forked.
+            DeviceError: a thread cannot be started; or they were made before this process was forked.
         """
         self._process.check()
         with self._lock:
@@ -244,7 +244,14 @@ class Workers:
         # The threads do not refer to the Workers, so that forgetting it ends them.
         self._end = weakref.finalize(self, _tell_all, mail)
         for i in range(self.n):
-            threading.Thread(target=_work, args=(i, mail), name=f"localllm-{i}", daemon=True).start()
+            try:
+                threading.Thread(target=_work, args=(i, mail), name=f"localllm-{i}", daemon=True).start()
+            except RuntimeError as error:
+                self._end()
+                raise DeviceError(
+                    f"{i or 'none'} of {self.n} threads could be started: the system limits how many this process or "
+                    "user may have; ask for fewer"
+                ) from error
         self._started = True
 
     def _await(self, job: Job) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from localllm.errors import KernelError
+from localllm.errors import DeviceError, KernelError, UsageError
+from localllm.kernels.cpu import host
 from localllm.kernels.cpu import ops as cpu_ops
 from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cpu.target import available
@@ -261,4 +263,23 @@ def test_results_do_not_depend_on_the_number_of_threads(ops: CPUOps, threads: in
         return run(ops, lambda: ops.outputs(ops.linear(ops.embed(table), linear)), one_sequence(20))
 
     np.testing.assert_array_equal(result(own), result(ops))
+    own.workers.close()
+
+
+@pytest.mark.parametrize("threads", [0, host.most_threads() + 1, 200_000])
+def test_a_number_of_threads_out_of_range_is_refused(threads: int) -> None:
+    with pytest.raises(UsageError, match=rf"threads={threads:,} .* 1 to {host.most_threads()}, "):
+        CPUOps(threads=threads)
+
+
+def test_threads_that_cannot_be_started_are_said_while_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    own = CPUOps(threads=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(DeviceError, match="none of 4 threads could be started"):
+            own.load_linear(f32(random(600, 32)))
+    assert own.load_linear(f32(random(600, 32))).n_out == 600
     own.workers.close()

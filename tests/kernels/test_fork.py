@@ -1,4 +1,4 @@
-"""A forked child has its parent's memory but not its threads: it must neither wait for them nor go on in their place."""
+"""A forked child has its parent's memory but not its threads: it must not wait for them, nor go on for them."""
 
 from __future__ import annotations
 

@@ -122,3 +122,9 @@ def test_programs_that_fail_print_nothing() -> None:
     assert host.program_output("no-such-program-anywhere") == ""
     assert host.program_output(sys.executable, "-c", "print('fine')") == "fine"
     assert host.program_output(sys.executable, "-c", "print('no'); raise SystemExit(3)") == ""
+
+
+def test_more_threads_than_processors_may_be_asked_for_but_not_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cpus, most in ((1, 64), (2, 64), (16, 64), (64, 256)):
+        monkeypatch.setattr(host, "usable_cpus", lambda cpus=cpus: cpus)
+        assert host.most_threads() == most

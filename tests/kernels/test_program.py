@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from localllm.errors import KernelError
+from localllm.errors import DeviceError, KernelError
 from localllm.kernels.cpu.compiler import kernel, variant
 from localllm.kernels.cpu.program import Instruction, Job, Program, Workers
 from localllm.kernels.cpu.simd import load_i64, store_atomic
@@ -293,6 +293,30 @@ def test_closing_ends_the_threads() -> None:
     workers.close()
     assert wait_until(lambda: not any(t.is_alive() for t in mine))
     workers.close()
+    assert_working(workers)
+    workers.close()
+
+
+@pytest.mark.parametrize("started", [0, 1, 2])
+def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, started: int) -> None:
+    """A limit on threads: those that were started end, nothing was done, and a later run may do better."""
+    real, threads = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        if len(threads) == started:
+            raise RuntimeError("can't start new thread")
+        threads.append(thread)
+        real(thread)
+
+    workers, log = Workers(3), Log()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        for _ in range(2):
+            with pytest.raises(DeviceError, match=rf"{started or 'none'} of 3 threads could be started.* fewer"):
+                workers.run(log.job())
+            assert wait_until(lambda: not any(t.is_alive() for t in threads))
+            threads.clear()
+    assert not log.parts
     assert_working(workers)
     workers.close()
 
