@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -232,24 +231,15 @@ def _cores() -> str:
 
 
 def _kernels(progress: LoadProgress | None) -> Iterator[Finding]:
-    from localllm.kernels.cpu.compiler import CACHE_VARIABLE, cache_root
+    from localllm.kernels.cpu.compiler import CACHE_VARIABLE, cache_is_writable, cache_root
 
-    folder = cache_root()
-    writable = _is_writable(folder)
+    folder, writable = cache_root(), cache_is_writable()
     advice = f"make it writable, or name another folder in the environment variable {CACHE_VARIABLE}"
+    place = "a folder in the home that this user lacks" if folder is None else str(folder)
     state = "" if writable else ", which cannot be written: kernels are compiled anew in every process"
-    yield Finding("kernels", "cache", f"{folder}{state}", None if writable else advice)
-    yield Finding("kernels", "cache size", quantity(_folder_size(folder), "B"))
+    yield Finding("kernels", "cache", f"{place}{state}", None if writable else advice)
+    yield Finding("kernels", "cache size", quantity(0 if folder is None else _folder_size(folder), "B"))
     yield _kernel_test(progress)
-
-
-def _is_writable(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
 
 
 def _folder_size(folder: Path) -> int:

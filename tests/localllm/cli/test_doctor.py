@@ -139,6 +139,13 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert not cache.broken
 
 
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.kernels.cpu.compiler.cache_root", lambda: None)
+    cache = found("cache")
+    assert cache.value.endswith("which cannot be written: kernels are compiled anew in every process")
+    assert found("cache size").value == "0 B"
+
+
 def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
     monkeypatch.setattr(doctor, "_kernel_test", lambda progress: Finding("kernels", "test", "left out"))
