@@ -74,9 +74,10 @@ class Variant:
     @property
     def symbol(self) -> str:
         """The name of the code, unique within a process."""
-        parts = [self.kernel.name, self.target.name]
+        parts = [self.kernel.full_name, self.target.name]
         for key, value in self.constants:
-            parts.append(f"{key}={getattr(value, 'name', None) or getattr(value, '__name__', value)}")
+            name = value.full_name if isinstance(value, Template) else getattr(value, "__name__", value)
+            parts.append(f"{key}={name}")
         return ".".join(parts)
 
 

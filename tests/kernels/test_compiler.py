@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import math
 import os
 import shutil
@@ -412,12 +413,38 @@ def test_where_the_cache_is(
     assert cache_root() == Path(expected)
 
 
-def test_kernels_of_the_package_have_names_of_their_own() -> None:
-    """Machine code is found by name."""
-    from localllm.kernels.cpu import attention, program, roofline
-    from localllm.kernels.cpu.compiler import Kernel
+TWIN = """
+from localllm.kernels.cpu.compiler import kernel
+from localllm.kernels.cpu.simd import load_i64, store_atomic
+from localllm.kernels.cpu.templates import device
 
-    modules = (attention, elementwise, matmul, program, roofline)
-    kernels = {id(k): k for m in modules for k in vars(m).values() if isinstance(k, Kernel)}
-    names = [k.name for k in kernels.values()]
-    assert len(names) == len(set(names)) > 8
+@device
+def change(x):
+    return x {change}
+
+@kernel
+def twin(begin, end, x):
+    store_atomic(x, change(load_i64(x)))
+
+@kernel
+def caller(begin, end, x):
+    store_atomic(x, CHANGE(load_i64(x)))
+"""
+
+
+def test_kernels_of_the_same_name_in_different_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the name is that of a constant: machine code is found by both."""
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, change in (("twin_plus", "+ 7"), ("twin_times", "* 100")):
+        (tmp_path / f"{name}.py").write_text(TWIN.format(change=change))
+    plus, times = importlib.import_module("twin_plus"), importlib.import_module("twin_times")
+    number = np.ones(1, np.int64)
+    for module, expected in ((plus, 8), (times, 800), (plus, 807)):
+        call(variant(module.twin, choose()), number.ctypes.data, end=1)
+        assert number[0] == expected
+    number[0] = 1
+    for module, expected in ((plus, 8), (times, 800), (plus, 807)):
+        call(variant(plus.caller, choose(), CHANGE=module.change), number.ctypes.data, end=1)
+        assert number[0] == expected
+    assert len(list((tmp_path / "cache").rglob("*.o"))) == 4
