@@ -143,11 +143,12 @@ def load_nibbles(codes):
 
 
 @device
-def load_five_bits(codes, plane):
-    """The same with a fifth bit: bit v of the bytes at ``plane`` is that of vector v's codes."""
+def load_codes(codes, planes):
+    """The same, and for five-bit codes the fifth: bit v of the bytes at ``planes`` is that of vector v's codes."""
     w[0:8] = load_nibbles(codes)
-    for v in static_range(8):
-        w[v] = w[v] | load_bits_on_top(plane, v, 1)
+    if BITS == 5:
+        for v in static_range(8):
+            w[v] = w[v] | load_bits_on_top(planes, v, 1)
     return (*w[0:8],)
 
 
@@ -198,33 +199,18 @@ def look_up_nibbles(codes):
 
 
 @template
-def tile_q4_0(acc: Registers, n, tile, x):
-    w[0:8] = load_nibbles(tile + 32)
+def tile_q45_0(acc: Registers, n, tile, x):
+    """Q4_0 and Q5_0."""
+    w[0:8] = load_codes(tile + CODES, tile + 32)
     scale = load_f16x16(tile)
     for i in static_range(n):
         acc[i] = add_offset_codes(acc[i], scale, x + RECORD * i, *w[0:8])
 
 
 @template
-def tile_q4_1(acc: Registers, n, tile, x):
-    w[0:8] = load_nibbles(tile + 64)
-    scale = load_f16x16(tile)
-    minimum = load_f16x16(tile + 32)
-    for i in static_range(n):
-        acc[i] = add_min_codes(acc[i], scale, minimum, x + RECORD * i, *w[0:8])
-
-
-@template
-def tile_q5_0(acc: Registers, n, tile, x):
-    w[0:8] = load_five_bits(tile + 96, tile + 32)
-    scale = load_f16x16(tile)
-    for i in static_range(n):
-        acc[i] = add_offset_codes(acc[i], scale, x + RECORD * i, *w[0:8])
-
-
-@template
-def tile_q5_1(acc: Registers, n, tile, x):
-    w[0:8] = load_five_bits(tile + 128, tile + 64)
+def tile_q45_1(acc: Registers, n, tile, x):
+    """Q4_1 and Q5_1."""
+    w[0:8] = load_codes(tile + CODES, tile + 64)
     scale = load_f16x16(tile)
     minimum = load_f16x16(tile + 32)
     for i in static_range(n):
@@ -373,21 +359,26 @@ class Tile:
     constants: tuple[tuple[str, Any], ...] = ()
 
 
+def _codes(bits: int, place: int) -> tuple[tuple[str, Any], ...]:
+    """Constants of codes of four or five bits, of which four begin at byte ``place`` of a tile."""
+    return (("BITS", bits), ("CODES", place), ("DOT", dot32_u4 if bits == 4 else dot32_u5))
+
+
 def _lut_tile(table: Sequence[int], n_scales: int) -> Tile:
     return Tile(tile_lut_32 if n_scales == 1 else tile_lut_16, (("LOOK_UP", lut_op(table)),))
 
 
 TILES: dict[KernelType, Tile] = {
-    GGMLType.Q4_0: Tile(tile_q4_0, (("DOT", dot32_u4), ("SHIFT", 3))),
-    GGMLType.Q4_1: Tile(tile_q4_1, (("DOT", dot32_u4),)),
-    GGMLType.Q5_0: Tile(tile_q5_0, (("DOT", dot32_u5), ("SHIFT", 4))),
-    GGMLType.Q5_1: Tile(tile_q5_1, (("DOT", dot32_u5),)),
+    GGMLType.Q4_0: Tile(tile_q45_0, (*_codes(4, 32), ("SHIFT", 3))),
+    GGMLType.Q4_1: Tile(tile_q45_1, _codes(4, 64)),
+    GGMLType.Q5_0: Tile(tile_q45_0, (*_codes(5, 96), ("SHIFT", 4))),
+    GGMLType.Q5_1: Tile(tile_q45_1, _codes(5, 128)),
     GGMLType.Q8_0: Tile(tile_q8_0),
     GGMLType.IQ4_NL: _lut_tile(IQ4_VALUES.tolist(), 1),
     **{t: _lut_tile(t.table, t.n_scales) for t in LUT_TYPES},
     GGMLType.Q2_K: Tile(tile_q2_k),
     GGMLType.Q3_K: Tile(tile_q3_k),
-    GGMLType.Q4_K: Tile(tile_q45_k, (("BITS", 4), ("CODES", 256), ("DOT", dot32_u4))),
-    GGMLType.Q5_K: Tile(tile_q45_k, (("BITS", 5), ("CODES", 768), ("DOT", dot32_u5))),
+    GGMLType.Q4_K: Tile(tile_q45_k, _codes(4, 256)),
+    GGMLType.Q5_K: Tile(tile_q45_k, _codes(5, 768)),
     GGMLType.Q6_K: Tile(tile_q6_k),
 }

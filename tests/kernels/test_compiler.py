@@ -21,7 +21,6 @@ import pytest
 
 import localllm
 from localllm.errors import KernelError
-from localllm.kernels.cpu import elementwise, matmul
 from localllm.kernels.cpu.compiler import (
     Variant,
     addresses,
