@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +16,12 @@ import pytest
 
 from localllm.cli.main import main
 from tests.helpers.data import ROOT
+
+#: Seconds after which a command that has not ended is killed: long enough to compile all kernels on a slow machine.
+LIMIT = 300.0
+
+
+Process = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,43 @@ def run_process(
 ) -> Outcome:
     """Runs a command line in a process of its own, with nothing on stdin unless something is given."""
     given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     done = subprocess.run(
-        command(*arguments), capture_output=True, cwd=ROOT, env=env or environment(), check=False, **given, **options
+        command(*arguments),
+        cwd=ROOT,
+        env=env or environment(),
+        check=False,
+        timeout=LIMIT,
+        **given,
+        **(streams | options),
     )
-    return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
+    return Outcome(done.returncode, (done.stdout or b"").decode(), (done.stderr or b"").decode())
+
+
+@contextmanager
+def running(arguments: Sequence[object], *, env: dict[str, str] | None = None, **streams: Any) -> Iterator[Process]:
+    """A command line in a process of its own, which is killed at the block's end, or after `LIMIT` seconds: then
+    whoever waits for it, or reads what it writes, goes on.
+
+    Ctrl-C reaches it, even where the tests run in the background of a script and ignore it.
+    """
+    with _default_interrupts():
+        process = subprocess.Popen(command(*arguments), cwd=ROOT, env=env or environment(), **streams)
+    timer = threading.Timer(LIMIT, process.kill)
+    timer.start()
+    with process:
+        try:
+            yield process
+        finally:
+            timer.cancel()
+            process.kill()
+
+
+@contextmanager
+def _default_interrupts() -> Iterator[None]:
+    """A program inherits that SIGINT is ignored, but not a handler: it begins with what the system does."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

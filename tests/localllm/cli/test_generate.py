@@ -6,12 +6,12 @@ import io
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 
 import localllm
 from localllm import LLM
-from tests.helpers.command_line import Outcome, command, environment, run_main, run_process
+from tests.helpers.command_line import LIMIT, Outcome, Process, environment, run_main, run_process, running
 from tests.helpers.data import ROOT, shared_data
 from tests.helpers.tiny_models import config, random_weights, write_gguf
 
@@ -99,7 +99,9 @@ def test_a_warm_start_does_without_numba_and_jinja2(generate: Generate, plain: P
     generate(*arguments)  # compiles the kernels, if need be
     command = [str(part) for part in ("generate", "-m", plain, "-n", 2, *arguments)]
     code = f"import sys\nfrom localllm.cli.main import main\nmain({command})\nprint(*sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=LIMIT
+    )
     loaded = set(done.stderr.split())
     assert "localllm.kernels.cpu.ops" in loaded
     assert not loaded & {"numba", "jinja2", "rich", "gguf", "torch"}
@@ -236,19 +238,12 @@ def test_a_process_without_stdin(generate: Generate, monkeypatch: pytest.MonkeyP
 @pytest.mark.skipif(sys.platform == "win32", reason="select knows no pipes on Windows")
 def test_waiting_for_stdin_is_said(plain: Path) -> None:
     arguments = ["generate", "-m", plain, "--device", "reference", "--temp", "0", "-n", "3"]
-    process = subprocess.Popen(
-        command(*arguments),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=ROOT,
-        env=environment(),
-    )
-    assert process.stderr is not None
-    assert process.stderr.readline() == (
-        b"localllm: reading the prompt from standard input; -p gives it on the command line\n"
-    )
-    out, _ = process.communicate(b"the\n")
+    with running(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == (
+            b"localllm: reading the prompt from standard input; -p gives it on the command line\n"
+        )
+        out, _ = process.communicate(b"the\n")
     assert out.decode() == run_process([*arguments, "-p", "the"]).out
 
 
@@ -362,14 +357,28 @@ def test_control_characters_are_shown_on_a_terminal(plain: Path) -> None:
 
 def on_terminal(arguments: list[object]) -> tuple[int, str]:
     """Runs a command with a terminal as stdin, stdout and stderr; exit code, and what was on the screen."""
+    with on_new_terminal(arguments, COLUMNS="80") as (process, master):
+        screen = read_all(master)
+        return process.wait(), screen.decode()
+
+
+@contextmanager
+def on_new_terminal(arguments: list[object], **variables: str) -> Iterator[tuple[Process, int]]:
+    """A command with a terminal of its own as stdin, stdout and stderr, and the terminal's other end."""
     master, slave = os.openpty()
-    process = subprocess.Popen(
-        command(*arguments), stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, env=environment(COLUMNS="80")
-    )
-    os.close(slave)
-    screen = read_all(master)
-    os.close(master)
-    return process.wait(60), screen.decode()
+    try:
+        with running(
+            arguments,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            env=environment(**variables),
+        ) as process:
+            os.close(slave)
+            yield process, master
+    finally:
+        os.close(master)
 
 
 def read_all(descriptor: int) -> bytes:
@@ -385,50 +394,51 @@ def read_all(descriptor: int) -> bytes:
         data += part
 
 
+@pytest.fixture
+def ignored_interrupts() -> Iterator[None]:
+    """As for a program that a script starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are sent otherwise on Windows")
 @pytest.mark.parametrize("json_flag", [False, True])
 def test_an_interrupt_stops_it_at_once(plain: Path, json_flag: bool) -> None:
     endless = ["-n", "-1", "-c", "100000", "--ignore-eos", "--temp", "3"]
     arguments = ["generate", "-m", plain, "--device", "reference", "-p", "a", *endless, *["--json"] * json_flag]
-    process = subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment()
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    lines = [process.stderr.readline() for _ in range(2)]  # a warning of the long context, and what runs where
-    assert b"warning" in lines[0]
-    assert b"tokens of context" in lines[1]
-    if json_flag:
-        time.sleep(0.2)
-    else:
-        assert select.select([process.stdout], [], [], 60)[0]
-        process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    with running(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        lines = [process.stderr.readline() for _ in range(2)]  # a warning of the long context, and what runs where
+        assert b"warning" in lines[0]
+        assert b"tokens of context" in lines[1]
+        if json_flag:
+            time.sleep(0.2)
+        else:
+            assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
     assert process.returncode == 130
     assert err == b""
     assert not (json_flag and out)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent otherwise on Windows")
+@pytest.mark.usefixtures("ignored_interrupts")
+def test_an_interrupt_arrives_though_the_tests_ignore_it(plain: Path) -> None:
+    test_an_interrupt_stops_it_at_once(plain, False)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_an_interrupt_on_a_terminal_leaves_a_clean_line(plain: Path) -> None:
     endless = ["-n", "-1", "-c", "100000", "--ignore-eos", "-q", "-l", f"{FIRST_BYTE + ord('z')}+1000"]
-    master, slave = os.openpty()
-    process = subprocess.Popen(
-        command("generate", "-m", plain, "--device", "reference", "-p", "a", *endless),
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        cwd=ROOT,
-        env=environment(),
-        start_new_session=True,
-    )
-    os.close(slave)
-    seen = b""
-    while b"zzz" not in seen:
-        seen += os.read(master, 4096)
-    process.send_signal(signal.SIGINT)
-    seen += read_all(master)
-    os.close(master)
-    assert process.wait(60) == 130
+    arguments = ["generate", "-m", plain, "--device", "reference", "-p", "a", *endless]
+    with on_new_terminal(arguments) as (process, master):
+        seen = b""
+        while b"zzz" not in seen:
+            seen += os.read(master, 4096)
+        process.send_signal(signal.SIGINT)
+        seen += read_all(master)
+        assert process.wait() == 130
     assert re.fullmatch(r"localllm: warning: [^\n]*\r\nz+\r\n", seen.decode())

@@ -17,7 +17,7 @@ from localllm.cli.main import BROKEN_PIPE, COMMANDS, logit_bias, main
 from localllm.errors import UsageError
 from localllm.kernels.cpu.target import TARGETS, available
 from localllm.sampling import Sampling
-from tests.helpers.command_line import Outcome, command, environment, run_main, run_process
+from tests.helpers.command_line import LIMIT, Outcome, run_main, run_process, running
 from tests.helpers.data import ROOT
 from tests.helpers.gguf_writer import write_gguf as write_any_gguf
 from tests.helpers.tiny_models import config, random_weights, tiny_gguf, write_gguf
@@ -71,7 +71,9 @@ def test_help_tells_the_defaults_that_hold(run: Run) -> None:
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["generate", "--help"], ["generate", "--tmp"]])
 def test_help_does_not_wait_for_the_heavy_packages(arguments: list[str]) -> None:
     code = f"import sys\nfrom localllm.cli.main import main\nmain({arguments})\nprint(*sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=LIMIT
+    )
     loaded = set(done.stderr.split())
     assert "localllm.cli.main" in loaded
     assert not loaded & {"numpy", "numba", "llvmlite", "jinja2", "rich", "psutil", "gguf", "tokenizers"}
@@ -335,26 +337,21 @@ def test_warnings_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGPIPE to speak of")
 def test_a_reader_who_leaves_ends_it_quietly(tiny: Path) -> None:
     arguments = ["generate", "-m", tiny, "--device", "reference", "-q", "-p", "a", "-n", "-1", "--ignore-eos"]
-    process = subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment()
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.read(1)
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    process.stderr.close()
-    assert process.wait(60) == BROKEN_PIPE
+    with running(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == BROKEN_PIPE
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_an_error(tiny: Path) -> None:
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            command("inspect", tiny), stdout=full, stderr=subprocess.PIPE, cwd=ROOT, env=environment(), check=False
-        )
-    assert done.returncode == 1
-    assert done.stderr.splitlines() == [b"localllm: error: the system refused: [Errno 28] No space left on device"]
+        outcome = run_process(["inspect", tiny], stdout=full)
+    assert outcome.code == 1
+    assert outcome.error() == "the system refused: [Errno 28] No space left on device"
 
 
 def test_main_takes_the_arguments_of_the_process(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
