@@ -48,7 +48,6 @@ _COLUMNS = "{:<18} {:>7} {:>18} {:>11} {:>11} {:>6}"
 def run(arguments: argparse.Namespace) -> int:
     """Measures what the command line asks for."""
     tests = make_tests(arguments.prompts, arguments.generations, arguments.depths)
-    repetitions = whole_number("-r", arguments.repetitions, 1)
     measured: list[Measurement] = []
     for threads in arguments.threads or [None]:
         with _load(arguments, threads, tests) as llm:
@@ -56,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             if not measured:
                 print(model_line(info), "", _COLUMNS.format(*_HEAD), sep="\n", flush=True)
             for test in tests:
-                measured.append(_measure(llm, test, repetitions, arguments))
+                measured.append(_measure(llm, test, arguments.repetitions, arguments))
                 print(measured[-1].line(), flush=True)
     if arguments.json:
         print(json.dumps(as_json(info, measured), ensure_ascii=False, allow_nan=False))

@@ -62,13 +62,21 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def run_process(
-    arguments: Sequence[object], *, stdin: bytes | None = None, env: dict[str, str] | None = None, **options: Any
+    arguments: Sequence[object],
+    *,
+    stdin: bytes | None = None,
+    env: dict[str, str] | None = None,
+    prefix: Sequence[str] = (),
+    **options: Any,
 ) -> Outcome:
-    """Runs a command line in a process of its own, with nothing on stdin unless something is given."""
+    """Runs a command line in a process of its own, with nothing on stdin unless something is given.
+
+    ``prefix`` is a command that runs the one which follows it.
+    """
     given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     done = subprocess.run(
-        command(*arguments),
+        [*prefix, *command(*arguments)],
         cwd=ROOT,
         env=env or environment(),
         check=False,

@@ -66,6 +66,13 @@ def test_the_json_line_comes_last(run: Bench, path: Path) -> None:
         assert result["ceiling"] is result["share"] is None
 
 
+def test_the_file_may_be_a_word_of_its_own(capfdbinary: pytest.CaptureFixture[bytes], path: Path) -> None:
+    flags = ("--device", "reference", "-p", "4", "-n", "0", "-r", "1", "--json")
+    for arguments in (("bench", path, *flags), ("bench", *flags, path)):
+        outcome = run_main(capfdbinary, *arguments)
+        assert json.loads(outcome.out.splitlines()[-1])["model"] == str(path)
+
+
 def test_ceilings_on_the_processor(run: Bench) -> None:
     outcome = run("-p", "16", "-n", "4", "-t", "1,2", "-r", "1", "--json", "-q")
     assert (outcome.code, outcome.err) == (0, "")
