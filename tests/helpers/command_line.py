@@ -114,3 +114,42 @@ def _default_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def run_on_terminal(arguments: Sequence[object]) -> tuple[int, str]:
+    """Runs a command line with a terminal as stdin, stdout and stderr; exit code, and what was on the screen."""
+    with on_terminal(arguments, COLUMNS="80") as (process, master):
+        screen = read_all(master)
+        return process.wait(), screen.decode()
+
+
+@contextmanager
+def on_terminal(arguments: Sequence[object], **variables: str) -> Iterator[tuple[Process, int]]:
+    """A command with a terminal of its own as stdin, stdout and stderr, and the terminal's other end."""
+    master, slave = os.openpty()
+    try:
+        with running(
+            arguments,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            env=environment(**variables),
+        ) as process:
+            os.close(slave)
+            yield process, master
+    finally:
+        os.close(master)
+
+
+def read_all(descriptor: int) -> bytes:
+    """What a terminal shows until its last program ends, which Linux reports as an error."""
+    data = b""
+    while True:
+        try:
+            part = os.read(descriptor, 4096)
+        except OSError:
+            return data
+        if not part:
+            return data
+        data += part

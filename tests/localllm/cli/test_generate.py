@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,17 @@ import pytest
 
 import localllm
 from localllm import LLM
-from tests.helpers.command_line import LIMIT, Outcome, Process, environment, run_main, run_process, running
+from tests.helpers.command_line import (
+    LIMIT,
+    Outcome,
+    environment,
+    on_terminal,
+    read_all,
+    run_main,
+    run_on_terminal,
+    run_process,
+    running,
+)
 from tests.helpers.data import ROOT, shared_data
 from tests.helpers.tiny_models import config, random_weights, write_gguf
 
@@ -352,46 +361,7 @@ def test_control_characters_pass_through_a_pipe(plain: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_control_characters_are_shown_on_a_terminal(plain: Path) -> None:
-    assert on_terminal(escape_arguments(plain)) == (0, "\\x1b\\x1b\\x1b\r\n")
-
-
-def on_terminal(arguments: list[object]) -> tuple[int, str]:
-    """Runs a command with a terminal as stdin, stdout and stderr; exit code, and what was on the screen."""
-    with on_new_terminal(arguments, COLUMNS="80") as (process, master):
-        screen = read_all(master)
-        return process.wait(), screen.decode()
-
-
-@contextmanager
-def on_new_terminal(arguments: list[object], **variables: str) -> Iterator[tuple[Process, int]]:
-    """A command with a terminal of its own as stdin, stdout and stderr, and the terminal's other end."""
-    master, slave = os.openpty()
-    try:
-        with running(
-            arguments,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            env=environment(**variables),
-        ) as process:
-            os.close(slave)
-            yield process, master
-    finally:
-        os.close(master)
-
-
-def read_all(descriptor: int) -> bytes:
-    """What a terminal shows until its last program ends, which Linux reports as an error."""
-    data = b""
-    while True:
-        try:
-            part = os.read(descriptor, 4096)
-        except OSError:
-            return data
-        if not part:
-            return data
-        data += part
+    assert run_on_terminal(escape_arguments(plain)) == (0, "\\x1b\\x1b\\x1b\r\n")
 
 
 @pytest.fixture
@@ -434,7 +404,7 @@ def test_an_interrupt_arrives_though_the_tests_ignore_it(plain: Path) -> None:
 def test_an_interrupt_on_a_terminal_leaves_a_clean_line(plain: Path) -> None:
     endless = ["-n", "-1", "-c", "100000", "--ignore-eos", "-q", "-l", f"{FIRST_BYTE + ord('z')}+1000"]
     arguments = ["generate", "-m", plain, "--device", "reference", "-p", "a", *endless]
-    with on_new_terminal(arguments) as (process, master):
+    with on_terminal(arguments) as (process, master):
         seen = b""
         while b"zzz" not in seen:
             seen += os.read(master, 4096)
