@@ -15,13 +15,13 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 
 from localllm import __version__
+from localllm.cli.machine import is_writable
 from localllm.cli.main import DONE, FAILED
 from localllm.cli.terminal import LoadProgress, quantity, visible_line
 from localllm.errors import LocalLLMError
@@ -46,6 +46,9 @@ EXTRAS = {
     "dev": ("pytest", "hypothesis", "mypy", "ruff"),
     "reference": ("torch", "transformers"),
 }
+
+#: Those of them that this version makes no use of.
+UNUSED = ("cuda12", "cuda13")
 
 #: Processor features, by LLVM's names, that kernels use or could use.
 FEATURES = (
@@ -131,7 +134,14 @@ def _words(error: Exception) -> str:
 
 
 def _reinstall() -> str:
-    return f"install localllm again: {_pip('--force-reinstall localllm')}"
+    checkout = _checkout()
+    return "install localllm again" + (f": in {checkout}, {_pip('--force-reinstall .')}" if checkout else "")
+
+
+def _checkout() -> Path | None:
+    """The folder of localllm's source, if that is what runs."""
+    folder = Path(__file__).resolve().parents[2]
+    return folder if '\nname = "localllm"\n' in _text(folder / "pyproject.toml") else None
 
 
 def _pip(what: str) -> str:
@@ -179,9 +189,15 @@ def _extras() -> Iterator[Finding]:
         shown = ", ".join(f"{name} {version}" for name, version in versions.items())
         missing = [name for name in distributions if name not in versions]
         if missing:
-            command = _pip(f"'localllm[{extra}]'")
-            shown = ", ".join(filter(None, (shown, f"without {', '.join(missing)} (optional: {command})")))
+            remark = f"optional: {_installing(extra, missing)}" if extra not in UNUSED else "this version uses none"
+            shown = ", ".join(filter(None, (shown, f"without {', '.join(missing)} ({remark})")))
         yield Finding("extras", extra, shown)
+
+
+def _installing(extra: str, distributions: list[str]) -> str:
+    """The command that installs an extra: the package index does not have localllm, but what it needs."""
+    checkout = _checkout()
+    return "in {}, {}".format(checkout, _pip(f"-e '.[{extra}]'")) if checkout else _pip(" ".join(distributions))
 
 
 # -- Processor -----------------------------------------------------------------------------------------------------
@@ -264,21 +280,12 @@ def _kernels(progress: LoadProgress | None) -> Iterator[Finding]:
     from localllm.kernels.cpu.compiler import CACHE_VARIABLE, cache_root
 
     folder = cache_root()
-    writable = _is_writable(folder)
+    writable = is_writable(folder)
     advice = f"make it writable, or name another folder in the environment variable {CACHE_VARIABLE}"
     state = "" if writable else ", which cannot be written: kernels are compiled anew in every process"
     yield Finding("kernels", "cache", f"{folder}{state}", None if writable else advice)
     yield Finding("kernels", "cache size", quantity(_folder_size(folder), "B"))
     yield _kernel_test(progress)
-
-
-def _is_writable(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
 
 
 def _folder_size(folder: Path) -> int:

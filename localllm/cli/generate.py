@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from localllm.cli.machine import too_many_threads
 from localllm.cli.main import DONE, options_of
 from localllm.cli.terminal import (
     LoadProgress,
@@ -21,6 +22,7 @@ from localllm.cli.terminal import (
     say,
     visible,
     visible_line,
+    warn,
 )
 from localllm.completion import Completion, Stream
 from localllm.errors import UsageError
@@ -39,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = _prompt(arguments)
     if arguments.chat and not prompt:
         raise UsageError("--chat needs a prompt, the message to answer: give it with -p")
+    if not arguments.quiet and arguments.threads and (complaint := too_many_threads(arguments.threads)):
+        warn(complaint)
     progress = LoadProgress(enabled=not arguments.quiet)
     try:
         llm = load(

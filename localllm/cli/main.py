@@ -18,7 +18,7 @@ from typing import Any
 
 from localllm.cli.flags import check_command, check_flags, in_flags, unknown_words
 from localllm.cli.parser import make_parsers
-from localllm.cli.terminal import is_terminal, prepare_streams, say, visible_line
+from localllm.cli.terminal import is_terminal, prepare_streams, say, visible_line, warn
 from localllm.errors import ContextLengthError, DeviceError, LocalLLMError, NotEnoughMemoryError, UsageError
 
 DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -152,7 +152,7 @@ def _one_line_warnings() -> Iterator[None]:
     """Shows warnings as messages of the program, not as places in its source."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        say(f"localllm: warning: {visible_line(_in_flags(str(message)))}")
+        warn(_in_flags(str(message)))
 
     with warnings.catch_warnings():
         warnings.showwarning = show

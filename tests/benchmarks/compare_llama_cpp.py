@@ -20,6 +20,7 @@ import argparse
 import gc
 import importlib.metadata
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -140,7 +141,7 @@ def relative_error(ours: Array, theirs: Array) -> float:
 
 def gap(ours: Array, theirs: Array, our_id: int, their_id: int, tolerance: float) -> float:
     """How far from equally likely two tokens are; see `Agreement`."""
-    tolerated = tolerance * float(np.linalg.norm(theirs)) / len(theirs) ** 0.5  # of one logit
+    tolerated = tolerance * float(np.linalg.norm(theirs)) / math.sqrt(len(theirs))  # of one logit
     return float(max(ours[our_id] - ours[their_id], theirs[their_id] - theirs[our_id])) / tolerated
 
 
@@ -182,7 +183,8 @@ class LlamaCpp:
     def logits(self) -> Array:
         """After the last token: [n_vocab]."""
         pointer = self._raw_logits(self._llama.ctx, -1)
-        return np.ctypeslib.as_array(pointer, shape=(self._llama.n_vocab(),))
+        logits: Array = np.ctypeslib.as_array(pointer, shape=(self._llama.n_vocab(),))
+        return logits
 
     def close(self) -> None:
         self._llama.close()
@@ -353,7 +355,11 @@ def main() -> int:
         print(f"{path.stem:24} {memory[-1].line()}", flush=True)
     if args.markdown:
         print(markdown(speed))
-    report = {"speed": speed, "agreement": agreements, "memory": memory}
+    report: dict[str, Sequence[Line | Agreement | Memory]] = {
+        "speed": speed,
+        "agreement": agreements,
+        "memory": memory,
+    }
     print(json.dumps({name: [asdict(each) for each in part] for name, part in report.items()}))
     checked: list[Agreement | Memory] = [*agreements, *memory]
     faults = [f"{each.model}: {fault}" for each in checked for fault in each.faults()]

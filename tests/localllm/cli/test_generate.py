@@ -18,6 +18,7 @@ import pytest
 
 import localllm
 from localllm import LLM
+from localllm.cli import machine
 from tests.helpers.command_line import (
     LIMIT,
     Outcome,
@@ -334,6 +335,16 @@ def test_what_is_said_beside_the_text(generate: Generate, plain: Path) -> None:
     assert lines[0] == first
     named = {line[2:19].strip() for line in lines if line.startswith("  ")}
     assert {"file", "embedding", "layers 0-2", "output", "in all", "prefill", "first token", "decode"} <= named
+
+
+def test_more_threads_than_processors(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 2)
+    flags = ("-p", "the", "-n", 1, "--device", "reference", "-t")
+    assert generate(*flags, 2).err.splitlines()[0].startswith("plain.gguf")
+    assert generate(*flags, 3).err.splitlines()[0] == (
+        "localllm: warning: -t 3 is more than the 2 processors here: they wait for each other, slowly"
+    )
+    assert generate(*flags, 3, "-q").err == ""
 
 
 def test_the_output_is_utf8_whatever_the_locale(plain: Path) -> None:
