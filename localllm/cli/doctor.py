@@ -141,7 +141,9 @@ def _reinstall() -> str:
 def _checkout() -> Path | None:
     """The folder of localllm's source, if that is what runs."""
     folder = Path(__file__).resolve().parents[2]
-    return folder if '\nname = "localllm"\n' in _text(folder / "pyproject.toml") else None
+    project = folder / "pyproject.toml"
+    ours = project.is_file() and '\nname = "localllm"\n' in project.read_text(encoding="utf-8", errors="replace")
+    return folder if ours else None
 
 
 def _pip(what: str) -> str:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from localllm.cli.flags import check_command, check_flags, in_flags, unknown_words
 from localllm.cli.parser import make_parsers
@@ -44,7 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: without the program's name; by default the process's own.
     """
     prepare_streams()
-    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv is not None:
+        return _main(list(argv))
+    with _interrupts():
+        return _main(sys.argv[1:])
+
+
+def _main(argv: list[str]) -> int:
     debug = "--debug" in argv or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
     try:
         with _one_line_warnings():
@@ -53,6 +60,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except BaseException as error:
         return _failure(error, debug)
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[None]:
+    """In a process of our own Ctrl-C ends the command in order, and another one at once, both with `INTERRUPTED`."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # it is ignored, or somebody else's
+        yield
+        return
+    signal.signal(signal.SIGINT, _interrupt)
+    yield
+    if signal.getsignal(signal.SIGINT) is _interrupt:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    signal.signal(signal.SIGINT, _end_at_once)
+    raise KeyboardInterrupt
+
+
+def _end_at_once(number: int, frame: object) -> NoReturn:
+    os._exit(INTERRUPTED)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -85,6 +113,8 @@ def _failure(error: BaseException, debug: bool) -> int:
     if isinstance(error, SystemExit):  # --help, --version
         return error.code if isinstance(error.code, int) else FAILED
     if isinstance(error, KeyboardInterrupt):
+        if signal.getsignal(signal.SIGINT) is _end_at_once:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # at the interpreter's end no handler works
         _end_line()
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):

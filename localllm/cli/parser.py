@@ -77,7 +77,8 @@ end of a prompt from a file or from standard input is dropped.
 If the model has a chat template, the prompt is given to it as a user's message, and the model answers; --no-chat
 lets it go on with the text instead.  The empty prompt is never a message.
 
-The text goes to standard output as it comes, all else to standard error.
+The text goes to standard output as it comes, all else to standard error.  Into a file or a pipe it goes byte for
+byte, and no line end is added; on a terminal one is, and control characters are spelled out.
 """
 
 BENCH_DETAILS = """\

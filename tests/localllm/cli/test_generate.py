@@ -95,6 +95,14 @@ def test_greedy_from_bos_gives_the_expected_text() -> None:
     assert (outcome.code, outcome.out) == (0, expected)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_only_a_terminal_gets_a_last_line_end(plain: Path) -> None:
+    arguments = ["generate", "-q", "-m", plain, "--device", "reference", "-p", "a", "-n", "2", "--temp", "0"]
+    arguments += ["-l", f"{FIRST_BYTE + ord('z')}+1000"]
+    assert run_process(arguments).out == "zz"
+    assert run_on_terminal(arguments) == (0, "zz\r\n")
+
+
 def test_the_kernels_give_the_same_text(generate: Generate, plain: Path) -> None:
     reference = generate("-p", "the cat", "--temp", "0", "-q")
     kernels = generate("-p", "the cat", "--temp", "0", "--device", "cpu", "-t", "1", "-q")
@@ -423,3 +431,23 @@ def test_an_interrupt_on_a_terminal_leaves_a_clean_line(plain: Path) -> None:
         seen += read_all(master)
         assert process.wait() == 130
     assert re.fullmatch(r"localllm: warning: [^\n]*\r\nz+\r\n", seen.decode())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent otherwise on Windows")
+def test_interrupts_that_come_thick_and_fast(plain: Path) -> None:
+    """Whenever the next one comes, while the first is dealt with or as the interpreter ends, the exit code is 130."""
+    endless = ["-n", "-1", "--ignore-eos", "-q", "--temp", "3", "-p", "a"]
+    for _ in range(3):
+        with running(
+            ["generate", "-m", plain, "--device", "reference", *endless],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.read(1)
+            while process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.001)
+            assert process.stderr.read() == b""
+            assert process.returncode == 130
