@@ -8,7 +8,7 @@ import json
 import math
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from localllm.cli.machine import too_many_threads
@@ -243,6 +243,8 @@ def _describe(info: ModelInfo, *, verbose: bool) -> None:
     if not verbose:
         return
     say(f"  {'file':<16} {visible_line(str(info.path))}")
+    if formats := getattr(info, "formats", ()):
+        say(f"  {'formats':<16} {formats_line(formats)}")
     for group in info.placement.groups:
         parts = [
             f"{quantity(n_bytes, 'B')} {what}"
@@ -256,6 +258,14 @@ def _describe(info: ModelInfo, *, verbose: bool) -> None:
         say(f"  {group.name:<16} {group.device}: {', '.join(parts)}")
     say(f"  {'scratch':<16} {quantity(info.placement.scratch, 'B')}")
     say(f"  {'in all':<16} {quantity(info.placement.total, 'B')}, Python and kernels included")
+
+
+def formats_line(formats: Iterable[tuple[str, str, int]]) -> str:
+    """Formats of weights: the file's, what kernels read it as where that is another one, and bytes in memory."""
+    return ", ".join(
+        f"{file_type if file_type == read_as else f'{file_type} read as {read_as}'} {quantity(n_bytes, 'B')}"
+        for file_type, read_as, n_bytes in formats
+    )
 
 
 def _report(stream: Stream, *, verbose: bool) -> None:

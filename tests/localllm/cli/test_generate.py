@@ -19,6 +19,7 @@ import pytest
 import localllm
 from localllm import LLM
 from localllm.cli import machine
+from localllm.cli.generate import formats_line
 from tests.helpers.command_line import (
     LIMIT,
     Outcome,
@@ -343,6 +344,11 @@ def test_what_is_said_beside_the_text(generate: Generate, plain: Path) -> None:
     assert lines[0] == first
     named = {line[2:19].strip() for line in lines if line.startswith("  ")}
     assert {"file", "embedding", "layers 0-2", "output", "in all", "prefill", "first token", "decode"} <= named
+
+
+def test_formats_of_weights() -> None:
+    formats = [("Q4_K", "Q4_K", 520_000_000), ("IQ2_XS", "LUT_IQ2_16", 12_300_000)]
+    assert formats_line(formats) == "Q4_K 520 MB, IQ2_XS read as LUT_IQ2_16 12.3 MB"
 
 
 def test_more_threads_than_processors(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
