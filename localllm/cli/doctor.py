@@ -45,6 +45,9 @@ EXTRAS = {
     "reference": ("torch", "transformers"),
 }
 
+#: Those of them that this version makes no use of.
+UNUSED = ("cuda12", "cuda13")
+
 #: Processor features, by LLVM's names, that kernels use or could use.
 FEATURES = (
     *("avx", "avx2", "fma", "f16c", "bmi2", "avxvnni", "avx512f", "avx512bw", "avx512vl", "avx512vnni", "avx512bf16"),
@@ -129,7 +132,16 @@ def _words(error: Exception) -> str:
 
 
 def _reinstall() -> str:
-    return f"install localllm again: {_pip('--force-reinstall localllm')}"
+    checkout = _checkout()
+    return "install localllm again" + (f": in {checkout}, {_pip('--force-reinstall .')}" if checkout else "")
+
+
+def _checkout() -> Path | None:
+    """The folder of localllm's source, if that is what runs."""
+    folder = Path(__file__).resolve().parents[2]
+    project = folder / "pyproject.toml"
+    ours = project.is_file() and '\nname = "localllm"\n' in project.read_text(encoding="utf-8", errors="replace")
+    return folder if ours else None
 
 
 def _pip(what: str) -> str:
@@ -177,9 +189,15 @@ def _extras() -> Iterator[Finding]:
         shown = ", ".join(f"{name} {version}" for name, version in versions.items())
         missing = [name for name in distributions if name not in versions]
         if missing:
-            command = _pip(f"'localllm[{extra}]'")
-            shown = ", ".join(filter(None, (shown, f"without {', '.join(missing)} (optional: {command})")))
+            remark = f"optional: {_installing(extra, missing)}" if extra not in UNUSED else "this version uses none"
+            shown = ", ".join(filter(None, (shown, f"without {', '.join(missing)} ({remark})")))
         yield Finding("extras", extra, shown)
+
+
+def _installing(extra: str, distributions: list[str]) -> str:
+    """The command that installs an extra: the package index does not have localllm, but what it needs."""
+    checkout = _checkout()
+    return "in {}, {}".format(checkout, _pip(f"-e '.[{extra}]'")) if checkout else _pip(" ".join(distributions))
 
 
 # -- Processor -----------------------------------------------------------------------------------------------------

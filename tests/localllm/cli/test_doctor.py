@@ -98,12 +98,26 @@ def test_a_missing_package(run: Doctor, monkeypatch: pytest.MonkeyPatch) -> None
     assert outcome.out.splitlines()[-1] == "localllm cannot run here: 2 of these are broken (x)"
 
 
-def test_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+def extras(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(doctor, "_version", {"torch": "2.13"}.get)
-    found_extras = {f.name: f.value for f in findings() if f.group == "extras"}
-    assert "without cupy-cuda13x" in found_extras["cuda13"]
-    assert "-m pip install 'localllm[cuda13]'" in found_extras["cuda13"]
-    assert found_extras["reference"].startswith("torch 2.13, without transformers")
+    return {f.name: f.value for f in doctor._extras()}
+
+
+def test_extras_of_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = extras(monkeypatch)
+    assert found["cuda13"] == "without cupy-cuda13x (this version uses none)"
+    assert found["reference"].startswith(f"torch 2.13, without transformers (optional: in {ROOT}, python")
+    assert found["reference"].endswith("-m pip install -e '.[reference]')")
+
+
+def test_extras_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is installed has no source beside it, but perhaps another project's."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "another"\n')
+    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "localllm" / "cli" / "doctor.py"))
+    found = extras(monkeypatch)
+    assert found["reference"].endswith("-m pip install transformers)")
+    assert found["dev"].endswith("-m pip install pytest hypothesis mypy ruff)")
+    assert doctor._reinstall() == "install localllm again"
 
 
 def test_a_forced_instruction_set(run: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
