@@ -266,6 +266,17 @@ def _narrow_half(b: Any, value: Any) -> Any:
     return b.trunc(b.or_(half, sign), ir.VectorType(i16, 16))
 
 
+@op(void, intp)
+def prefetch(b, address):
+    """Begins to bring the cache line at an address near; nothing happens where there is no memory."""
+    pointer = _pointer(b, address, i8)
+    read, keep, data = (ir.Constant(i32, n) for n in (0, 3, 1))
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
+    name = "llvm.prefetch.p0"
+    function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
+    b.call(function, [pointer, read, keep, data])
+
+
 # -- Arithmetic ----------------------------------------------------------------------------------------------------
 
 
