@@ -209,6 +209,11 @@ def store_i32(b, address, value):
     _store(b, address, value)
 
 
+@op(void, intp, intp)
+def store_i64(b, address, value):
+    _store(b, address, value)
+
+
 @op(intp, literal)
 def stack(b, n_bytes):
     """The address of ``n_bytes`` of the thread's stack, aligned for vectors, good until the kernel returns."""

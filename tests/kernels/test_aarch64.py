@@ -79,7 +79,7 @@ def test_floats_are_multiplied_by_fused_multiply_adds() -> None:
 
 
 def test_attention() -> None:
-    code = instructions(variant(attention.attention, NEON, HEAD=16, PAGE=PAGE, CHUNK=1), LINUX)
+    code = instructions(variant(attention.attention, NEON, HEAD=16, PAGE=PAGE, STATE=64 + attention.MARGIN, CHUNK=1), LINUX)
     check(code)
     assert any(i.startswith("fmla") for i in code)
 
