@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from localllm.errors import KernelError, UsageError
 from localllm.kernels.cpu import attention as attention_kernels
 from localllm.kernels.cpu import elementwise, matmul
-from localllm.kernels.cpu.attention import PAGE, ROWS
+from localllm.kernels.cpu.attention import MARGIN, PAGE, SPAN, TILE_ROWS
 from localllm.kernels.cpu.compiler import Kernel, Variant, variant
 from localllm.kernels.cpu.host import default_threads, most_threads
 from localllm.kernels.cpu.program import Instruction, Job, Program, Workers
@@ -39,7 +39,7 @@ PADDING = 32
 PACKED_ROWS = 256
 
 # Numbers in a program's header.
-ALWAYS, N_TOKENS, N_OUTPUTS, N_TILES = range(4)
+ALWAYS, N_TOKENS, N_OUTPUTS, N_TILES, N_MERGED = range(5)
 
 FLOAT_LOADS: dict[KernelType, Any] = {
     GGMLType.F32: load_f32x16,
@@ -172,8 +172,11 @@ class Buffer:
 class Recording:
     """Instructions and the memory they use, while a forward pass is recorded and afterwards."""
 
-    def __init__(self, cache: CPUCache, max_tokens: int, max_outputs: int) -> None:
+    def __init__(self, cache: CPUCache, max_tokens: int, max_outputs: int, threads: int) -> None:
         self.cache = cache
+        #: Tiles of attention that leave threads without work: so few are cut into spans of the cache.
+        self.few_tiles = 0 if threads == 1 else -(-2 * threads // cache.shape.n_kv_heads) - 1
+        self.max_parts = self.few_tiles * -(-cache.n_pages * PAGE // SPAN)
         self.max_tokens, self.max_outputs = max_tokens, max_outputs
         self.instructions: list[Instruction] = []
         #: Arrays whose addresses stand in the instructions.
@@ -183,14 +186,16 @@ class Recording:
         self.ropes: list[tuple[Rope, NDArray[np.float32]]] = []
         self.embeddings: list[tuple[Weight, float, Buffer]] = []
         # What a step fills in.
-        self.header = np.ones(4, np.int64)
+        self.header = np.ones(5, np.int64)
         self.positions = np.zeros(max_tokens, np.int32)
         self.starts = np.zeros(max_tokens, np.int32)
         self.slots = np.zeros(max_tokens, np.int64)
         self.output_rows = np.zeros(max_outputs, np.int32)
         self.block_tables = np.zeros((max_tokens, cache.n_pages), np.int32)
         self.group_size = 0
-        self.tiles = np.zeros((0, 3), np.int64)
+        self.tiles = np.zeros((0, 6), np.int64)
+        self.merged = np.zeros((0, 5), np.int64)
+        self.parts: NDArray[np.uint8] | None = None
 
     def take(self, n_bytes: int) -> NDArray[np.uint8]:
         """Memory of at least ``n_bytes``, with anything in it: the smallest free piece that does, else a new one."""
@@ -225,7 +230,15 @@ class Recording:
             )
         if not self.group_size:
             self.group_size = group_size
-            self.tiles = np.zeros((self.max_tokens * -(-group_size // ROWS), 3), np.int64)
+            n_tiles = self.max_tokens * -(-group_size // TILE_ROWS)
+            self.tiles = np.zeros((n_tiles + self.max_parts, 6), np.int64)
+            self.merged = np.zeros((self.max_parts, 5), np.int64)
+
+    def use_parts(self, state: int) -> int:
+        """The address of memory for what spans of the cache come to, ``state`` bytes a row; 0 if none are cut."""
+        if self.parts is None and self.max_parts:
+            self.parts = self.new(self.max_parts * self.cache.shape.n_kv_heads * TILE_ROWS * state)
+        return self.parts.ctypes.data if self.parts is not None else 0
 
     def fill(self, batch: Batch) -> None:
         """Puts a batch where the program reads it.
@@ -252,7 +265,8 @@ class Recording:
             turns = batch.positions[:, None].astype(np.float64) * rope.frequencies
             angles[:n_tokens, :, 0] = np.cos(turns) * rope.magnitude
             angles[:n_tokens, :, 1] = np.sin(turns) * rope.magnitude
-        self.header[[N_TOKENS, N_OUTPUTS, N_TILES]] = n_tokens, n_outputs, self._fill_tiles(lengths)
+        self.header[[N_TOKENS, N_OUTPUTS]] = n_tokens, n_outputs
+        self._fill_tiles(lengths, batch.kv_lengths)
         for table, scale, buffer in self.embeddings:
             if batch.ids.min() < 0 or batch.ids.max() >= table.shape[0]:
                 raise KernelError(f"a batch has token ids outside the vocabulary of {table.shape[0]}")
@@ -261,16 +275,29 @@ class Recording:
             x[:n_tokens, : buffer.width] = rows if scale == 1.0 else rows * np.float32(scale)
             x[:n_tokens, buffer.width :] = 0
 
-    def _fill_tiles(self, lengths: NDArray[np.int32]) -> int:
-        """Cuts each sequence's query rows into tiles for the attention kernel; returns how many there are."""
+    def _fill_tiles(self, lengths: NDArray[np.int32], kv_lengths: NDArray[np.int32]) -> None:
+        """Cuts each sequence's query rows into tiles for the attention kernel, and few of them into spans."""
         rows = lengths.astype(np.int64) * self.group_size
-        counts = -(-rows // ROWS)
-        n = int(counts.sum())
-        sequence = np.repeat(np.arange(len(lengths)), counts)
-        first = (np.arange(n) - np.repeat(np.cumsum(counts) - counts, counts)) * ROWS
-        self.tiles[:n, 0], self.tiles[:n, 1] = sequence, first
-        self.tiles[:n, 2] = np.minimum(ROWS, rows[sequence] - first)
-        return n
+        counts = -(-rows // TILE_ROWS)
+        n, n_merged = int(counts.sum()), 0
+        tiles = np.zeros((n, 6), np.int64)
+        tiles[:, 0] = sequence = np.repeat(np.arange(len(lengths)), counts)
+        tiles[:, 1] = first = (np.arange(n) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE_ROWS
+        tiles[:, 2] = n_rows = np.minimum(TILE_ROWS, rows[sequence] - first)
+        farthest = (kv_lengths - lengths)[sequence] + (first + n_rows - 1) // max(1, self.group_size)
+        tiles[:, 4] = n_spans = farthest // SPAN + 1
+        tiles[:, 5] = -1
+        n_parts = int(n_spans.sum())
+        if n <= self.few_tiles and n < n_parts <= self.max_parts:
+            first_parts = np.cumsum(n_spans) - n_spans
+            n_merged = n
+            self.merged[:n] = np.column_stack([tiles[:, :3], first_parts, n_spans])
+            tiles = np.repeat(tiles, n_spans, axis=0)
+            tiles[:, 5] = np.arange(n_parts)
+            tiles[:, 3] = tiles[:, 5] - np.repeat(first_parts, n_spans)
+            tiles[:, 4] = tiles[:, 3] + 1
+        self.tiles[: len(tiles)] = tiles
+        self.header[[N_TILES, N_MERGED]] = len(tiles), n_merged
 
 
 class CPUOps(Ops):
@@ -364,7 +391,7 @@ class CPUOps(Ops):
     def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
         if not isinstance(cache, CPUCache):
             raise KernelError(f"the CPU backend cannot use a {type(cache).__name__}")
-        recording = self._recording = Recording(cache, max_tokens, max_outputs)
+        recording = self._recording = Recording(cache, max_tokens, max_outputs, self.workers.n)
         try:
             logits = forward()
             self._check_tensors(logits, slot=N_OUTPUTS)
@@ -552,24 +579,34 @@ class CPUOps(Ops):
         group_size = q.width // head_dim // heads
         recording.use_groups_of(group_size)
         constants = self._head_constants()
+        state = constants["STATE"] = 4 * constants["HEAD"] + MARGIN
         n_chunks = constants["HEAD"] // 16
         # As many head values at once as divide the head and leave registers for the rest.
         constants["CHUNK"] = max(c for c in range(1, 6) if n_chunks % c == 0)
         # The kernel writes heads, not the padding beyond them.
         out = Buffer(recording, N_TOKENS, q.width, shared=q.width % PADDING == 0)
+        parts = recording.use_parts(state)
+        header = recording.header.ctypes.data
         self._add(
             attention_kernels.attention,
             (
-                *(recording.header.ctypes.data + 8 * N_TILES, recording.tiles.ctypes.data, heads, group_size),
+                *(header + 8 * N_TILES, recording.tiles.ctypes.data, heads, group_size),
                 *(q.address, q.stride, head_dim),
                 *(a.ctypes.data for a in (recording.starts, recording.positions, recording.block_tables)),
                 *(recording.block_tables.shape[1], window or 0),
-                *(cache.keys[layer].ctypes.data, cache.values[layer].ctypes.data, out.address, float(scale)),
+                *(cache.keys[layer].ctypes.data, cache.values[layer].ctypes.data, out.address, parts, float(scale)),
             ),
             heads,
             N_TILES,
             **constants,
         )
+        if recording.max_parts:
+            arguments = (
+                *(header + 8 * N_MERGED, recording.merged.ctypes.data, heads, group_size, head_dim),
+                *(recording.starts.ctypes.data, parts, out.address, out.stride),
+            )
+            del constants["CHUNK"], constants["PAGE"]
+            self._add(attention_kernels.merge_parts, arguments, heads, N_MERGED, **constants)
         return out
 
     def gated(self, gate: Buffer, up: Buffer, activation: str) -> Buffer:

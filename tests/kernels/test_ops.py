@@ -18,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
+from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.ops import CacheShape, KVCache, Ops, Rope
 from localllm.quant.types import GGMLType
 from tests.helpers.backends import BACKENDS, Backend
@@ -367,6 +368,18 @@ def test_attention_with_heads_of_any_size(backend: Backend, head_dim: int) -> No
 def test_attention_with_groups_of_any_size(ops: Ops, group_size: int, n_groups: int) -> None:
     talk = Conversation(ops, [67], n_groups * group_size, n_groups, 16)
     assert_close(talk.run((0, 0, 67)), talk.expected(0, 0, 67))
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_many_threads_share_a_long_cache(window: int | None) -> None:
+    """Spans of it are summed up apart, which changes no bit."""
+    outputs = []
+    for threads in (1, 8):
+        talk = Conversation(CPUOps(threads=threads), [1300, 40], 4, 2, 16, window=window)
+        talk.run((0, 0, 1299), (1, 0, 39))
+        outputs.append(talk.run((0, 1299, 1300), (1, 39, 40)))
+        assert_close(outputs[-1], np.concatenate([talk.expected(0, 1299, 1300), talk.expected(1, 39, 40)]))
+    np.testing.assert_array_equal(*outputs)
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 16, 63, 64, 65, 100, 1000])
