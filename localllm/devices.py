@@ -48,7 +48,8 @@ def open_device(
 
     Raises:
         DeviceError: there is no such device here, or it has not that instruction set; says why.
-        UsageError: there is no instruction set of that name, or the device has none.
+        UsageError: there is no instruction set of that name, or the device has none; or so many threads are out of
+            range.
     """
     if name in ("auto", "cpu"):
         return _cpu(threads, isa, progress)

@@ -22,7 +22,7 @@ from localllm.errors import DeviceError, KernelError
 from localllm.kernels.cpu.compiler import Variant, addresses, kernel, variant
 from localllm.kernels.cpu.simd import (
     call_kernel,
-    call_yield,
+    call_nap,
     fetch_add,
     load_atomic,
     load_i64,
@@ -34,8 +34,11 @@ from localllm.kernels.process import Process
 
 #: Bytes of an instruction in a program's table, and of a counter (a cache line each, or threads would collide).
 INSTRUCTION, LINE = 64, 64
-#: Spins before a waiting thread offers its core to others.
-SPINS = 2000
+#: Spins of a waiting thread before it sleeps, which are some tens of microseconds: as long as a well shared
+#: instruction lets it wait.  Longer, and the thread that it waits for may be without a core.
+SPINS = 5000
+#: Microseconds that it sleeps at a time.  Systems take some tens more.
+NAP = 1
 #: Pieces that an instruction's work is cut into, for each thread: more balance better, fewer cost less.
 PIECES = 4
 
@@ -43,12 +46,12 @@ _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
 @kernel
-def run_program(begin, end, table, n_instructions, header, counters, meeting, give_way):
+def run_program(begin, end, table, n_instructions, header, counters, meeting, nap):
     """Runs a program as thread ``begin`` of ``end``.
 
     table: int64 [n, 8]: kernel, arguments, units a header number, which header number, wait afterwards.
     counters: int64, one a line, zero at first.  meeting: int64, threads that have arrived, and a line further,
-    how often all have.  give_way: the address of a C function that offers the core to other threads.
+    how often all have.  nap: the address of a C function that sleeps for so many microseconds.
     """
     for i in range(n_instructions):
         entry = table + INSTRUCTION * i
@@ -72,7 +75,7 @@ def run_program(begin, end, table, n_instructions, header, counters, meeting, gi
                     pause()
                     spins += 1
                     if spins > SPINS:
-                        call_yield(give_way)
+                        call_nap(nap, NAP)
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class Program:
         self._meeting = np.zeros((2, LINE // 8), np.int64)
         parts = (self._table, header, self._counters, self._meeting)
         table, head, counters, meeting = (a.ctypes.data for a in parts)
-        self._call = np.array([table, len(instructions), head, counters, meeting, _give_way()], np.int64)
+        self._call = np.array([table, len(instructions), head, counters, meeting, _nap()], np.int64)
 
     def run(self, workers: Workers) -> None:
         """Runs all instructions once, on all the workers' threads.
@@ -145,12 +148,17 @@ def _pack(instruction: Instruction) -> bytes:
     return b"".join(struct.pack("<f4x" if isinstance(a, float) else "<q", a) for a in arguments)
 
 
-def _give_way() -> int:
-    """The address of the C function that offers a core to other threads."""
+def _nap() -> int:
+    """The address of the C function by which a waiting thread sleeps.
+
+    Merely to offer the core to others (``sched_yield``) is no way to wait where other programs are busy: who offers
+    it loses it for a whole slice of time, milliseconds, and who slept gets it back at once.
+    """
     if sys.platform == "win32":
+        # Windows sleeps for milliseconds at least; this function has no use for its argument.
         function = ctypes.windll.kernel32.SwitchToThread
     else:
-        function = ctypes.CDLL(None).sched_yield
+        function = ctypes.CDLL(None).usleep
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 

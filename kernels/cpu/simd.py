@@ -692,10 +692,11 @@ def call_kernel(b, function, arguments, begin, end):
     b.call(b.inttoptr(function, kind.as_pointer()), [arguments, begin, end])
 
 
-@op(int32, intp)
-def call_yield(b, function):
-    """Calls the C function ``int f(void)`` at an address."""
-    return b.call(b.inttoptr(function, ir.FunctionType(i32, []).as_pointer()), [])
+@op(int32, intp, intp)
+def call_nap(b, function, microseconds):
+    """Calls the C function ``int f(unsigned microseconds)`` at an address."""
+    kind = ir.FunctionType(i32, [i32])
+    return b.call(b.inttoptr(function, kind.as_pointer()), [b.trunc(microseconds, i32)])
 
 
 @op(void)
