@@ -16,15 +16,18 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.chat.source import TemplateSource
 from localllm.completion import Completion, Stream
 from localllm.devices import Device, open_device
 from localllm.engine import Engine
-from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, UsageError
+from localllm.errors import ClosedError, ContextLengthError, LocalLLMError, NotEnoughMemoryError, UsageError
 from localllm.generation import Generation
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
+from localllm.models.blocks import Model
 from localllm.models.config import ModelConfig, read_config
 from localllm.models.registry import builder, load_model
+from localllm.models.weights import LoadedWeight
 from localllm.options import Options, Request, as_int, whole_number
 from localllm.placement import Placement, available_memory, plan
 from localllm.sampling import make_sampler
@@ -83,32 +86,36 @@ def load(
     context = None if context is None else whole_number("context", context, 1)
     threads = None if threads is None else whole_number("threads", threads, 1)
     parallel = whole_number("parallel", parallel, 1)
-    with ExitStack() as stack:
-        file = stack.enter_context(_open(path))
+    with ExitStack() as stack, _open(path) as file:
         builder(file.metadata)  # raises for an architecture that is not supported
         config = read_config(file.metadata, file.tensors)
         tokenizer = Tokenizer.from_gguf(file)
-        template = None if chat_template is None else _given_template(chat_template, tokenizer)
+        source = TemplateSource.of_file(file) if chat_template is None else TemplateSource(chat_template)
+        template = None if chat_template is None else _compile(source, tokenizer)
         backend = open_device(device, threads=threads, isa=isa, progress=_stage(progress, "kernels"))
         stack.callback(backend.close)
+        available = available_memory()
         placement = plan(
             config,
             file.tensors,
             backend.ops.packed_bytes,
-            available=available_memory(),
+            available=available,
             device=backend.name,
             page_size=backend.ops.page_size,
             context=context,
             parallel=parallel,
         )
         _warn_of_long_context(config, placement)
-        engine = _load_engine(file, backend, placement, _stage(progress, "weights"))
-        info = _info(file, config, backend, placement)
+        spare = available - placement.total
+        model, engine = _load_engine(file, config, backend, placement, spare, _stage(progress, "weights"))
+        info = _info(file, config, backend, placement.loaded(model.weights))
+        file.check_unchanged()
         stack.pop_all()
-    _log.info("%s on %s (%s, %d threads): %s", info.path, info.device, info.kernels, info.threads, placement)
+    _warn_of_widened(model.weights)
+    _log_info(info)
     # A stream may outlive the LLM that it came from: the engine, which both hold, is the last to need the threads.
     end_threads = weakref.finalize(engine, backend.close)
-    return LLM(file, tokenizer, engine, info, template, on_close=end_threads)
+    return LLM(tokenizer, engine, info, source, template, on_close=end_threads)
 
 
 class LLM:
@@ -122,19 +129,20 @@ class LLM:
 
     def __init__(
         self,
-        file: GGUFFile,
         tokenizer: Tokenizer,
         engine: Engine,
         info: ModelInfo,
+        template_source: TemplateSource,
         template: ChatTemplate | None = None,
         *,
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
+        """``template``: that of ``template_source``, if it was compiled already."""
         self._on_close = on_close
-        self._file = file
         self._tokenizer = tokenizer
         self._engine: Engine | None = engine
         self._info = info
+        self._template_source = template_source
         self._template = template
 
     @property
@@ -150,8 +158,7 @@ class LLM:
     def has_chat_template(self) -> bool:
         """Whether the file has a chat template, or one was given to `load`."""
         self._opened()
-        given = self._template is not None and not self._template.is_fallback
-        return given or "tokenizer.chat_template" in self._file.metadata
+        return self._template_source.text is not None
 
     @property
     def chat_template(self) -> ChatTemplate:
@@ -162,9 +169,7 @@ class LLM:
         """
         self._opened()
         if self._template is None:
-            from localllm.chat import ChatTemplate
-
-            self._template = ChatTemplate.from_gguf(self._file, self._tokenizer)
+            self._template = _compile(self._template_source, self._tokenizer)
             if self._template.is_fallback:
                 message = f"{self._info.path} has no chat template: ChatML is used, which the model may not know"
                 warnings.warn(message, stacklevel=2)
@@ -288,7 +293,6 @@ class LLM:
         if engine is not None:
             engine.close()
             self._on_close()
-            self._file.close()
 
     def __enter__(self) -> Self:
         self._opened()
@@ -407,16 +411,10 @@ def _open(path: str | os.PathLike[str] | None) -> GGUFFile:
         return GGUFFile.open(demo_path)
 
 
-def _given_template(source: str, tokenizer: Tokenizer) -> ChatTemplate:
+def _compile(source: TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:
     from localllm.chat import ChatTemplate
 
-    bos, eos = tokenizer.bos_id, tokenizer.eos_id
-    return ChatTemplate(
-        source,
-        bos_token="" if bos is None else tokenizer.token_text(bos),
-        eos_token="" if eos is None else tokenizer.token_text(eos),
-        where="the chat template given",
-    )
+    return ChatTemplate.compile(source, tokenizer)
 
 
 def _warn_of_long_context(config: ModelConfig, placement: Placement) -> None:
@@ -429,18 +427,44 @@ def _warn_of_long_context(config: ModelConfig, placement: Placement) -> None:
 
 
 def _load_engine(
-    file: GGUFFile, backend: Device, placement: Placement, progress: Callable[[int, int], None] | None
-) -> Engine:
+    file: GGUFFile,
+    config: ModelConfig,
+    backend: Device,
+    placement: Placement,
+    spare_bytes: int,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[Model, Engine]:
+    context = placement.context
     try:
-        model = load_model(file, backend.ops, progress=progress)
-        return Engine(model, backend.ops, context=placement.context, parallel=placement.parallel)
+        model = load_model(file, backend.ops, config, context, spare_bytes=spare_bytes, progress=progress)
+        return model, Engine(model, backend.ops, context=context, parallel=placement.parallel)
     except (MemoryError, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+        if isinstance(error, LocalLLMError) or (isinstance(error, OSError) and error.errno != errno.ENOMEM):
             raise
         raise NotEnoughMemoryError(
             f"memory ran out while {file.path} was loaded, which takes {placement.total / 1e9:.2f} GB: "
             "choose a smaller context or a smaller quantisation of the model"
         ) from error
+
+
+def _warn_of_widened(weights: Sequence[LoadedWeight]) -> None:
+    widened = [weight for weight in weights if weight.n_bytes > weight.planned_bytes]
+    if widened:
+        names = ", ".join(weight.name for weight in widened[:3]) + (", …" if len(widened) > 3 else "")
+        message = (
+            f"{len(widened)} of the model's tensors ({names}) have scales beyond the range of float16, in which "
+            f"{widened[0].file_type} is read: they are kept in {widened[0].kernel_type}, take "
+            f"{sum(w.n_bytes for w in widened) / 1e9:.2f} GB instead of "
+            f"{sum(w.planned_bytes for w in widened) / 1e9:.2f} GB, and are slower to compute with"
+        )
+        warnings.warn(message, stacklevel=3)
+
+
+def _log_info(info: ModelInfo) -> None:
+    _log.info("%s on %s (%s, %d threads)", info.path, info.device, info.kernels, info.threads)
+    for group in info.placement.groups:
+        formats = ", ".join(f"{format} ({format.n_bytes:,} bytes)" for format in group.formats)
+        _log.info("%s on %s: %s; KV cache (%s bytes)", group.name, group.device, formats, f"{group.kv_cache:,}")
 
 
 def _info(file: GGUFFile, config: ModelConfig, backend: Device, placement: Placement) -> ModelInfo:
@@ -460,6 +484,7 @@ def _info(file: GGUFFile, config: ModelConfig, backend: Device, placement: Place
         kernels=backend.kernels,
         threads=backend.threads,
         placement=placement,
+        config=config,
     )
 
 

@@ -12,6 +12,7 @@ import jinja2
 
 from localllm.chat.budget import OverBudgetError
 from localllm.chat.sandbox import BoundedTemplate, RefusedError
+from localllm.chat.source import TemplateSource
 from localllm.errors import TemplateError
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import MetadataFile
@@ -23,8 +24,6 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """The template for files that have none; many models know this format."""
-
-_KEY = "tokenizer.chat_template"
 
 
 class ChatTemplate:
@@ -77,18 +76,21 @@ class ChatTemplate:
         Raises:
             TemplateError: the template is not valid, or there is none called ``name``.
         """
-        key = _KEY if name is None else f"{_KEY}.{name}"
-        source = file.metadata.get(key)
-        if source is None and name is not None:
-            raise TemplateError(f"{file.path} has no chat template called {name!r}")
-        if source is not None and not isinstance(source, str):
-            raise TemplateError(f"{file.path}: {key} is not a string; the file is damaged or badly converted")
+        return cls.compile(TemplateSource.of_file(file, name), tokenizer)
+
+    @classmethod
+    def compile(cls, source: TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:
+        """The template of a source, or `CHATML` (``is_fallback``) if that has none.
+
+        Raises:
+            TemplateError: the template is not valid, or too long.
+        """
         return cls(
-            CHATML if source is None else source,
+            CHATML if source.text is None else source.text,
             bos_token=_token_text(tokenizer, tokenizer.bos_id),
             eos_token=_token_text(tokenizer, tokenizer.eos_id),
-            where=f"the chat template of {file.path}",
-            is_fallback=source is None,
+            where=source.where,
+            is_fallback=source.text is None,
         )
 
     def render(

@@ -146,7 +146,7 @@ class Work:
                 for part in (layers, [head])
             ]
         return cls(
-            weight_bytes=info.placement.weights,
+            weight_bytes=info.placement.multiplied,
             kv_bytes=CacheShape(config.n_layers, config.n_kv_heads, config.head_dim).bytes_per_token(),
             layer_products=products[0],
             head_products=products[1],

@@ -245,7 +245,6 @@ def _describe(info: ModelInfo, *, verbose: bool) -> None:
             for n_bytes, what in (
                 (group.weights, "weights"),
                 (group.kv_cache, "KV cache"),
-                (group.mapped, "read from the file"),
             )
             if n_bytes
         ]
