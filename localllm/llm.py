@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.chat.source import TemplateSource
+from localllm.checks import mappings, text, token_ids, whole_number
 from localllm.completion import Completion, Stream
 from localllm.devices import Device, open_device
 from localllm.engine import Engine
@@ -28,7 +29,7 @@ from localllm.models.blocks import Model
 from localllm.models.config import ModelConfig, read_config
 from localllm.models.registry import builder, load_model
 from localllm.models.weights import LoadedWeight
-from localllm.options import Options, Request, as_int, whole_number
+from localllm.options import Options, Request
 from localllm.placement import Placement, available_memory, plan
 from localllm.sampling import make_sampler
 from localllm.tokenizer import Tokenizer
@@ -46,6 +47,9 @@ _log = logging.getLogger("localllm")
 LoadProgress = Callable[[str, int, int], object]
 
 Message = Mapping[str, object]
+
+#: Names that `LLM.chat` gives to a template, or to the functions that run it, itself.
+_TAKEN_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "tokenizer", "template", "self"})
 
 
 def load(
@@ -83,6 +87,11 @@ def load(
         NotEnoughMemoryError: the model would not fit; said before it is loaded.
         UsageError: an argument is out of range.
     """
+    for name, value in (("device", device), ("isa", isa), ("chat_template", chat_template)):
+        if value is not None:
+            text(name, value)
+    if progress is not None and not callable(progress):
+        raise UsageError(f"progress is {progress!r:.80}, but must be a function of a stage and two numbers")
     context = None if context is None else whole_number("context", context, 1)
     threads = None if threads is None else whole_number("threads", threads, 1)
     parallel = whole_number("parallel", parallel, 1)
@@ -185,6 +194,7 @@ class LLM:
                 for text of others.
 
         Raises:
+            UsageError: it is no text.
             TokenizerError: the text is not valid Unicode, or cannot be spelled with the vocabulary.
         """
         self._opened()
@@ -197,7 +207,7 @@ class LLM:
             UsageError: an id is outside the vocabulary.
         """
         self._opened()
-        return self._tokenizer.decode(_check_ids(ids, self._info.n_vocab))
+        return self._tokenizer.decode(token_ids(ids, self._info.n_vocab))
 
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """The logits after each token, float32 [len(ids), n_vocab].
@@ -208,7 +218,7 @@ class LLM:
             NotEnoughMemoryError: the result would not fit into memory.
         """
         engine = self._opened()
-        ids = _check_ids(ids, self._info.n_vocab)
+        ids = token_ids(ids, self._info.n_vocab)
         n_bytes, available = 4 * len(ids) * self._info.n_vocab, available_memory()
         if n_bytes > available:
             raise NotEnoughMemoryError(
@@ -267,7 +277,7 @@ class LLM:
             options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.options.Options`.
 
         Raises:
-            TemplateError: a message is malformed, or the template fails or refuses the messages.
+            TemplateError: there are no messages, one is malformed, or the template fails or refuses them.
             TypeError, UsageError, ContextLengthError: as `generate`.
         """
         return self._stream_chat(messages, tools, template_variables, Request.from_options(options)).read()
@@ -325,7 +335,7 @@ class LLM:
         if isinstance(prompt, str):
             ids = self.tokenize(prompt, add_special, parse_special)
         else:
-            ids = _check_ids(prompt, self._info.n_vocab)
+            ids = token_ids(prompt, self._info.n_vocab)
         if ids:
             return ids
         bos = self._tokenizer.bos_id
@@ -343,9 +353,11 @@ class LLM:
         from localllm.chat import encode_chat
 
         context = self._opened().context
+        more: dict[str, Any] = {} if variables is None else template_variables(variables)
+        if tools is not None:
+            mappings("tools", tools)
 
         def encode(chosen: Sequence[Message]) -> list[int]:
-            more: dict[str, Any] = dict(variables or {})
             return encode_chat(self._tokenizer, self.chat_template, chosen, tools=tools, **more)
 
         ids = encode(messages)
@@ -380,6 +392,22 @@ class LLM:
         return Stream(generation, decoder, logprobs=sampling.logprobs is not None)
 
 
+def template_variables(value: object) -> dict[str, object]:
+    """What a template shall read beside the messages.
+
+    Raises:
+        UsageError: it is no mapping, or has a name that is not a text or has another meaning.
+    """
+    if not isinstance(value, Mapping):
+        raise UsageError(f"template_variables is {value!r:.80}, but must be a mapping of names to values")
+    for name in value:
+        if not isinstance(name, str):
+            raise UsageError(f"template_variables has the name {name!r:.80}, but names must be texts")
+        if name in _TAKEN_NAMES:
+            raise UsageError(f"template_variables cannot have the name {name!r}, which chat sets itself")
+    return dict(value)
+
+
 def truncate(ids: list[int], n_tokens: int, bos_id: int | None) -> list[int]:
     """The newest of ``ids``, ``n_tokens`` at most, with BOS in front if it was there."""
     if len(ids) <= n_tokens:
@@ -403,6 +431,8 @@ def without_oldest_turn(messages: Sequence[Message]) -> list[Message] | None:
 
 def _open(path: str | os.PathLike[str] | None) -> GGUFFile:
     if path is not None:
+        if not isinstance(path, str | os.PathLike):
+            raise UsageError(f"path is {path!r:.80}, but must be the path of a GGUF file, as str or Path")
         return GGUFFile.open(path)
     demo = resources.files("localllm") / "data" / "demo.gguf"
     if not demo.is_file():
@@ -497,22 +527,3 @@ def _stage(progress: LoadProgress | None, stage: str) -> Callable[[int, int], No
         progress(stage, done, total)
 
     return report
-
-
-def _check_ids(ids: object, n_vocab: int) -> list[int]:
-    """Tokens as a list of ints.
-
-    Raises:
-        UsageError: they are no sequence of integers, or one is outside the vocabulary.
-    """
-    if isinstance(ids, np.ndarray):
-        ids = ids.tolist()
-    if isinstance(ids, str | bytes | bytearray | memoryview) or not isinstance(ids, Sequence):
-        raise UsageError(f"tokens must be a list of whole numbers, not {type(ids).__name__}")
-    checked: list[int] = []
-    for i, id_ in enumerate(ids):
-        number = as_int(id_)
-        if number is None or not 0 <= number < n_vocab:
-            raise UsageError(f"token {i} is {id_!r:.80}, but must be a whole number from 0 to {n_vocab - 1}")
-        checked.append(number)
-    return checked

@@ -25,6 +25,8 @@ CHATML = (
 )
 """The template for files that have none; many models know this format."""
 
+_EXAMPLE = "{'role': 'user', 'content': 'Hello!'}"
+
 
 class ChatTemplate:
     """One compiled chat template.  It can render in several threads at once.
@@ -151,9 +153,11 @@ def encode_chat(
     end the conversation, is not added.
 
     Raises:
-        TemplateError: as `ChatTemplate.render`.
+        TemplateError: as `ChatTemplate.render`, or there are no messages.
         TokenizerError: the prompt cannot be spelled.
     """
+    if isinstance(messages, Sequence) and not messages:
+        raise TemplateError(f"there are no messages to answer: give at least one, such as {_EXAMPLE}")
     text = template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
     ids = tokenizer.encode(text, add_special=False, parse_special=True)
     if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
@@ -173,13 +177,15 @@ def _words(error: BaseException) -> str:
 
 def _check_messages(messages: Sequence[Mapping[str, object]]) -> None:
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise TemplateError("messages must be a list of {'role': ..., 'content': ...}")
+        raise TemplateError(f"messages must be a list of mappings, such as [{_EXAMPLE}]")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise TemplateError(f"message {index} is not a mapping with 'role' and 'content': {message!r:.80}")
+            raise TemplateError(f"message {index} is not a mapping such as {_EXAMPLE}: {message!r:.80}")
         role = message.get("role")
-        if not isinstance(role, str):
-            raise TemplateError(f"message {index} has no 'role' (such as 'system', 'user' or 'assistant')")
+        if not isinstance(role, str) or not role:
+            raise TemplateError(
+                f"message {index} has no 'role', a text such as 'system', 'user' or 'assistant': write {_EXAMPLE}"
+            )
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
             raise TemplateError(f"message {index} (role {role!r}) has no 'content'")

@@ -24,6 +24,7 @@ from typing import Any, Self
 import numpy as np
 
 from localllm import __version__
+from localllm.checks import whole_number
 from localllm.cli.doctor import cpu_model
 from localllm.cli.main import DONE
 from localllm.cli.terminal import LoadProgress, StatusLine, model_line, quantity
@@ -36,7 +37,6 @@ from localllm.kernels.cpu.tiles import TILES
 from localllm.kernels.ops import CacheShape
 from localllm.llm import LLM, load
 from localllm.models.config import read_config
-from localllm.options import whole_number
 from localllm.placement import available_memory
 
 #: Bytes that a test of the bandwidth reads at most, and the part of the free memory that it takes at most.
