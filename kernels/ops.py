@@ -173,6 +173,12 @@ class Batch:
 Step = Callable[[Batch], NDArray[np.float32]]
 
 
+#: Called with a matrix that a backend must keep in a larger format than `Ops.packed_bytes` counted on, because its
+#: values do not fit into that one: before it takes the memory, with the name of the format and the bytes.  It may
+#: raise to prevent that.
+Widening = Callable[[Weight, str, int], None]
+
+
 class Ops(Protocol):
     """What a backend offers.  `load_*` are called while a model is loaded, the rest inside forward passes."""
 
@@ -186,7 +192,7 @@ class Ops(Protocol):
         """Tokens in a page of the KV cache."""
         ...
 
-    def load_linear(self, weight: Weight, bias: Weight | None = None) -> Linear:
+    def load_linear(self, weight: Weight, bias: Weight | None = None, *, widening: Widening | None = None) -> Linear:
         """Packs a matrix [n_out, n_in] and an optional bias [n_out] for this backend.
 
         Raises:
@@ -202,8 +208,12 @@ class Ops(Protocol):
         """Keeps a vector (a norm's weight), in float32."""
         ...
 
-    def load_embedding(self, weight: Weight) -> Any:
-        """Keeps an embedding table [n_vocab, d] for row look-up."""
+    def load_embedding(self, weight: Weight, packed: Linear | None = None) -> Any:
+        """Keeps an embedding table [n_vocab, d] for row look-up, in memory of the process's own.
+
+        ``packed`` is what `load_linear` made of the same tensor, where the model shares it with its output: the
+        rows are then taken from there.
+        """
         ...
 
     def new_cache(self, shape: CacheShape, n_pages: int) -> KVCache: ...

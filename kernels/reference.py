@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.ops import Batch, CacheShape, KVCache, Linear, Ops, Rope, Step, Tensor, Weight
+from localllm.kernels.embedding import CopiedTable, EmbeddingTable
+from localllm.kernels.ops import Batch, CacheShape, KVCache, Linear, Ops, Rope, Step, Tensor, Weight, Widening
 from localllm.quant.formats import dequantize
+from localllm.quant.types import GGMLType
 
 #: float32; numpy's stubs lose the type in most expressions.
 Array = NDArray[Any]
@@ -61,7 +63,7 @@ class ReferenceOps(Ops):
     def __init__(self, cache_type: type[np.float16] | type[np.float32] = np.float16) -> None:
         self._cache_type = cache_type
 
-    def load_linear(self, weight: Weight, bias: Weight | None = None) -> Linear:
+    def load_linear(self, weight: Weight, bias: Weight | None = None, *, widening: Widening | None = None) -> Linear:
         matrix = dequantize(weight.data, weight.type).reshape(weight.shape)
         return ReferenceLinear(
             matrix=matrix,
@@ -77,8 +79,10 @@ class ReferenceOps(Ops):
     def load_vector(self, weight: Weight) -> Array:
         return dequantize(weight.data, weight.type).reshape(-1)
 
-    def load_embedding(self, weight: Weight) -> Weight:
-        return weight
+    def load_embedding(self, weight: Weight, packed: Linear | None = None) -> EmbeddingTable:
+        if isinstance(packed, ReferenceLinear):
+            return CopiedTable(GGMLType.F32, (packed.n_out, packed.n_in), packed.matrix.view(np.uint8))
+        return CopiedTable.of(weight)
 
     def new_cache(self, shape: CacheShape, n_pages: int) -> ReferenceCache:
         size = (shape.n_layers, n_pages, self.page_size, shape.n_kv_heads, shape.head_dim)
@@ -96,13 +100,15 @@ class ReferenceOps(Ops):
 
         def step(batch: Batch) -> Array:
             self._batch, self._cache = batch, bound
-            logits: Array = forward()
+            # Weights of any size make numbers of any size: the results are then what IEEE 754 says, as on others.
+            with np.errstate(all="ignore"):
+                logits: Array = forward()
             return logits
 
         return step
 
-    def embed(self, table: Weight, scale: float = 1.0) -> Array:
-        return dequantize(table.data[self._batch.ids], table.type) * np.float32(scale)
+    def embed(self, table: EmbeddingTable, scale: float = 1.0) -> Array:
+        return table.rows(self._batch.ids) * np.float32(scale)
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         mean_square: Array = np.mean(x * x, axis=-1, keepdims=True)

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.cache import CachedSequence, PagedCache
+from localllm.checks import in_vocabulary
 from localllm.errors import ClosedError, ContextLengthError, UsageError
 from localllm.kernels.ops import Batch, Ops, Step
 from localllm.kernels.process import Process
@@ -207,10 +208,7 @@ class Engine:
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         if not tokens:
             raise UsageError("there are no tokens to evaluate: the prompt is empty")
-        low, high = min(tokens), max(tokens)
-        if low < 0 or high >= self.n_vocab:
-            wrong = low if low < 0 else high
-            raise UsageError(f"token {wrong} is outside the vocabulary of {self.n_vocab:,} tokens")
+        in_vocabulary(tokens, self.n_vocab)
         self._check_length(len(tokens))
 
     def _check_length(self, n_tokens: int) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from localllm.kernels.ops import Weight
-from localllm.placement import Placement
+from localllm.models.config import ModelConfig
+from localllm.placement import Format, Placement, sum_formats
 
 #: ``general.file_type`` (llama.cpp's ``enum llama_ftype``).
 _FILE_TYPES = {
@@ -72,6 +73,7 @@ class ModelInfo:
         kernels: which kernels run, in words.
         threads: how many compute.
         placement: bytes of every group of layers, and in all.
+        config: its hyper-parameters.
     """
 
     path: Path
@@ -88,6 +90,15 @@ class ModelInfo:
     kernels: str
     threads: int
     placement: Placement
+    config: ModelConfig
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """How the weights lie in the file, as what kernels read them, and the bytes that takes; most bytes first.
+
+        ``placement.groups`` have the same for each group of layers.
+        """
+        return sum_formats(format for group in self.placement.groups for format in group.formats)
 
 
 def file_type_name(metadata: Mapping[str, Any], tensors: Iterable[Weight]) -> str:

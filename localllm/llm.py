@@ -16,16 +16,20 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.chat.source import TemplateSource
+from localllm.checks import mappings, text, token_ids, whole_number
 from localllm.completion import Completion, Stream
 from localllm.devices import Device, open_device
 from localllm.engine import Engine
-from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, UsageError
+from localllm.errors import ClosedError, ContextLengthError, LocalLLMError, NotEnoughMemoryError, UsageError
 from localllm.generation import Generation
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
+from localllm.models.blocks import Model
 from localllm.models.config import ModelConfig, read_config
 from localllm.models.registry import builder, load_model
-from localllm.options import Options, Request, as_int, whole_number
+from localllm.models.weights import LoadedWeight
+from localllm.options import Options, Request
 from localllm.placement import Placement, available_memory, plan
 from localllm.sampling import make_sampler
 from localllm.tokenizer import Tokenizer
@@ -43,6 +47,9 @@ _log = logging.getLogger("localllm")
 LoadProgress = Callable[[str, int, int], object]
 
 Message = Mapping[str, object]
+
+#: Names that `LLM.chat` gives to a template, or to the functions that run it, itself.
+_TAKEN_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "tokenizer", "template", "self"})
 
 
 def load(
@@ -80,36 +87,45 @@ def load(
         NotEnoughMemoryError: the model would not fit; said before it is loaded.
         UsageError: an argument is out of range.
     """
+    for name, value in (("device", device), ("isa", isa), ("chat_template", chat_template)):
+        if value is not None:
+            text(name, value)
+    if progress is not None and not callable(progress):
+        raise UsageError(f"progress is {progress!r:.80}, but must be a function of a stage and two numbers")
     context = None if context is None else whole_number("context", context, 1)
     threads = None if threads is None else whole_number("threads", threads, 1)
     parallel = whole_number("parallel", parallel, 1)
-    with ExitStack() as stack:
-        file = stack.enter_context(_open(path))
+    with ExitStack() as stack, _open(path) as file:
         builder(file.metadata)  # raises for an architecture that is not supported
         config = read_config(file.metadata, file.tensors)
         tokenizer = Tokenizer.from_gguf(file)
-        template = None if chat_template is None else _given_template(chat_template, tokenizer)
+        source = TemplateSource.of_file(file) if chat_template is None else TemplateSource(chat_template)
+        template = None if chat_template is None else _compile(source, tokenizer)
         backend = open_device(device, threads=threads, isa=isa, progress=_stage(progress, "kernels"))
         stack.callback(backend.close)
+        available = available_memory()
         placement = plan(
             config,
             file.tensors,
             backend.ops.packed_bytes,
             backend.ops.cache_bytes,
-            available=available_memory(),
+            available=available,
             device=backend.name,
             page_size=backend.ops.page_size,
             context=context,
             parallel=parallel,
         )
         _warn_of_long_context(config, placement)
-        engine = _load_engine(file, backend, placement, _stage(progress, "weights"))
-        info = _info(file, config, backend, placement)
+        spare = available - placement.total
+        model, engine = _load_engine(file, config, backend, placement, spare, _stage(progress, "weights"))
+        info = _info(file, config, backend, placement.loaded(model.weights))
+        file.check_unchanged()
         stack.pop_all()
-    _log.info("%s on %s (%s, %d threads): %s", info.path, info.device, info.kernels, info.threads, placement)
+    _warn_of_widened(model.weights)
+    _log_info(info)
     # A stream may outlive the LLM that it came from: the engine, which both hold, is the last to need the threads.
     end_threads = weakref.finalize(engine, backend.close)
-    return LLM(file, tokenizer, engine, info, template, on_close=end_threads)
+    return LLM(tokenizer, engine, info, source, template, on_close=end_threads)
 
 
 class LLM:
@@ -123,19 +139,20 @@ class LLM:
 
     def __init__(
         self,
-        file: GGUFFile,
         tokenizer: Tokenizer,
         engine: Engine,
         info: ModelInfo,
+        template_source: TemplateSource,
         template: ChatTemplate | None = None,
         *,
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
+        """``template``: that of ``template_source``, if it was compiled already."""
         self._on_close = on_close
-        self._file = file
         self._tokenizer = tokenizer
         self._engine: Engine | None = engine
         self._info = info
+        self._template_source = template_source
         self._template = template
 
     @property
@@ -151,8 +168,7 @@ class LLM:
     def has_chat_template(self) -> bool:
         """Whether the file has a chat template, or one was given to `load`."""
         self._opened()
-        given = self._template is not None and not self._template.is_fallback
-        return given or "tokenizer.chat_template" in self._file.metadata
+        return self._template_source.text is not None
 
     @property
     def chat_template(self) -> ChatTemplate:
@@ -163,9 +179,7 @@ class LLM:
         """
         self._opened()
         if self._template is None:
-            from localllm.chat import ChatTemplate
-
-            self._template = ChatTemplate.from_gguf(self._file, self._tokenizer)
+            self._template = _compile(self._template_source, self._tokenizer)
             if self._template.is_fallback:
                 message = f"{self._info.path} has no chat template: ChatML is used, which the model may not know"
                 warnings.warn(message, stacklevel=2)
@@ -181,6 +195,7 @@ class LLM:
                 for text of others.
 
         Raises:
+            UsageError: it is no text.
             TokenizerError: the text is not valid Unicode, or cannot be spelled with the vocabulary.
         """
         self._opened()
@@ -193,7 +208,7 @@ class LLM:
             UsageError: an id is outside the vocabulary.
         """
         self._opened()
-        return self._tokenizer.decode(_check_ids(ids, self._info.n_vocab))
+        return self._tokenizer.decode(token_ids(ids, self._info.n_vocab))
 
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """The logits after each token, float32 [len(ids), n_vocab].
@@ -204,7 +219,7 @@ class LLM:
             NotEnoughMemoryError: the result would not fit into memory.
         """
         engine = self._opened()
-        ids = _check_ids(ids, self._info.n_vocab)
+        ids = token_ids(ids, self._info.n_vocab)
         n_bytes, available = 4 * len(ids) * self._info.n_vocab, available_memory()
         if n_bytes > available:
             raise NotEnoughMemoryError(
@@ -263,7 +278,7 @@ class LLM:
             options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.options.Options`.
 
         Raises:
-            TemplateError: a message is malformed, or the template fails or refuses the messages.
+            TemplateError: there are no messages, one is malformed, or the template fails or refuses them.
             TypeError, UsageError, ContextLengthError: as `generate`.
         """
         return self._stream_chat(messages, tools, template_variables, Request.from_options(options)).read()
@@ -289,7 +304,6 @@ class LLM:
         if engine is not None:
             engine.close()
             self._on_close()
-            self._file.close()
 
     def __enter__(self) -> Self:
         self._opened()
@@ -322,7 +336,7 @@ class LLM:
         if isinstance(prompt, str):
             ids = self.tokenize(prompt, add_special, parse_special)
         else:
-            ids = _check_ids(prompt, self._info.n_vocab)
+            ids = token_ids(prompt, self._info.n_vocab)
         if ids:
             return ids
         bos = self._tokenizer.bos_id
@@ -340,9 +354,11 @@ class LLM:
         from localllm.chat import encode_chat
 
         context = self._opened().context
+        more: dict[str, Any] = {} if variables is None else template_variables(variables)
+        if tools is not None:
+            mappings("tools", tools)
 
         def encode(chosen: Sequence[Message]) -> list[int]:
-            more: dict[str, Any] = dict(variables or {})
             return encode_chat(self._tokenizer, self.chat_template, chosen, tools=tools, **more)
 
         ids = encode(messages)
@@ -377,6 +393,22 @@ class LLM:
         return Stream(generation, decoder, logprobs=sampling.logprobs is not None)
 
 
+def template_variables(value: object) -> dict[str, object]:
+    """What a template shall read beside the messages.
+
+    Raises:
+        UsageError: it is no mapping, or has a name that is not a text or has another meaning.
+    """
+    if not isinstance(value, Mapping):
+        raise UsageError(f"template_variables is {value!r:.80}, but must be a mapping of names to values")
+    for name in value:
+        if not isinstance(name, str):
+            raise UsageError(f"template_variables has the name {name!r:.80}, but names must be texts")
+        if name in _TAKEN_NAMES:
+            raise UsageError(f"template_variables cannot have the name {name!r}, which chat sets itself")
+    return dict(value)
+
+
 def truncate(ids: list[int], n_tokens: int, bos_id: int | None) -> list[int]:
     """The newest of ``ids``, ``n_tokens`` at most, with BOS in front if it was there."""
     if len(ids) <= n_tokens:
@@ -400,6 +432,8 @@ def without_oldest_turn(messages: Sequence[Message]) -> list[Message] | None:
 
 def _open(path: str | os.PathLike[str] | None) -> GGUFFile:
     if path is not None:
+        if not isinstance(path, str | os.PathLike):
+            raise UsageError(f"path is {path!r:.80}, but must be the path of a GGUF file, as str or Path")
         return GGUFFile.open(path)
     demo = resources.files("localllm") / "data" / "demo.gguf"
     if not demo.is_file():
@@ -408,16 +442,10 @@ def _open(path: str | os.PathLike[str] | None) -> GGUFFile:
         return GGUFFile.open(demo_path)
 
 
-def _given_template(source: str, tokenizer: Tokenizer) -> ChatTemplate:
+def _compile(source: TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:
     from localllm.chat import ChatTemplate
 
-    bos, eos = tokenizer.bos_id, tokenizer.eos_id
-    return ChatTemplate(
-        source,
-        bos_token="" if bos is None else tokenizer.token_text(bos),
-        eos_token="" if eos is None else tokenizer.token_text(eos),
-        where="the chat template given",
-    )
+    return ChatTemplate.compile(source, tokenizer)
 
 
 def _warn_of_long_context(config: ModelConfig, placement: Placement) -> None:
@@ -430,18 +458,44 @@ def _warn_of_long_context(config: ModelConfig, placement: Placement) -> None:
 
 
 def _load_engine(
-    file: GGUFFile, backend: Device, placement: Placement, progress: Callable[[int, int], None] | None
-) -> Engine:
+    file: GGUFFile,
+    config: ModelConfig,
+    backend: Device,
+    placement: Placement,
+    spare_bytes: int,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[Model, Engine]:
+    context = placement.context
     try:
-        model = load_model(file, backend.ops, progress=progress)
-        return Engine(model, backend.ops, context=placement.context, parallel=placement.parallel)
+        model = load_model(file, backend.ops, config, context, spare_bytes=spare_bytes, progress=progress)
+        return model, Engine(model, backend.ops, context=context, parallel=placement.parallel)
     except (MemoryError, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+        if isinstance(error, LocalLLMError) or (isinstance(error, OSError) and error.errno != errno.ENOMEM):
             raise
         raise NotEnoughMemoryError(
             f"memory ran out while {file.path} was loaded, which takes {placement.total / 1e9:.2f} GB: "
             "choose a smaller context or a smaller quantisation of the model"
         ) from error
+
+
+def _warn_of_widened(weights: Sequence[LoadedWeight]) -> None:
+    widened = [weight for weight in weights if weight.n_bytes > weight.planned_bytes]
+    if widened:
+        names = ", ".join(weight.name for weight in widened[:3]) + (", …" if len(widened) > 3 else "")
+        message = (
+            f"{len(widened)} of the model's tensors ({names}) have scales beyond the range of float16, in which "
+            f"{widened[0].file_type} is read: they are kept in {widened[0].kernel_type}, take "
+            f"{sum(w.n_bytes for w in widened) / 1e9:.2f} GB instead of "
+            f"{sum(w.planned_bytes for w in widened) / 1e9:.2f} GB, and are slower to compute with"
+        )
+        warnings.warn(message, stacklevel=3)
+
+
+def _log_info(info: ModelInfo) -> None:
+    _log.info("%s on %s (%s, %d threads)", info.path, info.device, info.kernels, info.threads)
+    for group in info.placement.groups:
+        formats = ", ".join(f"{format} ({format.n_bytes:,} bytes)" for format in group.formats)
+        _log.info("%s on %s: %s; KV cache (%s bytes)", group.name, group.device, formats, f"{group.kv_cache:,}")
 
 
 def _info(file: GGUFFile, config: ModelConfig, backend: Device, placement: Placement) -> ModelInfo:
@@ -461,6 +515,7 @@ def _info(file: GGUFFile, config: ModelConfig, backend: Device, placement: Place
         kernels=backend.kernels,
         threads=backend.threads,
         placement=placement,
+        config=config,
     )
 
 
@@ -473,22 +528,3 @@ def _stage(progress: LoadProgress | None, stage: str) -> Callable[[int, int], No
         progress(stage, done, total)
 
     return report
-
-
-def _check_ids(ids: object, n_vocab: int) -> list[int]:
-    """Tokens as a list of ints.
-
-    Raises:
-        UsageError: they are no sequence of integers, or one is outside the vocabulary.
-    """
-    if isinstance(ids, np.ndarray):
-        ids = ids.tolist()
-    if isinstance(ids, str | bytes | bytearray | memoryview) or not isinstance(ids, Sequence):
-        raise UsageError(f"tokens must be a list of whole numbers, not {type(ids).__name__}")
-    checked: list[int] = []
-    for i, id_ in enumerate(ids):
-        number = as_int(id_)
-        if number is None or not 0 <= number < n_vocab:
-            raise UsageError(f"token {i} is {id_!r:.80}, but must be a whole number from 0 to {n_vocab - 1}")
-        checked.append(number)
-    return checked

@@ -6,11 +6,11 @@ All four take the same ones, so they are declared once, in `Options`; `Request` 
 from __future__ import annotations
 
 import difflib
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, cast
 
+from localllm.checks import flag, whole_number
 from localllm.errors import UsageError
 from localllm.generation import Progress
 from localllm.sampling import LogitsProcessor, Sampling
@@ -114,37 +114,6 @@ class Request:
         """Tokens that a truncated prompt leaves free for the answer."""
         wanted = context // 4 if self.max_tokens is None else self.max_tokens
         return min(wanted, context // 2)
-
-
-def whole_number(name: str, value: object, low: int) -> int:
-    """``value`` as an int.
-
-    Raises:
-        UsageError: it is no whole number, or below ``low``.
-    """
-    number = as_int(value)
-    if number is None or number < low:
-        raise UsageError(f"{name} is {value!r}, but must be a whole number of at least {low}")
-    return number
-
-
-def as_int(value: object) -> int | None:
-    """An int, or a numpy integer as one; None for anything else, booleans among it."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:  # a numpy array has __index__, but seldom means it
-        return None
-
-
-def flag(name: str, value: object) -> bool:
-    """Raises:
-    UsageError: ``value`` is neither True nor False.
-    """
-    if not isinstance(value, bool):
-        raise UsageError(f"{name} is {value!r}, but must be True or False")
-    return value
 
 
 def _check_names(options: Mapping[str, Any]) -> None:

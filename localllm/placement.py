@@ -1,15 +1,17 @@
 """How many bytes a model takes, and whether they are there: a pure function from hyper-parameters to a plan.
 
-Weights count as the kernels hold them.  The embedding table is read row by row from the mapped file, whose pages
-the system takes back when it needs them; it is listed, but not counted.
+Weights count as the kernels hold them.  An embedding table counts as the file has it, or not at all where it is the
+output matrix as well.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -17,6 +19,7 @@ from localllm.engine import MAX_TOKENS, max_outputs, n_cache_pages
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.ops import CacheShape, Weight
 from localllm.models.config import ModelConfig
+from localllm.models.weights import LoadedWeight
 
 #: Tokens of context where nobody asks for a number and the model was trained on as many.
 DEFAULT_CONTEXT = 4096
@@ -27,7 +30,35 @@ LEAST_CONTEXT = 512
 #: Bytes beside the model's: compiled kernels, vocabulary, Python.
 OVERHEAD_BYTES = 160 << 20
 
+#: The tensor of the embedding table.
+EMBEDDING = "token_embd.weight"
+
 _LAYER = re.compile(r"blk\.(\d+)\.")
+
+
+class Format(NamedTuple):
+    """How weights lie in the file, what kernels read them as, and the bytes that takes.
+
+    Attributes:
+        file_type: such as "IQ2_XS".
+        kernel_type: the same, unless no kernel reads that: then the nearest that loses nothing measurable.
+        n_bytes: in memory.
+    """
+
+    file_type: str
+    kernel_type: str
+    n_bytes: int
+
+    def __str__(self) -> str:
+        return self.file_type if self.kernel_type == self.file_type else f"{self.file_type} as {self.kernel_type}"
+
+
+def sum_formats(formats: Iterable[tuple[str, str, int]]) -> tuple[Format, ...]:
+    """One entry for each pair of types, with the bytes of all of them; those of most bytes first."""
+    n_bytes: Counter[tuple[str, str]] = Counter()
+    for file_type, kernel_type, n in formats:
+        n_bytes[file_type, kernel_type] += n
+    return tuple(Format(*types, n) for types, n in n_bytes.most_common())
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +66,28 @@ class LayerGroup:
     """A part of the model that lies on one device.
 
     Attributes:
-        name: "layers 0-21", "embedding" or "output".
+        name: "embedding", "layers 0-21", "output", or "embedding and output" where these are one matrix.
         device: "cpu", …
         weights: bytes of packed weights.
         kv_cache: bytes of keys and values.
-        mapped: bytes that are read from the mapped file instead.
+        formats: of the weights, those of most bytes first; known once they are loaded.
     """
 
     name: str
     device: str
     weights: int
     kv_cache: int = 0
-    mapped: int = 0
+    formats: tuple[Format, ...] = ()
+
+    def holds(self, tensor_name: str) -> bool:
+        if _LAYER.match(tensor_name):
+            return self.name.startswith("layers")
+        return ("embedding" if tensor_name == EMBEDDING else "output") in self.name
+
+    def loaded(self, weights: Sequence[LoadedWeight]) -> LayerGroup:
+        """The same with the formats and bytes of those of ``weights`` that it holds."""
+        formats = sum_formats((w.file_type, w.kernel_type, w.n_bytes) for w in weights if self.holds(w.name))
+        return replace(self, weights=sum(format.n_bytes for format in formats), formats=formats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +118,15 @@ class Placement:
     def total(self) -> int:
         """Bytes of memory in all."""
         return self.weights + self.kv_cache + self.scratch + OVERHEAD_BYTES
+
+    @property
+    def multiplied(self) -> int:
+        """Bytes of the weights that every token is multiplied with: all but a table that only its row is taken of."""
+        return sum(group.weights for group in self.groups if group.name != "embedding")
+
+    def loaded(self, weights: Sequence[LoadedWeight]) -> Placement:
+        """The same with the formats and bytes of the weights as they were loaded."""
+        return replace(self, groups=tuple(group.loaded(weights) for group in self.groups))
 
 
 def plan(
@@ -142,24 +192,23 @@ def _weights(
         # No model has tensors of other shapes; loading will say so.
         return packed_bytes(tensor) if len(tensor.shape) in (1, 2) else 0
 
-    embedding = tensors["token_embd.weight"]
     in_layers = sum(n_bytes(tensor) for name, tensor in tensors.items() if _LAYER.match(name))
-    # A file without an output matrix uses the embedding for it, which is then packed as well.
-    head = tensors.get("output.weight", embedding)
-    rest = [tensor for name, tensor in tensors.items() if not _LAYER.match(name)]
-    output = n_bytes(head) + sum(n_bytes(t) for t in rest if t is not head and t is not embedding)
+    layers = LayerGroup(f"layers 0-{config.n_layers - 1}", device, weights=in_layers)
+    rest = sum(n_bytes(tensor) for name, tensor in tensors.items() if not _LAYER.match(name))
+    if "output.weight" not in tensors:
+        return (layers, LayerGroup("embedding and output", device, weights=rest))
+    embedding = tensors[EMBEDDING]
     return (
-        LayerGroup("embedding", device, weights=0, mapped=embedding.data.nbytes),
-        LayerGroup(f"layers 0-{config.n_layers - 1}", device, weights=in_layers),
-        LayerGroup("output", device, weights=output),
+        LayerGroup("embedding", device, weights=embedding.data.nbytes),
+        layers,
+        LayerGroup("output", device, weights=rest - n_bytes(embedding)),
     )
 
 
 def _place(
     config: ModelConfig, weights: tuple[LayerGroup, ...], kv_bytes: int, context: int, parallel: int
 ) -> Placement:
-    embedding, layers, output = weights
-    groups = (embedding, replace(layers, kv_cache=kv_bytes), output)
+    groups = tuple(replace(g, kv_cache=kv_bytes) if g.name.startswith("layers") else g for g in weights)
     return Placement(groups, scratch_bytes(config, context), context, parallel)
 
 

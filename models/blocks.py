@@ -12,7 +12,7 @@ from typing import Any
 
 from localllm.kernels.ops import CacheShape, Linear, Ops, Rope, Tensor
 from localllm.models.config import ModelConfig
-from localllm.models.weights import LayerWeights, Weights
+from localllm.models.weights import LayerWeights, LoadedWeight, Weights
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,18 @@ Block = Callable[[Ops, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Model:
-    """Embedding, layers, final norm and head: a forward pass from ids to logits."""
+    """Embedding, layers, final norm and head: a forward pass from ids to logits.
+
+    Attributes:
+        weights: all tensors, as the backend holds them.
+    """
 
     config: ModelConfig
     embedding: Any
     layers: Sequence[Sequence[Block]]
     norm: RMSNorm
     head: Linear
+    weights: tuple[LoadedWeight, ...]
 
     @classmethod
     def load(
@@ -124,13 +129,12 @@ class Model:
         layer: Callable[[int, LayerWeights], Sequence[Block]],
     ) -> Model:
         """``layer`` assembles the blocks of one layer from its index and weights."""
-        return cls(
-            config=config,
-            embedding=weights.embedding("token_embd", config.n_vocab, config.n_embd),
-            layers=[layer(i, weights.layer(i)) for i in range(config.n_layers)],
-            norm=RMSNorm(weights.vector("output_norm", config.n_embd), config.norm_eps),
-            head=weights.linear("output", config.n_embd, config.n_vocab, tied_to="token_embd"),
-        )
+        # The largest matrices first: what loading one takes beside its result then comes on top of nothing else.
+        head = weights.linear("output", config.n_embd, config.n_vocab, tied_to="token_embd")
+        embedding = weights.embedding("token_embd", config.n_vocab, config.n_embd, head)
+        layers = [layer(i, weights.layer(i)) for i in range(config.n_layers)]
+        norm = RMSNorm(weights.vector("output_norm", config.n_embd), config.norm_eps)
+        return cls(config, embedding, layers, norm, head, weights.held)
 
     @property
     def cache_shape(self) -> CacheShape:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -134,7 +134,8 @@ class RopeConfig:
         yarn_beta_fast, yarn_beta_slow: turns in the original context above which frequencies are kept, and
             below which they are scaled in full.
         yarn_log_multiplier: "mscale_all_dim", 0 if there is none.
-        long_factors: whether LongRoPE takes its factors for contexts beyond the original.
+        long_factors: whether LongRoPE takes its factors for contexts beyond the original; see
+            `ModelConfig.for_context`.
     """
 
     theta: float
@@ -177,18 +178,35 @@ class ModelConfig:
     sliding_window: int | None
     rope: RopeConfig
 
+    def for_context(self, n_tokens: int) -> ModelConfig:
+        """The same for sequences of up to ``n_tokens``: where they can pass the original context, LongRoPE rotates
+        all of them by its long factors.
 
-def read_config(
-    metadata: Mapping[str, Any], tensors: Mapping[str, Weight], context: int | None = None
-) -> ModelConfig:
+        One choice for a sequence's whole life, as in llama.cpp, for keys that are in the cache were rotated already.
+        """
+        long_factors = n_tokens > self.rope.original_context
+        return replace(self, rope=replace(self.rope, long_factors=long_factors))
+
+
+def read_architecture(metadata: Mapping[str, Any]) -> str:
+    """``general.architecture``, the model's family.
+
+    Raises:
+        ModelError: it is missing or no text.
+    """
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise ModelError("the file has no general.architecture: it does not hold a model")
+    return architecture
+
+
+def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, Weight]) -> ModelConfig:
     """The hyper-parameters of the model in a file, which must agree with its vocabulary and tensors.
-
-    ``context`` is how many tokens will be used, by default all that the model was trained to see.
 
     Raises:
         ModelError: one is missing, of the wrong type, out of range, at odds with the others, or not supported.
     """
-    architecture: str = metadata["general.architecture"]
+    architecture = read_architecture(metadata)
     meta = Metadata(metadata, architecture)
     meta.refuse_unsupported()
     n_layers = _read_n_layers(meta, tensors)
@@ -214,7 +232,7 @@ def read_config(
         norm_eps=meta.read("attention.layer_norm_rms_epsilon", float, low=0.0, high=1.0),
         n_vocab=_read_n_vocab(meta, tensors),
         sliding_window=meta.read("attention.sliding_window", int, 0, low=0, high=(1 << 32) - 1) or None,
-        rope=_read_rope(meta, head_dim, context_length, context or context_length),
+        rope=_read_rope(meta, head_dim, context_length),
     )
 
 
@@ -252,6 +270,11 @@ def _read_n_vocab(meta: Metadata, tensors: Mapping[str, Weight]) -> int:
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError("the file has no tensor token_embd.weight: is it complete?")
+    if len(embedding.shape) != 2:
+        raise ModelError(
+            f"tensor token_embd.weight has the shape {list(embedding.shape)}, but must be a matrix with a row for "
+            "each token: the file is broken"
+        )
     n_vocab = embedding.shape[0]
     tokens = meta.values.get("tokenizer.ggml.tokens")
     if tokens is None:
@@ -268,7 +291,7 @@ def _read_n_vocab(meta: Metadata, tensors: Mapping[str, Weight]) -> int:
     return n_vocab
 
 
-def _read_rope(meta: Metadata, head_dim: int, context_length: int, context: int) -> RopeConfig:
+def _read_rope(meta: Metadata, head_dim: int, context_length: int) -> RopeConfig:
     n_rot = meta.read("rope.dimension_count", int, head_dim, low=2, high=head_dim)
     if n_rot % 2:
         raise ModelError(f"{meta.architecture}.rope.dimension_count is {n_rot}, but must be even: the file is broken")
@@ -296,5 +319,4 @@ def _read_rope(meta: Metadata, head_dim: int, context_length: int, context: int)
         yarn_beta_fast=meta.read("rope.scaling.yarn_beta_fast", float, 32.0, low=1e-3, high=1e6),
         yarn_beta_slow=meta.read("rope.scaling.yarn_beta_slow", float, 1.0, low=1e-3, high=1e6),
         yarn_log_multiplier=meta.read("rope.scaling.yarn_log_multiplier", float, 0.0, low=0.0, high=1e3),
-        long_factors=context > original_context,
     )

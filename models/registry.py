@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from localllm.errors import ModelError, UnsupportedArchitectureError
+from localllm.errors import UnsupportedArchitectureError
 from localllm.kernels.ops import Ops, Weight
 from localllm.models import llama, qwen2, qwen3
 from localllm.models.blocks import Model
-from localllm.models.config import ModelConfig, read_config
+from localllm.models.config import ModelConfig, read_architecture
 from localllm.models.weights import Progress, Weights
 
 ARCHITECTURES: dict[str, Callable[[ModelConfig, Weights], Model]] = {
@@ -28,23 +28,34 @@ class ModelFile(Protocol):
     def tensors(self) -> Mapping[str, Weight]: ...
 
 
-def load_model(file: ModelFile, ops: Ops, *, context: int | None = None, progress: Progress | None = None) -> Model:
-    """Reads a model's hyper-parameters and packs its weights for the backend ``ops``.
+def load_model(
+    file: ModelFile,
+    ops: Ops,
+    config: ModelConfig,
+    context: int,
+    *,
+    spare_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Model:
+    """Packs a model's weights for the backend ``ops``.
 
     Args:
-        context: tokens that will be used, by default all that the model was trained to see.  Models with
-            LongRoPE rotate differently beyond their original context.
+        config: the file's hyper-parameters (`localllm.models.config.read_config`).
+        context: tokens that a sequence can have.  Models with LongRoPE rotate differently beyond their original
+            context.
+        spare_bytes: what weights may take beyond `Ops.packed_bytes`, which those do whose values do not fit into
+            the format planned on; None for any amount.
         progress: called with the bytes packed so far and the bytes of all tensors.
 
     Raises:
         UnsupportedArchitectureError: the file's architecture is not one of `ARCHITECTURES`.
         ModelError: the hyper-parameters and tensors do not make a model, or one that localllm does not support.
         KernelError: the backend cannot compute with a tensor's format.
+        NotEnoughMemoryError: a weight must take more than was planned, and than there is.
     """
     build = builder(file.metadata)
-    config = read_config(file.metadata, file.tensors, context)
-    weights = Weights(file.tensors, ops, progress)
-    model = build(config, weights)
+    weights = Weights(file.tensors, ops, progress, spare_bytes)
+    model = build(config.for_context(context), weights)
     weights.refuse_leftovers()
     return model
 
@@ -56,9 +67,7 @@ def builder(metadata: Mapping[str, Any]) -> Callable[[ModelConfig, Weights], Mod
         UnsupportedArchitectureError: there is none; names those there are.
         ModelError: the key is missing.
     """
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str):
-        raise ModelError("the file has no general.architecture: it does not hold a model")
+    architecture = read_architecture(metadata)
     if architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedArchitectureError(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import ModelError
+from localllm.errors import ModelError, NotEnoughMemoryError
 from localllm.kernels.ops import Linear, Ops, Weight
 from localllm.quant.formats import dequantize
 
@@ -20,15 +21,48 @@ Progress = Callable[[int, int], None]
 _NEEDLESS = re.compile(r"(blk\.\d+\.)?(attn_rot_embd|rope\.freqs|attn\.rotary_emb\.inv_freq)(\.weight)?")
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedWeight:
+    """A tensor as a backend holds it.
+
+    Attributes:
+        name: in the file.
+        file_type: its format there, such as "IQ2_XS".
+        kernel_type: the format that kernels read, such as "LUT_IQ2_16".
+        n_bytes: what it takes in memory.
+        planned_bytes: what was counted on; less where the format planned on cannot hold its values.
+    """
+
+    name: str
+    file_type: str
+    kernel_type: str
+    n_bytes: int
+    planned_bytes: int
+
+
 class Weights:
     """Loads a model's weights into a backend, and remembers which ones it has loaded."""
 
-    def __init__(self, tensors: Mapping[str, Weight], ops: Ops, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Weight],
+        ops: Ops,
+        progress: Progress | None = None,
+        spare_bytes: int | None = None,
+    ) -> None:
+        """``spare_bytes``: what weights may take beyond `Ops.packed_bytes`; None for any amount."""
         self._tensors = tensors
         self._ops = ops
         self._progress = progress
+        self._spare_bytes = spare_bytes
+        self._held: list[LoadedWeight] = []
         self._n_bytes = sum(t.data.nbytes for name, t in tensors.items() if not _NEEDLESS.fullmatch(name))
         self._loaded: dict[str, int] = {}
+
+    @property
+    def held(self) -> tuple[LoadedWeight, ...]:
+        """What the backend holds so far."""
+        return tuple(self._held)
 
     def layer(self, i: int) -> LayerWeights:
         """The weights of layer ``i`` (names that begin with ``blk.{i}.``)."""
@@ -72,13 +106,18 @@ class Weights:
         """The vector ``{name}.weight`` [n]."""
         weight = self.require(f"{name}.weight", n)
         vector = self._ops.load_vector(weight)
+        self._hold(weight, "F32", self._ops.packed_bytes(weight))
         self._report(weight)
         return vector
 
-    def embedding(self, name: str, n_vocab: int, n_embd: int) -> Any:
-        """The table ``{name}.weight`` [n_vocab, n_embd]."""
+    def embedding(self, name: str, n_vocab: int, n_embd: int, head: Linear) -> Any:
+        """The table ``{name}.weight`` [n_vocab, n_embd]; in a model without output matrix, that of its ``head``."""
         weight = self.require(f"{name}.weight", n_vocab, n_embd)
+        if weight.name in self._loaded:
+            return self._ops.load_embedding(weight, head)
         table = self._ops.load_embedding(weight)
+        weight.drop_pages()
+        self._hold(weight, weight.type.name, weight.data.nbytes, weight.data.nbytes)
         self._report(weight)
         return table
 
@@ -86,13 +125,20 @@ class Weights:
         """The matrix ``{name}.weight`` [n_out, n_in], with ``{name}.bias`` [n_out] if there is one.
 
         With ``bias``, there must be one.  With ``tied_to``, a file without the matrix shares that one.
+
+        Raises:
+            NotEnoughMemoryError: its values do not fit into the format that was planned on, nor the one that can
+                hold them into the memory that is left.
         """
         weight = self.find(f"{name}.weight", n_out, n_in)
         if weight is None:
             weight = self.require(f"{tied_to or name}.weight", n_out, n_in)
         added = (self.require if bias else self.find)(f"{name}.bias", n_out)
-        linear = self._ops.load_linear(weight, added)
+        linear = self._ops.load_linear(weight, added, widening=self._widen)
         weight.drop_pages()
+        self._hold(weight, linear.format, linear.n_bytes)
+        if added is not None:
+            self._hold(added, "F32", self._ops.packed_bytes(added))
         self._report(weight, added)
         return linear
 
@@ -109,6 +155,24 @@ class Weights:
                 f"the file has a tensor {left[0]}{others} that a model of its architecture does not use, "
                 "so its output would be wrong: localllm does not support this variant"
             )
+
+    def _hold(self, weight: Weight, kernel_type: str, n_bytes: int, planned_bytes: int | None = None) -> None:
+        planned = self._ops.packed_bytes(weight) if planned_bytes is None else planned_bytes
+        self._held.append(LoadedWeight(weight.name, weight.type.name, kernel_type, n_bytes, planned))
+
+    def _widen(self, weight: Weight, kernel_type: str, n_bytes: int) -> None:
+        """Takes what a weight needs beyond the plan from the bytes to spare."""
+        if self._spare_bytes is None:
+            return
+        planned = self._ops.packed_bytes(weight)
+        if n_bytes - planned > self._spare_bytes:
+            raise NotEnoughMemoryError(
+                f"tensor {weight.name} has scales beyond the range of float16, in which {weight.type.name} is read: "
+                f"it would have to be kept in {kernel_type} and take {n_bytes / 1e9:.2f} GB instead of "
+                f"{planned / 1e9:.2f} GB, but {max(0, self._spare_bytes) / 1e9:.2f} GB is to spare: close other "
+                "programs, choose a smaller context, or another quantisation of the model"
+            )
+        self._spare_bytes -= n_bytes - planned
 
     def _report(self, *weights: Weight | None) -> None:
         self._loaded |= {weight.name: weight.data.nbytes for weight in weights if weight is not None}

@@ -16,6 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
+from localllm.quant.bits import Bytes, Floats
 from localllm.quant.types import BLOCK_SIZES, BlockSize, GGMLType
 
 #: Columns in a block.
@@ -74,3 +77,14 @@ KernelType: TypeAlias = GGMLType | LUTType
 
 def block_size(type: KernelType) -> BlockSize:
     return type.size if isinstance(type, LUTType) else BLOCK_SIZES[type]
+
+
+def dequantize_lut(data: Bytes, type: LUTType) -> Floats:
+    """Decodes rows of blocks, uint8 [..., row_bytes], to float32 [..., n]."""
+    blocks = np.ascontiguousarray(data).reshape(-1, type.size.n_bytes)
+    fields = blocks.view(np.dtype([("d", "<f2", (type.n_scales,)), ("qs", "u1", (16,))]))[:, 0]
+    codes = np.concatenate([fields["qs"] & 15, fields["qs"] >> 4], axis=1)
+    values: Floats = np.array(type.table, np.float32)[codes]
+    with np.errstate(all="ignore"):  # as every decoder: a scale may be infinite or NaN
+        values *= np.repeat(fields["d"].astype(np.float32), type.scale_length, axis=1)
+    return values.reshape(*data.shape[:-1], -1)

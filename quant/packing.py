@@ -102,6 +102,23 @@ class TileLayout:
                 part[...] = _bit_planes(part, back=True)
         return blocks.reshape(groups * GROUP, -1)[:n]
 
+    def unpack_rows(self, packed: Bytes, k: int, rows: NDArray[np.integer]) -> Bytes:
+        """The raw blocks, uint8 [len(rows), bytes per row], of single rows of a packed matrix with ``k`` columns."""
+        tiles = packed.reshape(-1, k // self.columns, self.tile_bytes)
+        group, lane = np.divmod(rows, GROUP)
+        blocks = np.empty((len(rows), tiles.shape[1], self.block_bytes), np.uint8)
+        parts = [(offset, 2, 2) for offset in self.halves] + [(*word, 4) for word in self.words]
+        place = 0
+        for i, (offset, length, size) in enumerate(parts):
+            end = place + length * GROUP
+            units = tiles[..., place:end].reshape(*tiles.shape[:2], -1, GROUP, size)
+            part = units[group, :, :, lane].reshape(len(rows), -1, length)
+            if self.bit_planes and i == len(self.halves):
+                part = _bit_planes(part, back=True)
+            blocks[..., offset : offset + length] = part
+            place = end
+        return blocks.reshape(len(rows), -1)
+
 
 def _transpose(part: Bytes, tiles: Bytes, place: int, unit: np.dtype[np.unsignedinteger]) -> int:
     """Writes part [groups, 16, blocks, bytes] as [groups, blocks, units, 16] at ``place``; returns the next place."""

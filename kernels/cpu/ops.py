@@ -26,7 +26,8 @@ from localllm.kernels.cpu.program import Instruction, Job, Program, Workers
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.tiles import RECORD, TILES, TOKENS
-from localllm.kernels.ops import Batch, CacheShape, KVCache, Linear, Ops, Rope, Step, Tensor, Weight
+from localllm.kernels.embedding import CopiedTable, EmbeddingTable, PackedTable
+from localllm.kernels.ops import Batch, CacheShape, KVCache, Linear, Ops, Rope, Step, Tensor, Weight, Widening
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import GROUP, LAYOUTS
@@ -87,13 +88,12 @@ class CPULinear:
     packed: NDArray[np.uint8]
     bias: CPUVector | None
     type: KernelType
-    source: GGMLType
     n_in: int
     n_out: int
 
     @property
     def format(self) -> str:
-        return self.type.name if self.type == self.source else f"{self.type.name} (from {self.source.name})"
+        return self.type.name
 
     @property
     def n_bytes(self) -> int:
@@ -184,7 +184,7 @@ class Recording:
         self.memory: list[NDArray[np.uint8]] = []
         self.free: list[NDArray[np.uint8]] = []
         self.ropes: list[tuple[Rope, NDArray[np.float32]]] = []
-        self.embeddings: list[tuple[Weight, float, Buffer]] = []
+        self.embeddings: list[tuple[EmbeddingTable, float, Buffer]] = []
         # What a step fills in.
         self.header = np.ones(5, np.int64)
         self.positions = np.zeros(max_tokens, np.int32)
@@ -270,7 +270,7 @@ class Recording:
         for table, scale, buffer in self.embeddings:
             if batch.ids.min() < 0 or batch.ids.max() >= table.shape[0]:
                 raise KernelError(f"a batch has token ids outside the vocabulary of {table.shape[0]}")
-            rows = dequantize(table.data[batch.ids], table.type)
+            rows = table.rows(batch.ids)
             x = buffer.matrix()
             x[:n_tokens, : buffer.width] = rows if scale == 1.0 else rows * np.float32(scale)
             x[:n_tokens, buffer.width :] = 0
@@ -329,7 +329,9 @@ class CPUOps(Ops):
 
     # -- Loading ---------------------------------------------------------------------------------------------------
 
-    def load_linear(self, weight: Weight, bias: Weight | None = None) -> CPULinear:
+    def load_linear(
+        self, weight: Weight, bias: Weight | None = None, *, widening: Widening | None = None
+    ) -> CPULinear:
         n_out, n_in = weight.shape
         if bias is not None and bias.shape != (n_out,):
             raise KernelError(f"a matrix [{n_out}, {n_in}] cannot have a bias {list(bias.shape)}")
@@ -338,8 +340,10 @@ class CPUOps(Ops):
             packed = self._pack(weight, kind)
         except ScaleRangeError:
             kind = FALLBACK
+            if widening is not None:
+                widening(weight, kind.name, LAYOUTS[kind].packed_bytes(padded(n_out), n_in))
             packed = self._pack(weight, kind)
-        return CPULinear(packed, None if bias is None else self.load_vector(bias), kind, weight.type, n_in, n_out)
+        return CPULinear(packed, None if bias is None else self.load_vector(bias), kind, n_in, n_out)
 
     def _pack(self, weight: Weight, kind: KernelType) -> NDArray[np.uint8]:
         """The weight's tiles in ``kind``.
@@ -374,8 +378,10 @@ class CPUOps(Ops):
         values = dequantize(weight.data, weight.type).reshape(-1)
         return CPUVector(np.pad(values, (0, padded(len(values)) - len(values))), len(values))
 
-    def load_embedding(self, weight: Weight) -> Weight:
-        return weight
+    def load_embedding(self, weight: Weight, packed: Linear | None = None) -> EmbeddingTable:
+        if isinstance(packed, CPULinear):
+            return PackedTable(packed.type, (packed.n_out, packed.n_in), packed.packed)
+        return CopiedTable.of(weight)
 
     def new_cache(self, shape: CacheShape, n_pages: int) -> CPUCache:
         head = padded_head(shape)
@@ -446,7 +452,7 @@ class CPUOps(Ops):
 
     # -- Operations ------------------------------------------------------------------------------------------------
 
-    def embed(self, table: Weight, scale: float = 1.0) -> Buffer:
+    def embed(self, table: EmbeddingTable, scale: float = 1.0) -> Buffer:
         if len(table.shape) != 2:
             raise KernelError(f"an embedding table has rows and columns, not the shape {list(table.shape)}")
         # Filled in before the program runs: nothing that the program writes may lie in the same memory.

@@ -1,5 +1,21 @@
 """Conversations: a model's own chat template, run where it can do no harm."""
 
-from localllm.chat.template import CHATML, ChatTemplate, encode_chat
+from __future__ import annotations
 
-__all__ = ["CHATML", "ChatTemplate", "encode_chat"]
+from typing import TYPE_CHECKING
+
+from localllm.chat.source import TemplateSource
+
+if TYPE_CHECKING:
+    from localllm.chat.template import CHATML, ChatTemplate, encode_chat
+
+__all__ = ["CHATML", "ChatTemplate", "TemplateSource", "encode_chat"]
+
+
+def __getattr__(name: str) -> object:
+    """Imports jinja2 with the first use of what needs it."""
+    if name not in __all__:
+        raise AttributeError(f"module 'localllm.chat' has no attribute {name!r}")
+    from localllm.chat import template
+
+    return getattr(template, name)

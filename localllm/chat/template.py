@@ -12,6 +12,7 @@ import jinja2
 
 from localllm.chat.budget import OverBudgetError
 from localllm.chat.sandbox import BoundedTemplate, RefusedError
+from localllm.chat.source import TemplateSource
 from localllm.errors import TemplateError
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import MetadataFile
@@ -24,7 +25,7 @@ CHATML = (
 )
 """The template for files that have none; many models know this format."""
 
-_KEY = "tokenizer.chat_template"
+_EXAMPLE = "{'role': 'user', 'content': 'Hello!'}"
 
 
 class ChatTemplate:
@@ -77,18 +78,21 @@ class ChatTemplate:
         Raises:
             TemplateError: the template is not valid, or there is none called ``name``.
         """
-        key = _KEY if name is None else f"{_KEY}.{name}"
-        source = file.metadata.get(key)
-        if source is None and name is not None:
-            raise TemplateError(f"{file.path} has no chat template called {name!r}")
-        if source is not None and not isinstance(source, str):
-            raise TemplateError(f"{file.path}: {key} is not a string; the file is damaged or badly converted")
+        return cls.compile(TemplateSource.of_file(file, name), tokenizer)
+
+    @classmethod
+    def compile(cls, source: TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:
+        """The template of a source, or `CHATML` (``is_fallback``) if that has none.
+
+        Raises:
+            TemplateError: the template is not valid, or too long.
+        """
         return cls(
-            CHATML if source is None else source,
+            CHATML if source.text is None else source.text,
             bos_token=_token_text(tokenizer, tokenizer.bos_id),
             eos_token=_token_text(tokenizer, tokenizer.eos_id),
-            where=f"the chat template of {file.path}",
-            is_fallback=source is None,
+            where=source.where,
+            is_fallback=source.text is None,
         )
 
     def render(
@@ -149,9 +153,11 @@ def encode_chat(
     end the conversation, is not added.
 
     Raises:
-        TemplateError: as `ChatTemplate.render`.
+        TemplateError: as `ChatTemplate.render`, or there are no messages.
         TokenizerError: the prompt cannot be spelled.
     """
+    if isinstance(messages, Sequence) and not messages:
+        raise TemplateError(f"there are no messages to answer: give at least one, such as {_EXAMPLE}")
     text = template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
     ids = tokenizer.encode(text, add_special=False, parse_special=True)
     if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
@@ -171,13 +177,15 @@ def _words(error: BaseException) -> str:
 
 def _check_messages(messages: Sequence[Mapping[str, object]]) -> None:
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise TemplateError("messages must be a list of {'role': ..., 'content': ...}")
+        raise TemplateError(f"messages must be a list of mappings, such as [{_EXAMPLE}]")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise TemplateError(f"message {index} is not a mapping with 'role' and 'content': {message!r:.80}")
+            raise TemplateError(f"message {index} is not a mapping such as {_EXAMPLE}: {message!r:.80}")
         role = message.get("role")
-        if not isinstance(role, str):
-            raise TemplateError(f"message {index} has no 'role' (such as 'system', 'user' or 'assistant')")
+        if not isinstance(role, str) or not role:
+            raise TemplateError(
+                f"message {index} has no 'role', a text such as 'system', 'user' or 'assistant': write {_EXAMPLE}"
+            )
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
             raise TemplateError(f"message {index} (role {role!r}) has no 'content'")

@@ -25,6 +25,7 @@ from typing import Any, Self
 import numpy as np
 
 from localllm import __version__
+from localllm.checks import whole_number
 from localllm.cli.machine import OtherLoad, disturbance, too_many_threads
 from localllm.cli.main import DONE
 from localllm.cli.terminal import LoadProgress, StatusLine, model_line, quantity, warn
@@ -38,7 +39,6 @@ from localllm.kernels.cpu.tiles import TILES
 from localllm.kernels.ops import CacheShape, Weight
 from localllm.llm import LLM, load
 from localllm.models.config import read_config
-from localllm.options import whole_number
 from localllm.placement import available_memory
 from localllm.quant.repack import repack_target
 
@@ -147,7 +147,7 @@ class Work:
             head = file.tensors.get("output.weight", file.tensors["token_embd.weight"])
             layers = [t for t in matrices if t.name.startswith("blk.")]
         return cls(
-            weight_bytes=info.placement.weights,
+            weight_bytes=info.placement.multiplied,
             kv_bytes=CacheShape(config.n_layers, config.n_kv_heads, config.head_dim).bytes_per_token(),
             layer_products=products(layers),
             head_products=products([head]),

@@ -243,7 +243,7 @@ def _describe(info: ModelInfo, *, verbose: bool) -> None:
     if not verbose:
         return
     say(f"  {'file':<16} {visible_line(str(info.path))}")
-    if formats := getattr(info, "formats", ()):
+    if formats := info.formats:
         say(f"  {'formats':<16} {formats_line(formats)}")
     for group in info.placement.groups:
         parts = [
@@ -251,7 +251,6 @@ def _describe(info: ModelInfo, *, verbose: bool) -> None:
             for n_bytes, what in (
                 (group.weights, "weights"),
                 (group.kv_cache, "KV cache"),
-                (group.mapped, "read from the file"),
             )
             if n_bytes
         ]

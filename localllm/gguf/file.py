@@ -52,7 +52,8 @@ class GGUFFile:
 
     The map is released when the file was closed and no array taken from it is left, so that such an
     array never points at nothing.  A file that another program shortens while it is open cannot be
-    guarded against: the system ends a process that reads past the new end.
+    guarded against: the system ends a process that reads past the new end.  So take what is needed,
+    `check_unchanged`, and close it.
 
     Use `GGUFFile.open`, as a context manager or with `close`.
     """
@@ -63,6 +64,7 @@ class GGUFFile:
         self.paths: tuple[Path, ...] = tuple(part.path for part in parts)
         self.version: int = first.version
         self.size: int = sum(len(part.buffer) for part in parts)
+        self._stamps = [(part.path, part.stamp) for part in parts]
         self._metadata: Metadata | None = first.metadata
         self._tensors: Mapping[str, TensorInfo] | None = MappingProxyType(_merge_tensors(parts))
 
@@ -108,6 +110,25 @@ class GGUFFile:
             )
         return architecture
 
+    def check_unchanged(self) -> None:
+        """Compare the files with what they were when they were opened: to be called when all was read.
+
+        A file that was deleted, or replaced by another of its name, is still there for whoever has it open.
+
+        Raises:
+            GGUFError: another program wrote into one meanwhile, so what was read cannot be believed.
+        """
+        for path, stamp in self._stamps:
+            try:
+                now = _Stamp.of(path.stat())
+            except OSError:
+                continue
+            if now != stamp and now.file == stamp.file:
+                raise GGUFError(
+                    f"{path_text(path)} was changed by another program while it was read: wait until that has "
+                    "finished, and load it again"
+                )
+
     def close(self) -> None:
         """Let the file go; arrays and strings already taken from it stay valid.  May be called twice."""
         self._metadata = None
@@ -124,10 +145,24 @@ class GGUFFile:
 
 
 @dataclass(frozen=True, slots=True)
+class _Stamp:
+    """Which file it is (device and number), and what changes when a program writes into it."""
+
+    file: tuple[int, int]
+    n_bytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Self:
+        return cls((status.st_dev, status.st_ino), status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
 class _Part:
     """What was read from one file."""
 
     path: Path
+    stamp: _Stamp
     version: int
     buffer: mmap.mmap
     metadata: Metadata
@@ -135,16 +170,17 @@ class _Part:
 
 
 def _read_part(path: Path) -> _Part:
-    cursor = Cursor(path, _map(path))
+    buffer, stamp = _map(path)
+    cursor = Cursor(path, buffer)
     version = _read_version(cursor)
     n_tensors = cursor.count("tensors", least_bytes=_MIN_TENSOR_BYTES, most=_MAX_TENSORS)
     n_keys = cursor.count("metadata keys", least_bytes=_MIN_KEY_BYTES, most=_MAX_KEYS)
     metadata = read_metadata(cursor, n_keys)
     tensors = read_tensors(cursor, n_tensors, metadata.alignment)
-    return _Part(path, version, cursor.buffer, metadata, tensors)
+    return _Part(path, stamp, version, cursor.buffer, metadata, tensors)
 
 
-def _map(path: Path) -> mmap.mmap:
+def _map(path: Path) -> tuple[mmap.mmap, _Stamp]:
     shown = path_text(path)
     try:
         status = path.stat()
@@ -156,7 +192,8 @@ def _map(path: Path) -> mmap.mmap:
         if status.st_size == 0:
             raise GGUFError(f"{shown} is empty: download or convert it again")
         with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            stamp = _Stamp.of(os.fstat(file.fileno()))
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), stamp
     except FileNotFoundError:
         raise GGUFError(f"{shown} does not exist: check the path") from None
     except PermissionError:

@@ -16,18 +16,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-import operator
 import reprlib
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Self, SupportsIndex
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from localllm.checks import as_int, in_vocabulary
 from localllm.errors import LocalLLMError, ModelError, UsageError
 from localllm.sampling import candidates as steps
 from localllm.sampling.candidates import Candidates, IntArray, Mirostat2
@@ -81,13 +81,8 @@ def _real(value: object, low: float, high: float) -> float | None:
 
 
 def _integer(value: object, lowest: int) -> int | None:
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        return None
-    try:
-        number = operator.index(value)
-    except TypeError:  # an array, which is an index only where it holds a single integer
-        return None
-    return number if number >= lowest else None
+    number = as_int(value)
+    return number if number is not None and number >= lowest else None
 
 
 def _texts(value: object) -> tuple[str, ...] | None:
@@ -344,8 +339,7 @@ class Sampler:
         Raises:
             UsageError: the id is outside the vocabulary.
         """
-        if not 0 <= id_ < len(self._ids):
-            raise UsageError(f"token {id_} is outside the vocabulary of {len(self._ids):,} tokens")
+        in_vocabulary([id_], len(self._ids))
         self._history.append(id_)
         for listener in self._listeners:
             listener(id_)
@@ -379,8 +373,8 @@ def make_sampler(
         UsageError: an id in ``prompt_ids`` or ``logit_bias`` is outside the vocabulary, or DRY has sequence
             breakers but no ``token_bytes``.
     """
-    _check_ids("prompt_ids", np.asarray(prompt_ids), n_vocab)
-    _check_ids("logit_bias", np.asarray(list(sampling.logit_bias)), n_vocab)
+    in_vocabulary(prompt_ids, n_vocab, " in prompt_ids")
+    in_vocabulary(list(sampling.logit_bias), n_vocab, " in logit_bias")
     history = History(prompt_ids)
     trackers = _trackers(sampling, history, token_bytes)
     adjustments: list[Callable[[Logits], Logits]] = []
@@ -398,12 +392,6 @@ def make_sampler(
         listeners=[tracker.accept for tracker in trackers],
         choose=_make_choose(sampling, uniform_numbers(seed)) if sampling.temperature > 0 else None,
     )
-
-
-def _check_ids(name: str, ids: IntArray, n_vocab: int) -> None:
-    outside = ids[(ids < 0) | (ids >= n_vocab)]
-    if outside.size:
-        raise UsageError(f"token {outside[0]} in {name} is outside the vocabulary of {n_vocab:,} tokens")
 
 
 def _trackers(

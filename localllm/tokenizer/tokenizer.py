@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from localllm import checks
 from localllm.errors import TokenizerError
 from localllm.tokenizer.encoders import BYTE_CHARACTERS, make_encoder
 from localllm.tokenizer.vocabulary import BPE, MetadataFile, TokenType, Vocabulary, as_token_id
@@ -132,10 +133,11 @@ class Tokenizer:
                 it off for text that others wrote.  User-defined tokens are always read.
 
         Raises:
+            UsageError: ``text`` is no text.
             TokenizerError: ``text`` is not valid Unicode (a lone surrogate), or has a character that the
                 vocabulary cannot spell.
         """
-        _check_unicode(text)
+        _check_unicode(checks.text("text", text))
         vocabulary = self._vocabulary
         ids = self._encode_pieces(text, self._all_special_tokens if parse_special else self._visible_tokens)
         bos, eos = vocabulary.bos_id, vocabulary.eos_id

@@ -6,7 +6,6 @@ silent, what llama.cpp does with the same file.
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from localllm.checks import as_int
 from localllm.errors import TokenizerError
 from localllm.tokenizer import pretokenizers
 from localllm.tokenizer.pretokenizers import PreTokenizer
@@ -439,10 +439,9 @@ def as_token_id(value: object, n_vocab: int) -> int:
     Raises:
         TokenizerError: it is no integer, or not below ``n_vocab``.
     """
-    try:
-        token = operator.index(value)  # type: ignore[arg-type]  # the TypeError is the check
-    except TypeError:
-        raise TokenizerError(f"a token id must be an integer, not {value!r}") from None
+    token = as_int(value)
+    if token is None:
+        raise TokenizerError(f"a token id must be an integer, not {value!r:.80}")
     if not 0 <= token < n_vocab:
         raise TokenizerError(f"{token} is not a token id: the vocabulary has {n_vocab} tokens")
     return token

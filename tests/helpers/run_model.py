@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from localllm.gguf import GGUFFile
 from localllm.kernels.ops import Batch, Ops
+from localllm.models.config import read_config
 from localllm.models.registry import load_model
 
 MAX_TOKENS = 512
@@ -42,7 +43,8 @@ class Runner:
 
     def __init__(self, path: Path, ops: Ops, n_pages: int = 32) -> None:
         with GGUFFile.open(path) as file:
-            self.model = load_model(file, ops)
+            config = read_config(file.metadata, file.tensors)
+            self.model = load_model(file, ops, config, config.context_length)
         self.cache = ops.new_cache(self.model.cache_shape, n_pages)
         self._step = ops.compile(
             lambda: self.model.forward(ops), self.cache, max_tokens=MAX_TOKENS, max_outputs=MAX_TOKENS

@@ -245,16 +245,19 @@ def test_what_is_read_is_said() -> None:
     ops = backend(available()[0].name)
     names = {t: ops.load_linear(blocks(random_rows(t, 2, 256), t, 256)).format for t in FORMATS}
     assert names[T.Q4_K] == "Q4_K"
-    assert names[T.IQ4_XS] == "IQ4_NL (from IQ4_XS)"
-    assert names[T.TQ1_0] == "Q2_K (from TQ1_0)"
-    assert names[T.IQ2_S] == "LUT_IQ2_16 (from IQ2_S)"
+    assert names[T.IQ4_XS] == "IQ4_NL"
+    assert names[T.TQ1_0] == "Q2_K"
+    assert names[T.IQ2_S] == "LUT_IQ2_16"
 
 
 def test_scales_beyond_float16_are_read_in_float32() -> None:
     rows = random_rows(T.IQ2_XXS, N_OUT, 256, scales=[40000.0])
     isa, x = available()[0].name, activations(2, 256)
-    linear = backend(isa).load_linear(blocks(rows, T.IQ2_XXS, 256))
-    assert linear.format == "F32 (from IQ2_XXS)"
+    said: list[tuple[str, int]] = []
+    weight = blocks(rows, T.IQ2_XXS, 256)
+    linear = backend(isa).load_linear(weight, widening=lambda tensor, name, n_bytes: said.append((name, n_bytes)))
+    assert linear.format == "F32"
+    assert said == [("F32", linear.n_bytes)]
     check(multiply(isa, x, rows, T.IQ2_XXS), x.astype(np.float64), values_of(rows, T.IQ2_XXS))
 
 

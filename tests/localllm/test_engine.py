@@ -19,6 +19,7 @@ from localllm.engine import Engine, Run, max_outputs
 from localllm.errors import ClosedError, ContextLengthError, UsageError
 from localllm.gguf import GGUFFile
 from localllm.kernels.ops import Batch
+from localllm.models.config import read_config
 from localllm.models.registry import load_model
 from tests.helpers.devices import DEVICES
 from tests.helpers.fake_backend import N_VOCAB, PAGE_SIZE, FakeOps, fake_engine, greedy_after, logits_after
@@ -428,7 +429,7 @@ def real_engine(request: pytest.FixtureRequest, tiny: Path) -> Iterator[MakeEngi
         device = open_device(request.param, threads=2)
         devices.append(device)
         with GGUFFile.open(tiny) as file:
-            model = load_model(file, device.ops)
+            model = load_model(file, device.ops, read_config(file.metadata, file.tensors), 96)
         return Engine(model, device.ops, context=96, parallel=parallel, max_tokens=max_tokens)
 
     yield make

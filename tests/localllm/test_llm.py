@@ -559,10 +559,31 @@ def test_a_file_without_a_template_says_so(tmp_path: Path) -> None:
         llm.chat([{"role": "user", "content": "a"}], max_tokens=1)
 
 
-@pytest.mark.parametrize("messages", ["hello", [{"role": "user"}], ["a"], [{"role": "judge", "content": "a"}]])
+@pytest.mark.parametrize(
+    "messages",
+    ["hello", [], (), [{"role": "user"}], ["a"], 5, None, {"role": "user", "content": "a"}]
+    + [[{"role": role, "content": "a"}] for role in ("judge", "", None, 5, b"user")],
+)
 def test_bad_messages(llm: LLM, messages: Any) -> None:
-    with pytest.raises(TemplateError):
+    with pytest.raises(TemplateError) as caught:
         llm.chat(messages)
+    assert "bad role" in str(caught.value) or "content" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [5, "enable_thinking", [("a", 1)], {1: 2}]
+    + [{name: 1} for name in ("messages", "tools", "add_generation_prompt", "tokenizer", "template", "self")],
+)
+def test_bad_template_variables(loaded_reference: LLM, variables: Any) -> None:
+    with pytest.raises(UsageError, match="template_variables"):
+        loaded_reference.chat([{"role": "user", "content": "a"}], template_variables=variables)
+
+
+@pytest.mark.parametrize("tools", [5, "tool", {"name": "f"}, ["f"], [None]])
+def test_bad_tools(loaded_reference: LLM, tools: Any) -> None:
+    with pytest.raises(UsageError, match="tools"):
+        loaded_reference.chat([{"role": "user", "content": "a"}], tools=tools)
 
 
 # Loading.
@@ -595,11 +616,20 @@ def test_a_device_that_is_not_there_is_an_error(tiny_path: Path, name: str) -> N
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"context": 0}, {"context": True}, {"context": 1.5}, {"threads": 0}, {"threads": "2"}, {"parallel": 0}],
+    [
+        *({"context": 0}, {"context": True}, {"context": 1.5}, {"threads": 0}, {"threads": "2"}, {"parallel": 0}),
+        *({"device": 5}, {"device": ["cpu"]}, {"isa": 2}, {"chat_template": 5}, {"progress": 5}),
+    ],
 )
 def test_arguments_of_load_out_of_range(tiny_path: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(arguments))):
-        localllm.load(tiny_path, device="reference", **arguments)
+        localllm.load(tiny_path, **({"device": "reference"} | arguments))
+
+
+@pytest.mark.parametrize("path", [42, b"model.gguf", ["model.gguf"], 1.5, True])
+def test_paths_of_other_types(path: Any) -> None:
+    with pytest.raises(UsageError, match="path"):
+        localllm.load(path)
 
 
 def test_without_a_path_the_demo_model_is_loaded(device: str) -> None:
@@ -719,6 +749,12 @@ def loaded_reference(tiny_path: Path) -> Iterator[LLM]:
 def test_prompts_of_other_types(loaded_reference: LLM, prompt: Any) -> None:
     with pytest.raises(UsageError):
         loaded_reference.generate(prompt)
+
+
+@pytest.mark.parametrize("text", [b"x", None, 3, ["x"]])
+def test_texts_of_other_types(loaded_reference: LLM, text: Any) -> None:
+    with pytest.raises(UsageError, match="text"):
+        loaded_reference.tokenize(text)
 
 
 @given(value=st.one_of(st.text(), st.floats(), st.integers(max_value=-1), st.lists(st.integers()), st.booleans()))

@@ -16,6 +16,7 @@ from localllm import placement
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.ops import CacheShape, Weight
 from localllm.models.config import ModelConfig, read_config
+from localllm.models.weights import LoadedWeight
 from localllm.placement import DEFAULT_CONTEXT, LEAST_CONTEXT, OVERHEAD_BYTES, Placement, available_memory, plan
 from localllm.quant.types import GGMLType
 
@@ -85,18 +86,43 @@ def place(available: int = 1 << 50, *, tied: bool = False, config: ModelConfig =
     )
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_bytes_by_group(tied: bool) -> None:
-    placed = place(tied=tied, context=1000)
+def test_bytes_by_group() -> None:
+    placed = place(context=1000)
     embedding, layers, output = placed.groups
-    assert (embedding.weights, embedding.kv_cache, embedding.mapped) == (0, 0, HEAD)
+    assert (embedding.name, embedding.weights, embedding.kv_cache) == ("embedding", HEAD, 0)
     assert layers.name == "layers 0-21"
     assert layers.weights == IN_LAYERS
     assert layers.kv_cache == 1008 * TOKEN_BYTES, "whole pages of 16 tokens"
     assert output.weights == HEAD + 2 * WIDTH
-    assert placed.weights == IN_LAYERS + output.weights
+    assert placed.weights == HEAD + IN_LAYERS + output.weights
+    assert placed.multiplied == IN_LAYERS + output.weights
     assert placed.total == placed.weights + placed.kv_cache + placed.scratch + OVERHEAD_BYTES
     assert {group.device for group in placed.groups} == {"cpu"}
+
+
+def test_a_matrix_that_is_embedding_and_output_counts_once() -> None:
+    placed = place(tied=True)
+    assert [group.name for group in placed.groups] == ["layers 0-21", "embedding and output"]
+    assert [group.weights for group in placed.groups] == [IN_LAYERS, HEAD + 2 * WIDTH]
+    assert placed.multiplied == placed.weights
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_formats_by_group(tied: bool) -> None:
+    """As if every matrix in F16 was read as F32."""
+    weights = [
+        LoadedWeight(name, "F16", "F32" if len(t.shape) == 2 else "F16", 2 * t.data.nbytes, t.data.nbytes)
+        for name, t in tensors(tied=tied).items()
+    ]
+    placed = place(tied=tied)
+    loaded = placed.loaded(weights)
+    for before, group in zip(placed.groups, loaded.groups, strict=True):
+        assert (group.name, group.kv_cache) == (before.name, before.kv_cache)
+        assert group.weights == 2 * before.weights == sum(n_bytes for _, _, n_bytes in group.formats)
+    layers = next(group for group in loaded.groups if group.name.startswith("layers"))
+    norms = 2 * 2 * LAYERS * WIDTH
+    assert layers.formats == (("F16", "F32", 2 * (IN_LAYERS - norms)), ("F16", "F16", 2 * norms))
+    assert [str(format) for format in layers.formats] == ["F16 as F32", "F16"]
 
 
 def test_parallel_sequences_take_a_cache_each() -> None:

@@ -232,3 +232,14 @@ def test_whatever_stands_in_the_file_gives_a_configuration_or_a_model_error(chan
     assert config.n_heads % config.n_kv_heads == 0
     assert math.isfinite(config.norm_eps)
     assert math.isfinite(config.rope.theta)
+
+
+@pytest.mark.parametrize("shape", [(), (512,), (2, 512, 64)])
+def test_an_embedding_that_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ModelError, match=r"token_embd\.weight has the shape.*must be a matrix"):
+        read({}, TENSORS | {"token_embd.weight": FakeTensor(shape)})
+
+
+def test_a_file_without_an_architecture_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"no general\.architecture"):
+        read({"general.architecture": None})

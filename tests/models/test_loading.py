@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from localllm.gguf import GGUFFile
 from localllm.kernels.ops import CacheShape
 from localllm.kernels.reference import ReferenceOps
 from localllm.models.blocks import Model
-from localllm.models.registry import ARCHITECTURES, load_model
+from localllm.models.config import read_config
+from localllm.models.registry import ARCHITECTURES, builder, load_model
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
 from tests.helpers.run_model import Runner
@@ -24,20 +24,19 @@ def write(
     path: Path,
     model_type: str = "llama",
     tensors: dict[str, np.ndarray | None] | None = None,
-    architecture: str | None = None,
     **changes: Any,
 ) -> Path:
     """A tiny model with tensors added, replaced or, where None, left out."""
     settings = tiny_models.config(model_type, **changes)
     arrays = tiny_models.gguf_tensors(settings, tiny_models.random_weights(settings)) | (tensors or {})
     encoded = {name: tiny_models.encode(array, GGMLType.F32) for name, array in arrays.items() if array is not None}
-    name = architecture or tiny_models.gguf_architecture(settings)
+    name = tiny_models.gguf_architecture(settings)
     return tiny_models.write_file(path / "model.gguf", name, tiny_models.gguf_metadata(settings), encoded)
 
 
 def load(path: Path) -> Model:
     with GGUFFile.open(path) as file:
-        return load_model(file, ReferenceOps())
+        return load_model(file, ReferenceOps(), read_config(file.metadata, file.tensors), 128)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -47,23 +46,17 @@ def test_every_architecture_loads(architecture: str, tmp_path: Path) -> None:
     assert model.cache_shape == CacheShape(n_layers=3, n_kv_heads=2, head_dim=16)
 
 
-def test_an_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
     with pytest.raises(UnsupportedArchitectureError, match=r"'gpt-x' is not supported.*llama, qwen2, qwen3"):
-        load(write(tmp_path, architecture="gpt-x"))
-
-
-@dataclass
-class Vocabulary:
-    """A file that holds no model."""
-
-    metadata: dict[str, Any]
-    tensors: dict[str, Any]
+        builder({"general.architecture": "gpt-x"})
 
 
 @pytest.mark.parametrize("metadata", [{}, {"general.architecture": 1}])
 def test_a_file_that_is_no_model_is_refused(metadata: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=r"general\.architecture"):
-        load_model(Vocabulary(metadata, {}), ReferenceOps())
+        read_config(metadata, {})
+    with pytest.raises(ModelError, match=r"general\.architecture"):
+        builder(metadata)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +109,25 @@ def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
     path = write(tmp_path, tie_word_embeddings=True, tensors={"rope.freqs": np.ones(8, np.float32)})
     reports: list[tuple[int, int]] = []
     with GGUFFile.open(path) as file:
-        load_model(file, ReferenceOps(), progress=lambda done, total: reports.append((done, total)))
+        config = read_config(file.metadata, file.tensors)
+        load_model(file, ReferenceOps(), config, 128, progress=lambda done, total: reports.append((done, total)))
         total = sum(tensor.data.nbytes for name, tensor in file.tensors.items() if name != "rope.freqs")
     done = [report[0] for report in reports]
     assert done == sorted(done)
     assert reports[-1] == (total, total)
     assert {report[1] for report in reports} == {total}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_the_backend_holds_is_told(tied: bool, tmp_path: Path) -> None:
+    model = load(write(tmp_path, "qwen2", tie_word_embeddings=tied))
+    held = {weight.name: weight for weight in model.weights}
+    assert len(held) == len(model.weights), "a matrix that is embedding and output counts once"
+    assert held["token_embd.weight"].n_bytes == 4 * 300 * 64
+    assert held["blk.0.attn_q.bias"].n_bytes == 4 * 64
+    assert {(w.file_type, w.kernel_type) for w in model.weights} == {("F32", "F32")}
+    with GGUFFile.open(tmp_path / "model.gguf") as file:
+        assert held.keys() == file.tensors.keys()
 
 
 def test_a_model_works_after_its_file_is_closed(tmp_path: Path) -> None:

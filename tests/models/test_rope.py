@@ -71,7 +71,8 @@ def rope_of(
     keys = tiny_models.gguf_metadata(settings) | (metadata or {})
     tiny_models.write_file(path / "rope.gguf", "llama", keys, encoded)
     with GGUFFile.open(path / "rope.gguf") as file:
-        config = read_config(file.metadata, file.tensors, context)
+        config = read_config(file.metadata, file.tensors)
+        config = config.for_context(context or config.context_length)
         return make_rope(config, Weights(file.tensors, ReferenceOps()), interleaved=interleaved)
 
 

@@ -47,6 +47,15 @@ def test_unpacking_gives_back_any_rows(layout: TileLayout, n: int, row_blocks: i
 
 
 @all_layouts
+def test_single_rows_are_unpacked_in_any_order(layout: TileLayout) -> None:
+    rng = np.random.default_rng(2)
+    rows = rng.integers(0, 256, (2 * GROUP + 5, 3 * layout.block_bytes), np.uint8)
+    packed = pack(layout, rows, 3 * layout.columns)
+    wanted = np.array([36, 0, 17, 17, 15, 16, 31, 32], np.int32)
+    np.testing.assert_array_equal(layout.unpack_rows(packed, 3 * layout.columns, wanted), rows[wanted])
+
+
+@all_layouts
 def test_groups_pack_by_themselves(layout: TileLayout) -> None:
     """So that threads can share the work: a run of whole groups goes to its own place."""
     rows = np.random.default_rng(1).integers(0, 256, (3 * GROUP + 5, 2 * layout.block_bytes), np.uint8)

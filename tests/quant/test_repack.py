@@ -7,7 +7,7 @@ import pytest
 
 from localllm.errors import KernelError
 from localllm.quant.formats import FORMATS
-from localllm.quant.lut import LUT_TYPES, LUTType, block_size
+from localllm.quant.lut import LUT_TYPES, LUTType, block_size, dequantize_lut
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.repack import FALLBACK, MEASURABLE, ScaleRangeError, repack, repack_target
 from localllm.quant.types import BLOCK_SIZES, GGMLType
@@ -146,6 +146,12 @@ def test_any_strides_are_taken(type: GGMLType) -> None:
     target = repack_target(type)
     expected = repack(rows, type, target)
     np.testing.assert_array_equal(repack(rows[::-2], type, target), expected[::-2])
+
+
+@pytest.mark.parametrize("type", LUT_TYPES, ids=lambda type: type.name)
+def test_the_kernels_own_formats_are_decoded(type: LUTType) -> None:
+    rows = random_rows(type, 5, 96)
+    np.testing.assert_array_equal(dequantize_lut(rows, type), values_of(rows, type).astype(np.float32))
 
 
 @pytest.mark.parametrize("type", LUT_TYPES, ids=lambda type: type.name)

@@ -137,7 +137,7 @@ def test_the_work_of_a_model(llm: LLM) -> None:
     assert work.head_products == (300 * 64, 0)
     assert work.kv_bytes == 3 * 2 * 2 * 16 * 2
     assert work.attention_products == 3 * 4 * 16 * 2
-    assert work.weight_bytes == llm.info.placement.weights
+    assert work.weight_bytes == llm.info.placement.multiplied
     assert work.window is None
 
 

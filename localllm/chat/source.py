@@ -1,0 +1,45 @@
+"""Where a model's chat template comes from.
+
+Apart from `localllm.chat.template`, for jinja2 takes a while to import, and who never chats does not need it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from localllm.errors import TemplateError
+from localllm.tokenizer.vocabulary import MetadataFile
+
+_KEY = "tokenizer.chat_template"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSource:
+    """A chat template that is not compiled yet.
+
+    Attributes:
+        text: jinja2 text; None if there is none.
+        where: its name in error messages.
+    """
+
+    text: str | None
+    where: str = "the chat template given"
+
+    @classmethod
+    def of_file(cls, file: MetadataFile, name: str | None = None) -> TemplateSource:
+        """The template of an open GGUF file.
+
+        Args:
+            file: the model file.
+            name: one of its named templates (``tokenizer.chat_template.NAME``), such as ``tool_use``.
+
+        Raises:
+            TemplateError: the template is no text, or there is none called ``name``.
+        """
+        key = _KEY if name is None else f"{_KEY}.{name}"
+        text = file.metadata.get(key)
+        if text is None and name is not None:
+            raise TemplateError(f"{file.path} has no chat template called {name!r}")
+        if text is not None and not isinstance(text, str):
+            raise TemplateError(f"{file.path}: {key} is not a string; the file is damaged or badly converted")
+        return cls(text, f"the chat template of {file.path}")

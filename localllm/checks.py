@@ -1,0 +1,92 @@
+"""What is said of arguments that are of the wrong type or out of range: `UsageError`, with the argument's name."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import UsageError
+
+
+def as_int(value: object) -> int | None:
+    """An int, or a numpy integer as one; None for anything else, booleans among it."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # a numpy array has __index__, but seldom means it
+        return None
+
+
+def whole_number(name: str, value: object, low: int) -> int:
+    """``value`` as an int.
+
+    Raises:
+        UsageError: it is no whole number, or below ``low``.
+    """
+    number = as_int(value)
+    if number is None or number < low:
+        raise UsageError(f"{name} is {value!r:.80}, but must be a whole number of at least {low}")
+    return number
+
+
+def flag(name: str, value: object) -> bool:
+    """Raises:
+    UsageError: ``value`` is neither True nor False.
+    """
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r:.80}, but must be True or False")
+    return value
+
+
+def text(name: str, value: object) -> str:
+    """Raises:
+    UsageError: ``value`` is no text.
+    """
+    if not isinstance(value, str):
+        raise UsageError(f"{name} is {value!r:.80}, but must be a text (str)")
+    return value
+
+
+def mappings(name: str, value: object) -> Sequence[Mapping[str, object]]:
+    """Raises:
+    UsageError: ``value`` is no list of mappings.
+    """
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise UsageError(f"{name} is {value!r:.80}, but must be a list of mappings")
+    for i, item in enumerate(value):
+        if not isinstance(item, Mapping):
+            raise UsageError(f"{name} must be a list of mappings, but number {i} of it is {item!r:.80}")
+    return value
+
+
+def token_ids(ids: object, n_vocab: int) -> list[int]:
+    """Tokens as a list of ints.
+
+    Raises:
+        UsageError: they are no sequence of integers, or one is outside the vocabulary.
+    """
+    if isinstance(ids, np.ndarray):
+        ids = ids.tolist()
+    if isinstance(ids, str | bytes | bytearray | memoryview) or not isinstance(ids, Sequence):
+        raise UsageError(f"tokens must be a list of whole numbers, not {type(ids).__name__}")
+    checked: list[int] = []
+    for i, id_ in enumerate(ids):
+        number = as_int(id_)
+        if number is None or not 0 <= number < n_vocab:
+            raise UsageError(f"token {i} is {id_!r:.80}, but must be a whole number from 0 to {n_vocab - 1}")
+        checked.append(number)
+    return checked
+
+
+def in_vocabulary(ids: Sequence[int] | NDArray[np.integer], n_vocab: int, where: str = "") -> None:
+    """Raises:
+    UsageError: one of the integers ``ids`` is outside the vocabulary; ``where`` says what they are for.
+    """
+    array = np.asarray(ids)
+    outside = array[(array < 0) | (array >= n_vocab)]
+    if outside.size:
+        raise UsageError(f"token {outside[0]}{where} is outside the vocabulary of {n_vocab:,} tokens")

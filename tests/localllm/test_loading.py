@@ -1,0 +1,214 @@
+"""From a file to a model in memory: what is read, held and said, and what becomes of a file that changes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import localllm
+from localllm.errors import GGUFError, ModelError, NotEnoughMemoryError
+from localllm.llm import LLM
+from localllm.placement import Format
+from localllm.quant.types import GGMLType
+from tests.helpers import tiny_models
+from tests.helpers.blocks import random_rows
+from tests.helpers.data import ROOT, shared_data
+from tests.helpers.devices import DEVICES
+
+T = GGMLType
+
+
+def write_model(
+    path: Path,
+    tensors: dict[str, tuple[np.ndarray, GGMLType]] | None = None,
+    metadata: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Path:
+    """A tiny model in F32, with encoded tensors and metadata added or replaced."""
+    settings = tiny_models.config(**changes)
+    arrays = tiny_models.gguf_tensors(settings, tiny_models.random_weights(settings))
+    encoded = {name: tiny_models.encode(array, T.F32) for name, array in arrays.items()} | (tensors or {})
+    keys = tiny_models.gguf_metadata(settings) | tiny_models.spm_vocabulary(settings["vocab_size"])
+    return tiny_models.write_file(path, tiny_models.gguf_architecture(settings), keys | (metadata or {}), encoded)
+
+
+def greedy(llm: LLM) -> tuple[int, ...]:
+    return llm.generate([1, 40, 41, 42], temperature=0, max_tokens=12, ignore_eos=True).ids
+
+
+# Tensors of odd shapes.
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["token_embd.weight", "output.weight", "output_norm.weight", "blk.0.attn_q.weight", "blk.1.ffn_norm.weight"],
+)
+@pytest.mark.parametrize("shape", [(), (63,), (300, 1), (2, 3, 64)])
+def test_tensors_of_any_shape_are_refused_by_name(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    path = write_model(tmp_path / "odd.gguf", {name: (np.zeros(shape, np.float32), T.F32)})
+    with pytest.raises(ModelError, match=name.replace(".", r"\.")):
+        localllm.load(path, device="reference")
+
+
+# LongRoPE.
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_longrope_takes_its_factors_by_the_context_asked_for(device: str, tmp_path: Path) -> None:
+    """Each choice gives the logits of a plain model with those factors in ``rope_freqs``."""
+    short, long = np.linspace(1, 2, 8, dtype=np.float32), np.linspace(3, 9, 8, dtype=np.float32)
+    keys = {
+        "llama.rope.scaling.type": "longrope",
+        "llama.rope.scaling.original_context_length": 64,
+        "llama.context_length": 128,
+    }
+    factors = {"rope_factors_short.weight": (short, T.F32), "rope_factors_long.weight": (long, T.F32)}
+    path = write_model(tmp_path / "longrope.gguf", factors, keys)
+    ids = list(range(40, 60))
+    for context, chosen in ((64, short), (65, long), (None, long)):
+        plain = write_model(tmp_path / "plain.gguf", {"rope_freqs.weight": (chosen, T.F32)})
+        with (
+            localllm.load(path, device=device, context=context, threads=1) as llm,
+            localllm.load(plain, device=device, context=context, threads=1) as expected,
+        ):
+            np.testing.assert_array_equal(llm.logits(ids), expected.logits(ids))
+            assert llm.info.config.rope.scaling == "longrope"
+
+
+# Formats.
+
+
+def quantised(tmp_path: Path, scales: list[float]) -> Path:
+    """A model whose layer 0 has a matrix [512, 256] in IQ2_XS, with scales among these."""
+    changes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    rows = random_rows(T.IQ2_XS, 512, 256, scales=scales)
+    return write_model(tmp_path / "iq2.gguf", {"blk.0.ffn_up.weight": (rows, T.IQ2_XS)}, **changes)
+
+
+def test_what_kernels_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = quantised(tmp_path, [0.001])
+    caplog.set_level(logging.INFO, "localllm")
+    with localllm.load(path, device="cpu", threads=1) as llm:
+        info = llm.info
+    n_bytes = 512 * 256 * 5 // 8
+    assert Format("IQ2_XS", "LUT_IQ2_16", n_bytes) in info.formats
+    embedding, layers, output = info.placement.groups
+    assert layers.formats[1] == ("IQ2_XS", "LUT_IQ2_16", n_bytes)
+    assert [format[:2] for format in embedding.formats + output.formats] == [("F32", "F32")] * 2
+    assert sum(format.n_bytes for format in info.formats) == info.placement.weights
+    assert f"IQ2_XS as LUT_IQ2_16 ({n_bytes:,} bytes)" in caplog.text
+
+
+def test_scales_out_of_range_are_warned_of_with_what_they_cost(tmp_path: Path) -> None:
+    path = quantised(tmp_path, [40000.0])
+    with pytest.warns(UserWarning, match=r"1 of .*\(blk\.0\.ffn_up\.weight\).*float16.*IQ2_XS.*F32.*GB") as caught:
+        llm = localllm.load(path, device="cpu", threads=1)
+    assert [warning.filename for warning in caught] == [__file__]
+    with llm:
+        assert ("IQ2_XS", "F32", 4 * 512 * 256) in llm.info.formats
+
+
+def test_scales_out_of_range_need_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With half a megabyte to spare the matrix in float32, 440 kB more than planned, fits; with less it does not."""
+    with localllm.load(quantised(tmp_path, [0.001]), device="cpu", threads=1, context=64) as llm:
+        needed = llm.info.placement.total
+    path = quantised(tmp_path, [40000.0])
+    monkeypatch.setattr("localllm.llm.available_memory", lambda: needed + 400_000)
+    with pytest.raises(NotEnoughMemoryError, match=r"blk\.0\.ffn_up\.weight.*F32.*to spare"):
+        localllm.load(path, device="cpu", threads=1, context=64)
+    monkeypatch.setattr("localllm.llm.available_memory", lambda: needed + 500_000)
+    with pytest.warns(UserWarning, match="float16"):
+        localllm.load(path, device="cpu", threads=1, context=64).close()
+
+
+# Files that change.
+
+OVERWRITE = """
+import os, sys
+import localllm
+
+path, device = sys.argv[1:]
+expected = None
+with localllm.load(path, device=device, threads=1) as llm:
+    text = llm.generate("Once", temperature=0, max_tokens=30).text
+    llm.forget()
+    size = os.path.getsize(path)
+    with open(path, "r+b") as file:
+        file.write(b"\\x3f" * size)
+    assert llm.generate("Once", temperature=0, max_tokens=30).text == text, "changed by overwriting the file"
+    llm.forget()
+    os.truncate(path, 0)
+    assert llm.generate("Once", temperature=0, max_tokens=30).text == text, "changed by truncating the file"
+    assert llm.has_chat_template is False
+    llm.tokenize("Once upon"), llm.info
+    if sys.platform == "linux":
+        assert path not in open("/proc/self/maps").read(), "the file is still mapped"
+print(text)
+"""
+
+
+def overwritten(path: Path, device: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(OVERWRITE), str(path), device],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not let anyone write into a mapped file")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_file_that_is_overwritten_after_it_was_loaded(device: str, tied: bool, tmp_path: Path) -> None:
+    overwritten(tiny_models.tiny_gguf(tmp_path / "tiny.gguf", type=T.Q8_0, tie_word_embeddings=tied), device)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not let anyone write into a mapped file")
+def test_a_trained_model_that_is_overwritten_after_it_was_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "stories.gguf"
+    path.write_bytes(shared_data("models/stories260K/stories260K.gguf").read_bytes())
+    assert len(overwritten(path, "reference")) > 60
+
+
+def touch(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    os.utime(path, ns=(0, 1))  # clocks of file systems are coarse
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not let anyone write into a mapped file")
+def test_a_file_that_is_written_while_it_is_loaded(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "tiny.gguf")
+    with pytest.raises(GGUFError, match=r"tiny\.gguf was changed by another program"):
+        localllm.load(path, device="reference", progress=lambda *_: touch(path))
+    localllm.load(path, device="reference").close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not let anyone replace a mapped file")
+def test_a_file_that_is_replaced_or_deleted_while_it_is_loaded(tmp_path: Path) -> None:
+    """The one that was opened is still there, and whole."""
+    path = write_model(tmp_path / "tiny.gguf")
+    with localllm.load(path, device="reference") as llm:
+        expected = greedy(llm)
+
+    def replace(*_: object) -> None:
+        (tmp_path / "other").write_bytes(b"another one")
+        os.replace(tmp_path / "other", path)
+
+    with localllm.load(path, device="reference", progress=replace) as llm:
+        assert greedy(llm) == expected
+    write_model(path)
+    with localllm.load(path, device="reference", progress=lambda *_: path.unlink(missing_ok=True)) as llm:
+        assert greedy(llm) == expected
