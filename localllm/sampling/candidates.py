@@ -106,6 +106,25 @@ class Reach(NamedTuple):
         return np.concatenate([self.above, kept]) if len(self.above) else kept
 
 
+def _reach_likeliest(logits: FloatArray, mass: float) -> Reach:
+    """`reach` from the likeliest on."""
+    weights = relative_weights(logits)
+    n = len(logits)
+    if n <= _FEW:
+        return reach(logits, weights, mass)
+    positions = highest(logits, _FIRST_LOOK)
+    total = weights.sum(dtype=np.float64)
+    shares = np.cumsum(weights[positions], dtype=np.float64) / total
+    if shares[-1] > mass:
+        return Reach(np.empty(0, np.intp), positions, shares)
+    # All that weigh less than this have a share below 1 - mass together: the end comes before the first of them.
+    positions = np.flatnonzero(weights >= np.float32((1 - mass) * total / n))
+    logits, weights = logits[positions], weights[positions]
+    part = weights.sum(dtype=np.float64) / total
+    above, rest, shares = reach(logits, weights, min(mass / part, 1 - 2**-53))
+    return Reach(positions[above], positions[rest], shares * part)
+
+
 def reach(scores: FloatArray, weights: FloatArray, mass: float) -> Reach:
     """Goes down the scores until the share of the weights exceeds ``mass``.
 
@@ -119,10 +138,6 @@ def reach(scores: FloatArray, weights: FloatArray, mass: float) -> Reach:
     """
     none = np.empty(0, np.intp)
     if len(scores) > _FEW:
-        positions = highest(scores, _FIRST_LOOK)
-        shares = np.cumsum(weights[positions], dtype=np.float64) / weights.sum(dtype=np.float64)
-        if shares[-1] > mass:
-            return Reach(none, positions, shares)
         return _reach_by_buckets(scores, weights, mass)
     positions = highest(scores, len(scores))
     sums = np.cumsum(weights[positions], dtype=np.float64)
@@ -166,8 +181,7 @@ def typical(candidates: Candidates, p: float) -> Candidates:
 
 def top_p(candidates: Candidates, p: float) -> Candidates:
     """Keeps the likeliest, until their probabilities reach ``p`` (Holtzman et al. 2019)."""
-    found = reach(candidates.logits, relative_weights(candidates.logits), p)
-    return candidates.take(found.until(p, side="left"))
+    return candidates.take(_reach_likeliest(candidates.logits, p).until(p, side="left"))
 
 
 def min_p(candidates: Candidates, p: float) -> Candidates:
@@ -213,7 +227,7 @@ def draw(candidates: Candidates, u: float) -> int:
     It is the first, from the likeliest on and of equal ones from the lowest id, at which the running sum of
     the probabilities exceeds ``u``; so it is never one of probability 0.
     """
-    _, positions, shares = reach(candidates.logits, relative_weights(candidates.logits), u)
+    _, positions, shares = _reach_likeliest(candidates.logits, u)
     return int(positions[min(int(shares.searchsorted(u, side="right")), len(positions) - 1)])
 
 
