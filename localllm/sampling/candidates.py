@@ -2,14 +2,14 @@
 
 Every step is a pure function on ``Candidates``, but ``Mirostat2``, which remembers one number.  Vocabularies
 hold up to 262,144 tokens, so nothing sorts them whole: ``highest`` finds the first few thousand in two
-passes, and a step that needs an order takes as many as it turns out to need.
+passes, and where a step needs more of an order than that, ``reach`` sorts the end of it alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ FloatArray = npt.NDArray[np.floating[Any]]
 # Up to this many candidates are reckoned in float64; for a whole vocabulary that would take milliseconds, and
 # sums are as good from float32 terms.
 _FEW = 4096
+# How many of the highest scores are looked at before all are; mostly they are enough.
 _FIRST_LOOK = 256
 
 
@@ -53,14 +54,20 @@ def _descending(values: FloatArray) -> IntArray:
         return np.argsort(-values, kind="stable")
     # One integer a value, which orders as (value falling, position rising): NumPy sorts integers an order of
     # magnitude faster than it argsorts.
-    bits = (values + 0).view(np.int32)  # + 0 makes one of the two zeros
-    bits ^= (bits >> 31) & 0x7FFFFFFF  # now in the floats' order
+    bits = _ascending_bits(values)
     keys = np.invert(bits, out=bits).astype(np.int64)
     keys <<= 32
     keys |= np.arange(len(values))
     keys.sort()
     keys &= 0xFFFFFFFF
     return keys
+
+
+def _ascending_bits(values: FloatArray) -> npt.NDArray[np.int32]:
+    """Integers in the same order as the float32 values, equal where these are."""
+    bits = (values + 0).view(np.int32)  # + 0 makes one of the two zeros
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    return bits
 
 
 def _floor_of_highest(values: FloatArray, count: int) -> float:
@@ -86,29 +93,71 @@ def relative_weights(logits: FloatArray) -> FloatArray:
     return weights
 
 
-def reach(scores: FloatArray, weights: FloatArray, mass: float) -> tuple[IntArray, npt.NDArray[np.float64]]:
+class Reach(NamedTuple):
+    """How far down the scores a share of the weights lies: see `reach`."""
+
+    above: IntArray  # positions, in their own order, that are passed for certain
+    positions: IntArray  # those that come next, from the highest score on, equal ones by position
+    shares: npt.NDArray[np.float64]  # of the total weight up to and with each of `positions`
+
+    def until(self, mass: float, *, side: Literal["left", "right"]) -> IntArray:
+        """The positions down to the one whose share reaches ("left") or exceeds ("right") ``mass``."""
+        kept = self.positions[: int(self.shares.searchsorted(mass, side)) + 1]
+        return np.concatenate([self.above, kept]) if len(self.above) else kept
+
+
+def _reach_likeliest(logits: FloatArray, mass: float) -> Reach:
+    """`reach` from the likeliest on."""
+    weights = relative_weights(logits)
+    n = len(logits)
+    if n <= _FEW:
+        return reach(logits, weights, mass)
+    positions = highest(logits, _FIRST_LOOK)
+    total = weights.sum(dtype=np.float64)
+    shares = np.cumsum(weights[positions], dtype=np.float64) / total
+    if shares[-1] > mass:
+        return Reach(np.empty(0, np.intp), positions, shares)
+    # All that weigh less than this have a share below 1 - mass together: the end comes before the first of them.
+    positions = np.flatnonzero(weights >= np.float32((1 - mass) * total / n))
+    logits, weights = logits[positions], weights[positions]
+    part = weights.sum(dtype=np.float64) / total
+    above, rest, shares = reach(logits, weights, min(mass / part, 1 - 2**-53))
+    return Reach(positions[above], positions[rest], shares * part)
+
+
+def reach(scores: FloatArray, weights: FloatArray, mass: float) -> Reach:
     """Goes down the scores until the share of the weights exceeds ``mass``.
 
     Args:
-        scores: ``[n]``.
+        scores: ``[n]``, without NaN.
         weights: ``[n]``, not negative.
         mass: 0 <= mass < 1.
 
     Returns:
-        Positions from the highest score on, equal ones by position, and the share of the total weight up to
-        and with each; the last share exceeds ``mass``.  There may be more of them than it takes.
+        The last share exceeds ``mass``, but for rounding.  There may be more positions than it takes.
     """
-    total = weights.sum(dtype=np.float64)
-    count = _FIRST_LOOK if len(scores) > _FEW else len(scores)
-    while count < len(scores):
-        positions = highest(scores, count)
-        shares = np.cumsum(weights[positions], dtype=np.float64) / total
-        if shares[-1] > mass:
-            return positions, shares
-        count *= 8
+    none = np.empty(0, np.intp)
+    if len(scores) > _FEW:
+        return _reach_by_buckets(scores, weights, mass)
     positions = highest(scores, len(scores))
     sums = np.cumsum(weights[positions], dtype=np.float64)
-    return positions, sums / sums[-1]
+    return Reach(none, positions, sums / sums[-1])
+
+
+def _reach_by_buckets(scores: FloatArray, weights: FloatArray, mass: float) -> Reach:
+    """`reach` for many scores: sorts only those of the same upper 16 bits, among which the end must be."""
+    buckets = (_ascending_bits(scores.astype(np.float32, copy=False)) >> 16).astype(np.intp)
+    buckets += 1 << 15
+    sums = np.bincount(buckets, weights, 1 << 16)[::-1].cumsum()  # from the highest scores on
+    # What rounding makes of the last shares must not lead to scores without any weight.
+    last = int(np.searchsorted(sums, min(mass, 1 - 1e-9) * sums[-1], side="right"))
+    bucket = len(sums) - 1 - last
+    positions = np.flatnonzero(buckets == bucket)
+    positions = positions[weights[positions] > 0]
+    positions = positions[_descending(scores[positions])]
+    before = sums[last - 1] if last else 0.0
+    shares = (before + np.cumsum(weights[positions], dtype=np.float64)) / sums[-1]
+    return Reach(np.flatnonzero(buckets > bucket), positions, shares)
 
 
 def top_k(candidates: Candidates, k: int) -> Candidates:
@@ -127,19 +176,18 @@ def typical(candidates: Candidates, p: float) -> Candidates:
     logprobs = np.full(len(weights), -math.inf, weights.dtype)
     logprobs[possible] = candidates.logits[possible] - (np.float64(candidates.logits.max()) + math.log(total))
     entropy = -np.sum(weights[possible] / total * logprobs[possible])
-    positions, shares = reach(-np.abs(logprobs + entropy), weights, p)
-    return candidates.take(positions[: np.searchsorted(shares, p, side="right") + 1])
+    return candidates.take(reach(-np.abs(logprobs + entropy), weights, p).until(p, side="right"))
 
 
 def top_p(candidates: Candidates, p: float) -> Candidates:
     """Keeps the likeliest, until their probabilities reach ``p`` (Holtzman et al. 2019)."""
-    positions, shares = reach(candidates.logits, relative_weights(candidates.logits), p)
-    return candidates.take(positions[: np.searchsorted(shares, p, side="left") + 1])
+    return candidates.take(_reach_likeliest(candidates.logits, p).until(p, side="left"))
 
 
 def min_p(candidates: Candidates, p: float) -> Candidates:
     """Keeps those at least ``p`` times as likely as the likeliest (Nguyen et al. 2024)."""
-    floor = np.float64(candidates.logits.max()) + math.log(p)
+    # A Python float leaves the comparison in float32, where numpy's own would make float64 of the whole vocabulary.
+    floor = float(candidates.logits.max()) + math.log(p)
     return candidates.take(np.flatnonzero(candidates.logits >= floor))
 
 
@@ -164,10 +212,13 @@ def xtc(candidates: Candidates, probability: float, threshold: float, uniform: C
 
 def temper(candidates: Candidates, temperature: float) -> Candidates:
     """Divides the logits by the temperature, shifted so that the largest is 0 and none overflows upwards."""
-    shifted = np.subtract(candidates.logits, candidates.logits.max(), dtype=np.float64)
+    logits = candidates.logits
+    # float32 would make 0 or infinity of the temperatures that nobody means.
+    precision = _precision(logits) if 0.01 <= temperature <= 100 else np.float64
     with np.errstate(over="ignore"):
-        tempered: FloatArray = (shifted / temperature).astype(_precision(shifted), copy=False)
-    return Candidates(candidates.ids, tempered)
+        tempered: FloatArray = np.subtract(logits, logits.max(), dtype=precision)
+        tempered /= temperature
+        return Candidates(candidates.ids, tempered.astype(_precision(logits), copy=False))
 
 
 def draw(candidates: Candidates, u: float) -> int:
@@ -176,8 +227,8 @@ def draw(candidates: Candidates, u: float) -> int:
     It is the first, from the likeliest on and of equal ones from the lowest id, at which the running sum of
     the probabilities exceeds ``u``; so it is never one of probability 0.
     """
-    positions, shares = reach(candidates.logits, relative_weights(candidates.logits), u)
-    return int(positions[np.searchsorted(shares, u, side="right")])
+    _, positions, shares = _reach_likeliest(candidates.logits, u)
+    return int(positions[min(int(shares.searchsorted(u, side="right")), len(positions) - 1)])
 
 
 class Mirostat2:

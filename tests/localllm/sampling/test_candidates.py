@@ -15,7 +15,7 @@ from localllm.sampling import candidates as steps
 from localllm.sampling.candidates import Candidates, Mirostat2
 
 SIZES = (1, 2, 40, 4096, 6000)
-"""Both sides of the size from which float32 and growing looks are used."""
+"""Both sides of the size from which float32 is used, and only the end of an order is sorted."""
 
 Pairs = list[tuple[int, float]]
 """(id, logit), the likeliest first and of equal ones the lowest id: how the oracles hold candidates."""
@@ -229,6 +229,23 @@ def test_draw_gives_no_token_of_probability_0(items: list[float], u: float) -> N
     logits = np.array([*items, 3.0], np.float32)
     drawn = steps.draw(whole(logits), u)
     assert math.exp(float(logits[drawn]) - 3.0) > 0
+
+
+@pytest.mark.parametrize("mass", [0.0, 0.3, 0.95, 1 - 2**-53])
+@pytest.mark.parametrize("scale", [0.0, 0.5, 3.0])
+def test_reach_over_a_whole_vocabulary(scale: float, mass: float) -> None:
+    """What is passed for certain and what comes next are the highest scores, in order at the end."""
+    scores = random_logits(130_000, 4, scale)
+    scores[::3] = -math.inf
+    weights = steps.relative_weights(scores)
+    found = steps.reach(scores, weights, mass)
+    order = sorted(np.flatnonzero(weights > 0).tolist(), key=lambda i: (-scores[i], i))
+    n_above, n = len(found.above), len(found.above) + len(found.positions)
+    assert sorted(found.above.tolist()) == sorted(order[:n_above])
+    assert found.positions.tolist() == order[n_above:n]
+    shares = np.cumsum(weights[order], dtype=np.float64)[n_above:n] / weights.sum(dtype=np.float64)
+    np.testing.assert_allclose(found.shares, shares, rtol=1e-6)
+    assert found.shares[-1] > min(mass, 1 - 1e-6)
 
 
 def test_mirostat_follows_its_formula() -> None:
