@@ -2,8 +2,15 @@
 
     import localllm
 
-    llm = localllm.load("model.gguf")
-    print(llm.generate("Once upon a time", max_tokens=50))
+    with localllm.load("model.gguf") as llm:  # without a path: the small demo model
+        print(llm.generate("Once upon a time", max_tokens=50).text)
+        for chunk in llm.stream("Once upon a time", temperature=0, stop="\\n"):
+            print(chunk.text, end="", flush=True)
+        print(llm.chat([{"role": "user", "content": "Hello!"}]).text)
+        print(llm.info.placement)  # what runs where, and how many bytes it takes
+
+``help(localllm.load)``, ``help(localllm.LLM)`` and ``help(localllm.Sampling)`` say what there is; every failure is a
+`LocalLLMError` that says what to do, except that an unknown keyword is a TypeError.
 
 What is named here is loaded when it is first used: the import itself costs nothing.
 """

@@ -31,6 +31,7 @@ from localllm.models.registry import builder, load_model
 from localllm.models.weights import LoadedWeight
 from localllm.options import Options, Request
 from localllm.placement import Placement, available_memory, plan
+from localllm.progress import LoadProgress, default_progress, of_stage
 from localllm.sampling import make_sampler
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.stream import StreamDecoder
@@ -41,10 +42,6 @@ if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
 
 _log = logging.getLogger("localllm")
-
-#: Called while a model is loaded: "weights" with the bytes packed and the bytes of all, and "kernels" with the
-#: kernels compiled and those to compile, which the first start on a machine has to do.
-LoadProgress = Callable[[str, int, int], object]
 
 Message = Mapping[str, object]
 
@@ -77,7 +74,9 @@ def load(
         parallel: how many sequences of full length the cache has room for.  Threads that generate at the same
             time share it; where it is too small they wait for each other.
         chat_template: jinja2 source to use in place of the file's own template.
-        progress: called while kernels are compiled and weights packed.
+        progress: called while kernels are compiled, which the first start on a machine has to do, and weights
+            packed: with "kernels" or "weights", how many kernels or bytes are done, and of how many.  By default,
+            if standard error is a terminal, one line there says so when compiling takes long.
 
     Raises:
         GGUFError: the file is missing, not a GGUF, or damaged.
@@ -92,6 +91,7 @@ def load(
             text(name, value)
     if progress is not None and not callable(progress):
         raise UsageError(f"progress is {progress!r:.80}, but must be a function of a stage and two numbers")
+    progress = default_progress() if progress is None else progress
     context = None if context is None else whole_number("context", context, 1)
     threads = None if threads is None else whole_number("threads", threads, 1)
     parallel = whole_number("parallel", parallel, 1)
@@ -101,7 +101,7 @@ def load(
         tokenizer = Tokenizer.from_gguf(file)
         source = TemplateSource.of_file(file) if chat_template is None else TemplateSource(chat_template)
         template = None if chat_template is None else _compile(source, tokenizer)
-        backend = open_device(device, threads=threads, isa=isa, progress=_stage(progress, "kernels"))
+        backend = open_device(device, threads=threads, isa=isa, progress=of_stage(progress, "kernels"))
         stack.callback(backend.close)
         available = available_memory()
         placement = plan(
@@ -117,7 +117,7 @@ def load(
         )
         _warn_of_long_context(config, placement)
         spare = available - placement.total
-        model, engine = _load_engine(file, config, backend, placement, spare, _stage(progress, "weights"))
+        model, engine = _load_engine(file, config, backend, placement, spare, of_stage(progress, "weights"))
         info = _info(file, config, backend, placement.loaded(model.weights))
         file.check_unchanged()
         stack.pop_all()
@@ -517,14 +517,3 @@ def _info(file: GGUFFile, config: ModelConfig, backend: Device, placement: Place
         placement=placement,
         config=config,
     )
-
-
-def _stage(progress: LoadProgress | None, stage: str) -> Callable[[int, int], None] | None:
-    """``progress`` for one stage of loading."""
-    if progress is None:
-        return None
-
-    def report(done: int, total: int) -> None:
-        progress(stage, done, total)
-
-    return report

@@ -1,0 +1,55 @@
+"""What is said while a model is loaded."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+#: Called while a model is loaded: "weights" with the bytes packed and the bytes of all, and "kernels" with the
+#: kernels compiled and those to compile, which the first start on a machine has to do.
+LoadProgress = Callable[[str, int, int], object]
+
+#: Seconds of compiling after which somebody at a terminal is told.
+NOTICE_SECONDS = 2.0
+
+
+class CompileNotice:
+    """Says in one line on standard error that kernels are compiled, if it takes long.
+
+    A library should be silent, but half a minute without a sign, once on each machine, looks like a program that
+    hangs.  So it is for terminals alone, where nobody asked for another report.
+    """
+
+    def __init__(self) -> None:
+        self._begun: float | None = None
+        self._said = False
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage != "kernels" or self._said or done == total:
+            return
+        now = time.monotonic()
+        if self._begun is None:
+            self._begun = now
+        if now - self._begun >= NOTICE_SECONDS:
+            self._said = True
+            print("localllm: compiling kernels for this processor, once …", file=sys.stderr, flush=True)
+
+
+def default_progress() -> LoadProgress | None:
+    """What `localllm.load` reports to where it is given nothing: a `CompileNotice` on a terminal, else nobody."""
+    stderr = sys.stderr
+    # Without a console there is none (pythonw), and a program may have closed it.
+    is_terminal = stderr is not None and not stderr.closed and stderr.isatty()
+    return CompileNotice() if is_terminal else None
+
+
+def of_stage(progress: LoadProgress | None, stage: str) -> Callable[[int, int], None] | None:
+    """``progress`` for one stage of loading."""
+    if progress is None:
+        return None
+
+    def report(done: int, total: int) -> None:
+        progress(stage, done, total)
+
+    return report
