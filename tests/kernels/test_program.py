@@ -261,6 +261,7 @@ def test_a_storm_of_interrupts_loses_no_job_and_does_none_twice(workers: Workers
     raised = 0
     gc.disable()  # what it calls back could only report the exception, not hand it on
     previous = signal.signal(signal.SIGALRM, raise_alarm)
+    gc.disable()  # an exception in a finaliser is nobody's to catch
     try:
         for _ in range(300):
             try:
