@@ -20,6 +20,8 @@ from localllm.quant.types import GGMLType
 
 #: Bytes of the file copied at once, whose pages are then let go.
 _COPIED_BYTES = 16 << 20
+#: Values of a table that is small enough to be decoded.
+SMALL_TABLE = 1 << 20
 
 
 class EmbeddingTable(Protocol):
@@ -55,6 +57,25 @@ class CopiedTable:
 
     def rows(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         return dequantize(self.data[ids], self.type)
+
+
+@dataclass(frozen=True)
+class DecodedTable:
+    """A small table, decoded once: decoding a row takes longer than small models have for a whole layer."""
+
+    values: NDArray[np.float32]  # [n_vocab, d]
+
+    @classmethod
+    def of(cls, weight: Weight) -> DecodedTable:
+        return cls(dequantize(weight.data, weight.type).reshape(weight.shape))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n_vocab, width = self.values.shape
+        return n_vocab, width
+
+    def rows(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        return self.values[ids]
 
 
 @dataclass(frozen=True)

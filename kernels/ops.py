@@ -18,8 +18,9 @@ so that a token decoded alone has the same bits as one that was prefilled in a b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -146,24 +147,31 @@ class Batch:
     block_tables: NDArray[np.int32]
     outputs: NDArray[np.int32]
 
+    def sequences(self) -> Iterator[tuple[int, int, int]]:
+        """Of each sequence: its first row in the batch, the one behind its last, and its length in the cache."""
+        starts = self.query_starts.tolist()
+        return zip(starts[:-1], starts[1:], self.kv_lengths.tolist(), strict=True)
+
     def check(self, page_size: int, n_pages: int) -> None:
         """Makes sure that no index leads outside the batch or a cache of ``n_pages`` pages.
 
         Raises:
             KernelError: one does, or the arrays do not fit together.
         """
-        n_tokens, lengths = len(self.ids), np.diff(self.query_starts)
-        if self.query_starts[0] != 0 or self.query_starts[-1] != n_tokens or (lengths < 1).any():
-            raise KernelError(f"a batch of {n_tokens} tokens cannot be cut at {self.query_starts.tolist()}")
-        places = np.arange(n_tokens) + np.repeat(self.kv_lengths - self.query_starts[1:], lengths)
-        if not np.array_equal(self.positions, places) or (self.positions < 0).any():
-            raise KernelError("a batch's positions do not lead up to the lengths of its sequences")
-        n_blocks = -(-self.kv_lengths // page_size)
-        if n_blocks.max() > self.block_tables.shape[1]:
-            raise KernelError(f"a batch's block tables are too short for {self.kv_lengths.max()} tokens")
-        pages = self.block_tables[np.arange(self.block_tables.shape[1]) < n_blocks[:, None]]
-        if pages.min() < 0 or pages.max() >= n_pages:
-            raise KernelError(f"a batch names a page outside a cache of {n_pages}")
+        n_tokens, starts = len(self.ids), self.query_starts.tolist()
+        if starts[0] != 0 or starts[-1] != n_tokens or any(a >= b for a, b in pairwise(starts)):
+            raise KernelError(f"a batch of {n_tokens} tokens cannot be cut at {starts}")
+        if not len(starts) - 1 == len(self.kv_lengths) == len(self.block_tables):
+            raise KernelError(f"a batch of {len(starts) - 1} sequences needs as many lengths and block tables")
+        for s, (start, stop, kv_length) in enumerate(self.sequences()):
+            first = kv_length - (stop - start)
+            if first < 0 or self.positions[start:stop].tolist() != list(range(first, kv_length)):
+                raise KernelError("a batch's positions do not lead up to the lengths of its sequences")
+            pages = self.block_tables[s, : -(-kv_length // page_size)].tolist()
+            if len(pages) * page_size < kv_length:
+                raise KernelError(f"a batch's block tables are too short for {kv_length} tokens")
+            if min(pages) < 0 or max(pages) >= n_pages:
+                raise KernelError(f"a batch names a page outside a cache of {n_pages}")
         if len(self.outputs) and not 0 <= self.outputs.min() <= self.outputs.max() < n_tokens:
             raise KernelError(f"a batch wants the logits of a row that is none of its {n_tokens} tokens")
 

@@ -171,6 +171,7 @@ def rope_append(
     begin,
     end,
     slots,
+    positions,
     angles,
     n_pairs,
     q,
@@ -186,14 +187,14 @@ def rope_append(
     keys,
     values,
 ):
-    """Rotates q and k in place by angles [T, n_pairs] of (cos, sin), and appends k and v to the cache.
+    """Rotates q and k in place by angles [positions, n_pairs] of (cos, sin), and appends k and v to the cache.
 
-    slots: int64 [T], page * PAGE + place in the page.
+    slots: int64 [T], page * PAGE + place in the page.  positions: int32 [T].
     keys: float16 [n_pages, n_kv_heads, HEAD, PAGE]; values: float16 [n_pages, n_kv_heads, PAGE, HEAD], where HEAD
     is head_dim rounded up to 16: so that kernels read either with positions or head values side by side.
     """
     for token in range(begin, end):
-        turn = angles + token * n_pairs * 8
+        turn = angles + np.int64(load_i32(positions + 4 * token)) * n_pairs * 8
         for head in range(n_heads):
             rotate(q + token * q_stride + 4 * head * head_dim, turn, n_pairs, pair_step, pair_offset)
         slot = load_i64(slots + 8 * token)

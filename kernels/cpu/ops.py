@@ -26,7 +26,7 @@ from localllm.kernels.cpu.program import Instruction, Job, Program, Workers
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.tiles import RECORD, TILES, TOKENS
-from localllm.kernels.embedding import CopiedTable, EmbeddingTable, PackedTable
+from localllm.kernels.embedding import SMALL_TABLE, CopiedTable, DecodedTable, EmbeddingTable, PackedTable
 from localllm.kernels.ops import Batch, CacheShape, KVCache, Linear, Ops, Rope, Step, Tensor, Weight, Widening
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import KernelType
@@ -184,6 +184,8 @@ class Recording:
         self.memory: list[NDArray[np.uint8]] = []
         self.free: list[NDArray[np.uint8]] = []
         self.ropes: list[tuple[Rope, NDArray[np.float32]]] = []
+        #: Positions whose angles were made.
+        self.n_angles = 0
         self.embeddings: list[tuple[EmbeddingTable, float, Buffer]] = []
         # What a step fills in.
         self.header = np.ones(5, np.int64)
@@ -215,12 +217,24 @@ class Recording:
         self.instructions.append(Instruction(v, arguments, units, slot, wait))
 
     def rope_angles(self, rope: Rope) -> int:
-        """The address of (cos, sin) [T, n_pairs, 2] for a batch's positions."""
+        """The address of (cos, sin) [positions, n_pairs, 2]; a step makes those that it is the first to need."""
         for known, angles in self.ropes:
             if known is rope:
                 return angles.ctypes.data
-        self.ropes.append((rope, np.zeros((self.max_tokens, len(rope.frequencies), 2), np.float32)))
+        self.ropes.append((rope, aligned_zeros((self.cache.n_pages * PAGE, len(rope.frequencies), 2), np.float32)))
         return self.ropes[-1][1].ctypes.data
+
+    def make_angles(self, stop: int) -> None:
+        """Makes the angles of positions before ``stop``."""
+        if stop <= self.n_angles:
+            return
+        stop = min(-(-stop // SPAN) * SPAN, self.cache.n_pages * PAGE)
+        positions = np.arange(self.n_angles, stop, dtype=np.float64)[:, None]
+        for rope, angles in self.ropes:
+            turns = positions * rope.frequencies
+            angles[self.n_angles : stop, :, 0] = np.cos(turns) * rope.magnitude
+            angles[self.n_angles : stop, :, 1] = np.sin(turns) * rope.magnitude
+        self.n_angles = stop
 
     def use_groups_of(self, group_size: int) -> None:
         """Says how many query heads share a key/value head; all layers must agree."""
@@ -257,16 +271,14 @@ class Recording:
         self.starts[:n_sequences] = batch.query_starts[:-1]
         self.output_rows[:n_outputs] = batch.outputs
         self.block_tables[:n_sequences, : batch.block_tables.shape[1]] = batch.block_tables
-        lengths = np.diff(batch.query_starts)
-        sequence = np.repeat(np.arange(n_sequences), lengths)
-        page, place = np.divmod(batch.positions, PAGE)
-        self.slots[:n_tokens] = batch.block_tables[sequence, page].astype(np.int64) * PAGE + place
-        for rope, angles in self.ropes:
-            turns = batch.positions[:, None].astype(np.float64) * rope.frequencies
-            angles[:n_tokens, :, 0] = np.cos(turns) * rope.magnitude
-            angles[:n_tokens, :, 1] = np.sin(turns) * rope.magnitude
-        self.header[[N_TOKENS, N_OUTPUTS]] = n_tokens, n_outputs
-        self._fill_tiles(lengths, batch.kv_lengths)
+        pages, places = batch.positions // PAGE, batch.positions % PAGE
+        for s, (start, stop, _) in enumerate(batch.sequences()):
+            self.slots[start:stop] = batch.block_tables[s, pages[start:stop]]
+        self.slots[:n_tokens] *= PAGE
+        self.slots[:n_tokens] += places
+        self.make_angles(max(batch.kv_lengths.tolist()))
+        self.header[N_TOKENS], self.header[N_OUTPUTS] = n_tokens, n_outputs
+        self._fill_tiles(batch)
         for table, scale, buffer in self.embeddings:
             if batch.ids.min() < 0 or batch.ids.max() >= table.shape[0]:
                 raise KernelError(f"a batch has token ids outside the vocabulary of {table.shape[0]}")
@@ -275,29 +287,29 @@ class Recording:
             x[:n_tokens, : buffer.width] = rows if scale == 1.0 else rows * np.float32(scale)
             x[:n_tokens, buffer.width :] = 0
 
-    def _fill_tiles(self, lengths: NDArray[np.int32], kv_lengths: NDArray[np.int32]) -> None:
+    def _fill_tiles(self, batch: Batch) -> None:
         """Cuts each sequence's query rows into tiles for the attention kernel, and few of them into spans."""
-        rows = lengths.astype(np.int64) * self.group_size
-        counts = -(-rows // TILE_ROWS)
-        n, n_merged = int(counts.sum()), 0
-        tiles = np.zeros((n, 6), np.int64)
-        tiles[:, 0] = sequence = np.repeat(np.arange(len(lengths)), counts)
-        tiles[:, 1] = first = (np.arange(n) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE_ROWS
-        tiles[:, 2] = n_rows = np.minimum(TILE_ROWS, rows[sequence] - first)
-        farthest = (kv_lengths - lengths)[sequence] + (first + n_rows - 1) // max(1, self.group_size)
-        tiles[:, 4] = n_spans = farthest // SPAN + 1
-        tiles[:, 5] = -1
-        n_parts = int(n_spans.sum())
-        if n <= self.few_tiles and n < n_parts <= self.max_parts:
-            first_parts = np.cumsum(n_spans) - n_spans
-            n_merged = n
-            self.merged[:n] = np.column_stack([tiles[:, :3], first_parts, n_spans])
-            tiles = np.repeat(tiles, n_spans, axis=0)
-            tiles[:, 5] = np.arange(n_parts)
-            tiles[:, 3] = tiles[:, 5] - np.repeat(first_parts, n_spans)
-            tiles[:, 4] = tiles[:, 3] + 1
+        group_size = self.group_size
+        if not group_size:  # a forward pass without attention
+            self.header[N_TILES] = self.header[N_MERGED] = 0
+            return
+        tiles: list[tuple[int, int, int, int, int, int]] = []
+        for s, (start, stop, kv_length) in enumerate(batch.sequences()):
+            n_rows = (stop - start) * group_size
+            for first in range(0, n_rows, TILE_ROWS):
+                n = min(TILE_ROWS, n_rows - first)
+                farthest = kv_length - (stop - start) + (first + n - 1) // group_size
+                tiles.append((s, first, n, 0, farthest // SPAN + 1, -1))
+        merged: list[tuple[int, int, int, int, int]] = []
+        n_parts = sum(n_spans for *_, n_spans, _ in tiles)
+        if len(tiles) <= self.few_tiles and len(tiles) < n_parts <= self.max_parts:
+            whole, tiles = tiles, []
+            for s, first, n, _, n_spans, _ in whole:
+                merged.append((s, first, n, len(tiles), n_spans))
+                tiles += [(s, first, n, span, span + 1, len(tiles) + span) for span in range(n_spans)]
+            self.merged[: len(merged)] = merged
         self.tiles[: len(tiles)] = tiles
-        self.header[[N_TILES, N_MERGED]] = len(tiles), n_merged
+        self.header[N_TILES], self.header[N_MERGED] = len(tiles), len(merged)
 
 
 class CPUOps(Ops):
@@ -379,6 +391,8 @@ class CPUOps(Ops):
         return CPUVector(np.pad(values, (0, padded(len(values)) - len(values))), len(values))
 
     def load_embedding(self, weight: Weight, packed: Linear | None = None) -> EmbeddingTable:
+        if weight.shape[0] * weight.shape[1] <= SMALL_TABLE:
+            return DecodedTable.of(weight)
         if isinstance(packed, CPULinear):
             return PackedTable(packed.type, (packed.n_out, packed.n_in), packed.packed)
         return CopiedTable.of(weight)
@@ -547,7 +561,7 @@ class CPUOps(Ops):
         self._add(
             elementwise.rope_append,
             (
-                *(recording.slots.ctypes.data, angles, n_pairs),
+                *(recording.slots.ctypes.data, recording.positions.ctypes.data, angles, n_pairs),
                 *(q.address, q.stride, q.width // head_dim),
                 *(k.address, v.address, k.stride, k.width // head_dim, head_dim, step, offset),
                 *(cache.keys[layer].ctypes.data, cache.values[layer].ctypes.data),
