@@ -39,6 +39,9 @@ PADDING = 32
 #: Rows of a file packed at once: enough to keep numpy busy, few enough to stay in the cache.
 PACKED_ROWS = 256
 
+#: Bytes for what spans of the cache come to; tiles that need more are not cut.
+MOST_PART_BYTES = 32 << 20
+
 # Numbers in a program's header.
 ALWAYS, N_TOKENS, N_OUTPUTS, N_TILES, N_MERGED = range(5)
 
@@ -107,6 +110,7 @@ class CPUCache:
     keys: NDArray[np.uint16]
     values: NDArray[np.uint16]
     shape: CacheShape
+    workers: Workers
     page_size: int = PAGE
 
     @property
@@ -118,6 +122,7 @@ class CPUCache:
         return self.keys.nbytes + self.values.nbytes
 
     def copy_page(self, source: int, target: int) -> None:
+        self.workers.settle()
         self.keys[:, target] = self.keys[:, source]
         self.values[:, target] = self.values[:, source]
 
@@ -176,7 +181,8 @@ class Recording:
         self.cache = cache
         #: Tiles of attention that leave threads without work: so few are cut into spans of the cache.
         self.few_tiles = 0 if threads == 1 else -(-2 * threads // cache.shape.n_kv_heads) - 1
-        self.max_parts = self.few_tiles * -(-cache.n_pages * PAGE // SPAN)
+        part = 4 * cache.shape.n_kv_heads * TILE_ROWS * (padded_head(cache.shape) + MARGIN // 4)
+        self.max_parts = min(self.few_tiles * -(-cache.n_pages * PAGE // SPAN), MOST_PART_BYTES // part)
         self.max_tokens, self.max_outputs = max_tokens, max_outputs
         self.instructions: list[Instruction] = []
         #: Arrays whose addresses stand in the instructions.
@@ -401,7 +407,7 @@ class CPUOps(Ops):
         head = padded_head(shape)
         size = (shape.n_layers, n_pages, shape.n_kv_heads)
         keys = aligned_zeros((*size, head, PAGE), np.uint16)
-        return CPUCache(keys, aligned_zeros((*size, PAGE, head), np.uint16), shape)
+        return CPUCache(keys, aligned_zeros((*size, PAGE, head), np.uint16), shape, self.workers)
 
     def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
         return 2 * 2 * shape.n_layers * n_pages * shape.n_kv_heads * padded_head(shape) * PAGE
@@ -423,8 +429,7 @@ class CPUOps(Ops):
         matrix = logits.matrix()[:, : logits.width]
 
         def step(batch: Batch) -> NDArray[np.float32]:
-            recording.fill(batch)
-            program.run(self.workers)
+            program.run(self.workers, before=lambda: recording.fill(batch))
             result: NDArray[np.float32] = matrix[: len(batch.outputs)]
             return result
 

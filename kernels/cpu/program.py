@@ -126,17 +126,23 @@ class Program:
         table, head, counters, meeting = (a.ctypes.data for a in parts)
         self._call = np.array([table, len(instructions), head, counters, meeting, _nap()], np.int64)
 
-    def run(self, workers: Workers) -> None:
+    def run(self, workers: Workers, before: Callable[[], None] = lambda: None) -> None:
         """Runs all instructions once, on all the workers' threads.
+
+        Args:
+            before: fills in what the instructions read; called when nothing else runs on these threads.
 
         Raises:
             DeviceError: the program was made before this process was forked.
+            What ``before`` raised; nothing was run then.
         """
         self._process.check()
-        workers.run(Job(self._entry, self._call.ctypes.data, keep=self), self._reset)
 
-    def _reset(self) -> None:
-        self._counters[:] = 0
+        def prepare() -> None:
+            before()
+            self._counters[:] = 0
+
+        workers.run(Job(self._entry, self._call.ctypes.data, keep=self), prepare)
 
 
 def _pack(instruction: Instruction) -> bytes:
@@ -224,8 +230,7 @@ class Workers:
         with self._lock:
             if self.n > 1 and not self._started:
                 self._start()
-            if self._last is not None:  # two interrupts at once may have cut the wait for it short
-                self._await(self._last)
+            self._settle()
             if before is not None:
                 before()
             if self.n == 1:
@@ -236,6 +241,16 @@ class Workers:
                 self._last = None
         if job.error is not None:
             raise job.error
+
+    def settle(self) -> None:
+        """Returns when nothing runs on these threads: before what they read and write is touched from outside."""
+        with self._lock:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._last is not None:  # two interrupts at once may have cut the wait for it short
+            self._await(self._last)
+            self._last = None
 
     def close(self) -> None:
         """Ends the threads; a later run starts new ones."""

@@ -150,32 +150,9 @@ def load_bf16x16(b, address):
     return b.bitcast(b.shl(bits, _constant(16, i32, 16)), f32x16.llvm)
 
 
-@op(f32x16, intp)
-def load_u8x16(b, address):
-    """Sixteen unsigned bytes, as float32."""
-    return b.uitofp(_load(b, address, ir.VectorType(i8, 16)), f32x16.llvm)
-
-
-@op(f32x16, intp)
-def load_s8x16(b, address):
-    """Sixteen signed bytes, as float32."""
-    return b.sitofp(_load(b, address, ir.VectorType(i8, 16)), f32x16.llvm)
-
-
 @op(void, intp, f32x16)
 def store_f32x16(b, address, value):
     _store(b, address, value)
-
-
-@op(void, intp, i8x64)
-def store_i8x64(b, address, value):
-    _store(b, address, value)
-
-
-@op(void, intp, f32x16)
-def store_f16x16(b, address, value):
-    """Rounded to the nearest half; beyond the range of halves, the largest finite one; NaN stays NaN."""
-    _store(b, address, _narrow_half(b, value))
 
 
 @op(void, intp, f32x16)
@@ -225,7 +202,7 @@ def stack(b, n_bytes):
 
 @op(void, intp, float32)
 def store_f16(b, address, value):
-    """One value, as `store_f16x16` does."""
+    """One value, rounded to the nearest half; beyond the range of halves, the largest finite one; NaN stays NaN."""
     half = _narrow_half(b, _splat(b, value, 16))
     _store(b, address, b.extract_element(half, ir.Constant(i32, 0)))
 

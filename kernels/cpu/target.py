@@ -82,9 +82,8 @@ def choose(name: str | None = None) -> Target:
         UsageError: there is no target of that name.
         DeviceError: this processor does not execute it.
     """
-    name = name or os.environ.get(ISA_VARIABLE)
-    if not name:
-        return available()[0]
+    if name is None:
+        name = os.environ.get(ISA_VARIABLE) or available()[0].name
     for target in available():
         if target.name == name:
             return target

@@ -13,6 +13,7 @@ from localllm.errors import DeviceError, KernelError, UsageError
 from localllm.kernels.cpu import host
 from localllm.kernels.cpu import ops as cpu_ops
 from localllm.kernels.cpu.ops import CPUOps
+from localllm.kernels.cpu.program import Job, Workers
 from localllm.kernels.cpu.target import available
 from localllm.kernels.ops import CacheShape, Rope
 from localllm.kernels.reference import ReferenceOps
@@ -44,6 +45,39 @@ def test_a_batch_larger_than_compiled_for_is_refused(ops: CPUOps, n: int, output
         step(make_batch([(range(n), 0, [0])], outputs=outputs))
     out = step(make_batch([(range(8), 0, [0])], outputs=[7, 6, 5]))  # and the step still serves
     np.testing.assert_array_equal(out, 2 * np.eye(64, 32)[[7, 6, 5]])
+
+
+def test_a_step_waits_for_one_whose_wait_was_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two interrupts in a row can end a step while threads still compute it."""
+    ops = CPUOps(threads=2)
+    table, wide = ops.load_embedding(f32(np.eye(64, 1024))), ops.load_linear(f32(2 * np.eye(1024)))
+    cache = ops.new_cache(CacheShape(1, 1, 16), 1)
+
+    def forward() -> Any:
+        x = ops.embed(table)
+        for _ in range(20):
+            x = ops.linear(x, wide)
+        return ops.outputs(x)
+
+    step = ops.compile(forward, cache, max_tokens=64, max_outputs=64)
+    step(make_batch([(range(64), 0, [0])]))  # the threads are there
+
+    def cut_short(workers: Workers, job: Job) -> None:
+        workers._first.jobs.put(job)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workers, "_await", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            step(make_batch([(range(64), 0, [0])]))
+    job = ops.workers._last
+    assert job is not None
+    seen: list[bool] = []
+    fill = cpu_ops.Recording.fill
+    monkeypatch.setattr(cpu_ops.Recording, "fill", lambda self, batch: (seen.append(job.done), fill(self, batch)))
+    out = step(make_batch([(range(8), 0, [0])], outputs=[3]))
+    assert seen == [True]
+    np.testing.assert_array_equal(out, 2.0**20 * np.eye(64, 1024)[[3]])
 
 
 def test_operations_outside_a_forward_pass_are_refused(ops: CPUOps) -> None:

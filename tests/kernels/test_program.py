@@ -259,7 +259,6 @@ def test_a_storm_of_interrupts_loses_no_job_and_does_none_twice(workers: Workers
     assert_working(workers)  # the threads are there
     logs: list[Log] = []
     raised = 0
-    gc.disable()  # what it calls back could only report the exception, not hand it on
     previous = signal.signal(signal.SIGALRM, raise_alarm)
     gc.disable()  # an exception in a finaliser is nobody's to catch
     try:
