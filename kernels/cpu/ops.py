@@ -190,6 +190,8 @@ class Recording:
         self.memory: list[NDArray[np.uint8]] = []
         self.free: list[NDArray[np.uint8]] = []
         self.ropes: list[tuple[Rope, NDArray[np.float32]]] = []
+        #: Products of activations and weights for each token.
+        self.n_products = 0
         #: Positions whose angles were made.
         self.n_angles = 0
         self.embeddings: list[tuple[EmbeddingTable, float, Buffer]] = []
@@ -333,6 +335,9 @@ class CPUOps(Ops):
 
     name = "cpu"
     page_size = PAGE
+    #: Products of activations and weights below which the calling thread computes a step alone: handing it to others
+    #: would take longer.
+    small_step = 8 << 20
 
     def __init__(
         self,
@@ -342,6 +347,7 @@ class CPUOps(Ops):
     ) -> None:
         self.target = choose(isa)
         self.workers = Workers(default_threads() if threads is None else _checked_threads(threads))
+        self._caller = Workers(1)
         self._progress = progress
         self._recording: Recording | None = None
 
@@ -429,7 +435,11 @@ class CPUOps(Ops):
         matrix = logits.matrix()[:, : logits.width]
 
         def step(batch: Batch) -> NDArray[np.float32]:
-            program.run(self.workers, before=lambda: recording.fill(batch))
+            workers = self.workers
+            if len(batch.ids) * recording.n_products < self.small_step:
+                workers.settle()
+                workers = self._caller
+            program.run(workers, before=lambda: recording.fill(batch))
             result: NDArray[np.float32] = matrix[: len(batch.outputs)]
             return result
 
@@ -520,6 +530,7 @@ class CPUOps(Ops):
         if (x.width, y.width) != (w.n_in, w.n_out):
             raise KernelError(f"a matrix [{w.n_out}, {w.n_in}] cannot turn {x.width} values into {y.width}")
         layout, recording = LAYOUTS[w.type], self._now
+        recording.n_products += w.n_in * w.n_out
         batch = recording.header.ctypes.data + 8 * x.slot
         recording.operands.append(w)
         bias = 0 if w.bias is None else w.bias.address

@@ -80,6 +80,18 @@ def test_a_step_waits_for_one_whose_wait_was_cut_short(monkeypatch: pytest.Monke
     np.testing.assert_array_equal(out, 2.0**20 * np.eye(64, 1024)[[3]])
 
 
+def test_a_small_step_is_not_handed_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops, handed = CPUOps(threads=2), []
+    step = ops.compile(doubled(ops), ops.new_cache(CacheShape(1, 1, 16), 1), max_tokens=8, max_outputs=8)
+    run = ops.workers.run
+    monkeypatch.setattr(ops.workers, "run", lambda job, before: (handed.append(job), run(job, before)))
+    out = step(make_batch([(range(8), 0, [0])])).copy()
+    assert not handed
+    ops.small_step = 0
+    np.testing.assert_array_equal(step(make_batch([(range(8), 0, [0])])), out)
+    assert len(handed) == 1
+
+
 def test_operations_outside_a_forward_pass_are_refused(ops: CPUOps) -> None:
     table, linear, ones = ops.load_embedding(f32(random(4, 32))), ops.load_linear(f32(random(32, 32))), random(32)
     kept: list[Any] = []

@@ -21,7 +21,7 @@ from localllm.errors import KernelError
 from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.ops import CacheShape, KVCache, Ops, Rope
 from localllm.quant.types import GGMLType
-from tests.helpers.backends import BACKENDS, Backend
+from tests.helpers.backends import BACKENDS, Backend, shared_by_threads
 from tests.helpers.blocks import random_rows
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import blocks, f32, one_sequence, run
@@ -375,7 +375,7 @@ def test_many_threads_share_a_long_cache(window: int | None) -> None:
     """Spans of it are summed up apart, which changes no bit."""
     outputs = []
     for threads in (1, 8):
-        talk = Conversation(CPUOps(threads=threads), [1300, 40], 4, 2, 16, window=window)
+        talk = Conversation(shared_by_threads(CPUOps(threads=threads)), [1300, 40], 4, 2, 16, window=window)
         talk.run((0, 0, 1299), (1, 0, 39))
         outputs.append(talk.run((0, 1299, 1300), (1, 39, 40)))
         assert_close(outputs[-1], np.concatenate([talk.expected(0, 1299, 1300), talk.expected(1, 39, 40)]))
