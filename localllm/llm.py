@@ -494,7 +494,8 @@ def _log_info(info: ModelInfo) -> None:
     _log.info("%s on %s (%s, %d threads)", info.path, info.device, info.kernels, info.threads)
     for group in info.placement.groups:
         formats = ", ".join(f"{format} ({format.n_bytes:,} bytes)" for format in group.formats)
-        _log.info("%s on %s: %s; KV cache (%s bytes)", group.name, group.device, formats, f"{group.kv_cache:,}")
+        cache = f", KV cache ({group.kv_cache:,} bytes)" if group.kv_cache else ""
+        _log.info("%s on %s: %s%s", group.name, group.device, formats, cache)
 
 
 def _info(file: GGUFFile, config: ModelConfig, backend: Device, placement: Placement) -> ModelInfo:
