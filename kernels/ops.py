@@ -218,6 +218,10 @@ class Ops(Protocol):
 
     def new_cache(self, shape: CacheShape, n_pages: int) -> KVCache: ...
 
+    def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
+        """Bytes of memory that such a cache takes: known before, to see whether all fits."""
+        ...
+
     def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
         """A step that runs ``forward`` over batches of at most ``max_tokens`` tokens, ``max_outputs`` outputs."""
         ...

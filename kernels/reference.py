@@ -89,6 +89,10 @@ class ReferenceOps(Ops):
         keys, values = np.zeros(size, self._cache_type), np.zeros(size, self._cache_type)
         return ReferenceCache(keys, values, self.page_size, n_pages, keys.nbytes + values.nbytes)
 
+    def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
+        n_values = 2 * shape.n_layers * n_pages * self.page_size * shape.n_kv_heads * shape.head_dim
+        return n_values * np.dtype(self._cache_type).itemsize
+
     def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
         if not isinstance(cache, ReferenceCache):
             raise KernelError(f"the reference backend cannot use a {type(cache).__name__}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 from localllm.errors import DeviceError, UsageError
 from localllm.kernels.ops import Ops
@@ -49,7 +48,8 @@ def open_device(
 
     Raises:
         DeviceError: there is no such device here, or it has not that instruction set; says why.
-        UsageError: there is no instruction set of that name, or the device has none.
+        UsageError: there is no instruction set of that name, or the device has none; or so many threads are out of
+            range.
     """
     if name in ("auto", "cpu"):
         return _cpu(threads, isa, progress)
@@ -69,10 +69,10 @@ def _cpu(threads: int | None, isa: str | None, progress: Callable[[int, int], No
     from localllm.kernels.cpu.ops import CPUOps
 
     ops = CPUOps(threads, isa, progress)
-    return Device("cpu", f"numba kernels for {ops.target.name}", ops.workers.n, cast(Ops, ops), ops.workers.close)
+    return Device("cpu", f"numba kernels for {ops.target.name}", ops.workers.n, ops, ops.workers.close)
 
 
 def _reference() -> Device:
     from localllm.kernels.reference import ReferenceOps
 
-    return Device("reference", "numpy", 1, cast(Ops, ReferenceOps()), close=lambda: None)
+    return Device("reference", "numpy", 1, ReferenceOps(), close=lambda: None)

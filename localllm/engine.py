@@ -6,7 +6,8 @@ had to give up are all this one thing.
 
 **Threads.**  One lock guards an engine.  Whoever holds it evaluates, in the same batch, the next chunks of all
 runs that other threads wait for: reading the weights once serves them all.  What comes out for a token does not
-depend on its company in the batch.
+depend on its company in the batch.  A forked child has no use for its parent's engine: a thread that is not there
+may have held the lock, in the middle of a step.
 
 **Room.**  When pages are short, finished sequences give up theirs first.  Then a run may take the last pages of
 runs that began later and of idle ones, which evaluate those tokens again when they go on; otherwise it waits.
@@ -28,6 +29,7 @@ from localllm.cache import CachedSequence, PagedCache
 from localllm.checks import in_vocabulary
 from localllm.errors import ClosedError, ContextLengthError, UsageError
 from localllm.kernels.ops import Batch, Ops, Step
+from localllm.kernels.process import Process
 from localllm.models.blocks import Model
 
 #: Tokens that one step evaluates at most.
@@ -91,6 +93,7 @@ class Engine:
         kv = ops.new_cache(model.cache_shape, n_cache_pages(context, parallel, ops.page_size))
         step = ops.compile(lambda: model.forward(ops), kv, max_tokens=self.max_tokens, max_outputs=self._max_outputs)
         self._open: tuple[PagedCache, Step] | None = (PagedCache(kv), step)
+        self._process = Process()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._runs: list[Run] = []  # oldest first
@@ -105,7 +108,9 @@ class Engine:
             UsageError: there are no tokens, or one is outside the vocabulary.
             ContextLengthError: they do not fit into the context.
             ClosedError: the engine was closed.
+            DeviceError: it was made before this process was forked.
         """
+        self._process.check()
         self._check_tokens(tokens)
         with self._lock:
             cache, _ = self._opened()
@@ -122,7 +127,9 @@ class Engine:
             UsageError: a run has nothing to evaluate.
             ContextLengthError: a run's tokens do not fit into the context.
             ClosedError: the engine was closed.
+            DeviceError: it was made before this process was forked.
         """
+        self._process.check()
         for run in runs:
             if not run.n_missing:
                 raise UsageError("every token of this run was evaluated: append one to its tokens first")
@@ -161,7 +168,7 @@ class Engine:
         """The logits after each token, [len(tokens), n_vocab], evaluated in chunks.
 
         Raises:
-            UsageError, ContextLengthError, ClosedError: as `start`.
+            UsageError, ContextLengthError, ClosedError, DeviceError: as `start`.
         """
         run = self.start(tokens, all_logits=True)
         try:
@@ -176,6 +183,7 @@ class Engine:
 
     def forget(self) -> None:
         """Drops the finished sequences, so that the next prompts are evaluated from their beginning."""
+        self._process.check()
         with self._lock:
             cache, _ = self._opened()
             self._settle_finished()
@@ -183,6 +191,9 @@ class Engine:
 
     def close(self) -> None:
         """Waits for the step under way and lets model and cache go.  Runs fail from now on."""
+        if not self._process.is_current:  # a step of the parent would never end here
+            self._open = None
+            return
         with self._lock:
             self._open = None
             self._runs.clear()

@@ -108,6 +108,7 @@ def load(
             config,
             file.tensors,
             backend.ops.packed_bytes,
+            backend.ops.cache_bytes,
             available=available,
             device=backend.name,
             page_size=backend.ops.page_size,

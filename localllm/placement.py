@@ -133,6 +133,7 @@ def plan(
     config: ModelConfig,
     tensors: Mapping[str, Weight],
     packed_bytes: Callable[[Weight], int],
+    cache_bytes: Callable[[CacheShape, int], int],
     *,
     available: int,
     device: str,
@@ -146,6 +147,7 @@ def plan(
         config: the model's hyper-parameters.
         tensors: the file's tensors.
         packed_bytes: bytes of a tensor as the backend will hold it (`Ops.packed_bytes`).
+        cache_bytes: bytes of a cache of so many pages as the backend will make it (`Ops.cache_bytes`).
         available: bytes of memory that can be had.
         device: where all of it goes.
         page_size: tokens in a page of the cache.
@@ -158,9 +160,11 @@ def plan(
     """
 
     weights = _weights(config, tensors, packed_bytes, device)
+    shape = CacheShape(config.n_layers, config.n_kv_heads, config.head_dim)
 
     def with_context(n_tokens: int) -> Placement:
-        return _place(config, weights, page_size, n_tokens, parallel)
+        kv_bytes = cache_bytes(shape, n_cache_pages(n_tokens, parallel, page_size))
+        return _place(config, weights, kv_bytes, n_tokens, parallel)
 
     wanted = context if context is not None else min(config.context_length, DEFAULT_CONTEXT)
     placement = with_context(wanted)
@@ -202,10 +206,8 @@ def _weights(
 
 
 def _place(
-    config: ModelConfig, weights: tuple[LayerGroup, ...], page_size: int, context: int, parallel: int
+    config: ModelConfig, weights: tuple[LayerGroup, ...], kv_bytes: int, context: int, parallel: int
 ) -> Placement:
-    shape = CacheShape(config.n_layers, config.n_kv_heads, config.head_dim)
-    kv_bytes = n_cache_pages(context, parallel, page_size) * page_size * shape.bytes_per_token()
     groups = tuple(replace(g, kv_cache=kv_bytes) if g.name.startswith("layers") else g for g in weights)
     return Placement(groups, scratch_bytes(config, context), context, parallel)
 

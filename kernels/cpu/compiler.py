@@ -19,9 +19,11 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +40,9 @@ from localllm.kernels.cpu.templates import Device, Template
 CACHE_VARIABLE = "LOCALLLM_CACHE"
 #: Bytes of the digest that a cached file begins with.
 DIGEST = 32
+#: Folders of the cache, one for each version of what kernels depend on, are kept so long after their last use.
+KEPT_SECONDS = 30 * 24 * 60 * 60
+_FOLDER_NAME = re.compile("[0-9a-f]{16}")
 
 
 class Kernel(Template):
@@ -69,9 +74,10 @@ class Variant:
     @property
     def symbol(self) -> str:
         """The name of the code, unique within a process."""
-        parts = [self.kernel.name, self.target.name]
+        parts = [self.kernel.full_name, self.target.name]
         for key, value in self.constants:
-            parts.append(f"{key}={getattr(value, 'name', None) or getattr(value, '__name__', value)}")
+            name = value.full_name if isinstance(value, Template) else getattr(value, "__name__", value)
+            parts.append(f"{key}={name}")
         return ".".join(parts)
 
 
@@ -225,17 +231,42 @@ def assembly(v: Variant, triple: str | None = None) -> str:
 # -- The cache -----------------------------------------------------------------------------------------------------
 
 
-def cache_root() -> Path:
-    """The folder for compiled kernels: ``LOCALLLM_CACHE``, or the platform's place for caches."""
+def cache_root() -> Path | None:
+    """The folder for compiled kernels: ``LOCALLLM_CACHE``, or the platform's place for caches; None if there is none.
+
+    (A folder for temporary files will not do: what lies there may be others' code.)
+    """
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named)
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        if sys.platform == "win32":
+            base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        elif sys.platform == "darwin":
+            base = Path.home() / "Library" / "Caches"
+        else:
+            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no variable names a home, and the system does not know the user
+        return None
     return base / "localllm" / "kernels"
+
+
+def cache_is_writable() -> bool:
+    """Whether kernels that are compiled now will be there for the next process."""
+    folder = _folder()
+    if folder is None:
+        return False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _folder() -> Path | None:
+    """The cache's folder for kernels that this version of everything compiles."""
+    root = cache_root()
+    return None if root is None else root / _fingerprint()
 
 
 @functools.cache
@@ -258,13 +289,12 @@ def _source(file: str) -> bytes:
     return b"" if path.parent == Path(__file__).parent or not path.exists() else path.read_bytes()
 
 
-def _cache_file(v: Variant) -> Path:
+def _file_name(v: Variant) -> str:
     digest = hashlib.sha256(v.symbol.encode())
     for part in (v.kernel, *(value for _, value in v.constants)):
         if isinstance(part, Template):
             digest.update(_source(part.file))
-    name = digest.hexdigest()[:16]
-    return cache_root() / _fingerprint() / f"{v.kernel.name}-{v.target.name}-{name}.o"
+    return f"{v.kernel.name}-{v.target.name}-{digest.hexdigest()[:16]}.o"
 
 
 def _cached(v: Variant) -> bytes | None:
@@ -273,10 +303,14 @@ def _cached(v: Variant) -> bytes | None:
     A file begins with a digest of its kernel and of the rest: LLVM ends the process when it is given an object that
     is cut short or does not define what is looked for.
     """
+    folder = _folder()
+    if folder is None:
+        return None
     try:
-        content = _cache_file(v).read_bytes()
+        content = (folder / _file_name(v)).read_bytes()
     except OSError:
         return None
+    _mark_used(folder)
     code = content[DIGEST:]
     return code if content[:DIGEST] == _digest(v, code) else None
 
@@ -288,24 +322,64 @@ def _digest(v: Variant, code: bytes) -> bytes:
 def _compile(v: Variant) -> bytes:
     """Object code, which is also put into the cache; a cache that cannot be written costs time, not function."""
     code: bytes = v.target.machine().emit_object(llvm_ir(v))
-    file = _cache_file(v)
+    folder = _folder()
+    if folder is None:
+        return code
     with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         # Written aside and moved into place, so that another process never reads half a file.
-        handle, scratch = tempfile.mkstemp(dir=file.parent)
+        handle, scratch = tempfile.mkstemp(dir=folder)
         try:
             with os.fdopen(handle, "wb") as out:
                 out.write(_digest(v, code) + code)
-            os.replace(scratch, file)
+            os.replace(scratch, folder / _file_name(v))
         except OSError:
             os.unlink(scratch)
+    _prune(folder)
     return code
+
+
+@functools.cache
+def _mark_used(folder: Path) -> None:
+    """Notes, once in a process, that a folder of the cache is in use."""
+    with contextlib.suppress(OSError):
+        os.utime(folder)
+
+
+@functools.cache
+def _prune(used: Path) -> None:
+    """Removes, once in a process, the folders beside ``used`` that nobody has used for `KEPT_SECONDS`.
+
+    Should a process still be at work in one, it compiles anew what it misses, as at any time.  Whatever has not a
+    name of ours stays: the folder may be one that a user named, with other things in it.
+    """
+    with contextlib.suppress(OSError):
+        for folder in used.parent.iterdir():
+            if folder == used or not _FOLDER_NAME.fullmatch(folder.name) or folder.is_symlink():
+                continue
+            if time.time() - folder.stat().st_mtime > KEPT_SECONDS:
+                _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder of object files, unless there is something else in it."""
+    with contextlib.suppress(OSError):
+        for file in folder.iterdir():
+            if file.suffix == ".o" or file.name.startswith(tempfile.gettempprefix()):
+                file.unlink()
+        folder.rmdir()
 
 
 # -- Linking -------------------------------------------------------------------------------------------------------
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _addresses: dict[str, int] = {}
+#: Object code that is yet to be linked, by symbol.
+_objects: dict[str, bytes] = {}
+
+# A fork waits for the lock, so that compiler and linker are whole in the child, and nobody holds it there.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 @functools.cache
@@ -326,19 +400,34 @@ def addresses(variants: Iterable[Variant], progress: Callable[[int, int], None] 
     """
     wanted = dict.fromkeys(variants)
     with _lock:
-        code = {v: _cached(v) for v in wanted if v.symbol not in _addresses}
-        to_compile = [v for v, cached in code.items() if cached is None]
-        for done, v in enumerate(to_compile):
-            if progress:
-                progress(done, len(to_compile))
-            code[v] = _compile(v)
-        if to_compile and progress:
-            progress(len(to_compile), len(to_compile))
-        # Only once all are there: what has been given to the linker cannot be taken back.
-        if code:
-            engine = _engine()
-            for each in code.values():
-                engine.add_object_file(llvm.ObjectFileRef.from_data(each))
-            engine.finalize_object()
-            _addresses.update({v.symbol: engine.get_function_address(v.symbol) for v in code})
+        to_compile = [v for v in wanted if not _is_ready(v)]
+    # The caller's function runs while nothing is locked, and may raise: what was compiled by then is kept.
+    for done, v in enumerate(to_compile):
+        if progress:
+            progress(done, len(to_compile))
+        with _lock:
+            if not _is_ready(v):  # another thread may have compiled it meanwhile
+                _objects[v.symbol] = _compile(v)
+    if to_compile and progress:
+        progress(len(to_compile), len(to_compile))
+    with _lock:
+        _link([v.symbol for v in wanted if v.symbol not in _addresses])
         return {v: _addresses[v.symbol] for v in wanted}
+
+
+def _is_ready(v: Variant) -> bool:
+    """Whether a kernel is linked, or its object code at hand or in the cache."""
+    if v.symbol not in _addresses and v.symbol not in _objects and (code := _cached(v)) is not None:
+        _objects[v.symbol] = code
+    return v.symbol in _addresses or v.symbol in _objects
+
+
+def _link(symbols: list[str]) -> None:
+    """Makes object code runnable.  What has been given to the linker cannot be taken back."""
+    if not symbols:
+        return
+    engine = _engine()
+    for symbol in symbols:
+        engine.add_object_file(llvm.ObjectFileRef.from_data(_objects.pop(symbol)))
+    engine.finalize_object()
+    _addresses.update({symbol: engine.get_function_address(symbol) for symbol in symbols})

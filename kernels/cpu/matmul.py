@@ -16,7 +16,7 @@ from localllm.kernels.cpu.simd import (
     zero_f32x16,
 )
 from localllm.kernels.cpu.templates import device, static_range, template
-from localllm.kernels.cpu.tiles import RECORD, TOKENS, X_STEP
+from localllm.kernels.cpu.tiles import RECORD, TOKENS, X_STEP, fetch_ahead
 
 #: Groups of 16 rows in a unit of the float kernels: enough independent sums to keep the multipliers busy.
 FLOAT_GROUPS = 2
@@ -80,6 +80,7 @@ def float_tokens(n, first, unit, tiles, n_in, x, x_stride, bias, residual, y, y_
         row[i] = x + (first + i) * x_stride
     for k in range(n_in):
         for g in static_range(FLOAT_GROUPS):
+            fetch_ahead(n, tiles + g * n_in * COLUMN_BYTES + k * COLUMN_BYTES, COLUMN_BYTES)
             w[g] = LOAD(tiles + g * n_in * COLUMN_BYTES + k * COLUMN_BYTES)
         for i in static_range(n):
             value = splat_f32(row[i] + 4 * k)

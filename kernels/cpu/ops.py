@@ -10,25 +10,24 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
-from localllm.errors import KernelError
+from localllm.errors import KernelError, UsageError
 from localllm.kernels.cpu import attention as attention_kernels
 from localllm.kernels.cpu import elementwise, matmul
-from localllm.kernels.cpu.attention import PAGE, ROWS
+from localllm.kernels.cpu.attention import MARGIN, PAGE, SPAN, TILE_ROWS
 from localllm.kernels.cpu.compiler import Kernel, Variant, variant
-from localllm.kernels.cpu.program import Instruction, Program, Workers
+from localllm.kernels.cpu.host import default_threads, most_threads
+from localllm.kernels.cpu.program import Instruction, Job, Program, Workers
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.tiles import RECORD, TILES, TOKENS
 from localllm.kernels.embedding import CopiedTable, EmbeddingTable, PackedTable
-from localllm.kernels.ops import Batch, CacheShape, KVCache, Linear, Rope, Step, Tensor, Weight, Widening
+from localllm.kernels.ops import Batch, CacheShape, KVCache, Linear, Ops, Rope, Step, Tensor, Weight, Widening
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import GROUP, LAYOUTS
@@ -41,7 +40,7 @@ PADDING = 32
 PACKED_ROWS = 256
 
 # Numbers in a program's header.
-ALWAYS, N_TOKENS, N_OUTPUTS, N_TILES = range(4)
+ALWAYS, N_TOKENS, N_OUTPUTS, N_TILES, N_MERGED = range(5)
 
 FLOAT_LOADS: dict[KernelType, Any] = {
     GGMLType.F32: load_f32x16,
@@ -52,6 +51,11 @@ FLOAT_LOADS: dict[KernelType, Any] = {
 
 def padded(n: int) -> int:
     return -(-n // PADDING) * PADDING
+
+
+def padded_head(shape: CacheShape) -> int:
+    """Values that a head takes in the cache: whole vectors."""
+    return -(-shape.head_dim // 16) * 16
 
 
 def aligned_zeros(shape: int | tuple[int, ...], kind: type) -> NDArray[Any]:
@@ -66,11 +70,23 @@ def aligned_zeros(shape: int | tuple[int, ...], kind: type) -> NDArray[Any]:
 
 
 @dataclass(frozen=True)
+class CPUVector:
+    """A vector of n values, with zeros behind them up to a padded length."""
+
+    values: NDArray[np.float32]
+    n: int
+
+    @property
+    def address(self) -> int:
+        return self.values.ctypes.data
+
+
+@dataclass(frozen=True)
 class CPULinear:
     """A packed matrix."""
 
     packed: NDArray[np.uint8]
-    bias: NDArray[np.float32] | None  # padded
+    bias: CPUVector | None
     type: KernelType
     n_in: int
     n_out: int
@@ -156,8 +172,11 @@ class Buffer:
 class Recording:
     """Instructions and the memory they use, while a forward pass is recorded and afterwards."""
 
-    def __init__(self, cache: CPUCache, max_tokens: int, max_outputs: int) -> None:
+    def __init__(self, cache: CPUCache, max_tokens: int, max_outputs: int, threads: int) -> None:
         self.cache = cache
+        #: Tiles of attention that leave threads without work: so few are cut into spans of the cache.
+        self.few_tiles = 0 if threads == 1 else -(-2 * threads // cache.shape.n_kv_heads) - 1
+        self.max_parts = self.few_tiles * -(-cache.n_pages * PAGE // SPAN)
         self.max_tokens, self.max_outputs = max_tokens, max_outputs
         self.instructions: list[Instruction] = []
         #: Arrays whose addresses stand in the instructions.
@@ -167,14 +186,16 @@ class Recording:
         self.ropes: list[tuple[Rope, NDArray[np.float32]]] = []
         self.embeddings: list[tuple[EmbeddingTable, float, Buffer]] = []
         # What a step fills in.
-        self.header = np.ones(4, np.int64)
+        self.header = np.ones(5, np.int64)
         self.positions = np.zeros(max_tokens, np.int32)
         self.starts = np.zeros(max_tokens, np.int32)
         self.slots = np.zeros(max_tokens, np.int64)
         self.output_rows = np.zeros(max_outputs, np.int32)
         self.block_tables = np.zeros((max_tokens, cache.n_pages), np.int32)
         self.group_size = 0
-        self.tiles = np.zeros((0, 3), np.int64)
+        self.tiles = np.zeros((0, 6), np.int64)
+        self.merged = np.zeros((0, 5), np.int64)
+        self.parts: NDArray[np.uint8] | None = None
 
     def take(self, n_bytes: int) -> NDArray[np.uint8]:
         """Memory of at least ``n_bytes``, with anything in it: the smallest free piece that does, else a new one."""
@@ -209,7 +230,15 @@ class Recording:
             )
         if not self.group_size:
             self.group_size = group_size
-            self.tiles = np.zeros((self.max_tokens * -(-group_size // ROWS), 3), np.int64)
+            n_tiles = self.max_tokens * -(-group_size // TILE_ROWS)
+            self.tiles = np.zeros((n_tiles + self.max_parts, 6), np.int64)
+            self.merged = np.zeros((self.max_parts, 5), np.int64)
+
+    def use_parts(self, state: int) -> int:
+        """The address of memory for what spans of the cache come to, ``state`` bytes a row; 0 if none are cut."""
+        if self.parts is None and self.max_parts:
+            self.parts = self.new(self.max_parts * self.cache.shape.n_kv_heads * TILE_ROWS * state)
+        return self.parts.ctypes.data if self.parts is not None else 0
 
     def fill(self, batch: Batch) -> None:
         """Puts a batch where the program reads it.
@@ -236,7 +265,8 @@ class Recording:
             turns = batch.positions[:, None].astype(np.float64) * rope.frequencies
             angles[:n_tokens, :, 0] = np.cos(turns) * rope.magnitude
             angles[:n_tokens, :, 1] = np.sin(turns) * rope.magnitude
-        self.header[[N_TOKENS, N_OUTPUTS, N_TILES]] = n_tokens, n_outputs, self._fill_tiles(lengths)
+        self.header[[N_TOKENS, N_OUTPUTS]] = n_tokens, n_outputs
+        self._fill_tiles(lengths, batch.kv_lengths)
         for table, scale, buffer in self.embeddings:
             if batch.ids.min() < 0 or batch.ids.max() >= table.shape[0]:
                 raise KernelError(f"a batch has token ids outside the vocabulary of {table.shape[0]}")
@@ -245,25 +275,42 @@ class Recording:
             x[:n_tokens, : buffer.width] = rows if scale == 1.0 else rows * np.float32(scale)
             x[:n_tokens, buffer.width :] = 0
 
-    def _fill_tiles(self, lengths: NDArray[np.int32]) -> int:
-        """Cuts each sequence's query rows into tiles for the attention kernel; returns how many there are."""
+    def _fill_tiles(self, lengths: NDArray[np.int32], kv_lengths: NDArray[np.int32]) -> None:
+        """Cuts each sequence's query rows into tiles for the attention kernel, and few of them into spans."""
         rows = lengths.astype(np.int64) * self.group_size
-        counts = -(-rows // ROWS)
-        n = int(counts.sum())
-        sequence = np.repeat(np.arange(len(lengths)), counts)
-        first = (np.arange(n) - np.repeat(np.cumsum(counts) - counts, counts)) * ROWS
-        self.tiles[:n, 0], self.tiles[:n, 1] = sequence, first
-        self.tiles[:n, 2] = np.minimum(ROWS, rows[sequence] - first)
-        return n
+        counts = -(-rows // TILE_ROWS)
+        n, n_merged = int(counts.sum()), 0
+        tiles = np.zeros((n, 6), np.int64)
+        tiles[:, 0] = sequence = np.repeat(np.arange(len(lengths)), counts)
+        tiles[:, 1] = first = (np.arange(n) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE_ROWS
+        tiles[:, 2] = n_rows = np.minimum(TILE_ROWS, rows[sequence] - first)
+        farthest = (kv_lengths - lengths)[sequence] + (first + n_rows - 1) // max(1, self.group_size)
+        tiles[:, 4] = n_spans = farthest // SPAN + 1
+        tiles[:, 5] = -1
+        n_parts = int(n_spans.sum())
+        if n <= self.few_tiles and n < n_parts <= self.max_parts:
+            first_parts = np.cumsum(n_spans) - n_spans
+            n_merged = n
+            self.merged[:n] = np.column_stack([tiles[:, :3], first_parts, n_spans])
+            tiles = np.repeat(tiles, n_spans, axis=0)
+            tiles[:, 5] = np.arange(n_parts)
+            tiles[:, 3] = tiles[:, 5] - np.repeat(first_parts, n_spans)
+            tiles[:, 4] = tiles[:, 3] + 1
+        self.tiles[: len(tiles)] = tiles
+        self.header[[N_TILES, N_MERGED]] = len(tiles), n_merged
 
 
-class CPUOps:
+class CPUOps(Ops):
     """The CPU backend.
 
     Args:
         threads: how many to compute with; by default one a physical core that this process may use.
         isa: the instruction set to compile for, by name; by default the best that runs here.
         progress: called with (kernels compiled, kernels to compile) when kernels are not in the cache yet.
+
+    Raises:
+        UsageError: there is no such instruction set, or so many threads are out of range.
+        DeviceError: this processor does not execute the instruction set.
     """
 
     name = "cpu"
@@ -276,7 +323,7 @@ class CPUOps:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.target = choose(isa)
-        self.workers = Workers(threads or default_threads())
+        self.workers = Workers(default_threads() if threads is None else _checked_threads(threads))
         self._progress = progress
         self._recording: Recording | None = None
 
@@ -286,6 +333,8 @@ class CPUOps:
         self, weight: Weight, bias: Weight | None = None, *, widening: Widening | None = None
     ) -> CPULinear:
         n_out, n_in = weight.shape
+        if bias is not None and bias.shape != (n_out,):
+            raise KernelError(f"a matrix [{n_out}, {n_in}] cannot have a bias {list(bias.shape)}")
         kind = repack_target(weight.type)
         try:
             packed = self._pack(weight, kind)
@@ -312,8 +361,11 @@ class CPUOps:
             start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(part)))
             layout.pack(part, packed[start:stop])
 
-        with ThreadPoolExecutor(self.workers.n) as pool:
-            list(pool.map(pack, range(0, n_out, PACKED_ROWS)))
+        def share(_: int, i: int, n: int) -> None:
+            for first in range(i * PACKED_ROWS, n_out, n * PACKED_ROWS):
+                pack(first)
+
+        self.workers.run(Job(share, 0))
         return packed
 
     def packed_bytes(self, weight: Weight) -> int:
@@ -322,9 +374,9 @@ class CPUOps:
         n_out, n_in = weight.shape
         return LAYOUTS[repack_target(weight.type)].packed_bytes(padded(n_out), n_in)
 
-    def load_vector(self, weight: Weight) -> NDArray[np.float32]:
+    def load_vector(self, weight: Weight) -> CPUVector:
         values = dequantize(weight.data, weight.type).reshape(-1)
-        return np.pad(values, (0, padded(len(values)) - len(values)))
+        return CPUVector(np.pad(values, (0, padded(len(values)) - len(values))), len(values))
 
     def load_embedding(self, weight: Weight, packed: Linear | None = None) -> EmbeddingTable:
         if isinstance(packed, CPULinear):
@@ -332,19 +384,23 @@ class CPUOps:
         return CopiedTable.of(weight)
 
     def new_cache(self, shape: CacheShape, n_pages: int) -> CPUCache:
-        head = -(-shape.head_dim // 16) * 16
+        head = padded_head(shape)
         size = (shape.n_layers, n_pages, shape.n_kv_heads)
         keys = aligned_zeros((*size, head, PAGE), np.uint16)
         return CPUCache(keys, aligned_zeros((*size, PAGE, head), np.uint16), shape)
+
+    def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
+        return 2 * 2 * shape.n_layers * n_pages * shape.n_kv_heads * padded_head(shape) * PAGE
 
     # -- Compiling and running -------------------------------------------------------------------------------------
 
     def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
         if not isinstance(cache, CPUCache):
             raise KernelError(f"the CPU backend cannot use a {type(cache).__name__}")
-        recording = self._recording = Recording(cache, max_tokens, max_outputs)
+        recording = self._recording = Recording(cache, max_tokens, max_outputs, self.workers.n)
         try:
             logits = forward()
+            self._check_tensors(logits, slot=N_OUTPUTS)
         finally:
             self._recording = None
         # The weights live as long as what refers to them: the forward function.
@@ -366,39 +422,79 @@ class CPUOps:
             raise KernelError("operations of the CPU backend run only inside a forward pass: see compile()")
         return self._recording
 
+    def _check_tensors(self, *tensors: Buffer, slot: int | None = None) -> None:
+        """Makes sure that tensors belong to this forward pass and have the same rows, those that ``slot`` counts.
+
+        Kernels believe every address and every number: what does not fit must be found while recording.
+        """
+        for x in tensors:
+            if not isinstance(x, Buffer) or x.recording is not self._now:
+                raise KernelError("an operation was given something else than a tensor of its own forward pass")
+        wanted = tensors[0].slot if slot is None else slot
+        rows = {N_TOKENS: "each token", N_OUTPUTS: "each output"}
+        for x in tensors:
+            if x.slot != wanted:
+                raise KernelError(f"a tensor has a row for {rows[x.slot]} where one for {rows[wanted]} is needed")
+
+    def _check_layer(self, layer: int) -> None:
+        n_layers = self._now.cache.shape.n_layers
+        if not 0 <= layer < n_layers:
+            raise KernelError(f"there is no layer {layer} in a cache of {n_layers} layers")
+
+    def _check_heads(self, what: str, x: Buffer, multiple_of: int) -> None:
+        """Makes sure that a tensor is a row of whole heads, a multiple of so many."""
+        head_dim = self._now.cache.shape.head_dim
+        if x.width == 0 or x.width % (multiple_of * head_dim):
+            raise KernelError(f"{x.width} values of {what} are no multiple of {multiple_of} heads of {head_dim}")
+
     def _add(self, kernel: Kernel, arguments: Sequence[int | float], units: int, slot: int, **constants: Any) -> None:
         self._now.add(variant(kernel, self.target, **constants), arguments, units, slot)
 
     # -- Operations ------------------------------------------------------------------------------------------------
 
     def embed(self, table: EmbeddingTable, scale: float = 1.0) -> Buffer:
-        x = Buffer(self._now, N_TOKENS, table.shape[1])
+        if len(table.shape) != 2:
+            raise KernelError(f"an embedding table has rows and columns, not the shape {list(table.shape)}")
+        # Filled in before the program runs: nothing that the program writes may lie in the same memory.
+        x = Buffer(self._now, N_TOKENS, table.shape[1], shared=False)
         self._now.embeddings.append((table, scale, x))
         return x
 
-    def rms_norm(self, x: Buffer, weight: NDArray[np.float32], eps: float) -> Buffer:
-        y = Buffer(self._now, x.slot, x.width)
-        self._now.operands.append(weight)
+    def rms_norm(self, x: Buffer, weight: CPUVector, eps: float) -> Buffer:
+        recording = self._now
+        self._check_tensors(x)
+        if weight.n != x.width:
+            raise KernelError(f"a norm of {weight.n} weights cannot be taken of {x.width} values")
+        y = Buffer(recording, x.slot, x.width)
+        recording.operands.append(weight)
         arguments = (
-            *(x.address, weight.ctypes.data, x.width, x.stride // 4, x.stride),
+            *(x.address, weight.address, x.width, x.stride // 4, x.stride),
             *(y.address, y.stride, float(eps)),
         )
         self._add(elementwise.rms_norm, arguments, 1, x.slot)
         return y
 
-    def linear(self, x: Buffer, weight: CPULinear, residual: Buffer | None = None) -> Buffer:
+    def linear(self, x: Buffer, weight: Linear, residual: Buffer | None = None) -> Buffer:
+        recording, w = self._now, _packed(weight)
+        self._check_tensors(x)
+        if residual is None:
+            y = Buffer(recording, x.slot, w.n_out)
+            self._multiply(x, w, y, 0, wait=True)
+            return y
+        self._check_tensors(x, residual)
         # A kernel may add to what it reads, but not to what others still multiply.
-        y = Buffer(self._now, x.slot, weight.n_out) if residual is None or residual is x else residual.changed()
-        self._multiply(x, weight, y, 0 if residual is None else residual.address, wait=True)
+        y = Buffer(recording, x.slot, x.width) if residual is x else residual.changed()
+        self._multiply(x, w, y, residual.address, wait=True)
         return y
 
-    def linears(self, x: Buffer, weights: Sequence[CPULinear]) -> list[Buffer]:
-        results = [Buffer(self._now, x.slot, w.n_out) for w in weights]
-        for w in weights:
-            if w.type in TILES:
-                x.records(self.target)  # before the products, which do not wait for each other
-        for i, (w, y) in enumerate(zip(weights, results, strict=True)):
-            self._multiply(x, w, y, 0, wait=i == len(weights) - 1)
+    def linears(self, x: Buffer, weights: Sequence[Linear]) -> list[Buffer]:
+        recording, packed = self._now, [_packed(w) for w in weights]
+        self._check_tensors(x)
+        results = [Buffer(recording, x.slot, w.n_out) for w in packed]
+        if any(w.type in TILES for w in packed):
+            x.records(self.target)  # before the products, which do not wait for each other
+        for i, (w, y) in enumerate(zip(packed, results, strict=True)):
+            self._multiply(x, w, y, 0, wait=i == len(packed) - 1)
         return results
 
     def _multiply(self, x: Buffer, w: CPULinear, y: Buffer, residual: int, *, wait: bool) -> None:
@@ -407,7 +503,7 @@ class CPUOps:
         layout, recording = LAYOUTS[w.type], self._now
         batch = recording.header.ctypes.data + 8 * x.slot
         recording.operands.append(w)
-        bias = 0 if w.bias is None else w.bias.ctypes.data
+        bias = 0 if w.bias is None else w.bias.address
         groups = padded(w.n_out) // GROUP
         matrix = w.packed.ctypes.data
         if tile := TILES.get(w.type):
@@ -430,16 +526,19 @@ class CPUOps:
         rope: Rope | None,
         layer: int,
         *,
-        q_norm: NDArray[np.float32] | None = None,
-        k_norm: NDArray[np.float32] | None = None,
+        q_norm: CPUVector | None = None,
+        k_norm: CPUVector | None = None,
         eps: float = 0.0,
     ) -> Buffer:
         recording, cache = self._now, self._now.cache
         head_dim = cache.shape.head_dim
+        self._check_append(q, k, v, rope, layer)
         for x, norm in ((q, q_norm), (k, k_norm)):
             if norm is not None:
+                if norm.n != head_dim:
+                    raise KernelError(f"a norm of {norm.n} weights cannot be taken of heads of {head_dim}")
                 recording.operands.append(norm)
-                arguments = (x.address, norm.ctypes.data, x.width // head_dim, head_dim, x.stride, float(eps))
+                arguments = (x.address, norm.address, x.width // head_dim, head_dim, x.stride, float(eps))
                 self._add(elementwise.head_norm, arguments, 1, N_TOKENS)
         n_pairs = 0 if rope is None else len(rope.frequencies)
         angles = 0 if rope is None else recording.rope_angles(rope)
@@ -459,52 +558,93 @@ class CPUOps:
         )
         return q.changed()
 
+    def _check_append(self, q: Buffer, k: Buffer, v: Buffer, rope: Rope | None, layer: int) -> None:
+        shape = self._now.cache.shape
+        self._check_tensors(q, k, v, slot=N_TOKENS)
+        self._check_layer(layer)
+        self._check_heads("queries", q, shape.n_kv_heads)
+        for what, x in (("keys", k), ("values", v)):
+            if x.width != shape.n_kv_heads * shape.head_dim:
+                raise KernelError(
+                    f"{x.width} values of {what} do not fit a cache of {shape.n_kv_heads} heads of {shape.head_dim}"
+                )
+        if rope is not None and 2 * len(rope.frequencies) > shape.head_dim:
+            raise KernelError(
+                f"{len(rope.frequencies)} pairs of values cannot be turned in heads of {shape.head_dim}"
+            )
+
     def _head_constants(self) -> dict[str, int]:
         return {"HEAD": self._now.cache.keys.shape[3], "PAGE": PAGE}
 
     def attention(self, q: Buffer, layer: int, *, scale: float, window: int | None = None) -> Buffer:
         recording, cache = self._now, self._now.cache
         heads, head_dim = cache.shape.n_kv_heads, cache.shape.head_dim
+        self._check_tensors(q, slot=N_TOKENS)
+        self._check_layer(layer)
+        self._check_heads("queries", q, heads)
         group_size = q.width // head_dim // heads
         recording.use_groups_of(group_size)
         constants = self._head_constants()
+        state = constants["STATE"] = 4 * constants["HEAD"] + MARGIN
         n_chunks = constants["HEAD"] // 16
         # As many head values at once as divide the head and leave registers for the rest.
         constants["CHUNK"] = max(c for c in range(1, 6) if n_chunks % c == 0)
         # The kernel writes heads, not the padding beyond them.
         out = Buffer(recording, N_TOKENS, q.width, shared=q.width % PADDING == 0)
+        parts = recording.use_parts(state)
+        header = recording.header.ctypes.data
         self._add(
             attention_kernels.attention,
             (
-                *(recording.header.ctypes.data + 8 * N_TILES, recording.tiles.ctypes.data, heads, group_size),
+                *(header + 8 * N_TILES, recording.tiles.ctypes.data, heads, group_size),
                 *(q.address, q.stride, head_dim),
                 *(a.ctypes.data for a in (recording.starts, recording.positions, recording.block_tables)),
                 *(recording.block_tables.shape[1], window or 0),
-                *(cache.keys[layer].ctypes.data, cache.values[layer].ctypes.data, out.address, float(scale)),
+                *(cache.keys[layer].ctypes.data, cache.values[layer].ctypes.data, out.address, parts, float(scale)),
             ),
             heads,
             N_TILES,
             **constants,
         )
+        if recording.max_parts:
+            arguments = (
+                *(header + 8 * N_MERGED, recording.merged.ctypes.data, heads, group_size, head_dim),
+                *(recording.starts.ctypes.data, parts, out.address, out.stride),
+            )
+            del constants["CHUNK"], constants["PAGE"]
+            self._add(attention_kernels.merge_parts, arguments, heads, N_MERGED, **constants)
         return out
 
     def gated(self, gate: Buffer, up: Buffer, activation: str) -> Buffer:
         kernels = {"silu": elementwise.gated_silu, "gelu": elementwise.gated_gelu}
         if activation not in kernels:
             raise KernelError(f"there is no activation {activation!r}; choose one of {', '.join(kernels)}")
-        y = Buffer(self._now, gate.slot, gate.width)
+        recording = self._now
+        self._check_tensors(gate, up)
+        if gate.width != up.width:
+            raise KernelError(f"a gate of {gate.width} values does not fit {up.width} values")
+        y = Buffer(recording, gate.slot, gate.width)
         arguments = (gate.address, up.address, gate.stride // 4, gate.stride, y.address)
         self._add(kernels[activation], arguments, 1, gate.slot)
         return y
 
     def outputs(self, x: Buffer) -> Buffer:
-        y = Buffer(self._now, N_OUTPUTS, x.width)
-        arguments = (self._now.output_rows.ctypes.data, x.address, x.stride // 4, x.stride, y.address)
+        recording = self._now
+        self._check_tensors(x, slot=N_TOKENS)
+        y = Buffer(recording, N_OUTPUTS, x.width)
+        arguments = (recording.output_rows.ctypes.data, x.address, x.stride // 4, x.stride, y.address)
         self._add(elementwise.gather_rows, arguments, 1, N_OUTPUTS)
         return y
 
 
-def default_threads() -> int:
-    """One thread for each physical core that this process may run on."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
+def _checked_threads(threads: int) -> int:
+    most = most_threads()
+    if not 1 <= threads <= most:
+        raise UsageError(f"threads={threads:,} is out of range: ask for 1 to {most}, or none for {default_threads()}")
+    return threads
+
+
+def _packed(weight: Linear) -> CPULinear:
+    if not isinstance(weight, CPULinear):
+        raise KernelError(f"the CPU backend cannot use a {type(weight).__name__}")
+    return weight

@@ -8,7 +8,6 @@ counter until none are left, and wait for each other where the next instruction 
 from __future__ import annotations
 
 import ctypes
-import os
 import queue
 import struct
 import sys
@@ -19,11 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from localllm.errors import KernelError
+from localllm.errors import DeviceError, KernelError
 from localllm.kernels.cpu.compiler import Variant, addresses, kernel, variant
 from localllm.kernels.cpu.simd import (
     call_kernel,
-    call_yield,
+    call_nap,
     fetch_add,
     load_atomic,
     load_i64,
@@ -31,11 +30,15 @@ from localllm.kernels.cpu.simd import (
     store_atomic,
 )
 from localllm.kernels.cpu.target import Target
+from localllm.kernels.process import Process
 
 #: Bytes of an instruction in a program's table, and of a counter (a cache line each, or threads would collide).
 INSTRUCTION, LINE = 64, 64
-#: Spins before a waiting thread offers its core to others.
-SPINS = 2000
+#: Spins of a waiting thread before it sleeps, which are some tens of microseconds: as long as a well shared
+#: instruction lets it wait.  Longer, and the thread that it waits for may be without a core.
+SPINS = 5000
+#: Microseconds that it sleeps at a time.  Systems take some tens more.
+NAP = 1
 #: Pieces that an instruction's work is cut into, for each thread: more balance better, fewer cost less.
 PIECES = 4
 
@@ -43,12 +46,12 @@ _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
 @kernel
-def run_program(begin, end, table, n_instructions, header, counters, meeting, give_way):
+def run_program(begin, end, table, n_instructions, header, counters, meeting, nap):
     """Runs a program as thread ``begin`` of ``end``.
 
     table: int64 [n, 8]: kernel, arguments, units a header number, which header number, wait afterwards.
     counters: int64, one a line, zero at first.  meeting: int64, threads that have arrived, and a line further,
-    how often all have.  give_way: the address of a C function that offers the core to other threads.
+    how often all have.  nap: the address of a C function that sleeps for so many microseconds.
     """
     for i in range(n_instructions):
         entry = table + INSTRUCTION * i
@@ -72,7 +75,7 @@ def run_program(begin, end, table, n_instructions, header, counters, meeting, gi
                     pause()
                     spins += 1
                     if spins > SPINS:
-                        call_yield(give_way)
+                        call_nap(nap, NAP)
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class Program:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         runner = variant(run_program, target)
+        self._process = Process()
         code = addresses([runner, *(i.variant for i in instructions)], progress)
         self._entry = _ENTRY(code[runner])
         self._keep = (keep, header)
@@ -120,10 +124,15 @@ class Program:
         self._meeting = np.zeros((2, LINE // 8), np.int64)
         parts = (self._table, header, self._counters, self._meeting)
         table, head, counters, meeting = (a.ctypes.data for a in parts)
-        self._call = np.array([table, len(instructions), head, counters, meeting, _give_way()], np.int64)
+        self._call = np.array([table, len(instructions), head, counters, meeting, _nap()], np.int64)
 
     def run(self, workers: Workers) -> None:
-        """Runs all instructions once, on all the workers' threads."""
+        """Runs all instructions once, on all the workers' threads.
+
+        Raises:
+            DeviceError: the program was made before this process was forked.
+        """
+        self._process.check()
         workers.run(Job(self._entry, self._call.ctypes.data, keep=self), self._reset)
 
     def _reset(self) -> None:
@@ -139,12 +148,17 @@ def _pack(instruction: Instruction) -> bytes:
     return b"".join(struct.pack("<f4x" if isinstance(a, float) else "<q", a) for a in arguments)
 
 
-def _give_way() -> int:
-    """The address of the C function that offers a core to other threads."""
+def _nap() -> int:
+    """The address of the C function by which a waiting thread sleeps.
+
+    Merely to offer the core to others (``sched_yield``) is no way to wait where other programs are busy: who offers
+    it loses it for a whole slice of time, milliseconds, and who slept gets it back at once.
+    """
     if sys.platform == "win32":
+        # Windows sleeps for milliseconds at least; this function has no use for its argument.
         function = ctypes.windll.kernel32.SwitchToThread
     else:
-        function = ctypes.CDLL(None).sched_yield
+        function = ctypes.CDLL(None).usleep
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
@@ -182,8 +196,8 @@ class Workers:
     """Threads that run programs.
 
     They are Python threads that sleep on a queue between programs and let go of the interpreter's lock within one.
-    So idle ones burn nothing, several `Workers` live side by side in one process, and a forked child, which
-    inherits no threads, simply starts its own.
+    So idle ones burn nothing, and several `Workers` live side by side in one process.  A forked child inherits
+    none of the threads, and must make its own `Workers`.
 
     The thread that asks takes no part unless it is the only one: Ctrl-C may interrupt it between any two steps of
     Python, and the others would wait for it for ever.
@@ -192,7 +206,8 @@ class Workers:
     def __init__(self, n: int) -> None:
         self.n = n
         self._lock = threading.Lock()
-        self._process = 0
+        self._process = Process()
+        self._started = False
         self._last: Job | None = None
 
     def run(self, job: Job, before: Callable[[], None] | None = None) -> None:
@@ -203,9 +218,11 @@ class Workers:
 
         Raises:
             What a part of the job raised; KeyboardInterrupt, but only when the job is done, since buffers are in use.
+            DeviceError: a thread cannot be started; or they were made before this process was forked.
         """
+        self._process.check()
         with self._lock:
-            if self.n > 1 and self._process != os.getpid():
+            if self.n > 1 and not self._started:
                 self._start()
             if self._last is not None:  # two interrupts at once may have cut the wait for it short
                 self._await(self._last)
@@ -222,10 +239,12 @@ class Workers:
 
     def close(self) -> None:
         """Ends the threads; a later run starts new ones."""
+        if not self._process.is_current:  # a thread of the parent may have held the lock, and there are no threads
+            return
         with self._lock:
-            if self._process == os.getpid():
+            if self._started:
                 self._end()
-            self._process = 0
+            self._started = False
 
     def _start(self) -> None:
         mail = [_Mail() for _ in range(self.n)]
@@ -233,8 +252,15 @@ class Workers:
         # The threads do not refer to the Workers, so that forgetting it ends them.
         self._end = weakref.finalize(self, _tell_all, mail)
         for i in range(self.n):
-            threading.Thread(target=_work, args=(i, mail), name=f"localllm-{i}", daemon=True).start()
-        self._process = os.getpid()
+            try:
+                threading.Thread(target=_work, args=(i, mail), name=f"localllm-{i}", daemon=True).start()
+            except RuntimeError as error:
+                self._end()
+                raise DeviceError(
+                    f"{i or 'none'} of {self.n} threads could be started: the system limits how many this process or "
+                    "user may have; ask for fewer"
+                ) from error
+        self._started = True
 
     def _await(self, job: Job) -> None:
         """Hands a job over and waits until it is done; an interrupt meanwhile is raised only then."""

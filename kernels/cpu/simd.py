@@ -209,6 +209,11 @@ def store_i32(b, address, value):
     _store(b, address, value)
 
 
+@op(void, intp, intp)
+def store_i64(b, address, value):
+    _store(b, address, value)
+
+
 @op(intp, literal)
 def stack(b, n_bytes):
     """The address of ``n_bytes`` of the thread's stack, aligned for vectors, good until the kernel returns."""
@@ -264,6 +269,17 @@ def _narrow_half(b: Any, value: Any) -> Any:
     half = b.select(is_nan, _constant(0x7E00, i32, 16), half)
     sign = b.lshr(b.and_(bits, _constant(-0x80000000, i32, 16)), _constant(16, i32, 16))
     return b.trunc(b.or_(half, sign), ir.VectorType(i16, 16))
+
+
+@op(void, intp)
+def prefetch(b, address):
+    """Begins to bring the cache line at an address near; nothing happens where there is no memory."""
+    pointer = _pointer(b, address, i8)
+    read, keep, data = (ir.Constant(i32, n) for n in (0, 3, 1))
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
+    name = "llvm.prefetch.p0"
+    function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
+    b.call(function, [pointer, read, keep, data])
 
 
 # -- Arithmetic ----------------------------------------------------------------------------------------------------
@@ -676,10 +692,11 @@ def call_kernel(b, function, arguments, begin, end):
     b.call(b.inttoptr(function, kind.as_pointer()), [arguments, begin, end])
 
 
-@op(int32, intp)
-def call_yield(b, function):
-    """Calls the C function ``int f(void)`` at an address."""
-    return b.call(b.inttoptr(function, ir.FunctionType(i32, []).as_pointer()), [])
+@op(int32, intp, intp)
+def call_nap(b, function, microseconds):
+    """Calls the C function ``int f(unsigned microseconds)`` at an address."""
+    kind = ir.FunctionType(i32, [i32])
+    return b.call(b.inttoptr(function, kind.as_pointer()), [b.trunc(microseconds, i32)])
 
 
 @op(void)

@@ -6,23 +6,18 @@ weights and give the same integer sums.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import llvmlite.binding as llvm
 
 from localllm.errors import DeviceError, UsageError
+from localllm.kernels.cpu import host
 
 #: Environment variable that forces an instruction set.
 ISA_VARIABLE = "LOCALLLM_ISA"
-
-#: Windows' number of the feature, in winnt.h.
-PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE = 43
 
 
 @dataclass(frozen=True)
@@ -76,37 +71,8 @@ TARGETS = (
 @functools.cache
 def available() -> tuple[Target, ...]:
     """The targets that this processor executes, best first; the last is always ``generic``."""
-    family = llvm.get_process_triple().split("-")[0].replace("arm64", "aarch64")
-    features = _arm_features() if family == "aarch64" else _llvm_features()
+    family, features = host.family(), host.features()
     return tuple(t for t in TARGETS if t.family in (family, "any") and t.needs <= features)
-
-
-def _llvm_features() -> frozenset[str]:
-    return frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
-
-
-def _arm_features() -> frozenset[str]:
-    """What Arm targets need; LLVM finds no dot product on Linux and Windows, and on macOS nothing at all."""
-    if sys.platform == "darwin":
-        return frozenset({"neon", "dotprod"})  # all of Apple's processors since the M1
-    if sys.platform == "win32":
-        has_dotprod = bool(ctypes.windll.kernel32.IsProcessorFeaturePresent(PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE))
-        return frozenset({"neon", "dotprod"} if has_dotprod else {"neon"})
-    try:
-        return _arm_linux_features(Path("/proc/cpuinfo").read_text(errors="replace"))
-    except OSError:
-        return frozenset()
-
-
-def _arm_linux_features(cpuinfo: str) -> frozenset[str]:
-    """LLVM's names of the features that ``/proc/cpuinfo`` lists.
-
-    Source: Linux, Documentation/arch/arm64/elf_hwcaps.rst.
-    """
-    lines = [line.partition(":")[2].split() for line in cpuinfo.splitlines() if line.startswith("Features")]
-    names = {"asimd": "neon", "asimddp": "dotprod"}
-    # Processors with unlike cores list each; a thread may run on any.
-    return frozenset(ours for linux, ours in names.items() if lines and all(linux in line for line in lines))
 
 
 def choose(name: str | None = None) -> Target:

@@ -41,6 +41,8 @@ class Template:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.name = function.__name__
+        #: With the module: two modules may have templates of the same name.
+        self.full_name = f"{function.__module__}.{self.name}"
 
     @functools.cached_property
     def tree(self) -> ast.FunctionDef:

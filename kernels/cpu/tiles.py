@@ -42,6 +42,7 @@ from localllm.kernels.cpu.simd import (
     load_i32x16,
     lut_op,
     mask,
+    prefetch,
     shift_left,
     shift_right,
     signed_byte,
@@ -63,6 +64,10 @@ TOKENS = 8
 RECORD = 48
 X_STEP = TOKENS * RECORD
 D, D_SUM, NEG_SUM, NEG_SUM_FIRST = 32, 36, 40, 44
+
+#: How far ahead of the tile that is multiplied memory is read, in bytes.  Processors that fetch ahead by themselves
+#: stop at the end of each page of 4096 bytes; asked to read across it, they lose no time there.
+FETCH_AHEAD = 4096
 
 #: What is subtracted from Q3_K's six-bit scales.
 SCALE_OFFSET = np.float32(32)
@@ -130,6 +135,14 @@ def add_signed_halves(acc, first, second, x, w0, w1, w2, w3, w4, w5, w6, w7):
     return fma(fma(second, to_float(hi), first * to_float(lo)), splat_f32(x + D), acc)
 
 
+@template
+def fetch_ahead(n, place, n_bytes):
+    """Begins to read what stands ahead, if the weights are for one token: reading them is then all of the time."""
+    if n == 1:
+        for line in static_range(-(-n_bytes // 64)):
+            prefetch(place + (FETCH_AHEAD + 64 * line))
+
+
 # -- Unpacking ----------------------------------------------------------------------------------------------------
 
 
@@ -143,11 +156,12 @@ def load_nibbles(codes):
 
 
 @device
-def load_five_bits(codes, plane):
-    """The same with a fifth bit: bit v of the bytes at ``plane`` is that of vector v's codes."""
+def load_codes(codes, planes):
+    """The same, and for five-bit codes the fifth: bit v of the bytes at ``planes`` is that of vector v's codes."""
     w[0:8] = load_nibbles(codes)
-    for v in static_range(8):
-        w[v] = w[v] | load_bits_on_top(plane, v, 1)
+    if BITS == 5:
+        for v in static_range(8):
+            w[v] = w[v] | load_bits_on_top(planes, v, 1)
     return (*w[0:8],)
 
 
@@ -198,33 +212,20 @@ def look_up_nibbles(codes):
 
 
 @template
-def tile_q4_0(acc: Registers, n, tile, x):
-    w[0:8] = load_nibbles(tile + 32)
+def tile_q45_0(acc: Registers, n, tile, x):
+    """Q4_0 and Q5_0."""
+    fetch_ahead(n, tile, TILE_BYTES)
+    w[0:8] = load_codes(tile + CODES, tile + 32)
     scale = load_f16x16(tile)
     for i in static_range(n):
         acc[i] = add_offset_codes(acc[i], scale, x + RECORD * i, *w[0:8])
 
 
 @template
-def tile_q4_1(acc: Registers, n, tile, x):
-    w[0:8] = load_nibbles(tile + 64)
-    scale = load_f16x16(tile)
-    minimum = load_f16x16(tile + 32)
-    for i in static_range(n):
-        acc[i] = add_min_codes(acc[i], scale, minimum, x + RECORD * i, *w[0:8])
-
-
-@template
-def tile_q5_0(acc: Registers, n, tile, x):
-    w[0:8] = load_five_bits(tile + 96, tile + 32)
-    scale = load_f16x16(tile)
-    for i in static_range(n):
-        acc[i] = add_offset_codes(acc[i], scale, x + RECORD * i, *w[0:8])
-
-
-@template
-def tile_q5_1(acc: Registers, n, tile, x):
-    w[0:8] = load_five_bits(tile + 128, tile + 64)
+def tile_q45_1(acc: Registers, n, tile, x):
+    """Q4_1 and Q5_1."""
+    fetch_ahead(n, tile, TILE_BYTES)
+    w[0:8] = load_codes(tile + CODES, tile + 64)
     scale = load_f16x16(tile)
     minimum = load_f16x16(tile + 32)
     for i in static_range(n):
@@ -233,6 +234,7 @@ def tile_q5_1(acc: Registers, n, tile, x):
 
 @template
 def tile_q8_0(acc: Registers, n, tile, x):
+    fetch_ahead(n, tile, TILE_BYTES)
     scale = load_f16x16(tile)
     for v in static_range(8):
         w[v] = load_i8x64(tile + (32 + 64 * v))
@@ -242,6 +244,7 @@ def tile_q8_0(acc: Registers, n, tile, x):
 
 @template
 def tile_lut_32(acc: Registers, n, tile, x):
+    fetch_ahead(n, tile, TILE_BYTES)
     w[0:8] = look_up_nibbles(tile + 32)
     scale = load_f16x16(tile)
     for i in static_range(n):
@@ -250,6 +253,7 @@ def tile_lut_32(acc: Registers, n, tile, x):
 
 @template
 def tile_lut_16(acc: Registers, n, tile, x):
+    fetch_ahead(n, tile, TILE_BYTES)
     w[0:8] = look_up_nibbles(tile + 64)
     first = load_f16x16(tile)
     second = load_f16x16(tile + 32)
@@ -276,6 +280,7 @@ def tile_q45_k(acc: Registers, n, tile, x):
     scales = mask(a, 0x3F3F3F3F)
     minima = mask(b, 0x3F3F3F3F)
     for pair in range(4):
+        fetch_ahead(n, tile + TILE_BYTES // 4 * pair, TILE_BYTES // 4)
         codes = tile + CODES + 512 * pair
         for half in static_range(2):
             w[0:8] = load_k_codes(codes, tile + 256, half, 2 * pair + half)
@@ -304,6 +309,7 @@ def tile_q6_k(acc: Registers, n, tile, x):
         low = tile + 288 + 1024 * half
         high = tile + 2336 + 512 * half
         for k in static_range(4):
+            fetch_ahead(n, tile + TILE_BYTES // 8 * (4 * half + k), TILE_BYTES // 8)
             w[0:8] = load_q6_codes(low + 512 * (k % 2), high, k)
             words = load_i32x16(tile + (32 + 64 * (k // 2)) + 128 * half)
             first = d * signed_byte(words, 2 * (k % 2))
@@ -326,6 +332,7 @@ def tile_q3_k(acc: Registers, n, tile, x):
     b = load_i32x16(tile + 96)
     c = load_i32x16(tile + 160)
     for pair in range(4):
+        fetch_ahead(n, tile + TILE_BYTES // 4 * pair, TILE_BYTES // 4)
         low = tile + 736 + 512 * (pair // 2)
         scales = mask(a, 0x0F0F0F0F) | shift_left(mask(c, 0x03030303), 4)
         for half in static_range(2):
@@ -350,6 +357,7 @@ def tile_q2_k(acc: Registers, n, tile, x):
     d = load_f16x16(tile)
     d_min = load_f16x16(tile + 32)
     for pair in range(4):
+        fetch_ahead(n, tile + TILE_BYTES // 4 * pair, TILE_BYTES // 4)
         codes = tile + 320 + 512 * (pair // 2)
         words = load_i32x16(tile + 64 + 64 * pair)
         scales = mask(words, 0x0F0F0F0F)
@@ -373,21 +381,26 @@ class Tile:
     constants: tuple[tuple[str, Any], ...] = ()
 
 
+def _codes(bits: int, place: int) -> tuple[tuple[str, Any], ...]:
+    """Constants of codes of four or five bits, of which four begin at byte ``place`` of a tile."""
+    return (("BITS", bits), ("CODES", place), ("DOT", dot32_u4 if bits == 4 else dot32_u5))
+
+
 def _lut_tile(table: Sequence[int], n_scales: int) -> Tile:
     return Tile(tile_lut_32 if n_scales == 1 else tile_lut_16, (("LOOK_UP", lut_op(table)),))
 
 
 TILES: dict[KernelType, Tile] = {
-    GGMLType.Q4_0: Tile(tile_q4_0, (("DOT", dot32_u4), ("SHIFT", 3))),
-    GGMLType.Q4_1: Tile(tile_q4_1, (("DOT", dot32_u4),)),
-    GGMLType.Q5_0: Tile(tile_q5_0, (("DOT", dot32_u5), ("SHIFT", 4))),
-    GGMLType.Q5_1: Tile(tile_q5_1, (("DOT", dot32_u5),)),
+    GGMLType.Q4_0: Tile(tile_q45_0, (*_codes(4, 32), ("SHIFT", 3))),
+    GGMLType.Q4_1: Tile(tile_q45_1, _codes(4, 64)),
+    GGMLType.Q5_0: Tile(tile_q45_0, (*_codes(5, 96), ("SHIFT", 4))),
+    GGMLType.Q5_1: Tile(tile_q45_1, _codes(5, 128)),
     GGMLType.Q8_0: Tile(tile_q8_0),
     GGMLType.IQ4_NL: _lut_tile(IQ4_VALUES.tolist(), 1),
     **{t: _lut_tile(t.table, t.n_scales) for t in LUT_TYPES},
     GGMLType.Q2_K: Tile(tile_q2_k),
     GGMLType.Q3_K: Tile(tile_q3_k),
-    GGMLType.Q4_K: Tile(tile_q45_k, (("BITS", 4), ("CODES", 256), ("DOT", dot32_u4))),
-    GGMLType.Q5_K: Tile(tile_q45_k, (("BITS", 5), ("CODES", 768), ("DOT", dot32_u5))),
+    GGMLType.Q4_K: Tile(tile_q45_k, _codes(4, 256)),
+    GGMLType.Q5_K: Tile(tile_q45_k, _codes(5, 768)),
     GGMLType.Q6_K: Tile(tile_q6_k),
 }

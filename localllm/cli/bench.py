@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,19 +26,21 @@ import numpy as np
 
 from localllm import __version__
 from localllm.checks import whole_number
-from localllm.cli.doctor import cpu_model
+from localllm.cli.machine import OtherLoad, disturbance, too_many_threads
 from localllm.cli.main import DONE
-from localllm.cli.terminal import LoadProgress, StatusLine, model_line, quantity
+from localllm.cli.terminal import LoadProgress, StatusLine, model_line, quantity, warn
 from localllm.errors import UsageError
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo
+from localllm.kernels.cpu.host import cpu_model
 from localllm.kernels.cpu.roofline import Roofline
 from localllm.kernels.cpu.target import choose
 from localllm.kernels.cpu.tiles import TILES
-from localllm.kernels.ops import CacheShape
+from localllm.kernels.ops import CacheShape, Weight
 from localllm.llm import LLM, load
 from localllm.models.config import read_config
 from localllm.placement import available_memory
+from localllm.quant.repack import repack_target
 
 #: Bytes that a test of the bandwidth reads at most, and the part of the free memory that it takes at most.
 _MOST_READ, _PART_OF_MEMORY = 1 << 30, 4
@@ -48,18 +51,23 @@ _COLUMNS = "{:<18} {:>7} {:>18} {:>11} {:>11} {:>6}"
 def run(arguments: argparse.Namespace) -> int:
     """Measures what the command line asks for."""
     tests = make_tests(arguments.prompts, arguments.generations, arguments.depths)
-    repetitions = whole_number("-r", arguments.repetitions, 1)
+    if not arguments.quiet and arguments.threads and (complaint := too_many_threads(max(arguments.threads))):
+        warn(complaint)
     measured: list[Measurement] = []
+    others = OtherLoad()
     for threads in arguments.threads or [None]:
         with _load(arguments, threads, tests) as llm:
             info = llm.info
             if not measured:
                 print(model_line(info), "", _COLUMNS.format(*_HEAD), sep="\n", flush=True)
             for test in tests:
-                measured.append(_measure(llm, test, repetitions, arguments))
+                measured.append(_measure(llm, test, arguments.repetitions, arguments))
                 print(measured[-1].line(), flush=True)
+    other_cpus = others.cpus()
+    if not arguments.quiet and (complaint := disturbance(other_cpus, max(m.scatter for m in measured))):
+        warn(complaint)
     if arguments.json:
-        print(json.dumps(as_json(info, measured), ensure_ascii=False, allow_nan=False))
+        print(json.dumps(as_json(info, measured, other_cpus), ensure_ascii=False, allow_nan=False))
     return DONE
 
 
@@ -138,18 +146,11 @@ class Work:
             matrices = [t for t in file.tensors.values() if len(t.shape) == 2]
             head = file.tensors.get("output.weight", file.tensors["token_embd.weight"])
             layers = [t for t in matrices if t.name.startswith("blk.")]
-            products = [
-                (
-                    sum(t.n_values for t in part if t.type in TILES),
-                    sum(t.n_values for t in part if t.type not in TILES),
-                )
-                for part in (layers, [head])
-            ]
         return cls(
             weight_bytes=info.placement.multiplied,
             kv_bytes=CacheShape(config.n_layers, config.n_kv_heads, config.head_dim).bytes_per_token(),
-            layer_products=products[0],
-            head_products=products[1],
+            layer_products=products(layers),
+            head_products=products([head]),
             attention_products=2 * config.n_layers * config.n_heads * config.head_dim,
             window=config.sliding_window,
         )
@@ -167,6 +168,20 @@ class Work:
         """Multiplications of bytes and of floats in the evaluation of the test's prompt."""
         of_bytes, of_floats = (test.n * a + b for a, b in zip(self.layer_products, self.head_products, strict=True))
         return of_bytes, of_floats + test.n * self.attention_products * self.seen(test)
+
+
+def products(matrices: Iterable[Weight]) -> tuple[int, int]:
+    """Multiplications of a token's activations with matrices: of bytes, and of floats.
+
+    What counts is the format that kernels read, which for some is another one than the file's.
+    """
+    n_bytes = n_floats = 0
+    for matrix in matrices:
+        if repack_target(matrix.type) in TILES:
+            n_bytes += math.prod(matrix.shape)
+        else:
+            n_floats += math.prod(matrix.shape)
+    return n_bytes, n_floats
 
 
 @dataclass(frozen=True)
@@ -193,6 +208,11 @@ class Measurement:
             return None
         return statistics.median(a / c for a, c in zip(self.achieved, self.ceilings, strict=True))
 
+    @property
+    def scatter(self) -> float:
+        """The highest ceiling divided by the lowest one."""
+        return max(self.ceilings) / min(self.ceilings) if self.ceilings else 1.0
+
     def line(self) -> str:
         """A line of the table."""
         spread = statistics.stdev(self.rates) if len(self.rates) > 1 else 0.0
@@ -209,8 +229,8 @@ class Measurement:
 _HEAD = ("test", "threads", "tok/s", "achieved", "ceiling", "share")
 
 
-def as_json(info: ModelInfo, measured: Sequence[Measurement]) -> dict[str, Any]:
-    """Everything as JSON values."""
+def as_json(info: ModelInfo, measured: Sequence[Measurement], other_cpus: float) -> dict[str, Any]:
+    """Everything as JSON values; ``other_cpus`` is how many processors other programs kept busy meanwhile."""
     return {
         "localllm": __version__,
         "cpu": cpu_model(),
@@ -221,6 +241,7 @@ def as_json(info: ModelInfo, measured: Sequence[Measurement]) -> dict[str, Any]:
         "n_bytes": info.n_bytes,
         "device": info.device,
         "kernels": info.kernels,
+        "other_cpus": other_cpus,
         "results": [
             {
                 "test": m.test.kind,

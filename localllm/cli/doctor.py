@@ -12,10 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -25,6 +22,7 @@ from localllm import __version__
 from localllm.cli.main import DONE, FAILED
 from localllm.cli.terminal import LoadProgress, quantity, visible_line
 from localllm.errors import LocalLLMError
+from localllm.kernels.cpu.host import cpu_model, cpu_quota, default_threads, features, program_output, usable_cpus
 
 #: What localllm is built on: distribution and module.
 PACKAGES = {
@@ -46,6 +44,9 @@ EXTRAS = {
     "dev": ("pytest", "hypothesis", "mypy", "ruff"),
     "reference": ("torch", "transformers"),
 }
+
+#: Those of them that this version makes no use of.
+UNUSED = ("cuda12", "cuda13")
 
 #: Processor features, by LLVM's names, that kernels use or could use.
 FEATURES = (
@@ -131,7 +132,16 @@ def _words(error: Exception) -> str:
 
 
 def _reinstall() -> str:
-    return f"install localllm again: {_pip('--force-reinstall localllm')}"
+    checkout = _checkout()
+    return "install localllm again" + (f": in {checkout}, {_pip('--force-reinstall .')}" if checkout else "")
+
+
+def _checkout() -> Path | None:
+    """The folder of localllm's source, if that is what runs."""
+    folder = Path(__file__).resolve().parents[2]
+    project = folder / "pyproject.toml"
+    ours = project.is_file() and '\nname = "localllm"\n' in project.read_text(encoding="utf-8", errors="replace")
+    return folder if ours else None
 
 
 def _pip(what: str) -> str:
@@ -179,35 +189,36 @@ def _extras() -> Iterator[Finding]:
         shown = ", ".join(f"{name} {version}" for name, version in versions.items())
         missing = [name for name in distributions if name not in versions]
         if missing:
-            command = _pip(f"'localllm[{extra}]'")
-            shown = ", ".join(filter(None, (shown, f"without {', '.join(missing)} (optional: {command})")))
+            remark = f"optional: {_installing(extra, missing)}" if extra not in UNUSED else "this version uses none"
+            shown = ", ".join(filter(None, (shown, f"without {', '.join(missing)} ({remark})")))
         yield Finding("extras", extra, shown)
+
+
+def _installing(extra: str, distributions: list[str]) -> str:
+    """The command that installs an extra: the package index does not have localllm, but what it needs."""
+    checkout = _checkout()
+    return "in {}, {}".format(checkout, _pip(f"-e '.[{extra}]'")) if checkout else _pip(" ".join(distributions))
 
 
 # -- Processor -----------------------------------------------------------------------------------------------------
 
 
 def _processor() -> Iterator[Finding]:
-    from localllm.kernels.cpu.ops import default_threads
     from localllm.kernels.cpu.target import available
 
     yield Finding("processor", "model", cpu_model())
     yield Finding("processor", "cores", _cores())
-    threads, quota = default_threads(), cpu_quota()
-    advice = None
-    if quota is not None and quota < threads:
-        advice = f"a control group grants this process the time of {quota:g} cores only: give -t {max(1, int(quota))}"
-    yield Finding("processor", "default threads", str(threads), advice)
+    quota = cpu_quota()
+    granted = "" if quota is None else f" (a control group grants this process the time of {quota:g} processors)"
+    yield Finding("processor", "default threads", f"{default_threads()}{granted}")
     yield Finding("processor", "features", ", ".join(_features()) or "none that kernels use")
     yield Finding("processor", "instruction sets", ", ".join(target.name for target in available()))
     yield _chosen_target()
 
 
 def _features() -> list[str]:
-    import llvmlite.binding as llvm
-
-    found = llvm.get_host_cpu_features()
-    return [feature for feature in FEATURES if found.get(feature)]
+    found = features()
+    return [feature for feature in FEATURES if feature in found]
 
 
 def _chosen_target() -> Finding:
@@ -227,58 +238,26 @@ def _chosen_target() -> Finding:
     return Finding("processor", "chosen", f"{chosen}, forced by {ISA_VARIABLE}" if forced else chosen, slow)
 
 
-def cpu_model() -> str:
-    """The processor's name, as far as the system tells it."""
-    if sys.platform == "linux":
-        for line in _text(Path("/proc/cpuinfo")).splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("model name", "Model", "Hardware"):
-                return value.strip()
-    if sys.platform == "darwin":
-        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
-    return platform.processor() or platform.machine() or "unknown"
-
-
 def _cores() -> str:
     import psutil
 
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     physical, logical = psutil.cpu_count(logical=False) or "unknown", psutil.cpu_count() or "unknown"
-    return f"{physical} physical, {logical} logical, {usable or 'unknown'} usable by this process"
-
-
-def cpu_quota() -> float | None:
-    """How many cores' time a control group grants this process (Linux containers); None if it does not say."""
-    version_2 = _text(Path("/sys/fs/cgroup/cpu.max")).split()
-    version_1 = [_text(Path(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us")).strip() for name in ("quota", "period")]
-    for numbers in (version_2, version_1):
-        if len(numbers) == 2 and all(number.isdigit() for number in numbers) and int(numbers[1]):
-            return int(numbers[0]) / int(numbers[1])
-    return None
+    return f"{physical} physical, {logical} logical, {usable_cpus()} usable by this process"
 
 
 # -- Kernels -------------------------------------------------------------------------------------------------------
 
 
 def _kernels(progress: LoadProgress | None) -> Iterator[Finding]:
-    from localllm.kernels.cpu.compiler import CACHE_VARIABLE, cache_root
+    from localllm.kernels.cpu.compiler import CACHE_VARIABLE, cache_is_writable, cache_root
 
-    folder = cache_root()
-    writable = _is_writable(folder)
+    folder, writable = cache_root(), cache_is_writable()
     advice = f"make it writable, or name another folder in the environment variable {CACHE_VARIABLE}"
+    place = "a folder in the home that this user lacks" if folder is None else str(folder)
     state = "" if writable else ", which cannot be written: kernels are compiled anew in every process"
-    yield Finding("kernels", "cache", f"{folder}{state}", None if writable else advice)
-    yield Finding("kernels", "cache size", quantity(_folder_size(folder), "B"))
+    yield Finding("kernels", "cache", f"{place}{state}", None if writable else advice)
+    yield Finding("kernels", "cache size", quantity(0 if folder is None else _folder_size(folder), "B"))
     yield _kernel_test(progress)
-
-
-def _is_writable(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
 
 
 def _folder_size(folder: Path) -> int:
@@ -289,7 +268,6 @@ def _kernel_test(progress: LoadProgress | None) -> Finding:
     """Compiles a kernel, or takes it from the cache, runs it on all threads and checks its result."""
     import numpy as np
 
-    from localllm.kernels.cpu.ops import default_threads
     from localllm.kernels.cpu.program import Workers
     from localllm.kernels.cpu.roofline import UNIT, ReadTest
     from localllm.kernels.cpu.target import choose
@@ -349,7 +327,7 @@ def _gpus() -> Iterator[Finding]:
 def nvidia_gpus() -> list[str]:
     """Name, driver and memory of each GPU that ``nvidia-smi`` lists."""
     query = "--query-gpu=name,driver_version,memory.total"
-    lines = _output("nvidia-smi", query, "--format=csv,noheader").splitlines()
+    lines = program_output("nvidia-smi", query, "--format=csv,noheader").splitlines()
     return [line.strip() for line in lines if line.count(",") == 2]
 
 
@@ -357,23 +335,3 @@ def has_nvidia_driver() -> bool:
     """Whether the driver's library is there."""
     name = "nvcuda" if sys.platform == "win32" else "cuda"
     return ctypes.util.find_library(name) is not None or Path("/proc/driver/nvidia/version").exists()
-
-
-def _output(*command: str) -> str:
-    """What a program prints; nothing where it is not there, fails, or hangs."""
-    path = shutil.which(command[0])
-    if path is None:
-        return ""
-    try:
-        done = subprocess.run([path, *command[1:]], capture_output=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.decode("utf-8", "replace").strip() if done.returncode == 0 else ""
-
-
-def _text(path: Path) -> str:
-    """A small file's text; nothing where it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

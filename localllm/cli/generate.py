@@ -8,9 +8,10 @@ import json
 import math
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from localllm.cli.machine import too_many_threads
 from localllm.cli.main import DONE, options_of
 from localllm.cli.terminal import (
     LoadProgress,
@@ -21,6 +22,7 @@ from localllm.cli.terminal import (
     say,
     visible,
     visible_line,
+    warn,
 )
 from localllm.completion import Completion, Stream
 from localllm.errors import UsageError
@@ -39,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = _prompt(arguments)
     if arguments.chat and not prompt:
         raise UsageError("--chat needs a prompt, the message to answer: give it with -p")
+    if not arguments.quiet and arguments.threads and (complaint := too_many_threads(arguments.threads)):
+        warn(complaint)
     progress = LoadProgress(enabled=not arguments.quiet)
     try:
         llm = load(
@@ -239,6 +243,8 @@ def _describe(info: ModelInfo, *, verbose: bool) -> None:
     if not verbose:
         return
     say(f"  {'file':<16} {visible_line(str(info.path))}")
+    if formats := info.formats:
+        say(f"  {'formats':<16} {formats_line(formats)}")
     for group in info.placement.groups:
         parts = [
             f"{quantity(n_bytes, 'B')} {what}"
@@ -251,6 +257,14 @@ def _describe(info: ModelInfo, *, verbose: bool) -> None:
         say(f"  {group.name:<16} {group.device}: {', '.join(parts)}")
     say(f"  {'scratch':<16} {quantity(info.placement.scratch, 'B')}")
     say(f"  {'in all':<16} {quantity(info.placement.total, 'B')}, Python and kernels included")
+
+
+def formats_line(formats: Iterable[tuple[str, str, int]]) -> str:
+    """Formats of weights: the file's, what kernels read it as where that is another one, and bytes in memory."""
+    return ", ".join(
+        f"{file_type if file_type == read_as else f'{file_type} read as {read_as}'} {quantity(n_bytes, 'B')}"
+        for file_type, read_as, n_bytes in formats
+    )
 
 
 def _report(stream: Stream, *, verbose: bool) -> None:

@@ -29,7 +29,7 @@ _LONGEST_KEY = 50
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows what the command line asks for."""
-    with GGUFFile.open(arguments.file) as file:
+    with GGUFFile.open(arguments.model) as file:
         if arguments.json:
             print(json.dumps(as_json(file, arguments), ensure_ascii=False, allow_nan=False))
             return DONE

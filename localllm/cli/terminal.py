@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from localllm.cli.machine import unwritable_cache
+
 if TYPE_CHECKING:
     from localllm.info import ModelInfo
 
@@ -53,6 +55,11 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def warn(text: str) -> None:
+    """Prints a warning, in one line."""
+    say(f"localllm: warning: {visible_line(text)}")
+
+
 def is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and not stream.closed and stream.isatty()
 
@@ -95,21 +102,32 @@ class LoadProgress:
         self._enabled = enabled
         self._status = StatusLine(enabled=enabled)
         self._began = time.monotonic()
+        self._kept: bool | None = None  # whether compiled kernels are; None before any is
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage == "weights":
             self._status.show(f"loading weights: {100 * done // max(1, total)} %")
-        elif self._status.live:
-            self._status.show(f"compiling kernels for this processor, which happens once: {done} of {total}")
         elif self._enabled:
             self._compiling(done, total)
 
     def _compiling(self, done: int, total: int) -> None:
-        if done == 0:
+        if self._kept is None:
+            self._kept = self._warn_of_cache()
+        once = ", which happens once" if self._kept else ""
+        if self._status.live:
+            self._status.show(f"compiling kernels for this processor{once}: {done} of {total}")
+        elif done == 0:
             self._began = time.monotonic()
-            say(f"localllm: compiling {total} kernels for this processor, which happens once")
+            say(f"localllm: compiling {total} kernels for this processor{once}")
         elif done == total:
             say(f"localllm: compiled {total} kernels in {time.monotonic() - self._began:.0f} s")
+
+    def _warn_of_cache(self) -> bool:
+        """Says if kernels cannot be kept for the next start; returns whether they can."""
+        if complaint := unwritable_cache():
+            self._status.clear()
+            warn(complaint)
+        return complaint is None
 
     def close(self) -> None:
         self._status.clear()

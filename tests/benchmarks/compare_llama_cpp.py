@@ -4,28 +4,33 @@
     python -m tests.benchmarks.compare_llama_cpp --make llama-1.1b:q4_0,q8_0,q4_k_m --folder /tmp/models
 
 The machine's speed drifts, so each round measures one after the other: what it can read from memory, localllm,
-llama.cpp.  Rates are the best of all rounds, the share of the bandwidth is a median over rounds.  Peak memory is
-that of a process which loads the file and generates.  Needs ``pip install llama-cpp-python`` (it compiles
-llama.cpp, ten minutes on two cores), which only this script uses.
+llama.cpp without and with flash attention.  Rates are the best of all rounds, llama.cpp's the better of its two;
+the share of the bandwidth is a median over rounds.  Peak memory is that of a process which loads the file and
+generates.
+
+The exit code is 1 if logits differ by more than `TOLERANCE`, if greedy texts part where it is no near tie, or if
+memory passes `memory_limit`.  ``--markdown`` prints the README's table.
+
+Needs ``pip install llama-cpp-python`` (it compiles llama.cpp, ten minutes on two cores), which only this script uses.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.metadata
 import json
+import math
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,6 +43,12 @@ from tests.helpers.synthetic import SHAPES, random_gguf
 
 Array = NDArray[np.float32]
 
+#: The largest ‖ours - theirs‖ / ‖theirs‖ of the logits: for weights in floats, and for quantised ones, where both
+#: round activations to eight bits, each in its way.
+FLOAT_TOLERANCE, QUANTISED_TOLERANCE = 2e-3, 2e-2
+#: Two tokens are as good as equally likely if their logits differ by less than so many errors that are tolerated.
+NEAR_TIE = 4.0
+
 
 @dataclass
 class Line:
@@ -48,6 +59,7 @@ class Line:
     test: str
     ours: float
     theirs: float
+    flash_attention: bool  # of theirs
     gb_per_s: float | None = None
     of_bandwidth: float | None = None
 
@@ -55,24 +67,100 @@ class Line:
     def ratio(self) -> float:
         return self.ours / self.theirs
 
+    def cells(self) -> list[str]:
+        """As the table shows them."""
+        traffic = [f"{self.gb_per_s:.1f}", f"{self.of_bandwidth:.0%}"] if self.gb_per_s and self.of_bandwidth else []
+        rates = [f"{self.ours:.1f}", f"{self.theirs:.1f}", f"{self.ratio:.2f}"]
+        return [self.model, str(self.threads), self.test, *rates, *(traffic or ["", ""])]
+
 
 @dataclass
 class Agreement:
-    """How far the outputs agree: logits after the prompt, and greedy ids."""
+    """How far the outputs agree: logits after the prompt, and greedy ids.
+
+    Attributes:
+        relative_error: ‖ours - theirs‖ / ‖theirs‖ of the logits.
+        tolerance: how much of it is fine.
+        top_equal: whether the likeliest token is the same.
+        equal_ids: how many of the first greedy tokens are the same.
+        gap: where they part, the larger difference of the logits of the two tokens, ours and theirs, in units of
+            the error that is tolerated; 0 where they do not.
+    """
 
     model: str
+    threads: int
     relative_error: float
+    tolerance: float
     top_equal: bool
     equal_ids: int
     n_ids: int
+    gap: float
+
+    def line(self) -> str:
+        part = f", parting at a gap of {self.gap:.1f} tolerated errors" if self.gap else ""
+        return (
+            f"logits differ by {self.relative_error:.1e}, top token {'equal' if self.top_equal else 'DIFFERENT'}, "
+            f"first {self.equal_ids} of {self.n_ids} greedy tokens equal{part}"
+        )
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong, in words."""
+        if not self.relative_error <= self.tolerance:  # a NaN is one too
+            yield f"logits differ by {self.relative_error:.1e}, more than {self.tolerance:.0e}"
+        if not self.gap <= NEAR_TIE:
+            yield f"greedy texts part after {self.equal_ids} tokens, at a gap of {self.gap:.1f} tolerated errors"
+
+
+@dataclass
+class Memory:
+    """Bytes: peak resident ones, the KV cache among them, and the file."""
+
+    model: str
+    peak: int
+    cache: int
+    file: int
+
+    def line(self) -> str:
+        times = (self.peak - self.cache) / self.file
+        return f"peak {self.peak / 2**20:,.0f} MiB = {times:.2f} x file + {self.cache / 2**20:,.0f} MiB cache"
+
+    def faults(self) -> Iterator[str]:
+        limit = memory_limit(self.file, self.cache)
+        if self.peak > limit:
+            yield f"memory peaks at {self.peak / 1e6:,.0f} MB, more than {limit / 1e6:,.0f} MB"
+
+
+def memory_limit(file: int, cache: int) -> float:
+    """Bytes that a process may take: 1.2 times the file, the cache, and 200 MB."""
+    return 1.2 * file + cache + 200e6
+
+
+def relative_error(ours: Array, theirs: Array) -> float:
+    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+
+
+def gap(ours: Array, theirs: Array, our_id: int, their_id: int, tolerance: float) -> float:
+    """How far from equally likely two tokens are; see `Agreement`."""
+    tolerated = tolerance * float(np.linalg.norm(theirs)) / math.sqrt(len(theirs))  # of one logit
+    return float(max(ours[our_id] - ours[their_id], theirs[their_id] - theirs[our_id])) / tolerated
 
 
 class LlamaCpp:
-    """llama.cpp through its Python binding, with its default settings."""
+    """llama.cpp through its Python binding, with its default settings but for flash attention."""
 
-    def __init__(self, path: Path, threads: int, context: int) -> None:
+    def __init__(self, path: Path, threads: int, context: int, *, flash_attention: bool) -> None:
+        import llama_cpp
+
+        self.flash_attention = flash_attention
+        self._raw_logits = llama_cpp.llama_get_logits_ith
         self._llama = llama_cpp.Llama(
-            str(path), n_ctx=context, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False
+            str(path),
+            n_ctx=context,
+            n_batch=512,
+            n_threads=threads,
+            n_threads_batch=threads,
+            flash_attn=flash_attention,
+            verbose=False,
         )
 
     def prefill(self, ids: list[int]) -> float:
@@ -94,8 +182,9 @@ class LlamaCpp:
 
     def logits(self) -> Array:
         """After the last token: [n_vocab]."""
-        pointer = llama_cpp.llama_get_logits_ith(self._llama.ctx, -1)
-        return np.ctypeslib.as_array(pointer, shape=(self._llama.n_vocab(),))
+        pointer = self._raw_logits(self._llama.ctx, -1)
+        logits: Array = np.ctypeslib.as_array(pointer, shape=(self._llama.n_vocab(),))
+        return logits
 
     def close(self) -> None:
         self._llama.close()
@@ -113,7 +202,13 @@ class Ours:
         done = self._llm.generate(ids, max_tokens=n + 1, temperature=0.0, ignore_eos=True)
         return done.timings.prefill_s, done.timings.decode_s, list(done.ids)
 
+    @property
+    def tolerance(self) -> float:
+        """How far the logits may be from those of others."""
+        return FLOAT_TOLERANCE if self._llm.info.file_type in ("F32", "F16", "BF16") else QUANTISED_TOLERANCE
+
     def logits(self, ids: list[int]) -> Array:
+        """After the last token: [n_vocab]."""
         return self._llm.logits(ids)[-1]
 
     def close(self) -> None:
@@ -121,13 +216,16 @@ class Ours:
 
 
 @contextmanager
-def both(path: Path, threads: int, context: int) -> Iterator[tuple[Ours, LlamaCpp]]:
-    ours, theirs = Ours(path, threads, context), LlamaCpp(path, threads, context)
+def all_three(path: Path, threads: int, context: int) -> Iterator[tuple[Ours, list[LlamaCpp]]]:
+    """localllm, and llama.cpp without and with flash attention."""
+    ours = Ours(path, threads, context)
+    theirs = [LlamaCpp(path, threads, context, flash_attention=flash) for flash in (False, True)]
     try:
         yield ours, theirs
     finally:
         ours.close()
-        theirs.close()
+        for each in theirs:
+            each.close()
         gc.collect()
 
 
@@ -145,37 +243,68 @@ def compare(path: Path, threads: int, args: argparse.Namespace) -> tuple[list[Li
     rng = np.random.default_rng(0)
     with GGUFFile.open(path) as file:
         n_vocab = file.tensors["token_embd.weight"].shape[0]
-    ids = [1, *rng.integers(300, n_vocab, args.prompt - 1).tolist()]
+    ids = [1, *rng.integers(min(300, n_vocab // 2), n_vocab, args.prompt - 1).tolist()]
     n_bytes = weight_bytes(path)
     read_test = ReadTest(Workers(threads), choose(), 1 << 28)
-    prefills: list[tuple[float, float]] = []
-    decodes: list[tuple[float, float]] = []
+    prefills: list[list[float]] = []  # seconds of ours, and of each of theirs
+    decodes: list[list[float]] = []
     shares = []
-    with both(path, threads, context) as (ours, theirs):
+    with all_three(path, threads, context) as (ours, theirs):
         for round_ in range(args.repetitions + 1):
             bandwidth = read_test.bandwidth()
             prefill, decode, our_ids = ours.measure(ids, args.n)
-            their_prefill = theirs.prefill(ids)
-            their_decode, their_ids = theirs.decode(args.n)
-            if round_ == 0:  # warms both up
+            prefill_row, decode_row = [prefill], [decode]
+            for each in theirs:
+                prefill_row.append(each.prefill(ids))
+                seconds, their_ids = each.decode(args.n)
+                decode_row.append(seconds)
+                if each is theirs[0]:
+                    first_ids = their_ids
+            if round_ == 0:  # warms all up
                 continue
-            prefills.append((prefill, their_prefill))
-            decodes.append((decode, their_decode))
+            prefills.append(prefill_row)
+            decodes.append(decode_row)
             shares.append(n_bytes * args.n / decode / bandwidth)
-        theirs.prefill(ids)
-        a, b = ours.logits(ids), theirs.logits()
-        error = float(np.linalg.norm(a - b) / np.linalg.norm(b))
-        equal = next((i for i, (x, y) in enumerate(zip(our_ids, their_ids, strict=False)) if x != y), args.n)
-        agreement = Agreement(path.stem, error, bool(a.argmax() == b.argmax()), equal, args.n)
-    best = [min(side) for side in zip(*prefills, strict=True)]
-    lines = [Line(path.stem, threads, f"pp{args.prompt}", args.prompt / best[0], args.prompt / best[1])]
-    best = [min(side) for side in zip(*decodes, strict=True)]
-    rate = args.n / best[0]
-    share = statistics.median(shares)
-    lines.append(
-        Line(path.stem, threads, f"tg{args.n}", rate, args.n / best[1], rate * n_bytes / 1e9, share),
-    )
+        agreement = agree(path.stem, threads, ours, theirs[0], ids, our_ids[: args.n], first_ids)
+    rate = args.n / min(row[0] for row in decodes)
+    lines = [
+        _line(path.stem, threads, f"pp{args.prompt}", args.prompt, prefills),
+        _line(path.stem, threads, f"tg{args.n}", args.n, decodes),
+    ]
+    lines[1].gb_per_s, lines[1].of_bandwidth = rate * n_bytes / 1e9, statistics.median(shares)
     return lines, agreement
+
+
+def _line(model: str, threads: int, test: str, n: int, seconds: list[list[float]]) -> Line:
+    """A row of the table from the seconds that n tokens took: in each round ours, and theirs without and with
+    flash attention."""
+    ours, without, with_flash = (n / min(column) for column in zip(*seconds, strict=True))
+    return Line(model, threads, test, ours, max(without, with_flash), with_flash > without)
+
+
+def agree(
+    model: str,
+    threads: int,
+    ours: Ours,
+    theirs: LlamaCpp,
+    prompt: list[int],
+    our_ids: Sequence[int],
+    their_ids: Sequence[int],
+) -> Agreement:
+    """Compares logits after the prompt, and what was greedily generated after it."""
+
+    def logits(ids: list[int]) -> tuple[Array, Array]:
+        theirs.prefill(ids)
+        return ours.logits(ids), theirs.logits().copy()
+
+    a, b = logits(prompt)
+    error, top_equal = relative_error(a, b), bool(a.argmax() == b.argmax())
+    n_equal = next((i for i, (x, y) in enumerate(zip(our_ids, their_ids, strict=True)) if x != y), len(our_ids))
+    parting = 0.0
+    if n_equal < len(our_ids):
+        a, b = logits([*prompt, *our_ids[:n_equal]])
+        parting = gap(a, b, our_ids[n_equal], their_ids[n_equal], ours.tolerance)
+    return Agreement(model, threads, error, ours.tolerance, top_equal, n_equal, len(our_ids), parting)
 
 
 _PEAK = """
@@ -188,15 +317,61 @@ print(int(peak) * 1024, llm.info.placement.kv_cache)
 """
 
 
-def peak_memory(path: Path, context: int, prompt: int) -> tuple[int, int]:
-    """Peak resident bytes of a process that generates (on Linux), and those of its KV cache."""
+def peak_memory(path: Path, context: int, prompt: int) -> Memory:
+    """Measures a process that generates (on Linux)."""
     command = [sys.executable, "-c", _PEAK, str(path), str(context), str(prompt)]
     peak, cache = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    return int(peak), int(cache)
+    return Memory(path.stem, int(peak), int(cache), path.stat().st_size)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+_TITLES = ("model", "threads", "test", "localllm", "llama.cpp", "ratio", "GB/s", "of bandwidth")
+_COLUMNS = "{:24} {:>7} {:>6} {:>9} {:>9} {:>6} {:>6} {:>12}"
+
+
+def markdown(lines: Sequence[Line]) -> str:
+    """The table for the README."""
+    titles = ["model", "threads", "test", "localllm, tok/s", "llama.cpp, tok/s", "ratio", "GB/s", "of the bandwidth"]
+    rows = [titles, ["---"] * len(titles), *(line.cells() for line in lines)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main() -> int:
+    """Runs the command line; returns the exit code."""
+    args = _arguments()
+    print(f"{platform.processor() or platform.machine()}, llama-cpp-python {importlib.metadata.version(_BINDING)}")
+    print(_COLUMNS.format(*_TITLES))
+    speed: list[Line] = []
+    agreements: list[Agreement] = []
+    memory: list[Memory] = []
+    for path in [*args.models, *_made(args)]:
+        for threads in map(int, args.threads.split(",")):
+            lines, agreement = compare(path, threads, args)
+            for line in lines:
+                print(_COLUMNS.format(*line.cells()), flush=True)
+            print(f"{path.stem:24} {agreement.line()}", flush=True)
+            speed += lines
+            agreements.append(agreement)
+        memory.append(peak_memory(path, args.prompt + args.n + 2, args.prompt))
+        print(f"{path.stem:24} {memory[-1].line()}", flush=True)
+    if args.markdown:
+        print(markdown(speed))
+    report: dict[str, Sequence[Line | Agreement | Memory]] = {
+        "speed": speed,
+        "agreement": agreements,
+        "memory": memory,
+    }
+    print(json.dumps({name: [asdict(each) for each in part] for name, part in report.items()}))
+    checked: list[Agreement | Memory] = [*agreements, *memory]
+    faults = [f"{each.model}: {fault}" for each in checked for fault in each.faults()]
+    print(*faults, sep="\n", end="\n" if faults else "", file=sys.stderr)
+    return 1 if faults else 0
+
+
+_BINDING = "llama-cpp-python"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("models", nargs="*", type=Path)
     parser.add_argument("--make", help="SHAPE:FORMAT,FORMAT: random models to write first, where they are missing")
     parser.add_argument("--folder", type=Path, default=Path("models"), help="where --make writes them")
@@ -204,42 +379,19 @@ def main() -> None:
     parser.add_argument("-p", "--prompt", type=int, default=512)
     parser.add_argument("-n", type=int, default=64, help="tokens to decode")
     parser.add_argument("-r", "--repetitions", type=int, default=3)
-    args = parser.parse_args()
-    models: list[Path] = list(args.models)
+    parser.add_argument("--markdown", action="store_true", help="print the table for the README too")
+    return parser.parse_args()
+
+
+def _made(args: argparse.Namespace) -> Iterator[Path]:
+    """The models that ``--make`` asks for."""
     if args.make:
         shape, formats = args.make.split(":")
         args.folder.mkdir(parents=True, exist_ok=True)
         for file_type in formats.split(","):
             path = args.folder / f"{shape}-{file_type}.gguf"
-            models.append(path if path.exists() else random_gguf(path, SHAPES[shape], file_type))
-    print(f"{platform.processor() or platform.machine()}, llama-cpp-python {llama_cpp.__version__}")
-    titles = f"{'localllm':>9} {'llama.cpp':>9} {'ratio':>6} {'GB/s':>6} {'of bw':>6}"
-    print(f"{'model':24} {'thr':>3} {'test':>6} {titles}")
-    report: dict[str, list[Any]] = {"speed": [], "agreement": [], "memory": []}
-    for path in models:
-        for threads in map(int, args.threads.split(",")):
-            lines, agreement = compare(path, threads, args)
-            for line in lines:
-                traffic = f"{line.gb_per_s:6.1f} {line.of_bandwidth:6.0%}" if line.gb_per_s else ""
-                rates = f"{line.ours:9.1f} {line.theirs:9.1f} {line.ratio:6.2f}"
-                print(f"{line.model:24} {line.threads:3} {line.test:>6} {rates} {traffic}", flush=True)
-                report["speed"].append(asdict(line))
-        print(
-            f"{path.stem:24} logits differ by {agreement.relative_error:.1e}, top token "
-            f"{'equal' if agreement.top_equal else 'DIFFERENT'}, first {agreement.equal_ids} of {agreement.n_ids} "
-            "greedy tokens equal"
-        )
-        report["agreement"].append(asdict(agreement))
-        peak, cache = peak_memory(path, args.prompt + args.n + 2, args.prompt)
-        size = path.stat().st_size
-        print(
-            f"{path.stem:24} peak {peak / 2**20:,.0f} MiB = {(peak - cache) / size:.2f} x file + "
-            f"{cache / 2**20:,.0f} MiB cache",
-            flush=True,
-        )
-        report["memory"].append({"model": path.stem, "peak": peak, "cache": cache, "file": size})
-    print(json.dumps(report))
+            yield path if path.exists() else random_gguf(path, SHAPES[shape], file_type)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -67,6 +67,9 @@ class FakeOps:
         self.cache = FakeCache(n_pages)
         return self.cache
 
+    def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
+        return 4 * n_pages * PAGE_SIZE
+
     def compile(self, forward: Callable[[], Any], cache: FakeCache, *, max_tokens: int, max_outputs: int) -> Step:
         own = np.empty((max_outputs, N_VOCAB), np.float32)  # reused, as a backend may
 

@@ -52,13 +52,15 @@ def check(code: list[str]) -> None:
 
 @pytest.mark.parametrize("type", FORMATS, ids=lambda t: t.name)
 def test_integers_are_multiplied_by_dot_products(type: KernelType) -> None:
-    tile = TILES[type]
-    code = instructions(variant(multiply_one_tile, NEON, ADD_TILE=tile.add, **dict(tile.constants)), LINUX)
+    tile, layout = TILES[type], LAYOUTS[type]
+    constants = {"ADD_TILE": tile.add, "TILE_BYTES": layout.tile_bytes, **dict(tile.constants)}
+    code = instructions(variant(multiply_one_tile, NEON, **constants), LINUX)
     check(code)
     dots = sum(i.startswith(("sdot", "udot")) for i in code)
     # For each 32 columns of 16 rows, 8 vectors of 64 bytes, 4 of 16 bytes each; loops repeat some of them.
     repeats = {GGMLType.Q2_K: 4, GGMLType.Q3_K: 4, GGMLType.Q4_K: 4, GGMLType.Q5_K: 4, GGMLType.Q6_K: 2}
-    assert dots >= LAYOUTS[type].columns // 32 * 32 // repeats.get(type, 1)
+    assert dots >= layout.columns // 32 * 32 // repeats.get(type, 1)
+    assert any(i.startswith("prfm") for i in code)  # it reads ahead
     if type is GGMLType.IQ4_NL or type in LUT_TYPES:
         assert any(i.startswith("tbl") for i in code)
 
@@ -79,7 +81,8 @@ def test_floats_are_multiplied_by_fused_multiply_adds() -> None:
 
 
 def test_attention() -> None:
-    code = instructions(variant(attention.attention, NEON, HEAD=16, PAGE=PAGE, CHUNK=1), LINUX)
+    constants = {"HEAD": 16, "PAGE": PAGE, "STATE": 64 + attention.MARGIN, "CHUNK": 1}
+    code = instructions(variant(attention.attention, NEON, **constants), LINUX)
     check(code)
     assert any(i.startswith("fmla") for i in code)
 

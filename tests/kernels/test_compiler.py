@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import math
 import os
 import shutil
@@ -10,6 +11,8 @@ import struct
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,15 @@ import pytest
 
 import localllm
 from localllm.errors import KernelError
-from localllm.kernels.cpu import elementwise, matmul
-from localllm.kernels.cpu.compiler import Variant, addresses, assembly, cache_root, kernel, variant
+from localllm.kernels.cpu.compiler import (
+    Variant,
+    addresses,
+    assembly,
+    cache_is_writable,
+    cache_root,
+    kernel,
+    variant,
+)
 from localllm.kernels.cpu.simd import (
     dot32_s8,
     dot32_u4,
@@ -281,6 +291,104 @@ def test_a_change_of_the_source_is_a_cache_of_its_own(probe: Probe) -> None:
     assert before in set(probe.cache.iterdir())
 
 
+def test_progress_may_do_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called with no lock held: others compile meanwhile, and it may itself."""
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
+    first, second, third = (variant(scale_and_add, choose(), N=n) for n in (20, 21, 22))
+    found: list[Variant] = []
+
+    def progress(done: int, total: int) -> None:
+        if not found:
+            other = threading.Thread(target=lambda: found.extend(addresses([second, third])), daemon=True)
+            other.start()
+            other.join(30)
+            found.extend(addresses([third]))
+
+    assert addresses([first, second], progress).keys() == {first, second}
+    assert found == [second, third, third]
+
+
+def test_progress_that_raises_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where the cache cannot be written."""
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "file"))
+    kernels = [variant(scale_and_add, choose(), N=n) for n in (30, 31, 32)]
+    told: list[tuple[int, int]] = []
+
+    def stop(done: int, total: int) -> None:
+        told.append((done, total))
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        addresses(kernels, stop)
+    addresses(kernels, lambda done, total: told.append((done, total)))
+    assert told == [(0, 3), (1, 3), (2, 3), (0, 1), (1, 1)]
+    x = np.ones(3, np.float32)
+    call(kernels[1], x.ctypes.data, x.ctypes.data, 2.0, 1.0, end=3)
+    np.testing.assert_array_equal(x, 2 + 31)
+
+
+def test_whether_the_cache_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("no folder")
+    for place, writable in (("new/cache", True), ("file", False), ("file/cache", False)):
+        monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / place))
+        assert cache_is_writable() is writable
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("XDG_CACHE_HOME", "LOCALLLM_CACHE", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cache_root() is None
+    assert not cache_is_writable()
+    x = np.ones(3, np.float32)
+    call(variant(scale_and_add, choose(), N=40), x.ctypes.data, x.ctypes.data, 2.0, 1.0, end=3)
+    np.testing.assert_array_equal(x, 42)
+
+
+def test_what_was_not_used_for_a_month_is_removed(probe: Probe) -> None:
+    """And nothing else."""
+    now = time.time()
+    ages = {
+        "0123456789abcdef": 31,
+        "fedcba9876543210": 29,
+        "0000000000000000": 31,
+        "notes": 99,
+        "0123456789ABCDEF": 99,
+    }
+    for name, days in ages.items():
+        folder = probe.cache / name
+        folder.mkdir(parents=True)
+        for file in ("kernel-avx2-1.o", "tmpabc"):
+            (folder / file).write_text("old")
+        if name == "0000000000000000":
+            (folder / "diary.txt").write_text("mine")
+        os.utime(folder, (now - 86400 * days,) * 2)
+    (probe.cache / "1111111111111111").write_text("a file")
+    probe.run()
+    left = {path.name for path in probe.cache.iterdir()}
+    (own,) = left - {*ages, "1111111111111111"}
+    assert left == {own, "fedcba9876543210", "0000000000000000", "notes", "0123456789ABCDEF", "1111111111111111"}
+    assert [path.name for path in (probe.cache / "0000000000000000").iterdir()] == ["diary.txt"]
+    assert len(list((probe.cache / "notes").iterdir())) == 2
+    # What is used stays, even if nothing is ever written to it again.
+    os.utime(probe.cache / own, (now - 86400 * 31,) * 2)
+    assert probe.run() == ([1], [], False)
+    assert (probe.cache / own).stat().st_mtime > now - 86400
+
+
+def test_a_cache_that_vanishes_costs_only_time(probe: Probe) -> None:
+    process = probe.start(count=6)
+    while process.poll() is None:
+        shutil.rmtree(probe.cache, ignore_errors=True)
+        time.sleep(0.001)
+    assert probe.finish(process)[0] == [1, 11, 21, 31, 41, 51]
+
+
 @pytest.mark.parametrize(
     ("platform", "variables", "expected"),
     [
@@ -304,12 +412,38 @@ def test_where_the_cache_is(
     assert cache_root() == Path(expected)
 
 
-def test_kernels_of_the_package_have_names_of_their_own() -> None:
-    """Machine code is found by name."""
-    from localllm.kernels.cpu import attention, program, roofline
-    from localllm.kernels.cpu.compiler import Kernel
+TWIN = """
+from localllm.kernels.cpu.compiler import kernel
+from localllm.kernels.cpu.simd import load_i64, store_atomic
+from localllm.kernels.cpu.templates import device
 
-    modules = (attention, elementwise, matmul, program, roofline)
-    kernels = {id(k): k for m in modules for k in vars(m).values() if isinstance(k, Kernel)}
-    names = [k.name for k in kernels.values()]
-    assert len(names) == len(set(names)) > 8
+@device
+def change(x):
+    return x {change}
+
+@kernel
+def twin(begin, end, x):
+    store_atomic(x, change(load_i64(x)))
+
+@kernel
+def caller(begin, end, x):
+    store_atomic(x, CHANGE(load_i64(x)))
+"""
+
+
+def test_kernels_of_the_same_name_in_different_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the name is that of a constant: machine code is found by both."""
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, change in (("twin_plus", "+ 7"), ("twin_times", "* 100")):
+        (tmp_path / f"{name}.py").write_text(TWIN.format(change=change))
+    plus, times = importlib.import_module("twin_plus"), importlib.import_module("twin_times")
+    number = np.ones(1, np.int64)
+    for module, expected in ((plus, 8), (times, 800), (plus, 807)):
+        call(variant(module.twin, choose()), number.ctypes.data, end=1)
+        assert number[0] == expected
+    number[0] = 1
+    for module, expected in ((plus, 8), (times, 800), (plus, 807)):
+        call(variant(plus.caller, choose(), CHANGE=module.change), number.ctypes.data, end=1)
+        assert number[0] == expected
+    assert len(list((tmp_path / "cache").rglob("*.o"))) == 4

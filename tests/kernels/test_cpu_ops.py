@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from localllm.errors import KernelError
+from localllm.errors import DeviceError, KernelError, UsageError
+from localllm.kernels.cpu import host
 from localllm.kernels.cpu import ops as cpu_ops
-from localllm.kernels.cpu.ops import CPUOps, default_threads
+from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cpu.target import available
-from localllm.kernels.ops import CacheShape
+from localllm.kernels.ops import CacheShape, Rope
+from localllm.kernels.reference import ReferenceOps
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import f32, one_sequence, run
 
@@ -90,6 +92,68 @@ def test_matrices_and_tensors_must_fit(ops: CPUOps) -> None:
         run(ops, lambda: ops.linear(ops.embed(inputs), linear, residual=ops.embed(inputs)), one_sequence(1))
 
 
+def test_a_tensor_or_weight_of_another_width_is_refused(ops: CPUOps) -> None:
+    """Kernels do not check: each of these would read or write something else's memory."""
+    cache = ops.new_cache(CacheShape(n_layers=2, n_kv_heads=2, head_dim=8), 1)
+    rope = Rope(np.ones(5, np.float32), interleaved=False)
+    vector, square = ops.load_vector(f32(random(40))), ops.load_linear(f32(random(48, 48)))
+    table = {width: ops.load_embedding(f32(random(4, width))) for width in (8, 16, 24, 32, 40, 48)}
+
+    def x(width: int) -> Any:
+        return ops.embed(table[width])
+
+    def few(width: int) -> Any:
+        return ops.outputs(x(width))
+
+    def append(q: int = 32, k: int = 16, v: int = 16, layer: int = 0, **more: Any) -> Any:
+        return ops.rope_append(x(q), x(k), x(v), more.pop("rope", None), layer, **more)
+
+    foreign: list[Any] = []
+    run(ops, lambda: foreign.append(few(48)) or foreign[0], one_sequence(1))
+    refused: list[tuple[str, Callable[[], Any]]] = [
+        ("norm of 40 weights .* 48 values", lambda: ops.rms_norm(x(48), vector, 1e-6)),
+        ("norm of 40 weights .* 32 values", lambda: ops.rms_norm(x(32), vector, 1e-6)),
+        ("gate of 48 values .* 40 values", lambda: ops.gated(x(48), x(40), "silu")),
+        ("each output where one for each token", lambda: ops.gated(x(48), few(48), "silu")),
+        ("48, 48. cannot turn 40 values into 48", lambda: ops.linear(x(40), square)),
+        ("48, 48. cannot turn 40 values into 48", lambda: ops.linears(x(40), [square])[0]),
+        ("48, 48. cannot turn 48 values into 40", lambda: ops.linear(x(48), square, residual=x(40))),
+        ("each output where one for each token", lambda: ops.linear(x(48), square, residual=few(48))),
+        ("each output where one for each token", lambda: ops.outputs(few(48))),
+        ("each token where one for each output", lambda: x(48)),
+        ("its own forward pass", lambda: ops.outputs(foreign[0])),
+        ("its own forward pass", lambda: ops.linear(x(48), square, residual=foreign[0])),
+        ("its own forward pass", lambda: None),
+        ("40 values of queries .* 2 heads of 8", lambda: append(q=40)),
+        ("8 values of keys", lambda: append(k=8)),
+        ("32 values of values", lambda: append(v=32)),
+        ("no layer 2 .* 2 layers", lambda: append(layer=2)),
+        ("no layer -1 ", lambda: append(layer=-1)),
+        ("5 pairs .* heads of 8", lambda: append(rope=rope)),
+        ("norm of 40 weights .* heads of 8", lambda: append(q_norm=vector)),
+        ("norm of 40 weights .* heads of 8", lambda: append(k_norm=vector)),
+        ("24 values of queries .* 2 heads of 8", lambda: ops.attention(x(24), 0, scale=1.0)),
+        ("8 values of queries", lambda: ops.attention(x(8), 0, scale=1.0)),
+        ("no layer 2 ", lambda: ops.attention(x(32), 2, scale=1.0)),
+        ("each output where one for each token", lambda: ops.attention(few(32), 0, scale=1.0)),
+    ]
+    for message, forward in refused:
+        with pytest.raises(KernelError, match=message):
+            ops.compile(forward, cache, max_tokens=2, max_outputs=1)
+
+
+def test_weights_of_other_shapes_and_backends_are_refused(ops: CPUOps) -> None:
+    table = ops.load_embedding(f32(random(4, 32)))
+    foreign = ReferenceOps().load_linear(f32(random(32, 32)))
+    with pytest.raises(KernelError, match=r"matrix \[16, 32\] cannot have a bias \[15\]"):
+        ops.load_linear(f32(random(16, 32)), f32(random(15)))
+    for forward in (lambda: ops.linear(ops.embed(table), foreign), lambda: ops.linears(ops.embed(table), [foreign])):
+        with pytest.raises(KernelError, match="cannot use a ReferenceLinear"):
+            run(ops, forward, one_sequence(1))
+    with pytest.raises(KernelError, match=r"not the shape \[32\]"):
+        run(ops, lambda: ops.embed(f32(random(32))), one_sequence(1))
+
+
 def test_layers_with_unlike_groups_are_refused(ops: CPUOps) -> None:
     wide, narrow = ops.load_embedding(f32(random(4, 64))), ops.load_embedding(f32(random(4, 32)))
 
@@ -114,6 +178,20 @@ def test_what_a_step_needs_lives_as_long_as_the_step(ops: CPUOps) -> None:
     normed = x / np.sqrt(np.square(x.astype(float)).mean(axis=1, keepdims=True)) * weight
     np.testing.assert_allclose(step(one_sequence(3)), normed @ matrix.T + weight, rtol=1e-4, atol=1e-4)
     assert len(trash) == 50
+
+
+def test_a_lookup_after_other_operations_keeps_its_rows(ops: CPUOps) -> None:
+    """Rows are looked up before the program runs: what the program writes must lie elsewhere."""
+    first, second = random(8, 64), random(8, 64)
+    tables, linear = [ops.load_embedding(f32(x)) for x in (first, second)], ops.load_linear(f32(np.eye(64)))
+
+    def forward() -> Any:
+        # Buffers that are free again by the time of the second lookup, and are written when the program runs.
+        scratch = ops.linear(ops.rms_norm(ops.embed(tables[0]), ops.load_vector(f32(np.ones(64))), 0.0), linear)
+        del scratch
+        return ops.outputs(ops.embed(tables[1]))
+
+    np.testing.assert_array_equal(run(ops, forward, one_sequence(8)), second)
 
 
 def test_a_deep_pass_takes_no_more_memory_than_a_shallow_one(ops: CPUOps, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,5 +266,20 @@ def test_results_do_not_depend_on_the_number_of_threads(ops: CPUOps, threads: in
     own.workers.close()
 
 
-def test_by_default_there_is_a_thread_for_each_core() -> None:
-    assert 1 <= default_threads() <= (os.cpu_count() or 1)
+@pytest.mark.parametrize("threads", [0, host.most_threads() + 1, 200_000])
+def test_a_number_of_threads_out_of_range_is_refused(threads: int) -> None:
+    with pytest.raises(UsageError, match=rf"threads={threads:,} .* 1 to {host.most_threads()}, "):
+        CPUOps(threads=threads)
+
+
+def test_threads_that_cannot_be_started_are_said_while_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    own = CPUOps(threads=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(DeviceError, match="none of 4 threads could be started"):
+            own.load_linear(f32(random(600, 32)))
+    assert own.load_linear(f32(random(600, 32))).n_out == 600
+    own.workers.close()

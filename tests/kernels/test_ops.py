@@ -18,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
+from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.ops import CacheShape, KVCache, Ops, Rope
 from localllm.quant.types import GGMLType
 from tests.helpers.backends import BACKENDS, Backend
@@ -369,6 +370,18 @@ def test_attention_with_groups_of_any_size(ops: Ops, group_size: int, n_groups: 
     assert_close(talk.run((0, 0, 67)), talk.expected(0, 0, 67))
 
 
+@pytest.mark.parametrize("window", [None, 700])
+def test_many_threads_share_a_long_cache(window: int | None) -> None:
+    """Spans of it are summed up apart, which changes no bit."""
+    outputs = []
+    for threads in (1, 8):
+        talk = Conversation(CPUOps(threads=threads), [1300, 40], 4, 2, 16, window=window)
+        talk.run((0, 0, 1299), (1, 0, 39))
+        outputs.append(talk.run((0, 1299, 1300), (1, 39, 40)))
+        assert_close(outputs[-1], np.concatenate([talk.expected(0, 1299, 1300), talk.expected(1, 39, 40)]))
+    np.testing.assert_array_equal(*outputs)
+
+
 @pytest.mark.parametrize("window", [None, 1, 2, 16, 63, 64, 65, 100, 1000])
 def test_a_window_over_pages(backend: Backend, ops: Ops, window: int | None) -> None:
     """Prefill of a prompt over three pages of 64, then one token more."""
@@ -498,8 +511,12 @@ def test_another_backends_cache_is_refused(ops: Ops) -> None:
         ops.compile(lambda: None, OtherCache(), max_tokens=1, max_outputs=1)
 
 
-def test_a_cache_says_its_size(ops: Ops) -> None:
-    shape = CacheShape(3, 2, 64)
+@pytest.mark.parametrize(("head_dim", "most"), [(64, 1.0), (8, 2.0), (40, 1.2)])
+def test_a_cache_takes_the_bytes_that_were_foretold(ops: Ops, head_dim: int, most: float) -> None:
+    """A backend may pad heads, to the ``most`` of their size."""
+    shape = CacheShape(3, 2, head_dim)
     kv = ops.new_cache(shape, 5)
     assert (kv.n_pages, kv.page_size) == (5, ops.page_size)
-    assert kv.n_bytes == 5 * ops.page_size * shape.bytes_per_token()
+    assert kv.n_bytes == ops.cache_bytes(shape, 5)
+    plain = 5 * ops.page_size * shape.bytes_per_token()
+    assert plain <= kv.n_bytes <= most * plain

@@ -242,9 +242,12 @@ def test_outputs_are_the_wanted_rows_in_their_order() -> None:
     np.testing.assert_array_equal(out, x[[4, 0]])
 
 
-def test_a_cache_takes_the_bytes_that_its_shape_says() -> None:
-    cache = ReferenceOps().new_cache(SHAPE, 7)
-    assert cache.n_bytes == SHAPE.bytes_per_token() * 7 * cache.page_size
+@pytest.mark.parametrize("kind", [np.float16, np.float32])
+def test_a_cache_takes_the_bytes_that_its_shape_says(kind: type) -> None:
+    ops = ReferenceOps(kind)
+    cache = ops.new_cache(SHAPE, 7)
+    assert cache.n_bytes == ops.cache_bytes(SHAPE, 7)
+    assert cache.n_bytes == SHAPE.bytes_per_token() * 7 * cache.page_size * np.dtype(kind).itemsize // 2
     assert (cache.n_pages, cache.page_size) == (7, ReferenceOps.page_size)
 
 

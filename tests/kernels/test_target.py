@@ -9,13 +9,6 @@ from localllm.kernels.cpu import target as module
 from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cpu.target import ISA_VARIABLE, TARGETS, available, choose
 
-NEOVERSE = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs"
-CORTEX_A72 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid"
-
-
-def cpuinfo(*cores: str) -> str:
-    return "\n".join(f"processor\t: {i}\nBogoMIPS\t: 243.75\nFeatures\t: {f}\n" for i, f in enumerate(cores))
-
 
 @pytest.fixture(autouse=True)
 def _no_choice_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,22 +49,9 @@ def test_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         choose()
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (cpuinfo(NEOVERSE), {"neon", "dotprod"}),
-        (cpuinfo(CORTEX_A72), {"neon"}),
-        (cpuinfo(CORTEX_A72, CORTEX_A72, NEOVERSE), {"neon"}),  # any thread may run on any core
-        ("", set()),
-    ],
-)
-def test_features_of_arm_processors_on_linux(text: str, expected: set[str]) -> None:
-    assert module._arm_linux_features(text) == expected
-
-
 def test_an_apple_processor_has_the_dot_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.llvm, "get_process_triple", lambda: "arm64-apple-darwin23.1.0")
-    monkeypatch.setattr(module.sys, "platform", "darwin")
+    monkeypatch.setattr(module.host.sys, "platform", "darwin")
     assert [t.name for t in available.__wrapped__()] == ["neon", "generic"]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from localllm import placement
 from localllm.errors import NotEnoughMemoryError
-from localllm.kernels.ops import Weight
+from localllm.kernels.ops import CacheShape, Weight
 from localllm.models.config import ModelConfig, read_config
 from localllm.models.weights import LoadedWeight
 from localllm.placement import DEFAULT_CONTEXT, LEAST_CONTEXT, OVERHEAD_BYTES, Placement, available_memory, plan
@@ -78,6 +78,7 @@ def place(available: int = 1 << 50, *, tied: bool = False, config: ModelConfig =
         config,
         tensors(tied=tied),
         lambda tensor: tensor.data.nbytes,
+        lambda shape, n_pages: n_pages * 16 * shape.bytes_per_token(),
         available=available,
         device="cpu",
         page_size=16,
@@ -126,6 +127,20 @@ def test_formats_by_group(tied: bool) -> None:
 
 def test_parallel_sequences_take_a_cache_each() -> None:
     assert place(context=512, parallel=3).kv_cache == 3 * 512 * TOKEN_BYTES
+
+
+def test_the_cache_takes_what_the_backend_says() -> None:
+    """Backends may pad heads, or keep other types."""
+    asked: list[tuple[CacheShape, int]] = []
+
+    def cache_bytes(shape: CacheShape, n_pages: int) -> int:
+        asked.append((shape, n_pages))
+        return 12345 * n_pages
+
+    room = {"available": 1 << 50, "context": 1000, "parallel": 2}
+    placed = plan(CONFIG, tensors(), lambda tensor: 0, cache_bytes, device="cpu", page_size=16, **room)
+    assert asked == [(CacheShape(LAYERS, 4, 64), 2 * 63)]
+    assert placed.kv_cache == 12345 * 2 * 63
 
 
 def test_scratch_holds_a_step_of_512_tokens() -> None:

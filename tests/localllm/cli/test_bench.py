@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,18 @@ import pytest
 import localllm
 from localllm import LLM
 from localllm.cli import bench
-from localllm.cli.bench import Measurement, Test, Work, make_tests
+from localllm.cli.bench import Measurement, Test, Work, make_tests, products
 from localllm.quant.types import GGMLType
 from tests.helpers.command_line import Outcome, run_main
 from tests.helpers.tiny_models import tiny_gguf
 
 Bench = Callable[..., Outcome]
+
+
+@pytest.fixture(autouse=True)
+def a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else runs beside the tests."""
+    monkeypatch.setattr(bench, "disturbance", lambda other_cpus, scatter: None)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +71,13 @@ def test_the_json_line_comes_last(run: Bench, path: Path) -> None:
         assert len(result["repetitions"]) == 2
         assert min(result["repetitions"]) > 0
         assert result["ceiling"] is result["share"] is None
+
+
+def test_the_file_may_be_a_word_of_its_own(capfdbinary: pytest.CaptureFixture[bytes], path: Path) -> None:
+    flags = ("--device", "reference", "-p", "4", "-n", "0", "-r", "1", "--json")
+    for arguments in (("bench", path, *flags), ("bench", *flags, path)):
+        outcome = run_main(capfdbinary, *arguments)
+        assert json.loads(outcome.out.splitlines()[-1])["model"] == str(path)
 
 
 def test_ceilings_on_the_processor(run: Bench) -> None:
@@ -136,6 +150,28 @@ def test_weights_in_floats_are_float_products(tmp_path: Path) -> None:
     assert work.head_products[1] == 300 * 64
 
 
+def test_what_counts_is_the_format_that_kernels_read() -> None:
+    """An IQ4_XS matrix is read as IQ4_NL, whose products are of bytes."""
+
+    def matrix(type: GGMLType, *shape: int) -> Any:
+        return SimpleNamespace(type=type, shape=shape)
+
+    given = [matrix(GGMLType.IQ4_XS, 2, 256), matrix(GGMLType.Q4_0, 3, 32), matrix(GGMLType.F16, 5, 7)]
+    assert products(given) == (512 + 96, 35)
+
+
+def test_a_busy_machine_is_told(
+    capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, path: Path
+) -> None:
+    seen: list[tuple[float, float]] = []
+    monkeypatch.setattr(bench, "disturbance", lambda *given: seen.append(given) or "too much noise")
+    flags = ("--device", "reference", "-p", "4", "-n", "0", "-r", "1", "--json")
+    outcome = run_main(capfdbinary, "bench", path, *flags)
+    assert outcome.err == "localllm: warning: too much noise\n"
+    assert json.loads(outcome.out.splitlines()[-1])["other_cpus"] == seen[0][0]
+    assert seen[0][1] == 1
+
+
 def test_what_a_test_costs() -> None:
     work = Work(weight_bytes=1000, kv_bytes=10, layer_products=(100, 20), head_products=(7, 0), attention_products=4)
     # At depth 5, the two tokens see 6 and 7 tokens.
@@ -148,4 +184,5 @@ def test_what_a_test_costs() -> None:
 def test_a_share_compares_each_repetition_with_its_own_ceiling() -> None:
     measurement = Measurement(Test("tg", 8, 0), 2, "B/s", (1.0, 2.0, 4.0), (10.0, 20.0, 40.0), (20.0, 100.0, 100.0))
     assert measurement.share == 0.4
+    assert measurement.scatter == 5
     assert re.split(r"\s{2,}", measurement.line()) == ["tg8", "2", "2.00 ± 1.53", "20 B/s", "100 B/s", "40%"]

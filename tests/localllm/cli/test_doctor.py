@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from localllm.cli import doctor
-from localllm.cli.doctor import EXTRAS, PACKAGES, Finding, cpu_quota, findings, nvidia_gpus
+from localllm.cli.doctor import EXTRAS, PACKAGES, Finding, findings, nvidia_gpus
 from localllm.kernels.cpu.target import available
 from tests.helpers.command_line import Outcome, run_main
 from tests.helpers.data import ROOT
@@ -99,12 +98,26 @@ def test_a_missing_package(run: Doctor, monkeypatch: pytest.MonkeyPatch) -> None
     assert outcome.out.splitlines()[-1] == "localllm cannot run here: 2 of these are broken (x)"
 
 
-def test_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+def extras(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(doctor, "_version", {"torch": "2.13"}.get)
-    found_extras = {f.name: f.value for f in findings() if f.group == "extras"}
-    assert "without cupy-cuda13x" in found_extras["cuda13"]
-    assert "-m pip install 'localllm[cuda13]'" in found_extras["cuda13"]
-    assert found_extras["reference"].startswith("torch 2.13, without transformers")
+    return {f.name: f.value for f in doctor._extras()}
+
+
+def test_extras_of_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = extras(monkeypatch)
+    assert found["cuda13"] == "without cupy-cuda13x (this version uses none)"
+    assert found["reference"].startswith(f"torch 2.13, without transformers (optional: in {ROOT}, python")
+    assert found["reference"].endswith("-m pip install -e '.[reference]')")
+
+
+def test_extras_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is installed has no source beside it, but perhaps another project's."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "another"\n')
+    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "localllm" / "cli" / "doctor.py"))
+    found = extras(monkeypatch)
+    assert found["reference"].endswith("-m pip install transformers)")
+    assert found["dev"].endswith("-m pip install pytest hypothesis mypy ruff)")
+    assert doctor._reinstall() == "install localllm again"
 
 
 def test_a_forced_instruction_set(run: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +151,13 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert cache.advice is not None
     assert "LOCALLLM_CACHE" in cache.advice
     assert not cache.broken
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.kernels.cpu.compiler.cache_root", lambda: None)
+    cache = found("cache")
+    assert cache.value.endswith("which cannot be written: kernels are compiled anew in every process")
+    assert found("cache size").value == "0 B"
 
 
 def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -181,34 +201,16 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found("memory", "memory")
 
 
-@pytest.mark.parametrize(
-    ("version_2", "quota", "period", "cores"),
-    [
-        ("150000 100000", "", "", 1.5),
-        ("max 100000", "", "", None),
-        ("", "50000", "100000", 0.5),
-        ("", "-1", "100000", None),
-        ("", "", "", None),
-    ],
-)
-def test_cpu_quotas(
-    monkeypatch: pytest.MonkeyPatch, version_2: str, quota: str, period: str, cores: float | None
-) -> None:
-    files = {"cpu.max": version_2, "cpu.cfs_quota_us": quota, "cpu.cfs_period_us": period}
-    monkeypatch.setattr(doctor, "_text", lambda path: files[path.name])
-    assert cpu_quota() == cores
-
-
-def test_a_quota_below_the_threads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "cpu_quota", lambda: 0.5)
-    threads = found("default threads")
-    assert threads.advice is not None
-    assert threads.advice.endswith("the time of 0.5 cores only: give -t 1")
+def test_a_quota_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "cpu_quota", lambda: 1.5)
+    assert found("default threads").value.endswith("the time of 1.5 processors)")
+    monkeypatch.setattr(doctor, "cpu_quota", lambda: None)
+    assert found("default threads").value.isdigit()
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     listing = "NVIDIA H100 80GB HBM3, 555.42, 81559 MiB\nNVIDIA H100 80GB HBM3, 555.42, 81559 MiB\nFailed: x"
-    monkeypatch.setattr(doctor, "_output", lambda *command: listing if command[0] == "nvidia-smi" else "")
+    monkeypatch.setattr(doctor, "program_output", lambda *command: listing if command[0] == "nvidia-smi" else "")
     assert nvidia_gpus() == listing.splitlines()[:2]
     gpus = [f for f in findings() if f.group == "GPUs"]
     assert [f.value for f in gpus] == listing.splitlines()[:2]
@@ -221,10 +223,3 @@ def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found("NVIDIA driver").value == "there, but nvidia-smi lists no GPU"
     monkeypatch.setattr(doctor, "has_nvidia_driver", lambda: False)
     assert found("NVIDIA GPU").value.startswith("none found")
-
-
-def test_programs_that_fail_print_nothing() -> None:
-    assert doctor._output("no-such-program-anywhere") == ""
-    python = Path(sys.executable)
-    assert doctor._output(str(python), "-c", "print('fine')") == "fine"
-    assert doctor._output(str(python), "-c", "print('no'); raise SystemExit(3)") == ""

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -19,7 +18,18 @@ import pytest
 
 import localllm
 from localllm import LLM
-from tests.helpers.command_line import Outcome, command, environment, run_main, run_process
+from localllm.cli.generate import formats_line
+from tests.helpers.command_line import (
+    LIMIT,
+    Outcome,
+    environment,
+    on_terminal,
+    read_all,
+    run_main,
+    run_on_terminal,
+    run_process,
+    running,
+)
 from tests.helpers.data import ROOT, shared_data
 from tests.helpers.tiny_models import config, random_weights, write_gguf
 
@@ -85,6 +95,14 @@ def test_greedy_from_bos_gives_the_expected_text() -> None:
     assert (outcome.code, outcome.out) == (0, expected)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_only_a_terminal_gets_a_last_line_end(plain: Path) -> None:
+    arguments = ["generate", "-q", "-m", plain, "--device", "reference", "-p", "a", "-n", "2", "--temp", "0"]
+    arguments += ["-l", f"{FIRST_BYTE + ord('z')}+1000"]
+    assert run_process(arguments).out == "zz"
+    assert run_on_terminal(arguments) == (0, "zz\r\n")
+
+
 def test_the_kernels_give_the_same_text(generate: Generate, plain: Path) -> None:
     reference = generate("-p", "the cat", "--temp", "0", "-q")
     kernels = generate("-p", "the cat", "--temp", "0", "--device", "cpu", "-t", "1", "-q")
@@ -99,7 +117,9 @@ def test_a_warm_start_does_without_numba_and_jinja2(generate: Generate, plain: P
     generate(*arguments)  # compiles the kernels, if need be
     command = [str(part) for part in ("generate", "-m", plain, "-n", 2, *arguments)]
     code = f"import sys\nfrom localllm.cli.main import main\nmain({command})\nprint(*sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=LIMIT
+    )
     loaded = set(done.stderr.split())
     assert "localllm.kernels.cpu.ops" in loaded
     assert not loaded & {"numba", "jinja2", "rich", "gguf", "torch"}
@@ -236,19 +256,12 @@ def test_a_process_without_stdin(generate: Generate, monkeypatch: pytest.MonkeyP
 @pytest.mark.skipif(sys.platform == "win32", reason="select knows no pipes on Windows")
 def test_waiting_for_stdin_is_said(plain: Path) -> None:
     arguments = ["generate", "-m", plain, "--device", "reference", "--temp", "0", "-n", "3"]
-    process = subprocess.Popen(
-        command(*arguments),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=ROOT,
-        env=environment(),
-    )
-    assert process.stderr is not None
-    assert process.stderr.readline() == (
-        b"localllm: reading the prompt from standard input; -p gives it on the command line\n"
-    )
-    out, _ = process.communicate(b"the\n")
+    with running(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == (
+            b"localllm: reading the prompt from standard input; -p gives it on the command line\n"
+        )
+        out, _ = process.communicate(b"the\n")
     assert out.decode() == run_process([*arguments, "-p", "the"]).out
 
 
@@ -332,6 +345,21 @@ def test_what_is_said_beside_the_text(generate: Generate, plain: Path) -> None:
     assert {"file", "embedding", "layers 0-2", "output", "in all", "prefill", "first token", "decode"} <= named
 
 
+def test_formats_of_weights() -> None:
+    formats = [("Q4_K", "Q4_K", 520_000_000), ("IQ2_XS", "LUT_IQ2_16", 12_300_000)]
+    assert formats_line(formats) == "Q4_K 520 MB, IQ2_XS read as LUT_IQ2_16 12.3 MB"
+
+
+def test_more_threads_than_processors(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.kernels.cpu.host.usable_cpus", lambda: 2)
+    flags = ("-p", "the", "-n", 1, "--device", "reference", "-t")
+    assert generate(*flags, 2).err.splitlines()[0].startswith("plain.gguf")
+    assert generate(*flags, 3).err.splitlines()[0] == (
+        "localllm: warning: -t 3 is more than the 2 processors here: they wait for each other, slowly"
+    )
+    assert generate(*flags, 3, "-q").err == ""
+
+
 def test_the_output_is_utf8_whatever_the_locale(plain: Path) -> None:
     biases = [part for byte in "€".encode() for part in ("-l", f"{FIRST_BYTE + byte}+50")]
     flags = ["-q", "-m", plain, "--device", "reference", "-p", "a", "-n", "30", "--temp", "2", "-s", "1"]
@@ -357,32 +385,15 @@ def test_control_characters_pass_through_a_pipe(plain: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_control_characters_are_shown_on_a_terminal(plain: Path) -> None:
-    assert on_terminal(escape_arguments(plain)) == (0, "\\x1b\\x1b\\x1b\r\n")
+    assert run_on_terminal(escape_arguments(plain)) == (0, "\\x1b\\x1b\\x1b\r\n")
 
 
-def on_terminal(arguments: list[object]) -> tuple[int, str]:
-    """Runs a command with a terminal as stdin, stdout and stderr; exit code, and what was on the screen."""
-    master, slave = os.openpty()
-    process = subprocess.Popen(
-        command(*arguments), stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, env=environment(COLUMNS="80")
-    )
-    os.close(slave)
-    screen = read_all(master)
-    os.close(master)
-    return process.wait(60), screen.decode()
-
-
-def read_all(descriptor: int) -> bytes:
-    """What a terminal shows until its last program ends, which Linux reports as an error."""
-    data = b""
-    while True:
-        try:
-            part = os.read(descriptor, 4096)
-        except OSError:
-            return data
-        if not part:
-            return data
-        data += part
+@pytest.fixture
+def ignored_interrupts() -> Iterator[None]:
+    """As for a program that a script starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are sent otherwise on Windows")
@@ -390,45 +401,58 @@ def read_all(descriptor: int) -> bytes:
 def test_an_interrupt_stops_it_at_once(plain: Path, json_flag: bool) -> None:
     endless = ["-n", "-1", "-c", "100000", "--ignore-eos", "--temp", "3"]
     arguments = ["generate", "-m", plain, "--device", "reference", "-p", "a", *endless, *["--json"] * json_flag]
-    process = subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment()
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    lines = [process.stderr.readline() for _ in range(2)]  # a warning of the long context, and what runs where
-    assert b"warning" in lines[0]
-    assert b"tokens of context" in lines[1]
-    if json_flag:
-        time.sleep(0.2)
-    else:
-        assert select.select([process.stdout], [], [], 60)[0]
-        process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    with running(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        lines = [process.stderr.readline() for _ in range(2)]  # a warning of the long context, and what runs where
+        assert b"warning" in lines[0]
+        assert b"tokens of context" in lines[1]
+        if json_flag:
+            time.sleep(0.2)
+        else:
+            assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
     assert process.returncode == 130
     assert err == b""
     assert not (json_flag and out)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent otherwise on Windows")
+@pytest.mark.usefixtures("ignored_interrupts")
+def test_an_interrupt_arrives_though_the_tests_ignore_it(plain: Path) -> None:
+    test_an_interrupt_stops_it_at_once(plain, False)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_an_interrupt_on_a_terminal_leaves_a_clean_line(plain: Path) -> None:
     endless = ["-n", "-1", "-c", "100000", "--ignore-eos", "-q", "-l", f"{FIRST_BYTE + ord('z')}+1000"]
-    master, slave = os.openpty()
-    process = subprocess.Popen(
-        command("generate", "-m", plain, "--device", "reference", "-p", "a", *endless),
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        cwd=ROOT,
-        env=environment(),
-        start_new_session=True,
-    )
-    os.close(slave)
-    seen = b""
-    while b"zzz" not in seen:
-        seen += os.read(master, 4096)
-    process.send_signal(signal.SIGINT)
-    seen += read_all(master)
-    os.close(master)
-    assert process.wait(60) == 130
+    arguments = ["generate", "-m", plain, "--device", "reference", "-p", "a", *endless]
+    with on_terminal(arguments) as (process, master):
+        seen = b""
+        while b"zzz" not in seen:
+            seen += os.read(master, 4096)
+        process.send_signal(signal.SIGINT)
+        seen += read_all(master)
+        assert process.wait() == 130
     assert re.fullmatch(r"localllm: warning: [^\n]*\r\nz+\r\n", seen.decode())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent otherwise on Windows")
+def test_interrupts_that_come_thick_and_fast(plain: Path) -> None:
+    """Whenever the next one comes, while the first is dealt with or as the interpreter ends, the exit code is 130."""
+    endless = ["-n", "-1", "--ignore-eos", "-q", "--temp", "3", "-p", "a"]
+    for _ in range(3):
+        with running(
+            ["generate", "-m", plain, "--device", "reference", *endless],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.read(1)
+            while process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.001)
+            assert process.stderr.read() == b""
+            assert process.returncode == 130

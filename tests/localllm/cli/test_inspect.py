@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +12,8 @@ import numpy as np
 import pytest
 
 from localllm.quant.types import GGMLType
-from tests.helpers.command_line import Outcome, command, environment, run_main
-from tests.helpers.data import ROOT, shared_data
+from tests.helpers.command_line import Outcome, run_main, run_on_terminal
+from tests.helpers.data import shared_data
 from tests.helpers.gguf_writer import write_gguf
 
 Inspect = Callable[..., Outcome]
@@ -125,23 +123,16 @@ def test_a_terminal_gets_no_control_characters(tmp_path: Path) -> None:
         {"general.architecture": hostile, f"key{hostile}": hostile},
         {f"tensor{hostile}": np.zeros(4, np.float32)},
     )
-    master, slave = os.openpty()
-    process = subprocess.Popen(
-        command("inspect", path), stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, env=environment()
-    )
-    os.close(slave)
-    screen = b""
-    while True:
-        try:
-            part = os.read(master, 4096)
-        except OSError:
-            break
-        screen += part
-    os.close(master)
-    assert process.wait(60) == 0
-    text = screen.decode()
+    code, text = run_on_terminal(["inspect", path])
+    assert code == 0
     assert text.count(r"\x1b[2J\x07\x9b\u202e") >= 3
     assert not any((c < " " and c not in "\r\n") or "\x7f" <= c < "\xa0" or c == "\u202e" for c in text)
+
+
+def test_the_file_may_stand_behind_a_flag(capfdbinary: pytest.CaptureFixture[bytes], path: Path) -> None:
+    bare = run_main(capfdbinary, "inspect", path, "--metadata")
+    assert bare.code == 0
+    assert run_main(capfdbinary, "inspect", "--metadata", "-m", path) == bare
 
 
 def test_a_real_file(capfdbinary: pytest.CaptureFixture[bytes]) -> None:

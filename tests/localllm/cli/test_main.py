@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 import localllm
-from localllm.cli.main import BROKEN_PIPE, COMMANDS, logit_bias, main
+from localllm.cli.main import BROKEN_PIPE, COMMANDS, main
+from localllm.cli.parser import logit_bias
 from localllm.errors import UsageError
 from localllm.kernels.cpu.target import TARGETS, available
 from localllm.sampling import Sampling
-from tests.helpers.command_line import Outcome, command, environment, run_main, run_process
+from tests.helpers.command_line import LIMIT, Outcome, run_main, run_process, running
 from tests.helpers.data import ROOT
 from tests.helpers.gguf_writer import write_gguf as write_any_gguf
 from tests.helpers.tiny_models import config, random_weights, tiny_gguf, write_gguf
@@ -71,7 +72,9 @@ def test_help_tells_the_defaults_that_hold(run: Run) -> None:
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["generate", "--help"], ["generate", "--tmp"]])
 def test_help_does_not_wait_for_the_heavy_packages(arguments: list[str]) -> None:
     code = f"import sys\nfrom localllm.cli.main import main\nmain({arguments})\nprint(*sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=LIMIT
+    )
     loaded = set(done.stderr.split())
     assert "localllm.cli.main" in loaded
     assert not loaded & {"numpy", "numba", "llvmlite", "jinja2", "rich", "psutil", "gguf", "tokenizers"}
@@ -86,23 +89,64 @@ def test_python_m_localllm_is_the_command() -> None:
 
 BAD_USAGE = {
     "nothing": ([], "the following arguments are required: COMMAND"),
-    "unknown command": (["genrate"], "invalid choice: 'genrate'"),
-    "unknown flag": (["generate", "--tmp", "1"], "unrecognized arguments: --tmp 1"),
-    "not a number": (["generate", "--temp", "warm"], "--temp/--temperature: invalid float value: 'warm'"),
-    "not a whole number": (["generate", "-n", "1.5"], "invalid int value: '1.5'"),
-    "temperature": (["generate", "-p", "x", "--temp", "-1"], "temperature is -1.0 but must be a finite number"),
-    "temperature NaN": (["generate", "-p", "x", "--temp", "nan"], "temperature is nan but must be"),
-    "top k": (["generate", "-p", "x", "--top-k", "-3"], "top_k is -3 but must be"),
-    "top p": (["generate", "-p", "x", "--top-p", "1.5"], "top_p is 1.5 but must be a number from 0 to 1"),
-    "mirostat 1": (["generate", "-p", "x", "--mirostat", "1"], "mirostat is 1 but must be 0 (off) or 2"),
-    "seed": (["generate", "-p", "x", "-s", "-2"], "seed is -2 but must be"),
-    "tokens": (["generate", "-p", "x", "-n", "-5"], "max_tokens is -5, but must be a whole number of at least 0"),
-    "context": (["generate", "-p", "x", "-c", "0"], "context is 0, but must be a whole number of at least 1"),
-    "threads": (["generate", "-p", "x", "-t", "0"], "threads is 0, but must be a whole number of at least 1"),
-    "overflow": (["generate", "-p", "x", "--overflow", "wrap"], "overflow is 'wrap', but must be one of"),
-    "empty stop": (["generate", "-p", "x", "--stop", ""], "stop is ['']"),
+    "unknown command": (["genrate"], "there is no command 'genrate': did you mean generate?"),
+    "a command of others": (["run"], "there is no command 'run': did you mean generate?"),
+    "a strange command": (["xyzzy"], "there is no command 'xyzzy': there are generate, inspect, bench, doctor"),
+    "no command but a flag": (["-p", "hi"], "a command comes first, as in localllm generate -p"),
+    "no command but a file": (["model.gguf"], "'model.gguf' is no command: localllm generate -m FILE"),
+    "unknown flag": (["generate", "--tmp", "1"], "there is no flag --tmp: did you mean --temp? (localllm generate"),
+    "a strange flag": (["generate", "--xyzzy=1"], "there is no flag --xyzzy (localllm generate --help shows"),
+    "one dash too few": (["generate", "-temp", "1"], "there is no flag -temp: did you mean --temp?"),
+    "-ngl": (["generate", "-ngl", "99"], "there is no flag -ngl: this version of localllm computes on the CPU only"),
+    "--n-gpu-layers": (["bench", "--n-gpu-layers=99"], "there is no flag --n-gpu-layers: this version"),
+    "-fa": (["generate", "-fa"], "there is no flag -fa: attention is always"),
+    "-ctk": (["bench", "-ctk", "q8_0"], "there is no flag -ctk: the KV cache always holds float16"),
+    "-hf": (["generate", "-hf", "a/b"], "there is no flag -hf: localllm does not download models"),
+    "-i": (["generate", "-i"], "there is no flag -i: localllm generate answers one prompt"),
+    "a bare prompt": (
+        ["generate", "hi"],
+        "'hi' stands alone: give a prompt with -p TEXT (in quotes), and a model with",
+    ),
+    "prompt without quotes": (["generate", "-p", "two", "words"], "'words' stands alone: give a prompt with -p TEXT"),
+    "two files": (["inspect", "a.gguf", "b.gguf"], "it is not clear what 'b.gguf' is for"),
+    "a file twice": (["bench", "-m", "a.gguf", "b.gguf"], "argument FILE: not allowed with argument -m/--model"),
+    "no path": (["generate", "-m", ""], "argument -m/--model: the path is empty: name a GGUF file"),
+    "an address": (
+        ["generate", "-m", "https://hf.co/a/b.gguf"],
+        "localllm does not download models: get the file from",
+    ),
+    "an address in short": (
+        ["inspect", "hf.co/a/b"],
+        "localllm does not download models: get the file from hf.co/a/b",
+    ),
+    "not a number": (["generate", "--temp", "warm"], "--temp/--temperature: 'warm' is not a number"),
+    "not a whole number": (["generate", "--top-k", "1.5"], "--top-k: '1.5' is not a whole number of at least 0"),
+    "temperature": (["generate", "-p", "x", "--temp", "-1"], "--temp is -1.0 but must be a finite number"),
+    "temperature NaN": (["generate", "-p", "x", "--temp", "nan"], "--temp is nan but must be"),
+    "top k": (["generate", "-p", "x", "--top-k", "-3"], "--top-k: '-3' is not a whole number of at least 0"),
+    "top p": (["generate", "-p", "x", "--top-p", "1.5"], "--top-p is 1.5 but must be a number from 0 to 1"),
+    "mirostat 1": (["generate", "-p", "x", "--mirostat", "1"], "--mirostat is 1 but must be 0 (off) or 2"),
+    "mirostat rate": (["generate", "-p", "x", "--mirostat-lr", "-1"], "--mirostat-lr is -1.0 but must be"),
+    "seed": (
+        ["generate", "-p", "x", "-s", "-2"],
+        "'-2' is not a whole number from 0 to 2^64 - 1, or -1 for a fresh one",
+    ),
+    "seed of letters": (
+        ["generate", "--seed", "x"],
+        "-s/--seed: 'x' is not a whole number from 0 to 2^64 - 1, or -1",
+    ),
+    "large seed": (["generate", "--seed", str(1 << 64)], "is not a whole number from 0 to 2^64 - 1"),
+    "tokens": (["generate", "-p", "x", "-n", "-5"], "'-5' is not a whole number of at least 0, or -1 for no limit"),
+    "context": (
+        ["generate", "-p", "x", "-c", "0"],
+        "-c/--ctx-size/--context: '0' is not a whole number of at least 1",
+    ),
+    "threads": (["generate", "-p", "x", "-t", "0"], "-t/--threads: '0' is not a whole number of at least 1"),
+    "overflow": (["generate", "-p", "x", "--overflow", "wrap"], "argument --overflow: invalid choice: 'wrap'"),
+    "empty stop": (["generate", "-p", "x", "--stop", ""], "argument --stop: the text to stop at is empty"),
     "bias": (["generate", "-l", "five"], "'five' is not a token id and a number"),
-    "bias NaN": (["generate", "-p", "x", "-l", "5+nan"], "logit_bias is {5: nan} but must be"),
+    "bias NaN": (["generate", "-p", "x", "-l", "5+nan"], "'5+nan' is not a token id and a number"),
+    "bias infinite": (["generate", "-p", "x", "-l", "5+inf"], "'5+inf' is not a token id and a number"),
     "logprobs without JSON": (["generate", "-p", "x", "--logprobs", "2"], "--logprobs needs --json"),
     "two prompts": (["generate", "-p", "x", "-f", "y"], "-p and -f both give a prompt"),
     "no prompt file": (["generate", "-f", "nowhere/prompt.txt"], "the prompt file nowhere/prompt.txt cannot be read"),
@@ -110,17 +154,17 @@ BAD_USAGE = {
     "bad escape": (["generate", "-e", "-p", "\\x4"], "-p has an escape that cannot be read"),
     "prompt not UTF-8": (["generate", "-p", "caf\udce9"], "-p is not valid UTF-8"),
     "quiet and verbose": (["generate", "-q", "-v"], "not allowed with argument"),
-    "no file to inspect": (["inspect"], "the following arguments are required: FILE"),
+    "no file to inspect": (["inspect"], "one of the arguments FILE is required"),
     "list of numbers": (["bench", "-p", "1,x"], "'1,x' is not a list of whole numbers"),
     "negative depth": (["bench", "-d", "-1"], "-d is -1, but must be a whole number of at least 0"),
-    "repetitions": (["bench", "-r", "0"], "-r is 0, but must be a whole number of at least 1"),
+    "repetitions": (["bench", "-r", "0"], "-r/--repetitions: '0' is not a whole number of at least 1"),
     "nothing to measure": (["bench", "-p", "0", "-n", "0"], "there is nothing to measure"),
 }
 
 
 @pytest.mark.parametrize(("arguments", "words"), BAD_USAGE.values(), ids=BAD_USAGE)
 def test_bad_usage(run: Run, tiny: Path, arguments: list[str], words: str) -> None:
-    if arguments[:1] == ["generate"]:
+    if arguments[:1] == ["generate"] and "-m" not in arguments:
         arguments = [*arguments, "-m", str(tiny), "--device", "reference"]
     outcome = run(*arguments)
     assert outcome.code == 2
@@ -130,7 +174,7 @@ def test_bad_usage(run: Run, tiny: Path, arguments: list[str], words: str) -> No
 def test_bias_of_a_token_outside_the_vocabulary(run: Run, tiny: Path) -> None:
     outcome = run("generate", "-q", "-m", tiny, "--device", "reference", "-p", "x", "-l", "300+1")
     assert outcome.code == 2
-    assert "300" in outcome.error()
+    assert outcome.error() == "token 300 in -l is outside the vocabulary of 300 tokens"
 
 
 # What cannot be done: exit code 1.
@@ -197,10 +241,20 @@ def test_too_little_memory_is_said_before_loading(run: Run, tiny: Path, monkeypa
     assert re.search(r"needs [\d.]+ GB of memory .* but 0.00 GB is available", outcome.error())
 
 
+def test_a_context_too_large_for_the_memory_says_the_flag(run: Run, tiny: Path) -> None:
+    outcome = run("generate", "-m", tiny, "--device", "reference", "-p", "x", "-c", 10**12)
+    assert outcome.code == 1
+    assert re.search(r"load it with -c \d+ or less", outcome.error())
+
+
 def test_a_prompt_that_is_too_long(run: Run, tiny: Path) -> None:
     outcome = run("generate", "-q", "-m", tiny, "--device", "reference", "-c", "16", "-p", "z" * 40)
     assert outcome.code == 1
-    assert re.match(r"the prompt has 4\d tokens but the context holds 16: ", outcome.error())
+    assert re.fullmatch(
+        r"the prompt has 4\d tokens but the context holds 16: shorten it, give a larger context with -c, or "
+        "--overflow truncate",
+        outcome.error(),
+    )
     longer = run("generate", "-q", "-m", tiny, "--device", "reference", "-c", "16", "-p", "z" * 40, "-n", "2")
     assert longer.code == 1
     cut = run(
@@ -247,7 +301,7 @@ def test_instruction_sets_that_are_not_there(run: Run, tiny: Path) -> None:
     assert f"this processor does not execute {other} code" in foreign.error()
     reference = run("generate", "-m", tiny, "--device", "reference", "--isa", "generic", "-p", "x")
     assert reference.code == 2
-    assert "device='reference' has none" in reference.error()
+    assert "--isa generic chooses the CPU's kernels, but --device reference has none" in reference.error()
 
 
 def test_an_instruction_set_that_is_there(run: Run, tiny: Path) -> None:
@@ -329,32 +383,51 @@ def test_warnings_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     assert run("doctor") == Outcome(0, "", "localllm: warning: mind\\nthis\n")
 
 
+def test_warnings_name_flags(tiny: Path) -> None:
+    outcome = run_process(["generate", "-m", tiny, "--device", "reference", "-p", "a", "-n", "1", "-c", "1000"])
+    assert re.match(r"localllm: warning: the model was trained on [\d,]+ .*: with -c 1000 it may lose", outcome.err)
+
+
 # Streams.
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGPIPE to speak of")
 def test_a_reader_who_leaves_ends_it_quietly(tiny: Path) -> None:
     arguments = ["generate", "-m", tiny, "--device", "reference", "-q", "-p", "a", "-n", "-1", "--ignore-eos"]
-    process = subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment()
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.read(1)
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    process.stderr.close()
-    assert process.wait(60) == BROKEN_PIPE
+    with running(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == BROKEN_PIPE
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_an_error(tiny: Path) -> None:
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            command("inspect", tiny), stdout=full, stderr=subprocess.PIPE, cwd=ROOT, env=environment(), check=False
-        )
-    assert done.returncode == 1
-    assert done.stderr.splitlines() == [b"localllm: error: the system refused: [Errno 28] No space left on device"]
+        outcome = run_process(["inspect", tiny], stdout=full)
+    assert outcome.code == 1
+    assert outcome.error() == "the system refused: [Errno 28] No space left on device"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell that can close streams")
+@pytest.mark.parametrize(("closed", "code"), [("<&-", 0), ("2>&-", 0), (">&-", 1), ("<&- >&- 2>&-", 1)])
+def test_closed_streams(tiny: Path, closed: str, code: int) -> None:
+    arguments = ["generate", "-m", tiny, "--device", "reference", "-p", "a", "-n", "3", "--temp", "0"]
+    expected = run_process([*arguments, "-q"])
+    outcome = run_process(arguments, prefix=["sh", "-c", f'exec "$@" {closed}', "sh"])
+    assert outcome.code == code
+    assert outcome.out == ("" if code else expected.out)
+    assert "Traceback" not in outcome.err
+    if closed == ">&-":
+        assert outcome.error().startswith("standard output is closed")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell that can close streams")
+def test_a_debug_trace_does_not_go_to_the_output(tmp_path: Path) -> None:
+    prefix = ["sh", "-c", 'exec "$@" 2>&-', "sh"]
+    assert run_process(["inspect", tmp_path, "--debug"], prefix=prefix) == Outcome(1, "", "")
 
 
 def test_main_takes_the_arguments_of_the_process(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -96,6 +97,35 @@ def test_progress_of_loading_elsewhere_is_two_lines(capsys: pytest.CaptureFixtur
     first, last = capsys.readouterr().err.splitlines()
     assert first == "localllm: compiling 2 kernels for this processor, which happens once"
     assert last == "localllm: compiled 2 kernels in 0 s"
+
+
+@pytest.fixture
+def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """A folder for compiled kernels that cannot be made."""
+    (tmp_path / "file").write_text("")
+    folder = str(tmp_path / "file" / "cache")
+    monkeypatch.setenv("LOCALLLM_CACHE", folder)
+    return folder
+
+
+def test_kernels_that_cannot_be_kept(no_cache: str, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = LoadProgress()
+    for _ in range(2):
+        progress("kernels", 0, 2)
+        progress("kernels", 2, 2)
+    warning, *lines = capsys.readouterr().err.splitlines()
+    assert warning == (
+        f"localllm: warning: compiled kernels cannot be saved in {no_cache}, so every start compiles them: name a "
+        "folder that can be written in the environment variable LOCALLLM_CACHE"
+    )
+    assert lines == ["localllm: compiling 2 kernels for this processor", "localllm: compiled 2 kernels in 0 s"] * 2
+
+
+def test_kernels_that_cannot_be_kept_on_a_terminal(no_cache: str, screen: FakeTerminal) -> None:
+    LoadProgress()("kernels", 1, 2)
+    warning, _, status = screen.getvalue().partition("\n")
+    assert no_cache in warning
+    assert status == "\rcompiling kernels for this processor: 1 of 2"
 
 
 def test_no_progress_where_none_is_wanted(screen: FakeTerminal) -> None:

@@ -1,0 +1,344 @@
+"""The command line's grammar: commands, flags, their help, and how their values are read."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import re
+from collections.abc import Callable
+from typing import NoReturn
+
+from localllm import __version__
+from localllm.errors import UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are `UsageError`, like any other."""
+
+    @property
+    def flags(self) -> list[str]:
+        """All flags, short ones and long ones."""
+        return list(self._option_string_actions)
+
+    @property
+    def flag_of(self) -> dict[str, str]:
+        """The flag that sets each argument: the first one, where there are several."""
+        return {action.dest: action.option_strings[0] for action in self._actions if action.option_strings}
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} ({self.prog} --help shows what there is)")
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Help with room for long flags, and with the line breaks of the text at its end."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(super(_Formatter, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
+
+
+def make_parsers() -> tuple[Parser, dict[str, Parser]]:
+    """The parser of the whole command line, and that of each command in it."""
+    parser = Parser(
+        prog="localllm",
+        description="Runs large language models on the machine you have.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"localllm {__version__}")
+    parsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, add_arguments, usage, summary, details in (
+        ("generate", _add_generate, "[-m FILE] [-p TEXT] [options]", "let a model write", GENERATE_DETAILS),
+        ("inspect", _add_inspect, "FILE [options]", "show what is in a GGUF file", ""),
+        ("bench", _add_bench, "[FILE] [options]", "measure how fast a model runs here", BENCH_DETAILS),
+        ("doctor", _add_doctor, "[--json]", "show what is installed and what runs here, and mend it", ""),
+    ):
+        command = parsers.add_parser(
+            name,
+            usage=f"localllm {name} {usage}",
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            epilog=details,
+            formatter_class=_Formatter,
+            allow_abbrev=False,
+        )
+        add_arguments(command)
+        command.add_argument("--debug", action="store_true", help="show where in the program an error happened")
+    return parser, parsers.choices
+
+
+GENERATE_DETAILS = """\
+Without -m the small demo model that comes with localllm writes.  Without -p and -f the prompt is read from
+standard input, unless that is a terminal; the empty prompt lets the model begin by itself.  One line end at the
+end of a prompt from a file or from standard input is dropped.
+
+If the model has a chat template, the prompt is given to it as a user's message, and the model answers; --no-chat
+lets it go on with the text instead.  The empty prompt is never a message.
+
+The text goes to standard output as it comes, all else to standard error.  Into a file or a pipe it goes byte for
+byte, and no line end is added; on a terminal one is, and control characters are spelled out.
+"""
+
+BENCH_DETAILS = """\
+-p, -n, -d and -t take lists, such as -t 1,2.  pp512 is the evaluation of a prompt of 512 tokens, tg128 the
+generation of 128 tokens, one after the other, and @ d1024 means that 1,024 tokens stand before them.
+
+The share of the machine compares each result with a ceiling that is measured in turn with it, on as many threads:
+for tg how fast they read as many bytes as a token needs, for pp how fast they multiply.
+"""
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser.add_argument_group("model"))
+    _add_prompt(parser.add_argument_group("prompt"))
+    _add_ending(parser.add_argument_group("where the text ends"))
+    _add_sampling(parser.add_argument_group("how the next token is chosen"))
+    _add_output(parser.add_argument_group("output"))
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("-m", "--model", type=model_file, metavar="FILE", help="a GGUF file (default: the demo model)")
+    group.add_argument(
+        "-c",
+        "--ctx-size",
+        "--context",
+        dest="context",
+        type=whole(1),
+        metavar="N",
+        help="tokens of context (default: as many as the model was trained on, at most 4,096)",
+    )
+    _add_device(group)
+    group.add_argument("-t", "--threads", type=whole(1), metavar="N", help="threads (default: one a physical core)")
+
+
+def _add_device(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu or reference (default: auto)")
+    group.add_argument(
+        "--isa", metavar="NAME", help="the instruction set of the kernels (localllm doctor lists them)"
+    )
+
+
+def _add_prompt(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - reads standard input")
+    group.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
+    group.add_argument(
+        "-sys", "--system-prompt", "--system", dest="system", metavar="TEXT", help="a message before the user's"
+    )
+    group.add_argument(
+        "-cnv",
+        "--chat",
+        "--conversation",
+        dest="chat",
+        action="store_true",
+        default=None,
+        help="give the prompt as a user's message (default: if the model has a chat template)",
+    )
+    group.add_argument(
+        "-no-cnv",
+        "--no-chat",
+        "--no-conversation",
+        dest="chat",
+        action="store_false",
+        help="go on with the prompt as it is",
+    )
+    group.add_argument(
+        "-e",
+        "--escape",
+        action="store_true",
+        help=r"read \n, \t, \\, \xHH and the like in -p, --system-prompt and --stop as those characters",
+    )
+    group.add_argument(
+        "--overflow",
+        choices=("error", "truncate"),
+        metavar="POLICY",
+        default=argparse.SUPPRESS,
+        help="a prompt too long for the context is an error, or with 'truncate' loses its oldest part "
+        "(default: error)",
+    )
+
+
+def _add_ending(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "-n",
+        "--predict",
+        "--n-predict",
+        "--max-tokens",
+        dest="max_tokens",
+        type=whole(-2, "a whole number of at least 0, or -1 for no limit"),
+        metavar="N",
+        default=-1,
+        help="tokens at most (default: -1, until the model ends or the context is full)",
+    )
+    group.add_argument(
+        "--stop",
+        action="append",
+        type=stop_text,
+        metavar="TEXT",
+        default=[],
+        help="end before this text (may be given several times)",
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="do not let the model end its text")
+
+
+def _add_sampling(group: argparse._ArgumentGroup) -> None:
+    def add(*flags: str, name: str, kind: Callable[[str], float] | None = None, text: str) -> None:
+        # What is not given is left to localllm.Sampling's own defaults, and so is the range of numbers.
+        metavar, kind = ("X", number) if kind is None else ("N", kind)
+        group.add_argument(*flags, dest=name, type=kind, metavar=metavar, default=argparse.SUPPRESS, help=text)
+
+    add("--temp", "--temperature", name="temperature", text="0 always takes the likeliest (default: 0.8)")
+    add("--top-k", name="top_k", kind=whole(0), text="of the K likeliest only; 0 is off (default: 40)")
+    add("--top-p", name="top_p", text="of the likeliest that make up this probability; 1 is off (default: 0.95)")
+    add("--min-p", name="min_p", text="at least so likely, relative to the likeliest; 0 is off (default: 0.05)")
+    add("--typical", "--typical-p", name="typical_p", text="locally typical sampling; 1 is off (default: 1.0)")
+    add("--repeat-penalty", name="repeat_penalty", text="on tokens that occurred; 1 is off (default: 1.0)")
+    add("--repeat-last-n", name="repeat_last_n", kind=whole(-1), text="among the last N; -1 is all (default: 64)")
+    add("--presence-penalty", name="presence_penalty", text="on tokens that occurred (default: 0.0)")
+    add("--frequency-penalty", name="frequency_penalty", text="on each time that they did (default: 0.0)")
+    add("--dry-multiplier", name="dry_multiplier", text="DRY against repetition; 0 is off (default: 0.0)")
+    add("--dry-base", name="dry_base", text="(default: 1.75)")
+    add("--dry-allowed-length", name="dry_allowed_length", kind=whole(0), text="(default: 2)")
+    add("--dry-penalty-last-n", name="dry_penalty_last_n", kind=whole(-1), text="-1 is all (default: -1)")
+    group.add_argument(
+        "--dry-sequence-breaker",
+        dest="dry_sequence_breakers",
+        action="append",
+        metavar="TEXT",
+        default=argparse.SUPPRESS,
+        help="DRY follows no repetition across this text; in place of the default ones, which 'none' clears",
+    )
+    add("--xtc-probability", name="xtc_probability", text="how often XTC acts; 0 is off (default: 0.0)")
+    add("--xtc-threshold", name="xtc_threshold", text="above 0.5 it never does (default: 0.1)")
+    add("--mirostat", name="mirostat", kind=whole(0), text="2 is mirostat 2; 0 is off (default: 0)")
+    add("--mirostat-ent", name="mirostat_tau", text="its target in bits, tau (default: 5.0)")
+    add("--mirostat-lr", name="mirostat_eta", text="its learning rate, eta (default: 0.1)")
+    group.add_argument(
+        "-l",
+        "--logit-bias",
+        type=logit_bias,
+        action="append",
+        metavar="ID±X",
+        default=[],
+        help="add X to the logit of a token: 15043+1, 15043-0.5, 15043-inf (may be given several times)",
+    )
+    seed = whole(-1, "a whole number from 0 to 2^64 - 1, or -1 for a fresh one", below=1 << 64)
+    add("-s", "--seed", name="seed", kind=seed, text="of the random numbers; -1 draws a fresh one (default: -1)")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--json", action="store_true", help="print one JSON object at the end, no text as it comes")
+    group.add_argument(
+        "--logprobs",
+        type=whole(0),
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="with --json: log-probabilities of each token and of the N likeliest",
+    )
+    loudness = group.add_mutually_exclusive_group()
+    loudness.add_argument("-q", "--quiet", action="store_true", help="print nothing but the text and errors")
+    loudness.add_argument(
+        "-v", "--verbose", action="store_true", help="print what runs where, what it takes, and all timings"
+    )
+
+
+def _add_file(group: argparse._MutuallyExclusiveGroup, text: str) -> None:
+    """The model as a word of its own, or behind -m."""
+    group.add_argument(
+        "model", nargs="?", type=model_file, metavar="FILE", default=argparse.SUPPRESS, help=f"{text}; also -m FILE"
+    )
+    group.add_argument("-m", "--model", type=model_file, metavar="FILE", help=argparse.SUPPRESS)
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    _add_file(parser.add_mutually_exclusive_group(required=True), "a GGUF file, or any file of a split one")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--metadata", action="store_true", help="the metadata only")
+    only.add_argument("--tensors", action="store_true", help="the tensors only")
+    parser.add_argument("--full", action="store_true", help="long texts and arrays in full")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    _add_file(parser.add_mutually_exclusive_group(), "a GGUF file (default: the demo model)")
+    for flag, long, name, default, text in (
+        ("-p", "--n-prompt", "prompts", [512], "tokens of a prompt to evaluate; 0 is none"),
+        ("-n", "--n-gen", "generations", [128], "tokens to generate; 0 is none"),
+        ("-d", "--n-depth", "depths", [0], "tokens that stand before"),
+        ("-t", "--threads", "threads", None, "threads"),
+    ):
+        shown = "one a physical core" if default is None else default[0]
+        parser.add_argument(
+            flag, long, dest=name, type=numbers, metavar="N,…", default=default, help=f"{text} (default: {shown})"
+        )
+    parser.add_argument("-r", "--repetitions", type=whole(1), metavar="N", default=5, help="repetitions (default: 5)")
+    _add_device(parser)
+    parser.add_argument("--json", action="store_true", help="print one line of JSON after the table")
+    parser.add_argument("-q", "--quiet", action="store_true", help="show no progress")
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+# -- Values --------------------------------------------------------------------------------------------------------
+
+_ADDRESS = re.compile(r"(https?:|hf:|www\.|(hf\.co|huggingface\.co|ollama\.com)/)", re.IGNORECASE)
+
+
+def model_file(text: str) -> str:
+    """The path of a model."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty: name a GGUF file")
+    if _ADDRESS.match(text):
+        raise argparse.ArgumentTypeError(
+            f"localllm does not download models: get the file from {text} first, and give its path here"
+        )
+    return text
+
+
+def stop_text(text: str) -> str:
+    """A text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("the text to stop at is empty")
+    return text
+
+
+def whole(least: int, words: str = "", *, below: float = math.inf) -> Callable[[str], int]:
+    """Reads whole numbers from ``least`` on, which ``words`` describe."""
+    words = words or f"a whole number of at least {least}"
+
+    def read(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if least <= (value := int(text)) < below:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {words}")
+
+    return read
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers with commas between them."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 128,512") from None
+
+
+def logit_bias(text: str) -> tuple[int, float]:
+    """A token id and what is added to its logit: ``15043+1``."""
+    for sign in "+-":
+        id_, found, bias = text.partition(sign)
+        if found:
+            with contextlib.suppress(ValueError):
+                if not math.isnan(value := float(sign + bias)) and value < math.inf:
+                    return int(id_), value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number, such as 15043+1 or 15043-inf")

@@ -1,0 +1,130 @@
+"""What is known of the machine: checked against other sources, and on machines made of files."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from localllm.kernels.cpu import host
+
+NEOVERSE = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs"
+CORTEX_A72 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid"
+
+
+def cpuinfo(*cores: str) -> str:
+    return "\n".join(f"processor\t: {i}\nBogoMIPS\t: 243.75\nFeatures\t: {f}\n" for i, f in enumerate(cores))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (cpuinfo(NEOVERSE), {"neon", "dotprod"}),
+        (cpuinfo(CORTEX_A72), {"neon"}),
+        (cpuinfo(CORTEX_A72, CORTEX_A72, NEOVERSE), {"neon"}),  # any thread may run on any core
+        ("", set()),
+    ],
+)
+def test_features_of_arm_processors_on_linux(text: str, expected: set[str]) -> None:
+    assert host._arm_linux_features(text) == expected
+
+
+def test_this_processor() -> None:
+    assert host.cpu_model().strip()
+    assert host.family() == {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+    if sys.platform == "linux" and host.family() == "x86_64":
+        flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].splitlines()[0].split()
+        assert ("avx2" in host.features()) == ("avx2" in flags)
+    assert 1 <= host.usable_cores() <= host.usable_cpus() <= (os.cpu_count() or 1)
+    assert host.usable_cores() <= (psutil.cpu_count(logical=False) or host.usable_cpus())
+
+
+# -- Machines made of files ----------------------------------------------------------------------------------------
+
+
+def make_machine(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, siblings: dict[int, str], allowed: set[int], quota: str = ""
+) -> None:
+    """A machine whose processors share cores as told, of which the process may use some."""
+    for cpu, names in siblings.items():
+        topology = folder / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(names + "\n")
+    (folder / "cpu.max").write_text(quota + "\n")
+    monkeypatch.setattr(host, "_CPUS", folder)
+    monkeypatch.setattr(host, "_CONTROL_GROUPS", folder)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: allowed, raising=False)
+
+
+FOUR_CORES = {0: "0,4", 1: "1,5", 2: "2,6", 3: "3,7", 4: "0,4", 5: "1,5", 6: "2,6", 7: "3,7"}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "quota", "threads"),
+    [
+        (set(range(8)), "", 4),  # two processors to a core
+        ({0, 4}, "", 1),  # both of the same core
+        ({0, 1, 5}, "max 100000", 2),
+        (set(range(8)), "150000 100000", 2),  # a quota is rounded up
+        (set(range(8)), "200000 100000", 2),
+        (set(range(8)), "10000 100000", 1),
+        ({3}, "800000 100000", 1),
+    ],
+)
+def test_default_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, allowed: set[int], quota: str, threads: int
+) -> None:
+    make_machine(monkeypatch, tmp_path, FOUR_CORES, allowed, quota)
+    assert host.default_threads() == threads
+
+
+def test_default_threads_where_the_system_tells_no_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make_machine(monkeypatch, tmp_path, {}, set(range(8)))
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 8 if logical else 3)
+    assert host.default_threads() == 3
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: None)
+    assert host.default_threads() == 8
+
+
+@pytest.mark.parametrize(
+    ("version_2", "quota", "period", "processors"),
+    [
+        ("150000 100000", None, None, 1.5),
+        ("max 100000", None, None, None),
+        (None, "50000", "100000", 0.5),
+        (None, "-1", "100000", None),
+        (None, None, None, None),
+        ("", "", "", None),
+    ],
+)
+def test_cpu_quotas(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    version_2: str | None,
+    quota: str | None,
+    period: str | None,
+    processors: float | None,
+) -> None:
+    (tmp_path / "cpu").mkdir()
+    files = {"cpu.max": version_2, "cpu/cpu.cfs_quota_us": quota, "cpu/cpu.cfs_period_us": period}
+    for name, text in files.items():
+        if text is not None:
+            (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(host, "_CONTROL_GROUPS", tmp_path)
+    assert host.cpu_quota() == processors
+
+
+def test_programs_that_fail_print_nothing() -> None:
+    assert host.program_output("no-such-program-anywhere") == ""
+    assert host.program_output(sys.executable, "-c", "print('fine')") == "fine"
+    assert host.program_output(sys.executable, "-c", "print('no'); raise SystemExit(3)") == ""
+
+
+def test_more_threads_than_processors_may_be_asked_for_but_not_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cpus, most in ((1, 64), (2, 64), (16, 64), (64, 256)):
+        monkeypatch.setattr(host, "usable_cpus", lambda cpus=cpus: cpus)
+        assert host.most_threads() == most

@@ -1,0 +1,107 @@
+"""Models in forked children: those of the parent are refused at once, and the child may load its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from typing import Any
+
+import pytest
+
+import localllm
+from localllm.errors import DeviceError
+from localllm.kernels.ops import Batch
+from tests.helpers.fake_backend import fake_engine
+from tests.helpers.fork import in_forked_child, needs_fork
+
+pytestmark = needs_fork
+
+PROMPT, OPTIONS = "Once upon a time", {"max_tokens": 8, "temperature": 0}
+
+
+def test_an_engine_of_the_parent_is_refused_while_a_step_runs() -> None:
+    engine, ops = fake_engine()
+    in_step, go_on = threading.Event(), threading.Event()
+
+    def hold(batch: Batch) -> None:
+        in_step.set()
+        go_on.wait(60)
+
+    ops.before_step = hold
+    run, other = engine.start([1, 2, 3]), engine.start([4, 5])
+    busy = threading.Thread(target=engine.advance, args=(run,))
+    busy.start()
+    assert in_step.wait(60)
+
+    def child() -> None:
+        for call in (
+            lambda: engine.start([1]),
+            lambda: engine.advance(other),
+            lambda: engine.logits([1, 2]),
+            engine.forget,
+        ):
+            with pytest.raises(DeviceError, match=r"load the model after the fork, or .*'spawn'"):
+                call()
+        engine.finish(other)
+        engine.close()
+
+    try:
+        in_forked_child(child, 20)
+    finally:
+        go_on.set()
+        busy.join()
+    assert run.position == 3
+    engine.advance(other)
+    engine.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+def test_a_child_forked_while_a_thread_generates(device: str) -> None:
+    with localllm.load(device=device, context=256, threads=2) as llm:
+        expected = llm.generate(PROMPT, **OPTIONS).text
+        generating, stop = threading.Event(), threading.Event()
+
+        def generate() -> None:
+            while not stop.is_set():
+                for _ in llm.stream(PROMPT, max_tokens=200, ignore_eos=True):
+                    generating.set()
+                    if stop.is_set():
+                        break
+
+        busy = threading.Thread(target=generate)
+        busy.start()
+        assert generating.wait(60)
+
+        def child() -> None:
+            for call in (lambda: llm.generate(PROMPT, **OPTIONS), lambda: llm.logits([1]), llm.forget):
+                with pytest.raises(DeviceError, match="load the model after the fork"):
+                    call()
+            llm.close()
+            with localllm.load(device=device, context=256, threads=2) as own:
+                assert own.generate(PROMPT, **OPTIONS).text == expected
+
+        try:
+            in_forked_child(child)
+        finally:
+            stop.set()
+            busy.join()
+        assert llm.generate(PROMPT, **OPTIONS).text == expected
+
+
+def _generate_in_child(results: Any) -> None:
+    with localllm.load(context=256, threads=2) as llm:
+        results.put(llm.generate(PROMPT, **OPTIONS).text)
+
+
+def test_multiprocessing_by_fork() -> None:
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    with localllm.load(context=256, threads=2) as llm:
+        expected = llm.generate(PROMPT, **OPTIONS).text
+        process = context.Process(target=_generate_in_child, args=(results,))
+        process.start()
+        process.join(60)
+        if process.is_alive():
+            process.kill()
+        assert process.exitcode == 0
+        assert results.get() == expected
