@@ -8,10 +8,13 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from typing import IO, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from localllm import __version__
 from localllm.errors import UsageError
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,7 +33,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} ({self.prog} --help shows what there is)")
 
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         """Prints help or the version; argparse's own lets errors of writing pass."""
         if file is None or file is not sys.stdout:
             super()._print_message(message, file)
