@@ -63,8 +63,13 @@ def mappings(name: str, value: object) -> Sequence[Mapping[str, object]]:
     return value
 
 
-def token_ids(ids: object, n_vocab: int) -> list[int]:
+def token_ids(ids: object, n_vocab: int, rule: str = "tokens must be a list of whole numbers") -> list[int]:
     """Tokens as a list of ints.
+
+    Args:
+        ids: what was given.
+        n_vocab: tokens in the vocabulary.
+        rule: what is said where it is no sequence at all.
 
     Raises:
         UsageError: they are no sequence of integers, or one is outside the vocabulary.
@@ -72,7 +77,7 @@ def token_ids(ids: object, n_vocab: int) -> list[int]:
     if isinstance(ids, np.ndarray):
         ids = ids.tolist()
     if isinstance(ids, str | bytes | bytearray | memoryview) or not isinstance(ids, Sequence):
-        raise UsageError(f"tokens must be a list of whole numbers, not {type(ids).__name__}")
+        raise UsageError(f"{rule}, not {type(ids).__name__}")
     checked: list[int] = []
     for i, id_ in enumerate(ids):
         number = as_int(id_)

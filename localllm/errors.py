@@ -37,12 +37,14 @@ class ContextLengthError(LocalLLMError, ValueError):
     Attributes:
         n_tokens: tokens in the prompt.
         context: tokens that fit.
+        truncated: whether what may be left out of it was.
     """
 
-    def __init__(self, n_tokens: int, context: int, advice: str) -> None:
+    def __init__(self, n_tokens: int, context: int, advice: str, *, truncated: bool = False) -> None:
         super().__init__(f"the prompt has {n_tokens:,} tokens but the context holds {context:,}: {advice}")
         self.n_tokens = n_tokens
         self.context = context
+        self.truncated = truncated
 
 
 class NotEnoughMemoryError(LocalLLMError, MemoryError):

@@ -21,7 +21,14 @@ from localllm.checks import mappings, text, token_ids, whole_number
 from localllm.completion import Completion, Stream
 from localllm.devices import Device, open_device
 from localllm.engine import Engine
-from localllm.errors import ClosedError, ContextLengthError, LocalLLMError, NotEnoughMemoryError, UsageError
+from localllm.errors import (
+    ClosedError,
+    ContextLengthError,
+    LocalLLMError,
+    ModelError,
+    NotEnoughMemoryError,
+    UsageError,
+)
 from localllm.generation import Generation
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
@@ -97,6 +104,7 @@ def load(
     parallel = whole_number("parallel", parallel, 1)
     with ExitStack() as stack, _open(path) as file:
         builder(file.metadata)  # raises for an architecture that is not supported
+        _refuse_without_weights(file)
         config = read_config(file.metadata, file.tensors)
         tokenizer = Tokenizer.from_gguf(file)
         source = TemplateSource.of_file(file) if chat_template is None else TemplateSource(chat_template)
@@ -177,13 +185,7 @@ class LLM:
         Raises:
             TemplateError: it is not valid.
         """
-        self._opened()
-        if self._template is None:
-            self._template = _compile(self._template_source, self._tokenizer)
-            if self._template.is_fallback:
-                message = f"{self._info.path} has no chat template: ChatML is used, which the model may not know"
-                warnings.warn(message, stacklevel=2)
-        return self._template
+        return self._compiled_template(stacklevel=3)
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """The tokens of a text.
@@ -332,11 +334,21 @@ class LLM:
         # After a text its first space is part of what follows; after BOS alone, or a control token, it is not.
         return self._start(ids, request, continuation=not self._tokenizer.is_special(ids[-1]))
 
+    def _compiled_template(self, stacklevel: int) -> ChatTemplate:
+        """The chat template; ``stacklevel`` is that of our caller's code, for warnings."""
+        self._opened()
+        if self._template is None:
+            self._template = _compile(self._template_source, self._tokenizer)
+            if self._template.is_fallback:
+                message = f"{self._info.path} has no chat template: ChatML is used, which the model may not know"
+                warnings.warn(message, stacklevel=stacklevel)
+        return self._template
+
     def _prompt_ids(self, prompt: str | Sequence[int], add_special: bool, parse_special: bool) -> list[int]:
         if isinstance(prompt, str):
             ids = self.tokenize(prompt, add_special, parse_special)
         else:
-            ids = token_ids(prompt, self._info.n_vocab)
+            ids = token_ids(prompt, self._info.n_vocab, "prompt must be a text or a list of token ids")
         if ids:
             return ids
         bos = self._tokenizer.bos_id
@@ -357,9 +369,10 @@ class LLM:
         more: dict[str, Any] = {} if variables is None else template_variables(variables)
         if tools is not None:
             mappings("tools", tools)
+        template = self._compiled_template(stacklevel=4)
 
         def encode(chosen: Sequence[Message]) -> list[int]:
-            return encode_chat(self._tokenizer, self.chat_template, chosen, tools=tools, **more)
+            return encode_chat(self._tokenizer, template, chosen, tools=tools, **more)
 
         ids = encode(messages)
         if request.overflow == "truncate":
@@ -376,11 +389,13 @@ class LLM:
             sampling = sampling.replace(logit_bias={**sampling.logit_bias, **banned})
         decoder = StreamDecoder(tokenizer, request.stop, continuation=continuation)
         if len(ids) > engine.context:
-            raise ContextLengthError(
-                len(ids),
-                engine.context,
-                "shorten it, load the model with a larger context, or pass overflow='truncate'",
+            truncated = request.overflow == "truncate"
+            advice = (
+                "the last message alone does not fit: shorten it or the system's, or choose a larger context"
+                if truncated
+                else "shorten it, load the model with a larger context, or pass overflow='truncate'"
             )
+            raise ContextLengthError(len(ids), engine.context, advice, truncated=truncated)
         sampler = make_sampler(sampling, engine.n_vocab, prompt_ids=ids, token_bytes=tokenizer.token_bytes)
         generation = Generation(
             engine,
@@ -442,6 +457,13 @@ def _open(path: str | os.PathLike[str] | None) -> GGUFFile:
         return GGUFFile.open(demo_path)
 
 
+def _refuse_without_weights(file: GGUFFile) -> None:
+    if not any(name.startswith("blk.") for name in file.tensors):
+        raise ModelError(
+            f"{file.path} holds only a vocabulary, no weights: choose the file of the whole model, which is larger"
+        )
+
+
 def _compile(source: TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:
     from localllm.chat import ChatTemplate
 
@@ -495,7 +517,8 @@ def _log_info(info: ModelInfo) -> None:
     _log.info("%s on %s (%s, %d threads)", info.path, info.device, info.kernels, info.threads)
     for group in info.placement.groups:
         formats = ", ".join(f"{format} ({format.n_bytes:,} bytes)" for format in group.formats)
-        _log.info("%s on %s: %s; KV cache (%s bytes)", group.name, group.device, formats, f"{group.kv_cache:,}")
+        cache = f", KV cache ({group.kv_cache:,} bytes)" if group.kv_cache else ""
+        _log.info("%s on %s: %s%s", group.name, group.device, formats, cache)
 
 
 def _info(file: GGUFFile, config: ModelConfig, backend: Device, placement: Placement) -> ModelInfo:

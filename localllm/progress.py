@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -33,7 +34,8 @@ class CompileNotice:
             self._begun = now
         if now - self._begun >= NOTICE_SECONDS:
             self._said = True
-            print("localllm: compiling kernels for this processor, once …", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # the terminal is gone
+                print("localllm: compiling kernels for this processor, once …", file=sys.stderr, flush=True)
 
 
 def default_progress() -> LoadProgress | None:

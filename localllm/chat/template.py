@@ -19,7 +19,17 @@ from localllm.tokenizer.vocabulary import MetadataFile
 
 CHATML = (
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}"
+    "{% for part in message['content'] or [none] %}"
+    "{% if part is not mapping or part['text'] is not string %}"
+    "{{ raise_exception('ChatML, which is used in place of a template, knows messages of text only') }}"
+    "{% endif %}"
+    "{{ part['text'] }}"
+    "{% endfor %}"
+    "{% endif %}"
+    "{{ '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )

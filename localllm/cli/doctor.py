@@ -106,7 +106,8 @@ def report(found: list[Finding]) -> Iterator[str]:
             yield f"  {'':<{width}}  -> {finding.advice}"
     n_broken = sum(finding.broken for finding in found)
     yield ""
-    yield "localllm can run here" if not n_broken else f"localllm cannot run here: {n_broken} of these are broken (x)"
+    are = "is" if n_broken == 1 else "are"
+    yield (f"localllm cannot run here: {n_broken} of these {are} broken (x)" if n_broken else "localllm can run here")
 
 
 def findings(progress: LoadProgress | None = None) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import math
 import select
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, BinaryIO
 
 from localllm.cli.machine import too_many_threads
 from localllm.cli.main import DONE, options_of
@@ -32,6 +32,8 @@ from localllm.options import Request, SamplingOptions
 
 #: Seconds after which somebody who may not know that a prompt is awaited is told.
 _PATIENCE_SECONDS = 1.0
+#: A prompt of more bytes than this fits into no context; what never ends, as /dev/zero, is not read on.
+_MAX_PROMPT_BYTES = 64 << 20
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -104,7 +106,7 @@ def _prompt(arguments: argparse.Namespace) -> str:
         return ""
     if arguments.prompt is None and not arguments.quiet:
         _mention_waiting()
-    return _decoded(sys.stdin.buffer.read(), "standard input")
+    return _decoded(_bounded(sys.stdin.buffer, "standard input"), "standard input")
 
 
 def _mention_waiting() -> None:
@@ -122,10 +124,21 @@ def _mention_waiting() -> None:
 def _file_bytes(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
-            return file.read()
+            return _bounded(file, f"the prompt file {path}")
+    except UsageError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UsageError(f"the prompt file {path} cannot be read ({reason}): check the path") from None
+
+
+def _bounded(file: BinaryIO, where: str) -> bytes:
+    data = file.read(_MAX_PROMPT_BYTES + 1)
+    if len(data) > _MAX_PROMPT_BYTES:
+        raise UsageError(
+            f"{where} has more than {_MAX_PROMPT_BYTES >> 20} MiB, the most a prompt may have: shorten it"
+        )
+    return data
 
 
 def _decoded(data: bytes, where: str) -> str:
@@ -161,7 +174,12 @@ def _start(llm: LLM, prompt: str, arguments: argparse.Namespace, options: dict[s
     as_chat = arguments.chat if arguments.chat is not None else bool(prompt) and llm.has_chat_template
     if not as_chat:
         if arguments.system is not None:
-            raise UsageError("--system-prompt needs a chat: give --chat, and a prompt with -p")
+            missing = [] if prompt else ["a prompt with -p"]
+            if arguments.chat is False:
+                missing.append("--chat instead of --no-chat")
+            elif not llm.has_chat_template:
+                missing.append("--chat, as the model has no chat template")
+            raise UsageError(f"--system-prompt needs a chat: give {' and '.join(missing)}")
         return llm.stream(prompt, **options)
     messages = [{"role": "user", "content": prompt}]
     if arguments.system is not None:
@@ -271,11 +289,15 @@ def _report(stream: Stream, *, verbose: bool) -> None:
     """Says how long it took."""
     usage, timings = stream.usage, stream.timings
     say(
-        f"prompt {usage.prompt_tokens:,} tokens, {timings.prefill_rate:.1f} tok/s; "
-        f"answer {usage.completion_tokens:,} tokens, {timings.decode_rate:.1f} tok/s"
+        f"prompt {_tokens(usage.prompt_tokens)}, {timings.prefill_rate:.1f} tok/s; "
+        f"answer {_tokens(usage.completion_tokens)}, {timings.decode_rate:.1f} tok/s"
     )
     if verbose:
         say(f"  {'ended by':<16} {stream.finish_reason}")
-        say(f"  {'prefill':<16} {timings.prefill_s:.3f} s, {timings.prefill_tokens:,} tokens")
+        say(f"  {'prefill':<16} {timings.prefill_s:.3f} s, {_tokens(timings.prefill_tokens)}")
         say(f"  {'first token':<16} after {timings.first_token_s:.3f} s")
-        say(f"  {'decode':<16} {timings.decode_s:.3f} s, {timings.decode_tokens:,} tokens")
+        say(f"  {'decode':<16} {timings.decode_s:.3f} s, {_tokens(timings.decode_tokens)}")
+
+
+def _tokens(n: int) -> str:
+    return f"{n:,} token{'s' * (n != 1)}"

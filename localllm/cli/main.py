@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from localllm.cli.flags import check_command, check_flags, in_flags, unknown_words
 from localllm.cli.parser import make_parsers
-from localllm.cli.terminal import is_terminal, prepare_streams, say, visible_line, warn
+from localllm.cli.terminal import discard, is_terminal, prepare_streams, say, visible_line, warn
 from localllm.errors import ContextLengthError, DeviceError, LocalLLMError, NotEnoughMemoryError, UsageError
 
 DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -109,7 +109,7 @@ def _failure(error: BaseException, debug: bool) -> int:
     try:
         _flush()
     except (OSError, ValueError):  # the reader is gone, the disk is full, or the stream was closed
-        _forget_stdout()
+        discard(sys.stdout)
     if isinstance(error, SystemExit):  # --help, --version
         return error.code if isinstance(error.code, int) else FAILED
     if isinstance(error, KeyboardInterrupt):
@@ -119,17 +119,21 @@ def _failure(error: BaseException, debug: bool) -> int:
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
         return BROKEN_PIPE
-    if debug and sys.stderr is not None:
+    if debug:
         import traceback
 
-        traceback.print_exception(error)
-    with contextlib.suppress(OSError):
-        say(f"localllm: error: {visible_line(_sentence(error))}")
+        say("".join(traceback.format_exception(error)).rstrip("\n"))
+    say(f"localllm: error: {visible_line(_sentence(error))}")
     return BAD_USAGE if isinstance(error, UsageError) else FAILED
 
 
 def _sentence(error: BaseException) -> str:
     if isinstance(error, ContextLengthError):
+        if error.truncated:
+            return (
+                f"the last message alone makes a prompt of {error.n_tokens:,} tokens but the context holds "
+                f"{error.context:,}: shorten it or the system's, or give a larger context with -c"
+            )
         return (
             f"the prompt has {error.n_tokens:,} tokens but the context holds {error.context:,}: shorten it, give a "
             "larger context with -c, or --overflow truncate"
@@ -167,14 +171,6 @@ def _flush() -> None:
     """Writes out what stdout holds back: here a failure is still reported, at the interpreter's end it is not."""
     if sys.stdout is not None:
         sys.stdout.flush()
-
-
-def _forget_stdout() -> None:
-    """Sends what cannot be written to nowhere, so that the interpreter does not complain of it at its end."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
 
 
 @contextlib.contextmanager

@@ -6,11 +6,15 @@ import argparse
 import contextlib
 import math
 import re
+import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from localllm import __version__
 from localllm.errors import UsageError
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,6 +32,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} ({self.prog} --help shows what there is)")
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        """Prints help or the version; argparse's own lets errors of writing pass."""
+        if file is None or file is not sys.stdout:
+            super()._print_message(message, file)
+        else:
+            print(message, end="", file=file, flush=True)
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -53,7 +64,13 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
         ("generate", _add_generate, "[-m FILE] [-p TEXT] [options]", "let a model write", GENERATE_DETAILS),
         ("inspect", _add_inspect, "FILE [options]", "show what is in a GGUF file", ""),
         ("bench", _add_bench, "[FILE] [options]", "measure how fast a model runs here", BENCH_DETAILS),
-        ("doctor", _add_doctor, "[--json]", "show what is installed and what runs here, and mend it", ""),
+        (
+            "doctor",
+            _add_doctor,
+            "[--json]",
+            "show what is installed, what runs here, and what to do about the rest",
+            "",
+        ),
     ):
         command = parsers.add_parser(
             name,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import shutil
 import sys
 import time
@@ -42,17 +44,35 @@ def visible_line(text: str) -> str:
 
 
 def prepare_streams() -> None:
-    """Makes stdout and stderr take every character, whatever the locale: as UTF-8, unchanged line ends."""
+    """Makes stdout and stderr take every character, whatever the locale: as UTF-8, unchanged line ends.
+
+    And all of a text: what a reader in no hurry does not take at once would be lost if writing did not wait.
+    """
     for stream in (sys.stdout, sys.stderr):
         # Something else may stand in their place, or nothing at all (pythonw.exe).
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="")
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # no file, or Windows before Python 3.12
+                os.set_blocking(stream.fileno(), True)
 
 
 def say(text: str) -> None:
-    """Prints a message on stderr, which is for all that is no result."""
+    """Prints a message on stderr, which is for all that is no result; where that cannot be written, nowhere."""
     if sys.stderr is not None:
-        print(text, file=sys.stderr, flush=True)
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except (OSError, ValueError):  # the disk is full, the reader is gone, or the stream was closed
+            discard(sys.stderr)
+
+
+def discard(stream: TextIO) -> None:
+    """Sends what cannot be written to nowhere, so that the interpreter does not complain of it at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
 
 
 def warn(text: str) -> None:
@@ -90,9 +110,13 @@ class StatusLine:
 
     def _write(self, text: str) -> None:
         if self._stream is not None and (text or self._shown):
-            self._stream.write("\r" + text.ljust(len(self._shown)) + ("" if text else "\r"))
-            self._stream.flush()
-            self._shown = text
+            try:
+                self._stream.write("\r" + text.ljust(len(self._shown)) + ("" if text else "\r"))
+                self._stream.flush()
+                self._shown = text
+            except OSError:  # the terminal is gone
+                discard(self._stream)
+                self._stream = None
 
 
 class LoadProgress:
@@ -118,9 +142,9 @@ class LoadProgress:
             self._status.show(f"compiling kernels for this processor{once}: {done} of {total}")
         elif done == 0:
             self._began = time.monotonic()
-            say(f"localllm: compiling {total} kernels for this processor{once}")
+            say(f"localllm: compiling {_kernels(total)} for this processor{once}")
         elif done == total:
-            say(f"localllm: compiled {total} kernels in {time.monotonic() - self._began:.0f} s")
+            say(f"localllm: compiled {_kernels(total)} in {time.monotonic() - self._began:.0f} s")
 
     def _warn_of_cache(self) -> bool:
         """Says if kernels cannot be kept for the next start; returns whether they can."""
@@ -131,6 +155,10 @@ class LoadProgress:
 
     def close(self) -> None:
         self._status.clear()
+
+
+def _kernels(n: int) -> str:
+    return f"{n} kernel{'s' * (n != 1)}"
 
 
 def quantity(n: float, unit: str) -> str:

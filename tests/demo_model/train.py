@@ -15,7 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import torch
+
+try:
+    import torch
+except ImportError as error:
+    raise SystemExit(f"training needs PyTorch ({error}): pip install '.[reference]' installs it") from None
 import torch.nn.functional as F
 from torch import Tensor
 

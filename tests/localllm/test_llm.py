@@ -531,7 +531,11 @@ def test_a_chat_that_is_too_long_loses_its_oldest_turns(llm: LLM) -> None:
     assert completion.usage.prompt_tokens == kept.usage.prompt_tokens
     assert completion.ids == kept.ids
     with pytest.raises(ContextLengthError):
-        llm.chat([{"role": "user", "content": "b" * 200}], overflow="truncate")
+        llm.chat([{"role": "user", "content": "b" * 200}])
+    with pytest.raises(ContextLengthError, match="the last message alone does not fit") as caught:
+        llm.chat([*turns, {"role": "user", "content": "b" * 200}], overflow="truncate")
+    assert caught.value.truncated
+    assert "truncate" not in str(caught.value)
 
 
 def test_without_oldest_turn() -> None:
@@ -554,9 +558,38 @@ def test_a_file_without_a_template_says_so(tmp_path: Path) -> None:
     path = tiny_gguf(tmp_path / "plain.gguf")
     with (
         localllm.load(path, device="reference") as llm,
-        pytest.warns(UserWarning, match="no chat template"),
+        pytest.warns(UserWarning, match="no chat template") as caught,
     ):
         llm.chat([{"role": "user", "content": "a"}], max_tokens=1)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize(
+    "read", [lambda llm: llm.chat_template, lambda llm: llm.stream_chat([{"role": "user", "content": "a"}])]
+)
+def test_the_warning_of_a_missing_template_points_to_the_caller(
+    read: Callable[[LLM], object], tmp_path: Path
+) -> None:
+    with (
+        localllm.load(tiny_gguf(tmp_path / "plain.gguf"), device="reference") as llm,
+        pytest.warns(UserWarning, match="no chat template") as caught,
+    ):
+        read(llm)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("prompt", [5, None, b"a"])
+def test_a_prompt_that_is_none(llm: LLM, prompt: Any) -> None:
+    words = f"prompt must be a text or a list of token ids, not {type(prompt).__name__}"
+    with pytest.raises(UsageError, match=f"^{words}$"):
+        llm.generate(prompt)
+
+
+def test_a_file_with_a_vocabulary_alone(tmp_path: Path) -> None:
+    path = tmp_path / "vocabulary.gguf"
+    write_gguf(path, config(), {})
+    with pytest.raises(ModelError, match=r"vocabulary\.gguf holds only a vocabulary, no weights: "):
+        localllm.load(path)
 
 
 @pytest.mark.parametrize(

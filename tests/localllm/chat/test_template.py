@@ -286,6 +286,22 @@ def test_a_file_without_template_gets_chatml_and_says_so() -> None:
     assert tokenizer.decode(ids, special=True) == text
 
 
+def test_chatml_joins_parts_of_text_and_refuses_others() -> None:
+    template = ChatTemplate(CHATML)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    joined = template.render([{"role": "user", "content": "ab"}])
+    assert template.render([{"role": "user", "content": parts}]) == joined
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    for message in (
+        {"role": "user", "content": [*parts, {"type": "image_url", "image_url": {"url": "x"}}]},
+        {"role": "user", "content": ["a"]},
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+    ):
+        with pytest.raises(TemplateError, match="messages of text only"):
+            template.render([message])
+
+
 @pytest.mark.parametrize("writes_bos", [True, False])
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_there_is_one_bos_whoever_writes_it(writes_bos: bool, add_bos: bool) -> None:

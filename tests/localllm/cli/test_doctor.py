@@ -139,7 +139,7 @@ def test_an_instruction_set_that_is_not_there(run: Doctor, monkeypatch: pytest.M
     assert outcome.code == 1
     assert "there is no instruction set called 'mmx'" in outcome.out
     assert "-> unset the environment variable LOCALLLM_ISA" in outcome.out
-    assert "1 of these are broken" in outcome.out.splitlines()[-1]
+    assert "1 of these is broken" in outcome.out.splitlines()[-1]
 
 
 def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

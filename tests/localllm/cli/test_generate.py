@@ -291,7 +291,18 @@ def test_system_prompts(generate: Generate, llm: LLM, chatty: Path, plain: Path)
     assert generate(*flags, model=chatty).out == expected
     outcome = generate(*flags, model=plain)
     assert outcome.code == 2
-    assert outcome.error() == "--system-prompt needs a chat: give --chat, and a prompt with -p"
+    assert outcome.error() == ("--system-prompt needs a chat: give --chat, as the model has no chat template")
+    outcome = generate("-q", "-p", "", "-sys", "be kind", model=chatty)
+    assert outcome.error() == "--system-prompt needs a chat: give a prompt with -p"
+
+
+def test_a_prompt_that_never_ends(generate: Generate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("localllm.cli.generate._MAX_PROMPT_BYTES", 1 << 20)
+    path = tmp_path / "prompt"
+    path.write_bytes(b"a" * (1 << 20) + b"b")
+    outcome = generate("-q", "-f", path)
+    assert outcome.code == 2
+    assert outcome.error() == f"the prompt file {path} has more than 1 MiB, the most a prompt may have: shorten it"
 
 
 @pytest.mark.filterwarnings("default")

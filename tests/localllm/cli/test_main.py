@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import time
 import types
 import warnings
 from collections.abc import Callable
@@ -409,6 +411,36 @@ def test_a_full_disk_is_an_error(tiny: Path) -> None:
         outcome = run_process(["inspect", tiny], stdout=full)
     assert outcome.code == 1
     assert outcome.error() == "the system refused: [Errno 28] No space left on device"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["generate", "--help"]])
+def test_help_that_cannot_be_written_is_an_error(arguments: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        outcome = run_process(arguments, stdout=full)
+    assert outcome.code == 1
+    assert outcome.error() == "the system refused: [Errno 28] No space left on device"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_messages_that_cannot_be_written_stop_nothing(tiny: Path) -> None:
+    arguments = ["generate", "-m", tiny, "--device", "reference", "-p", "a", "-n", "3", "--temp", "0"]
+    expected = run_process([*arguments, "-q"])
+    outcome = run_process([*arguments, "-v"], prefix=["sh", "-c", 'exec "$@" 2>/dev/full', "sh"])
+    assert outcome == Outcome(0, expected.out, "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes that do not wait")
+def test_output_that_does_not_wait_loses_nothing() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    program = "import localllm.cli.terminal as t; t.prepare_streams(); print('a' * 300_000, end='', flush=True)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=writer, cwd=ROOT) as process:
+        os.close(writer)
+        time.sleep(0.5)  # the pipe is full by now
+        with open(reader, "rb") as file:
+            assert file.read() == b"a" * 300_000
+        assert process.wait() == 0
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell that can close streams")

@@ -88,6 +88,16 @@ def test_progress_of_loading_on_a_terminal(screen: FakeTerminal) -> None:
     assert screen.getvalue().endswith(" \r")
 
 
+def test_one_kernel_is_no_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = LoadProgress()
+    progress("kernels", 0, 1)
+    progress("kernels", 1, 1)
+    assert [line.split(" in ")[0].split(" for ")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "localllm: compiling 1 kernel",
+        "localllm: compiled 1 kernel",
+    ]
+
+
 def test_progress_of_loading_elsewhere_is_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
     progress = LoadProgress()
     for done in range(3):
