@@ -188,7 +188,9 @@ def _bpe_model(vocabulary: Vocabulary) -> tokenizers.models.BPE:
         options["unk_token"] = unspellable
     try:
         return models.BPE(vocab=ids, merges=vocabulary.merges, **options)
-    except Exception as error:  # the binding raises the bare class
+    except BaseException as error:  # the binding raises the bare Exception, and where Rust panics, not even that
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise TokenizerError(_explain_merges(vocabulary) or f"{vocabulary.where}: {error}") from error
 
 
