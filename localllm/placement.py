@@ -50,7 +50,9 @@ class Format(NamedTuple):
     n_bytes: int
 
     def __str__(self) -> str:
-        return self.file_type if self.kernel_type == self.file_type else f"{self.file_type} as {self.kernel_type}"
+        return (
+            self.file_type if self.kernel_type == self.file_type else f"{self.file_type} read as {self.kernel_type}"
+        )
 
 
 def sum_formats(formats: Iterable[tuple[str, str, int]]) -> tuple[Format, ...]:

@@ -28,7 +28,7 @@ from localllm import __version__
 from localllm.checks import whole_number
 from localllm.cli.machine import OtherLoad, disturbance, too_many_threads
 from localllm.cli.main import DONE
-from localllm.cli.terminal import LoadProgress, StatusLine, model_line, quantity, warn
+from localllm.cli.terminal import LoadStatus, StatusLine, model_line, quantity, warn
 from localllm.errors import UsageError
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo
@@ -38,7 +38,6 @@ from localllm.kernels.cpu.target import choose
 from localllm.kernels.cpu.tiles import TILES
 from localllm.kernels.ops import CacheShape, Weight
 from localllm.llm import LLM, load
-from localllm.models.config import read_config
 from localllm.placement import available_memory
 from localllm.quant.repack import repack_target
 
@@ -141,8 +140,8 @@ class Work:
     @classmethod
     def of(cls, info: ModelInfo) -> Self:
         """The work of a loaded model."""
+        config = info.config
         with GGUFFile.open(info.path) as file:
-            config = read_config(file.metadata, file.tensors)
             matrices = [t for t in file.tensors.values() if len(t.shape) == 2]
             head = file.tensors.get("output.weight", file.tensors["token_embd.weight"])
             layers = [t for t in matrices if t.name.startswith("blk.")]
@@ -264,7 +263,7 @@ def as_json(info: ModelInfo, measured: Sequence[Measurement], other_cpus: float)
 
 
 def _load(arguments: argparse.Namespace, threads: int | None, tests: Sequence[Test]) -> LLM:
-    progress = LoadProgress(enabled=not arguments.quiet)
+    progress = LoadStatus(enabled=not arguments.quiet)
     try:
         return load(
             arguments.model,

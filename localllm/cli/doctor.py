@@ -20,7 +20,7 @@ from pathlib import Path
 
 from localllm import __version__
 from localllm.cli.main import DONE, FAILED
-from localllm.cli.terminal import LoadProgress, quantity, visible_line
+from localllm.cli.terminal import LoadStatus, quantity, visible_line
 from localllm.errors import LocalLLMError
 from localllm.kernels.cpu.host import cpu_model, cpu_quota, default_threads, features, program_output, usable_cpus
 
@@ -78,7 +78,7 @@ class Finding:
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows all findings."""
-    progress = LoadProgress(enabled=not arguments.json)
+    progress = LoadStatus(enabled=not arguments.json)
     try:
         found = list(findings(progress))
     finally:
@@ -110,7 +110,7 @@ def report(found: list[Finding]) -> Iterator[str]:
     yield (f"localllm cannot run here: {n_broken} of these {are} broken (x)" if n_broken else "localllm can run here")
 
 
-def findings(progress: LoadProgress | None = None) -> Iterator[Finding]:
+def findings(progress: LoadStatus | None = None) -> Iterator[Finding]:
     """Everything that is looked at, in the order of the report."""
     checks: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
         ("software", _software),
@@ -249,7 +249,7 @@ def _cores() -> str:
 # -- Kernels -------------------------------------------------------------------------------------------------------
 
 
-def _kernels(progress: LoadProgress | None) -> Iterator[Finding]:
+def _kernels(progress: LoadStatus | None) -> Iterator[Finding]:
     from localllm.kernels.cpu.compiler import CACHE_VARIABLE, cache_is_writable, cache_root
 
     folder, writable = cache_root(), cache_is_writable()
@@ -265,7 +265,7 @@ def _folder_size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def _kernel_test(progress: LoadProgress | None) -> Finding:
+def _kernel_test(progress: LoadStatus | None) -> Finding:
     """Compiles a kernel, or takes it from the cache, runs it on all threads and checks its result."""
     import numpy as np
 

@@ -32,7 +32,8 @@ _ABSENT = {
         ("-st --single-turn", "localllm generate always answers one prompt, leave it out"),
         ("-r --reverse-prompt", "--stop ends the text before another one"),
         ("--jinja", "the file's chat template is always used, leave it out"),
-        ("--chat-template --chat-template-file -j --json-schema --grammar --grammar-file", _NOT_HERE),
+        ("--chat-template --chat-template-file", "from Python there is localllm.load(chat_template=...)"),
+        ("-j --json-schema --grammar --grammar-file", _NOT_HERE),
         ("--lora --lora-scaled --control-vector -md --model-draft --draft-max --mmproj --image", _NOT_HERE),
         (
             "--rope-scaling --rope-freq-base --rope-freq-scale --yarn-orig-ctx",

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from localllm.cli.machine import too_many_threads
 from localllm.cli.main import DONE, options_of
 from localllm.cli.terminal import (
-    LoadProgress,
+    LoadStatus,
     StatusLine,
     is_terminal,
     model_line,
@@ -29,6 +29,7 @@ from localllm.errors import UsageError
 from localllm.info import ModelInfo
 from localllm.llm import LLM, load
 from localllm.options import Request, SamplingOptions
+from localllm.placement import Format
 
 #: Seconds after which somebody who may not know that a prompt is awaited is told.
 _PATIENCE_SECONDS = 1.0
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--chat needs a prompt, the message to answer: give it with -p")
     if not arguments.quiet and arguments.threads and (complaint := too_many_threads(arguments.threads)):
         warn(complaint)
-    progress = LoadProgress(enabled=not arguments.quiet)
+    progress = LoadStatus(enabled=not arguments.quiet)
     try:
         llm = load(
             arguments.model,
@@ -277,12 +278,9 @@ def _describe(info: ModelInfo, *, verbose: bool) -> None:
     say(f"  {'in all':<16} {quantity(info.placement.total, 'B')}, Python and kernels included")
 
 
-def formats_line(formats: Iterable[tuple[str, str, int]]) -> str:
-    """Formats of weights: the file's, what kernels read it as where that is another one, and bytes in memory."""
-    return ", ".join(
-        f"{file_type if file_type == read_as else f'{file_type} read as {read_as}'} {quantity(n_bytes, 'B')}"
-        for file_type, read_as, n_bytes in formats
-    )
+def formats_line(formats: Iterable[Format]) -> str:
+    """Formats of weights and their bytes in memory."""
+    return ", ".join(f"{format} {quantity(format.n_bytes, 'B')}" for format in formats)
 
 
 def _report(stream: Stream, *, verbose: bool) -> None:

@@ -119,7 +119,7 @@ class StatusLine:
                 self._stream = None
 
 
-class LoadProgress:
+class LoadStatus:
     """What `localllm.load` reports, for people: kernels that are compiled for the first time, weights packed."""
 
     def __init__(self, *, enabled: bool = True) -> None:

@@ -104,7 +104,7 @@ def test_what_kernels_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert layers.formats[1] == ("IQ2_XS", "LUT_IQ2_16", n_bytes)
     assert [format[:2] for format in embedding.formats + output.formats] == [("F32", "F32")] * 2
     assert sum(format.n_bytes for format in info.formats) == info.placement.weights
-    assert f"IQ2_XS as LUT_IQ2_16 ({n_bytes:,} bytes)" in caplog.text
+    assert f"IQ2_XS read as LUT_IQ2_16 ({n_bytes:,} bytes)" in caplog.text
 
 
 def test_scales_out_of_range_are_warned_of_with_what_they_cost(tmp_path: Path) -> None:

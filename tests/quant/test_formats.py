@@ -18,33 +18,9 @@ from localllm.errors import ModelError, UsageError
 from localllm.quant.block_format import IntegerFormat, PackableFormat, Parts
 from localllm.quant.formats import FORMATS, dequantize, integer_format
 from localllm.quant.types import BLOCK_SIZES, GGMLType
+from tests.helpers.blocks import F16_FIELDS
 
 T = GGMLType
-
-# Where the f16 fields of a block stand, in bytes; written down apart from the code under test.
-F16_FIELDS: dict[GGMLType, tuple[int, ...]] = {
-    T.F16: (0,),
-    T.Q4_0: (0,),
-    T.Q4_1: (0, 2),
-    T.Q5_0: (0,),
-    T.Q5_1: (0, 2),
-    T.Q8_0: (0,),
-    T.Q2_K: (80, 82),
-    T.Q3_K: (108,),
-    T.Q4_K: (0, 2),
-    T.Q5_K: (0, 2),
-    T.Q6_K: (208,),
-    T.TQ1_0: (52,),
-    T.TQ2_0: (64,),
-    T.IQ2_XXS: (0,),
-    T.IQ2_XS: (0,),
-    T.IQ2_S: (0,),
-    T.IQ3_XXS: (0,),
-    T.IQ3_S: (0,),
-    T.IQ1_S: (0,),
-    T.IQ4_NL: (0,),
-    T.IQ4_XS: (0,),
-}
 
 # Formats without an f16 field: which bytes hold the scale or, in the floats, the sign and exponent.
 SCALE_BYTES: dict[GGMLType, tuple[int, ...]] = {

@@ -19,6 +19,7 @@ import pytest
 import localllm
 from localllm import LLM
 from localllm.cli.generate import formats_line
+from localllm.placement import Format
 from tests.helpers.command_line import (
     LIMIT,
     Outcome,
@@ -357,7 +358,7 @@ def test_what_is_said_beside_the_text(generate: Generate, plain: Path) -> None:
 
 
 def test_formats_of_weights() -> None:
-    formats = [("Q4_K", "Q4_K", 520_000_000), ("IQ2_XS", "LUT_IQ2_16", 12_300_000)]
+    formats = [Format("Q4_K", "Q4_K", 520_000_000), Format("IQ2_XS", "LUT_IQ2_16", 12_300_000)]
     assert formats_line(formats) == "Q4_K 520 MB, IQ2_XS read as LUT_IQ2_16 12.3 MB"
 
 

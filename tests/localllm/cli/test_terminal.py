@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.cli import terminal
-from localllm.cli.terminal import LoadProgress, StatusLine, quantity, short_count, visible, visible_line
+from localllm.cli.terminal import LoadStatus, StatusLine, quantity, short_count, visible, visible_line
 
 
 class FakeTerminal(io.StringIO):
@@ -79,7 +79,7 @@ def test_what_is_quick_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_progress_of_loading_on_a_terminal(screen: FakeTerminal) -> None:
-    progress = LoadProgress()
+    progress = LoadStatus()
     progress("weights", 1, 2)
     progress("kernels", 3, 7)
     progress.close()
@@ -89,7 +89,7 @@ def test_progress_of_loading_on_a_terminal(screen: FakeTerminal) -> None:
 
 
 def test_one_kernel_is_no_kernels(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = LoadProgress()
+    progress = LoadStatus()
     progress("kernels", 0, 1)
     progress("kernels", 1, 1)
     assert [line.split(" in ")[0].split(" for ")[0] for line in capsys.readouterr().err.splitlines()] == [
@@ -99,7 +99,7 @@ def test_one_kernel_is_no_kernels(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_progress_of_loading_elsewhere_is_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = LoadProgress()
+    progress = LoadStatus()
     for done in range(3):
         progress("weights", done, 2)
         progress("kernels", done, 2)
@@ -119,7 +119,7 @@ def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 
 
 def test_kernels_that_cannot_be_kept(no_cache: str, capsys: pytest.CaptureFixture[str]) -> None:
-    progress = LoadProgress()
+    progress = LoadStatus()
     for _ in range(2):
         progress("kernels", 0, 2)
         progress("kernels", 2, 2)
@@ -132,14 +132,14 @@ def test_kernels_that_cannot_be_kept(no_cache: str, capsys: pytest.CaptureFixtur
 
 
 def test_kernels_that_cannot_be_kept_on_a_terminal(no_cache: str, screen: FakeTerminal) -> None:
-    LoadProgress()("kernels", 1, 2)
+    LoadStatus()("kernels", 1, 2)
     warning, _, status = screen.getvalue().partition("\n")
     assert no_cache in warning
     assert status == "\rcompiling kernels for this processor: 1 of 2"
 
 
 def test_no_progress_where_none_is_wanted(screen: FakeTerminal) -> None:
-    progress = LoadProgress(enabled=False)
+    progress = LoadStatus(enabled=False)
     for stage in ("weights", "kernels"):
         progress(stage, 0, 2)
         progress(stage, 2, 2)
