@@ -24,7 +24,6 @@ from localllm.kernels.cpu.simd import (
     store_f16,
     store_f32,
     store_f32x16,
-    store_i32,
     store_s8x16,
     sum_int_lanes,
     sum_lanes,
@@ -33,7 +32,7 @@ from localllm.kernels.cpu.simd import (
     zero_f32x16,
 )
 from localllm.kernels.cpu.templates import device
-from localllm.kernels.cpu.tiles import D_SUM, NEG_SUM, NEG_SUM_FIRST, RECORD, TOKENS, X_STEP, D
+from localllm.kernels.cpu.tiles import RECORD, SUM, SUM_FIRST, SUM_SECOND, TOKENS, X_STEP, D
 
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 LARGEST_CODE = np.float32(127)
@@ -101,13 +100,13 @@ def quantise(begin, end, x, n_blocks, x_stride, records):
             scale = largest / LARGEST_CODE
             first, second = first * splat(inverse), second * splat(inverse)
             sum_first = sum_int_lanes(to_int_rounded(first))
-            total = sum_first + sum_int_lanes(to_int_rounded(second))
+            sum_second = sum_int_lanes(to_int_rounded(second))
             store_s8x16(record, first)
             store_s8x16(record + 16, second)
             store_f32(record + D, scale)
-            store_f32(record + D_SUM, scale * np.float32(total))
-            store_i32(record + NEG_SUM, np.int32(-total))
-            store_i32(record + NEG_SUM_FIRST, np.int32(-sum_first))
+            store_f32(record + SUM, np.float32(sum_first + sum_second))
+            store_f32(record + SUM_FIRST, np.float32(sum_first))
+            store_f32(record + SUM_SECOND, np.float32(sum_second))
             row += 128
             record += X_STEP
 

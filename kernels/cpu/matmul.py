@@ -6,20 +6,33 @@ along the row, tile by tile.  So a token decoded alone gets the same bits as one
 
 from __future__ import annotations
 
+import numpy as np
+
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.simd import (
     fma,
     load_f32x16,
     load_i64,
     splat_f32,
+    stack,
     store_f32x16,
     zero_f32x16,
 )
 from localllm.kernels.cpu.templates import device, static_range, template
-from localllm.kernels.cpu.tiles import RECORD, TOKENS, X_STEP, fetch_ahead
+from localllm.kernels.cpu.tiles import RECORD, TOKENS, X_STEP, fetch_ahead, multiply_block
 
-#: Groups of 16 rows in a unit of the float kernels: enough independent sums to keep the multipliers busy.
+#: Tokens that a group of rows is multiplied with before the next one's turn, a multiple of `TOKENS`: as many as have
+#: their activations in the second nearest cache.
+MOST_TOKENS = 64
+#: Blocks of 32 columns in a slab: what a tile of the K formats has.
+SLAB = 8
+#: So few tokens are worth code of their own.
+HALF_TILE = TOKENS // 2
+
+#: Groups of 16 rows in a unit of the float kernels: enough independent sums to keep the multipliers busy.  Columns in
+#: a slab of theirs.
 FLOAT_GROUPS = 2
+FLOAT_SLAB = 128
 
 
 @device
@@ -33,20 +46,50 @@ def finish_rows(acc, bias, residual, y, rows, place):
 
 
 @template
-def quantised_tokens(n, first, group, tiles, n_tiles, n_blocks, x, bias, residual, y, y_stride):
-    """Sixteen rows times ``n`` tokens from number ``first`` on, which lie in one tile of activations."""
-    for i in static_range(n):
-        acc[i] = zero_f32x16()
+def one_token(tiles, n_tiles, x, bias, residual, y, rows):
+    """Sixteen rows times a single token: each block is multiplied as it is unpacked."""
+    acc[0] = zero_f32x16()
     tile = tiles
-    records = x + first // TOKENS * (n_blocks * X_STEP) + first % TOKENS * RECORD
+    record = x
     for _ in range(n_tiles):
-        ADD_TILE(acc, n, tile, records)
+        UNPACK(acc, tile, record, X_STEP)
         tile += TILE_BYTES
-        records += BLOCKS * X_STEP
-    place = first * y_stride + group * 64
+        record += BLOCKS * X_STEP
+    finish_rows(acc[0], bias, residual, y, rows, rows)
+
+
+@template
+def multiply_slab(n, sums, slab, n_blocks, x):
+    """sums[i] += the slab's blocks times token i of the tile of activations at x, for n tokens."""
     for i in static_range(n):
-        finish_rows(acc[i], bias, residual, y, group * 64, place)
-        place += y_stride
+        acc[i] = load_f32x16(sums + 64 * i)
+    for b in range(n_blocks):
+        multiply_block(acc, n, slab + b * BLOCK_BYTES, x + b * X_STEP)
+    for i in static_range(n):
+        store_f32x16(sums + 64 * i, acc[i])
+
+
+@template
+def several_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
+    """sums = sixteen rows times so many tokens, whose activations begin at x.
+
+    A slab of the rows is unpacked into memory that stays in the nearest cache, and multiplied with all tokens: whole
+    tiles of them, or half of one.  (What comes out for tokens that are not there is not looked at.)
+    """
+    for token in range(0, n_tokens, TOKENS):
+        for i in static_range(TOKENS):
+            store_f32x16(sums + 64 * (token + i), zero_f32x16())
+    for first in range(0, n_tiles, SLAB // BLOCKS):
+        n = min(SLAB // BLOCKS, n_tiles - first)
+        for tile in range(n):
+            UNPACK(none, tiles + (first + tile) * TILE_BYTES, slab + tile * (BLOCKS * BLOCK_BYTES), BLOCK_BYTES)
+        records = x + first * (BLOCKS * X_STEP)
+        if n_tokens <= HALF_TILE:
+            multiply_slab(HALF_TILE, sums, slab, n * BLOCKS, records)
+        else:
+            for token in range(0, n_tokens, TOKENS):
+                multiply_slab(TOKENS, sums + 64 * token, slab, n * BLOCKS, records)
+                records += n_tiles * (BLOCKS * X_STEP)
 
 
 @kernel
@@ -55,41 +98,81 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
 
     weights: packed tiles, ``n_tiles`` a row.  x: activations as `tiles` draws them.  bias: float32 [n] or 0.
     residual, y: float32 [T, n] with ``y_stride`` bytes a token; residual may be 0, or y itself.
-    ADD_TILE, TILE_BYTES, BLOCKS (of 32 columns in a tile): the format's.
+    UNPACK, ADD, N_SCALES, …: the format's (see `tiles`).  TILE_BYTES, BLOCKS: a tile's bytes and blocks of 32
+    columns.  BLOCK_BYTES: an unpacked block's.
     """
     n_tokens = load_i64(batch)
-    n_blocks = n_tiles * BLOCKS
-    for group in range(begin, end):
-        tiles = weights + group * n_tiles * TILE_BYTES
-        token = 0
-        while token + TOKENS <= n_tokens:
-            quantised_tokens(TOKENS, token, group, tiles, n_tiles, n_blocks, x, bias, residual, y, y_stride)
-            token += TOKENS
-        while token < n_tokens:
-            quantised_tokens(1, token, group, tiles, n_tiles, n_blocks, x, bias, residual, y, y_stride)
-            token += 1
+    slab = stack(SLAB * BLOCK_BYTES)
+    sums = stack(64 * MOST_TOKENS)
+    for first in range(0, n_tokens, MOST_TOKENS):
+        n = min(MOST_TOKENS, n_tokens - first)
+        records = x + first * n_tiles * (BLOCKS * RECORD)
+        for group in range(begin, end):
+            tiles = weights + group * n_tiles * TILE_BYTES
+            rows = group * 64
+            if n_tokens == 1:
+                one_token(tiles, n_tiles, x, bias, residual, y, rows)
+            else:
+                several_tokens(n, tiles, n_tiles, slab, sums, records)
+                for token in range(n):
+                    finish_rows(
+                        load_f32x16(sums + 64 * token), bias, residual, y, rows, (first + token) * y_stride + rows
+                    )
 
 
 @template
-def float_tokens(n, first, unit, tiles, n_in, x, x_stride, bias, residual, y, y_stride):
-    """Rows of a unit times ``n`` tokens from number ``first`` on."""
+def one_float_token(tiles, n_in, x, bias, residual, y, rows):
+    """A unit's rows times a single token."""
     for g in static_range(FLOAT_GROUPS):
-        for i in static_range(n):
-            acc[g, i] = zero_f32x16()
-    for i in static_range(n):
-        row[i] = x + (first + i) * x_stride
+        acc[g] = zero_f32x16()
     for k in range(n_in):
+        value = splat_f32(x + 4 * k)
         for g in static_range(FLOAT_GROUPS):
-            fetch_ahead(n, tiles + g * n_in * COLUMN_BYTES + k * COLUMN_BYTES, COLUMN_BYTES)
-            w[g] = LOAD(tiles + g * n_in * COLUMN_BYTES + k * COLUMN_BYTES)
+            column = tiles + (g * n_in + k) * COLUMN_BYTES
+            fetch_ahead(column, COLUMN_BYTES)
+            acc[g] = fma(LOAD(column), value, acc[g])
+    for g in static_range(FLOAT_GROUPS):
+        finish_rows(acc[g], bias, residual, y, rows + 64 * g, rows + 64 * g)
+
+
+@template
+def multiply_float_slab(n, sums, slab, n_columns, x, x_stride, most):
+    """sums[i] += the slab's columns times token i, for n tokens; those beyond number ``most`` are that one again."""
+    for i in static_range(n):
+        row[i] = x + min(np.int64(i), most) * x_stride
+        for g in static_range(FLOAT_GROUPS):
+            acc[g, i] = load_f32x16(sums + 64 * (FLOAT_GROUPS * i + g))
+    for k in range(n_columns):
+        for g in static_range(FLOAT_GROUPS):
+            w[g] = load_f32x16(slab + 64 * (FLOAT_GROUPS * k + g))
         for i in static_range(n):
             value = splat_f32(row[i] + 4 * k)
             for g in static_range(FLOAT_GROUPS):
                 acc[g, i] = fma(w[g], value, acc[g, i])
-    for g in static_range(FLOAT_GROUPS):
-        rows = (unit * FLOAT_GROUPS + g) * 64
-        for i in static_range(n):
-            finish_rows(acc[g, i], bias, residual, y, rows, (first + i) * y_stride + rows)
+    for i in static_range(n):
+        for g in static_range(FLOAT_GROUPS):
+            store_f32x16(sums + 64 * (FLOAT_GROUPS * i + g), acc[g, i])
+
+
+@template
+def several_float_tokens(n_tokens, tiles, n_in, slab, sums, x, x_stride):
+    """sums = a unit's rows times so many tokens; the rest is as in `several_tokens`."""
+    for i in range(-(-n_tokens // TOKENS) * (TOKENS * FLOAT_GROUPS)):
+        store_f32x16(sums + 64 * i, zero_f32x16())
+    for first in range(0, n_in, FLOAT_SLAB):
+        n = min(FLOAT_SLAB, n_in - first)
+        for k in range(n):
+            for g in static_range(FLOAT_GROUPS):
+                column = tiles + (g * n_in + first + k) * COLUMN_BYTES
+                fetch_ahead(column, COLUMN_BYTES)
+                store_f32x16(slab + 64 * (FLOAT_GROUPS * k + g), LOAD(column))
+        if n_tokens <= HALF_TILE:
+            multiply_float_slab(HALF_TILE, sums, slab, n, x + 4 * first, x_stride, n_tokens - 1)
+        else:
+            for token in range(0, n_tokens, TOKENS):
+                row = x + token * x_stride + 4 * first
+                place = sums + token * (64 * FLOAT_GROUPS)
+                multiply_float_slab(TOKENS, place, slab, n, row, x_stride, n_tokens - 1 - token)
 
 
 @kernel
@@ -99,12 +182,19 @@ def matmul_float(begin, end, batch, weights, n_in, x, x_stride, bias, residual, 
     LOAD, COLUMN_BYTES (of one column of 16 rows): the format's.  The rest is as in `matmul_quantised`.
     """
     n_tokens = load_i64(batch)
-    for unit in range(begin, end):
-        tiles = weights + unit * FLOAT_GROUPS * n_in * COLUMN_BYTES
-        token = 0
-        while token + TOKENS <= n_tokens:
-            float_tokens(TOKENS, token, unit, tiles, n_in, x, x_stride, bias, residual, y, y_stride)
-            token += TOKENS
-        while token < n_tokens:
-            float_tokens(1, token, unit, tiles, n_in, x, x_stride, bias, residual, y, y_stride)
-            token += 1
+    slab = stack(64 * FLOAT_GROUPS * FLOAT_SLAB)
+    sums = stack(64 * FLOAT_GROUPS * MOST_TOKENS)
+    for first in range(0, n_tokens, MOST_TOKENS):
+        n = min(MOST_TOKENS, n_tokens - first)
+        for unit in range(begin, end):
+            tiles = weights + unit * FLOAT_GROUPS * n_in * COLUMN_BYTES
+            rows = unit * FLOAT_GROUPS * 64
+            if n_tokens == 1:
+                one_float_token(tiles, n_in, x, bias, residual, y, rows)
+            else:
+                several_float_tokens(n, tiles, n_in, slab, sums, x + first * x_stride, x_stride)
+                for token in range(n):
+                    for g in static_range(FLOAT_GROUPS):
+                        total = load_f32x16(sums + 64 * (FLOAT_GROUPS * token + g))
+                        place = (first + token) * y_stride + rows + 64 * g
+                        finish_rows(total, bias, residual, y, rows + 64 * g, place)

@@ -538,8 +538,7 @@ class CPUOps(Ops):
         matrix = w.packed.ctypes.data
         if tile := TILES.get(w.type):
             kernel, units = matmul.matmul_quantised, groups
-            constants = {"ADD_TILE": tile.add, "TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32}
-            constants |= dict(tile.constants)
+            constants = {"TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32, **tile.constants}
             arguments = [batch, matrix, w.n_in // layout.columns, x.records(self.target)]
         else:
             kernel, units = matmul.matmul_float, groups // matmul.FLOAT_GROUPS

@@ -150,6 +150,11 @@ def load_bf16x16(b, address):
     return b.bitcast(b.shl(bits, _constant(16, i32, 16)), f32x16.llvm)
 
 
+@op(void, intp, i8x64)
+def store_i8x64(b, address, value):
+    _store(b, address, value)
+
+
 @op(void, intp, f32x16)
 def store_f32x16(b, address, value):
     _store(b, address, value)
@@ -414,13 +419,6 @@ def load_bits(b, address, n, mask):
     return _bits(b, _load(b, address, i8x64.llvm), n, mask)
 
 
-@op(i8x64, intp, intp, literal)
-def load_bits_on_top(b, address, n, mask):
-    """The same, worth 16 times as much: ((x >> n) & mask) << 4."""
-    words = b.bitcast(_bits(b, _load(b, address, i8x64.llvm), n, mask), ir.VectorType(i16, 32))
-    return b.bitcast(b.shl(words, _constant(4, i16, 32)), i8x64.llvm)
-
-
 @op(i8x64, intp, intp, literal, literal)
 def load_bits_raised(b, address, n, mask, up):
     """((x >> n) & mask) << up for each of 64 bytes x at an address; the result must fit into a byte."""
@@ -450,17 +448,34 @@ def mask(b, x, bits):
     return b.and_(x, _constant(bits, i32, 16))
 
 
-@op(f32x16, i32x16, literal)
+@op(i32x16, i32x16, literal)
 def unsigned_byte(b, x, n):
-    """Byte n of each word, as float32."""
-    return b.sitofp(b.and_(b.lshr(x, _constant(8 * n, i32, 16)), _constant(255, i32, 16)), f32x16.llvm)
+    """Byte n of each word."""
+    return b.and_(b.lshr(x, _constant(8 * n, i32, 16)), _constant(255, i32, 16))
 
 
-@op(f32x16, i32x16, literal)
+@op(i32x16, i32x16, literal)
 def signed_byte(b, x, n):
-    """Byte n of each word, signed, as float32."""
-    high = b.shl(x, _constant(24 - 8 * n, i32, 16))
-    return b.sitofp(b.ashr(high, _constant(24, i32, 16)), f32x16.llvm)
+    """Byte n of each word, signed."""
+    return b.ashr(b.shl(x, _constant(24 - 8 * n, i32, 16)), _constant(24, i32, 16))
+
+
+@op(i32x16, i32x16)
+def twice(b, x):
+    """Words that hold the same 16-bit number twice; the numbers lie in -32768 … 32767."""
+    return b.or_(b.and_(x, _constant(0xFFFF, i32, 16)), b.shl(x, _constant(16, i32, 16)))
+
+
+@op(f32x16, i32x16)
+def as_float(b, x):
+    """The same bits."""
+    return b.bitcast(x, f32x16.llvm)
+
+
+@op(i32x16, f32x16)
+def as_int(b, x):
+    """The same bits."""
+    return b.bitcast(x, i32x16.llvm)
 
 
 def lut_op(table: Sequence[int]) -> Any:
@@ -514,20 +529,56 @@ def dot_op(name: str, n_vectors: int, bits: int) -> Any:
 
     The function is ``(sums i32x16, w_0 … w_{n-1} i8x64, x) -> i32x16``: lane r of the result is sums[r] plus the
     products of row r's codes with the int8 activations at address x.  Byte 4 r + c of w_v is row r's code in column
-    4 v + c.  With ``bits`` below 8 the codes are unsigned numbers of so many bits, else signed bytes.
-    Activations lie in -127 … 127.
+    4 v + c.  Activations lie in -127 … 127.
+
+    With ``bits`` below 8 the codes are unsigned numbers of so many bits, else signed bytes.  Then the function takes
+    one more argument, an i32x16 with the sum of the activations in every lane: what processors need that multiply
+    bytes only if one of them is unsigned.
     """
 
     def emit(b: Any, sums: Any, *values: Any) -> Any:
-        *weights, x = values
-        pairs = []
-        for v, w in enumerate(weights):
-            four = _load(b, b.add(x, ir.Constant(i64, 4 * v)), i32)
-            pairs.append((w, b.bitcast(_splat(b, four, 16), i8x64.llvm)))
-        return _DOTS[_dot_kind()](b, sums, pairs, bits)
+        sum_x = values[-1] if bits == 8 else None
+        weights, x = values[:n_vectors], values[n_vectors]
+        return _DOTS[_dot_kind()](b, sums, _with_activations(b, weights, x), bits, sum_x)
 
     emit.__name__ = name
-    return op(i32x16, i32x16, *[i8x64] * n_vectors, intp)(emit)
+    return op(i32x16, i32x16, *[i8x64] * n_vectors, intp, *[i32x16] * (bits == 8))(emit)
+
+
+def scaled_dot_op(name: str, bits: int) -> Any:
+    """Dot products over two times sixteen columns of sixteen rows, each times a whole number.
+
+    The function is ``(first i32x16, second i32x16, w_0 … w_7 i8x64, x) -> f32x16``, where ``first`` and ``second``
+    hold the rows' numbers, -128 … 127, `twice`.  The sum is rounded once, at the end.  Codes are unsigned numbers of
+    so many bits, at most 6; the rest is as in `dot_op`.
+    """
+
+    def emit(b: Any, first: Any, second: Any, *values: Any) -> Any:
+        pairs = _with_activations(b, values[:8], values[8])
+        kind = _dot_kind()
+        if kind in _MADDUBS:
+            totals = _halves(b, _constant(0, i32, 16), _MADDUBS[kind])
+            for number, part in ((first, pairs[:4]), (second, pairs[4:])):
+                words = b.bitcast(number, ir.VectorType(i16, 32))
+                totals = _add_products(b, totals, part, bits, _halves(b, words, len(totals)))
+            return b.sitofp(_join(b, totals), f32x16.llvm)
+        # A dot product is below 2^17 and a number at most 2^7: as floats their product is exact too.
+        scales = [b.sitofp(b.ashr(n, _constant(16, i32, 16)), f32x16.llvm) for n in (first, second)]
+        dots = [_DOTS[kind](b, _constant(0, i32, 16), part, bits, None) for part in (pairs[:4], pairs[4:])]
+        low, high = (b.sitofp(dot, f32x16.llvm) for dot in dots)
+        return fma(b, scales[1], high, b.fmul(scales[0], low))
+
+    emit.__name__ = name
+    return op(f32x16, i32x16, i32x16, *[i8x64] * 8, intp)(emit)
+
+
+def _with_activations(b: Any, weights: Sequence[Any], x: Any) -> list[tuple[Any, Any]]:
+    """Each vector of codes with the four activations at x that belong to it, in every word."""
+    pairs = []
+    for v, w in enumerate(weights):
+        four = _load(b, b.add(x, ir.Constant(i64, 4 * v)), i32)
+        pairs.append((w, b.bitcast(_splat(b, four, 16), i8x64.llvm)))
+    return pairs
 
 
 def _halves(b: Any, x: Any, parts: int) -> list[Any]:
@@ -548,60 +599,71 @@ def _join(b: Any, pieces: list[Any]) -> Any:
     return pieces[0]
 
 
-def _signed_pair(b: Any, w: Any, x: Any) -> tuple[Any, Any]:
-    """(|w|, x with w's sign): the same products, with the first factor unsigned."""
-    negative = b.icmp_signed("<", w, _constant(0, i8, 64))
-    flip = [b.select(negative, b.sub(_constant(0, i8, 64), v), v) for v in (w, x)]
-    return flip[0], flip[1]
-
-
 def _dot_vnni(parts: int) -> Callable[..., Any]:
     bits_wide = 512 // parts
 
-    def dot(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int) -> Any:
+    def dot(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x: Any) -> Any:
         # Two chains, because each instruction waits for the sum of the one before.
         chains = [sums, _constant(0, i32, 16)]
         for i, (w, x) in enumerate(pairs):
-            if bits == 8:
-                w, x = _signed_pair(b, w, x)
+            if bits == 8:  # the instruction takes the first factor as unsigned: w + 128
+                w = b.xor(w, _constant(-128, i8, 64))
             pieces = [
                 _call(b, f"llvm.x86.avx512.vpdpbusd.{bits_wide}", s.type, s, u, v)
                 for s, u, v in zip(*(_halves(b, y, parts) for y in (chains[i % 2], w, x)), strict=True)
             ]
             chains[i % 2] = _join(b, pieces)
-        return b.add(*chains)
+        total = b.add(*chains)
+        return b.sub(total, b.shl(sum_x, _constant(7, i32, 16))) if bits == 8 else total
 
     return dot
 
 
-def _dot_maddubs(parts: int) -> Callable[..., Any]:
+#: The kinds that multiply by pmaddubsw, and how many registers a vector fills.
+_MADDUBS = {"maddubs512": 1, "maddubs256": 2}
+
+
+def _add_products(
+    b: Any, totals: list[Any], pairs: list[tuple[Any, Any]], bits: int, factors: list[Any]
+) -> list[Any]:
+    """Adds to the totals, cut into registers, the products of codes and activations, times 16-bit factors."""
+    parts = len(totals)
     multiply, widen = {
         1: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
         2: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
     }[parts]
-
-    def dot(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int) -> Any:
-        # pmaddubsw saturates at 16 bits.  Two products of a code and an activation stay below 2 * 127 * largest,
-        # so this many of their sums can be added before they have to be widened.
-        largest = 128 if bits == 8 else (1 << bits) - 1
-        fit = max(1, 32767 // (2 * 127 * largest))
-        words, ones = ir.VectorType(i16, 32 // parts), _constant(1, i16, 32 // parts)
-        totals = _halves(b, sums, parts)
-        for start in range(0, len(pairs), fit):
-            partial: list[Any] = [None] * parts
-            for w, x in pairs[start : start + fit]:
+    # pmaddubsw saturates at 16 bits.  Two products of a code and an activation stay below 2 * 127 * largest, so this
+    # many of their sums can be added before they have to be widened.
+    largest = 128 if bits == 8 else (1 << bits) - 1
+    fit = max(1, 32767 // (2 * 127 * largest))
+    for start in range(0, len(pairs), fit):
+        partial: list[Any] = [None] * parts
+        for w, x in pairs[start : start + fit]:
+            for k, (u, v) in enumerate(zip(_halves(b, w, parts), _halves(b, x, parts), strict=True)):
                 if bits == 8:
-                    w, x = _signed_pair(b, w, x)
-                for k, (u, v) in enumerate(zip(_halves(b, w, parts), _halves(b, x, parts), strict=True)):
-                    product = _call(b, multiply, words, u, v)
-                    partial[k] = product if partial[k] is None else b.add(partial[k], product)
-            totals = [b.add(t, _call(b, widen, t.type, p, ones)) for t, p in zip(totals, partial, strict=True)]
-        return _join(b, totals)
-
-    return dot
+                    u, v = _signed_pair(b, u, v)
+                product = _call(b, multiply, ir.VectorType(i16, 32 // parts), u, v)
+                partial[k] = product if partial[k] is None else b.add(partial[k], product)
+        totals = [b.add(t, _call(b, widen, t.type, p, f)) for t, p, f in zip(totals, partial, factors, strict=True)]
+    return totals
 
 
-def _dot_sdot(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int) -> Any:
+def _signed_pair(b: Any, w: Any, x: Any) -> tuple[Any, Any]:
+    """(|w|, x with w's sign): the same products, with the first factor unsigned."""
+    if w.type.count == 32:  # where AVX2 has an instruction
+        return _call(b, "llvm.x86.avx2.psign.b", w.type, w, w), _call(b, "llvm.x86.avx2.psign.b", w.type, x, w)
+    negative = b.icmp_signed("<", w, _constant(0, i8, 64))
+    flip = [b.select(negative, b.sub(_constant(0, i8, 64), v), v) for v in (w, x)]
+    return flip[0], flip[1]
+
+
+def _dot_maddubs(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x: Any) -> Any:
+    totals = _halves(b, sums, _MADDUBS[_dot_kind()])
+    ones = [_constant(1, i16, 32 // len(totals))] * len(totals)
+    return _join(b, _add_products(b, totals, pairs, bits, ones))
+
+
+def _dot_sdot(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x: Any) -> Any:
     totals = _halves(b, sums, 4)
     for w, x in pairs:  # codes of fewer than 8 bits are the same number signed
         totals = [
@@ -611,7 +673,7 @@ def _dot_sdot(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int) -> Any
     return _join(b, totals)
 
 
-def _dot_generic(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int) -> Any:
+def _dot_generic(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x: Any) -> Any:
     words, doubles = ir.VectorType(i16, 64), ir.VectorType(i32, 32)
     sixteen, thirty_two = _constant(16, i32, 32), _constant(32, i64, 16)
     for w, x in pairs:
@@ -628,8 +690,8 @@ def _dot_generic(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int) -> 
 _DOTS = {
     "vnni512": _dot_vnni(1),
     "vnni256": _dot_vnni(2),
-    "maddubs512": _dot_maddubs(1),
-    "maddubs256": _dot_maddubs(2),
+    "maddubs512": _dot_maddubs,
+    "maddubs256": _dot_maddubs,
     "sdot": _dot_sdot,
     "generic": _dot_generic,
 }
@@ -637,10 +699,10 @@ _DOTS = {
 dot32_u4 = dot_op("dot32_u4", 8, 4)
 dot32_u5 = dot_op("dot32_u5", 8, 5)
 dot32_s8 = dot_op("dot32_s8", 8, 8)
-dot16_u6 = dot_op("dot16_u6", 4, 6)
-dot16_u3 = dot_op("dot16_u3", 4, 3)
-dot16_u2 = dot_op("dot16_u2", 4, 2)
 dot16_s8 = dot_op("dot16_s8", 4, 8)
+dot_sixteens_u2 = scaled_dot_op("dot_sixteens_u2", 2)
+dot_sixteens_u3 = scaled_dot_op("dot_sixteens_u3", 3)
+dot_sixteens_u6 = scaled_dot_op("dot_sixteens_u6", 6)
 
 
 # -- Threads and programs ------------------------------------------------------------------------------------------

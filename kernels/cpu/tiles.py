@@ -1,20 +1,31 @@
 """How each block format's tiles are multiplied: one short template a format.
 
-All follow one pattern.  A tile's codes are unpacked into vectors w[0] … w[7], each four columns of sixteen rows;
-then, for each token, an integer dot product with 32 activations, turned to float and scaled:
+A tile is unpacked block by block.  A block is 32 columns of sixteen rows: vectors w[0] … w[7] with the codes, four
+columns each, and vectors s[0] … with the rows' scales, as many as the format's kind of block has:
 
-    acc[i] += scale * d_i * (dot(w, q_i) - offset * sum(q_i))            (Q4_0, Q5_0, Q8_0, Q3_K, Q6_K, LUT)
-    acc[i] += scale * d_i * dot(w, q_i) + minimum * d_i * sum(q_i)       (Q4_1, Q5_1, Q2_K, Q4_K, Q5_K)
+    Codes      s = scale, minimum       acc += (scale * dot(w, q) + minimum * sum(q)) * d
+    Signed     s = scale                acc += (scale * dot(w, q)) * d
+    Sixteens   s = two whole scales,    acc += (unit * (first * dot(w, q) + second * dot(w, q)) over 16 columns each
+                   unit, two minima             + first minimum * sum(q) + second minimum * sum(q)) * d
+    Halves     s = two scales           acc += (first * dot(w, q) + second * dot(w, q)) * d
 
-where token i's activations in these columns are d_i * q_i.  The tiles are drawn in `localllm.quant.packing`, the
-blocks in `localllm.quant.legacy`, `localllm.quant.kquants` and `localllm.quant.lut`.
+where a token's activations in these columns are d * q, and q lies in -127 … 127.  Codes are unsigned; what a format
+subtracts from them is part of its minimum.  The tiles are drawn in `localllm.quant.packing`, the blocks of the files
+in `localllm.quant.legacy`, `localllm.quant.kquants` and `localllm.quant.lut`.
+
+For one token, a block is multiplied as it is unpacked (`take`, with a step of `X_STEP`).  For several it is written
+down first, to be multiplied with all of them (`multiply_block`):
+
+    0          512          576
+    [ w[0] … w[7] ][ s[0] ][ s[1] ] …
+      64 int8 each  f32 x 16
 
 **Activations** come in tiles too, of `TOKENS` tokens by 32 columns, so that one address serves all of a tile's
 tokens.  Each token has a record of 48 bytes in it:
 
-    0        32     36           40         44
-    [ 32 q  ][ d  ][ d * sum(q) ][ -sum(q) ][ -sum of the first sixteen q ]
-      int8    f32    f32           int32      int32
+    0        32     36         40                   44
+    [ 32 q  ][ d  ][ sum(q) ][ sum of the first 16 ][ sum of the others ]
+      int8    f32    f32 (exact whole numbers, as are products with codes: below 2^24)
 """
 
 from __future__ import annotations
@@ -26,18 +37,20 @@ from typing import Any
 import numpy as np
 
 from localllm.kernels.cpu.simd import (
+    as_float,
+    as_int,
     dot16_s8,
-    dot16_u2,
-    dot16_u3,
-    dot16_u6,
     dot32_s8,
     dot32_u4,
     dot32_u5,
+    dot_sixteens_u2,
+    dot_sixteens_u3,
+    dot_sixteens_u6,
     fma,
     load_bits,
-    load_bits_on_top,
     load_bits_raised,
     load_f16x16,
+    load_f32x16,
     load_i8x64,
     load_i32x16,
     lut_op,
@@ -48,8 +61,12 @@ from localllm.kernels.cpu.simd import (
     signed_byte,
     splat,
     splat_f32,
-    splat_i32,
+    splat_int,
+    store_f32x16,
+    store_i8x64,
     to_float,
+    to_int_rounded,
+    twice,
     unsigned_byte,
     zero_f32x16,
     zero_i32x16,
@@ -63,87 +80,103 @@ from localllm.quant.types import GGMLType
 TOKENS = 8
 RECORD = 48
 X_STEP = TOKENS * RECORD
-D, D_SUM, NEG_SUM, NEG_SUM_FIRST = 32, 36, 40, 44
+D, SUM, SUM_FIRST, SUM_SECOND = 32, 36, 40, 44
 
-#: How far ahead of the tile that is multiplied memory is read, in bytes.  Processors that fetch ahead by themselves
+#: Bytes of an unpacked block's codes, and of each vector of scales behind them.
+CODE_BYTES, SCALE_BYTES = 512, 64
+
+#: How far ahead of the tile that is unpacked memory is read, in bytes.  Processors that fetch ahead by themselves
 #: stop at the end of each page of 4096 bytes; asked to read across it, they lose no time there.
 FETCH_AHEAD = 4096
 
 #: What is subtracted from Q3_K's six-bit scales.
-SCALE_OFFSET = np.float32(32)
+SCALE_OFFSET = np.int32(32)
 
-# -- One token: unpacked codes times the activations in the record at x ------------------------------------------
-
-
-@device
-def add_offset_codes(acc, scale, x, w0, w1, w2, w3, w4, w5, w6, w7):
-    """acc + scale * d * (dot(w, q) - 2**SHIFT * sum(q))."""
-    dot = DOT(shift_left(splat_i32(x + NEG_SUM), SHIFT), w0, w1, w2, w3, w4, w5, w6, w7, x)
-    return fma(scale * splat_f32(x + D), to_float(dot), acc)
+# -- One token: a block times the activations in the record at x --------------------------------------------------
 
 
 @device
-def add_min_codes(acc, scale, minimum, x, w0, w1, w2, w3, w4, w5, w6, w7):
-    """acc + scale * d * dot(w, q) + minimum * d * sum(q)."""
-    dot = DOT(zero_i32x16(), w0, w1, w2, w3, w4, w5, w6, w7, x)
-    acc = fma(scale * splat_f32(x + D), to_float(dot), acc)
-    return fma(minimum, splat_f32(x + D_SUM), acc)
-
-
-@device
-def add_signed_codes(acc, scale, x, w0, w1, w2, w3, w4, w5, w6, w7):
-    """acc + scale * d * dot(w, q)."""
-    dot = dot32_s8(zero_i32x16(), w0, w1, w2, w3, w4, w5, w6, w7, x)
-    return fma(scale * splat_f32(x + D), to_float(dot), acc)
-
-
-@device
-def add_q6_codes(acc, first, second, x, w0, w1, w2, w3, w4, w5, w6, w7):
-    """acc + first * d * (dot(w, q) - 32 * sum(q)) over columns 0 … 15, + second * … over 16 … 31."""
-    neg_sum = splat_i32(x + NEG_SUM_FIRST)
-    lo = dot16_u6(shift_left(neg_sum, 5), w0, w1, w2, w3, x)
-    hi = dot16_u6(shift_left(splat_i32(x + NEG_SUM) - neg_sum, 5), w4, w5, w6, w7, x + 16)
-    return fma(fma(second, to_float(hi), first * to_float(lo)), splat_f32(x + D), acc)
-
-
-@device
-def add_q3_codes(acc, first, second, x, w0, w1, w2, w3, w4, w5, w6, w7):
-    """acc + first * d * (dot(w, q) - 4 * sum(q)) over columns 0 … 15, + second * … over 16 … 31."""
-    neg_sum = splat_i32(x + NEG_SUM_FIRST)
-    lo = dot16_u3(shift_left(neg_sum, 2), w0, w1, w2, w3, x)
-    hi = dot16_u3(shift_left(splat_i32(x + NEG_SUM) - neg_sum, 2), w4, w5, w6, w7, x + 16)
-    return fma(fma(second, to_float(hi), first * to_float(lo)), splat_f32(x + D), acc)
-
-
-@device
-def add_q2_codes(acc, first, second, first_min, second_min, x, w0, w1, w2, w3, w4, w5, w6, w7):
-    """acc + d * (first * dot(w, q) - first_min * sum(q)) over columns 0 … 15, + d * … over 16 … 31."""
-    lo = dot16_u2(zero_i32x16(), w0, w1, w2, w3, x)
-    hi = dot16_u2(zero_i32x16(), w4, w5, w6, w7, x + 16)
-    neg_sum = splat_i32(x + NEG_SUM_FIRST)
-    total = fma(second, to_float(hi), first * to_float(lo))
-    total = fma(first_min, to_float(neg_sum), total)
-    total = fma(second_min, to_float(splat_i32(x + NEG_SUM) - neg_sum), total)
+def add_codes(acc, x, scale, minimum, w0, w1, w2, w3, w4, w5, w6, w7):
+    """Unsigned codes with a scale and a minimum; DOT is their width's product."""
+    total = scale * to_float(DOT(zero_i32x16(), w0, w1, w2, w3, w4, w5, w6, w7, x))
+    total = fma(minimum, splat_f32(x + SUM), total)
     return fma(total, splat_f32(x + D), acc)
 
 
 @device
-def add_signed_halves(acc, first, second, x, w0, w1, w2, w3, w4, w5, w6, w7):
-    """acc + first * d * dot(w, q) over columns 0 … 15, + second * … over 16 … 31."""
-    lo = dot16_s8(zero_i32x16(), w0, w1, w2, w3, x)
-    hi = dot16_s8(zero_i32x16(), w4, w5, w6, w7, x + 16)
+def add_signed(acc, x, scale, w0, w1, w2, w3, w4, w5, w6, w7):
+    """Signed bytes with a scale."""
+    sum_x = to_int_rounded(splat_f32(x + SUM))
+    total = scale * to_float(dot32_s8(zero_i32x16(), w0, w1, w2, w3, w4, w5, w6, w7, x, sum_x))
+    return fma(total, splat_f32(x + D), acc)
+
+
+@device
+def add_sixteens(acc, x, first, second, unit, first_min, second_min, w0, w1, w2, w3, w4, w5, w6, w7):
+    """Unsigned codes with a whole scale, in units of ``unit``, and a minimum for each sixteen columns."""
+    total = unit * DOT(as_int(first), as_int(second), w0, w1, w2, w3, w4, w5, w6, w7, x)
+    total = fma(first_min, splat_f32(x + SUM_FIRST), total)
+    total = fma(second_min, splat_f32(x + SUM_SECOND), total)
+    return fma(total, splat_f32(x + D), acc)
+
+
+@device
+def add_halves(acc, x, first, second, w0, w1, w2, w3, w4, w5, w6, w7):
+    """Signed bytes with a scale for each sixteen columns."""
+    lo = dot16_s8(zero_i32x16(), w0, w1, w2, w3, x, to_int_rounded(splat_f32(x + SUM_FIRST)))
+    hi = dot16_s8(zero_i32x16(), w4, w5, w6, w7, x + 16, to_int_rounded(splat_f32(x + SUM_SECOND)))
     return fma(fma(second, to_float(hi), first * to_float(lo)), splat_f32(x + D), acc)
 
 
+@dataclass(frozen=True)
+class Block:
+    """A kind of block: what adds its product with a token to a sum, and the vectors of scales that this takes."""
+
+    add: Template
+    n_scales: int
+
+    @property
+    def n_bytes(self) -> int:
+        return CODE_BYTES + SCALE_BYTES * self.n_scales
+
+
+CODES, SIGNED = Block(add_codes, 2), Block(add_signed, 1)
+SIXTEENS, HALVES = Block(add_sixteens, 5), Block(add_halves, 2)
+
+# -- Blocks.  ADD, N_SCALES: of the format's kind of block --------------------------------------------------------
+
+
 @template
-def fetch_ahead(n, place, n_bytes):
-    """Begins to read what stands ahead, if the weights are for one token: reading them is then all of the time."""
-    if n == 1:
-        for line in static_range(-(-n_bytes // 64)):
-            prefetch(place + (FETCH_AHEAD + 64 * line))
+def take(acc: Registers, place, step, s: Registers, w: Registers):
+    """Multiplies a block with the token at ``place``, or writes it to ``place``; see the module's text."""
+    if step == X_STEP:
+        acc[0] = ADD(acc[0], place, *s[0:N_SCALES], *w[0:8])
+    else:
+        for v in static_range(8):
+            store_i8x64(place + 64 * v, w[v])
+        for v in static_range(N_SCALES):
+            store_f32x16(place + (CODE_BYTES + SCALE_BYTES * v), s[v])
 
 
-# -- Unpacking ----------------------------------------------------------------------------------------------------
+@template
+def multiply_block(acc: Registers, n, block, x):
+    """acc[i] += the block written at ``block`` times token i of the tile of activations at x, for n tokens."""
+    for v in static_range(8):
+        w[v] = load_i8x64(block + 64 * v)
+    for v in static_range(N_SCALES):
+        s[v] = load_f32x16(block + (CODE_BYTES + SCALE_BYTES * v))
+    for i in static_range(n):
+        acc[i] = ADD(acc[i], x + RECORD * i, *s[0:N_SCALES], *w[0:8])
+
+
+@template
+def fetch_ahead(place, n_bytes):
+    """Begins to read what stands ahead of ``place``."""
+    for line in static_range(-(-n_bytes // 64)):
+        prefetch(place + (FETCH_AHEAD + 64 * line))
+
+
+# -- Codes --------------------------------------------------------------------------------------------------------
 
 
 @device
@@ -161,7 +194,7 @@ def load_codes(codes, planes):
     w[0:8] = load_nibbles(codes)
     if BITS == 5:
         for v in static_range(8):
-            w[v] = w[v] | load_bits_on_top(planes, v, 1)
+            w[v] = w[v] | load_bits_raised(planes, v, 1, 4)
     return (*w[0:8],)
 
 
@@ -171,7 +204,7 @@ def load_k_codes(codes, planes, half, n):
     for v in static_range(8):
         w[v] = load_bits(codes + 64 * v, 4 * half, 15)
         if BITS == 5:
-            w[v] = w[v] | load_bits_on_top(planes + 64 * v, n, 1)
+            w[v] = w[v] | load_bits_raised(planes + 64 * v, n, 1, 4)
     return (*w[0:8],)
 
 
@@ -179,7 +212,7 @@ def load_k_codes(codes, planes, half, n):
 def load_q6_codes(low, high, k):
     """The low or the high nibbles of eight vectors, and on top two bits from the k-th place of eight others."""
     for v in static_range(8):
-        w[v] = load_bits(low + 64 * v, 4 * (k // 2), 15) | load_bits_on_top(high + 64 * v, 2 * k, 3)
+        w[v] = load_bits(low + 64 * v, 4 * (k // 2), 15) | load_bits_raised(high + 64 * v, 2 * k, 3, 4)
     return (*w[0:8],)
 
 
@@ -212,60 +245,56 @@ def look_up_nibbles(codes):
 
 
 @template
-def tile_q45_0(acc: Registers, n, tile, x):
+def tile_q45_0(acc: Registers, tile, place, step):
     """Q4_0 and Q5_0."""
-    fetch_ahead(n, tile, TILE_BYTES)
-    w[0:8] = load_codes(tile + CODES, tile + 32)
-    scale = load_f16x16(tile)
-    for i in static_range(n):
-        acc[i] = add_offset_codes(acc[i], scale, x + RECORD * i, *w[0:8])
+    fetch_ahead(tile, TILE_BYTES)
+    w[0:8] = load_codes(tile + FIRST_CODE, tile + 32)
+    s[0] = load_f16x16(tile)
+    s[1] = splat(OFFSET) * s[0]
+    take(acc, place, step, s, w)
 
 
 @template
-def tile_q45_1(acc: Registers, n, tile, x):
+def tile_q45_1(acc: Registers, tile, place, step):
     """Q4_1 and Q5_1."""
-    fetch_ahead(n, tile, TILE_BYTES)
-    w[0:8] = load_codes(tile + CODES, tile + 64)
-    scale = load_f16x16(tile)
-    minimum = load_f16x16(tile + 32)
-    for i in static_range(n):
-        acc[i] = add_min_codes(acc[i], scale, minimum, x + RECORD * i, *w[0:8])
+    fetch_ahead(tile, TILE_BYTES)
+    w[0:8] = load_codes(tile + FIRST_CODE, tile + 64)
+    s[0] = load_f16x16(tile)
+    s[1] = load_f16x16(tile + 32)
+    take(acc, place, step, s, w)
 
 
 @template
-def tile_q8_0(acc: Registers, n, tile, x):
-    fetch_ahead(n, tile, TILE_BYTES)
-    scale = load_f16x16(tile)
+def tile_q8_0(acc: Registers, tile, place, step):
+    fetch_ahead(tile, TILE_BYTES)
     for v in static_range(8):
         w[v] = load_i8x64(tile + (32 + 64 * v))
-    for i in static_range(n):
-        acc[i] = add_signed_codes(acc[i], scale, x + RECORD * i, *w[0:8])
+    s[0] = load_f16x16(tile)
+    take(acc, place, step, s, w)
 
 
 @template
-def tile_lut_32(acc: Registers, n, tile, x):
-    fetch_ahead(n, tile, TILE_BYTES)
+def tile_lut_32(acc: Registers, tile, place, step):
+    fetch_ahead(tile, TILE_BYTES)
     w[0:8] = look_up_nibbles(tile + 32)
-    scale = load_f16x16(tile)
-    for i in static_range(n):
-        acc[i] = add_signed_codes(acc[i], scale, x + RECORD * i, *w[0:8])
+    s[0] = load_f16x16(tile)
+    take(acc, place, step, s, w)
 
 
 @template
-def tile_lut_16(acc: Registers, n, tile, x):
-    fetch_ahead(n, tile, TILE_BYTES)
+def tile_lut_16(acc: Registers, tile, place, step):
+    fetch_ahead(tile, TILE_BYTES)
     w[0:8] = look_up_nibbles(tile + 64)
-    first = load_f16x16(tile)
-    second = load_f16x16(tile + 32)
-    for i in static_range(n):
-        acc[i] = add_signed_halves(acc[i], first, second, x + RECORD * i, *w[0:8])
+    s[0] = load_f16x16(tile)
+    s[1] = load_f16x16(tile + 32)
+    take(acc, place, step, s, w)
 
 
 # -- K formats of 256 columns -------------------------------------------------------------------------------------
 
 
 @template
-def tile_q45_k(acc: Registers, n, tile, x):
+def tile_q45_k(acc: Registers, tile, place, step):
     """Four pairs of 32 columns: the low and the high nibbles of the same eight vectors.
 
     Each 32 columns have a six-bit scale and minimum.  Of the twelve bytes that hold them, a, b and c are the
@@ -280,15 +309,14 @@ def tile_q45_k(acc: Registers, n, tile, x):
     scales = mask(a, 0x3F3F3F3F)
     minima = mask(b, 0x3F3F3F3F)
     for pair in range(4):
-        fetch_ahead(n, tile + TILE_BYTES // 4 * pair, TILE_BYTES // 4)
-        codes = tile + CODES + 512 * pair
+        fetch_ahead(tile + TILE_BYTES // 4 * pair, TILE_BYTES // 4)
+        codes = tile + FIRST_CODE + 512 * pair
         for half in static_range(2):
             w[0:8] = load_k_codes(codes, tile + 256, half, 2 * pair + half)
-            scale = d * unsigned_byte(scales, half)
-            minimum = d_min * unsigned_byte(minima, half)
-            for i in static_range(n):
-                acc[i] = add_min_codes(acc[i], scale, minimum, x + RECORD * i, *w[0:8])
-            x += X_STEP
+            s[0] = d * to_float(unsigned_byte(scales, half))
+            s[1] = d_min * to_float(unsigned_byte(minima, half))
+            take(acc, place, step, s, w)
+            place += step
         if pair == 1:
             scales = mask(c, 0x0F0F0F0F) | mask(shift_right(a, 2), 0x30303030)
             minima = mask(shift_right(c, 4), 0x0F0F0F0F) | mask(shift_right(b, 2), 0x30303030)
@@ -297,8 +325,15 @@ def tile_q45_k(acc: Registers, n, tile, x):
             minima = shift_right(minima, 16)
 
 
+@device
+def sixteens(d, offset, first, second):
+    """The scales of a block of the kind `SIXTEENS`: whole ones, in units of d, of codes less ``-offset``."""
+    d_offset = d * splat(offset)
+    return as_float(twice(first)), as_float(twice(second)), d, d_offset * to_float(first), d_offset * to_float(second)
+
+
 @template
-def tile_q6_k(acc: Registers, n, tile, x):
+def tile_q6_k(acc: Registers, tile, place, step):
     """Two halves of 128 columns, each of four times 32 with two signed scales.
 
     The four times 32 columns take their lower four bits from the low nibbles of two runs of eight vectors and then
@@ -309,18 +344,16 @@ def tile_q6_k(acc: Registers, n, tile, x):
         low = tile + 288 + 1024 * half
         high = tile + 2336 + 512 * half
         for k in static_range(4):
-            fetch_ahead(n, tile + TILE_BYTES // 8 * (4 * half + k), TILE_BYTES // 8)
+            fetch_ahead(tile + TILE_BYTES // 8 * (4 * half + k), TILE_BYTES // 8)
             w[0:8] = load_q6_codes(low + 512 * (k % 2), high, k)
             words = load_i32x16(tile + (32 + 64 * (k // 2)) + 128 * half)
-            first = d * signed_byte(words, 2 * (k % 2))
-            second = d * signed_byte(words, 2 * (k % 2) + 1)
-            for i in static_range(n):
-                acc[i] = add_q6_codes(acc[i], first, second, x + RECORD * i, *w[0:8])
-            x += X_STEP
+            s[0:5] = sixteens(d, OFFSET, signed_byte(words, 2 * (k % 2)), signed_byte(words, 2 * (k % 2) + 1))
+            take(acc, place, step, s, w)
+            place += step
 
 
 @template
-def tile_q3_k(acc: Registers, n, tile, x):
+def tile_q3_k(acc: Registers, tile, place, step):
     """Four pairs of 32 columns: two of each 128 columns' four places of two bits in a byte.
 
     The third bits of all 256 are the eight bits of eight other vectors.  Of the twelve bytes that hold the scales, a,
@@ -332,16 +365,16 @@ def tile_q3_k(acc: Registers, n, tile, x):
     b = load_i32x16(tile + 96)
     c = load_i32x16(tile + 160)
     for pair in range(4):
-        fetch_ahead(n, tile + TILE_BYTES // 4 * pair, TILE_BYTES // 4)
+        fetch_ahead(tile + TILE_BYTES // 4 * pair, TILE_BYTES // 4)
         low = tile + 736 + 512 * (pair // 2)
         scales = mask(a, 0x0F0F0F0F) | shift_left(mask(c, 0x03030303), 4)
         for half in static_range(2):
             w[0:8] = load_q3_codes(low, tile + 224, 2 * (pair % 2) + half, 2 * pair + half)
-            first = d * (unsigned_byte(scales, 2 * half) - splat(SCALE_OFFSET))
-            second = d * (unsigned_byte(scales, 2 * half + 1) - splat(SCALE_OFFSET))
-            for i in static_range(n):
-                acc[i] = add_q3_codes(acc[i], first, second, x + RECORD * i, *w[0:8])
-            x += X_STEP
+            first = unsigned_byte(scales, 2 * half) - splat_int(SCALE_OFFSET)
+            second = unsigned_byte(scales, 2 * half + 1) - splat_int(SCALE_OFFSET)
+            s[0:5] = sixteens(d, OFFSET, first, second)
+            take(acc, place, step, s, w)
+            place += step
         used = a
         a = b
         b = shift_right(used, 4)
@@ -349,58 +382,72 @@ def tile_q3_k(acc: Registers, n, tile, x):
 
 
 @template
-def tile_q2_k(acc: Registers, n, tile, x):
+def tile_q2_k(acc: Registers, tile, place, step):
     """Four pairs of 32 columns: two of each 128 columns' four places in a byte.
 
     A pair's word holds a byte for each 16 columns, whose nibbles are their scale and their minimum.
     """
-    d = load_f16x16(tile)
-    d_min = load_f16x16(tile + 32)
+    s[2] = load_f16x16(tile)
+    d_min = zero_f32x16() - load_f16x16(tile + 32)
     for pair in range(4):
-        fetch_ahead(n, tile + TILE_BYTES // 4 * pair, TILE_BYTES // 4)
+        fetch_ahead(tile + TILE_BYTES // 4 * pair, TILE_BYTES // 4)
         codes = tile + 320 + 512 * (pair // 2)
         words = load_i32x16(tile + 64 + 64 * pair)
         scales = mask(words, 0x0F0F0F0F)
         minima = mask(shift_right(words, 4), 0x0F0F0F0F)
         for half in static_range(2):
             w[0:8] = load_q2_codes(codes, 2 * (pair % 2) + half)
-            first = d * unsigned_byte(scales, 2 * half)
-            second = d * unsigned_byte(scales, 2 * half + 1)
-            first_min = d_min * unsigned_byte(minima, 2 * half)
-            second_min = d_min * unsigned_byte(minima, 2 * half + 1)
-            for i in static_range(n):
-                acc[i] = add_q2_codes(acc[i], first, second, first_min, second_min, x + RECORD * i, *w[0:8])
-            x += X_STEP
+            for i in static_range(2):
+                s[i] = as_float(twice(unsigned_byte(scales, 2 * half + i)))
+                s[3 + i] = d_min * to_float(unsigned_byte(minima, 2 * half + i))
+            take(acc, place, step, s, w)
+            place += step
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A format's template and the constants it is specialised with."""
+    """A format's template, its kind of block, and what else the template is specialised with."""
 
-    add: Template
-    constants: tuple[tuple[str, Any], ...] = ()
+    unpack: Template
+    block: Block
+    own: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        block = {"ADD": self.block.add, "N_SCALES": self.block.n_scales, "BLOCK_BYTES": self.block.n_bytes}
+        return {"UNPACK": self.unpack, **block, **dict(self.own)}
 
 
-def _codes(bits: int, place: int) -> tuple[tuple[str, Any], ...]:
+def _codes(bits: int, place: int, offset: int = 0) -> tuple[tuple[str, Any], ...]:
     """Constants of codes of four or five bits, of which four begin at byte ``place`` of a tile."""
-    return (("BITS", bits), ("CODES", place), ("DOT", dot32_u4 if bits == 4 else dot32_u5))
+    return (
+        ("BITS", bits),
+        ("FIRST_CODE", place),
+        ("DOT", dot32_u4 if bits == 4 else dot32_u5),
+        ("OFFSET", np.float32(offset)),
+    )
+
+
+def _sixteens(dot: Any, offset: int = 0) -> tuple[tuple[str, Any], ...]:
+    return ("DOT", dot), ("OFFSET", np.float32(offset))
 
 
 def _lut_tile(table: Sequence[int], n_scales: int) -> Tile:
-    return Tile(tile_lut_32 if n_scales == 1 else tile_lut_16, (("LOOK_UP", lut_op(table)),))
+    unpack, block = (tile_lut_32, SIGNED) if n_scales == 1 else (tile_lut_16, HALVES)
+    return Tile(unpack, block, (("LOOK_UP", lut_op(table)),))
 
 
 TILES: dict[KernelType, Tile] = {
-    GGMLType.Q4_0: Tile(tile_q45_0, (*_codes(4, 32), ("SHIFT", 3))),
-    GGMLType.Q4_1: Tile(tile_q45_1, _codes(4, 64)),
-    GGMLType.Q5_0: Tile(tile_q45_0, (*_codes(5, 96), ("SHIFT", 4))),
-    GGMLType.Q5_1: Tile(tile_q45_1, _codes(5, 128)),
-    GGMLType.Q8_0: Tile(tile_q8_0),
+    GGMLType.Q4_0: Tile(tile_q45_0, CODES, _codes(4, 32, -8)),
+    GGMLType.Q4_1: Tile(tile_q45_1, CODES, _codes(4, 64)),
+    GGMLType.Q5_0: Tile(tile_q45_0, CODES, _codes(5, 96, -16)),
+    GGMLType.Q5_1: Tile(tile_q45_1, CODES, _codes(5, 128)),
+    GGMLType.Q8_0: Tile(tile_q8_0, SIGNED),
     GGMLType.IQ4_NL: _lut_tile(IQ4_VALUES.tolist(), 1),
     **{t: _lut_tile(t.table, t.n_scales) for t in LUT_TYPES},
-    GGMLType.Q2_K: Tile(tile_q2_k),
-    GGMLType.Q3_K: Tile(tile_q3_k),
-    GGMLType.Q4_K: Tile(tile_q45_k, _codes(4, 256)),
-    GGMLType.Q5_K: Tile(tile_q45_k, _codes(5, 768)),
-    GGMLType.Q6_K: Tile(tile_q6_k),
+    GGMLType.Q2_K: Tile(tile_q2_k, SIXTEENS, _sixteens(dot_sixteens_u2)),
+    GGMLType.Q3_K: Tile(tile_q3_k, SIXTEENS, _sixteens(dot_sixteens_u3, -4)),
+    GGMLType.Q4_K: Tile(tile_q45_k, CODES, _codes(4, 256)),
+    GGMLType.Q5_K: Tile(tile_q45_k, CODES, _codes(5, 768)),
+    GGMLType.Q6_K: Tile(tile_q6_k, SIXTEENS, _sixteens(dot_sixteens_u6, -32)),
 }

@@ -139,7 +139,7 @@ def products(begin, end, x, w, y):
     sums = dot32_u4(zero_i32x16(), *code[0:8], x)
     for v in static_range(8):
         code[v] = LOOK_UP(code[v])
-    store_f32x16(y, to_float(dot32_s8(sums, *code[0:8], x)))
+    store_f32x16(y, to_float(dot32_s8(sums, *code[0:8], x, sums)))
 
 
 @pytest.mark.skipif(available()[0].family == "aarch64", reason="this LLVM compiles for Arm only")

@@ -6,11 +6,18 @@ rounded to eight bits, which the first test checks by itself.  So the bounds are
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, Literal
+
 import numpy as np
 import pytest
+from llvmlite import ir
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
+from localllm.kernels.cpu import simd
+from localllm.kernels.cpu.host import family
+from localllm.kernels.cpu.matmul import MOST_TOKENS
 from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cpu.target import available
 from localllm.kernels.cpu.tiles import TILES
@@ -26,8 +33,8 @@ T = GGMLType
 FLOATS = (T.F32, T.F16, T.BF16)
 #: No multiple of a tile's rows or of what the float kernels take at once.
 N_OUT = 37
-#: Batches: one token; some; a whole tile of tokens; a tile and some.
-BATCHES = (1, 3, 8, 11)
+#: Batches: one token; less and more than half a tile of tokens; a whole one; a tile and some.
+BATCHES = (1, 2, 5, 8, 11)
 
 #: One format for each kernel, except that look-up tables, which differ in numbers only, are tried on one target.
 KERNEL_FORMATS = [t for t in FORMATS if repack_target(t) is t] + [T.IQ2_XS]
@@ -43,7 +50,9 @@ _backends: dict[str, CPUOps] = {}
 
 
 def backend(isa: str) -> CPUOps:
-    return _backends.setdefault(isa, CPUOps(threads=2, isa=isa))
+    if isa not in _backends:
+        _backends[isa] = CPUOps(threads=2, isa=isa)
+    return _backends[isa]
 
 
 def multiply(
@@ -131,10 +140,11 @@ def test_products(isa: str, type: GGMLType) -> None:
 
 @every_kernel
 def test_a_token_has_the_same_bits_in_any_batch(isa: str, type: GGMLType) -> None:
-    rows = random_rows(type, N_OUT, 256)
-    x = activations(19, 256)
+    k = 512 if type in FLOATS else 256 + BLOCK_SIZES[type].length
+    rows = random_rows(type, N_OUT, k)
+    x = activations(MOST_TOKENS + 7, k)
     together = multiply(isa, x, rows, type)
-    for part in (slice(0, 1), slice(7, 8), slice(8, 19), slice(16, 19)):
+    for part in (slice(0, 1), slice(7, 8), slice(8, 19), slice(MOST_TOKENS - 2, MOST_TOKENS + 2), slice(-1, None)):
         np.testing.assert_array_equal(multiply(isa, x[part], rows, type), together[part])
 
 
@@ -222,6 +232,41 @@ def test_vanishing_activations_give_zero(isa: str) -> None:
     y = multiply(isa, x, rows, T.Q8_0)
     np.testing.assert_allclose(y[0], 0, atol=1e-30)
     check(y[1:], np.concatenate([x[1:, :32], 0 * x[1:, 32:]], axis=1).astype(np.float64), values_of(rows, T.Q8_0))
+
+
+def emulated_vpdpbusd(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
+    """As `simd._call`, but for the instruction that sums products of unsigned and signed bytes."""
+    if "vpdpbusd" not in name:
+        return simd_call(b, name, result, *values)
+    total, unsigned, signed = values
+    lanes, n = result.count, 4 * result.count
+    wide = ir.VectorType(ir.IntType(32), n)
+    products = b.mul(b.zext(unsigned, wide), b.sext(signed, wide))
+    for i in range(4):
+        places = ir.Constant(ir.VectorType(ir.IntType(32), lanes), list(range(i, n, 4)))
+        total = b.add(total, b.shuffle_vector(products, products, places))
+    return total
+
+
+simd_call = simd._call
+
+
+@pytest.mark.skipif(family() != "x86_64", reason="an instruction of x86")
+@pytest.mark.parametrize("dot", ["vnni512", "vnni256"])
+@pytest.mark.parametrize("type", [T.Q4_0, T.Q8_0, T.Q5_K, T.Q6_K, T.IQ4_NL, T.IQ2_XS], ids=lambda type: type.name)
+def test_kernels_for_processors_with_vnni(
+    dot: Literal["vnni512", "vnni256"], type: GGMLType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the instruction written out, so that any processor executes them; every bit must be as elsewhere."""
+    if available()[0].dot == "generic":
+        pytest.skip("look-up tables need SSSE3")
+    isa = available()[0].name
+    monkeypatch.setattr(simd, "_call", emulated_vpdpbusd)
+    monkeypatch.setitem(_backends, dot, CPUOps(threads=1))
+    _backends[dot].target = replace(available()[0], name=f"emulated-{dot}", dot=dot)
+    rows, x = random_rows(type, N_OUT, 512), activations(9, 512)
+    for n in (1, 9):
+        np.testing.assert_array_equal(multiply(dot, x[:n], rows, type), multiply(isa, x[:n], rows, type))
 
 
 @pytest.mark.parametrize("n_in", [32, 96, 416])

@@ -122,7 +122,7 @@ def test_formats_by_group(tied: bool) -> None:
     layers = next(group for group in loaded.groups if group.name.startswith("layers"))
     norms = 2 * 2 * LAYERS * WIDTH
     assert layers.formats == (("F16", "F32", 2 * (IN_LAYERS - norms)), ("F16", "F16", 2 * norms))
-    assert [str(format) for format in layers.formats] == ["F16 as F32", "F16"]
+    assert [str(format) for format in layers.formats] == ["F16 read as F32", "F16"]
 
 
 def test_parallel_sequences_take_a_cache_each() -> None:
