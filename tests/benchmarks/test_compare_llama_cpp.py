@@ -131,7 +131,7 @@ def test_the_settings_worth_measuring() -> None:
             (True, True, 9, 1),
             (True, False, 8, 2),
             (False, True, 7, 3),
-            (0, 0, 1, 1),
+            (False, False, 1, 1),
         ]
     )
     assert best_settings([a, b, c, d]) == [a, c]
