@@ -121,6 +121,10 @@ class Ceilings:
         """Bytes a second that the threads read now."""
         return self._roofline.read_bandwidth()
 
+    def all(self, n: int) -> tuple[float, float, float]:
+        """`prefill_seconds` of n tokens, and the bandwidth."""
+        return *self.prefill_seconds(n), self.bandwidth()
+
     def decode_bytes(self, n: int, depth: int) -> float:
         """Bytes that a decoded token reads on average, of n after ``depth`` others."""
         return self._work.bytes_per_token(Test("tg", n, depth))

@@ -134,6 +134,12 @@ class Context:
         self._ids += ids
         return seconds, ids
 
+    def measure(self, ids: Sequence[int], n: int, *, forget: bool = True) -> tuple[float, float, list[int]]:
+        """Seconds for what of the prompt is not cached, seconds for n further tokens, and those."""
+        if forget:
+            self.forget()
+        return self.evaluate(ids), *self.generate(n)
+
     def evaluate_singly(self, n: int) -> float:
         """Seconds to evaluate n tokens one by one from an empty cache, with no choice between them."""
         self.forget()
