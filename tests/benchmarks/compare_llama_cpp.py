@@ -38,14 +38,14 @@ from tests.benchmarks import measure, theirs
 from tests.benchmarks.measure import Sizes
 from tests.benchmarks.ours import has_q8_cache
 from tests.benchmarks.results import TITLES, Agreement, Journal, Line, Memory, Record, Trial, markdown, table_line
-from tests.helpers.data import ROOT
 from tests.helpers.synthetic import SHAPES, random_gguf
 
 TESTS = ("pp", "tg", "depth", "kv8", "batch", "small", "start", "memory")
-#: With small models stands what is built in, and a file that may be there.
+_ROOT = Path(__file__).resolve().parents[2]
+#: The small models: the one that is built in, and a file that may be there.
 SMALL_MODELS = (
-    ROOT / "localllm" / "data" / "demo.gguf",
-    ROOT.parent / "shared" / "data" / "models" / "stories260K" / "stories260K.gguf",
+    _ROOT / "localllm" / "data" / "demo.gguf",
+    _ROOT.parent / "shared" / "data" / "models" / "stories260K" / "stories260K.gguf",
 )
 FULL = Sizes(prompt=512, n=64, depth=8192, deep_n=32, repetitions=3)
 QUICK = Sizes(prompt=256, n=24, depth=1024, deep_n=8, repetitions=1)
