@@ -197,7 +197,7 @@ def depth(path: Path, threads: int, sizes: Sizes, trials: Sequence[Trial], *, q8
     their_decodes: list[list[float]] = []
     with ExitStack() as stack:
         ours = stack.enter_context(Ours(path, threads, n_tokens, q8_cache=q8_cache))
-        ceilings = stack.enter_context(Ceilings(ours.info, q8_cache=q8_cache))
+        ceilings = stack.enter_context(Ceilings(ours.info))
         model = stack.enter_context(LlamaCpp(path, repack=best_settings(trials)[0].repack))
         # llama.cpp reads values in Q8_0 with flash attention alone.
         flashes = (True,) if q8_cache else (True, False)

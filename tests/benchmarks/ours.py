@@ -8,7 +8,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,9 +27,6 @@ Q8_CACHE = {"cache_type": "q8_0"}
 
 #: Bytes that a measurement of the bandwidth reads.
 READ_BYTES = 1 << 28
-
-#: Bytes of a block of Q8_0 as part of those of as many halves.
-_Q8_0_PART = 34 / 64
 
 _CODE_BITS = {
     **dict.fromkeys((GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K), 4),
@@ -111,9 +107,8 @@ class Ours:
 class Ceilings:
     """What this machine allows a model, measured when it is asked for; a context manager."""
 
-    def __init__(self, info: ModelInfo, *, q8_cache: bool = False) -> None:
-        work = Work.of(info)
-        self._work = replace(work, kv_bytes=int(work.kv_bytes * _Q8_0_PART)) if q8_cache else work
+    def __init__(self, info: ModelInfo) -> None:
+        self._work = Work.of(info)
         self._layers, self._head = products_by_bits(info.path)
         self._roofline = Roofline(info.threads, n_bytes=min(READ_BYTES, info.placement.multiplied))
 
