@@ -1,32 +1,53 @@
-"""The verdicts of the comparison with llama.cpp, on numbers made up for it."""
+"""The comparison with llama.cpp: its verdicts, table and journal, on numbers made up for it."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.benchmarks import compare_llama_cpp
-from tests.benchmarks.compare_llama_cpp import Agreement, Line, Memory, agree, gap, main, markdown
+from tests.benchmarks import measure, theirs
+from tests.benchmarks.compare_llama_cpp import main
+from tests.benchmarks.measure import agree, best_rates
+from tests.benchmarks.ours import Ceilings, Ours, products_by_bits
+from tests.benchmarks.results import (
+    Agreement,
+    Journal,
+    Line,
+    Memory,
+    Record,
+    Trial,
+    best_settings,
+    gap,
+    markdown,
+)
+from tests.helpers.synthetic import SHAPES, random_gguf
+
+LINE = Line("decode", "tiny", "Q4_0", 2, "tg64", 9.0, 6.0, "repack, flash", 0.95)
 
 
 def agreement(**changes: Any) -> Agreement:
     given = {"relative_error": 1e-2, "tolerance": 2e-2, "top_equal": True, "equal_ids": 8, "n_ids": 8, "gap": 0.0}
-    return Agreement("tiny", 1, **(given | changes))
+    return Agreement("tiny", 1, "short", **(given | changes))
 
 
 def memory(peak: int) -> Memory:
     return Memory("tiny", peak, cache=10_000_000, file=100_000_000)
 
 
+# -- Verdicts ------------------------------------------------------------------------------------------------------
+
+
 def test_what_is_no_fault() -> None:
     assert not list(agreement().faults())
     assert not list(agreement(equal_ids=3, gap=3.9).faults())
-    assert not list(memory(330_000_000).faults())
+    assert not list(memory(270_000_000).faults())
 
 
 @pytest.mark.parametrize(
@@ -36,7 +57,7 @@ def test_what_is_no_fault() -> None:
         (agreement(relative_error=float("nan")), "logits differ by nan"),
         (agreement(relative_error=3e-3, tolerance=2e-3), "more than 2e-03"),
         (agreement(equal_ids=3, gap=4.1), "greedy texts part after 3 tokens"),
-        (memory(330_000_001), "memory peaks at 330 MB, more than 330 MB"),
+        (memory(270_000_001), "memory peaks at 270 MB, more than 270 MB"),
     ],
 )
 def test_faults(checked: Agreement | Memory, words: str) -> None:
@@ -59,49 +80,219 @@ class Fixed:
 
     def __init__(self, table: dict[int, list[float]]) -> None:
         self._table = {id_: np.array(row, np.float32) for id_, row in table.items()}
-        self._last = 0
 
-    def prefill(self, ids: list[int]) -> None:
-        self._last = ids[-1]
-
-    def logits(self, ids: list[int] | None = None) -> Any:
-        return self._table[ids[-1] if ids else self._last]
+    def logits(self, ids: list[int]) -> Any:
+        return self._table[ids[-1]]
 
 
 def test_texts_that_part() -> None:
     """After the prompt both take 1; after it they differ, widely."""
     ours: Any = Fixed({0: [0, 9, 0], 1: [5, 0, 0]})
     theirs: Any = Fixed({0: [0, 9, 0], 1: [0, 0, 5]})
-    found = agree("tiny", 1, ours, theirs, [2, 0], [1, 0, 0], [1, 2, 1])
+    found = agree("tiny", 1, "short", ours, theirs, [2, 0], [1, 0, 0], [1, 2, 1])
     assert (found.relative_error, found.top_equal, found.equal_ids) == (0, True, 1)
     assert found.gap == pytest.approx(5 / (2e-2 * 5 / 3**0.5))
-    same = agree("tiny", 1, ours, ours, [2, 0], [1, 0], [1, 0])
+    assert [*found.faults()]
+    same = agree("tiny", 1, "short", ours, ours, [2, 0], [1, 0], [1, 0])
     assert (same.equal_ids, same.gap) == (2, 0)
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (LINE, []),
+        (replace(LINE, theirs=8.0), ["1.12 times as fast as repack, flash, not 1.2"]),
+        (replace(LINE, theirs=8.0, format="Q6_K"), []),
+        (replace(LINE, share=0.89), ["89% of the bandwidth"]),
+        (
+            replace(LINE, kind="prefill", share=0.59),
+            ["1.50 times as fast as repack, flash, not 2", "59% of the peak"],
+        ),
+        (replace(LINE, kind="prefill", format="F16", share=0.3), []),
+        (replace(LINE, kind="start"), ["0.67 times as fast"]),
+        (replace(LINE, kind="start", ours=0.5, theirs=0.6), []),
+    ],
+)
+def test_what_falls_short(line: Line, words: list[str]) -> None:
+    found = list(line.shortfalls())
+    assert len(found) == len(words)
+    for text, word in zip(found, words, strict=True):
+        assert text.startswith("tiny, 2 threads, tg64: ")
+        assert word in text
+
+
+# -- Choosing, the table, the journal ------------------------------------------------------------------------------
+
+
+def test_the_settings_worth_measuring() -> None:
+    a, b, c, d = (
+        Trial("tiny", repack, flash, prefill, decode)
+        for repack, flash, prefill, decode in [
+            (True, True, 9, 1),
+            (True, False, 8, 2),
+            (False, True, 7, 3),
+            (False, False, 1, 1),
+        ]
+    )
+    assert best_settings([a, b, c, d]) == [a, c]
+    assert best_settings([a, b, replace(c, decode=0.5), d]) == [a, b]
+    assert best_settings([replace(a, decode=9), b, c, d]) == [replace(a, decode=9), b]
+    assert best_settings([d]) == [d]
+
+
+class Named:
+    def __init__(self, setting: str) -> None:
+        self.setting = setting
+
+
+def test_the_best_round_of_the_better_setting_counts() -> None:
+    contexts: Any = [Named("a"), Named("b")]
+    assert best_rates(8, [[2.0, 4.0, 8.0], [1.0, 8.0, 2.0]], contexts) == (8.0, 4.0, "b")
+
+
 def test_the_table_for_the_readme() -> None:
-    lines = [Line("tiny", 2, "pp512", 100.0, 50.0, True), Line("tiny", 2, "tg64", 9.0, 10.0, False, 8.04, 0.84)]
-    assert markdown(lines).splitlines() == [
-        "| model | threads | test | localllm, tok/s | llama.cpp, tok/s | ratio | GB/s | of the bandwidth |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| tiny | 2 | pp512 | 100.0 | 50.0 | 2.00 |  |  |",
-        "| tiny | 2 | tg64 | 9.0 | 10.0 | 0.90 | 8.0 | 84% |",
+    prefill = Line("prefill", "tiny", "Q4_0", 2, "pp512", 100.0, 50.0, "repack, flash", 0.61, 0.552)
+    batch = Line("batch", "tiny", "Q4_0", 2, "8 at once", 40.0, 10.0, "one sequence")
+    deep = Line("deep decode", "tiny", "Q4_0", 1, "tg8", 2.0, 1.0, "repack, flash", 0.8, note="and more")
+    assert markdown([prefill, LINE, batch, deep]).splitlines() == [
+        "| model | threads | test | localllm | llama.cpp | ratio | wanted | share | best setting |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| tiny | 2 | pp512 | 100.0 | 50.0 | 2.00 | 2 | 61% / 55% | repack, flash |",
+        "| tiny | 2 | tg64 | 9.00 | 6.00 | 1.50 | 1.2 | 95% | repack, flash |",
+        "| tiny | 2 | 8 at once | 40.0 | 10.0 | 4.00 | 4 |  | one sequence |",
+        "| tiny | 1 | tg8 | 2.00 | 1.00 | 2.00 | 2.5 | 80% | repack, flash, and more |",
     ]
 
 
-@pytest.mark.parametrize(("peak", "code"), [(330_000_000, 0), (340_000_000, 1)])
-def test_the_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], peak: int, code: int
-) -> None:
-    measured: dict[str, Callable[..., object]] = {
-        "compare": lambda path, threads, args: ([Line("tiny", threads, "pp8", 2.0, 1.0, False)], agreement()),
-        "peak_memory": lambda path, context, prompt: memory(peak),
-    }
-    for name, function in measured.items():
-        monkeypatch.setattr(compare_llama_cpp, name, function)
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.3")
-    monkeypatch.setattr(sys, "argv", ["compare", str(Path("tiny.gguf")), "-t", "1", "--markdown"])
-    assert main() == code
+def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    records: list[Record] = [LINE, agreement(), memory(1), Trial("tiny", True, False, 1.0, 2.0)]
+    first = Journal(path, resume=True)
+    assert first.known("a") is None
+    first.finish("a", records)
+    first.finish("b", [])
+    with path.open("a") as file:
+        file.write('{"job": "c", "rec')
+    again = Journal(path, resume=True)
+    assert (again.known("a"), again.known("b"), again.known("c")) == (records, [], None)
+    again.finish("c", [LINE])
+    assert [json.loads(line)["job"] for line in path.read_text().splitlines()] == ["a", "b", "c"]
+    assert Journal(path, resume=False).known("a") is None
+    assert not path.read_text()
+
+
+# -- Ceilings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = replace(SHAPES["llama-1.1b"], n_layers=8, n_embd=256, n_ff=512, n_heads=4, n_kv_heads=2, n_vocab=1000)
+    return random_gguf(tmp_path_factory.mktemp("model") / "small.gguf", shape, "q5_k_m")
+
+
+def test_products_by_the_width_of_codes(small_model: Path) -> None:
+    """Of eight layers the first, the fourth, the seventh and the eighth have values and ffn_down in Q6_K."""
+    query_key_output, value, ffn = 2 * 256 * 256 + 256 * 128, 256 * 128, 256 * 512
+    layers, head = products_by_bits(small_model)
+    assert layers == Counter({5: 8 * (query_key_output + 2 * ffn) + 4 * (value + ffn), 6: 4 * (value + ffn)})
+    assert head == Counter({6: 1000 * 256})
+
+
+def test_ceilings_add_up_what_each_product_takes(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rates:
+        def __init__(self, threads: int, n_bytes: int) -> None:
+            assert threads == 1
+
+        def dot_rate(self, bits: int) -> float:
+            return {4: 4e6, 5: 2e6, 6: 1e6}[bits]
+
+        def fma_rate(self) -> float:
+            return 1e5
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("tests.benchmarks.ours.Roofline", Rates)
+    layers, head = products_by_bits(small_model)
+    with Ours(small_model, 1, 32) as ours, Ceilings(ours.info) as ceilings:
+        own, highest = ceilings.prefill_seconds(10)
+        attention = 10 * 5.5 * 2 * 8 * 256 / 1e5  # a token sees 5.5 on average, in 8 layers
+        assert own == pytest.approx(10 * (layers[5] / 2e6 + layers[6] / 1e6) + head[6] / 1e6 + attention)
+        assert highest == pytest.approx((10 * layers.total() + head.total()) / 4e6 + attention)
+        per_token = ceilings.cache_bytes(2, 10) / (2 * 2 * 128 * 8)  # keys and values, halves, 128 wide, 8 layers
+        assert per_token == pytest.approx(11.5)
+
+
+def test_our_side_reads_logits_and_generates_together(small_model: Path) -> None:
+    with Ours(small_model, 1, 64, parallel=3) as ours:
+        ids = [1, 5, 9]
+        prefill, decode, generated = ours.measure(ids, 4)
+        assert min(prefill, decode) > 0
+        assert len(generated) == 4
+        assert ours.logits(ids).argmax() == generated[0]
+        assert ours.measure_together([[1, 5], [1, 6], [1, 7]], 4) > 0
+
+
+# -- The command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs the command with measurements that are made up; gives its exit code and which were made."""
+    made: list[str] = []
+
+    def run(*arguments: str, peak: int = 1, error: float = 1e-2) -> tuple[int, list[str]]:
+        results: dict[str, list[Record]] = {
+            "trial": [Trial("tiny", True, True, 1.0, 1.0)],
+            "speed": [LINE, agreement(relative_error=error)],
+            "batch": [replace(LINE, kind="batch", test="8 at once")],
+            "peak_memory": [memory(peak)],
+        }
+
+        def fake(name: str) -> Any:
+            def measurement(path: Path, threads: int, *_: object) -> list[Record]:
+                made.append(f"{name} {path.stem} {threads}")
+                return results[name]
+
+            return measurement
+
+        made.clear()
+        for name in results:
+            monkeypatch.setattr(measure, name, fake(name))
+        monkeypatch.setattr(theirs, "version", lambda: "llama.cpp")
+        monkeypatch.setattr(sys, "argv", ["compare", *arguments, "--results", str(tmp_path / "results.jsonl")])
+        return main(), list(made)
+
+    return run
+
+
+def test_the_command_prints_what_it_finds(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, made = command("tiny.gguf", "-t", "1,2", "--tests", "pp,tg,memory", "--markdown")
+    assert (code, made) == (0, ["trial tiny 2", "speed tiny 1", "speed tiny 2", "peak_memory tiny 2"])
     out, err = capsys.readouterr()
-    assert "| tiny | 1 | pp8 | 2.0 | 1.0 | 2.00 |  |  |" in out
-    assert ("memory peaks" in err) == bool(code)
+    assert "| tiny | 2 | tg64 | 9.00 | 6.00 | 1.50 | 1.2 | 95% | repack, flash |" in out
+    assert "differ" not in err
+
+
+def test_a_resumed_command_measures_what_is_missing(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    command("tiny.gguf", "-t", "1", "--tests", "pp,tg")
+    _, made = command("tiny.gguf", "-t", "1", "--tests", "pp,tg,batch", "--resume")
+    assert made == ["batch tiny 1"]
+    out, _ = capsys.readouterr()
+    assert out.count("tg64") == 2  # measured, and then read
+    assert "short of what is wanted: tiny, 2 threads, 8 at once: 1.50 times as fast" in out
+    _, made = command("tiny.gguf", "-t", "1", "--tests", "pp,tg", "-n", "7", "--resume")
+    assert made == ["trial tiny 1", "speed tiny 1"]
+
+
+@pytest.mark.parametrize(("changes", "words"), [({"peak": 10**9}, "memory peaks"), ({"error": 0.5}, "logits differ")])
+def test_the_command_fails_on_faults(
+    command: Any, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], words: str
+) -> None:
+    code, _ = command("tiny.gguf", "-t", "1", "--tests", "tg,memory", **changes)
+    assert code == 1
+    assert words in capsys.readouterr().err
+
+
+def test_unknown_tests_are_refused(command: Any) -> None:
+    with pytest.raises(SystemExit, match="there is no test pq"):
+        command("tiny.gguf", "--tests", "pq")

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from localllm.kernels.cpu.program import Workers
-from localllm.kernels.cpu.roofline import LANES, PERIOD, ROUNDS, UNIT, UNITS, MultiplyTest, ReadTest, Roofline
+from localllm.kernels.cpu.roofline import (
+    DOTS,
+    LANES,
+    PERIOD,
+    ROUNDS,
+    UNIT,
+    UNITS,
+    MultiplyTest,
+    ReadTest,
+    Roofline,
+)
 from localllm.kernels.cpu.target import Target, available, choose
 
 
@@ -34,9 +44,11 @@ def test_all_words_are_read(target: Target, workers: Workers, n_bytes: int) -> N
     assert test.total() == int(test.data.sum(dtype=np.uint64)) % (1 << 32)
 
 
-def test_all_bytes_are_multiplied(target: Target, workers: Workers) -> None:
-    test = MultiplyTest(workers, target, integers=True)
+@pytest.mark.parametrize("bits", DOTS)
+def test_all_bytes_are_multiplied(target: Target, workers: Workers, bits: int) -> None:
+    test = MultiplyTest(workers, target, bits=bits)
     assert test.rate() > 0
+    assert len(np.unique(test.weights)) == 1 << bits
     weights = test.weights.astype(np.int64).reshape(8, LANES, 4).transpose(1, 0, 2).reshape(LANES, 32)
     x = test.x.astype(np.int64).reshape(PERIOD * test.chains, 32)
     expected = (x @ weights.T).sum() * (ROUNDS // PERIOD)
@@ -45,7 +57,7 @@ def test_all_bytes_are_multiplied(target: Target, workers: Workers) -> None:
 
 
 def test_all_floats_are_multiplied(target: Target, workers: Workers) -> None:
-    test = MultiplyTest(workers, target, integers=False)
+    test = MultiplyTest(workers, target, bits=None)
     assert test.rate() > 0
     expected = test.weights.astype(np.float64).sum() * test.x.astype(np.float64).sum() * (ROUNDS // PERIOD)
     np.testing.assert_array_equal(test.sums(), np.float32(expected))
@@ -54,4 +66,4 @@ def test_all_floats_are_multiplied(target: Target, workers: Workers) -> None:
 def test_a_roofline_measures_all_of_them() -> None:
     with Roofline(1, n_bytes=UNIT) as roofline:
         assert roofline.target == choose()
-        assert min(roofline.read_bandwidth(), roofline.dot_rate(), roofline.fma_rate()) > 0
+        assert min(roofline.read_bandwidth(), roofline.dot_rate(8), roofline.dot_rate(), roofline.fma_rate()) > 0

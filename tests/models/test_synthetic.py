@@ -58,9 +58,11 @@ def test_the_same_seed_gives_the_same_file(tmp_path: Path) -> None:
     [
         # As files that llama.cpp's quantiser made of TinyLlama 1.1B and Qwen 2.5 0.5B.
         ("llama-1.1b", "q4_k_m", {"F32": 45, "Q4_K": 135, "Q6_K": 21}),
+        ("llama-1.1b", "q5_k_m", {"F32": 45, "Q5_K": 135, "Q6_K": 21}),
         ("llama-1.1b", "q4_0", {"F32": 45, "Q4_0": 155, "Q6_K": 1}),
         ("llama-1.1b", "q8_0", {"F32": 45, "Q8_0": 156}),
         ("qwen2-0.5b", "q4_k_m", {"F32": 121, "Q5_0": 132, "Q8_0": 13, "Q4_K": 12, "Q6_K": 12}),
+        ("qwen2-0.5b", "q5_k_m", {"F32": 121, "Q5_1": 132, "Q8_0": 13, "Q5_K": 12, "Q6_K": 12}),
     ],
 )
 def test_formats_are_mixed_as_llama_cpp_does(shape: str, file_type: str, expected: dict[str, int]) -> None:

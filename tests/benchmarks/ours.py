@@ -1,0 +1,168 @@
+"""localllm through its library, and the ceilings that its figures are held against."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import localllm
+from localllm.cli.bench import Test, Work
+from localllm.gguf import GGUFFile
+from localllm.info import ModelInfo
+from localllm.kernels.cpu.roofline import DOTS, Roofline
+from localllm.kernels.cpu.tiles import TILES
+from localllm.kernels.ops import Weight
+from localllm.quant.repack import repack_target
+from localllm.quant.types import GGMLType
+from tests.benchmarks.results import FLOAT_FORMATS, FLOAT_TOLERANCE, QUANTISED_TOLERANCE, Array
+
+#: What asks `localllm.load` for a cache in Q8_0.
+Q8_CACHE = {"cache_type": "q8_0"}
+
+#: Bytes that a measurement of the bandwidth reads.
+READ_BYTES = 1 << 28
+
+_CODE_BITS = {
+    **dict.fromkeys((GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K), 4),
+    **dict.fromkeys((GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q5_K), 5),
+    GGMLType.Q6_K: 6,
+}
+
+
+def has_q8_cache() -> bool:
+    """Whether this version of localllm has a cache in Q8_0."""
+    return Q8_CACHE.keys() <= inspect.signature(localllm.load).parameters.keys()
+
+
+class Ours:
+    """A model in localllm; a context manager."""
+
+    def __init__(self, path: Path, threads: int, n_tokens: int, *, parallel: int = 1, q8_cache: bool = False) -> None:
+        options: dict[str, Any] = Q8_CACHE if q8_cache else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a context longer than the model was trained on
+            self._llm = localllm.load(path, threads=threads, context=n_tokens, parallel=parallel, **options)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._llm.info
+
+    @property
+    def tolerance(self) -> float:
+        """How far the logits may be from those of others."""
+        return FLOAT_TOLERANCE if self.info.file_type in FLOAT_FORMATS else QUANTISED_TOLERANCE
+
+    def measure(self, ids: Sequence[int], n: int, *, forget: bool = True) -> tuple[float, float, list[int]]:
+        """Seconds for what of the prompt is not cached, seconds for n further tokens, and those."""
+        if forget:
+            self._llm.forget()
+        done = self._llm.generate(ids, max_tokens=n + 1, temperature=0.0, ignore_eos=True)
+        return done.timings.prefill_s, done.timings.decode_s, list(done.ids[:n])
+
+    def measure_together(self, prompts: Sequence[Sequence[int]], n: int) -> float:
+        """Seconds in which as many threads as there are prompts generate n tokens each."""
+        self._llm.forget()
+        ready = threading.Barrier(len(prompts) + 1)
+
+        def generate(ids: Sequence[int]) -> None:
+            ready.wait()
+            self._llm.generate(ids, max_tokens=n, temperature=0.0, ignore_eos=True)
+
+        callers = [threading.Thread(target=generate, args=(ids,)) for ids in prompts]
+        for caller in callers:
+            caller.start()
+        ready.wait()
+        start = time.perf_counter()
+        for caller in callers:
+            caller.join()
+        return time.perf_counter() - start
+
+    def logits(self, ids: Sequence[int]) -> Array:
+        """After the last of the tokens, of which those in the cache are not evaluated again: [n_vocab]."""
+        seen: list[Array] = []
+
+        def look(_: object, logits: Array) -> Array:
+            seen.append(logits.copy())
+            return logits
+
+        self._llm.generate(ids, max_tokens=1, temperature=0.0, processors=(look,))
+        return seen[0]
+
+    def close(self) -> None:
+        self._llm.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Ceilings:
+    """What this machine allows a model, measured when it is asked for; a context manager."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self._work = Work.of(info)
+        self._layers, self._head = products_by_bits(info.path)
+        self._roofline = Roofline(info.threads, n_bytes=min(READ_BYTES, info.placement.multiplied))
+
+    def bandwidth(self) -> float:
+        """Bytes a second that the threads read now."""
+        return self._roofline.read_bandwidth()
+
+    def all(self, n: int) -> tuple[float, float, float]:
+        """`prefill_seconds` of n tokens, and the bandwidth."""
+        return *self.prefill_seconds(n), self.bandwidth()
+
+    def decode_bytes(self, n: int, depth: int) -> float:
+        """Bytes that a decoded token reads on average, of n after ``depth`` others."""
+        return self._work.bytes_per_token(Test("tg", n, depth))
+
+    def cache_bytes(self, n: int, depth: int) -> float:
+        """How many of them are of the cache."""
+        return self.decode_bytes(n, depth) - self._work.weight_bytes
+
+    def prefill_seconds(self, n: int) -> tuple[float, float]:
+        """How long the products of a prompt would take now: each at the peak of its own kind, and integer ones all
+        at the highest."""
+        floats = self._work.products(Test("pp", n, 0))[1] / self._roofline.fma_rate()
+        work = {bits: n * self._layers[bits] + self._head[bits] for bits in DOTS}
+        rates = {bits: self._roofline.dot_rate(bits) for bits in DOTS if work[bits] or bits == min(DOTS)}
+        own = sum(work[bits] / rate for bits, rate in rates.items())
+        highest = sum(work.values()) / max(rates.values())
+        return own + floats, highest + floats
+
+    def close(self) -> None:
+        self._roofline.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def products_by_bits(path: Path) -> tuple[Counter[int], Counter[int]]:
+    """Integer multiplications of a token's activations with the layers' matrices and with the output matrix, by the
+    width of the weights' codes: see `localllm.kernels.cpu.roofline.DOTS`."""
+    layers: Counter[int] = Counter()
+    with GGUFFile.open(path) as file:
+        for tensor in file.tensors.values():
+            if tensor.name.startswith("blk.") and len(tensor.shape) == 2:
+                layers += _products(tensor)
+        return layers, _products(file.tensors.get("output.weight", file.tensors["token_embd.weight"]))
+
+
+def _products(matrix: Weight) -> Counter[int]:
+    kernel_type = repack_target(matrix.type)
+    if kernel_type not in TILES:
+        return Counter()
+    n_out, n_in = matrix.shape
+    bits = _CODE_BITS.get(kernel_type, 8) if isinstance(kernel_type, GGMLType) else 8
+    return Counter({bits: n_out * n_in})

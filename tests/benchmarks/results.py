@@ -1,0 +1,254 @@
+"""What the comparison finds: its records, what was hoped for, the table, and the file that a run goes on from."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+
+Kind = Literal["prefill", "decode", "deep prefill", "deep decode", "batch", "small", "start"]
+
+#: The largest ‖ours - theirs‖ / ‖theirs‖ of the logits: for weights in floats, and for quantised ones, where both
+#: round activations to eight bits, each in its way.
+FLOAT_TOLERANCE, QUANTISED_TOLERANCE = 2e-3, 2e-2
+#: Two tokens are as good as equally likely if their logits differ by less than so many errors that are tolerated.
+NEAR_TIE = 4.0
+
+FLOAT_FORMATS = ("F32", "F16", "BF16")
+
+#: How many times llama.cpp's speed we want to reach, by test and format ("" for those not named).
+RATIOS: dict[Kind, dict[str, float]] = {
+    "prefill": {"Q4_0": 2.0, "Q8_0": 2.0, "F16": 1.1, "": 1.4},
+    "decode": {"Q6_K": 1.05, "F16": 1.0, "": 1.2},
+    "deep prefill": {"": 2.0},
+    "deep decode": {"": 2.5},
+    "batch": {"": 4.0},
+    "small": {"": 1.0},
+    "start": {"": 1.0},
+}
+#: The part of the bandwidth, and for quantised weights of the integer peak, that we want to use.
+DECODE_SHARE, PREFILL_SHARE = 0.9, 0.6
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the table.
+
+    Attributes:
+        format: of the file, such as "Q4_K_M".
+        test: as the table names it, such as "pp512".
+        ours, theirs: tokens a second; of "start", seconds.
+        against: which of llama.cpp's settings was best, or what else ``theirs`` is.
+        share: what was used of the bandwidth (decode), or of the peak of the format's own products (prefill).
+        share_of_highest: what was used of the highest peak (prefill).
+        note: anything else.
+    """
+
+    kind: Kind
+    model: str
+    format: str
+    threads: int
+    test: str
+    ours: float
+    theirs: float
+    against: str
+    share: float | None = None
+    share_of_highest: float | None = None
+    note: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast ours is."""
+        return self.theirs / self.ours if self.kind == "start" else self.ours / self.theirs
+
+    @property
+    def wanted(self) -> float:
+        """The ratio that we want to reach."""
+        ratios = RATIOS[self.kind]
+        return ratios.get(self.format, ratios[""])
+
+    def shortfalls(self) -> Iterator[str]:
+        """What we wanted to reach and did not."""
+        place = f"{self.model}, {self.threads} threads, {self.test}"
+        if self.ratio < self.wanted:
+            yield f"{place}: {self.ratio:.2f} times as fast as {self.against}, not {self.wanted:g}"
+        if self.kind == "decode" and self.share is not None and self.share < DECODE_SHARE:
+            yield f"{place}: {self.share:.0%} of the bandwidth, not {DECODE_SHARE:.0%}"
+        quantised = self.format not in FLOAT_FORMATS
+        if self.kind == "prefill" and quantised and self.share is not None and self.share < PREFILL_SHARE:
+            yield f"{place}: {self.share:.0%} of the peak, not {PREFILL_SHARE:.0%}"
+
+    def cells(self) -> list[str]:
+        """As the table shows them."""
+        rates = [f"{value:,.2f}" if value < 10 else f"{value:,.1f}" for value in (self.ours, self.theirs)]
+        share = "" if self.share is None else f"{self.share:.0%}"
+        if self.share_of_highest is not None:
+            share += f" / {self.share_of_highest:.0%}"
+        return [
+            self.model,
+            str(self.threads),
+            self.test,
+            *rates,
+            f"{self.ratio:.2f}",
+            f"{self.wanted:g}",
+            share,
+            ", ".join(filter(None, (self.against, self.note))),
+        ]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far the outputs agree: logits after the prompt, and greedy ids.
+
+    Attributes:
+        relative_error: ‖ours - theirs‖ / ‖theirs‖ of the logits.
+        tolerance: how much of it is fine.
+        top_equal: whether the likeliest token is the same.
+        equal_ids: how many of the first greedy tokens are the same.
+        gap: where they part, the larger difference of the logits of the two tokens, ours and theirs, in units of
+            the error that is tolerated; 0 where they do not.
+    """
+
+    model: str
+    threads: int
+    test: str
+    relative_error: float
+    tolerance: float
+    top_equal: bool
+    equal_ids: int
+    n_ids: int
+    gap: float
+
+    def line(self) -> str:
+        part = f", parting at a gap of {self.gap:.1f} tolerated errors" if self.gap else ""
+        return (
+            f"logits differ by {self.relative_error:.1e}, top token {'equal' if self.top_equal else 'DIFFERENT'}, "
+            f"first {self.equal_ids} of {self.n_ids} greedy tokens equal{part}"
+        )
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong, in words."""
+        if not self.relative_error <= self.tolerance:  # a NaN is one too
+            yield f"logits differ by {self.relative_error:.1e}, more than {self.tolerance:.0e}"
+        if not self.gap <= NEAR_TIE:
+            yield f"greedy texts part after {self.equal_ids} tokens, at a gap of {self.gap:.1f} tolerated errors"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: peak resident ones, the KV cache among them, and the file."""
+
+    model: str
+    peak: int
+    cache: int
+    file: int
+
+    def line(self) -> str:
+        times = (self.peak - self.cache) / self.file
+        limit = memory_limit(self.file, self.cache) / 2**20
+        return (
+            f"peak {self.peak / 2**20:,.0f} MiB = {times:.2f} x file + {self.cache / 2**20:,.0f} MiB cache "
+            f"(at most {limit:,.0f} MiB)"
+        )
+
+    def faults(self) -> Iterator[str]:
+        limit = memory_limit(self.file, self.cache)
+        if self.peak > limit:
+            yield f"memory peaks at {self.peak / 1e6:,.0f} MB, more than {limit / 1e6:,.0f} MB"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A short measurement of one of llama.cpp's settings: tokens a second."""
+
+    model: str
+    repack: bool
+    flash: bool
+    prefill: float
+    decode: float
+
+    def line(self) -> str:
+        words = f"repacking {'on' if self.repack else 'off'}, flash attention {'on' if self.flash else 'off'}"
+        return f"llama.cpp's trial with {words}: {self.prefill:.1f} and {self.decode:.1f} tok/s"
+
+
+Record = Line | Agreement | Memory | Trial
+_RECORDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Line, Agreement, Memory, Trial)}
+
+
+def memory_limit(file: int, cache: int) -> float:
+    """Bytes that a process may take: 1.1 times the file, the cache, and 150 MB."""
+    return 1.1 * file + cache + 150e6
+
+
+def relative_error(ours: Array, theirs: Array) -> float:
+    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+
+
+def gap(ours: Array, theirs: Array, our_id: int, their_id: int, tolerance: float) -> float:
+    """How far from equally likely two tokens are; see `Agreement`."""
+    tolerated = tolerance * float(np.linalg.norm(theirs)) / math.sqrt(len(theirs))  # of one logit
+    return float(max(ours[our_id] - ours[their_id], theirs[their_id] - theirs[our_id])) / tolerated
+
+
+def best_settings(trials: Sequence[Trial]) -> list[Trial]:
+    """The two at most that are worth measuring: the fastest in prefill and in decode, and the next in prefill."""
+    by_prefill = sorted(trials, key=lambda trial: -trial.prefill)
+    fastest = [by_prefill[0], max(trials, key=lambda trial: trial.decode), *by_prefill[1:]]
+    return [trial for i, trial in enumerate(fastest) if trial not in fastest[:i]][:2]
+
+
+class Journal:
+    """Finished jobs and what they found, a JSON value a line, so that a run that was cut off can go on."""
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        """Begins a new file, or with ``resume`` goes on with one, if it is there."""
+        self._path = path
+        self._done: dict[str, list[Record]] = {}
+        if resume and path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    job = json.loads(line)
+                except ValueError:  # cut off while it was written
+                    continue
+                self._done[job["job"]] = [_RECORDS[r.pop("record")](**r) for r in job["records"]]
+        path.write_text("", encoding="utf-8")
+        for name, records in self._done.items():
+            self._write(name, records)
+
+    def known(self, job: str) -> list[Record] | None:
+        """What a job found, if it was finished."""
+        return self._done.get(job)
+
+    def finish(self, job: str, records: Sequence[Record]) -> None:
+        """Records what a job found."""
+        self._done[job] = list(records)
+        self._write(job, records)
+
+    def _write(self, job: str, records: Iterable[Record]) -> None:
+        found = [{"record": type(record).__name__, **asdict(record)} for record in records]
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"job": job, "records": found}) + "\n")
+
+
+TITLES = ("model", "threads", "test", "localllm", "llama.cpp", "ratio", "wanted", "share", "best setting")
+_COLUMNS = "{:20} {:>7} {:>14} {:>9} {:>9} {:>6} {:>6} {:>10}  {}"
+
+
+def table_line(cells: Sequence[str]) -> str:
+    """A row for the terminal."""
+    return _COLUMNS.format(*cells)
+
+
+def markdown(lines: Iterable[Line]) -> str:
+    """The table for the README."""
+    rows = [list(TITLES), ["---"] * len(TITLES), *(line.cells() for line in lines)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
