@@ -1,0 +1,105 @@
+"""Drafts from the text itself: what followed the last time that it had the same few tokens in a row.
+
+Source: Saxena, Prompt Lookup Decoding (2023), https://github.com/apoorvumang/prompt-lookup-decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from localllm.cache import common_prefix
+from localllm.drafting.costs import StepCosts, moved_share
+from localllm.drafting.drafter import DEFAULT_DRAFTS
+
+#: Tokens in a row that are looked for: the longest first.
+LONGEST, SHORTEST = 4, 2
+
+#: How often what follows the same 2, 3, 4 tokens is thought to be the same, until it was seen.
+_FIRST_SHARES = {2: 0.25, 3: 0.4, 4: 0.5}
+
+
+class NGramIndex:
+    """Where the last few tokens of a text stood before: in constant time a token, however long the text."""
+
+    def __init__(self, shortest: int = SHORTEST, longest: int = LONGEST) -> None:
+        self._sizes = range(longest, shortest - 1, -1)
+        #: The position that follows the last occurrence of each n-gram with something behind it.
+        self._followers: dict[tuple[int, ...], int] = {}
+        self._n_tokens = 0
+
+    def find(self, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """The most recent earlier occurrence of the longest possible end of ``tokens``.
+
+        Args:
+            tokens: those of the last call, and more.
+
+        Returns:
+            How many tokens it has in common with the end, and the position behind it; None if there is none.
+        """
+        self._extend(tokens)
+        for n in self._sizes:
+            place = self._followers.get(tuple(tokens[-n:]))
+            if place is not None:
+                return n, place
+        return None
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        """Takes up tokens that are new.  What ends with the last one has nothing behind it yet."""
+        followers = self._followers
+        for place in range(max(self._n_tokens, 1), len(tokens)):
+            for n in self._sizes:
+                if n <= place:
+                    followers[tuple(tokens[place - n : place])] = place
+        self._n_tokens = len(tokens)
+
+
+def continuation(tokens: Sequence[int], place: int, n: int) -> list[int]:
+    """The ``n`` tokens from position ``place`` on; at the text's end it goes on into what was copied itself."""
+    copied = list(tokens[place : place + n])
+    period = len(tokens) - place
+    while len(copied) < n:
+        copied.append(copied[len(copied) - period])
+    return copied
+
+
+class LookupDrafter:
+    """Drafts by `NGramIndex`.
+
+    Looking up costs next to nothing.  So it is done at every step, and the first token found is compared with what
+    comes even where no draft is made of it: that is how it is known when drafts begin to pay.
+    """
+
+    def __init__(self, costs: StepCosts, most: int = DEFAULT_DRAFTS) -> None:
+        """``most``: drafts a step at most."""
+        self._costs = costs
+        self._most = most
+        self._index = NGramIndex()
+        self._shares = dict(_FIRST_SHARES)  # by the length of the match
+        self._guess: list[int] = []
+        self._n_matched = self._n_before = 0
+
+    def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        self._learn(tokens)
+        match = self._index.find(tokens)
+        if match is None:
+            self._guess = []
+            return []
+        self._n_matched, place = match
+        self._n_before = len(tokens)
+        n = 0 if self._costs.is_due else self._costs.best(self._shares[self._n_matched], min(most, self._most))
+        self._guess = continuation(tokens, place, max(n, 1))
+        return self._guess[:n]
+
+    def measured(self, n_tokens: int, seconds: float) -> None:
+        self._costs.add(n_tokens, seconds)
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        """Compares the last guess with what came."""
+        if self._guess:
+            came = tokens[self._n_before : self._n_before + len(self._guess)]
+            n_right = common_prefix(self._guess, came)
+            share = self._shares[self._n_matched]
+            self._shares[self._n_matched] = moved_share(share, n_right, then_wrong=n_right < len(came))
