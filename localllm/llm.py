@@ -159,7 +159,7 @@ class LLM:
         draft_engine: Engine | None = None,
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
-        """``template``: that of ``template_source``, if it was compiled already; ``draft_engine``: of a draft model."""
+        """``template``: that of ``template_source``, if it was compiled already; ``draft_engine``: the guesser."""
         self._on_close = on_close
         self._draft_engine = draft_engine
         self._costs = StepCosts()
@@ -470,10 +470,10 @@ def without_oldest_turn(messages: Sequence[Message]) -> list[Message] | None:
     return [*(message for message in before if message.get("role") in ("system", "developer")), *rest]
 
 
-def _open(path: str | os.PathLike[str] | None) -> GGUFFile:
+def _open(path: str | os.PathLike[str] | None, name: str = "path") -> GGUFFile:
     if path is not None:
         if not isinstance(path, str | os.PathLike):
-            raise UsageError(f"path is {path!r:.80}, but must be the path of a GGUF file, as str or Path")
+            raise UsageError(f"{name} is {path!r:.80}, but must be the path of a GGUF file, as str or Path")
         return GGUFFile.open(path)
     demo = resources.files("localllm") / "data" / "demo.gguf"
     if not demo.is_file():
@@ -533,7 +533,7 @@ def _load_draft(
 
     It has the same context, or as much of it as it was trained on: a text that is longer gets no drafts.
     """
-    with _open(path) as file:
+    with _open(path, "draft_model") as file:
         builder(file.metadata)
         _refuse_without_weights(file)
         config = read_config(file.metadata, file.tensors)

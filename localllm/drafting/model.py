@@ -48,7 +48,7 @@ class ModelDrafter:
         self._resume_at = 0
         self._n_before = 0
         self._guess: list[int] = []
-        self._gave_up = False
+        self._gave_up = self._is_behind = False
 
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
         self._learn(tokens)
@@ -59,6 +59,7 @@ class ModelDrafter:
             if run is not None:
                 self._n_before = len(tokens)
                 self._guess = self._draft(run, n)
+                self._is_behind = not self._guess and run.n_missing > 0
         return self._guess
 
     def measured(self, n_tokens: int, seconds: float) -> None:
@@ -80,6 +81,8 @@ class ModelDrafter:
         """How many tokens to draft.  Where it does not pay, a few after ever longer pauses, in case that changed."""
         if most < 1 or self._costs.is_due:
             return 0
+        if self._is_behind:
+            return min(most, _TRIED)
         n = self._costs.best(self._share, most, self._draft_s)
         if n:
             self._pause = _FIRST_PAUSE
