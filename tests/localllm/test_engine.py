@@ -590,7 +590,7 @@ def test_drafts_end_with_the_context() -> None:
     assert run.drafts == [7, 8]
 
 
-def test_drafts_take_no_pages_and_no_rows_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_take_no_rows_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.engine.MAX_LOGITS_BYTES", 4 * N_VOCAB * 3)
     engine, _ = fake_engine(context=16, max_tokens=16)
     one, two = engine.start([1, 2, 3]), engine.start([4, 5, 6, 7, 8, 9, 10])
@@ -600,23 +600,22 @@ def test_drafts_take_no_pages_and_no_rows_from_others(monkeypatch: pytest.Monkey
     for run, ids in ((one, [1, 2, 3]), (two, [4, 5, 6, 7, 8, 9, 10])):
         assert run.logits is not None
         assert np.array_equal(run.logits[0], logits_after(ids))
+
+
+def test_drafts_take_no_pages_from_others() -> None:
+    engine, _ = fake_engine(context=4 * PAGE_SIZE, max_tokens=16)
+    one, two = engine.start([1, 2, 3]), engine.start(list(range(3 * PAGE_SIZE)))
+    engine.advance(one, two)
     one.tokens.append(11)
-    one.cut(4)
-    two.tokens += [20, 21, 22, 23, 24]
-    two.cut(len(two.tokens))
-    evaluate(engine, two)
-    one.tokens.append(30)
-    one.drafts = [31, 32, 33, 34]
-    before = list(two.sequence.pages)
-    assert np.array_equal(evaluate_row(engine, one, 0), logits_after([1, 2, 3, 11, 30]))
-    assert one.drafts == []
-    assert two.sequence.pages == before[: len(two.sequence.pages)]
-
-
-def evaluate_row(engine: Engine, run: Run, row: int) -> np.ndarray:
-    engine.advance(run)
-    assert run.logits is not None
-    return run.logits[row]
+    one.drafts = [31, 32]
+    engine.advance(one)
+    assert one.drafts == [], "they would need another page"
+    assert two.n_missing == 0
+    engine.finish(two)
+    one.tokens.append(12)
+    one.drafts = [31, 32]
+    engine.advance(one)
+    assert one.drafts == [31, 32], "what finished runs left is free to take"
 
 
 def test_advancing_without_waiting() -> None:
