@@ -80,10 +80,14 @@ def measure(llm: LLM, task: str, ways: Sequence[str], n_tokens: int, rounds: int
         return llm.generate(prompt, speculate=way, **options)
 
     lines = [Line(task, way) for way in ways]
-    for _ in range(rounds):
+    for number in range(rounds):
         for line in lines:
-            plain = run(None)
-            line.add(plain, run(line.way))
+            if number % 2:  # what comes second may find a faster or a slower machine
+                guessed = run(line.way)
+                line.add(run(None), guessed)
+            else:
+                plain = run(None)
+                line.add(plain, run(line.way))
     return lines
 
 

@@ -404,12 +404,11 @@ def test_the_draft_models_context_may_be_shorter(tmp_path: Path, tiny_path: Path
     with localllm.load(tiny_path, device=llm.info.device, context=96, draft_model=short) as longer:
         assert longer.info.draft is not None
         assert (longer.info.context, longer.info.draft.context) == (96, 32)
-        done = longer.generate([1] * 20, temperature=0, max_tokens=60, ignore_eos=True)
+        options: dict[str, Any] = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
+        done = longer.generate([1] * 20, **options)
         assert done.drafts is not None
         assert 0 < done.drafts.drafted <= 12
-        assert (
-            done.ids == longer.generate([1] * 20, speculate=None, temperature=0, max_tokens=60, ignore_eos=True).ids
-        )
+        assert done.ids == longer.generate([1] * 20, speculate=None, **options).ids
 
 
 def test_closing_ends_both_models(tiny_path: Path, small_path: Path, device: str) -> None:

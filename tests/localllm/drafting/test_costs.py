@@ -70,7 +70,7 @@ def test_one_long_step_is_no_reason_to_give_up() -> None:
 
 
 def test_what_was_too_dear_is_tried_again_at_last() -> None:
-    costs = costs_of({n: 20.0 for n in range(2, 9)})
+    costs = costs_of(dict.fromkeys(range(2, 9), 20.0))
     assert costs.best(0.9, 7) == 0
     for _ in range(600):
         costs.add(1, 0.5)
