@@ -245,9 +245,11 @@ class Generation:
             most = min(most, self._max_tokens - self._n_chosen - 1)
         if most < 1:
             return []
+        ids = drafter.propose(self._run.tokens, most)
+        if not ids:
+            return []
         n_vocab = self._engine.n_vocab
-        ids = drafter.propose(self._run.tokens, most)[:most]
-        return list(takewhile(lambda id_: 0 <= id_ < n_vocab, ids))
+        return list(takewhile(lambda id_: 0 <= id_ < n_vocab, ids[:most]))
 
     def _append(self, id_: int) -> None:
         """Goes on with a token: to the next row of logits if it was guessed, else what was guessed is dropped."""

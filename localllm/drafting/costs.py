@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from localllm.drafting.drafter import MOST_DRAFTS
+from localllm.drafting.drafter import DEFAULT_DRAFTS, MOST_DRAFTS
 
 #: What drafts must at least bring, in speed without them: below it, errors of the estimates cost more.
 LEAST_GAIN = 1.05
 
-#: What each further token is thought to cost, in steps over one, until it was measured.
-_GUESSED_COST = 0.1
+#: What a second token, and each further one, is thought to cost, in steps over one, until it was measured.
+_SECOND_COST, _FURTHER_COST = 0.3, 0.05
 
 #: Weights of a measurement that is below and above the estimate.  What disturbs a measurement makes it longer.
 _WEIGHT_BELOW, _WEIGHT_ABOVE = 0.5, 0.125
@@ -50,9 +50,10 @@ class StepCosts:
             self._since_drafts += 1
             if self._since_drafts == _MEMORY:
                 self._forget()
-        elif self.single_s and n_tokens < len(self._measured):
+        elif self.single_s and n_tokens <= MOST_DRAFTS + 1:
             self._since_single += 1
             self._since_drafts = 0
+            self._make_room(n_tokens)
             self._measured[n_tokens] = _moved(self._measured[n_tokens], seconds / self.single_s)
             self._costs = _filled(self._measured)
 
@@ -67,13 +68,17 @@ class StepCosts:
             most: drafts at most.
             draft_s: seconds that making a draft takes.
         """
-        if not self.single_s:
+        most = min(most, MOST_DRAFTS)
+        if not self.single_s or most < 1:
             return 0
+        self._make_room(most + 1)
+        if (1 - share) * LEAST_GAIN * self._costs[2] > 1 and (1 - share) * LEAST_GAIN * min(self._costs[2:]) > 1:
+            return 0  # as would be found below, where it takes longer
         draft_cost = draft_s / self.single_s
         costs = self._costs
         best, best_gain = 0, LEAST_GAIN
         n_tokens = chance = 1.0
-        for n in range(1, min(most, MOST_DRAFTS) + 1):
+        for n in range(1, most + 1):
             chance *= share
             n_tokens += chance
             gain = n_tokens / (costs[n + 1] + n * draft_cost)
@@ -83,9 +88,15 @@ class StepCosts:
 
     def _forget(self) -> None:
         #: By the number of tokens, in steps over one; 0 where it is not known.
-        self._measured = [0.0, 1.0] + [0.0] * MOST_DRAFTS
+        self._measured = [0.0, 1.0] + [0.0] * DEFAULT_DRAFTS
         self._costs = _filled(self._measured)
         self._since_drafts = 0
+
+    def _make_room(self, n_tokens: int) -> None:
+        """Has estimates for steps over so many tokens."""
+        if n_tokens >= len(self._measured):
+            self._measured = self._measured + [0.0] * (n_tokens + 1 - len(self._measured))
+            self._costs = _filled(self._measured)
 
 
 def _moved(estimate: float, measurement: float) -> float:
@@ -97,16 +108,22 @@ def _moved(estimate: float, measurement: float) -> float:
 
 
 def _filled(measured: list[float]) -> list[float]:
-    """The costs with those that are not known put on lines between their neighbours, or beyond the last one."""
+    """The costs with those that are not known put on lines between their neighbours, or beyond the last one.
+
+    A second token is thought to cost half of what all that were measured do: a matrix product of several tokens is
+    another kernel than that of one.
+    """
     costs = measured.copy()
-    known = [n for n, cost in enumerate(measured) if cost]
+    if not costs[2]:
+        costs[2] = (1 + next(filter(None, costs[3:]), 1 + 2 * _SECOND_COST)) / 2
+    known = [n for n, cost in enumerate(costs) if cost]
     for low, high in pairwise(known):
-        slope = (measured[high] - measured[low]) / (high - low)
+        slope = (costs[high] - costs[low]) / (high - low)
         for n in range(low + 1, high):
-            costs[n] = measured[low] + slope * (n - low)
+            costs[n] = costs[low] + slope * (n - low)
     last = known[-1]
-    for n in range(last + 1, len(measured)):
-        costs[n] = measured[last] + _GUESSED_COST * (n - last)
+    for n in range(last + 1, len(costs)):
+        costs[n] = costs[last] + _FURTHER_COST * (n - last)
     return costs
 
 

@@ -15,7 +15,7 @@ from localllm.drafting.drafter import DEFAULT_DRAFTS
 LONGEST, SHORTEST = 4, 2
 
 #: How often what follows the same 2, 3, 4 tokens is thought to be the same, until it was seen.
-_FIRST_SHARES = {2: 0.25, 3: 0.4, 4: 0.5}
+_FIRST_SHARES = {2: 0.1, 3: 0.2, 4: 0.3}
 
 
 class NGramIndex:
@@ -26,6 +26,8 @@ class NGramIndex:
         #: The position that follows the last occurrence of each n-gram with something behind it.
         self._followers: dict[tuple[int, ...], int] = {}
         self._n_tokens = 0
+        #: The n-grams at the end of the text, the longest first: not taken up yet, for nothing is behind them.
+        self._ends: list[tuple[int, ...]] = []
 
     def find(self, tokens: Sequence[int]) -> tuple[int, int] | None:
         """The most recent earlier occurrence of the longest possible end of ``tokens``.
@@ -37,19 +39,20 @@ class NGramIndex:
             How many tokens it has in common with the end, and the position behind it; None if there is none.
         """
         self._extend(tokens)
-        for n in self._sizes:
-            place = self._followers.get(tuple(tokens[-n:]))
+        for end in self._ends:
+            place = self._followers.get(end)
             if place is not None:
-                return n, place
+                return len(end), place
         return None
 
     def _extend(self, tokens: Sequence[int]) -> None:
-        """Takes up tokens that are new.  What ends with the last one has nothing behind it yet."""
-        followers = self._followers
-        for place in range(max(self._n_tokens, 1), len(tokens)):
-            for n in self._sizes:
-                if n <= place:
-                    followers[tuple(tokens[place - n : place])] = place
+        """Takes up tokens that are new."""
+        followers, longest = self._followers, self._sizes[0]
+        for place in range(self._n_tokens, len(tokens)):
+            for end in self._ends:
+                followers[end] = place
+            recent = tuple(tokens[max(0, place + 1 - longest) : place + 1])
+            self._ends = [recent[-n:] for n in self._sizes if n <= len(recent)]
         self._n_tokens = len(tokens)
 
 
