@@ -55,7 +55,7 @@ class StepCosts:
             self._since_drafts = 0
             self._make_room(n_tokens)
             self._measured[n_tokens] = _moved(self._measured[n_tokens], seconds / self.single_s)
-            self._costs = _filled(self._measured)
+            self._estimate()
 
     def best(self, share: float, most: int, draft_s: float = 0.0) -> int:
         """The number of drafts with which a text comes fastest, 0 if it is none.
@@ -72,7 +72,7 @@ class StepCosts:
         if not self.single_s or most < 1:
             return 0
         self._make_room(most + 1)
-        if (1 - share) * LEAST_GAIN * self._costs[2] > 1 and (1 - share) * LEAST_GAIN * min(self._costs[2:]) > 1:
+        if (1 - share) * LEAST_GAIN * self._least_cost > 1:
             return 0  # as would be found below, where it takes longer
         draft_cost = draft_s / self.single_s
         costs = self._costs
@@ -89,14 +89,18 @@ class StepCosts:
     def _forget(self) -> None:
         #: By the number of tokens, in steps over one; 0 where it is not known.
         self._measured = [0.0, 1.0] + [0.0] * DEFAULT_DRAFTS
-        self._costs = _filled(self._measured)
+        self._estimate()
         self._since_drafts = 0
 
     def _make_room(self, n_tokens: int) -> None:
         """Has estimates for steps over so many tokens."""
         if n_tokens >= len(self._measured):
             self._measured = self._measured + [0.0] * (n_tokens + 1 - len(self._measured))
-            self._costs = _filled(self._measured)
+            self._estimate()
+
+    def _estimate(self) -> None:
+        self._costs = _filled(self._measured)
+        self._least_cost = min(self._costs[2:])
 
 
 def _moved(estimate: float, measurement: float) -> float:
