@@ -6,6 +6,7 @@ computed by itself, so that it has the same bits in whatever batch it comes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -62,6 +63,7 @@ class ReferenceOps(Ops):
 
     def __init__(self, cache_type: type[np.float16] | type[np.float32] = np.float16) -> None:
         self._cache_type = cache_type
+        self._in_step = threading.Lock()  # models that share the backend may run in several threads
 
     def load_linear(self, weight: Weight, bias: Weight | None = None, *, widening: Widening | None = None) -> Linear:
         matrix = dequantize(weight.data, weight.type).reshape(weight.shape)
@@ -99,9 +101,9 @@ class ReferenceOps(Ops):
         bound = cache
 
         def step(batch: Batch) -> Array:
-            self._batch, self._cache = batch, bound
             # Weights of any size make numbers of any size: the results are then what IEEE 754 says, as on others.
-            with np.errstate(all="ignore"):
+            with self._in_step, np.errstate(all="ignore"):
+                self._batch, self._cache = batch, bound
                 logits: Array = forward()
             return logits
 

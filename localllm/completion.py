@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
+from localllm.drafting.drafter import Drafts
 from localllm.generation import FinishReason, Generation, Timings, Usage
 from localllm.sampling import Choice
 from localllm.tokenizer.stream import StreamDecoder
@@ -24,6 +25,7 @@ class Completion:
         usage: counts of tokens.
         timings: seconds and rates.
         logprobs: of each token, with the likeliest ones, where ``logprobs`` asked for them.
+        drafts: how many tokens were guessed and how many accepted, where ``speculate`` asked for guesses.
     """
 
     text: str
@@ -32,6 +34,7 @@ class Completion:
     usage: Usage
     timings: Timings
     logprobs: tuple[Choice, ...] | None = None
+    drafts: Drafts | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -46,7 +49,7 @@ class Chunk:
             held back.
         ids: the token; none in the last chunk.
         logprobs: as `Completion.logprobs`, of this token.
-        finish_reason, usage, timings: in the last chunk alone; as in `Completion`.
+        finish_reason, usage, timings, drafts: in the last chunk alone; as in `Completion`.
     """
 
     text: str
@@ -55,6 +58,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    drafts: Drafts | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -87,6 +91,11 @@ class Stream:
     def timings(self) -> Timings:
         """Seconds and rates so far."""
         return self._generation.timings
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """What became of guesses so far; None where none were asked for."""
+        return self._generation.drafts
 
     def cancel(self) -> None:
         """Ends the text at the next token."""
@@ -133,6 +142,7 @@ class Stream:
             usage=self.usage,
             timings=self.timings,
             logprobs=tuple(c for chunk in chunks for c in chunk.logprobs or ()) if self._logprobs else None,
+            drafts=self.drafts,
         )
 
     def _last_chunk(self) -> Chunk:
@@ -140,4 +150,6 @@ class Stream:
         text = self._decoder.finish()
         if self._decoder.stopped is not None:
             self._generation.stop()
-        return Chunk(text, finish_reason=self.finish_reason, usage=self.usage, timings=self.timings)
+        return Chunk(
+            text, finish_reason=self.finish_reason, usage=self.usage, timings=self.timings, drafts=self.drafts
+        )

@@ -4,6 +4,9 @@ A `Run` is a sequence that a caller works on: the tokens it shall hold, some of 
 `Engine.advance` evaluates the next chunk of what is missing.  Prefill, decode, and evaluating again what the cache
 had to give up are all this one thing.
 
+**Drafts** are tokens guessed to follow.  They are evaluated behind the last token in the same step, and their logits
+serve as far as the guess was right.  Where it was not, `Run.cut` says so, and the next step cuts the cache back.
+
 **Threads.**  One lock guards an engine.  Whoever holds it evaluates, in the same batch, the next chunks of all
 runs that other threads wait for: reading the weights once serves them all.  What comes out for a token does not
 depend on its company in the batch.  A forked child has no use for its parent's engine: a thread that is not there
@@ -21,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,17 +56,22 @@ class Run:
     Attributes:
         tokens: what the sequence shall hold.
         n_cached: how many of them were in the cache when the run began.
-        logits: after `Engine.advance`: float32 [n, n_vocab], the caller's own.  For the last token alone, or None
-            while it was not reached; with ``all_logits`` for every token of the chunk.
-        position: after `Engine.advance`: where the chunk ended.
+        drafts: tokens guessed to follow ``tokens``, to be evaluated with the last of these.  The step that does it
+            leaves those for which there was room.
+        logits: after `Engine.advance`: float32 [n, n_vocab], the caller's own.  For the last token and each draft,
+            or None while it was not reached; with ``all_logits`` for every token of the chunk.
+        position: after `Engine.advance`: where the chunk ended, drafts not counted.
+        n_agreed: tokens of ``sequence`` that are not known to be wrong drafts.
     """
 
     tokens: list[int]
     sequence: CachedSequence
     all_logits: bool = False
     n_cached: int = 0
+    drafts: list[int] = field(default_factory=list)
     logits: NDArray[np.float32] | None = None
     position: int = 0
+    n_agreed: int = 0
     waiting: bool = False
     thread: int = field(default_factory=threading.get_ident)
     last_used: float = field(default_factory=time.monotonic)
@@ -70,7 +79,44 @@ class Run:
     @property
     def n_missing(self) -> int:
         """Tokens that are not in the cache."""
-        return len(self.tokens) - len(self.sequence)
+        return len(self.tokens) - min(len(self.sequence), self.n_agreed)
+
+    def cut(self, n_tokens: int) -> None:
+        """Drops all but the first ``n_tokens``, and all drafts behind them; the cache follows with the next step.
+
+        To be called before another token than the draft in its place is appended.
+        """
+        del self.tokens[n_tokens:]
+        self.n_agreed = min(self.n_agreed, n_tokens)
+        self.drafts = []
+
+
+class _Part(NamedTuple):
+    """What one run has in a batch: its next ``n`` tokens, and the first ``n_drafts`` of its drafts behind them."""
+
+    run: Run
+    n: int
+    n_drafts: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The position behind the tokens."""
+        return len(self.run.sequence) + self.n
+
+    @property
+    def reaches_end(self) -> bool:
+        return self.stop == len(self.run.tokens)
+
+    @property
+    def n_outputs(self) -> int:
+        """Rows of logits wanted."""
+        if self.run.all_logits:
+            return self.n
+        return 1 + self.n_drafts if self.reaches_end else 0
+
+    @property
+    def ids(self) -> list[int]:
+        return self.run.tokens[len(self.run.sequence) : self.stop] + self.run.drafts[: self.n_drafts]
 
 
 class Engine:
@@ -116,12 +162,19 @@ class Engine:
             cache, _ = self._opened()
             self._settle_finished()
             sequence = cache.begin([] if all_logits else tokens[:-1])
-            run = Run(list(tokens), sequence, all_logits, n_cached=len(sequence), position=len(sequence))
+            n = len(sequence)
+            run = Run(list(tokens), sequence, all_logits, n_cached=n, position=n, n_agreed=n)
             self._runs.append(run)
             return run
 
-    def advance(self, *runs: Run) -> None:
-        """Evaluates the next chunk of each run, and sets its ``logits`` and ``position``.
+    def advance(self, *runs: Run, wait: bool = True) -> bool:
+        """Evaluates the next chunk of each run, and sets its ``logits``, ``drafts`` and ``position``.
+
+        Args:
+            wait: until there is room for all of them, if other runs have taken it.
+
+        Returns:
+            Whether all were evaluated, as they always are after waiting.
 
         Raises:
             UsageError: a run has nothing to evaluate.
@@ -145,8 +198,11 @@ class Engine:
                     parts = self._assemble(cache, runs)
                     if parts:
                         _evaluate(cache, step, parts)
-                    else:
+                    elif wait:
                         self._changed.wait(_POLL_SECONDS)
+                    if not wait:
+                        break
+                return not any(run.waiting for run in runs)
         finally:
             for run in runs:
                 run.waiting = False
@@ -226,19 +282,29 @@ class Engine:
             if run in self._runs:
                 cache, _ = self._opened()
                 self._runs.remove(run)
+                cache.truncate(run.sequence, min(run.n_agreed, len(run.tokens)))
                 (cache.keep if keep else cache.free)(run.sequence)
                 self._changed.notify_all()
 
-    def _assemble(self, cache: PagedCache, own: Sequence[Run]) -> list[tuple[Run, int]]:
-        """The runs of the next batch, and how many tokens of each: one's own, and those that others wait for."""
-        parts: list[tuple[Run, int]] = []
+    def _assemble(self, cache: PagedCache, own: Sequence[Run]) -> list[_Part]:
+        """The next batch: the tokens of one's own runs, those that others wait for, and drafts in what is left."""
+        parts: list[_Part] = []
         n_tokens, n_outputs = self.max_tokens, self._max_outputs
         for run in (*own, *(run for run in self._runs if run not in own)):
+            if run.waiting and len(run.sequence) > run.n_agreed:
+                cache.truncate(run.sequence, run.n_agreed)
             n = min(run.n_missing, n_tokens, n_outputs if run.all_logits else n_tokens)
-            if run.waiting and n and n_outputs and self._make_room(cache, run, n, [busy for busy, _ in parts]):
-                parts.append((run, n))
+            if run.waiting and n and n_outputs and self._make_room(cache, run, n, [part.run for part in parts]):
+                parts.append(_Part(run, n))
                 n_tokens -= n
                 n_outputs -= n if run.all_logits else 1
+        for i, (run, n, _) in enumerate(parts):
+            n_drafts = min(len(run.drafts), self.context - len(run.tokens), n_tokens, n_outputs)
+            # No other run gives up pages for what is but guessed.
+            if parts[i].reaches_end and n_drafts > 0 and cache.reserve(run.sequence, n + n_drafts):
+                parts[i] = _Part(run, n, n_drafts)
+                n_tokens -= n_drafts
+                n_outputs -= n_drafts
         return parts
 
     def _make_room(self, cache: PagedCache, run: Run, n_tokens: int, busy: Sequence[Run]) -> bool:
@@ -273,45 +339,40 @@ def max_outputs(n_vocab: int, max_tokens: int) -> int:
     return max(1, min(max_tokens, MAX_LOGITS_BYTES // (4 * n_vocab)))
 
 
-def _evaluate(cache: PagedCache, step: Step, parts: Sequence[tuple[Run, int]]) -> None:
+def _evaluate(cache: PagedCache, step: Step, parts: Sequence[_Part]) -> None:
     """One step over a batch whose room is reserved.  If it fails, the sequences are as before."""
     logits = step(_batch(parts, cache.page_size))
     row = 0
-    for run, n in parts:
-        start = len(run.sequence)
-        n_rows = _n_outputs(run, start + n, n)
+    for part in parts:
+        run, ids, stop, n_rows = part.run, part.ids, part.stop, part.n_outputs
         # The logits before the tokens: should an interrupt come in between, they are just evaluated again.
         run.logits = logits[row : row + n_rows].copy() if n_rows else None
-        run.position = start + n
+        if part.reaches_end:
+            del run.drafts[part.n_drafts :]
+        run.position = stop
         run.last_used = time.monotonic()
-        cache.append(run.sequence, run.tokens[start : start + n])
+        run.n_agreed = len(run.sequence) + len(ids)
+        cache.append(run.sequence, ids)
         run.waiting = False
         row += n_rows
 
 
-def _n_outputs(run: Run, stop: int, n: int) -> int:
-    """Rows of logits wanted of a chunk of ``n`` tokens that ends at position ``stop``."""
-    if run.all_logits:
-        return n
-    return 1 if stop == len(run.tokens) else 0
-
-
-def _batch(parts: Sequence[tuple[Run, int]], page_size: int) -> Batch:
+def _batch(parts: Sequence[_Part], page_size: int) -> Batch:
     ids: list[int] = []
     positions: list[int] = []
     query_starts = [0]
     kv_lengths: list[int] = []
     outputs: list[int] = []
-    n_blocks = max(-(-(len(run.sequence) + n) // page_size) for run, n in parts)
+    n_blocks = max(-(-(part.stop + part.n_drafts) // page_size) for part in parts)
     block_tables = np.zeros((len(parts), n_blocks), np.int32)
-    for s, (run, n) in enumerate(parts):
-        start, stop = len(run.sequence), len(run.sequence) + n
-        ids += run.tokens[start:stop]
+    for s, part in enumerate(parts):
+        start, stop = len(part.run.sequence), part.stop + part.n_drafts
+        ids += part.ids
         positions += range(start, stop)
-        outputs += range(len(ids) - _n_outputs(run, stop, n), len(ids))
+        outputs += range(len(ids) - part.n_outputs, len(ids))
         query_starts.append(len(ids))
         kv_lengths.append(stop)
-        pages = run.sequence.pages[:n_blocks]
+        pages = part.run.sequence.pages[:n_blocks]
         block_tables[s, : len(pages)] = pages
     return Batch(
         ids=np.array(ids, np.int32),

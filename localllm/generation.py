@@ -1,4 +1,13 @@
-"""One token after the other: evaluates a prompt, samples, and feeds the choice back, until something ends it."""
+"""One token after the other: evaluates a prompt, samples, and feeds the choice back, until something ends it.
+
+**Drafts.**  With a `localllm.drafting.Drafter`, a step evaluates the last token and guesses of what follows it at
+once.  Then the sampler chooses from the first row of logits, as it would have without, and as long as it chooses what
+was guessed, the next row is valid too and saves a step.  Rows are sampled only as tokens are asked for, one after the
+other: so the sampler, its penalties, random numbers and processors see the same in the same order, and the text is
+exactly that of decoding token by token, whatever the drafts.  (Leviathan et al., arXiv:2211.17192, and Chen et al.,
+arXiv:2302.01318, accept more drafts where the temperature is high, but keep only the distribution of texts, not the
+text of a seed.)
+"""
 
 from __future__ import annotations
 
@@ -6,11 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.drafting.drafter import Drafter, Drafts
 from localllm.engine import Engine, Run
 from localllm.errors import UsageError
 from localllm.sampling import Choice, Sampler
@@ -88,8 +99,9 @@ class Generation:
         max_tokens: int | None = None,
         stop_ids: Set[int] = frozenset(),
         progress: Progress | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """Takes over a run that `Engine.start` made of the prompt, and finishes it in the end."""
+        """Takes over a run that `Engine.start` made of the prompt, and finishes it in the end; so ``drafter``."""
         self.finish_reason: FinishReason | None = None
         self._engine = engine
         self._run = run
@@ -103,6 +115,17 @@ class Generation:
         self._started_at = time.perf_counter()
         self._prefill_s = self._first_token_s = self._decode_s = 0.0
         self._n_chosen = 0
+        self._drafter = drafter
+        #: Of the run's logits the row that follows the last token; -1 if there is none and a step must be made.
+        self._row = -1
+        self._n_steps = self._n_drafted = self._n_accepted = 0
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """What became of the drafts so far; None without a drafter."""
+        if self._drafter is None:
+            return None
+        return Drafts(self._n_drafted, self._n_accepted, self._n_steps)
 
     @property
     def usage(self) -> Usage:
@@ -185,21 +208,59 @@ class Generation:
             self._end("stop")
             return None
         self._sampler.accept(choice.id)
-        self._run.tokens.append(choice.id)
+        self._append(choice.id)
         if self._n_chosen == self._max_tokens or len(self._run.tokens) > self._engine.context:
             self._end("length")
         return choice
 
     def _evaluate(self) -> NDArray[np.float32] | None:
         """Logits [n_vocab] after the last token; None if it was closed meanwhile."""
-        while not self._ended:
-            self._engine.advance(self._run)
-            if self._progress is not None and not self._n_chosen:
-                self._progress(self._run.position, self._n_prompt)
-            if self._run.logits is not None:
-                logits: NDArray[np.float32] = self._run.logits[-1]
-                return logits
-        return None
+        if self._row < 0 and self._drafter is not None and self._n_chosen:
+            self._run.drafts = self._propose(self._drafter)
+        while self._row < 0 and not self._ended:
+            self._step()
+        return None if self._run.logits is None or self._row < 0 else self._run.logits[self._row]
+
+    def _step(self) -> None:
+        """Evaluates the next chunk of what is missing; with its end the first row of logits is there."""
+        run = self._run
+        is_decode = run.n_missing == 1 and self._n_chosen > 0
+        begin = time.perf_counter()
+        self._engine.advance(run)
+        seconds = time.perf_counter() - begin
+        if self._progress is not None and not self._n_chosen:
+            self._progress(run.position, self._n_prompt)
+        if run.logits is None:
+            return
+        self._row = 0
+        self._n_steps += self._n_chosen > 0
+        self._n_drafted += len(run.drafts)
+        if is_decode and self._drafter is not None:
+            self._drafter.measured(1 + len(run.drafts), seconds)
+
+    def _propose(self, drafter: Drafter) -> list[int]:
+        """Drafts, as many as are of use: up to the end of the context, and one less than tokens are still wanted."""
+        most = self._engine.context - len(self._run.tokens)
+        if self._max_tokens is not None:
+            most = min(most, self._max_tokens - self._n_chosen - 1)
+        if most < 1:
+            return []
+        ids = drafter.propose(self._run.tokens, most)
+        if not ids:
+            return []
+        n_vocab = self._engine.n_vocab
+        return list(takewhile(lambda id_: 0 <= id_ < n_vocab, ids[:most]))
+
+    def _append(self, id_: int) -> None:
+        """Goes on with a token: to the next row of logits if it was guessed, else what was guessed is dropped."""
+        run = self._run
+        if self._row < len(run.drafts) and run.drafts[self._row] == id_:
+            self._row += 1
+            self._n_accepted += 1
+        else:
+            self._row = -1
+            run.cut(len(run.tokens))
+        run.tokens.append(id_)
 
     def _end(self, reason: FinishReason) -> None:
         if not self._ended:
@@ -215,5 +276,7 @@ class Generation:
         if self._ended and self._in_step.acquire(blocking=False):
             try:
                 self._engine.finish(self._run)
+                if self._drafter is not None:
+                    self._drafter.close()
             finally:
                 self._in_step.release()

@@ -74,6 +74,7 @@ class ModelInfo:
         threads: how many compute.
         placement: bytes of every group of layers, and in all.
         config: its hyper-parameters.
+        draft: what is known of the draft model, where there is one.
     """
 
     path: Path
@@ -91,6 +92,7 @@ class ModelInfo:
     threads: int
     placement: Placement
     config: ModelConfig
+    draft: ModelInfo | None = None
 
     @property
     def formats(self) -> tuple[Format, ...]:

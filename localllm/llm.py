@@ -20,6 +20,10 @@ from localllm.chat.source import TemplateSource
 from localllm.checks import mappings, text, token_ids, whole_number
 from localllm.completion import Completion, Stream
 from localllm.devices import Device, open_device
+from localllm.drafting.costs import StepCosts
+from localllm.drafting.drafter import Drafter
+from localllm.drafting.lookup import LookupDrafter
+from localllm.drafting.model import ModelDrafter
 from localllm.engine import Engine
 from localllm.errors import (
     ClosedError,
@@ -42,6 +46,7 @@ from localllm.progress import LoadProgress, default_progress, of_stage
 from localllm.sampling import make_sampler
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.stream import StreamDecoder
+from localllm.tokenizer.vocabulary import Vocabulary
 
 # Those that chat import it where they do: jinja2 takes a good part of the time to the first token of those that
 # do not.
@@ -65,6 +70,7 @@ def load(
     isa: str | None = None,
     parallel: int = 1,
     chat_template: str | None = None,
+    draft_model: str | os.PathLike[str] | None = None,
     progress: LoadProgress | None = None,
 ) -> LLM:
     """Loads a model.
@@ -81,6 +87,8 @@ def load(
         parallel: how many sequences of full length the cache has room for.  Threads that generate at the same
             time share it; where it is too small they wait for each other.
         chat_template: jinja2 source to use in place of the file's own template.
+        draft_model: the GGUF file of a smaller model with the same vocabulary, which guesses tokens for the large
+            one to check; see ``speculate`` in `localllm.options.Options`.
         progress: called while kernels are compiled, which the first start on a machine has to do, and weights
             packed: with "kernels" or "weights", how many kernels or bytes are done, and of how many.  By default,
             if standard error is a terminal, one line there says so when compiling takes long.
@@ -91,7 +99,7 @@ def load(
         TokenizerError, TemplateError: its vocabulary, or the template given, is broken.
         DeviceError: the device is not there, or does not execute the instruction set.
         NotEnoughMemoryError: the model would not fit; said before it is loaded.
-        UsageError: an argument is out of range.
+        UsageError: an argument is out of range, or the draft model has another vocabulary.
     """
     for name, value in (("device", device), ("isa", isa), ("chat_template", chat_template)):
         if value is not None:
@@ -112,28 +120,23 @@ def load(
         backend = open_device(device, threads=threads, isa=isa, progress=of_stage(progress, "kernels"))
         stack.callback(backend.close)
         available = available_memory()
-        placement = plan(
-            config,
-            file.tensors,
-            backend.ops.packed_bytes,
-            backend.ops.cache_bytes,
-            available=available,
-            device=backend.name,
-            page_size=backend.ops.page_size,
-            context=context,
-            parallel=parallel,
-        )
+        draft: tuple[Engine, ModelInfo] | None = None
+        if draft_model is not None:
+            draft = _load_draft(draft_model, tokenizer, backend, available, context, parallel, progress)
+            available -= draft[1].placement.total
+        placement = _place(file, config, backend, available, context, parallel)
         _warn_of_long_context(config, placement)
         spare = available - placement.total
         model, engine = _load_engine(file, config, backend, placement, spare, of_stage(progress, "weights"))
-        info = _info(file, config, backend, placement.loaded(model.weights))
+        info = _info(file, config, backend, placement.loaded(model.weights), None if draft is None else draft[1])
         file.check_unchanged()
         stack.pop_all()
     _warn_of_widened(model.weights)
     _log_info(info)
     # A stream may outlive the LLM that it came from: the engine, which both hold, is the last to need the threads.
     end_threads = weakref.finalize(engine, backend.close)
-    return LLM(tokenizer, engine, info, source, template, on_close=end_threads)
+    draft_engine = None if draft is None else draft[0]
+    return LLM(tokenizer, engine, info, source, template, draft_engine=draft_engine, on_close=end_threads)
 
 
 class LLM:
@@ -153,10 +156,13 @@ class LLM:
         template_source: TemplateSource,
         template: ChatTemplate | None = None,
         *,
+        draft_engine: Engine | None = None,
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
-        """``template``: that of ``template_source``, if it was compiled already."""
+        """``template``: that of ``template_source``, if it was compiled already; ``draft_engine``: the guesser."""
         self._on_close = on_close
+        self._draft_engine = draft_engine
+        self._costs = StepCosts()
         self._tokenizer = tokenizer
         self._engine: Engine | None = engine
         self._info = info
@@ -299,12 +305,16 @@ class LLM:
     def forget(self) -> None:
         """Drops what the cache keeps of earlier prompts: the next one is evaluated from its beginning."""
         self._opened().forget()
+        if self._draft_engine is not None:
+            self._draft_engine.forget()
 
     def close(self) -> None:
         """Lets the model's memory go.  Generations under way in other threads end with a `ClosedError`."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+            if self._draft_engine is not None:
+                self._draft_engine.close()
             self._on_close()
 
     def __enter__(self) -> Self:
@@ -397,6 +407,7 @@ class LLM:
             )
             raise ContextLengthError(len(ids), engine.context, advice, truncated=truncated)
         sampler = make_sampler(sampling, engine.n_vocab, prompt_ids=ids, token_bytes=tokenizer.token_bytes)
+        drafter = self._drafter(request)
         generation = Generation(
             engine,
             engine.start(ids),
@@ -404,8 +415,22 @@ class LLM:
             max_tokens=request.max_tokens,
             stop_ids=tokenizer.eog_ids,
             progress=request.progress,
+            drafter=drafter,
         )
         return Stream(generation, decoder, logprobs=sampling.logprobs is not None)
+
+    def _drafter(self, request: Request) -> Drafter | None:
+        """What guesses tokens for one generation."""
+        if request.speculate == "lookup":
+            return LookupDrafter(self._costs, request.draft_max)
+        if request.speculate is None or (request.speculate == "auto" and self._draft_engine is None):
+            return None
+        if self._draft_engine is None:
+            raise UsageError(
+                "speculate is 'draft', but there is no draft model: load the model with draft_model=..., or choose "
+                "speculate='lookup'"
+            )
+        return ModelDrafter(self._draft_engine, self._costs, request.draft_max)
 
 
 def template_variables(value: object) -> dict[str, object]:
@@ -445,10 +470,10 @@ def without_oldest_turn(messages: Sequence[Message]) -> list[Message] | None:
     return [*(message for message in before if message.get("role") in ("system", "developer")), *rest]
 
 
-def _open(path: str | os.PathLike[str] | None) -> GGUFFile:
+def _open(path: str | os.PathLike[str] | None, name: str = "path") -> GGUFFile:
     if path is not None:
         if not isinstance(path, str | os.PathLike):
-            raise UsageError(f"path is {path!r:.80}, but must be the path of a GGUF file, as str or Path")
+            raise UsageError(f"{name} is {path!r:.80}, but must be the path of a GGUF file, as str or Path")
         return GGUFFile.open(path)
     demo = resources.files("localllm") / "data" / "demo.gguf"
     if not demo.is_file():
@@ -477,6 +502,57 @@ def _warn_of_long_context(config: ModelConfig, placement: Placement) -> None:
             f"context={placement.context:,} it may lose the thread"
         )
         warnings.warn(message, stacklevel=3)
+
+
+def _place(
+    file: GGUFFile, config: ModelConfig, backend: Device, available: int, context: int | None, parallel: int
+) -> Placement:
+    return plan(
+        config,
+        file.tensors,
+        backend.ops.packed_bytes,
+        backend.ops.cache_bytes,
+        available=available,
+        device=backend.name,
+        page_size=backend.ops.page_size,
+        context=context,
+        parallel=parallel,
+    )
+
+
+def _load_draft(
+    path: str | os.PathLike[str],
+    tokenizer: Tokenizer,
+    backend: Device,
+    available: int,
+    context: int | None,
+    parallel: int,
+    progress: LoadProgress | None,
+) -> tuple[Engine, ModelInfo]:
+    """A smaller model that runs on the same threads; before the large one, which takes what memory is left.
+
+    It has the same context, or as much of it as it was trained on: a text that is longer gets no drafts.
+    """
+    with _open(path, "draft_model") as file:
+        builder(file.metadata)
+        _refuse_without_weights(file)
+        config = read_config(file.metadata, file.tensors)
+        difference = tokenizer.difference(Vocabulary.from_gguf(file))
+        if difference is not None:
+            raise UsageError(
+                f"the draft model {file.path} has another vocabulary than the model: {difference}; choose a smaller "
+                "model of the same family"
+            )
+        context = None if context is None else min(context, config.context_length)
+        try:
+            placement = _place(file, config, backend, available, context, parallel)
+        except NotEnoughMemoryError as error:
+            raise NotEnoughMemoryError(f"the draft model {file.path} does not fit: {error}") from None
+        spare = available - placement.total
+        model, engine = _load_engine(file, config, backend, placement, spare, of_stage(progress, "weights"))
+        info = _info(file, config, backend, placement.loaded(model.weights))
+        file.check_unchanged()
+    return engine, info
 
 
 def _load_engine(
@@ -521,7 +597,9 @@ def _log_info(info: ModelInfo) -> None:
         _log.info("%s on %s: %s%s", group.name, group.device, formats, cache)
 
 
-def _info(file: GGUFFile, config: ModelConfig, backend: Device, placement: Placement) -> ModelInfo:
+def _info(
+    file: GGUFFile, config: ModelConfig, backend: Device, placement: Placement, draft: ModelInfo | None = None
+) -> ModelInfo:
     name = file.metadata.get("general.name")
     return ModelInfo(
         path=file.path,
@@ -539,4 +617,5 @@ def _info(file: GGUFFile, config: ModelConfig, backend: Device, placement: Place
         threads=backend.threads,
         placement=placement,
         config=config,
+        draft=draft,
     )

@@ -11,12 +11,19 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, cast
 
 from localllm.checks import flag, whole_number
+from localllm.drafting.drafter import DEFAULT_DRAFTS, MOST_DRAFTS
 from localllm.errors import UsageError
 from localllm.generation import Progress
 from localllm.sampling import LogitsProcessor, Sampling
 
 #: What happens to a prompt that is too long: it is refused, or its oldest part is left out.
 Overflow = Literal["error", "truncate"]
+
+#: How tokens are guessed ahead of the model: from the text itself, by the draft model, or ("auto") by the draft model
+#: if there is one.
+Speculate = Literal["auto", "lookup", "draft"]
+
+_SPECULATES: tuple[Speculate, ...] = ("auto", "lookup", "draft")
 
 _OVERFLOWS: tuple[Overflow, ...] = ("error", "truncate")
 
@@ -63,6 +70,11 @@ class Options(SamplingOptions, total=False):
             for more than half of it.
         sampling: settings to begin with; single settings given beside it replace its own.
         progress: called while a long prompt is evaluated, with the tokens done and the tokens of the prompt.
+        speculate: guesses several tokens, which the model then checks in one step: the same text, sooner where
+            guesses are good, and `Completion.drafts` says how good they were.  "lookup" guesses that the text
+            repeats what it or the prompt had before; "draft" asks the ``draft_model`` of `localllm.load`; "auto",
+            the default, does that if there is one; None guesses nothing.
+        draft_max: tokens to guess at most for one step.
     """
 
     max_tokens: int | None
@@ -71,6 +83,8 @@ class Options(SamplingOptions, total=False):
     overflow: Overflow
     sampling: Sampling | None
     progress: Progress | None
+    speculate: Speculate | None
+    draft_max: int
 
 
 _NAMES = (*Options.__annotations__,)
@@ -87,6 +101,8 @@ class Request:
     ignore_eos: bool
     overflow: Overflow
     progress: Progress | None
+    speculate: Speculate | None = None
+    draft_max: int = DEFAULT_DRAFTS
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Request:
@@ -98,6 +114,14 @@ class Request:
         overflow = options.get("overflow", "error")
         if overflow not in _OVERFLOWS:
             raise UsageError(f"overflow is {overflow!r}, but must be one of {', '.join(map(repr, _OVERFLOWS))}")
+        speculate = options.get("speculate", "auto")
+        if speculate is not None and speculate not in _SPECULATES:
+            raise UsageError(
+                f"speculate is {speculate!r:.80}, but must be one of {', '.join(map(repr, _SPECULATES))}, or None"
+            )
+        draft_max = whole_number("draft_max", options.get("draft_max", DEFAULT_DRAFTS), 1)
+        if draft_max > MOST_DRAFTS:
+            raise UsageError(f"draft_max is {draft_max}, but must be at most {MOST_DRAFTS}")
         max_tokens, progress = options.get("max_tokens"), options.get("progress")
         if progress is not None and not callable(progress):
             raise UsageError(f"progress is {progress!r}, but must be a function of two numbers")
@@ -108,6 +132,8 @@ class Request:
             ignore_eos=flag("ignore_eos", options.get("ignore_eos", False)),
             overflow=cast(Overflow, overflow),
             progress=cast("Callable[[int, int], object] | None", progress),
+            speculate=cast("Speculate | None", speculate),
+            draft_max=draft_max,
         )
 
     def room(self, context: int) -> int:

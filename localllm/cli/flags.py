@@ -34,7 +34,11 @@ _ABSENT = {
         ("--jinja", "the file's chat template is always used, leave it out"),
         ("--chat-template --chat-template-file", "from Python there is localllm.load(chat_template=...)"),
         ("-j --json-schema --grammar --grammar-file", _NOT_HERE),
-        ("--lora --lora-scaled --control-vector -md --model-draft --draft-max --mmproj --image", _NOT_HERE),
+        ("--draft-min --draft-p-min --draft-p-split", "how many tokens are guessed follows from what comes of it"),
+        ("-td --threads-draft -tbd --threads-batch-draft", "-t holds for the draft model too"),
+        ("-cd --ctx-size-draft", "-c holds for the draft model too"),
+        ("-ngld --gpu-layers-draft -devd --device-draft", _NO_GPU),
+        ("--lora --lora-scaled --control-vector --mmproj --image", _NOT_HERE),
         (
             "--rope-scaling --rope-freq-base --rope-freq-scale --yarn-orig-ctx",
             "it is read from the file, leave it out",

@@ -25,6 +25,7 @@ from localllm.cli.terminal import (
     warn,
 )
 from localllm.completion import Completion, Stream
+from localllm.drafting.drafter import Drafts
 from localllm.errors import UsageError
 from localllm.info import ModelInfo
 from localllm.llm import LLM, load
@@ -54,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             isa=arguments.isa,
             context=arguments.context,
             threads=arguments.threads,
+            draft_model=arguments.draft_model,
             progress=progress,
         )
     finally:
@@ -80,9 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The keywords of `LLM.stream`."""
-    options = options_of(arguments, [*SamplingOptions.__annotations__, "overflow"])
+    options = options_of(arguments, [*SamplingOptions.__annotations__, "overflow", "speculate", "draft_max"])
     if "logprobs" in options and not arguments.json:
         raise UsageError("--logprobs needs --json, which prints them")
+    if "speculate" in options and arguments.draft_model is not None:
+        raise UsageError("--lookup and --draft-model are two ways to guess: leave one of them out")
     text: Callable[[str, str], str] = _unescaped if arguments.escape else _valid
     options["stop"] = [text(stop, "--stop") for stop in arguments.stop]
     options["logit_bias"] = dict(arguments.logit_bias)
@@ -231,7 +235,17 @@ def as_json(llm: LLM, completion: Completion) -> dict[str, Any]:
             "decode_tokens": timings.decode_tokens,
             "decode_tokens_per_s": timings.decode_rate,
         },
+        "drafts": None if completion.drafts is None else _drafts(completion.drafts),
         "logprobs": _logprobs(llm, completion),
+    }
+
+
+def _drafts(drafts: Drafts) -> dict[str, Any]:
+    return {
+        "drafted": drafts.drafted,
+        "accepted": drafts.accepted,
+        "share": drafts.share,
+        "steps": drafts.steps,
     }
 
 
@@ -259,6 +273,8 @@ def _show_prefill(status: StatusLine) -> Callable[[int, int], None]:
 def _describe(info: ModelInfo, *, verbose: bool) -> None:
     """Says what runs where."""
     say(model_line(info))
+    if info.draft is not None:
+        say(f"draft model {model_line(info.draft)}")
     if not verbose:
         return
     say(f"  {'file':<16} {visible_line(str(info.path))}")
@@ -290,11 +306,14 @@ def _report(stream: Stream, *, verbose: bool) -> None:
         f"prompt {_tokens(usage.prompt_tokens)}, {timings.prefill_rate:.1f} tok/s; "
         f"answer {_tokens(usage.completion_tokens)}, {timings.decode_rate:.1f} tok/s"
     )
+    if (drafts := stream.drafts) is not None:
+        say(f"guessed {_tokens(drafts.drafted)}, {drafts.accepted:,} of them right ({drafts.share:.0%})")
     if verbose:
         say(f"  {'ended by':<16} {stream.finish_reason}")
         say(f"  {'prefill':<16} {timings.prefill_s:.3f} s, {_tokens(timings.prefill_tokens)}")
         say(f"  {'first token':<16} after {timings.first_token_s:.3f} s")
-        say(f"  {'decode':<16} {timings.decode_s:.3f} s, {_tokens(timings.decode_tokens)}")
+        steps = "" if drafts is None else f" in {drafts.steps:,} steps"
+        say(f"  {'decode':<16} {timings.decode_s:.3f} s, {_tokens(timings.decode_tokens)}{steps}")
 
 
 def _tokens(n: int) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from localllm import __version__
+from localllm.drafting.drafter import DEFAULT_DRAFTS
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     _add_prompt(parser.add_argument_group("prompt"))
     _add_ending(parser.add_argument_group("where the text ends"))
     _add_sampling(parser.add_argument_group("how the next token is chosen"))
+    _add_speculation(parser.add_argument_group("guessing ahead: the same text, sooner"))
     _add_output(parser.add_argument_group("output"))
 
 
@@ -242,6 +244,36 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
     )
     seed = whole(-1, "a whole number from 0 to 2^64 - 1, or -1 for a fresh one", below=1 << 64)
     add("-s", "--seed", name="seed", kind=seed, text="of the random numbers; -1 draws a fresh one (default: -1)")
+
+
+def _add_speculation(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--lookup",
+        dest="speculate",
+        action="store_const",
+        const="lookup",
+        default=argparse.SUPPRESS,
+        help="guess that the text repeats what it or the prompt had before",
+    )
+    group.add_argument(
+        "-md",
+        "--draft-model",
+        "--model-draft",
+        dest="draft_model",
+        type=model_file,
+        metavar="FILE",
+        help="a smaller model with the same vocabulary, which guesses",
+    )
+    group.add_argument(
+        "--draft-max",
+        "--draft",
+        "--draft-n",
+        dest="draft_max",
+        type=whole(1),
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help=f"tokens to guess at most for one step (default: {DEFAULT_DRAFTS})",
+    )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:

@@ -90,6 +90,23 @@ class Tokenizer:
         """Whether encoding puts a space in front of a text, which decoding has to take away again."""
         return self._vocabulary.add_space_prefix
 
+    def difference(self, others: Vocabulary) -> str | None:
+        """What another vocabulary has different, in words; None if every id means the same in both.
+
+        Unused tokens that only one of them has at its end, as padding, are no difference.
+        """
+        own = self._vocabulary
+        if own.model != others.model:
+            return f"its kind is {others.model!r} instead of {own.model!r}"
+        for id_, (token, its) in enumerate(zip(own.tokens, others.tokens, strict=False)):
+            if token != its:
+                return f"token {id_:,} is {its!r:.60} instead of {token!r:.60}"
+        n = min(len(own), len(others))
+        longer = own if len(own) > n else others
+        if any(kind != TokenType.UNUSED for kind in longer.types[n:]):
+            return f"it has {len(others):,} tokens instead of {len(own):,}"
+        return None
+
     def is_special(self, token: int) -> bool:
         """Whether ``token`` is a control or unknown token, which adds nothing to a text."""
         return self._vocabulary.types[as_token_id(token, self._n_vocab)] in (

@@ -497,3 +497,161 @@ def test_what_runs_lose_for_want_of_room_comes_back_the_same(real_engine: MakeEn
         for run, text, logits in zip(runs, texts, expected, strict=True):
             assert close_to(evaluate(engine, run), logits[n - 1])
             run.tokens.append(text[n])
+
+
+# Drafts.
+
+
+def test_drafts_are_evaluated_with_the_last_token() -> None:
+    engine, ops = fake_engine()
+    run = engine.start([1, 2, 3])
+    run.drafts = [7, 8, 9]
+    engine.advance(run)
+    assert len(ops.batches) == 1
+    assert run.logits is not None
+    assert np.array_equal(run.logits, [logits_after([1, 2, 3, 7, 8, 9][:n]) for n in range(3, 7)])
+    assert (run.tokens, run.drafts, run.position) == ([1, 2, 3], [7, 8, 9], 3)
+
+
+@pytest.mark.parametrize("n_right", range(5))
+def test_the_cache_is_cut_back_to_what_was_right(n_right: int) -> None:
+    """In the middle of a page and at its end, and without evaluating anything twice."""
+    engine, ops = fake_engine()
+    run = engine.start([1, 2, 3])
+    run.drafts = [7, 8, 9, 10]
+    engine.advance(run)
+    run.tokens += run.drafts[:n_right]
+    run.cut(len(run.tokens))
+    run.tokens.append(50)
+    assert run.n_missing == 1
+    before = evaluated(ops)
+    assert np.array_equal(evaluate(engine, run), logits_after(run.tokens))
+    assert evaluated(ops) - before == 1
+    engine.finish(run)
+    again = engine.start([*run.tokens, 60])
+    assert again.n_cached == len(run.tokens)
+
+
+def test_cutting_tokens_that_were_no_drafts() -> None:
+    engine, _ = fake_engine()
+    run = engine.start(list(range(1, 12)))
+    evaluate(engine, run)
+    engine.advance(engine.start([90]))
+    run.cut(6)
+    run.tokens += [80, 81]
+    assert run.n_missing == 2
+    assert np.array_equal(evaluate(engine, run), logits_after([1, 2, 3, 4, 5, 6, 80, 81]))
+
+
+def test_wrong_drafts_in_a_page_that_another_run_shares() -> None:
+    """A run that began as the other with its drafts keeps them, whoever cuts back."""
+    engine, _ = fake_engine(context=64, parallel=2)
+    run = engine.start([1, 2, 3])
+    run.drafts = [7, 8, 9]
+    engine.advance(run)
+    other = engine.start([1, 2, 3, 7, 8, 9, 10])
+    assert other.n_cached == 6
+    run.cut(3)
+    run.tokens.append(50)
+    assert np.array_equal(evaluate(engine, run), logits_after([1, 2, 3, 50]))
+    assert np.array_equal(evaluate(engine, other), logits_after([1, 2, 3, 7, 8, 9, 10]))
+    assert np.array_equal(evaluate(engine, engine.start([1, 2, 3, 50, 1])), logits_after([1, 2, 3, 50, 1]))
+
+
+def test_drafts_that_were_not_taken_are_forgotten_at_the_end() -> None:
+    engine, _ = fake_engine()
+    run = engine.start([1, 2, 3])
+    run.drafts = [7, 8, 9]
+    engine.advance(run)
+    run.tokens.append(7)
+    engine.finish(run)
+    assert engine.start([1, 2, 3, 7, 8, 9, 10]).n_cached == 4
+
+
+def test_drafts_wait_for_the_end_of_a_prompt() -> None:
+    engine, ops = fake_engine(max_tokens=8)
+    prompt = list(range(14))
+    run = engine.start(prompt)
+    run.drafts = [5, 6, 7, 8]
+    engine.advance(run)
+    assert run.logits is None
+    engine.advance(run)
+    assert [len(batch.ids) for batch in ops.batches] == [8, 8]
+    assert run.drafts == [5, 6], "there was no room for more in the batch"
+    assert run.logits is not None
+    assert np.array_equal(run.logits, [logits_after([*prompt, 5, 6][:n]) for n in (14, 15, 16)])
+
+
+def test_drafts_end_with_the_context() -> None:
+    engine, _ = fake_engine(context=8)
+    run = engine.start([1, 2, 3, 4, 5, 6])
+    run.drafts = [7, 8, 9, 10]
+    engine.advance(run)
+    assert run.drafts == [7, 8]
+
+
+def test_drafts_take_no_rows_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.engine.MAX_LOGITS_BYTES", 4 * N_VOCAB * 3)
+    engine, _ = fake_engine(context=16, max_tokens=16)
+    one, two = engine.start([1, 2, 3]), engine.start([4, 5, 6, 7, 8, 9, 10])
+    one.drafts = [11, 12, 13]
+    engine.advance(one, two)
+    assert one.drafts == [11], "three rows of logits, and two are taken"
+    for run, ids in ((one, [1, 2, 3]), (two, [4, 5, 6, 7, 8, 9, 10])):
+        assert run.logits is not None
+        assert np.array_equal(run.logits[0], logits_after(ids))
+
+
+def test_drafts_take_no_pages_from_others() -> None:
+    engine, _ = fake_engine(context=4 * PAGE_SIZE, max_tokens=16)
+    one, two = engine.start([1, 2, 3]), engine.start(list(range(3 * PAGE_SIZE)))
+    engine.advance(one, two)
+    one.tokens.append(11)
+    one.drafts = [31, 32]
+    engine.advance(one)
+    assert one.drafts == [], "they would need another page"
+    assert two.n_missing == 0
+    engine.finish(two)
+    one.tokens.append(12)
+    one.drafts = [31, 32]
+    engine.advance(one)
+    assert one.drafts == [31, 32], "what finished runs left is free to take"
+
+
+def test_advancing_without_waiting() -> None:
+    engine, _ = fake_engine(context=16)
+    first = engine.start(list(range(16)))
+    evaluate(engine, first)
+    first.waiting = True  # as if its thread were about to go on
+    second = engine.start([50, 51])
+    assert not engine.advance(second, wait=False)
+    assert second.n_missing == 2
+    first.waiting = False
+    assert engine.advance(second, wait=False)
+    assert second.logits is not None
+    assert np.array_equal(second.logits, [logits_after([50, 51])])
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_drafts_right_or_wrong(data: st.DataObject) -> None:
+    """Several runs with drafts in a cache that is too small for all, against the logits of their tokens."""
+    engine, _ = fake_engine(context=32, parallel=1, max_tokens=data.draw(st.sampled_from([4, 16])))
+    runs = [engine.start([1, 2, n % 2]) for n in range(3)]
+    token = st.integers(0, N_VOCAB - 1)
+    for _ in range(12):
+        run = data.draw(st.sampled_from(runs))
+        if not run.n_missing or len(run.tokens) > 24:
+            continue
+        run.drafts = data.draw(st.lists(token, max_size=6))
+        while True:
+            engine.advance(run)
+            if run.logits is not None:
+                break
+        text = run.tokens + run.drafts
+        for row, logits in enumerate(run.logits):
+            assert np.array_equal(logits, logits_after(text[: len(run.tokens) + row]))
+        n_right = data.draw(st.integers(0, len(run.drafts)))
+        run.tokens += run.drafts[:n_right]
+        run.cut(len(run.tokens))
+        run.tokens.append(data.draw(token))

@@ -357,6 +357,36 @@ def test_what_is_said_beside_the_text(generate: Generate, plain: Path) -> None:
     assert {"file", "embedding", "layers 0-2", "output", "in all", "prefill", "first token", "decode"} <= named
 
 
+def test_guessing_ahead_gives_the_same_text(generate: Generate, plain: Path) -> None:
+    prompt = ("-p", "the cat the cat the cat", "--temp", 0, "-n", 40, "--ignore-eos")
+    expected = generate(*prompt)
+    assert "guessed" not in expected.err
+    for flags in (["--lookup"], ["-md", plain], ["--draft-model", plain, "--draft-max", 3, "-v"]):
+        outcome = generate(*prompt, *flags)
+        assert (outcome.code, outcome.out) == (0, expected.out)
+        assert re.search(r"^guessed [\d,]+ tokens?, [\d,]+ of them right \(\d+%\)$", outcome.err, re.MULTILINE)
+        assert ("draft model" in outcome.err) == ("--lookup" not in flags)
+    assert re.search(r"decode .* in \d+ steps$", outcome.err, re.MULTILINE)
+    found = json.loads(generate(*prompt, "--lookup", "--json", "-q").out)["drafts"]
+    assert found.keys() == {"drafted", "accepted", "share", "steps"}
+    assert json.loads(generate(*prompt, "--json", "-q").out)["drafts"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--lookup", "-md", "x.gguf"], "--lookup and --draft-model are two ways to guess"),
+        (["--lookup", "--draft-max", 0], "'0' is not a whole number of at least 1"),
+        (["--lookup", "--draft-max", 1000], "--draft-max is 1000, but must be at most 64"),
+        (["--draft-p-min", 0.5], "--draft-p-min"),
+    ],
+)
+def test_bad_flags_of_guessing(generate: Generate, flags: list[Any], words: str) -> None:
+    outcome = generate("-p", "a", *flags)
+    assert outcome.code == 2
+    assert words in outcome.error()
+
+
 def test_formats_of_weights() -> None:
     formats = [Format("Q4_K", "Q4_K", 520_000_000), Format("IQ2_XS", "LUT_IQ2_16", 12_300_000)]
     assert formats_line(formats) == "Q4_K 520 MB, IQ2_XS read as LUT_IQ2_16 12.3 MB"

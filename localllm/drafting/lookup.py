@@ -1,0 +1,108 @@
+"""Drafts from the text itself: what followed the last time that it had the same few tokens in a row.
+
+Source: Saxena, Prompt Lookup Decoding (2023), https://github.com/apoorvumang/prompt-lookup-decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from localllm.cache import common_prefix
+from localllm.drafting.costs import StepCosts, moved_share
+from localllm.drafting.drafter import DEFAULT_DRAFTS
+
+#: Tokens in a row that are looked for: the longest first.
+LONGEST, SHORTEST = 4, 2
+
+#: How often what follows the same 2, 3, 4 tokens is thought to be the same, until it was seen.
+_FIRST_SHARES = {2: 0.1, 3: 0.2, 4: 0.3}
+
+
+class NGramIndex:
+    """Where the last few tokens of a text stood before: in constant time a token, however long the text."""
+
+    def __init__(self, shortest: int = SHORTEST, longest: int = LONGEST) -> None:
+        self._sizes = range(longest, shortest - 1, -1)
+        #: The position that follows the last occurrence of each n-gram with something behind it.
+        self._followers: dict[tuple[int, ...], int] = {}
+        self._n_tokens = 0
+        #: The n-grams at the end of the text, the longest first: not taken up yet, for nothing is behind them.
+        self._ends: list[tuple[int, ...]] = []
+
+    def find(self, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """The most recent earlier occurrence of the longest possible end of ``tokens``.
+
+        Args:
+            tokens: those of the last call, and more.
+
+        Returns:
+            How many tokens it has in common with the end, and the position behind it; None if there is none.
+        """
+        self._extend(tokens)
+        for end in self._ends:
+            place = self._followers.get(end)
+            if place is not None:
+                return len(end), place
+        return None
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        """Takes up tokens that are new."""
+        followers, longest = self._followers, self._sizes[0]
+        for place in range(self._n_tokens, len(tokens)):
+            for end in self._ends:
+                followers[end] = place
+            recent = tuple(tokens[max(0, place + 1 - longest) : place + 1])
+            self._ends = [recent[-n:] for n in self._sizes if n <= len(recent)]
+        self._n_tokens = len(tokens)
+
+
+def continuation(tokens: Sequence[int], place: int, n: int) -> list[int]:
+    """The ``n`` tokens from position ``place`` on; at the text's end it goes on into what was copied itself."""
+    copied = list(tokens[place : place + n])
+    period = len(tokens) - place
+    while len(copied) < n:
+        copied.append(copied[len(copied) - period])
+    return copied
+
+
+class LookupDrafter:
+    """Drafts by `NGramIndex`.
+
+    Looking up costs next to nothing.  So it is done at every step, and the first token found is compared with what
+    comes even where no draft is made of it: that is how it is known when drafts begin to pay.
+    """
+
+    def __init__(self, costs: StepCosts, most: int = DEFAULT_DRAFTS) -> None:
+        """``most``: drafts a step at most."""
+        self._costs = costs
+        self._most = most
+        self._index = NGramIndex()
+        self._shares = dict(_FIRST_SHARES)  # by the length of the match
+        self._guess: list[int] = []
+        self._n_matched = self._n_before = 0
+
+    def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        self._learn(tokens)
+        match = self._index.find(tokens)
+        if match is None:
+            self._guess = []
+            return []
+        self._n_matched, place = match
+        self._n_before = len(tokens)
+        n = 0 if self._costs.is_due else self._costs.best(self._shares[self._n_matched], min(most, self._most))
+        self._guess = continuation(tokens, place, max(n, 1))
+        return self._guess[:n]
+
+    def measured(self, n_tokens: int, seconds: float) -> None:
+        self._costs.add(n_tokens, seconds)
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        """Compares the last guess with what came."""
+        if self._guess:
+            came = tokens[self._n_before : self._n_before + len(self._guess)]
+            n_right = common_prefix(self._guess, came)
+            share = self._shares[self._n_matched]
+            self._shares[self._n_matched] = moved_share(share, n_right, then_wrong=n_right < len(came))

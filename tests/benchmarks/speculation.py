@@ -1,0 +1,117 @@
+"""What guessing ahead brings: decode rates with and without, in turn, with their texts compared.
+
+    python -m tests.benchmarks.speculation model.gguf [-t 2] [-n 128] [-r 3] [--draft-model small.gguf]
+
+Three tasks.  ``repeat``: the text is forced to repeat its prompt word for word, as where a model is asked to copy or
+edit what it was given; a processor does that, so that it needs no trained model, and costs the same on both sides.
+``greedy`` is whatever the model writes at temperature 0.  ``hot`` is sampled at temperature 1.5 without truncation:
+nothing repeats, and guessing can only cost.
+
+The machine's speed drifts, so the ways take turns; rates are the best of all rounds, and the ratio is the median of
+those within a round.  The exit code is 1 if a text with guesses differs from that without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import localllm
+from localllm import LLM, Completion
+
+_COLUMNS = "{:<8} {:<8} {:>8} {:>8} {:>7} {:>9} {:>9} {:>7}"
+
+
+@dataclass
+class Line:
+    """What one task gave in one way."""
+
+    task: str
+    way: str
+    plain: list[float] = field(default_factory=list)
+    guessed: list[float] = field(default_factory=list)
+    is_equal: bool = True
+    last: Completion | None = None
+
+    def add(self, plain: Completion, guessed: Completion) -> None:
+        self.plain.append(plain.timings.decode_rate)
+        self.guessed.append(guessed.timings.decode_rate)
+        self.is_equal &= plain.ids == guessed.ids
+        self.last = guessed
+
+    def __str__(self) -> str:
+        ratio = statistics.median(b / a for a, b in zip(self.plain, self.guessed, strict=True))
+        drafts = self.last.drafts if self.last is not None else None
+        counts = ("", "", "") if drafts is None else (drafts.drafted, drafts.accepted, drafts.steps)
+        rates = f"{max(self.plain):.1f}", f"{max(self.guessed):.1f}", f"{ratio:.3f}"
+        return _COLUMNS.format(self.task, self.way, *rates, *counts) + ("" if self.is_equal else "  TEXTS DIFFER")
+
+
+def tasks(llm: LLM, n_tokens: int) -> dict[str, tuple[list[int], dict[str, Any]]]:
+    """Prompt and options of each task."""
+    random = np.random.default_rng(0)
+    words = [int(id_) for id_ in random.integers(3, llm.info.n_vocab, 96)]
+
+    def repeat(ids: NDArray[np.int32], logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        logits[words[len(ids) % len(words)]] = logits.max() + 1
+        return logits
+
+    common: dict[str, Any] = {"max_tokens": n_tokens + 1, "ignore_eos": True}
+    hot = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1}
+    return {
+        "repeat": (words, {"temperature": 0, "processors": (repeat,), **common}),
+        "greedy": (words, {"temperature": 0, **common}),
+        "hot": (words, hot | common),
+    }
+
+
+def measure(llm: LLM, task: str, ways: Sequence[str], n_tokens: int, rounds: int) -> list[Line]:
+    prompt, options = tasks(llm, n_tokens)[task]
+
+    def run(way: Any) -> Completion:
+        llm.generate(prompt, max_tokens=0)  # whatever came between, the prompt is in the cache
+        return llm.generate(prompt, speculate=way, **options)
+
+    lines = [Line(task, way) for way in ways]
+    for number in range(rounds):
+        for line in lines:
+            if number % 2:  # what comes second may find a faster or a slower machine
+                guessed = run(line.way)
+                line.add(run(None), guessed)
+            else:
+                plain = run(None)
+                line.add(plain, run(line.way))
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--draft-model")
+    parser.add_argument("-t", "--threads", type=int, default=2)
+    parser.add_argument("-n", "--n-gen", type=int, default=128)
+    parser.add_argument("-r", "--rounds", type=int, default=3)
+    parser.add_argument("--tasks", default="repeat,greedy,hot")
+    arguments = parser.parse_args()
+    ways = ["lookup"] if arguments.draft_model is None else ["lookup", "draft"]
+    print(_COLUMNS.format("task", "way", "plain", "guessed", "ratio", "drafted", "accepted", "steps"))
+    equal = True
+    with localllm.load(
+        arguments.model, threads=arguments.threads, context=1024, draft_model=arguments.draft_model
+    ) as llm:
+        for task in arguments.tasks.split(","):
+            for line in measure(llm, task, ways, arguments.n_gen, arguments.rounds):
+                print(line, flush=True)
+                equal &= line.is_equal
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Looking up what followed before, against a naive search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.drafting.costs import StepCosts
+from localllm.drafting.lookup import LONGEST, SHORTEST, LookupDrafter, NGramIndex, continuation
+
+
+def naive_find(tokens: Sequence[int]) -> tuple[int, int] | None:
+    """The longest end of the text that stood somewhere before, at its last place there."""
+    for n in range(min(LONGEST, len(tokens) - 1), SHORTEST - 1, -1):
+        for start in range(len(tokens) - n - 1, -1, -1):
+            if tokens[start : start + n] == tokens[-n:]:
+                return n, start + n
+    return None
+
+
+@given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=60), steps=st.lists(st.integers(1, 9)))
+def test_the_index_finds_what_a_search_finds(tokens: list[int], steps: list[int]) -> None:
+    """Whatever pieces the text comes in."""
+    index, n = NGramIndex(), 0
+    for step in [*steps, len(tokens)]:
+        n = min(n + step, len(tokens))
+        assert index.find(tokens[:n]) == naive_find(tokens[:n])
+
+
+@given(
+    tokens=st.lists(st.integers(0, 9), min_size=2, max_size=20),
+    place=st.integers(0, 100),
+    n=st.integers(0, 30),
+)
+def test_a_continuation_goes_on_into_itself(tokens: list[int], place: int, n: int) -> None:
+    place = place % (len(tokens) - 1) + 1
+    whole = list(tokens)
+    for i in range(n):
+        whole.append(whole[place + i])
+    assert continuation(tokens, place, n) == whole[len(tokens) :]
+
+
+class Counted(Sequence[int]):
+    """Tokens that count how many of them were looked at."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.n_read = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, key: int | slice) -> int | list[int]:  # type: ignore[override]
+        found = self.tokens[key]
+        self.n_read += len(found) if isinstance(found, list) else 1
+        return found
+
+
+def test_a_token_costs_the_same_however_long_the_text() -> None:
+    tokens = Counted([i * i % 61 for i in range(5000)])
+    index = NGramIndex()
+    index.find(tokens)
+    read = []
+    for token in range(100):
+        tokens.tokens.append(token % 7)
+        tokens.n_read = 0
+        index.find(tokens)
+        read.append(tokens.n_read)
+    assert max(read) <= 2 * sum(range(SHORTEST, LONGEST + 1))
+
+
+def costs(*seconds: float) -> StepCosts:
+    """Costs where a step over one token takes a second, and the next ones over 2, 3, … as given."""
+    made = StepCosts()
+    made.add(1, 1.0)
+    for n, cost in enumerate(seconds, start=2):
+        made.add(n, cost)
+    return made
+
+
+TILE = [2.0] * 7  #: What up to eight tokens cost if they are multiplied as eight.
+
+
+def test_drafts_begin_where_guesses_come_true() -> None:
+    """Guesses are compared with the text before any draft is made of them."""
+    drafter = LookupDrafter(costs(*TILE), most=7)
+    tokens = [1, 2, 3, 4, 5]
+    proposed = [len(drafter.propose(tokens, 100))]
+    for i in range(40):
+        tokens.append(tokens[i])
+        proposed.append(len(drafter.propose(tokens, 100)))
+    assert proposed[:5] == [0] * 5
+    assert proposed[-20:] == [7] * 20
+    assert list(drafter.propose(tokens, 3)) == tokens[-5:-2]
+
+
+def test_drafts_end_where_guesses_do_not_come_true() -> None:
+    """The same four tokens, and each time another behind them."""
+    drafter = LookupDrafter(costs(*TILE), most=7)
+    proposed = []
+    for i in range(100):
+        tokens = [token for j in range(i + 1) for token in (1, 2, 3, 4, 1000 + j)][:-1]
+        proposed.append(len(drafter.propose(tokens, 100)))
+    assert sum(map(bool, proposed[50:])) == 0
+
+
+def test_no_drafts_where_a_larger_step_costs_as_much_as_its_tokens() -> None:
+    drafter = LookupDrafter(costs(2, 3, 4, 5, 6, 7, 8), most=7)
+    tokens = [1, 2, 3] * 10
+    for i in range(40):
+        assert not drafter.propose(tokens, 100)
+        tokens.append(tokens[i])
+
+
+def test_no_drafts_before_a_step_was_measured() -> None:
+    drafter = LookupDrafter(StepCosts())
+    tokens = [1, 2, 3] * 10
+    assert not drafter.propose(tokens, 100)
+    drafter.measured(1, 0.5)
+    tokens.append(1)
+    assert drafter.propose(tokens, 100)
