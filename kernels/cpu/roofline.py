@@ -19,20 +19,23 @@ from localllm.kernels.cpu.compiler import kernel, variant
 from localllm.kernels.cpu.ops import aligned_zeros
 from localllm.kernels.cpu.program import Instruction, Program, Workers
 from localllm.kernels.cpu.simd import (
-    dot16_u6,
     dot32_s8,
     dot32_u4,
     dot32_u5,
+    dot_sixteens_u6,
     fma,
     load_f32x16,
     load_i8x64,
     load_i32x16,
     prefetch,
     splat_f32,
+    splat_int,
     store_f32,
     store_i32,
     sum_int_lanes,
     sum_lanes,
+    to_int_rounded,
+    twice,
     zero_f32x16,
     zero_i32x16,
 )
@@ -60,6 +63,7 @@ UNITS = 64
 READ_TRIES, MULTIPLY_TRIES = 3, 5
 
 LANES = 16
+ONE = np.int32(1)
 
 
 @kernel
@@ -85,13 +89,29 @@ def read_words(begin, end, data, sums):
 
 
 @device
-def dot32_u6(total, w0, w1, w2, w3, w4, w5, w6, w7, x):
-    """Products of six-bit codes as the kernels take them, sixteen columns at a time."""
-    return dot16_u6(dot16_u6(total, w0, w1, w2, w3, x), w4, w5, w6, w7, x + 16)
+def sum_u4(total, x, w0, w1, w2, w3, w4, w5, w6, w7):
+    """Adds the products of 32 columns with the activations at x; so do the others."""
+    return dot32_u4(total, w0, w1, w2, w3, w4, w5, w6, w7, x)
+
+
+@device
+def sum_u5(total, x, w0, w1, w2, w3, w4, w5, w6, w7):
+    return dot32_u5(total, w0, w1, w2, w3, w4, w5, w6, w7, x)
+
+
+@device
+def sum_s8(total, x, w0, w1, w2, w3, w4, w5, w6, w7):
+    return dot32_s8(total, w0, w1, w2, w3, w4, w5, w6, w7, x, zero_i32x16())
+
+
+@device
+def sum_u6(total, x, w0, w1, w2, w3, w4, w5, w6, w7):
+    ones = twice(splat_int(ONE))
+    return total + to_int_rounded(dot_sixteens_u6(ones, ones, w0, w1, w2, w3, w4, w5, w6, w7, x))
 
 
 #: The products that codes of so many bits are multiplied by.  Those of eight bits are signed.
-DOTS = {4: dot32_u4, 5: dot32_u5, 6: dot32_u6, 8: dot32_s8}
+DOTS = {4: sum_u4, 5: sum_u5, 6: sum_u6, 8: sum_s8}
 
 
 @kernel
@@ -109,7 +129,7 @@ def multiply_integers(begin, end, weights, x, sums):
         for i in range(ROUNDS):
             row = x + i % PERIOD * (32 * CHAINS)
             for c in static_range(CHAINS):
-                total[c] = DOT(total[c], *w[0:8], row + 32 * c)
+                total[c] = DOT(total[c], row + 32 * c, *w[0:8])
         for c in static_range(CHAINS - 1):
             total[0] = total[0] + total[c + 1]
         store_i32(sums + 4 * unit, sum_int_lanes(total[0]))
