@@ -7,6 +7,7 @@ batch, because kernels read the number of tokens when they run.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from localllm.kernels.cpu import elementwise, matmul
 from localllm.kernels.cpu.attention import MARGIN, PAGE, SPAN, TILE_ROWS
 from localllm.kernels.cpu.compiler import Kernel, Variant, variant
 from localllm.kernels.cpu.host import default_threads, most_threads
+from localllm.kernels.cpu.memory import Arena
+from localllm.kernels.cpu.packing import Packer
 from localllm.kernels.cpu.program import Instruction, Job, Program, Workers
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import Target, choose
@@ -36,7 +39,7 @@ from localllm.quant.types import GGMLType
 
 #: Values that a row of a buffer is padded to.
 PADDING = 32
-#: Rows of a file packed at once: enough to keep numpy busy, few enough to stay in the cache.
+#: Rows of a file packed at once: enough to be worth a call, few enough for threads to end at the same time.
 PACKED_ROWS = 256
 
 #: Bytes for what spans of the cache come to; tiles that need more are not cut.
@@ -349,6 +352,8 @@ class CPUOps(Ops):
         self.workers = Workers(default_threads() if threads is None else _checked_threads(threads))
         self._caller = Workers(1)
         self._progress = progress
+        self._packers: dict[KernelType, Packer] = {}
+        self._memory = Arena()
         self._recording: Recording | None = None
 
     # -- Loading ---------------------------------------------------------------------------------------------------
@@ -377,20 +382,24 @@ class CPUOps(Ops):
         """
         n_out, n_in = weight.shape
         layout = LAYOUTS[kind]
-        packed = aligned_zeros(layout.packed_bytes(padded(n_out), n_in), np.uint8)
+        packed = self._memory.take(layout.packed_bytes(padded(n_out), n_in))
         rows = weight.data.reshape(n_out, -1)
+        packer = self._packer(kind)
+        firsts = itertools.count(0, PACKED_ROWS)  # taking the next one is one step of Python's: threads may share it
 
-        def pack(first: int) -> None:
-            part = repack(rows[first : first + PACKED_ROWS], weight.type, kind)
-            start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(part)))
-            layout.pack(part, packed[start:stop])
-
-        def share(_: int, i: int, n: int) -> None:
-            for first in range(i * PACKED_ROWS, n_out, n * PACKED_ROWS):
-                pack(first)
+        def share(*_: int) -> None:
+            while (first := next(firsts)) < n_out:
+                part = repack(rows[first : first + PACKED_ROWS], weight.type, kind)
+                start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(part)))
+                packer.pack(part, packed[start:stop])
 
         self.workers.run(Job(share, 0))
         return packed
+
+    def _packer(self, kind: KernelType) -> Packer:
+        if kind not in self._packers:
+            self._packers[kind] = Packer(LAYOUTS[kind], self.target, self._progress)
+        return self._packers[kind]
 
     def packed_bytes(self, weight: Weight) -> int:
         if len(weight.shape) < 2:
