@@ -32,12 +32,13 @@ from localllm.errors import (
 from localllm.generation import Generation
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
+from localllm.kernels.cpu.host import available_memory
 from localllm.models.blocks import Model
 from localllm.models.config import ModelConfig, read_config
 from localllm.models.registry import builder, load_model
 from localllm.models.weights import LoadedWeight
 from localllm.options import Options, Request
-from localllm.placement import Placement, available_memory, plan
+from localllm.placement import Placement, plan
 from localllm.progress import LoadProgress, default_progress, of_stage
 from localllm.sampling import make_sampler
 from localllm.tokenizer import Tokenizer

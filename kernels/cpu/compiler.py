@@ -18,6 +18,7 @@ import ast
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 import sys
@@ -272,14 +273,20 @@ def _folder() -> Path | None:
 @functools.cache
 def _fingerprint() -> str:
     """A hash of what compiled kernels depend on, beside their own variant."""
-    from importlib.metadata import version
-
     digest = hashlib.sha256()
-    for fact in (llvmlite.__version__, version("numba"), llvm.get_process_triple()):
+    for fact in (llvmlite.__version__, _numba_version(), llvm.get_process_triple()):
         digest.update(fact.encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _numba_version() -> str:
+    """What tells numba's versions apart: to import it, or `importlib.metadata`, would take longer than all this."""
+    spec = importlib.util.find_spec("numba")
+    if spec is None or spec.origin is None:
+        raise KernelError("the package numba, which compiles kernels, is missing: install localllm again")
+    return (Path(spec.origin).parent / "_version.py").read_text(encoding="utf-8")
 
 
 @functools.cache

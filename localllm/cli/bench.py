@@ -32,13 +32,12 @@ from localllm.cli.terminal import LoadStatus, StatusLine, model_line, quantity, 
 from localllm.errors import UsageError
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo
-from localllm.kernels.cpu.host import cpu_model
+from localllm.kernels.cpu.host import available_memory, cpu_model
 from localllm.kernels.cpu.roofline import Roofline
 from localllm.kernels.cpu.target import choose
 from localllm.kernels.cpu.tiles import TILES
 from localllm.kernels.ops import CacheShape, Weight
 from localllm.llm import LLM, load
-from localllm.placement import available_memory
 from localllm.quant.repack import repack_target
 
 #: Bytes that a test of the bandwidth reads at most, and the part of the free memory that it takes at most.

@@ -22,7 +22,15 @@ from localllm import __version__
 from localllm.cli.main import DONE, FAILED
 from localllm.cli.terminal import LoadStatus, quantity, visible_line
 from localllm.errors import LocalLLMError
-from localllm.kernels.cpu.host import cpu_model, cpu_quota, default_threads, features, program_output, usable_cpus
+from localllm.kernels.cpu.control_groups import cpu_quota
+from localllm.kernels.cpu.host import (
+    available_memory,
+    cpu_model,
+    default_threads,
+    features,
+    program_output,
+    usable_cpus,
+)
 
 #: What localllm is built on: distribution and module.
 PACKAGES = {
@@ -304,7 +312,7 @@ def _kernel_test(progress: LoadStatus | None) -> Finding:
 def _memory() -> Iterator[Finding]:
     import psutil
 
-    from localllm.placement import OVERHEAD_BYTES, available_memory
+    from localllm.placement import OVERHEAD_BYTES
 
     total, available = psutil.virtual_memory().total, available_memory()
     advice = "close other programs: hardly any model fits into this" if available < 2 * OVERHEAD_BYTES else None

@@ -185,7 +185,7 @@ def test_kernels_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.placement.available_memory", lambda: 10_000_000)
+    monkeypatch.setattr("localllm.cli.doctor.available_memory", lambda: 10_000_000)
     memory = found("memory", "memory")
     assert "of which 10 MB is available" in memory.value
     assert memory.advice is not None
