@@ -10,12 +10,16 @@ import math
 import os
 import platform
 import sys
+import time
 from pathlib import Path
 
 from localllm.kernels.cpu.control_groups import cpu_quota, memory_room, text_of
 
 #: Windows' number of the feature, in winnt.h.
 PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE = 43
+
+#: Processors that other programs may keep busy before what is measured means little.
+OTHER_CPUS = 0.5
 
 #: Most threads that anybody may ask for: so many for each processor, or this many where there are few.
 THREADS_PER_CPU, FEW_THREADS = 4, 64
@@ -106,9 +110,36 @@ def default_threads() -> int:
     return max(1, cores if quota is None else min(cores, math.ceil(quota)))
 
 
+def last_level_cache() -> int:
+    """Bytes of the largest cache that a processor reads through; 0 where the system does not tell."""
+    sizes = (text_of(index / "size").strip() for index in (_CPUS / "cpu0" / "cache").glob("index*"))
+    return max((int(size[:-1]) << 10 for size in sizes if size[:-1].isdigit() and size[-1] == "K"), default=0)
+
+
 def most_threads() -> int:
     """Threads that may be asked for: more than processors, for whoever wants to try, but not thousands."""
     return max(FEW_THREADS, THREADS_PER_CPU * usable_cpus())
+
+
+class OtherLoad:
+    """How much other programs compute from now on."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic(), _other_seconds()
+
+    def cpus(self) -> float:
+        """Processors that they kept busy on average."""
+        began, seconds = self._began
+        return max(0.0, _other_seconds() - seconds) / max(1e-9, time.monotonic() - began)
+
+
+def _other_seconds() -> float:
+    """Seconds that processors worked for others, a hypervisor's other guests among them."""
+    import psutil
+
+    times = psutil.cpu_times()._asdict()
+    busy = sum(times.get(kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+    return float(busy - time.process_time())
 
 
 def available_memory() -> int:

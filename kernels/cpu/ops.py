@@ -28,6 +28,7 @@ from localllm.kernels.cpu.packing import Packer
 from localllm.kernels.cpu.program import Instruction, Job, Program, Workers
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import Target, choose
+from localllm.kernels.cpu.thread_choice import choose_threads
 from localllm.kernels.cpu.tiles import RECORD, TILES, TOKENS
 from localllm.kernels.embedding import SMALL_TABLE, CopiedTable, DecodedTable, EmbeddingTable, PackedTable
 from localllm.kernels.ops import Batch, CacheShape, KVCache, Linear, Ops, Rope, Step, Tensor, Weight, Widening
@@ -41,6 +42,9 @@ from localllm.quant.types import GGMLType
 PADDING = 32
 #: Rows of a file packed at once: enough to be worth a call, few enough for threads to end at the same time.
 PACKED_ROWS = 256
+
+#: Tokens in a step up to which reading the weights takes longer than multiplying them.
+FEW_TOKENS = 4
 
 #: Bytes for what spans of the cache come to; tiles that need more are not cut.
 MOST_PART_BYTES = 32 << 20
@@ -326,8 +330,13 @@ class Recording:
 class CPUOps(Ops):
     """The CPU backend.
 
+    Attributes:
+        workers: the threads, all of which compute steps of many tokens.
+        decode_threads: how many of them compute steps of few tokens, which read more than they multiply.
+
     Args:
-        threads: how many to compute with; by default one a physical core that this process may use.
+        threads: how many to compute with; by default one a physical core that this process may use for steps of many
+            tokens, and as many as `localllm.kernels.cpu.thread_choice` finds best for those of few.
         isa: the instruction set to compile for, by name; by default the best that runs here.
         progress: called with (kernels compiled, kernels to compile) when kernels are not in the cache yet.
 
@@ -349,7 +358,12 @@ class CPUOps(Ops):
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.target = choose(isa)
-        self.workers = Workers(default_threads() if threads is None else _checked_threads(threads))
+        if threads is None:
+            choice = choose_threads(self.target, progress)
+            self.decode_threads, threads = choice.decode, choice.cores
+        else:
+            self.decode_threads = threads = _checked_threads(threads)
+        self.workers = Workers(threads)
         self._caller = Workers(1)
         self._progress = progress
         self._packers: dict[KernelType, Packer] = {}
@@ -448,7 +462,8 @@ class CPUOps(Ops):
             if len(batch.ids) * recording.n_products < self.small_step:
                 workers.settle()
                 workers = self._caller
-            program.run(workers, before=lambda: recording.fill(batch))
+            threads = self.decode_threads if len(batch.ids) <= FEW_TOKENS else None
+            program.run(workers, before=lambda: recording.fill(batch), threads=threads)
             result: NDArray[np.float32] = matrix[: len(batch.outputs)]
             return result
 

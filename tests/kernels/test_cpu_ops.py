@@ -290,6 +290,27 @@ def test_keys_and_values_are_rounded_to_float16_as_numpy_does() -> None:
         assert not cache.values[0, 0].any()
 
 
+def test_steps_of_few_tokens_run_on_the_threads_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = CPUOps(threads=3)
+    own.small_step = 0
+    own.decode_threads = 2
+    taken: list[int | None] = []
+    original = Workers.run
+
+    def watched(workers: Workers, job: Job, *rest: Any) -> None:
+        taken.append(job.threads)
+        original(workers, job, *rest)
+
+    forward = doubled(own)
+    few = cpu_ops.FEW_TOKENS
+    expected = [run(own, forward, one_sequence(n)) for n in (1, few, few + 1)]
+    monkeypatch.setattr(Workers, "run", watched)
+    for n, threads, logits in zip((1, few, few + 1), (2, 2, None), expected, strict=True):
+        taken.clear()
+        np.testing.assert_array_equal(run(own, forward, one_sequence(n)), logits)
+        assert taken[-1] == threads
+
+
 def test_a_closed_backend_starts_again(ops: CPUOps) -> None:
     own = CPUOps(threads=2)
     forward = doubled(own)

@@ -86,6 +86,16 @@ def test_default_threads(
     assert host.default_threads() == threads
 
 
+def test_the_largest_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(host, "_CPUS", tmp_path)
+    assert host.last_level_cache() == 0
+    for i, size in enumerate(("32K", "1024K", "33792K", "", "12 apples")):
+        folder = tmp_path / "cpu0" / "cache" / f"index{i}"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text(size + "\n")
+    assert host.last_level_cache() == 33792 << 10
+
+
 def test_default_threads_where_the_system_tells_no_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     make_machine(monkeypatch, tmp_path, {}, set(range(8)))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 8 if logical else 3)

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from localllm.cli import doctor
+from localllm.kernels.cpu import thread_choice
+from localllm.kernels.cpu.thread_choice import ThreadChoice
 from localllm.cli.doctor import EXTRAS, PACKAGES, Finding, findings, nvidia_gpus
 from localllm.kernels.cpu.target import available
 from tests.helpers.command_line import Outcome, run_main
@@ -205,7 +207,22 @@ def test_a_quota_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "cpu_quota", lambda: 1.5)
     assert found("default threads").value.endswith("the time of 1.5 processors)")
     monkeypatch.setattr(doctor, "cpu_quota", lambda: None)
-    assert found("default threads").value.isdigit()
+    assert found("default threads").value.endswith(" for prompts")
+
+
+def test_the_curve_of_the_threads_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = ThreadChoice(2, 4, ((1, 1e10), (2, 1.9e10), (4, 2e10)), 1e9)
+    monkeypatch.setattr(thread_choice, "choose_threads", lambda *_: choice)
+    assert found("default threads").value.startswith("2 to decode, 4 for prompts")
+    curve = found("read by threads")
+    assert curve.value.startswith("1: 10 GB/s, 2: 19 GB/s, 4: 20 GB/s (measured 2001-09-0")
+    assert curve.advice is None
+    monkeypatch.setattr(thread_choice, "choose_threads", lambda *_: replace(choice, other_cpus=1.5))
+    advice = found("read by threads").advice
+    assert advice is not None
+    assert "other programs kept 1.5 processors busy" in advice
+    monkeypatch.setattr(thread_choice, "choose_threads", lambda *_: ThreadChoice(1, 1))
+    assert "read by threads" not in [finding.name for finding in doctor.findings()]
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
