@@ -116,6 +116,7 @@ class _Frontend:
         from numba.core.registry import cpu_target
 
         from localllm.kernels.cpu import simd
+        from localllm.kernels.cpu.numba_types import KernelPipeline
 
         tree.args = ast.arguments([], [ast.arg(n) for n in names], None, [], [], None, [])
         tree.decorator_list, tree.returns = [], None
@@ -128,7 +129,14 @@ class _Frontend:
         flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = True
         flags.error_model = "numpy"  # a division by zero is not an exception
         result = compiler.compile_extra(
-            cpu_target.typing_context, cpu_target.target_context, scope[tree.name], types, None, flags, {}
+            cpu_target.typing_context,
+            cpu_target.target_context,
+            scope[tree.name],
+            types,
+            None,
+            flags,
+            {},
+            pipeline_class=KernelPipeline,
         )
         # numba's own functions, such as min and max, come in modules of their own.
         for library in result.library._linking_libraries:

@@ -7,16 +7,17 @@ import importlib.metadata
 import json
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from localllm.cli import doctor
-from localllm.kernels.cpu import thread_choice
-from localllm.kernels.cpu.thread_choice import ThreadChoice
 from localllm.cli.doctor import EXTRAS, PACKAGES, Finding, findings, nvidia_gpus
+from localllm.kernels.cpu import thread_choice
 from localllm.kernels.cpu.target import available
+from localllm.kernels.cpu.thread_choice import ThreadChoice
 from tests.helpers.command_line import Outcome, run_main
 from tests.helpers.data import ROOT
 
