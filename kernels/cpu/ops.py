@@ -43,6 +43,9 @@ PADDING = 32
 #: Rows of a file packed at once: enough to be worth a call, few enough for threads to end at the same time.
 PACKED_ROWS = 256
 
+#: Bytes of a matrix in the file that are packed before its pages are let go: the largest would take memory twice.
+KEPT_BYTES = 16 << 20
+
 #: Tokens in a step up to which reading the weights takes longer than multiplying them.
 FEW_TOKENS = 4
 
@@ -399,10 +402,13 @@ class CPUOps(Ops):
         packed = self._memory.take(layout.packed_bytes(padded(n_out), n_in))
         rows = weight.data.reshape(n_out, -1)
         packer = self._packer(kind)
+        kept_rows = PACKED_ROWS * max(1, KEPT_BYTES // (PACKED_ROWS * rows.shape[1]))
         firsts = itertools.count(0, PACKED_ROWS)  # taking the next one is one step of Python's: threads may share it
 
         def share(*_: int) -> None:
             while (first := next(firsts)) < n_out:
+                if first % kept_rows == 0:
+                    weight.drop_pages()  # what a thread still reads comes back from the file
                 part = repack(rows[first : first + PACKED_ROWS], weight.type, kind)
                 start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(part)))
                 packer.pack(part, packed[start:stop])
