@@ -19,13 +19,15 @@ class Device:
     Attributes:
         name: "cpu" or "reference".
         kernels: which kernels run, in words.
-        threads: how many compute.
+        threads: how many compute steps of many tokens, as prompts are.
+        decode_threads: how many compute steps of few.
         close: ends the threads; nothing runs on the device afterwards.
     """
 
     name: str
     kernels: str
     threads: int
+    decode_threads: int
     ops: Ops
     close: Callable[[], None]
 
@@ -42,7 +44,8 @@ def open_device(
     Args:
         name: "cpu"; "auto", the best there is, which is the CPU; or "reference", plain numpy in float32: slow,
             exact, for finding out whether a kernel is at fault.
-        threads: how many compute; by default one for each physical core that the process may use.
+        threads: how many compute; by default one for each physical core that the process may use, and to decode as
+            many of them as read memory fastest, which is measured once on each machine.
         isa: the instruction set of the CPU's kernels, by name; by default the best that runs here.
         progress: called with the kernels compiled so far and those to compile, when they are not cached yet.
 
@@ -69,10 +72,12 @@ def _cpu(threads: int | None, isa: str | None, progress: Callable[[int, int], No
     from localllm.kernels.cpu.ops import CPUOps
 
     ops = CPUOps(threads, isa, progress)
-    return Device("cpu", f"numba kernels for {ops.target.name}", ops.workers.n, ops, ops.workers.close)
+    return Device(
+        "cpu", f"numba kernels for {ops.target.name}", ops.workers.n, ops.decode_threads, ops, ops.workers.close
+    )
 
 
 def _reference() -> Device:
     from localllm.kernels.reference import ReferenceOps
 
-    return Device("reference", "numpy", 1, ReferenceOps(), close=lambda: None)
+    return Device("reference", "numpy", 1, 1, ReferenceOps(), close=lambda: None)

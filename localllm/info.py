@@ -71,7 +71,8 @@ class ModelInfo:
         context: tokens that a sequence can hold here.
         device: "cpu" or "reference".
         kernels: which kernels run, in words.
-        threads: how many compute.
+        threads: how many compute steps of many tokens, as prompts are.
+        decode_threads: how many compute steps of few.
         placement: bytes of every group of layers, and in all.
         config: its hyper-parameters.
         draft: what is known of the draft model, where there is one.
@@ -90,6 +91,7 @@ class ModelInfo:
     device: str
     kernels: str
     threads: int
+    decode_threads: int
     placement: Placement
     config: ModelConfig
     draft: ModelInfo | None = None

@@ -36,12 +36,13 @@ from localllm.errors import (
 from localllm.generation import Generation
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
+from localllm.kernels.cpu.host import available_memory
 from localllm.models.blocks import Model
 from localllm.models.config import ModelConfig, read_config
 from localllm.models.registry import builder, load_model
 from localllm.models.weights import LoadedWeight
 from localllm.options import Options, Request
-from localllm.placement import Placement, available_memory, plan
+from localllm.placement import Placement, plan
 from localllm.progress import LoadProgress, default_progress, of_stage
 from localllm.sampling import make_sampler
 from localllm.tokenizer import Tokenizer
@@ -82,7 +83,8 @@ def load(
         context: tokens that a prompt and its answer can have together.  By default as many as the model was
             trained on, at most 4,096, and fewer where memory is short.  More than it was trained on is allowed,
             with a warning.
-        threads: how many compute; by default one for each physical core that the process may use.
+        threads: how many compute; by default one for each physical core that the process may use, and to decode as
+            many of them as read memory fastest, which is measured once on each machine.
         isa: the instruction set of the CPU's kernels, such as "avx2"; by default the best that runs here.
         parallel: how many sequences of full length the cache has room for.  Threads that generate at the same
             time share it; where it is too small they wait for each other.
@@ -615,6 +617,7 @@ def _info(
         device=backend.name,
         kernels=backend.kernels,
         threads=backend.threads,
+        decode_threads=backend.decode_threads,
         placement=placement,
         config=config,
         draft=draft,

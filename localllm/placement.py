@@ -10,10 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
-
-import psutil
 
 from localllm.engine import MAX_TOKENS, max_outputs, n_cache_pages
 from localllm.errors import NotEnoughMemoryError
@@ -178,13 +175,6 @@ def plan(
     raise NotEnoughMemoryError(_too_large(placement, available, fitting))
 
 
-def available_memory() -> int:
-    """Bytes that this process can still take: what the system has, or less where a control group limits it."""
-    available: int = psutil.virtual_memory().available
-    rooms = [room for files in _CONTROL_GROUP_FILES if (room := _control_group_room(files)) is not None]
-    return min([available, *rooms])
-
-
 def _weights(
     config: ModelConfig, tensors: Mapping[str, Weight], packed_bytes: Callable[[Weight], int], device: str
 ) -> tuple[LayerGroup, ...]:
@@ -245,27 +235,3 @@ def _too_large(placement: Placement, available: int, fitting: int) -> str:
 
 def _gigabytes(n_bytes: int) -> str:
     return f"{n_bytes / 1e9:.2f} GB"
-
-
-#: Version 2 and version 1: limit, use, and the statistics with the key of file pages that can be taken back.
-_CONTROL_GROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "/sys/fs/cgroup/memory/memory.stat",
-        "total_inactive_file",
-    ),
-)
-
-
-def _control_group_room(files: tuple[str, str, str, str]) -> int | None:
-    """Bytes left under a control group's limit (Linux containers); None if there is none."""
-    limit_file, use_file, statistics_file, key = files
-    try:
-        limit = int(Path(limit_file).read_text())  # "max" where there is none
-        used = int(Path(use_file).read_text())
-        statistics = dict(line.split() for line in Path(statistics_file).read_text().splitlines())
-        return max(0, limit - used + int(statistics.get(key, 0)))
-    except (OSError, ValueError):
-        return None

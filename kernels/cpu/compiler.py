@@ -18,6 +18,7 @@ import ast
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 import sys
@@ -115,6 +116,7 @@ class _Frontend:
         from numba.core.registry import cpu_target
 
         from localllm.kernels.cpu import simd
+        from localllm.kernels.cpu.numba_types import KernelPipeline
 
         tree.args = ast.arguments([], [ast.arg(n) for n in names], None, [], [], None, [])
         tree.decorator_list, tree.returns = [], None
@@ -127,7 +129,14 @@ class _Frontend:
         flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = True
         flags.error_model = "numpy"  # a division by zero is not an exception
         result = compiler.compile_extra(
-            cpu_target.typing_context, cpu_target.target_context, scope[tree.name], types, None, flags, {}
+            cpu_target.typing_context,
+            cpu_target.target_context,
+            scope[tree.name],
+            types,
+            None,
+            flags,
+            {},
+            pipeline_class=KernelPipeline,
         )
         # numba's own functions, such as min and max, come in modules of their own.
         for library in result.library._linking_libraries:
@@ -272,14 +281,20 @@ def _folder() -> Path | None:
 @functools.cache
 def _fingerprint() -> str:
     """A hash of what compiled kernels depend on, beside their own variant."""
-    from importlib.metadata import version
-
     digest = hashlib.sha256()
-    for fact in (llvmlite.__version__, version("numba"), llvm.get_process_triple()):
+    for fact in (llvmlite.__version__, _numba_version(), llvm.get_process_triple()):
         digest.update(fact.encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _numba_version() -> str:
+    """What tells numba's versions apart: to import it, or `importlib.metadata`, would take longer than all this."""
+    spec = importlib.util.find_spec("numba")
+    if spec is None or spec.origin is None:
+        raise KernelError("the package numba, which compiles kernels, is missing: install localllm again")
+    return (Path(spec.origin).parent / "_version.py").read_text(encoding="utf-8")
 
 
 @functools.cache

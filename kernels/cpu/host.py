@@ -9,19 +9,23 @@ import ctypes
 import math
 import os
 import platform
-import shutil
-import subprocess
 import sys
+import time
 from pathlib import Path
+
+from localllm.kernels.cpu.control_groups import cpu_quota, memory_room, text_of
 
 #: Windows' number of the feature, in winnt.h.
 PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE = 43
 
+#: Processors that other programs may keep busy before what is measured means little.
+OTHER_CPUS = 0.5
+
 #: Most threads that anybody may ask for: so many for each processor, or this many where there are few.
 THREADS_PER_CPU, FEW_THREADS = 4, 64
 
-_CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _CPUS = Path("/sys/devices/system/cpu")
+_MEMORY = Path("/proc/meminfo")
 
 
 # -- The processor -------------------------------------------------------------------------------------------------
@@ -49,7 +53,7 @@ def _arm_features() -> frozenset[str]:
     if sys.platform == "win32":
         has_dotprod = bool(ctypes.windll.kernel32.IsProcessorFeaturePresent(PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE))
         return frozenset({"neon", "dotprod"} if has_dotprod else {"neon"})
-    return _arm_linux_features(_text(Path("/proc/cpuinfo")))
+    return _arm_linux_features(text_of(Path("/proc/cpuinfo")))
 
 
 def _arm_linux_features(cpuinfo: str) -> frozenset[str]:
@@ -66,7 +70,7 @@ def _arm_linux_features(cpuinfo: str) -> frozenset[str]:
 def cpu_model() -> str:
     """The processor's name, as far as the system tells it."""
     if sys.platform == "linux":
-        for line in _text(Path("/proc/cpuinfo")).splitlines():
+        for line in text_of(Path("/proc/cpuinfo")).splitlines():
             key, _, value = line.partition(":")
             if key.strip() in ("model name", "Model", "Hardware"):
                 return value.strip()
@@ -87,23 +91,13 @@ def usable_cores() -> int:
     """Physical cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         # Processors that share a core name the same siblings.
-        siblings = {_text(_CPUS / f"cpu{n}/topology/thread_siblings_list").strip() for n in os.sched_getaffinity(0)}
+        siblings = {text_of(_CPUS / f"cpu{n}/topology/thread_siblings_list").strip() for n in os.sched_getaffinity(0)}
         if "" not in siblings:
             return len(siblings)
     import psutil
 
     usable = usable_cpus()
     return min(usable, psutil.cpu_count(logical=False) or usable)
-
-
-def cpu_quota() -> float | None:
-    """How many processors' time a control group grants this process (Linux containers); None if it does not say."""
-    version_2 = _text(_CONTROL_GROUPS / "cpu.max").split()
-    version_1 = [_text(_CONTROL_GROUPS / f"cpu/cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-    for numbers in (version_2, version_1):
-        if len(numbers) == 2 and all(number.isdigit() for number in numbers) and int(numbers[1]):
-            return int(numbers[0]) / int(numbers[1])
-    return None
 
 
 def default_threads() -> int:
@@ -116,13 +110,60 @@ def default_threads() -> int:
     return max(1, cores if quota is None else min(cores, math.ceil(quota)))
 
 
+def last_level_cache() -> int:
+    """Bytes of the largest cache that a processor reads through; 0 where the system does not tell."""
+    sizes = (text_of(index / "size").strip() for index in (_CPUS / "cpu0" / "cache").glob("index*"))
+    return max((int(size[:-1]) << 10 for size in sizes if size[:-1].isdigit() and size[-1] == "K"), default=0)
+
+
 def most_threads() -> int:
     """Threads that may be asked for: more than processors, for whoever wants to try, but not thousands."""
     return max(FEW_THREADS, THREADS_PER_CPU * usable_cpus())
 
 
+class OtherLoad:
+    """How much other programs compute from now on."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic(), _other_seconds()
+
+    def cpus(self) -> float:
+        """Processors that they kept busy on average."""
+        began, seconds = self._began
+        return max(0.0, _other_seconds() - seconds) / max(1e-9, time.monotonic() - began)
+
+
+def _other_seconds() -> float:
+    """Seconds that processors worked for others, a hypervisor's other guests among them."""
+    import psutil
+
+    times = psutil.cpu_times()._asdict()
+    busy = sum(times.get(kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+    return float(busy - time.process_time())
+
+
+def available_memory() -> int:
+    """Bytes that this process can still take: what the system has, or less where a control group limits it."""
+    available, room = _system_memory(), memory_room()
+    return available if room is None else min(available, room)
+
+
+def _system_memory() -> int:
+    for line in text_of(_MEMORY).splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) << 10
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
 def program_output(*command: str) -> str:
     """What a program prints; nothing where it is not there, fails, or hangs."""
+    # Imported here and not by every start.
+    import shutil
+    import subprocess
+
     path = shutil.which(command[0])
     if path is None:
         return ""
@@ -131,11 +172,3 @@ def program_output(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.decode("utf-8", "replace").strip() if done.returncode == 0 else ""
-
-
-def _text(path: Path) -> str:
-    """A small file's text; nothing where it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

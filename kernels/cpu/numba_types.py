@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba.core import types
+from numba.core import typed_passes, types, untyped_passes
+from numba.core.compiler import CompilerBase
+from numba.core.compiler_machinery import PassManager
 from numba.core.datamodel import models
 from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, ConcreteTemplate, builtin_registry, infer_global
@@ -84,3 +86,26 @@ def register_operations() -> None:
     for operation in OPERATIONS[_registered:]:
         _register_operation(operation)
     _registered = len(OPERATIONS)
+
+
+class KernelPipeline(CompilerBase):
+    """numba's way from bytecode to LLVM code, without the passes that kernels have no use for: a third of its time.
+
+    Left out are those for closures, generators, comprehensions, array expressions, objects and tuples of unlike
+    values; those that remove dead branches, which templates and LLVM do; and the static single assignment form, which
+    LLVM makes itself.  So a variable of a kernel has one type wherever it is assigned.
+    """
+
+    def define_pipelines(self) -> list[Any]:
+        manager = PassManager("kernel")
+        for step in (
+            untyped_passes.TranslateByteCode,
+            untyped_passes.FixupArgs,
+            untyped_passes.IRProcessing,
+            typed_passes.NopythonTypeInference,
+            typed_passes.NativeLowering,
+            typed_passes.NoPythonBackend,
+        ):
+            manager.add_pass(step, step.__name__)
+        manager.finalize()
+        return [manager]

@@ -7,6 +7,7 @@ batch, because kernels read the number of tokens when they run.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -22,9 +23,12 @@ from localllm.kernels.cpu import elementwise, matmul
 from localllm.kernels.cpu.attention import MARGIN, PAGE, SPAN, TILE_ROWS
 from localllm.kernels.cpu.compiler import Kernel, Variant, variant
 from localllm.kernels.cpu.host import default_threads, most_threads
+from localllm.kernels.cpu.memory import Arena
+from localllm.kernels.cpu.packing import Packer
 from localllm.kernels.cpu.program import Instruction, Job, Program, Workers
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import Target, choose
+from localllm.kernels.cpu.thread_choice import choose_threads
 from localllm.kernels.cpu.tiles import RECORD, TILES, TOKENS
 from localllm.kernels.embedding import SMALL_TABLE, CopiedTable, DecodedTable, EmbeddingTable, PackedTable
 from localllm.kernels.ops import Batch, CacheShape, KVCache, Linear, Ops, Rope, Step, Tensor, Weight, Widening
@@ -36,8 +40,14 @@ from localllm.quant.types import GGMLType
 
 #: Values that a row of a buffer is padded to.
 PADDING = 32
-#: Rows of a file packed at once: enough to keep numpy busy, few enough to stay in the cache.
+#: Rows of a file packed at once: enough to be worth a call, few enough for threads to end at the same time.
 PACKED_ROWS = 256
+
+#: Bytes of a matrix in the file that are packed before its pages are let go: the largest would take memory twice.
+KEPT_BYTES = 16 << 20
+
+#: Tokens in a step up to which reading the weights takes longer than multiplying them.
+FEW_TOKENS = 4
 
 #: Bytes for what spans of the cache come to; tiles that need more are not cut.
 MOST_PART_BYTES = 32 << 20
@@ -323,8 +333,13 @@ class Recording:
 class CPUOps(Ops):
     """The CPU backend.
 
+    Attributes:
+        workers: the threads, all of which compute steps of many tokens.
+        decode_threads: how many of them compute steps of few tokens, which read more than they multiply.
+
     Args:
-        threads: how many to compute with; by default one a physical core that this process may use.
+        threads: how many to compute with; by default one a physical core that this process may use for steps of many
+            tokens, and as many as `localllm.kernels.cpu.thread_choice` finds best for those of few.
         isa: the instruction set to compile for, by name; by default the best that runs here.
         progress: called with (kernels compiled, kernels to compile) when kernels are not in the cache yet.
 
@@ -346,9 +361,16 @@ class CPUOps(Ops):
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.target = choose(isa)
-        self.workers = Workers(default_threads() if threads is None else _checked_threads(threads))
+        if threads is None:
+            choice = choose_threads(self.target, progress)
+            self.decode_threads, threads = choice.decode, choice.cores
+        else:
+            self.decode_threads = threads = _checked_threads(threads)
+        self.workers = Workers(threads)
         self._caller = Workers(1)
         self._progress = progress
+        self._packers: dict[KernelType, Packer] = {}
+        self._memory = Arena()
         self._recording: Recording | None = None
 
     # -- Loading ---------------------------------------------------------------------------------------------------
@@ -377,20 +399,27 @@ class CPUOps(Ops):
         """
         n_out, n_in = weight.shape
         layout = LAYOUTS[kind]
-        packed = aligned_zeros(layout.packed_bytes(padded(n_out), n_in), np.uint8)
+        packed = self._memory.take(layout.packed_bytes(padded(n_out), n_in))
         rows = weight.data.reshape(n_out, -1)
+        packer = self._packer(kind)
+        kept_rows = PACKED_ROWS * max(1, KEPT_BYTES // (PACKED_ROWS * rows.shape[1]))
+        firsts = itertools.count(0, PACKED_ROWS)  # taking the next one is one step of Python's: threads may share it
 
-        def pack(first: int) -> None:
-            part = repack(rows[first : first + PACKED_ROWS], weight.type, kind)
-            start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(part)))
-            layout.pack(part, packed[start:stop])
-
-        def share(_: int, i: int, n: int) -> None:
-            for first in range(i * PACKED_ROWS, n_out, n * PACKED_ROWS):
-                pack(first)
+        def share(*_: int) -> None:
+            while (first := next(firsts)) < n_out:
+                if first % kept_rows == 0:
+                    weight.drop_pages()  # what a thread still reads comes back from the file
+                part = repack(rows[first : first + PACKED_ROWS], weight.type, kind)
+                start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(part)))
+                packer.pack(part, packed[start:stop])
 
         self.workers.run(Job(share, 0))
         return packed
+
+    def _packer(self, kind: KernelType) -> Packer:
+        if kind not in self._packers:
+            self._packers[kind] = Packer(LAYOUTS[kind], self.target, self._progress)
+        return self._packers[kind]
 
     def packed_bytes(self, weight: Weight) -> int:
         if len(weight.shape) < 2:
@@ -439,7 +468,8 @@ class CPUOps(Ops):
             if len(batch.ids) * recording.n_products < self.small_step:
                 workers.settle()
                 workers = self._caller
-            program.run(workers, before=lambda: recording.fill(batch))
+            threads = self.decode_threads if len(batch.ids) <= FEW_TOKENS else None
+            program.run(workers, before=lambda: recording.fill(batch), threads=threads)
             result: NDArray[np.float32] = matrix[: len(batch.outputs)]
             return result
 

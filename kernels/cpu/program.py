@@ -126,11 +126,12 @@ class Program:
         table, head, counters, meeting = (a.ctypes.data for a in parts)
         self._call = np.array([table, len(instructions), head, counters, meeting, _nap()], np.int64)
 
-    def run(self, workers: Workers, before: Callable[[], None] = lambda: None) -> None:
-        """Runs all instructions once, on all the workers' threads.
+    def run(self, workers: Workers, before: Callable[[], None] = lambda: None, *, threads: int | None = None) -> None:
+        """Runs all instructions once.
 
         Args:
             before: fills in what the instructions read; called when nothing else runs on these threads.
+            threads: how many of the workers' threads take part; all, where it is None.
 
         Raises:
             DeviceError: the program was made before this process was forked.
@@ -142,7 +143,7 @@ class Program:
             before()
             self._counters[:] = 0
 
-        workers.run(Job(self._entry, self._call.ctypes.data, keep=self), prepare)
+        workers.run(Job(self._entry, self._call.ctypes.data, keep=self, threads=threads), prepare)
 
 
 def _pack(instruction: Instruction) -> bytes:
@@ -173,12 +174,20 @@ class Job:
 
     Args:
         keep: what the arguments refer to, kept alive until the job is done.
+        threads: on how many of them; on all, where it is None or there are fewer.
     """
 
-    def __init__(self, entry: Callable[[int, int, int], None], arguments: int, keep: object = None) -> None:
+    def __init__(
+        self,
+        entry: Callable[[int, int, int], None],
+        arguments: int,
+        keep: object = None,
+        threads: int | None = None,
+    ) -> None:
         self.entry = entry
         self.arguments = arguments
         self.keep = keep
+        self.threads = threads
         self.done = False
         self.error: BaseException | None = None
 
@@ -217,7 +226,7 @@ class Workers:
         self._last: Job | None = None
 
     def run(self, job: Job, before: Callable[[], None] | None = None) -> None:
-        """Does a job on all threads; returns when all are through with it.
+        """Does a job on as many threads as it asks for; returns when they are through with it.
 
         Args:
             before: called first, when nothing else runs on these threads.
@@ -302,13 +311,14 @@ def _tell_all(mail: list[_Mail]) -> None:
 
 def _work(i: int, mail: list[_Mail]) -> None:
     """A worker's life: thread 0 passes each job on to the others and reports when all are through with it."""
-    others = mail[1:] if i == 0 else []
     while (job := mail[i].jobs.get()) is not None:
         if i == 0 and job.done:
             continue
+        n = min(job.threads or len(mail), len(mail))
+        others = mail[1:n] if i == 0 else []
         for other in others:
             other.jobs.put(job)
-        job.run(i, len(mail))
+        job.run(i, n)
         for other in others:
             other.through.get()
         if i == 0:

@@ -176,10 +176,10 @@ class _Test:
         self._workers = workers
         self._program = Program([instruction] * n_passes, np.ones(1, np.int64), target, (operands, sums), progress)
 
-    def seconds(self) -> float:
-        """Runs it once."""
+    def seconds(self, threads: int | None = None) -> float:
+        """Runs it once, on all threads or on so many of them."""
         begin = time.perf_counter()
-        self._program.run(self._workers)
+        self._program.run(self._workers, threads=threads)
         return time.perf_counter() - begin
 
 
@@ -211,9 +211,9 @@ class ReadTest:
         instruction = Instruction(variant(read_words, target), arguments, n_units, 0, wait=False)
         self._test = _Test(workers, instruction, n_passes, (self.data,), sums, target, progress)
 
-    def bandwidth(self) -> float:
-        """Bytes a second, measured now."""
-        return self._n_bytes / self._test.seconds()
+    def bandwidth(self, threads: int | None = None) -> float:
+        """Bytes a second, measured now, with all threads or with so many of them."""
+        return self._n_bytes / self._test.seconds(threads)
 
     def total(self) -> int:
         """The sum of the buffer's words modulo 2^32, as the last measurement read them."""

@@ -26,19 +26,18 @@ import numpy as np
 
 from localllm import __version__
 from localllm.checks import whole_number
-from localllm.cli.machine import OtherLoad, disturbance, too_many_threads
+from localllm.cli.machine import disturbance, too_many_threads
 from localllm.cli.main import DONE
 from localllm.cli.terminal import LoadStatus, StatusLine, model_line, quantity, warn
 from localllm.errors import UsageError
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo
-from localllm.kernels.cpu.host import cpu_model
+from localllm.kernels.cpu.host import OtherLoad, available_memory, cpu_model
 from localllm.kernels.cpu.roofline import Roofline
 from localllm.kernels.cpu.target import choose
 from localllm.kernels.cpu.tiles import TILES
 from localllm.kernels.ops import CacheShape, Weight
 from localllm.llm import LLM, load
-from localllm.placement import available_memory
 from localllm.quant.repack import repack_target
 
 #: Bytes that a test of the bandwidth reads at most, and the part of the free memory that it takes at most.
@@ -297,12 +296,17 @@ def _measure(llm: LLM, test: Test, repetitions: int, arguments: argparse.Namespa
     status.clear()
     return Measurement(
         test,
-        llm.info.threads,
+        _threads(llm.info, test),
         "B/s" if test.kind == "tg" else "MAC/s",
         tuple(rates),
         tuple(rate * amount for rate in rates),
         tuple((a + b) / 2 for a, b in pairwise(ceilings)),
     )
+
+
+def _threads(info: ModelInfo, test: Test) -> int:
+    """How many compute a test."""
+    return info.decode_threads if test.kind == "tg" else info.threads
 
 
 def _rate(llm: LLM, test: Test, before: list[int], random: np.random.Generator) -> float:
@@ -330,7 +334,7 @@ def _ceiling(
     if info.device != "cpu":
         return None
     n_bytes = int(min(work.bytes_per_token(test), _MOST_READ, available_memory() // _PART_OF_MEMORY))
-    roofline = stack.enter_context(Roofline(info.threads, choose(isa), n_bytes))
+    roofline = stack.enter_context(Roofline(_threads(info, test), choose(isa), n_bytes))
     if test.kind == "tg":
         return roofline.read_bandwidth
     of_bytes, of_floats = work.products(test)

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -22,7 +23,16 @@ from localllm import __version__
 from localllm.cli.main import DONE, FAILED
 from localllm.cli.terminal import LoadStatus, quantity, visible_line
 from localllm.errors import LocalLLMError
-from localllm.kernels.cpu.host import cpu_model, cpu_quota, default_threads, features, program_output, usable_cpus
+from localllm.kernels.cpu.control_groups import cpu_quota
+from localllm.kernels.cpu.host import (
+    available_memory,
+    cpu_model,
+    default_threads,
+    features,
+    program_output,
+    usable_cpus,
+)
+from localllm.progress import of_stage
 
 #: What localllm is built on: distribution and module.
 PACKAGES = {
@@ -209,9 +219,6 @@ def _processor() -> Iterator[Finding]:
 
     yield Finding("processor", "model", cpu_model())
     yield Finding("processor", "cores", _cores())
-    quota = cpu_quota()
-    granted = "" if quota is None else f" (a control group grants this process the time of {quota:g} processors)"
-    yield Finding("processor", "default threads", f"{default_threads()}{granted}")
     yield Finding("processor", "features", ", ".join(_features()) or "none that kernels use")
     yield Finding("processor", "instruction sets", ", ".join(target.name for target in available()))
     yield _chosen_target()
@@ -259,10 +266,37 @@ def _kernels(progress: LoadStatus | None) -> Iterator[Finding]:
     yield Finding("kernels", "cache", f"{place}{state}", None if writable else advice)
     yield Finding("kernels", "cache size", quantity(0 if folder is None else _folder_size(folder), "B"))
     yield _kernel_test(progress)
+    yield from _threads(progress)
+
+
+def _threads(progress: LoadStatus | None) -> Iterator[Finding]:
+    """How many compute by default, and the measurements that say so."""
+    from localllm.kernels.cpu.target import choose
+    from localllm.kernels.cpu.thread_choice import choose_threads
+
+    try:
+        target = choose()
+    except LocalLLMError:  # which the processor's findings have said
+        return
+    choice = choose_threads(target, _shown(progress))
+    quota = cpu_quota()
+    granted = "" if quota is None else f" (a control group grants this process the time of {quota:g} processors)"
+    yield Finding("kernels", "default threads", f"{choice.decode} to decode, {choice.cores} for prompts{granted}")
+    if choice.curve:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(choice.measured))
+        curve = ", ".join(f"{n}: {quantity(rate, 'B/s')}" for n, rate in choice.curve)
+        advice = None
+        if choice.is_disturbed:
+            advice = f"other programs kept {choice.other_cpus:.1f} processors busy: close them, and ask again later"
+        yield Finding("kernels", "read by threads", f"{curve} (measured {when})", advice)
 
 
 def _folder_size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _shown(progress: LoadStatus | None) -> Callable[[int, int], None] | None:
+    return None if progress is None else of_stage(progress, "kernels")
 
 
 def _kernel_test(progress: LoadStatus | None) -> Finding:
@@ -278,13 +312,9 @@ def _kernel_test(progress: LoadStatus | None) -> Finding:
     except LocalLLMError:  # which the processor's findings have said
         return Finding("kernels", "test", "not run: there is no instruction set to compile for")
 
-    def show(done: int, total: int) -> None:
-        if progress is not None:
-            progress("kernels", done, total)
-
     workers = Workers(default_threads())
     try:
-        test = ReadTest(workers, target, 64 * UNIT, show)
+        test = ReadTest(workers, target, 64 * UNIT, _shown(progress))
         test.bandwidth()
     except Exception as error:  # LLVM and the processor can fail in any way
         advice = f"report it; --device reference works without kernels, slowly; or {_reinstall()}"
@@ -304,7 +334,7 @@ def _kernel_test(progress: LoadStatus | None) -> Finding:
 def _memory() -> Iterator[Finding]:
     import psutil
 
-    from localllm.placement import OVERHEAD_BYTES, available_memory
+    from localllm.placement import OVERHEAD_BYTES
 
     total, available = psutil.virtual_memory().total, available_memory()
     advice = "close other programs: hardly any model fits into this" if available < 2 * OVERHEAD_BYTES else None

@@ -217,6 +217,7 @@ def as_json(llm: LLM, completion: Completion) -> dict[str, Any]:
         "device": info.device,
         "kernels": info.kernels,
         "threads": info.threads,
+        "decode_threads": info.decode_threads,
         "text": completion.text,
         "ids": list(completion.ids),
         "finish_reason": completion.finish_reason,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
+from localllm.kernels.cpu.host import OTHER_CPUS
 
-#: Processors that other programs may keep busy, and how much the machine's speed may change, before figures mean
-#: little.
-_OTHER_CPUS, _SCATTER = 0.5, 1.5
+#: How much the machine's speed may change before figures mean little.
+_SCATTER = 1.5
 
 
 def too_many_threads(threads: int) -> str | None:
@@ -19,36 +18,15 @@ def too_many_threads(threads: int) -> str | None:
     return f"-t {threads} is more than the {cpus} processor{'s' * (cpus != 1)} here: they wait for each other, slowly"
 
 
-class OtherLoad:
-    """How much other programs compute from now on."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic(), _other_seconds()
-
-    def cpus(self) -> float:
-        """Processors that they kept busy on average."""
-        began, seconds = self._began
-        return max(0.0, _other_seconds() - seconds) / max(1e-9, time.monotonic() - began)
-
-
-def _other_seconds() -> float:
-    """Seconds that processors worked for others, a hypervisor's other guests among them."""
-    import psutil
-
-    times = psutil.cpu_times()._asdict()
-    busy = sum(times.get(kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
-    return float(busy - time.process_time())
-
-
 def disturbance(other_cpus: float, scatter: float) -> str | None:
     """Why figures mean little, if they do.
 
     Args:
-        other_cpus: see `OtherLoad`.
+        other_cpus: see `localllm.kernels.cpu.host.OtherLoad`.
         scatter: the fastest that the machine was, divided by the slowest.
     """
     causes = []
-    if other_cpus > _OTHER_CPUS:
+    if other_cpus > OTHER_CPUS:
         causes.append(f"other programs kept {other_cpus:.1f} processors busy")
     if scatter > _SCATTER:
         causes.append(f"the machine was at times {scatter:.1f} times as fast as at others")

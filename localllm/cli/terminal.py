@@ -181,7 +181,10 @@ def _scaled(n: float, prefixes: Sequence[str]) -> tuple[str, str]:
 def model_line(info: ModelInfo) -> str:
     """What runs where, in one line."""
     name = visible_line(info.name or info.path.name)
+    threads = f"{info.threads} thread{'s' * (info.threads != 1)}"
+    if info.decode_threads != info.threads:
+        threads += f" ({info.decode_threads} to decode)"
     return (
         f"{name}: {info.architecture}, {short_count(info.n_parameters)} parameters, {info.file_type}; {info.device} "
-        f"({info.kernels}), {info.threads} thread{'s' * (info.threads != 1)}, {info.context:,} tokens of context"
+        f"({info.kernels}), {threads}, {info.context:,} tokens of context"
     )

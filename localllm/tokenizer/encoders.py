@@ -9,6 +9,8 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from localllm.errors import TokenizerError
 from localllm.tokenizer.pretokenizers import PreTokenizer
 from localllm.tokenizer.vocabulary import BPE, TokenType, Vocabulary
@@ -121,16 +123,23 @@ def _pieces(names: list[bytes], scores: bytes, kinds: bytearray) -> bytes:
 
     Written out by hand: a vocabulary has up to 262,144 of them and this runs at every start.
     """
-    parts: list[bytes] = []
-    for index, name in enumerate(names):
-        body = b"\x0a%b%b\x15%b\x18%c" % (
-            _varint(len(name)),
-            name,
-            scores[4 * index : 4 * index + 4],
-            kinds[index],
-        )
-        parts += (b"\x0a", _varint(len(body)), body)
-    return b"".join(parts)
+    tails = np.zeros((len(names), _TAIL), np.uint8)
+    tails[:, 0], tails[:, 5] = 0x15, 0x18
+    tails[:, 1:5] = np.frombuffer(scores, np.uint8).reshape(-1, 4)
+    tails[:, 6] = kinds
+    tail, places = tails.tobytes(), range(0, tails.size, _TAIL)
+    heads = {n: _head(n) for n in set(map(len, names))}
+    return b"".join([heads[len(name)] + name + tail[at : at + _TAIL] for name, at in zip(names, places, strict=True)])
+
+
+#: Bytes of a piece's score and type.
+_TAIL = 7
+
+
+def _head(n: int) -> bytes:
+    """What stands before a piece's name of ``n`` bytes."""
+    name = _bytes_head(1, n)
+    return _bytes_head(1, len(name) + n + _TAIL) + name
 
 
 def _varint(value: int) -> bytes:
@@ -147,7 +156,12 @@ def _field(number: int, value: int) -> bytes:
 
 
 def _bytes_field(number: int, value: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(value)) + value
+    return _bytes_head(number, len(value)) + value
+
+
+def _bytes_head(number: int, length: int) -> bytes:
+    """What stands before the bytes of a field."""
+    return _varint(number << 3 | 2) + _varint(length)
 
 
 class BPEEncoder:

@@ -17,6 +17,8 @@ from localllm.kernels.cpu.program import Job, Workers
 from localllm.kernels.cpu.target import available
 from localllm.kernels.ops import CacheShape, Rope
 from localllm.kernels.reference import ReferenceOps
+from localllm.quant.packing import LAYOUTS
+from localllm.quant.types import GGMLType
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import f32, one_sequence, run
 
@@ -288,6 +290,42 @@ def test_keys_and_values_are_rounded_to_float16_as_numpy_does() -> None:
         np.testing.assert_array_equal(cache.keys[0, 1, 0], expected.view(np.uint16).T)
         assert not cache.keys[0, 0].any()
         assert not cache.values[0, 0].any()
+
+
+def test_steps_of_few_tokens_run_on_the_threads_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = CPUOps(threads=3)
+    own.small_step = 0
+    own.decode_threads = 2
+    taken: list[int | None] = []
+    original = Workers.run
+
+    def watched(workers: Workers, job: Job, *rest: Any) -> None:
+        taken.append(job.threads)
+        original(workers, job, *rest)
+
+    forward = doubled(own)
+    few = cpu_ops.FEW_TOKENS
+    expected = [run(own, forward, one_sequence(n)) for n in (1, few, few + 1)]
+    monkeypatch.setattr(Workers, "run", watched)
+    for n, threads, logits in zip((1, few, few + 1), (2, 2, None), expected, strict=True):
+        taken.clear()
+        np.testing.assert_array_equal(run(own, forward, one_sequence(n)), logits)
+        assert taken[-1] == threads
+
+
+@pytest.mark.parametrize(("kept_bytes", "drops"), [(1, 4), (2 * 256 * 128, 2), (1 << 20, 1)])
+def test_pages_of_large_matrices_are_dropped_while_they_are_packed(
+    monkeypatch: pytest.MonkeyPatch, kept_bytes: int, drops: int
+) -> None:
+    """A matrix of 1,000 rows of 128 bytes is packed 256 rows at a time."""
+    monkeypatch.setattr(cpu_ops, "KEPT_BYTES", kept_bytes)
+    dropped: list[None] = []
+    matrix = random(1000, 32)
+    weight = f32(matrix)
+    monkeypatch.setattr(weight, "drop_pages", lambda: dropped.append(None))
+    packed = CPUOps(threads=2).load_linear(weight)
+    assert len(dropped) == drops
+    np.testing.assert_array_equal(LAYOUTS[GGMLType.F32].unpack(packed.packed, 1024)[:1000].view(np.float32), matrix)
 
 
 def test_a_closed_backend_starts_again(ops: CPUOps) -> None:

@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -47,16 +48,19 @@ def test_this_processor() -> None:
 
 
 def make_machine(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, siblings: dict[int, str], allowed: set[int], quota: str = ""
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    siblings: dict[int, str],
+    allowed: set[int],
+    quota: float | None = None,
 ) -> None:
     """A machine whose processors share cores as told, of which the process may use some."""
     for cpu, names in siblings.items():
         topology = folder / f"cpu{cpu}" / "topology"
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(names + "\n")
-    (folder / "cpu.max").write_text(quota + "\n")
     monkeypatch.setattr(host, "_CPUS", folder)
-    monkeypatch.setattr(host, "_CONTROL_GROUPS", folder)
+    monkeypatch.setattr(host, "cpu_quota", lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: allowed, raising=False)
 
 
@@ -66,20 +70,30 @@ FOUR_CORES = {0: "0,4", 1: "1,5", 2: "2,6", 3: "3,7", 4: "0,4", 5: "1,5", 6: "2,
 @pytest.mark.parametrize(
     ("allowed", "quota", "threads"),
     [
-        (set(range(8)), "", 4),  # two processors to a core
-        ({0, 4}, "", 1),  # both of the same core
-        ({0, 1, 5}, "max 100000", 2),
-        (set(range(8)), "150000 100000", 2),  # a quota is rounded up
-        (set(range(8)), "200000 100000", 2),
-        (set(range(8)), "10000 100000", 1),
-        ({3}, "800000 100000", 1),
+        (set(range(8)), None, 4),  # two processors to a core
+        ({0, 4}, None, 1),  # both of the same core
+        ({0, 1, 5}, None, 2),
+        (set(range(8)), 1.5, 2),  # a quota is rounded up
+        (set(range(8)), 2.0, 2),
+        (set(range(8)), 0.1, 1),
+        ({3}, 8.0, 1),
     ],
 )
 def test_default_threads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, allowed: set[int], quota: str, threads: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, allowed: set[int], quota: float | None, threads: int
 ) -> None:
     make_machine(monkeypatch, tmp_path, FOUR_CORES, allowed, quota)
     assert host.default_threads() == threads
+
+
+def test_the_largest_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(host, "_CPUS", tmp_path)
+    assert host.last_level_cache() == 0
+    for i, size in enumerate(("32K", "1024K", "33792K", "", "12 apples")):
+        folder = tmp_path / "cpu0" / "cache" / f"index{i}"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text(size + "\n")
+    assert host.last_level_cache() == 33792 << 10
 
 
 def test_default_threads_where_the_system_tells_no_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -90,32 +104,24 @@ def test_default_threads_where_the_system_tells_no_cores(monkeypatch: pytest.Mon
     assert host.default_threads() == 8
 
 
-@pytest.mark.parametrize(
-    ("version_2", "quota", "period", "processors"),
-    [
-        ("150000 100000", None, None, 1.5),
-        ("max 100000", None, None, None),
-        (None, "50000", "100000", 0.5),
-        (None, "-1", "100000", None),
-        (None, None, None, None),
-        ("", "", "", None),
-    ],
-)
-def test_cpu_quotas(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    version_2: str | None,
-    quota: str | None,
-    period: str | None,
-    processors: float | None,
-) -> None:
-    (tmp_path / "cpu").mkdir()
-    files = {"cpu.max": version_2, "cpu/cpu.cfs_quota_us": quota, "cpu/cpu.cfs_period_us": period}
-    for name, text in files.items():
-        if text is not None:
-            (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(host, "_CONTROL_GROUPS", tmp_path)
-    assert host.cpu_quota() == processors
+def test_available_memory_is_not_more_than_the_system_has() -> None:
+    assert 0 < host.available_memory() <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(("room", "expected"), [(None, 5 << 20), (1 << 20, 1 << 20), (9 << 20, 5 << 20)])
+def test_available_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, room: int | None, expected: int) -> None:
+    """What the system has, or what a control group leaves of it."""
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemFree: 100 kB\nMemAvailable:    5120 kB\n")
+    monkeypatch.setattr(host, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(host, "memory_room", lambda: room)
+    assert host.available_memory() == expected
+
+
+def test_available_memory_of_systems_other_than_linux(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(host, "_MEMORY", tmp_path / "missing")
+    monkeypatch.setattr(host, "memory_room", lambda: None)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=12345))
+    assert host.available_memory() == 12345
 
 
 def test_programs_that_fail_print_nothing() -> None:

@@ -628,7 +628,7 @@ def test_info(llm: LLM, tiny_path: Path, device: str) -> None:
     assert (info.n_layers, info.n_vocab, info.trained_context, info.context) == (3, 300, 128, CONTEXT)
     assert info.n_parameters == sum(array.size for array in random_weights(config()).values())
     assert info.n_bytes == 4 * info.n_parameters
-    assert info.threads >= 1
+    assert 1 <= info.decode_threads <= info.threads
     assert info.placement.context == CONTEXT
     assert [group.name for group in info.placement.groups] == ["embedding", "layers 0-2", "output"]
 

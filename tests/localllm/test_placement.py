@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm import placement
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.ops import CacheShape, Weight
 from localllm.models.config import ModelConfig, read_config
 from localllm.models.weights import LoadedWeight
-from localllm.placement import DEFAULT_CONTEXT, LEAST_CONTEXT, OVERHEAD_BYTES, Placement, available_memory, plan
+from localllm.placement import DEFAULT_CONTEXT, LEAST_CONTEXT, OVERHEAD_BYTES, Placement, plan
 from localllm.quant.types import GGMLType
 
 LAYERS, WIDTH, FF, KV_WIDTH, VOCABULARY = 22, 2048, 5632, 256, 32000
@@ -188,25 +185,3 @@ def test_where_no_context_helps_none_is_advised() -> None:
     with pytest.raises(NotEnoughMemoryError, match="smaller quantisation") as caught:
         place(IN_LAYERS)
     assert "context=" not in str(caught.value)
-
-
-def test_available_memory_is_not_more_than_the_system_has() -> None:
-    assert 0 < available_memory() <= psutil.virtual_memory().total
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [("1000\n", 1000 - 700 + 150), ("max\n", None), ("600\n", 50), ("500\n", 0)]
-)
-def test_a_control_group_limits_what_is_available(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, expected: int | None
-) -> None:
-    files = {"max": limit, "current": "700\n", "stat": "anon 5\ninactive_file 150\n"}
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    names = tuple(str(tmp_path / name) for name in files)
-    monkeypatch.setattr(placement, "_CONTROL_GROUP_FILES", [(*names, "inactive_file")])
-    unlimited = psutil.virtual_memory().available
-    if expected is None:
-        assert available_memory() > unlimited // 2
-    else:
-        assert available_memory() == expected

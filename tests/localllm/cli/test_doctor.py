@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 
 from localllm.cli import doctor
 from localllm.cli.doctor import EXTRAS, PACKAGES, Finding, findings, nvidia_gpus
+from localllm.kernels.cpu import thread_choice
 from localllm.kernels.cpu.target import available
+from localllm.kernels.cpu.thread_choice import ThreadChoice
 from tests.helpers.command_line import Outcome, run_main
 from tests.helpers.data import ROOT
 
@@ -185,7 +188,7 @@ def test_kernels_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.placement.available_memory", lambda: 10_000_000)
+    monkeypatch.setattr("localllm.cli.doctor.available_memory", lambda: 10_000_000)
     memory = found("memory", "memory")
     assert "of which 10 MB is available" in memory.value
     assert memory.advice is not None
@@ -205,7 +208,22 @@ def test_a_quota_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "cpu_quota", lambda: 1.5)
     assert found("default threads").value.endswith("the time of 1.5 processors)")
     monkeypatch.setattr(doctor, "cpu_quota", lambda: None)
-    assert found("default threads").value.isdigit()
+    assert found("default threads").value.endswith(" for prompts")
+
+
+def test_the_curve_of_the_threads_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = ThreadChoice(2, 4, ((1, 1e10), (2, 1.9e10), (4, 2e10)), 1e9)
+    monkeypatch.setattr(thread_choice, "choose_threads", lambda *_: choice)
+    assert found("default threads").value.startswith("2 to decode, 4 for prompts")
+    curve = found("read by threads")
+    assert curve.value.startswith("1: 10 GB/s, 2: 19 GB/s, 4: 20 GB/s (measured 2001-09-0")
+    assert curve.advice is None
+    monkeypatch.setattr(thread_choice, "choose_threads", lambda *_: replace(choice, other_cpus=1.5))
+    advice = found("read by threads").advice
+    assert advice is not None
+    assert "other programs kept 1.5 processors busy" in advice
+    monkeypatch.setattr(thread_choice, "choose_threads", lambda *_: ThreadChoice(1, 1))
+    assert "read by threads" not in [finding.name for finding in doctor.findings()]
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import psutil
 import pytest
 
-from localllm.cli import machine
-from localllm.cli.machine import OtherLoad, disturbance, too_many_threads
-from localllm.kernels.cpu.host import usable_cpus
+from localllm.cli.machine import disturbance, too_many_threads
+from localllm.kernels.cpu import host
+from localllm.kernels.cpu.host import OtherLoad, usable_cpus
 
 
 def test_threads() -> None:
@@ -43,7 +43,7 @@ def test_the_load_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
             return {"user": now["busy"] / 2, "steal": now["busy"] / 2, "idle": 1e6}
 
     clock: Any = SimpleNamespace(monotonic=lambda: now["clock"], process_time=lambda: now["own"])
-    monkeypatch.setattr(machine, "time", clock)
+    monkeypatch.setattr(host, "time", clock)
     monkeypatch.setattr(psutil, "cpu_times", Times)
     others = OtherLoad()
     now.update(clock=110.0, own=6.0, busy=65.0)

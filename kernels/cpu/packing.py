@@ -1,0 +1,221 @@
+"""Tiles made at the speed of memory: what `localllm.quant.packing` draws, by a kernel.
+
+One kernel serves every format.  A layout becomes a table of moves, each of which transposes a part of sixteen rows'
+blocks into a tile: 16 bytes of every row at once where words lie side by side, one word or one half where not.
+
+    16 rows, 16 bytes of each          four vectors
+    row 0:  a0 b0 c0 d0                a0 a1 a2 … a15
+    row 1:  a1 b1 c1 d1       ──▶      b0 b1 b2 … b15
+    …                                  c0 …   d0 …
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numpy.typing import NDArray
+
+from localllm.kernels.cpu.compiler import addresses, kernel, variant
+from localllm.kernels.cpu.simd import i16, i32, i64, intp, load_i64, op, void
+from localllm.kernels.cpu.target import Target
+from localllm.quant.packing import GROUP, TileLayout
+
+#: Bytes of a row that the widest moves take.
+WIDE = 16
+#: What a move transposes: sixteen bytes of words or of halves, one word of codes or of bit planes, one half.
+WORDS, HALVES, WORD, PLANES, HALF = range(5)
+#: Bytes of a move in the table: what it is, where in the blocks it reads, where in the tile it writes.
+MOVE = 24
+
+Bytes = NDArray[np.uint8]
+_ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+# -- Transposing sixteen rows ----------------------------------------------------------------------------------------
+
+
+def _load(b: Any, address: Any, kind: ir.Type) -> Any:
+    value = b.load(b.inttoptr(address, kind.as_pointer()))
+    value.align = 1
+    return value
+
+
+def _store(b: Any, value: Any, address: Any, offset: int) -> None:
+    place = b.add(address, ir.Constant(i64, offset))
+    b.store(value, b.inttoptr(place, value.type.as_pointer())).align = 1
+
+
+def _shuffle(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(i32, len(lanes)), lanes))
+
+
+def _rows(b: Any, rows: Any, stride: Any, kind: ir.Type) -> list[Any]:
+    """A value of each of sixteen rows."""
+    return [_load(b, b.add(rows, b.mul(stride, ir.Constant(i64, r))), kind) for r in range(GROUP)]
+
+
+def _columns(b: Any, rows: Any, stride: Any) -> list[Any]:
+    """Four vectors, each of the same word of sixteen rows."""
+    words = _rows(b, rows, stride, ir.VectorType(i32, 4))
+    # Rows 0, 4, 8, 12 side by side, then 1, 5, 9, 13, and so on: what is left to do stays within lanes of 16 bytes.
+    side = [_beside(b, words[r::4]) for r in range(4)]
+    low, high = [0, 16, 1, 17], [2, 18, 3, 19]
+    pairs = [_shuffle(b, side[r], side[r + 1], _in_lanes(which)) for which in (low, high) for r in (0, 2)]
+    first, second = [0, 1, 16, 17], [2, 3, 18, 19]
+    return [_shuffle(b, pairs[p], pairs[p + 1], _in_lanes(which)) for p in (0, 2) for which in (first, second)]
+
+
+def _beside(b: Any, pieces: list[Any]) -> Any:
+    """Four vectors of four words end to end."""
+    halves = [_shuffle(b, x, y, list(range(8))) for x, y in (pieces[:2], pieces[2:])]
+    return _shuffle(b, halves[0], halves[1], list(range(16)))
+
+
+def _in_lanes(words: list[int]) -> list[int]:
+    """A choice among the words of two lanes of four, the second's numbered from 16 on, made in each of four lanes."""
+    return [4 * lane + word for lane in range(4) for word in words]
+
+
+@op(void, intp, intp, intp)
+def transpose_words(b, rows, stride, tile):
+    """Sixteen bytes of every row: the first word of all rows, then the second, …"""
+    for i, words in enumerate(_columns(b, rows, stride)):
+        _store(b, words, tile, 64 * i)
+
+
+@op(void, intp, intp, intp)
+def transpose_halves(b, rows, stride, tile):
+    """Sixteen bytes of every row: the first 16 bits of all rows, then the second, …"""
+    sixteen = ir.Constant(ir.VectorType(i32, GROUP), [16] * GROUP)
+    for i, words in enumerate(_columns(b, rows, stride)):
+        for j, part in enumerate((words, b.lshr(words, sixteen))):
+            _store(b, b.trunc(part, ir.VectorType(i16, GROUP)), tile, 64 * i + 32 * j)
+
+
+@op(void, intp, intp, intp)
+def transpose_word(b, rows, stride, tile):
+    """One word of every row."""
+    for r, word in enumerate(_rows(b, rows, stride, i32)):
+        _store(b, word, tile, 4 * r)
+
+
+@op(void, intp, intp, intp)
+def transpose_half(b, rows, stride, tile):
+    """16 bits of every row."""
+    for r, half in enumerate(_rows(b, rows, stride, i16)):
+        _store(b, half, tile, 2 * r)
+
+
+@op(void, intp, intp, intp)
+def transpose_planes(b, rows, stride, tile):
+    """One word of every row, whose bit 4 v + c becomes bit v of byte c."""
+    kind = ir.VectorType(i32, GROUP)
+    words = ir.Constant(kind, ir.Undefined)
+    for r, word in enumerate(_rows(b, rows, stride, i32)):
+        words = b.insert_element(words, word, ir.Constant(i32, r))
+
+    def every(n: int) -> ir.Constant:
+        return ir.Constant(kind, [n] * GROUP)
+
+    planes = every(0)
+    for v in range(8):
+        bits = b.and_(b.lshr(words, every(4 * v)), every(0xF))
+        # Times 1 + 2^7 + 2^14 + 2^21: of four bits the first stays, the others move to the bytes behind.
+        spread = b.and_(b.mul(bits, every(0x204081)), every(0x01010101))
+        planes = b.or_(planes, b.shl(spread, every(v)))
+    _store(b, planes, tile, 0)
+
+
+# -- The kernel ------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def pack_groups(begin, end, rows, row_bytes, n_blocks, block_bytes, moves, n_moves, tiles):
+    """Packs groups of sixteen rows; a unit is a group.
+
+    rows: blocks, ``n_blocks`` of ``block_bytes`` a row.  moves: int64 [n_moves, 3], as `moves` makes them.
+    """
+    for group in range(begin, end):
+        source = rows + group * (GROUP * row_bytes)
+        tile = tiles + group * (GROUP * row_bytes)
+        for _ in range(n_blocks):
+            for m in range(n_moves):
+                entry = moves + MOVE * m
+                kind = load_i64(entry)
+                place = source + load_i64(entry + 8)
+                target = tile + load_i64(entry + 16)
+                if kind == WORDS:
+                    transpose_words(place, row_bytes, target)
+                elif kind == HALVES:
+                    transpose_halves(place, row_bytes, target)
+                elif kind == WORD:
+                    transpose_word(place, row_bytes, target)
+                elif kind == PLANES:
+                    transpose_planes(place, row_bytes, target)
+                else:
+                    transpose_half(place, row_bytes, target)
+            source += block_bytes
+            tile += GROUP * block_bytes
+
+
+def moves(layout: TileLayout) -> tuple[int, list[tuple[int, int, int]]]:
+    """What makes tiles of a layout: bytes of each row that the moves transpose together, and the moves.
+
+    A block of a single value is too little to take at a time: of those, as many go together as fill `WIDE` bytes.
+    """
+    if layout.block_bytes < WIDE:
+        return WIDE, [(HALVES if layout.halves else WORDS, 0, 0)]
+    table, place = [], 0
+    for offset in layout.halves:
+        table.append((HALF, offset, place))
+        place += 2 * GROUP
+    for i, (offset, length) in enumerate(layout.words):
+        for at in range(offset, offset + length // WIDE * WIDE, WIDE):
+            table.append((WORDS, at, place))
+            place += WIDE * GROUP
+        for at in range(offset + length // WIDE * WIDE, offset + length, 4):
+            table.append((PLANES if layout.bit_planes and i == 0 else WORD, at, place))
+            place += 4 * GROUP
+    return layout.block_bytes, table
+
+
+class Packer:
+    """Packs rows for one layout; any number of threads may use it at once.
+
+    Args:
+        progress: see `localllm.kernels.cpu.compiler.addresses`.
+    """
+
+    def __init__(
+        self, layout: TileLayout, target: Target, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        v = variant(pack_groups, target)
+        self._entry = _ENTRY(addresses([v], progress)[v])
+        self._layout = layout
+        self._step, table = moves(layout)
+        self._moves = np.array(table, np.int64)
+
+    def pack(self, rows: Bytes, out: Bytes) -> None:
+        """As `TileLayout.pack`, and the same to the last bit; Python's lock is let go of meanwhile."""
+        n_rows, row_bytes = rows.shape
+        n_groups = n_rows // GROUP
+        if row_bytes % self._step:
+            n_groups = 0
+        done = n_groups * GROUP
+        if n_groups:
+            if not (rows.flags.c_contiguous and out.flags.c_contiguous) or out.nbytes < done * row_bytes:
+                raise ValueError("rows to be packed, and the place for them, must each lie in one piece")
+            arguments = np.array(
+                [
+                    *(rows.ctypes.data, row_bytes, row_bytes // self._step, self._step),
+                    *(self._moves.ctypes.data, len(self._moves), out.ctypes.data),
+                ],
+                np.int64,
+            )
+            self._entry(arguments.ctypes.data, 0, n_groups)
+        if done < n_rows:
+            self._layout.pack(rows[done:], out[done * row_bytes :])

@@ -1,0 +1,172 @@
+"""How many threads decode: found on curves made up, kept, and not believed where it should not be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.kernels.cpu import thread_choice
+from localllm.kernels.cpu.ops import CPUOps
+from localllm.kernels.cpu.program import Job, Workers
+from localllm.kernels.cpu.target import choose
+from localllm.kernels.cpu.thread_choice import DISTURBED_SECONDS, KEPT_SECONDS, ThreadChoice, choose_threads, knee
+
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 4, 6, 8, 24, 64, 96])
+@pytest.mark.parametrize("bend", [1, 2, 3, 5, 8, 13, 40, 200])
+def test_the_knee_is_where_the_curve_bends(cores: int, bend: int) -> None:
+    asked: list[int] = []
+
+    def bandwidth(n: int) -> float:
+        asked.append(n)
+        return 1e10 * min(n, bend)
+
+    threads, curve = knee(bandwidth, cores)
+    assert threads == next(n for n in range(1, cores + 1) if min(n, bend) >= 0.95 * min(cores, bend))
+    assert curve == {n: 1e10 * min(n, bend) for n in asked}
+    assert len(asked) == len(set(asked)) <= 2 * cores.bit_length() + 1
+
+
+def test_threads_that_make_it_slower_are_not_taken() -> None:
+    assert knee(lambda n: {1: 10.0, 2: 18.0, 3: 20.0, 4: 19.5, 8: 12.0}[n], 8)[0] == 3
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """A machine of eight cores whose curve bends at three threads, and a clock."""
+    state: dict[str, Any] = {"now": 1e9, "busy": 0.0, "measured": 0, "cpu": "a processor"}
+
+    def measure(cores: int, *_: object) -> ThreadChoice:
+        state["measured"] += 1
+        decode, curve = knee(lambda n: 1e10 * min(n, 3), cores)
+        return ThreadChoice(decode, cores, tuple(sorted(curve.items())), state["now"], state["busy"])
+
+    monkeypatch.setattr(thread_choice, "default_threads", lambda: 8)
+    monkeypatch.setattr(thread_choice, "cpu_model", lambda: state["cpu"])
+    monkeypatch.setattr(thread_choice, "cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr(thread_choice, "_measure", measure)
+    monkeypatch.setattr(thread_choice, "_chosen", {})
+    monkeypatch.setattr(thread_choice.time, "time", lambda: state["now"])
+    return state
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process."""
+    monkeypatch.setattr(thread_choice, "_chosen", {})
+
+
+def test_it_is_measured_once_on_a_machine(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = choose_threads(choose())
+    assert (first.decode, first.cores) == (3, 8)
+    for _ in range(2):
+        forget(monkeypatch)
+        assert choose_threads(choose()) == first
+    assert machine["measured"] == 1
+    machine["cpu"] = "another processor"
+    choose_threads(choose())
+    assert machine["measured"] == 2
+
+
+@pytest.mark.parametrize(
+    ("busy", "seconds", "again"),
+    [
+        (0.0, KEPT_SECONDS - HOUR, False),
+        (0.0, KEPT_SECONDS + HOUR, True),
+        (0.0, -HOUR, True),  # the clock was wrong then, or is now
+        (2.0, DISTURBED_SECONDS / 2, False),
+        (2.0, DISTURBED_SECONDS + HOUR, True),
+    ],
+)
+@pytest.mark.parametrize("new_process", [False, True])
+def test_old_and_disturbed_measurements_are_made_again(
+    machine: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    busy: float,
+    seconds: float,
+    again: bool,
+    new_process: bool,
+) -> None:
+    machine["busy"] = busy
+    choose_threads(choose())
+    machine["now"] += seconds
+    if new_process:
+        forget(monkeypatch)
+    choose_threads(choose())
+    assert machine["measured"] == 1 + again
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"no json", b"[]", b"{}", {"decode": 0}, {"decode": 9}, {"decode": "x"}, {"curve": [1]}, {"measured": []}],
+)
+def test_a_damaged_file_is_measured_anew(
+    machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damage: bytes | dict[str, Any]
+) -> None:
+    first = choose_threads(choose())
+    (file,) = (tmp_path / "cache").iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(damage if isinstance(damage, bytes) else json.dumps(json.loads(whole) | damage).encode())
+    forget(monkeypatch)
+    assert choose_threads(choose()) == first
+    assert machine["measured"] == 2
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("place", ["nowhere", "a file"])
+def test_where_nothing_can_be_kept(
+    machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "cache").write_text("not a folder")
+    if place == "nowhere":
+        monkeypatch.setattr(thread_choice, "cache_root", lambda: None)
+    assert choose_threads(choose()).decode == choose_threads(choose()).decode == 3
+    assert machine["measured"] == 1
+
+
+def test_one_core_leaves_nothing_to_choose(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_choice, "default_threads", lambda: 1)
+    assert choose_threads(choose()) == ThreadChoice(1, 1)
+    assert machine["measured"] == 0
+
+
+@pytest.mark.parametrize("others", [0.0, 1.5])
+def test_a_real_measurement(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
+    """Whatever it finds; while others compute, all cores are taken."""
+    monkeypatch.setattr(thread_choice, "LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(thread_choice, "last_level_cache", lambda: 0)
+    monkeypatch.setattr(thread_choice.OtherLoad, "cpus", lambda _: others)
+    choice = thread_choice._measure(3, choose(), None)
+    assert [n for n, _ in choice.curve][-1] == 3
+    assert all(rate > 0 for _, rate in choice.curve)
+    assert choice.is_disturbed == (others > 0)
+    assert choice.decode == 3 if others else 1 <= choice.decode <= 3
+
+
+@pytest.mark.parametrize(("threads", "taking_part"), [(None, 3), (1, 1), (2, 2), (3, 3), (7, 3)])
+def test_a_job_runs_on_as_many_threads_as_it_asks_for(threads: int | None, taking_part: int) -> None:
+    workers = Workers(3)
+    seen: list[tuple[int, int]] = []
+
+    def note(_: int, i: int, n: int) -> None:
+        seen.append((i, n))
+
+    for _ in range(3):  # and the others can still be asked afterwards
+        seen.clear()
+        workers.run(Job(note, 0, threads=threads))
+        assert sorted(seen) == [(i, taking_part) for i in range(taking_part)]
+        seen.clear()
+        workers.run(Job(note, 0))
+        assert sorted(seen) == [(i, 3) for i in range(3)]
+    workers.close()
+
+
+def test_threads_that_are_asked_for_decode_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.kernels.cpu.ops.choose_threads", lambda *_: ThreadChoice(2, 5))
+    chosen, given = CPUOps(), CPUOps(threads=4)
+    assert (chosen.workers.n, chosen.decode_threads) == (5, 2)
+    assert (given.workers.n, given.decode_threads) == (4, 4)
