@@ -21,8 +21,6 @@ from localllm.kernels.cpu.simd import (
 from localllm.kernels.cpu.templates import device, static_range, template
 from localllm.kernels.cpu.tiles import RECORD, TOKENS, X_STEP, fetch_ahead, multiply_block
 
-#: Groups of rows that are read side by side for a single token: memory answers several streams faster than one.
-STREAMS = 4
 #: Tokens that a group of rows is multiplied with before the next one's turn, a multiple of `TOKENS`: as many as have
 #: their activations in the second nearest cache.
 MOST_TOKENS = 64
@@ -48,21 +46,16 @@ def finish_rows(acc, bias, residual, y, rows, place):
 
 
 @template
-def one_token(first, n_groups, weights, n_tiles, sums, x, bias, residual, y):
-    """So many groups of sixteen rows times a single token: each block is multiplied as it is unpacked.
-
-    The groups take turns, a tile each.
-    """
-    for g in range(n_groups):
-        store_f32x16(sums + 64 * g, zero_f32x16())
-    for tile in range(n_tiles):
-        for g in range(n_groups):
-            acc[0] = load_f32x16(sums + 64 * g)
-            UNPACK(acc, weights + ((first + g) * n_tiles + tile) * TILE_BYTES, x + tile * (BLOCKS * X_STEP), X_STEP)
-            store_f32x16(sums + 64 * g, acc[0])
-    for g in range(n_groups):
-        rows = (first + g) * 64
-        finish_rows(load_f32x16(sums + 64 * g), bias, residual, y, rows, rows)
+def one_token(tiles, n_tiles, x, bias, residual, y, rows):
+    """Sixteen rows times a single token: each block is multiplied as it is unpacked."""
+    acc[0] = zero_f32x16()
+    tile = tiles
+    record = x
+    for _ in range(n_tiles):
+        UNPACK(acc, tile, record, X_STEP)
+        tile += TILE_BYTES
+        record += BLOCKS * X_STEP
+    finish_rows(acc[0], bias, residual, y, rows, rows)
 
 
 @template
@@ -112,8 +105,8 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
     slab = stack(SLAB * BLOCK_BYTES)
     sums = stack(64 * MOST_TOKENS)
     if n_tokens == 1:
-        for group in range(begin, end, STREAMS):
-            one_token(group, min(STREAMS, end - group), weights, n_tiles, sums, x, bias, residual, y)
+        for group in range(begin, end):
+            one_token(weights + group * n_tiles * TILE_BYTES, n_tiles, x, bias, residual, y, group * 64)
         return
     for first in range(0, n_tokens, MOST_TOKENS):
         n = min(MOST_TOKENS, n_tokens - first)
