@@ -1,29 +1,31 @@
 """Flash attention over the paged cache (Dao et al., arXiv:2205.14135), for prefill and decode alike.
 
 A unit of work is a tile of up to `TILE_ROWS` query rows that share a key/value head.  A row is a token and one of the
-H / G query heads of the group; row number t * (H / G) + h of a sequence is its token t and head h.  A tile walks over
-the sequence's pages, so that each is read once for all its rows, and keeps for each row the largest score so far, the
-sum of exponentials and the weighted sum of values.
+H / G query heads of the group; row number t * (H / G) + h of a sequence is its token t and head h.
 
-The cache is cut into spans of `SPAN` positions.  Each is summed up for itself, and the sums are merged in order.
-So a few rows that look far back can be shared by many threads, a span each (as in Flash-Decoding, Dao et al., 2023):
-which thread did what changes no bit.  Nor does what else is in the batch: pages are taken whole and in order, and
-a masked score adds exactly nothing.
+The cache is cut into spans of `SPAN` positions.  A tile takes the spans that it sees one after the other, and each in
+three passes: scores of all its pages; from them weights, exp(score - largest); and the values' weighted sums.  A page
+is widened to float32 once for all rows of a tile, so that the products, most of the work, know nothing of the cache's
+type, and read from the nearest cache.  Meanwhile they ask memory for the page that comes next.
 
-The scores of 16 positions lie side by side in a vector, because keys are stored with positions innermost; the
-values' weighted sum has 16 head values side by side.
+Each span is summed up for itself, and the sums are merged in order, with each row's largest score.  So a few rows
+that look far back can be shared by many threads, a span each (as in Flash-Decoding, Dao et al., 2023): which thread
+did what changes no bit.  Nor does what else is in the batch: positions are taken in order, and a masked one adds
+exactly nothing.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from localllm.kernels.cpu.cache_types import PAGE, CacheLayout
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.elementwise import exp
 from localllm.kernels.cpu.simd import (
     fma,
     lane_numbers,
-    load_f16x16,
     load_f32,
     load_f32x16,
     load_i32,
@@ -42,63 +44,115 @@ from localllm.kernels.cpu.simd import (
     sum_lanes,
     zero_f32x16,
 )
-from localllm.kernels.cpu.templates import Registers, static_range, template
+from localllm.kernels.cpu.templates import device, static_range, template
 
-#: Tokens in a page of the cache, the vectors that hold their scores, and the tokens and pages in a span.
-PAGE = 64
-GROUPS = PAGE // 16
+#: Tokens and pages in a span.
 SPAN = 512
 SPAN_PAGES = SPAN // PAGE
 #: Query rows in a tile, and those computed at once.
 TILE_ROWS, ROWS = 32, 4
-#: Bytes of a row's scores turned to weights, with the factor of what was before behind them.
-WEIGHTS = 4 * (PAGE + 16)
+#: Bytes of a row's scores in a span; a line more than they take, so that rows do not compete for places in caches.
+SCORES = 4 * SPAN + 64
 #: A masked score, and where the largest score starts: above a masked one, so that exp(masked - largest) is 0.
 MASKED, LOWEST = np.float32(-3e38), np.float32(-1e30)
 ZERO, ONE = np.float32(0), np.float32(1)
-#: Bytes of a row's largest score and total, behind its sums.
-MARGIN = 128
+
+
+def state_bytes(head: int) -> int:
+    """STATE, the bytes of a row's state: its sums, the largest score 16 times, 16 parts of the weights' total."""
+    return 4 * head + 128
+
+
+def constants(layout: CacheLayout, head: int, *, wide: bool) -> dict[str, Any]:
+    """What `attention` is compiled for.
+
+    Args:
+        layout, head: the cache's layout, and the values that a head takes in it.
+        wide: whether a vector fills one register, so that many fit.
+    """
+    most, n_vectors = (5, head // 16) if wide else (1, 1)
+    return {
+        "HEAD": head,
+        "BLOCK": layout.block_bytes(head),
+        "STATE": state_bytes(head),
+        # Vectors of scores and of values computed at once: as many as divide them and leave registers for the rest.
+        "VECTORS": 4 if wide else 1,
+        "CHUNK": max(c for c in range(1, most + 1) if n_vectors % c == 0),
+        "WIDEN_KEYS": layout.widen_keys,
+        "WIDEN_VALUES": layout.widen_values,
+    }
+
+
+@device
+def block_at(cache, block_table, page, page_bytes):
+    """The address of a page's block: ``cache`` is that of the head's block in page 0."""
+    return cache + np.int64(load_i32(block_table + 4 * page)) * page_bytes
 
 
 @template
-def score_page(s: Registers, queries, keys, next_keys):
-    """s[r, g] = row r's scores of positions 16 g …; keys: float16 [HEAD, PAGE].  Begins to read the next page's."""
-    for r in static_range(ROWS):
-        for g in static_range(GROUPS):
-            s[r, g] = zero_f32x16()
-    for i in range(HEAD):
-        prefetch(next_keys + 2 * PAGE * i)
-        prefetch(next_keys + 2 * PAGE * i + 64)
-        for g in static_range(GROUPS):
-            key[g] = load_f16x16(keys + 2 * PAGE * i + 32 * g)
-        for r in static_range(ROWS):
-            q = splat_f32(queries + 4 * HEAD * r + 4 * i)
-            for g in static_range(GROUPS):
-                s[r, g] = fma(key[g], q, s[r, g])
+def load_query(query, head_dim, scale, out):
+    """out = scale * query, padded with zeros to HEAD values."""
+    for i in range(head_dim):
+        store_f32(out + 4 * i, load_f32(query + 4 * i) * scale)
+    for i in range(head_dim, HEAD):
+        store_f32(out + 4 * i, ZERO)
 
 
 @template
-def add_values(weights, n, values, next_values, sums, first):
-    """sums[r] = alpha_r * sums[r] + weights[r] @ values, for CHUNK * 16 head values from number ``first`` on.
+def multiply(x, x_step, matrix, width, vectors, n, y, y_step, fresh, ahead, pace):
+    """y[r] = x[r] @ matrix, or y[r] += unless ``fresh``, for ROWS rows and 16 * vectors columns.
 
-    weights: float32 [ROWS, PAGE + 16], with alpha at PAGE; values: float16 [PAGE, HEAD]; sums: float32, a row of
-    ``STATE`` bytes each.
+    All are float32: x [ROWS, n], matrix [n, width], y [ROWS, 16 * vectors]; steps from row to row are in bytes.
+    Begins to read from ``ahead`` on, ``pace`` bytes in each of n steps.
     """
     for r in static_range(ROWS):
-        alpha = splat_f32(weights + (WEIGHTS * r + 4 * PAGE))
-        for c in static_range(CHUNK):
-            o[r, c] = alpha * load_f32x16(sums + STATE * r + 4 * first + 64 * c)
-    for p in range(n):
-        for c in static_range(CHUNK):
-            prefetch(next_values + 2 * HEAD * p + 2 * first + 32 * c)
-            v[c] = load_f16x16(values + 2 * HEAD * p + 2 * first + 32 * c)
+        for v in static_range(vectors):
+            if fresh:  # a constant
+                total[r, v] = zero_f32x16()
+            else:
+                total[r, v] = load_f32x16(y + y_step * r + 64 * v)
+    for i in range(n):
+        prefetch(ahead + pace * i)
+        prefetch(ahead + pace * i + 64)
+        for v in static_range(vectors):
+            entry[v] = load_f32x16(matrix + 4 * width * i + 64 * v)
         for r in static_range(ROWS):
-            w = splat_f32(weights + WEIGHTS * r + 4 * p)
-            for c in static_range(CHUNK):
-                o[r, c] = fma(v[c], w, o[r, c])
+            factor = splat_f32(x + x_step * r + 4 * i)
+            for v in static_range(vectors):
+                total[r, v] = fma(entry[v], factor, total[r, v])
     for r in static_range(ROWS):
-        for c in static_range(CHUNK):
-            store_f32x16(sums + STATE * r + 4 * first + 64 * c, o[r, c])
+        for v in static_range(vectors):
+            store_f32x16(y + y_step * r + 64 * v, total[r, v])
+
+
+@template
+def mask_page(scores, limits, position):
+    """Masks the scores [ROWS, PAGE] of positions from ``position`` on that rows do not see."""
+    for r in range(ROWS):
+        low = splat_int(np.int32(load_i64(limits + 16 * r) - position))
+        high = splat_int(np.int32(load_i64(limits + 16 * r + 8) - position))
+        for g in static_range(PAGE // 16):
+            place = scores + SCORES * r + 64 * g
+            lanes = splat_int(np.int32(16 * g)) + lane_numbers()
+            store_f32x16(place, select_between(lanes, low, high, load_f32x16(place), splat(MASKED)))
+
+
+@template
+def soften(scores, n, state):
+    """Turns a row's ``n`` bytes of scores into weights exp(score - largest); notes the largest and the total."""
+    for g in static_range(PAGE // 16):
+        top[g] = splat(LOWEST)
+    for i in range(0, n, 4 * PAGE):
+        for g in static_range(PAGE // 16):
+            top[g] = maximum(top[g], load_f32x16(scores + i + 64 * g))
+    largest = splat(max_lanes(maximum(maximum(top[0], top[1]), maximum(top[2], top[3]))))
+    total = zero_f32x16()
+    for i in range(0, n, 64):
+        weight = exp(load_f32x16(scores + i) - largest)
+        total = total + weight
+        store_f32x16(scores + i, weight)
+    store_f32x16(state + 4 * HEAD, largest)
+    store_f32x16(state + 4 * HEAD + 64, total)
 
 
 @template
@@ -137,6 +191,49 @@ def write_rows(state, n_rows, first_row, start, head, group_size, head_dim, out,
             store_f32(place + 4 * i, load_f32(state + STATE * r + 4 * i) * share)
 
 
+@template
+def score_span(queries, n_rows, limits, keys, table, page_bytes, span, low, high, wide, scores, ahead):
+    """Scores of the rows against pages low … high of a span; then it begins to read from ``ahead`` on."""
+    for page in range(low, high):
+        WIDEN_KEYS(block_at(keys, table, page, page_bytes), wide)
+        next_block = ahead
+        if page + 1 < high:
+            next_block = block_at(keys, table, page + 1, page_bytes)
+        pace = (BLOCK * ROWS + n_rows * (HEAD * PAGE // 16 // VECTORS) - 1) // (
+            n_rows * (HEAD * PAGE // 16 // VECTORS)
+        )
+        for some in range(0, n_rows, ROWS):
+            first, last = limits + 16 * some, limits + 16 * (some + ROWS - 1)
+            if load_i64(first) // PAGE <= page and page * PAGE <= load_i64(last + 8):
+                place = scores + SCORES * some + 4 * PAGE * (page - span * SPAN_PAGES)
+                for c in range(0, PAGE, 16 * VECTORS):
+                    row, matrix = queries + 4 * HEAD * some, wide + 4 * c
+                    multiply(row, 4 * HEAD, matrix, PAGE, VECTORS, HEAD, place + 4 * c, SCORES, 1, next_block, pace)
+                    next_block += pace * HEAD
+                if page * PAGE < load_i64(last) or load_i64(first + 8) < page * PAGE + PAGE - 1:
+                    mask_page(place, first, page * PAGE)
+
+
+@template
+def add_span(weights, n_rows, limits, values, table, page_bytes, span, low, high, wide, sums, ahead):
+    """Adds to the rows' sums the values of pages low … high of a span; then it begins to read from ``ahead`` on."""
+    for page in range(low, high):
+        WIDEN_VALUES(block_at(values, table, page, page_bytes), wide)
+        next_block = ahead
+        if page + 1 < high:
+            next_block = block_at(values, table, page + 1, page_bytes)
+        pace = (BLOCK * ROWS + n_rows * (HEAD * PAGE // 16 // CHUNK) - 1) // (n_rows * (HEAD * PAGE // 16 // CHUNK))
+        for some in range(0, n_rows, ROWS):
+            first, last = limits + 16 * some, limits + 16 * (some + ROWS - 1)
+            n = min(np.int64(PAGE), load_i64(last + 8) + 1 - page * PAGE)
+            if load_i64(first) // PAGE <= page and n > 0:
+                place = weights + SCORES * some + 4 * PAGE * (page - span * SPAN_PAGES)
+                for c in range(0, HEAD, 16 * CHUNK):
+                    row, total = wide + 4 * c, sums + STATE * some + 4 * c
+                    multiply(place, SCORES, row, HEAD, CHUNK, n, total, STATE, 0, next_block, pace)
+                    next_block += pace * PAGE
+
+
 @kernel
 def attention(
     begin,
@@ -164,76 +261,54 @@ def attention(
     tiles: int64 [n, 6]: sequence, first row, number of rows, first span, the one behind the last, and -1 or the
     number of the part of ``parts`` that the sums go to instead of to ``out``.  Unit u is tile u % n of head u // n.
     q, out: float32 [T, H * head_dim].  starts: int32 [S], the sequences' first tokens.  positions: int32 [T].
-    block_tables: int32 [S, block_stride].  window: visible positions, 0 for all.  keys, values: as in
-    `localllm.kernels.cpu.elementwise.rope_append`.  parts: float32 [n_parts, n_kv_heads, TILE_ROWS, STATE / 4].
-    STATE: bytes of a row's state, 4 * HEAD + MARGIN.
+    block_tables: int32 [S, block_stride].  window: visible positions.  keys, values: blocks of ``BLOCK`` bytes
+    [n_pages, n_kv_heads] (`localllm.kernels.cpu.cache_types`).
+    parts: float32 [n_parts, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.
     """
     n_tiles = load_i64(batch)
-    queries = stack(4 * TILE_ROWS * HEAD)
-    limits = stack(16 * TILE_ROWS)
-    weights = stack(ROWS * WEIGHTS)
-    span_state = stack(TILE_ROWS * STATE)
-    state = stack(TILE_ROWS * STATE)
+    queries, limits = stack(4 * TILE_ROWS * HEAD), stack(16 * TILE_ROWS)
+    wide, scores = stack(4 * PAGE * HEAD), stack(TILE_ROWS * SCORES)
+    span_state, state = stack(TILE_ROWS * STATE), stack(TILE_ROWS * STATE)
+    page_bytes = n_kv_heads * BLOCK
     for unit in range(begin, end):
         head = unit // n_tiles
         tile = tiles + unit % n_tiles * 48
         sequence, first_row, n_rows = load_i64(tile), load_i64(tile + 8), load_i64(tile + 16)
         start = np.int64(load_i32(starts + 4 * sequence))
+        table = block_tables + 4 * sequence * block_stride
+        head_keys, head_values = keys + head * BLOCK, values + head * BLOCK
         # Rows are computed ROWS at once: a tile short of them computes its last one again.
         n_computed = (n_rows + ROWS - 1) // ROWS * ROWS
         for r in range(n_computed):
             row = first_row + min(r, n_rows - 1)
             token = start + row // group_size
-            place = q + token * q_stride + 4 * (head * group_size + row % group_size) * head_dim
-            for i in range(head_dim):
-                store_f32(queries + 4 * HEAD * r + 4 * i, load_f32(place + 4 * i) * scale)
-            for i in range(head_dim, HEAD):
-                store_f32(queries + 4 * HEAD * r + 4 * i, ZERO)
+            query = q + token * q_stride + 4 * (head * group_size + row % group_size) * head_dim
+            load_query(query, head_dim, scale, queries + 4 * HEAD * r)
             last = np.int64(load_i32(positions + 4 * token))
-            first = np.int64(0)
-            if window > 0:
-                first = max(np.int64(0), last - window + 1)
-            store_i64(limits + 16 * r, first)
+            store_i64(limits + 16 * r, max(np.int64(0), last - window + 1))
             store_i64(limits + 16 * r + 8, last)
         # Rows are in order: the first begins to see first, the last sees farthest.
         first_page = load_i64(limits) // PAGE
         n_pages = load_i64(limits + 16 * (n_computed - 1) + 8) // PAGE + 1
         clear(state, n_computed)
         for span in range(max(load_i64(tile + 24), first_page // SPAN_PAGES), load_i64(tile + 32)):
+            low, high = max(first_page, span * SPAN_PAGES), min(n_pages, (span + 1) * SPAN_PAGES)
             clear(span_state, n_computed)
-            stop = min(n_pages, (span + 1) * SPAN_PAGES)
-            for page in range(max(first_page, span * SPAN_PAGES), stop):
-                number = np.int64(load_i32(block_tables + 4 * (sequence * block_stride + page)))
-                block = (number * n_kv_heads + head) * (2 * HEAD * PAGE)
-                number = np.int64(load_i32(block_tables + 4 * (sequence * block_stride + min(page + 1, stop - 1))))
-                ahead = (number * n_kv_heads + head) * (2 * HEAD * PAGE)
-                for some in range(0, n_computed, ROWS):
-                    farthest = load_i64(limits + 16 * (some + ROWS - 1) + 8)
-                    if load_i64(limits + 16 * some) // PAGE <= page and page * PAGE <= farthest:
-                        score_page(s, queries + 4 * HEAD * some, keys + block, keys + ahead)
-                        for r in static_range(ROWS):
-                            low = splat_int(np.int32(load_i64(limits + 16 * (some + r)) - page * PAGE))
-                            high = splat_int(np.int32(load_i64(limits + 16 * (some + r) + 8) - page * PAGE))
-                            for g in static_range(GROUPS):
-                                position = splat_int(np.int32(16 * g)) + lane_numbers()
-                                s[r, g] = select_between(position, low, high, s[r, g], splat(MASKED))
-                            row_state = span_state + STATE * (some + r) + 4 * HEAD
-                            largest = load_f32(row_state)
-                            top = maximum(maximum(s[r, 0], s[r, 1]), maximum(s[r, 2], s[r, 3]))
-                            new = max(largest, max_lanes(top))
-                            alpha = exp(splat(largest - new))
-                            store_f32x16(row_state, splat(new))
-                            store_f32x16(weights + (WEIGHTS * r + 4 * PAGE), alpha)
-                            total = load_f32x16(row_state + 64) * alpha
-                            for g in static_range(GROUPS):
-                                weight = exp(s[r, g] - splat(new))
-                                total = total + weight
-                                store_f32x16(weights + (WEIGHTS * r + 64 * g), weight)
-                            store_f32x16(row_state + 64, total)
-                        seen = min(np.int64(PAGE), farthest + 1 - page * PAGE)
-                        rows = span_state + STATE * some
-                        for chunk in range(0, HEAD, 16 * CHUNK):
-                            add_values(weights, seen, values + block, values + ahead, rows, chunk)
+            ahead = block_at(head_values, table, low, page_bytes)
+            score_span(
+                queries, n_computed, limits, head_keys, table, page_bytes, span, low, high, wide, scores, ahead
+            )
+            for r in range(n_computed):
+                block = limits + 16 * (r // ROWS * ROWS)
+                a = max(low, load_i64(block) // PAGE)
+                b = min(high, load_i64(block + 16 * (ROWS - 1) + 8) // PAGE + 1)
+                if a < b:
+                    place = scores + SCORES * r + 4 * PAGE * (a - span * SPAN_PAGES)
+                    soften(place, 4 * PAGE * (b - a), span_state + STATE * r)
+            ahead = block_at(head_keys, table, min(high, n_pages - 1), page_bytes)
+            add_span(
+                scores, n_computed, limits, head_values, table, page_bytes, span, low, high, wide, span_state, ahead
+            )
             merge(state, span_state, n_computed)
         part = load_i64(tile + 40)
         if part < 0:
