@@ -26,6 +26,7 @@ from localllm.kernels.cpu.elementwise import exp
 from localllm.kernels.cpu.simd import (
     fma,
     lane_numbers,
+    load_f16x16,
     load_f32,
     load_f32x16,
     load_i32,
@@ -44,13 +45,13 @@ from localllm.kernels.cpu.simd import (
     sum_lanes,
     zero_f32x16,
 )
-from localllm.kernels.cpu.templates import device, static_range, template
+from localllm.kernels.cpu.templates import Registers, device, static_range, template
 
 #: Tokens and pages in a span.
 SPAN = 512
 SPAN_PAGES = SPAN // PAGE
-#: Query rows in a tile, and those computed at once.
-TILE_ROWS, ROWS = 32, 4
+#: Query rows in a tile.
+TILE_ROWS = 32
 #: Bytes of a row's scores in a span; a line more than they take, so that rows do not compete for places in caches.
 SCORES = 4 * SPAN + 64
 #: A masked score, and where the largest score starts: above a masked one, so that exp(masked - largest) is 0.
@@ -70,16 +71,20 @@ def constants(layout: CacheLayout, head: int, *, wide: bool) -> dict[str, Any]:
         layout, head: the cache's layout, and the values that a head takes in it.
         wide: whether a vector fills one register, so that many fit.
     """
-    most, n_vectors = (5, head // 16) if wide else (1, 1)
+    vectors = 2 if wide else 1
     return {
         "HEAD": head,
         "BLOCK": layout.block_bytes(head),
         "STATE": state_bytes(head),
-        # Vectors of scores and of values computed at once: as many as divide them and leave registers for the rest.
-        "VECTORS": 4 if wide else 1,
-        "CHUNK": max(c for c in range(1, most + 1) if n_vectors % c == 0),
-        "WIDEN_KEYS": layout.widen_keys,
-        "WIDEN_VALUES": layout.widen_values,
+        # Rows, and vectors of scores or of head values, that are computed at once: their sums fill the registers.
+        "ROWS": 8 if wide else 4,
+        "VECTORS": vectors,
+        "CHUNK": vectors if head // 16 % vectors == 0 else 1,
+        "LOAD": layout.load,
+        "SIZE": layout.size,
+        # Bytes of scales in front of a block, and the values that share one.
+        "SCALES": layout.scale_bytes(head),
+        "GROUP": layout.group or head,
     }
 
 
@@ -99,30 +104,69 @@ def load_query(query, head_dim, scale, out):
 
 
 @template
-def multiply(x, x_step, matrix, width, vectors, n, y, y_step, fresh, ahead, pace):
-    """y[r] = x[r] @ matrix, or y[r] += unless ``fresh``, for ROWS rows and 16 * vectors columns.
+def add_products(total: Registers, x, x_step, matrix, step, vectors, n, ahead, pace):
+    """total[r, v] += x[r] @ matrix, for ROWS rows and ``vectors`` times 16 columns.
 
-    All are float32: x [ROWS, n], matrix [n, width], y [ROWS, 16 * vectors]; steps from row to row are in bytes.
-    Begins to read from ``ahead`` on, ``pace`` bytes in each of n steps.
+    x: float32 [ROWS, n]; matrix: [n, columns] in the cache's type; steps from row to row are in bytes.
+    Begins to read from ``ahead`` on, ``pace`` bytes in each of the n steps.
     """
-    for r in static_range(ROWS):
-        for v in static_range(vectors):
-            if fresh:  # a constant
-                total[r, v] = zero_f32x16()
-            else:
-                total[r, v] = load_f32x16(y + y_step * r + 64 * v)
     for i in range(n):
         prefetch(ahead + pace * i)
-        prefetch(ahead + pace * i + 64)
         for v in static_range(vectors):
-            entry[v] = load_f32x16(matrix + 4 * width * i + 64 * v)
+            entry[v] = LOAD(matrix + step * i + 16 * SIZE * v)
         for r in static_range(ROWS):
             factor = splat_f32(x + x_step * r + 4 * i)
             for v in static_range(vectors):
                 total[r, v] = fma(entry[v], factor, total[r, v])
-    for r in static_range(ROWS):
-        for v in static_range(vectors):
-            store_f32x16(y + y_step * r + 64 * v, total[r, v])
+
+
+@template
+def score_page(queries, block, scores, ahead, pace):
+    """The scores [ROWS, PAGE] of a page of keys."""
+    for c in range(0, PAGE, 16 * VECTORS):
+        keys, place = block + SCALES + SIZE * c, scores + 4 * c
+        if SCALES:
+            for r in static_range(ROWS):
+                for v in static_range(VECTORS):
+                    store_f32x16(place + SCORES * r + 64 * v, zero_f32x16())
+        for i in range(0, HEAD, GROUP):
+            for r in static_range(ROWS):
+                for v in static_range(VECTORS):
+                    total[r, v] = zero_f32x16()
+            rows, matrix = queries + 4 * i, keys + SIZE * PAGE * i
+            add_products(total, rows, 4 * HEAD, matrix, SIZE * PAGE, VECTORS, GROUP, ahead, pace)
+            ahead += pace * GROUP
+            for v in static_range(VECTORS):
+                if SCALES:
+                    scale = load_f16x16(block + 2 * PAGE * (i // GROUP) + 2 * c + 32 * v)
+                    for r in static_range(ROWS):
+                        total[r, v] = fma(total[r, v], scale, load_f32x16(place + SCORES * r + 64 * v))
+                for r in static_range(ROWS):
+                    store_f32x16(place + SCORES * r + 64 * v, total[r, v])
+
+
+@template
+def add_page(weights, block, n, sums, scaled, ahead, pace):
+    """Adds the first ``n`` values of a page, times their weights [ROWS, PAGE], to the sums."""
+    for c in range(0, HEAD, 16 * CHUNK):
+        place = sums + 4 * c
+        for r in static_range(ROWS):
+            for v in static_range(CHUNK):
+                total[r, v] = load_f32x16(place + STATE * r + 64 * v)
+        matrix = block + SCALES + SIZE * c
+        if SCALES:
+            for g in static_range(PAGE // 16):
+                scale = load_f16x16(block + 2 * PAGE * (c // GROUP) + 32 * g)
+                for r in static_range(ROWS):
+                    weight = load_f32x16(weights + SCORES * r + 64 * g)
+                    store_f32x16(scaled + 4 * PAGE * r + 64 * g, weight * scale)
+            add_products(total, scaled, 4 * PAGE, matrix, SIZE * HEAD, CHUNK, n, ahead, pace)
+        else:
+            add_products(total, weights, SCORES, matrix, SIZE * HEAD, CHUNK, n, ahead, pace)
+        ahead += pace * PAGE
+        for r in static_range(ROWS):
+            for v in static_range(CHUNK):
+                store_f32x16(place + STATE * r + 64 * v, total[r, v])
 
 
 @template
@@ -192,46 +236,51 @@ def write_rows(state, n_rows, first_row, start, head, group_size, head_dim, out,
 
 
 @template
-def score_span(queries, n_rows, limits, keys, table, page_bytes, span, low, high, wide, scores, ahead):
+def score_span(queries, n_rows, limits, keys, table, page_bytes, low, high, scores, ahead):
     """Scores of the rows against pages low … high of a span; then it begins to read from ``ahead`` on."""
+    pace = (BLOCK * ROWS - 1) // (HEAD * PAGE // 16 // VECTORS * n_rows) + 1
     for page in range(low, high):
-        WIDEN_KEYS(block_at(keys, table, page, page_bytes), wide)
+        block, place = block_at(keys, table, page, page_bytes), scores + 4 * PAGE * (page % SPAN_PAGES)
         next_block = ahead
         if page + 1 < high:
             next_block = block_at(keys, table, page + 1, page_bytes)
-        pace = (BLOCK * ROWS + n_rows * (HEAD * PAGE // 16 // VECTORS) - 1) // (
-            n_rows * (HEAD * PAGE // 16 // VECTORS)
-        )
         for some in range(0, n_rows, ROWS):
             first, last = limits + 16 * some, limits + 16 * (some + ROWS - 1)
             if load_i64(first) // PAGE <= page and page * PAGE <= load_i64(last + 8):
-                place = scores + SCORES * some + 4 * PAGE * (page - span * SPAN_PAGES)
-                for c in range(0, PAGE, 16 * VECTORS):
-                    row, matrix = queries + 4 * HEAD * some, wide + 4 * c
-                    multiply(row, 4 * HEAD, matrix, PAGE, VECTORS, HEAD, place + 4 * c, SCORES, 1, next_block, pace)
-                    next_block += pace * HEAD
+                row = place + SCORES * some
+                score_page(queries + 4 * HEAD * some, block, row, next_block, pace)
+                next_block += (BLOCK * ROWS - 1) // n_rows + 1
                 if page * PAGE < load_i64(last) or load_i64(first + 8) < page * PAGE + PAGE - 1:
-                    mask_page(place, first, page * PAGE)
+                    mask_page(row, first, page * PAGE)
 
 
 @template
-def add_span(weights, n_rows, limits, values, table, page_bytes, span, low, high, wide, sums, ahead):
+def soften_span(scores, n_rows, limits, low, high, states):
+    """Turns the rows' scores of pages low … high of a span into weights, where each group of ROWS rows has any."""
+    for r in range(n_rows):
+        first = limits + 16 * (r // ROWS * ROWS)
+        begin = max(low, load_i64(first) // PAGE)
+        stop = min(high, load_i64(first + 16 * (ROWS - 1) + 8) // PAGE + 1)
+        if begin < stop:
+            place = scores + SCORES * r + 4 * PAGE * (begin % SPAN_PAGES)
+            soften(place, 4 * PAGE * (stop - begin), states + STATE * r)
+
+
+@template
+def add_span(weights, n_rows, limits, values, table, page_bytes, low, high, scaled, sums, ahead):
     """Adds to the rows' sums the values of pages low … high of a span; then it begins to read from ``ahead`` on."""
+    pace = (BLOCK * ROWS - 1) // (HEAD * PAGE // 16 // CHUNK * n_rows) + 1
     for page in range(low, high):
-        WIDEN_VALUES(block_at(values, table, page, page_bytes), wide)
+        block, place = block_at(values, table, page, page_bytes), weights + 4 * PAGE * (page % SPAN_PAGES)
         next_block = ahead
         if page + 1 < high:
             next_block = block_at(values, table, page + 1, page_bytes)
-        pace = (BLOCK * ROWS + n_rows * (HEAD * PAGE // 16 // CHUNK) - 1) // (n_rows * (HEAD * PAGE // 16 // CHUNK))
         for some in range(0, n_rows, ROWS):
             first, last = limits + 16 * some, limits + 16 * (some + ROWS - 1)
             n = min(np.int64(PAGE), load_i64(last + 8) + 1 - page * PAGE)
             if load_i64(first) // PAGE <= page and n > 0:
-                place = weights + SCORES * some + 4 * PAGE * (page - span * SPAN_PAGES)
-                for c in range(0, HEAD, 16 * CHUNK):
-                    row, total = wide + 4 * c, sums + STATE * some + 4 * c
-                    multiply(place, SCORES, row, HEAD, CHUNK, n, total, STATE, 0, next_block, pace)
-                    next_block += pace * PAGE
+                add_page(place + SCORES * some, block, n, sums + STATE * some, scaled, next_block, pace)
+                next_block += (BLOCK * ROWS - 1) // n_rows + 1
 
 
 @kernel
@@ -267,7 +316,7 @@ def attention(
     """
     n_tiles = load_i64(batch)
     queries, limits = stack(4 * TILE_ROWS * HEAD), stack(16 * TILE_ROWS)
-    wide, scores = stack(4 * PAGE * HEAD), stack(TILE_ROWS * SCORES)
+    scores, scaled = stack(TILE_ROWS * SCORES), stack(4 * PAGE * ROWS)
     span_state, state = stack(TILE_ROWS * STATE), stack(TILE_ROWS * STATE)
     page_bytes = n_kv_heads * BLOCK
     for unit in range(begin, end):
@@ -295,20 +344,10 @@ def attention(
             low, high = max(first_page, span * SPAN_PAGES), min(n_pages, (span + 1) * SPAN_PAGES)
             clear(span_state, n_computed)
             ahead = block_at(head_values, table, low, page_bytes)
-            score_span(
-                queries, n_computed, limits, head_keys, table, page_bytes, span, low, high, wide, scores, ahead
-            )
-            for r in range(n_computed):
-                block = limits + 16 * (r // ROWS * ROWS)
-                a = max(low, load_i64(block) // PAGE)
-                b = min(high, load_i64(block + 16 * (ROWS - 1) + 8) // PAGE + 1)
-                if a < b:
-                    place = scores + SCORES * r + 4 * PAGE * (a - span * SPAN_PAGES)
-                    soften(place, 4 * PAGE * (b - a), span_state + STATE * r)
+            score_span(queries, n_computed, limits, head_keys, table, page_bytes, low, high, scores, ahead)
+            soften_span(scores, n_computed, limits, low, high, span_state)
             ahead = block_at(head_keys, table, min(high, n_pages - 1), page_bytes)
-            add_span(
-                scores, n_computed, limits, head_values, table, page_bytes, span, low, high, wide, span_state, ahead
-            )
+            add_span(scores, n_computed, limits, head_values, table, page_bytes, low, high, scaled, span_state, ahead)
             merge(state, span_state, n_computed)
         part = load_i64(tile + 40)
         if part < 0:

@@ -9,12 +9,13 @@ positions side by side and values have head values side by side, as attention re
 HEAD is the head size rounded up to whole vectors, or to whole groups of 32 values that share a scale.  What pads
 a head is never written: it stays zero.
 
-A type is a template that writes a token's head into its blocks, and two that widen blocks to float32.
+A type is a template that writes a token's head into its blocks, and an operation that reads them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,13 +23,10 @@ from localllm.kernels.cpu.simd import (
     load_f16x16,
     load_f32,
     load_s8x16,
-    splat_f32,
-    stack,
     store_f16,
-    store_f32x16,
     store_s8,
 )
-from localllm.kernels.cpu.templates import Template, static_range, template
+from localllm.kernels.cpu.templates import Template, template
 from localllm.kernels.ops import CacheType
 
 #: Tokens in a page of the cache.
@@ -47,27 +45,30 @@ class CacheLayout:
     """How blocks of a type are written and read.
 
     Attributes:
-        multiple: heads are padded to a multiple of so many values.
-        bytes_of_32: what 32 values take.
-        append: ``append(k, v, n, keys, values, place)`` writes a head's n float32 values as position ``place``.
-        widen_keys: ``widen_keys(block, out)``, to float32 [HEAD, PAGE].
-        widen_values: the same, to float32 [PAGE, HEAD].
+        size: bytes of a value.
+        group: values that share a scale; 0 if there are no scales.
+        append: template; ``append(k, v, n, keys, values, place)`` writes a head's n float32 values as number
+            ``place`` of a page's blocks.
+        load: operation that reads sixteen values side by side, without their scale.
     """
 
-    multiple: int
-    bytes_of_32: int
+    size: int
+    group: int
     append: Template
-    widen_keys: Template
-    widen_values: Template
+    load: Any
 
     def head(self, head_dim: int) -> int:
         """Values that a head takes: HEAD."""
-        return -(-head_dim // self.multiple) * self.multiple
+        multiple = self.group or 16
+        return -(-head_dim // multiple) * multiple
+
+    def scale_bytes(self, head_dim: int) -> int:
+        """Bytes of a block's scales."""
+        return 2 * PAGE * (self.head(head_dim) // self.group) if self.group else 0
 
     def block_bytes(self, head_dim: int) -> int:
         """Bytes of a block: BLOCK."""
-        n_values = PAGE * self.head(head_dim)
-        return n_values * self.bytes_of_32 // 32
+        return self.scale_bytes(head_dim) + PAGE * self.head(head_dim) * self.size
 
 
 @template
@@ -75,13 +76,6 @@ def append_f16(k, v, n, keys, values, place):
     for i in range(n):
         store_f16(keys + 2 * place + 2 * PAGE * i, load_f32(k + 4 * i))
         store_f16(values + 2 * HEAD * place + 2 * i, load_f32(v + 4 * i))
-
-
-@template
-def widen_f16(block, out):
-    for i in range(0, PAGE * HEAD, PAGE):
-        for g in static_range(PAGE // 16):
-            store_f32x16(out + 4 * i + 64 * g, load_f16x16(block + 2 * i + 32 * g))
 
 
 @template
@@ -113,32 +107,7 @@ def append_q8_0(k, v, n, keys, values, place):
     quantise_head(v, n, values + 2 * place, values + 2 * PAGE * (HEAD // GROUP) + HEAD * place, 1)
 
 
-@template
-def widen_keys_q8_0(block, out):
-    codes = block + 2 * PAGE * (HEAD // GROUP)
-    for group in range(HEAD // GROUP):
-        for g in static_range(PAGE // 16):
-            scale[g] = load_f16x16(block + 2 * PAGE * group + 32 * g)
-        for i in range(GROUP * PAGE * group, GROUP * PAGE * (group + 1), PAGE):
-            for g in static_range(PAGE // 16):
-                store_f32x16(out + 4 * i + 64 * g, load_s8x16(codes + i + 16 * g) * scale[g])
-
-
-@template
-def widen_values_q8_0(block, out):
-    codes = block + 2 * PAGE * (HEAD // GROUP)
-    scales = stack(4 * PAGE * (HEAD // GROUP))
-    for i in range(0, PAGE * (HEAD // GROUP), 16):
-        store_f32x16(scales + 4 * i, load_f16x16(block + 2 * i))
-    for place in range(PAGE):
-        for group in static_range(HEAD // GROUP):
-            scale = splat_f32(scales + 4 * PAGE * group + 4 * place)
-            for half in static_range(2):
-                i = HEAD * place + GROUP * group + 16 * half
-                store_f32x16(out + 4 * i, load_s8x16(codes + i) * scale)
-
-
 LAYOUTS: dict[CacheType, CacheLayout] = {
-    "f16": CacheLayout(16, 64, append_f16, widen_f16, widen_f16),
-    "q8_0": CacheLayout(GROUP, 34, append_q8_0, widen_keys_q8_0, widen_values_q8_0),
+    "f16": CacheLayout(2, 0, append_f16, load_f16x16),
+    "q8_0": CacheLayout(1, GROUP, append_q8_0, load_s8x16),
 }
