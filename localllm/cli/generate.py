@@ -54,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             isa=arguments.isa,
             context=arguments.context,
             threads=arguments.threads,
+            cache_type=arguments.cache_type,
             progress=progress,
         )
     finally:
@@ -269,7 +270,7 @@ def _describe(info: ModelInfo, *, verbose: bool) -> None:
             f"{quantity(n_bytes, 'B')} {what}"
             for n_bytes, what in (
                 (group.weights, "weights"),
-                (group.kv_cache, "KV cache"),
+                (group.kv_cache, f"{info.cache_type} KV cache"),
             )
             if n_bytes
         ]
