@@ -58,9 +58,12 @@ def test_logits_of_the_demo_model(device: str) -> None:
     check_logits(None, device, ids)
 
 
-def test_logits_of_a_trained_model(device: str) -> None:
-    path = shared_data("models/stories260K/stories260K.gguf")
-    check_logits(path, device, [1, 403, 407, 261, 378, *range(300, 400)])
+def test_logits_of_a_trained_model() -> None:
+    """Without the rounding of activations to eight bits, which turns any small difference into as much again."""
+    path = shared_data("models/story656K/TinyStories-656K-Q8_0.gguf")
+    with localllm.load(path, device="reference") as llm:
+        ids = llm.tokenize("Once upon a time, there was a little girl. She liked to play outside in the park.")
+    check_logits(path, "reference", ids)
 
 
 def test_the_plan_counts_half_the_bytes() -> None:
