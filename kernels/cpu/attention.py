@@ -4,9 +4,12 @@ A unit of work is a tile of up to `TILE_ROWS` query rows that share a key/value 
 H / G query heads of the group; row number t * (H / G) + h of a sequence is its token t and head h.
 
 The cache is cut into spans of `SPAN` positions.  A tile takes the spans that it sees one after the other, and each in
-three passes: scores of all its pages; from them weights, exp(score - largest); and the values' weighted sums.  A page
-is widened to float32 once for all rows of a tile, so that the products, most of the work, know nothing of the cache's
-type, and read from the nearest cache.  Meanwhile they ask memory for the page that comes next.
+three passes: scores of all its pages; from them weights, exp(score - largest); and the values' weighted sums.  Each
+page is read once for all rows of a tile.  All passes ask memory, at an even pace, for a page that comes later: keys
+for the next one, and weights and values for the one after that, since they began with the first two at hand.
+
+What the cache keeps is widened as it is multiplied.  Scales, where its type has them, are a factor of sums over 32
+head values, for keys, and of the weights, for values: that takes fewer operations than to scale keys and values.
 
 Each span is summed up for itself, and the sums are merged in order, with each row's largest score.  So a few rows
 that look far back can be shared by many threads, a span each (as in Flash-Decoding, Dao et al., 2023): which thread
@@ -51,7 +54,7 @@ from localllm.kernels.cpu.templates import Registers, device, static_range, temp
 SPAN = 512
 SPAN_PAGES = SPAN // PAGE
 #: Query rows in a tile.
-TILE_ROWS = 32
+TILE_ROWS = 64
 #: Bytes of a row's scores in a span; a line more than they take, so that rows do not compete for places in caches.
 SCORES = 4 * SPAN + 64
 #: A masked score, and where the largest score starts: above a masked one, so that exp(masked - largest) is 0.
@@ -182,8 +185,12 @@ def mask_page(scores, limits, position):
 
 
 @template
-def soften(scores, n, state):
-    """Turns a row's ``n`` bytes of scores into weights exp(score - largest); notes the largest and the total."""
+def soften(scores, n, state, ahead, n_ahead):
+    """Turns a row's ``n`` bytes of scores into weights exp(score - largest); notes the largest and the total.
+
+    Begins to read ``n_ahead`` bytes from ``ahead`` on.
+    """
+    pace = n_ahead * 64 // n
     for g in static_range(PAGE // 16):
         top[g] = splat(LOWEST)
     for i in range(0, n, 4 * PAGE):
@@ -192,6 +199,8 @@ def soften(scores, n, state):
     largest = splat(max_lanes(maximum(maximum(top[0], top[1]), maximum(top[2], top[3]))))
     total = zero_f32x16()
     for i in range(0, n, 64):
+        prefetch(ahead)
+        ahead += pace
         weight = exp(load_f32x16(scores + i) - largest)
         total = total + weight
         store_f32x16(scores + i, weight)
@@ -255,15 +264,19 @@ def score_span(queries, n_rows, limits, keys, table, page_bytes, low, high, scor
 
 
 @template
-def soften_span(scores, n_rows, limits, low, high, states):
-    """Turns the rows' scores of pages low … high of a span into weights, where each group of ROWS rows has any."""
+def soften_span(scores, n_rows, limits, low, high, states, ahead):
+    """Turns the rows' scores of pages low … high of a span into weights, where each group of ROWS rows has any.
+
+    Begins to read a block from ``ahead`` on.
+    """
+    share = BLOCK // n_rows + 1
     for r in range(n_rows):
         first = limits + 16 * (r // ROWS * ROWS)
         begin = max(low, load_i64(first) // PAGE)
         stop = min(high, load_i64(first + 16 * (ROWS - 1) + 8) // PAGE + 1)
         if begin < stop:
             place = scores + SCORES * r + 4 * PAGE * (begin % SPAN_PAGES)
-            soften(place, 4 * PAGE * (stop - begin), states + STATE * r)
+            soften(place, 4 * PAGE * (stop - begin), states + STATE * r, ahead + share * r, share)
 
 
 @template
@@ -273,8 +286,8 @@ def add_span(weights, n_rows, limits, values, table, page_bytes, low, high, scal
     for page in range(low, high):
         block, place = block_at(values, table, page, page_bytes), weights + 4 * PAGE * (page % SPAN_PAGES)
         next_block = ahead
-        if page + 1 < high:
-            next_block = block_at(values, table, page + 1, page_bytes)
+        if page + 2 < high:
+            next_block = block_at(values, table, page + 2, page_bytes)
         for some in range(0, n_rows, ROWS):
             first, last = limits + 16 * some, limits + 16 * (some + ROWS - 1)
             n = min(np.int64(PAGE), load_i64(last + 8) + 1 - page * PAGE)
@@ -345,7 +358,8 @@ def attention(
             clear(span_state, n_computed)
             ahead = block_at(head_values, table, low, page_bytes)
             score_span(queries, n_computed, limits, head_keys, table, page_bytes, low, high, scores, ahead)
-            soften_span(scores, n_computed, limits, low, high, span_state)
+            ahead = block_at(head_values, table, min(low + 1, high - 1), page_bytes)
+            soften_span(scores, n_computed, limits, low, high, span_state, ahead)
             ahead = block_at(head_keys, table, min(high, n_pages - 1), page_bytes)
             add_span(scores, n_computed, limits, head_values, table, page_bytes, low, high, scaled, span_state, ahead)
             merge(state, span_state, n_computed)
