@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +91,12 @@ class Rope:
     magnitude: float = 1.0
 
 
+#: What keys and values are kept in: float16; or bytes, of which 32 neighbours in a head share a float16 scale.
+CacheType = Literal["f16", "q8_0"]
+
+CACHE_TYPES: tuple[CacheType, ...] = ("f16", "q8_0")
+
+
 @dataclass(frozen=True)
 class CacheShape:
     """What a KV cache holds: for each layer, keys and values of G heads of ``head_dim`` values a token."""
@@ -98,16 +104,18 @@ class CacheShape:
     n_layers: int
     n_kv_heads: int
     head_dim: int
+    type: CacheType = "f16"
 
     def bytes_per_token(self) -> int:
-        """Bytes of one token's float16 keys and values in all layers."""
-        return self.n_layers * self.n_kv_heads * self.head_dim * 2 * 2
+        """Bytes of one token's keys and values in all layers, without padding."""
+        head = 2 * self.head_dim if self.type == "f16" else self.head_dim + 2 * -(-self.head_dim // 32)
+        return self.n_layers * self.n_kv_heads * 2 * head
 
 
 class KVCache(Protocol):
-    """Keys and values in float16, in pages of ``page_size`` tokens that sequences name in their block tables.
+    """Keys and values, in pages of ``page_size`` tokens that sequences name in their block tables.
 
-    What is beyond float16's range is kept as its largest finite value.
+    What is beyond the range of the cache's type is kept as the largest finite value that it has.
     """
 
     @property

@@ -42,6 +42,8 @@ class ReferenceCache:
     page_size: int
     n_pages: int
     n_bytes: int
+    #: Rounds [..., head_dim] to what the cache's type can say, in the arrays' type.
+    rounded: Callable[[Array, np.dtype[Any]], Array]
 
     def copy_page(self, source: int, target: int) -> None:
         self.keys[:, target] = self.keys[:, source]
@@ -62,6 +64,7 @@ class ReferenceOps(Ops):
     _cache: ReferenceCache
 
     def __init__(self, cache_type: type[np.float16] | type[np.float32] = np.float16) -> None:
+        """``cache_type``: what a cache of type "f16" holds."""
         self._cache_type = cache_type
         self._in_step = threading.Lock()  # models that share the backend may run in several threads
 
@@ -88,12 +91,18 @@ class ReferenceOps(Ops):
 
     def new_cache(self, shape: CacheShape, n_pages: int) -> ReferenceCache:
         size = (shape.n_layers, n_pages, self.page_size, shape.n_kv_heads, shape.head_dim)
-        keys, values = np.zeros(size, self._cache_type), np.zeros(size, self._cache_type)
-        return ReferenceCache(keys, values, self.page_size, n_pages, keys.nbytes + values.nbytes)
+        kind = self._kept_type(shape)
+        keys, values = np.zeros(size, kind), np.zeros(size, kind)
+        rounded = in_range if shape.type == "f16" else in_q8_0
+        return ReferenceCache(keys, values, self.page_size, n_pages, keys.nbytes + values.nbytes, rounded)
 
     def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
         n_values = 2 * shape.n_layers * n_pages * self.page_size * shape.n_kv_heads * shape.head_dim
-        return n_values * np.dtype(self._cache_type).itemsize
+        return n_values * np.dtype(self._kept_type(shape)).itemsize
+
+    def _kept_type(self, shape: CacheShape) -> type[np.float16] | type[np.float32]:
+        """What a cache holds; values of a type with scales are kept as the numbers that they stand for."""
+        return self._cache_type if shape.type == "f16" else np.float32
 
     def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
         if not isinstance(cache, ReferenceCache):
@@ -152,8 +161,9 @@ class ReferenceOps(Ops):
             rows = slice(self._batch.query_starts[s], self._batch.query_starts[s + 1])
             page, slot = np.divmod(self._batch.positions[rows], self.page_size)
             page = self._batch.block_tables[s, page]
-            self._cache.keys[layer, page, slot] = in_range(k[rows], self._cache_type)
-            self._cache.values[layer, page, slot] = in_range(v[rows], self._cache_type)
+            kind = self._cache.keys.dtype
+            self._cache.keys[layer, page, slot] = self._cache.rounded(k[rows], kind)
+            self._cache.values[layer, page, slot] = self._cache.rounded(v[rows], kind)
         return q.reshape(len(q), -1)
 
     def attention(self, q: Array, layer: int, *, scale: float, window: int | None = None) -> Array:
@@ -197,10 +207,23 @@ def rotate(x: Array, positions: NDArray[np.int32], rope: Rope) -> Array:
     return out
 
 
-def in_range(x: Array, kind: type[np.float16] | type[np.float32]) -> Array:
+def in_range(x: Array, kind: np.dtype[Any]) -> Array:
     """What is beyond the range of ``kind`` becomes its largest finite value, so that 0 * x stays 0."""
     limit = np.float32(np.finfo(kind).max)
     return np.clip(x, -limit, limit)
+
+
+def in_q8_0(x: Array, kind: np.dtype[Any]) -> Array:
+    """Groups of 32 values of each head, rounded to bytes times a float16 scale, as GGML's Q8_0 (ties to even)."""
+    head_dim = x.shape[-1]
+    groups = np.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -head_dim % 32)]).reshape(*x.shape[:-1], -1, 32)
+    limit = np.float32(127) * np.finfo(np.float16).max.astype(np.float32)
+    largest = np.minimum(np.abs(groups).max(axis=-1, keepdims=True), limit)
+    inverse = np.where(largest > np.float32(1e-36), np.float32(127) / largest, np.float32(0))
+    codes = np.clip(np.rint(groups * inverse), -127, 127)
+    scale = in_range(largest / np.float32(127), np.dtype(np.float16)).astype(np.float16).astype(kind)
+    rounded: Array = (codes * scale).reshape(*x.shape[:-1], -1)[..., :head_dim]
+    return rounded
 
 
 def softmax(x: Array) -> Array:

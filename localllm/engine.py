@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from localllm.cache import CachedSequence, PagedCache
 from localllm.checks import in_vocabulary
 from localllm.errors import ClosedError, ContextLengthError, UsageError
-from localllm.kernels.ops import Batch, Ops, Step
+from localllm.kernels.ops import Batch, CacheType, Ops, Step
 from localllm.kernels.process import Process
 from localllm.models.blocks import Model
 
@@ -129,14 +129,22 @@ class Engine:
     """
 
     def __init__(
-        self, model: Model, ops: Ops, *, context: int, parallel: int = 1, max_tokens: int = MAX_TOKENS
+        self,
+        model: Model,
+        ops: Ops,
+        *,
+        context: int,
+        parallel: int = 1,
+        max_tokens: int = MAX_TOKENS,
+        cache_type: CacheType = "f16",
     ) -> None:
-        """Makes a cache with room for ``parallel`` sequences of ``context`` tokens."""
+        """Makes a cache of ``cache_type`` with room for ``parallel`` sequences of ``context`` tokens."""
         self.context = context
         self.n_vocab = model.config.n_vocab
         self.max_tokens = min(max_tokens, context)
         self._max_outputs = max_outputs(self.n_vocab, self.max_tokens)
-        kv = ops.new_cache(model.cache_shape, n_cache_pages(context, parallel, ops.page_size))
+        shape = replace(model.cache_shape, type=cache_type)
+        kv = ops.new_cache(shape, n_cache_pages(context, parallel, ops.page_size))
         step = ops.compile(lambda: model.forward(ops), kv, max_tokens=self.max_tokens, max_outputs=self._max_outputs)
         self._open: tuple[PagedCache, Step] | None = (PagedCache(kv), step)
         self._process = Process()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localllm.kernels.ops import Weight
+from localllm.kernels.ops import CacheType, Weight
 from localllm.models.config import ModelConfig
 from localllm.placement import Format, Placement, sum_formats
 
@@ -95,6 +95,11 @@ class ModelInfo:
     placement: Placement
     config: ModelConfig
     draft: ModelInfo | None = None
+
+    @property
+    def cache_type(self) -> CacheType:
+        """What keys and values are kept in."""
+        return self.placement.cache_type
 
     @property
     def formats(self) -> tuple[Format, ...]:

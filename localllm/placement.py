@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from localllm.engine import MAX_TOKENS, max_outputs, n_cache_pages
 from localllm.errors import NotEnoughMemoryError
-from localllm.kernels.ops import CacheShape, Weight
+from localllm.kernels.ops import CacheShape, CacheType, Weight
 from localllm.models.config import ModelConfig
 from localllm.models.weights import LoadedWeight
 
@@ -98,12 +98,14 @@ class Placement:
         scratch: bytes of activations and logits of one step.
         context: tokens that a sequence can hold.
         parallel: how many sequences of that length the cache has room for.
+        cache_type: what keys and values are kept in.
     """
 
     groups: tuple[LayerGroup, ...]
     scratch: int
     context: int
     parallel: int
+    cache_type: CacheType = "f16"
 
     @property
     def weights(self) -> int:
@@ -139,6 +141,7 @@ def plan(
     page_size: int,
     context: int | None = None,
     parallel: int = 1,
+    cache_type: CacheType = "f16",
 ) -> Placement:
     """The placement of a model.
 
@@ -153,17 +156,19 @@ def plan(
         context: tokens of context.  By default as many as the model was trained on, at most `DEFAULT_CONTEXT`,
             and fewer, down to `LEAST_CONTEXT`, where memory is short.
         parallel: how many sequences of that length the cache has room for.
+        cache_type: what keys and values are kept in.
 
     Raises:
         NotEnoughMemoryError: it does not fit; gives the numbers and the largest context that does.
     """
 
     weights = _weights(config, tensors, packed_bytes, device)
-    shape = CacheShape(config.n_layers, config.n_kv_heads, config.head_dim)
+    shape = CacheShape(config.n_layers, config.n_kv_heads, config.head_dim, cache_type)
 
     def with_context(n_tokens: int) -> Placement:
         kv_bytes = cache_bytes(shape, n_cache_pages(n_tokens, parallel, page_size))
-        return _place(config, weights, kv_bytes, n_tokens, parallel)
+        groups = tuple(replace(g, kv_cache=kv_bytes) if g.name.startswith("layers") else g for g in weights)
+        return Placement(groups, scratch_bytes(config, n_tokens), n_tokens, parallel, cache_type)
 
     wanted = context if context is not None else min(config.context_length, DEFAULT_CONTEXT)
     placement = with_context(wanted)
@@ -195,13 +200,6 @@ def _weights(
         layers,
         LayerGroup("output", device, weights=rest - n_bytes(embedding)),
     )
-
-
-def _place(
-    config: ModelConfig, weights: tuple[LayerGroup, ...], kv_bytes: int, context: int, parallel: int
-) -> Placement:
-    groups = tuple(replace(g, kv_cache=kv_bytes) if g.name.startswith("layers") else g for g in weights)
-    return Placement(groups, scratch_bytes(config, context), context, parallel)
 
 
 def scratch_bytes(config: ModelConfig, context: int) -> int:

@@ -1,23 +1,29 @@
 """Flash attention over the paged cache (Dao et al., arXiv:2205.14135), for prefill and decode alike.
 
 A unit of work is a tile of up to `TILE_ROWS` query rows that share a key/value head.  A row is a token and one of the
-H / G query heads of the group; row number t * (H / G) + h of a sequence is its token t and head h.  A tile walks over
-the sequence's pages, so that each is read once for all its rows, and keeps for each row the largest score so far, the
-sum of exponentials and the weighted sum of values.
+H / G query heads of the group; row number t * (H / G) + h of a sequence is its token t and head h.
 
-The cache is cut into spans of `SPAN` positions.  Each is summed up for itself, and the sums are merged in order.
-So a few rows that look far back can be shared by many threads, a span each (as in Flash-Decoding, Dao et al., 2023):
-which thread did what changes no bit.  Nor does what else is in the batch: pages are taken whole and in order, and
-a masked score adds exactly nothing.
+The cache is cut into spans of `SPAN` positions.  A tile takes the spans that it sees one after the other, and each in
+three passes: scores of all its pages; from them weights, exp(score - largest); and the values' weighted sums.  Each
+page is read once for all rows of a tile.  All passes ask memory, at an even pace, for a page that comes later: keys
+for the next one, and weights and values for the one after that, since they began with the first two at hand.
 
-The scores of 16 positions lie side by side in a vector, because keys are stored with positions innermost; the
-values' weighted sum has 16 head values side by side.
+What the cache keeps is widened as it is multiplied.  Scales, where its type has them, are a factor of sums over 32
+head values, for keys, and of the weights, for values: that takes fewer operations than to scale keys and values.
+
+Each span is summed up for itself, and the sums are merged in order, with each row's largest score.  So a few rows
+that look far back can be shared by many threads, a span each (as in Flash-Decoding, Dao et al., 2023): which thread
+did what changes no bit.  Nor does what else is in the batch: positions are taken in order, and a masked one adds
+exactly nothing.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from localllm.kernels.cpu.cache_types import PAGE, CacheLayout
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.elementwise import exp
 from localllm.kernels.cpu.simd import (
@@ -42,63 +48,164 @@ from localllm.kernels.cpu.simd import (
     sum_lanes,
     zero_f32x16,
 )
-from localllm.kernels.cpu.templates import Registers, static_range, template
+from localllm.kernels.cpu.templates import Registers, device, static_range, template
 
-#: Tokens in a page of the cache, the vectors that hold their scores, and the tokens and pages in a span.
-PAGE = 64
-GROUPS = PAGE // 16
+#: Tokens and pages in a span.
 SPAN = 512
 SPAN_PAGES = SPAN // PAGE
-#: Query rows in a tile, and those computed at once.
-TILE_ROWS, ROWS = 32, 4
-#: Bytes of a row's scores turned to weights, with the factor of what was before behind them.
-WEIGHTS = 4 * (PAGE + 16)
+#: Query rows in a tile.
+TILE_ROWS = 64
+#: Bytes of a row's scores in a span; a line more than they take, so that rows do not compete for places in caches.
+SCORES = 4 * SPAN + 64
 #: A masked score, and where the largest score starts: above a masked one, so that exp(masked - largest) is 0.
 MASKED, LOWEST = np.float32(-3e38), np.float32(-1e30)
 ZERO, ONE = np.float32(0), np.float32(1)
-#: Bytes of a row's largest score and total, behind its sums.
-MARGIN = 128
 
 
-@template
-def score_page(s: Registers, queries, keys, next_keys):
-    """s[r, g] = row r's scores of positions 16 g …; keys: float16 [HEAD, PAGE].  Begins to read the next page's."""
-    for r in static_range(ROWS):
-        for g in static_range(GROUPS):
-            s[r, g] = zero_f32x16()
-    for i in range(HEAD):
-        prefetch(next_keys + 2 * PAGE * i)
-        prefetch(next_keys + 2 * PAGE * i + 64)
-        for g in static_range(GROUPS):
-            key[g] = load_f16x16(keys + 2 * PAGE * i + 32 * g)
-        for r in static_range(ROWS):
-            q = splat_f32(queries + 4 * HEAD * r + 4 * i)
-            for g in static_range(GROUPS):
-                s[r, g] = fma(key[g], q, s[r, g])
+def state_bytes(head: int) -> int:
+    """STATE, the bytes of a row's state: its sums, the largest score 16 times, 16 parts of the weights' total."""
+    return 4 * head + 128
 
 
-@template
-def add_values(weights, n, values, next_values, sums, first):
-    """sums[r] = alpha_r * sums[r] + weights[r] @ values, for CHUNK * 16 head values from number ``first`` on.
+def constants(layout: CacheLayout, head: int, *, wide: bool) -> dict[str, Any]:
+    """What `attention` is compiled for.
 
-    weights: float32 [ROWS, PAGE + 16], with alpha at PAGE; values: float16 [PAGE, HEAD]; sums: float32, a row of
-    ``STATE`` bytes each.
+    Args:
+        layout, head: the cache's layout, and the values that a head takes in it.
+        wide: whether a vector fills one register, so that many fit.
     """
-    for r in static_range(ROWS):
-        alpha = splat_f32(weights + (WEIGHTS * r + 4 * PAGE))
-        for c in static_range(CHUNK):
-            o[r, c] = alpha * load_f32x16(sums + STATE * r + 4 * first + 64 * c)
-    for p in range(n):
-        for c in static_range(CHUNK):
-            prefetch(next_values + 2 * HEAD * p + 2 * first + 32 * c)
-            v[c] = load_f16x16(values + 2 * HEAD * p + 2 * first + 32 * c)
+    vectors = 2 if wide else 1
+    return {
+        "HEAD": head,
+        "BLOCK": layout.block_bytes(head),
+        "STATE": state_bytes(head),
+        # Rows, and vectors of scores or of head values, that are computed at once: their sums fill the registers.
+        "ROWS": 8 if wide else 4,
+        "VECTORS": vectors,
+        "CHUNK": vectors if head // 16 % vectors == 0 else 1,
+        "LOAD": layout.load,
+        "SIZE": layout.size,
+        # Bytes of scales in front of a block, and the values that share one.
+        "SCALES": layout.scale_bytes(head),
+        "GROUP": layout.group or head,
+    }
+
+
+@device
+def block_at(cache, block_table, page, page_bytes):
+    """The address of a page's block: ``cache`` is that of the head's block in page 0."""
+    return cache + np.int64(load_i32(block_table + 4 * page)) * page_bytes
+
+
+@template
+def load_query(query, head_dim, scale, out):
+    """out = scale * query, padded with zeros to HEAD values."""
+    for i in range(head_dim):
+        store_f32(out + 4 * i, load_f32(query + 4 * i) * scale)
+    for i in range(head_dim, HEAD):
+        store_f32(out + 4 * i, ZERO)
+
+
+@template
+def add_products(total: Registers, x, x_step, matrix, step, vectors, n, ahead, pace):
+    """total[r, v] += x[r] @ matrix, for ROWS rows and ``vectors`` times 16 columns.
+
+    x: float32 [ROWS, n]; matrix: [n, columns] in the cache's type; steps from row to row are in bytes.
+    Begins to read from ``ahead`` on, ``pace`` bytes in each of the n steps.
+    """
+    for i in range(n):
+        prefetch(ahead + pace * i)
+        for v in static_range(vectors):
+            entry[v] = LOAD(matrix + step * i + 16 * SIZE * v)
         for r in static_range(ROWS):
-            w = splat_f32(weights + WEIGHTS * r + 4 * p)
-            for c in static_range(CHUNK):
-                o[r, c] = fma(v[c], w, o[r, c])
-    for r in static_range(ROWS):
-        for c in static_range(CHUNK):
-            store_f32x16(sums + STATE * r + 4 * first + 64 * c, o[r, c])
+            factor = splat_f32(x + x_step * r + 4 * i)
+            for v in static_range(vectors):
+                total[r, v] = fma(entry[v], factor, total[r, v])
+
+
+@template
+def score_page(queries, block, scores, ahead, pace):
+    """The scores [ROWS, PAGE] of a page of keys."""
+    for c in range(0, PAGE, 16 * VECTORS):
+        keys, place = block + SCALES + SIZE * c, scores + 4 * c
+        if SCALES:
+            for r in static_range(ROWS):
+                for v in static_range(VECTORS):
+                    store_f32x16(place + SCORES * r + 64 * v, zero_f32x16())
+        for i in range(0, HEAD, GROUP):
+            for r in static_range(ROWS):
+                for v in static_range(VECTORS):
+                    total[r, v] = zero_f32x16()
+            rows, matrix = queries + 4 * i, keys + SIZE * PAGE * i
+            add_products(total, rows, 4 * HEAD, matrix, SIZE * PAGE, VECTORS, GROUP, ahead, pace)
+            ahead += pace * GROUP
+            for v in static_range(VECTORS):
+                if SCALES:
+                    scale = load_f16x16(block + 2 * PAGE * (i // GROUP) + 2 * c + 32 * v)
+                    for r in static_range(ROWS):
+                        total[r, v] = fma(total[r, v], scale, load_f32x16(place + SCORES * r + 64 * v))
+                for r in static_range(ROWS):
+                    store_f32x16(place + SCORES * r + 64 * v, total[r, v])
+
+
+@template
+def add_page(weights, block, n, sums, scaled, ahead, pace):
+    """Adds the first ``n`` values of a page, times their weights [ROWS, PAGE], to the sums."""
+    for c in range(0, HEAD, 16 * CHUNK):
+        place = sums + 4 * c
+        for r in static_range(ROWS):
+            for v in static_range(CHUNK):
+                total[r, v] = load_f32x16(place + STATE * r + 64 * v)
+        matrix = block + SCALES + SIZE * c
+        if SCALES:
+            for g in static_range(PAGE // 16):
+                scale = load_f16x16(block + 2 * PAGE * (c // GROUP) + 32 * g)
+                for r in static_range(ROWS):
+                    weight = load_f32x16(weights + SCORES * r + 64 * g)
+                    store_f32x16(scaled + 4 * PAGE * r + 64 * g, weight * scale)
+            add_products(total, scaled, 4 * PAGE, matrix, SIZE * HEAD, CHUNK, n, ahead, pace)
+        else:
+            add_products(total, weights, SCORES, matrix, SIZE * HEAD, CHUNK, n, ahead, pace)
+        ahead += pace * PAGE
+        for r in static_range(ROWS):
+            for v in static_range(CHUNK):
+                store_f32x16(place + STATE * r + 64 * v, total[r, v])
+
+
+@template
+def mask_page(scores, limits, position):
+    """Masks the scores [ROWS, PAGE] of positions from ``position`` on that rows do not see."""
+    for r in range(ROWS):
+        low = splat_int(np.int32(load_i64(limits + 16 * r) - position))
+        high = splat_int(np.int32(load_i64(limits + 16 * r + 8) - position))
+        for g in static_range(PAGE // 16):
+            place = scores + SCORES * r + 64 * g
+            lanes = splat_int(np.int32(16 * g)) + lane_numbers()
+            store_f32x16(place, select_between(lanes, low, high, load_f32x16(place), splat(MASKED)))
+
+
+@template
+def soften(scores, n, state, ahead, n_ahead):
+    """Turns a row's ``n`` bytes of scores into weights exp(score - largest); notes the largest and the total.
+
+    Begins to read ``n_ahead`` bytes from ``ahead`` on.
+    """
+    pace = n_ahead * 64 // n
+    for g in static_range(PAGE // 16):
+        top[g] = splat(LOWEST)
+    for i in range(0, n, 4 * PAGE):
+        for g in static_range(PAGE // 16):
+            top[g] = maximum(top[g], load_f32x16(scores + i + 64 * g))
+    largest = splat(max_lanes(maximum(maximum(top[0], top[1]), maximum(top[2], top[3]))))
+    total = zero_f32x16()
+    for i in range(0, n, 64):
+        prefetch(ahead)
+        ahead += pace
+        weight = exp(load_f32x16(scores + i) - largest)
+        total = total + weight
+        store_f32x16(scores + i, weight)
+    store_f32x16(state + 4 * HEAD, largest)
+    store_f32x16(state + 4 * HEAD + 64, total)
 
 
 @template
@@ -137,6 +244,58 @@ def write_rows(state, n_rows, first_row, start, head, group_size, head_dim, out,
             store_f32(place + 4 * i, load_f32(state + STATE * r + 4 * i) * share)
 
 
+@template
+def score_span(queries, n_rows, limits, keys, table, page_bytes, low, high, scores, ahead):
+    """Scores of the rows against pages low … high of a span; then it begins to read from ``ahead`` on."""
+    pace = (BLOCK * ROWS - 1) // (HEAD * PAGE // 16 // VECTORS * n_rows) + 1
+    for page in range(low, high):
+        block, place = block_at(keys, table, page, page_bytes), scores + 4 * PAGE * (page % SPAN_PAGES)
+        next_block = ahead
+        if page + 1 < high:
+            next_block = block_at(keys, table, page + 1, page_bytes)
+        for some in range(0, n_rows, ROWS):
+            first, last = limits + 16 * some, limits + 16 * (some + ROWS - 1)
+            if load_i64(first) // PAGE <= page and page * PAGE <= load_i64(last + 8):
+                row = place + SCORES * some
+                score_page(queries + 4 * HEAD * some, block, row, next_block, pace)
+                next_block += (BLOCK * ROWS - 1) // n_rows + 1
+                if page * PAGE < load_i64(last) or load_i64(first + 8) < page * PAGE + PAGE - 1:
+                    mask_page(row, first, page * PAGE)
+
+
+@template
+def soften_span(scores, n_rows, limits, low, high, states, ahead):
+    """Turns the rows' scores of pages low … high of a span into weights, where each group of ROWS rows has any.
+
+    Begins to read a block from ``ahead`` on.
+    """
+    share = BLOCK // n_rows + 1
+    for r in range(n_rows):
+        first = limits + 16 * (r // ROWS * ROWS)
+        begin = max(low, load_i64(first) // PAGE)
+        stop = min(high, load_i64(first + 16 * (ROWS - 1) + 8) // PAGE + 1)
+        if begin < stop:
+            place = scores + SCORES * r + 4 * PAGE * (begin % SPAN_PAGES)
+            soften(place, 4 * PAGE * (stop - begin), states + STATE * r, ahead + share * r, share)
+
+
+@template
+def add_span(weights, n_rows, limits, values, table, page_bytes, low, high, scaled, sums, ahead):
+    """Adds to the rows' sums the values of pages low … high of a span; then it begins to read from ``ahead`` on."""
+    pace = (BLOCK * ROWS - 1) // (HEAD * PAGE // 16 // CHUNK * n_rows) + 1
+    for page in range(low, high):
+        block, place = block_at(values, table, page, page_bytes), weights + 4 * PAGE * (page % SPAN_PAGES)
+        next_block = ahead
+        if page + 2 < high:
+            next_block = block_at(values, table, page + 2, page_bytes)
+        for some in range(0, n_rows, ROWS):
+            first, last = limits + 16 * some, limits + 16 * (some + ROWS - 1)
+            n = min(np.int64(PAGE), load_i64(last + 8) + 1 - page * PAGE)
+            if load_i64(first) // PAGE <= page and n > 0:
+                add_page(place + SCORES * some, block, n, sums + STATE * some, scaled, next_block, pace)
+                next_block += (BLOCK * ROWS - 1) // n_rows + 1
+
+
 @kernel
 def attention(
     begin,
@@ -164,76 +323,45 @@ def attention(
     tiles: int64 [n, 6]: sequence, first row, number of rows, first span, the one behind the last, and -1 or the
     number of the part of ``parts`` that the sums go to instead of to ``out``.  Unit u is tile u % n of head u // n.
     q, out: float32 [T, H * head_dim].  starts: int32 [S], the sequences' first tokens.  positions: int32 [T].
-    block_tables: int32 [S, block_stride].  window: visible positions, 0 for all.  keys, values: as in
-    `localllm.kernels.cpu.elementwise.rope_append`.  parts: float32 [n_parts, n_kv_heads, TILE_ROWS, STATE / 4].
-    STATE: bytes of a row's state, 4 * HEAD + MARGIN.
+    block_tables: int32 [S, block_stride].  window: visible positions.  keys, values: blocks of ``BLOCK`` bytes
+    [n_pages, n_kv_heads] (`localllm.kernels.cpu.cache_types`).
+    parts: float32 [n_parts, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.
     """
     n_tiles = load_i64(batch)
-    queries = stack(4 * TILE_ROWS * HEAD)
-    limits = stack(16 * TILE_ROWS)
-    weights = stack(ROWS * WEIGHTS)
-    span_state = stack(TILE_ROWS * STATE)
-    state = stack(TILE_ROWS * STATE)
+    queries, limits = stack(4 * TILE_ROWS * HEAD), stack(16 * TILE_ROWS)
+    scores, scaled = stack(TILE_ROWS * SCORES), stack(4 * PAGE * ROWS)
+    span_state, state = stack(TILE_ROWS * STATE), stack(TILE_ROWS * STATE)
+    page_bytes = n_kv_heads * BLOCK
     for unit in range(begin, end):
         head = unit // n_tiles
         tile = tiles + unit % n_tiles * 48
         sequence, first_row, n_rows = load_i64(tile), load_i64(tile + 8), load_i64(tile + 16)
         start = np.int64(load_i32(starts + 4 * sequence))
+        table = block_tables + 4 * sequence * block_stride
+        head_keys, head_values = keys + head * BLOCK, values + head * BLOCK
         # Rows are computed ROWS at once: a tile short of them computes its last one again.
         n_computed = (n_rows + ROWS - 1) // ROWS * ROWS
         for r in range(n_computed):
             row = first_row + min(r, n_rows - 1)
             token = start + row // group_size
-            place = q + token * q_stride + 4 * (head * group_size + row % group_size) * head_dim
-            for i in range(head_dim):
-                store_f32(queries + 4 * HEAD * r + 4 * i, load_f32(place + 4 * i) * scale)
-            for i in range(head_dim, HEAD):
-                store_f32(queries + 4 * HEAD * r + 4 * i, ZERO)
+            query = q + token * q_stride + 4 * (head * group_size + row % group_size) * head_dim
+            load_query(query, head_dim, scale, queries + 4 * HEAD * r)
             last = np.int64(load_i32(positions + 4 * token))
-            first = np.int64(0)
-            if window > 0:
-                first = max(np.int64(0), last - window + 1)
-            store_i64(limits + 16 * r, first)
+            store_i64(limits + 16 * r, max(np.int64(0), last - window + 1))
             store_i64(limits + 16 * r + 8, last)
         # Rows are in order: the first begins to see first, the last sees farthest.
         first_page = load_i64(limits) // PAGE
         n_pages = load_i64(limits + 16 * (n_computed - 1) + 8) // PAGE + 1
         clear(state, n_computed)
         for span in range(max(load_i64(tile + 24), first_page // SPAN_PAGES), load_i64(tile + 32)):
+            low, high = max(first_page, span * SPAN_PAGES), min(n_pages, (span + 1) * SPAN_PAGES)
             clear(span_state, n_computed)
-            stop = min(n_pages, (span + 1) * SPAN_PAGES)
-            for page in range(max(first_page, span * SPAN_PAGES), stop):
-                number = np.int64(load_i32(block_tables + 4 * (sequence * block_stride + page)))
-                block = (number * n_kv_heads + head) * (2 * HEAD * PAGE)
-                number = np.int64(load_i32(block_tables + 4 * (sequence * block_stride + min(page + 1, stop - 1))))
-                ahead = (number * n_kv_heads + head) * (2 * HEAD * PAGE)
-                for some in range(0, n_computed, ROWS):
-                    farthest = load_i64(limits + 16 * (some + ROWS - 1) + 8)
-                    if load_i64(limits + 16 * some) // PAGE <= page and page * PAGE <= farthest:
-                        score_page(s, queries + 4 * HEAD * some, keys + block, keys + ahead)
-                        for r in static_range(ROWS):
-                            low = splat_int(np.int32(load_i64(limits + 16 * (some + r)) - page * PAGE))
-                            high = splat_int(np.int32(load_i64(limits + 16 * (some + r) + 8) - page * PAGE))
-                            for g in static_range(GROUPS):
-                                position = splat_int(np.int32(16 * g)) + lane_numbers()
-                                s[r, g] = select_between(position, low, high, s[r, g], splat(MASKED))
-                            row_state = span_state + STATE * (some + r) + 4 * HEAD
-                            largest = load_f32(row_state)
-                            top = maximum(maximum(s[r, 0], s[r, 1]), maximum(s[r, 2], s[r, 3]))
-                            new = max(largest, max_lanes(top))
-                            alpha = exp(splat(largest - new))
-                            store_f32x16(row_state, splat(new))
-                            store_f32x16(weights + (WEIGHTS * r + 4 * PAGE), alpha)
-                            total = load_f32x16(row_state + 64) * alpha
-                            for g in static_range(GROUPS):
-                                weight = exp(s[r, g] - splat(new))
-                                total = total + weight
-                                store_f32x16(weights + (WEIGHTS * r + 64 * g), weight)
-                            store_f32x16(row_state + 64, total)
-                        seen = min(np.int64(PAGE), farthest + 1 - page * PAGE)
-                        rows = span_state + STATE * some
-                        for chunk in range(0, HEAD, 16 * CHUNK):
-                            add_values(weights, seen, values + block, values + ahead, rows, chunk)
+            ahead = block_at(head_values, table, low, page_bytes)
+            score_span(queries, n_computed, limits, head_keys, table, page_bytes, low, high, scores, ahead)
+            ahead = block_at(head_values, table, min(low + 1, high - 1), page_bytes)
+            soften_span(scores, n_computed, limits, low, high, span_state, ahead)
+            ahead = block_at(head_keys, table, min(high, n_pages - 1), page_bytes)
+            add_span(scores, n_computed, limits, head_values, table, page_bytes, low, high, scaled, span_state, ahead)
             merge(state, span_state, n_computed)
         part = load_i64(tile + 40)
         if part < 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.simd import (
     fma,
@@ -21,7 +22,6 @@ from localllm.kernels.cpu.simd import (
     power_of_two,
     splat,
     sqrt,
-    store_f16,
     store_f32,
     store_f32x16,
     store_s8x16,
@@ -189,8 +189,7 @@ def rope_append(
     """Rotates q and k in place by angles [positions, n_pairs] of (cos, sin), and appends k and v to the cache.
 
     slots: int64 [T], page * PAGE + place in the page.  positions: int32 [T].
-    keys: float16 [n_pages, n_kv_heads, HEAD, PAGE]; values: float16 [n_pages, n_kv_heads, PAGE, HEAD], where HEAD
-    is head_dim rounded up to 16: so that kernels read either with positions or head values side by side.
+    keys, values: blocks of ``BLOCK`` bytes [n_pages, n_kv_heads] (`localllm.kernels.cpu.cache_types`).
     """
     for token in range(begin, end):
         turn = angles + np.int64(load_i32(positions + 4 * token)) * n_pairs * 8
@@ -201,9 +200,5 @@ def rope_append(
             k_row = k + token * kv_stride + 4 * head * head_dim
             v_row = v + token * kv_stride + 4 * head * head_dim
             rotate(k_row, turn, n_pairs, pair_step, pair_offset)
-            block = (slot // PAGE * n_kv_heads + head) * (2 * HEAD * PAGE)
-            key = keys + block + 2 * (slot % PAGE)
-            value = values + block + 2 * HEAD * (slot % PAGE)
-            for i in range(head_dim):
-                store_f16(key + 2 * PAGE * i, load_f32(k_row + 4 * i))
-                store_f16(value + 2 * i, load_f32(v_row + 4 * i))
+            block = (slot // PAGE * n_kv_heads + head) * BLOCK
+            APPEND(k_row, v_row, head_dim, keys + block, values + block, slot % PAGE)

@@ -7,11 +7,13 @@ batch, because kernels read the number of tokens when they run.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,9 @@ from numpy.typing import NDArray
 from localllm.errors import KernelError, UsageError
 from localllm.kernels.cpu import attention as attention_kernels
 from localllm.kernels.cpu import elementwise, matmul
-from localllm.kernels.cpu.attention import MARGIN, PAGE, SPAN, TILE_ROWS
+from localllm.kernels.cpu.attention import SPAN, TILE_ROWS, state_bytes
+from localllm.kernels.cpu.cache_types import LAYOUTS as CACHE_LAYOUTS
+from localllm.kernels.cpu.cache_types import PAGE, CacheLayout
 from localllm.kernels.cpu.compiler import Kernel, Variant, variant
 from localllm.kernels.cpu.host import default_threads, most_threads
 from localllm.kernels.cpu.memory import Arena
@@ -52,6 +56,9 @@ FEW_TOKENS = 4
 #: Bytes for what spans of the cache come to; tiles that need more are not cut.
 MOST_PART_BYTES = 32 << 20
 
+#: Bytes of a layer's keys from which on a cache lies in huge pages: of a short one they would take most at once.
+HUGE_LAYER = 4 << 20
+
 # Numbers in a program's header.
 ALWAYS, N_TOKENS, N_OUTPUTS, N_TILES, N_MERGED = range(5)
 
@@ -66,19 +73,21 @@ def padded(n: int) -> int:
     return -(-n // PADDING) * PADDING
 
 
-def padded_head(shape: CacheShape) -> int:
-    """Values that a head takes in the cache: whole vectors."""
-    return -(-shape.head_dim // 16) * 16
+def aligned_zeros(shape: int | tuple[int, ...], kind: type, *, huge: bool = False) -> NDArray[Any]:
+    """Zeros that begin at a page of memory; pages are only taken as they are written.
 
-
-def aligned_zeros(shape: int | tuple[int, ...], kind: type) -> NDArray[Any]:
-    """Zeros that begin at a page of memory; pages are only taken as they are written."""
+    ``huge``: in huge pages, where the system has them.  It finds its way to scattered places faster then, but takes
+    2 MiB at a time.
+    """
     count = int(np.prod(shape))
     n_bytes = max(1, count * np.dtype(kind).itemsize)
     # Private: a forked child computes in memory of its own.
     memory = (
         mmap.mmap(-1, n_bytes) if os.name == "nt" else mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     )
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, kind, count).reshape(shape)
 
 
@@ -115,10 +124,10 @@ class CPULinear:
 
 @dataclass(frozen=True)
 class CPUCache:
-    """Keys [n_layers, n_pages, G, head, PAGE] and values [n_layers, n_pages, G, PAGE, head], in float16 bits."""
+    """Blocks of keys and of values, [n_layers, n_pages, G, bytes]; `localllm.kernels.cpu.cache_types` draws them."""
 
-    keys: NDArray[np.uint16]
-    values: NDArray[np.uint16]
+    keys: NDArray[np.uint8]
+    values: NDArray[np.uint8]
     shape: CacheShape
     workers: Workers
     page_size: int = PAGE
@@ -126,6 +135,20 @@ class CPUCache:
     @property
     def n_pages(self) -> int:
         return int(self.keys.shape[1])
+
+    @property
+    def layout(self) -> CacheLayout:
+        return CACHE_LAYOUTS[self.shape.type]
+
+    @property
+    def head(self) -> int:
+        """Values that a head takes, padding included."""
+        return self.layout.head(self.shape.head_dim)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What kernels that read or write it are compiled for."""
+        return {"HEAD": self.head, "BLOCK": self.keys.shape[3]}
 
     @property
     def n_bytes(self) -> int:
@@ -191,7 +214,7 @@ class Recording:
         self.cache = cache
         #: Tiles of attention that leave threads without work: so few are cut into spans of the cache.
         self.few_tiles = 0 if threads == 1 else -(-2 * threads // cache.shape.n_kv_heads) - 1
-        part = 4 * cache.shape.n_kv_heads * TILE_ROWS * (padded_head(cache.shape) + MARGIN // 4)
+        part = cache.shape.n_kv_heads * TILE_ROWS * state_bytes(cache.head)
         self.max_parts = min(self.few_tiles * -(-cache.n_pages * PAGE // SPAN), MOST_PART_BYTES // part)
         self.max_tokens, self.max_outputs = max_tokens, max_outputs
         self.instructions: list[Instruction] = []
@@ -439,13 +462,14 @@ class CPUOps(Ops):
         return CopiedTable.of(weight)
 
     def new_cache(self, shape: CacheShape, n_pages: int) -> CPUCache:
-        head = padded_head(shape)
-        size = (shape.n_layers, n_pages, shape.n_kv_heads)
-        keys = aligned_zeros((*size, head, PAGE), np.uint16)
-        return CPUCache(keys, aligned_zeros((*size, PAGE, head), np.uint16), shape, self.workers)
+        size = (shape.n_layers, n_pages, shape.n_kv_heads, CACHE_LAYOUTS[shape.type].block_bytes(shape.head_dim))
+        huge = prod(size[1:]) >= HUGE_LAYER
+        keys, values = (aligned_zeros(size, np.uint8, huge=huge) for _ in range(2))
+        return CPUCache(keys, values, shape, self.workers)
 
     def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
-        return 2 * 2 * shape.n_layers * n_pages * shape.n_kv_heads * padded_head(shape) * PAGE
+        block_bytes = CACHE_LAYOUTS[shape.type].block_bytes(shape.head_dim)
+        return 2 * shape.n_layers * n_pages * shape.n_kv_heads * block_bytes
 
     # -- Compiling and running -------------------------------------------------------------------------------------
 
@@ -613,7 +637,8 @@ class CPUOps(Ops):
             ),
             1,
             N_TOKENS,
-            **self._head_constants(),
+            **cache.constants,
+            APPEND=cache.layout.append,
         )
         return q.changed()
 
@@ -632,9 +657,6 @@ class CPUOps(Ops):
                 f"{len(rope.frequencies)} pairs of values cannot be turned in heads of {shape.head_dim}"
             )
 
-    def _head_constants(self) -> dict[str, int]:
-        return {"HEAD": self._now.cache.keys.shape[3], "PAGE": PAGE}
-
     def attention(self, q: Buffer, layer: int, *, scale: float, window: int | None = None) -> Buffer:
         recording, cache = self._now, self._now.cache
         heads, head_dim = cache.shape.n_kv_heads, cache.shape.head_dim
@@ -643,13 +665,9 @@ class CPUOps(Ops):
         self._check_heads("queries", q, heads)
         group_size = q.width // head_dim // heads
         recording.use_groups_of(group_size)
-        constants = self._head_constants()
-        state = constants["STATE"] = 4 * constants["HEAD"] + MARGIN
-        n_chunks = constants["HEAD"] // 16
-        # As many head values at once as divide the head and leave registers for the rest.
-        constants["CHUNK"] = max(c for c in range(1, 6) if n_chunks % c == 0)
         # The kernel writes heads, not the padding beyond them.
         out = Buffer(recording, N_TOKENS, q.width, shared=q.width % PADDING == 0)
+        state = state_bytes(cache.head)
         parts = recording.use_parts(state)
         header = recording.header.ctypes.data
         self._add(
@@ -658,20 +676,19 @@ class CPUOps(Ops):
                 *(header + 8 * N_TILES, recording.tiles.ctypes.data, heads, group_size),
                 *(q.address, q.stride, head_dim),
                 *(a.ctypes.data for a in (recording.starts, recording.positions, recording.block_tables)),
-                *(recording.block_tables.shape[1], window or 0),
+                *(recording.block_tables.shape[1], window or cache.n_pages * PAGE),
                 *(cache.keys[layer].ctypes.data, cache.values[layer].ctypes.data, out.address, parts, float(scale)),
             ),
             heads,
             N_TILES,
-            **constants,
+            **attention_kernels.constants(cache.layout, cache.head, wide=self.target.dot.endswith("512")),
         )
         if recording.max_parts:
             arguments = (
                 *(header + 8 * N_MERGED, recording.merged.ctypes.data, heads, group_size, head_dim),
                 *(recording.starts.ctypes.data, parts, out.address, out.stride),
             )
-            del constants["CHUNK"], constants["PAGE"]
-            self._add(attention_kernels.merge_parts, arguments, heads, N_MERGED, **constants)
+            self._add(attention_kernels.merge_parts, arguments, heads, N_MERGED, HEAD=cache.head, STATE=state)
         return out
 
     def gated(self, gate: Buffer, up: Buffer, activation: str) -> Buffer:

@@ -144,6 +144,12 @@ def load_f16x16(b, address):
 
 
 @op(f32x16, intp)
+def load_s8x16(b, address):
+    """Sixteen signed bytes, widened."""
+    return b.sitofp(_load(b, address, ir.VectorType(i8, 16)), f32x16.llvm)
+
+
+@op(f32x16, intp)
 def load_bf16x16(b, address):
     """Sixteen bfloat16, widened: they are the upper halves of float32."""
     bits = b.zext(_load(b, address, ir.VectorType(i16, 16)), i32x16.llvm)
@@ -164,6 +170,15 @@ def store_f32x16(b, address, value):
 def store_s8x16(b, address, value):
     """Rounded to the nearest integer (ties to even); values must lie in -128 … 127."""
     _store(b, address, b.fptosi(_call(b, "llvm.rint.v16f32", f32x16.llvm, value), ir.VectorType(i8, 16)))
+
+
+@op(void, intp, float32)
+def store_s8(b, address, value):
+    """Rounded to the nearest integer (ties to even) and clamped to -127 … 127; NaN becomes one of them."""
+    for name, bound in (("llvm.maxnum.f32", -127.0), ("llvm.minnum.f32", 127.0), ("llvm.rint.f32", None)):
+        more = () if bound is None else (ir.Constant(f32, bound),)
+        value = _call(b, name, f32, value, *more)
+    _store(b, address, b.fptosi(value, i8))
 
 
 @op(float32, intp)

@@ -146,7 +146,9 @@ class Work:
             layers = [t for t in matrices if t.name.startswith("blk.")]
         return cls(
             weight_bytes=info.placement.multiplied,
-            kv_bytes=CacheShape(config.n_layers, config.n_kv_heads, config.head_dim).bytes_per_token(),
+            kv_bytes=CacheShape(
+                config.n_layers, config.n_kv_heads, config.head_dim, info.cache_type
+            ).bytes_per_token(),
             layer_products=products(layers),
             head_products=products([head]),
             attention_products=2 * config.n_layers * config.n_heads * config.head_dim,
@@ -239,6 +241,7 @@ def as_json(info: ModelInfo, measured: Sequence[Measurement], other_cpus: float)
         "n_bytes": info.n_bytes,
         "device": info.device,
         "kernels": info.kernels,
+        "cache_type": info.cache_type,
         "other_cpus": other_cpus,
         "results": [
             {

@@ -26,7 +26,7 @@ _ABSENT = {
         ("--mlock --numa", "localllm does not pin memory, leave it out"),
         ("--no-mmap --mmap -mmp", "weights are always copied while they are loaded, leave it out"),
         ("--no-repack -nr", "weights are always repacked for the processor, leave it out"),
-        ("-ctk --cache-type-k -ctv --cache-type-v", "the KV cache always holds float16, leave it out"),
+        ("-ctk --cache-type-k -ctv --cache-type-v", "--cache-type holds for keys and values"),
         ("-hf -hfr --hf-repo -hff --hf-file -hft --hf-token -mu --model-url", _NO_DOWNLOADS),
         ("-i --interactive -if --interactive-first -ins --instruct -mli --multiline-input", _ONE_ANSWER),
         ("-st --single-turn", "localllm generate always answers one prompt, leave it out"),

@@ -55,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             isa=arguments.isa,
             context=arguments.context,
             threads=arguments.threads,
+            cache_type=arguments.cache_type,
             draft_model=arguments.draft_model,
             progress=progress,
         )
@@ -286,7 +287,7 @@ def _describe(info: ModelInfo, *, verbose: bool) -> None:
             f"{quantity(n_bytes, 'B')} {what}"
             for n_bytes, what in (
                 (group.weights, "weights"),
-                (group.kv_cache, "KV cache"),
+                (group.kv_cache, f"{info.cache_type} KV cache"),
             )
             if n_bytes
         ]

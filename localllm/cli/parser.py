@@ -135,6 +135,12 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 def _add_device(group: argparse._ActionsContainer) -> None:
     group.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu or reference (default: auto)")
     group.add_argument(
+        "--cache-type",
+        default="f16",
+        metavar="TYPE",
+        help="what the KV cache holds: f16, or q8_0, half the memory and faster in long contexts (default: f16)",
+    )
+    group.add_argument(
         "--isa", metavar="NAME", help="the instruction set of the kernels (localllm doctor lists them)"
     )
 

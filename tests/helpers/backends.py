@@ -22,6 +22,7 @@ class Backend:
         make: makes its operations.
         spoil: fills every key and value of a cache with NaN.
         head_dims: the sizes of heads to try; all of them where kernels need not be compiled for each.
+        scaled_head_dims: the same for a cache whose values have scales.
         is_exact: whether linear operations compute with activations as they are, not rounded to eight bits.
     """
 
@@ -29,6 +30,7 @@ class Backend:
     make: Callable[[], Ops]
     spoil: Callable[[Any], None]
     head_dims: tuple[int, ...]
+    scaled_head_dims: tuple[int, ...]
     is_exact: bool = False
 
 
@@ -41,9 +43,15 @@ def _spoil_reference(cache: Any) -> None:
 
 def _spoil_cpu(cache: Any) -> None:
     """What pads a head is never written: it stays zero, and kernels rely on that."""
-    head_dim = cache.shape.head_dim
-    cache.keys[:, :, :, :head_dim] = 0x7E00
-    cache.values[..., :head_dim] = 0x7E00
+    if cache.layout.group:
+        n = cache.layout.scale_bytes(cache.head)
+        for blocks in (cache.keys, cache.values):
+            blocks[..., :n] = 0xFF
+        return
+    head, head_dim = cache.head, cache.shape.head_dim
+    size = cache.keys.shape[:3]
+    cache.keys.view(np.uint16).reshape(*size, head, -1)[:, :, :, :head_dim] = 0x7E00
+    cache.values.view(np.uint16).reshape(*size, -1, head)[..., :head_dim] = 0x7E00
 
 
 def shared_by_threads(ops: CPUOps) -> CPUOps:
@@ -52,11 +60,15 @@ def shared_by_threads(ops: CPUOps) -> CPUOps:
     return ops
 
 
-def _cpu(isa: str, head_dims: tuple[int, ...]) -> Backend:
-    return Backend(f"cpu-{isa}", lambda: shared_by_threads(CPUOps(threads=2, isa=isa)), _spoil_cpu, head_dims)
+def _cpu(isa: str, head_dims: tuple[int, ...], scaled_head_dims: tuple[int, ...]) -> Backend:
+    make = lambda: shared_by_threads(CPUOps(threads=2, isa=isa))  # noqa: E731
+    return Backend(f"cpu-{isa}", make, _spoil_cpu, head_dims, scaled_head_dims)
 
 
 BACKENDS = [
-    Backend("reference", ReferenceOps, _spoil_reference, ALL_HEAD_DIMS, is_exact=True),
-    *(_cpu(target.name, (8, 16, 80) if i else ALL_HEAD_DIMS) for i, target in enumerate(available())),
+    Backend("reference", ReferenceOps, _spoil_reference, ALL_HEAD_DIMS, ALL_HEAD_DIMS, is_exact=True),
+    *(
+        _cpu(target.name, *(((8, 16, 80), (8, 16)) if i else (ALL_HEAD_DIMS, (8, 16, 80, 128))))
+        for i, target in enumerate(available())
+    ),
 ]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels.cpu.ops import CPUOps
-from localllm.kernels.ops import CacheShape, KVCache, Ops, Rope
+from localllm.kernels.ops import CACHE_TYPES, CacheShape, CacheType, KVCache, Ops, Rope
 from localllm.quant.types import GGMLType
 from tests.helpers.backends import BACKENDS, Backend, shared_by_threads
 from tests.helpers.blocks import random_rows
@@ -53,6 +53,15 @@ def random(*shape: int, seed: int = 0) -> NDArray[np.float32]:
 def halves(*shape: int, seed: int = 0) -> NDArray[np.float32]:
     """Random values that float16 holds."""
     return random(*shape, seed=seed).astype(np.float16).astype(np.float32)
+
+
+def scaled_bytes(n: int, n_heads: int, head_dim: int, seed: int) -> NDArray[np.float32]:
+    """Random heads, side by side, that a Q8_0 cache holds: each 32 values are bytes, 127 among them, and a scale."""
+    rng = np.random.default_rng([seed, n, head_dim])
+    codes = rng.integers(-127, 128, (n, n_heads, head_dim))
+    codes[..., ::32] = 127
+    scales = np.repeat(rng.integers(1, 1024, (n, n_heads, -(-head_dim // 32))), 32, axis=2) / 2**16
+    return (codes * scales[..., :head_dim]).reshape(n, -1).astype(np.float32)
 
 
 def apply(ops: Ops, operation: Callable[..., Any], *inputs: Array) -> NDArray[np.float32]:
@@ -311,6 +320,7 @@ class Conversation:
     window: int | None = None
     rope: Rope | None = None
     n_layers: int = 1
+    cache_type: CacheType = "f16"
     cache: KVCache = field(init=False)
     spare: int = field(init=False)
 
@@ -318,12 +328,14 @@ class Conversation:
         total = sum(self.lengths)
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
         self.q = halves(total, self.n_heads * self.head_dim, seed=1)
-        self.k = halves(total, self.n_groups * self.head_dim, seed=2)
-        self.v = halves(total, self.n_groups * self.head_dim, seed=3)
+        if self.cache_type == "f16":
+            self.k, self.v = (halves(total, self.n_groups * self.head_dim, seed=seed) for seed in (2, 3))
+        else:
+            self.k, self.v = (scaled_bytes(total, self.n_groups, self.head_dim, seed) for seed in (2, 3))
         counts = [-(-n // self.ops.page_size) for n in self.lengths]
         self.spare, *pages = np.random.default_rng(0).permutation(sum(counts) + 1).tolist()
         self.pages = np.split(np.array(pages), np.cumsum(counts)[:-1])
-        shape = CacheShape(self.n_layers, self.n_groups, self.head_dim)
+        shape = CacheShape(self.n_layers, self.n_groups, self.head_dim, self.cache_type)
         self.cache = self.ops.new_cache(shape, sum(counts) + 1)
         tables = [self.ops.load_embedding(f32(x)) for x in (self.q, self.k, self.v)]
         layer = self.n_layers - 1
@@ -363,6 +375,15 @@ def test_attention_with_heads_of_any_size(backend: Backend, head_dim: int) -> No
     assert_close(talk.run((0, 0, 70)), talk.expected(0, 0, 70))
 
 
+@pytest.mark.parametrize(
+    ("backend", "head_dim"), [pytest.param(b, d, id=f"{b.name}-{d}") for b in BACKENDS for d in b.scaled_head_dims]
+)
+def test_attention_over_a_cache_of_scaled_bytes(backend: Backend, head_dim: int) -> None:
+    talk = Conversation(_ops(backend), [70], 4, 2, head_dim, scale=head_dim**-0.5, cache_type="q8_0")
+    backend.spoil(talk.cache)
+    assert_close(talk.run((0, 0, 70)), talk.expected(0, 0, 70))
+
+
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("n_groups", [1, 3])
 def test_attention_with_groups_of_any_size(ops: Ops, group_size: int, n_groups: int) -> None:
@@ -371,11 +392,13 @@ def test_attention_with_groups_of_any_size(ops: Ops, group_size: int, n_groups: 
 
 
 @pytest.mark.parametrize("window", [None, 700])
-def test_many_threads_share_a_long_cache(window: int | None) -> None:
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+def test_many_threads_share_a_long_cache(window: int | None, cache_type: CacheType) -> None:
     """Spans of it are summed up apart, which changes no bit."""
     outputs = []
     for threads in (1, 8):
-        talk = Conversation(shared_by_threads(CPUOps(threads=threads)), [1300, 40], 4, 2, 16, window=window)
+        ops = shared_by_threads(CPUOps(threads=threads))
+        talk = Conversation(ops, [1300, 40], 4, 2, 16, window=window, cache_type=cache_type)
         talk.run((0, 0, 1299), (1, 0, 39))
         outputs.append(talk.run((0, 1299, 1300), (1, 39, 40)))
         assert_close(outputs[-1], np.concatenate([talk.expected(0, 1299, 1300), talk.expected(1, 39, 40)]))
@@ -392,9 +415,10 @@ def test_a_window_over_pages(backend: Backend, ops: Ops, window: int | None) -> 
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_ragged_batches(backend: Backend, ops: Ops, window: int | None) -> None:
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+def test_ragged_batches(backend: Backend, ops: Ops, window: int | None, cache_type: CacheType) -> None:
     """Sequences at any point of their lives share batches: prefill, a second part, single tokens."""
-    talk = Conversation(ops, [130, 40, 1, 200], 6, 2, 16, window=window)
+    talk = Conversation(ops, [130, 40, 1, 200], 6, 2, 16, window=window, cache_type=cache_type)
     backend.spoil(talk.cache)
     for parts in (
         [(0, 0, 65), (3, 0, 128)],
@@ -406,9 +430,13 @@ def test_ragged_batches(backend: Backend, ops: Ops, window: int | None) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_prefill_in_parts_and_decode_give_the_same_bits_as_prefill_at_once(ops: Ops, window: int | None) -> None:
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+def test_prefill_in_parts_and_decode_give_the_same_bits_as_prefill_at_once(
+    ops: Ops, window: int | None, cache_type: CacheType
+) -> None:
     rope = Rope(0.5 ** np.arange(8, dtype=np.float32), interleaved=True)
-    talks = [Conversation(ops, [140, 30], 6, 2, 16, window=window, rope=rope, n_layers=2) for _ in range(3)]
+    more: dict[str, Any] = {"window": window, "rope": rope, "cache_type": cache_type}
+    talks = [Conversation(ops, [140, 30], 6, 2, 16, n_layers=2, **more) for _ in range(3)]
     at_once = talks[0].run((0, 0, 140))
     in_parts = [talks[1].run((0, a, b)) for a, b in ((0, 3), (3, 64), (64, 65), (65, 140))]
     np.testing.assert_array_equal(np.concatenate(in_parts), at_once)
@@ -424,8 +452,9 @@ def test_scores_beyond_the_range_of_exp(ops: Ops) -> None:
     np.testing.assert_allclose(talk.run((0, 0, 80)), talk.expected(0, 0, 80), rtol=2e-3, atol=2e-3)
 
 
-def test_a_copied_page_holds_the_same(backend: Backend, ops: Ops) -> None:
-    talk = Conversation(ops, [100], 4, 2, 16, n_layers=2)
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+def test_a_copied_page_holds_the_same(backend: Backend, ops: Ops, cache_type: CacheType) -> None:
+    talk = Conversation(ops, [100], 4, 2, 16, n_layers=2, cache_type=cache_type)
     backend.spoil(talk.cache)
     talk.run((0, 0, 90))
     before = talk.run((0, 90, 100))
@@ -437,16 +466,38 @@ def test_a_copied_page_holds_the_same(backend: Backend, ops: Ops) -> None:
     np.testing.assert_array_equal(talk.run((0, 98, 100)), before[8:])
 
 
-def test_keys_and_values_beyond_float16_become_its_largest(ops: Ops) -> None:
-    big = np.full((2, DIM), 1e6, np.float32)
+@pytest.mark.parametrize(("cache_type", "largest"), [("f16", 65504.0), ("q8_0", 127 * 65504.0)])
+def test_keys_and_values_beyond_the_range_become_the_largest(ops: Ops, cache_type: CacheType, largest: float) -> None:
+    big = np.full((2, DIM), 1e9, np.float32)
     tables = [ops.load_embedding(f32(x)) for x in (np.zeros((2, DIM)), big, -big)]
 
     def forward() -> Any:
         q, k, v = (ops.embed(t) for t in tables)
         return ops.outputs(ops.attention(ops.rope_append(q, k, v, None, 0), 0, scale=1.0))
 
-    out = run(ops, forward, one_sequence(2), ops.new_cache(CacheShape(1, 1, DIM), 1))
-    np.testing.assert_allclose(out, np.full((2, DIM), -65504.0), rtol=1e-6)
+    out = run(ops, forward, one_sequence(2), ops.new_cache(CacheShape(1, 1, DIM, cache_type), 1))
+    np.testing.assert_allclose(out, np.full((2, DIM), -largest), rtol=1e-6)
+
+
+def test_a_cache_of_scaled_bytes_rounds_as_ggml_does(ops: Ops) -> None:
+    """One token sees its own value: as gguf-py rounds it, but for ties and the last bit of 127 / largest."""
+    n_heads, dim = 3, 80
+    v = random(9, n_heads * dim, seed=5) * np.float32(10) ** np.arange(-2, 7, dtype=np.float32)[:, None]
+    tables = [ops.load_embedding(f32(x)) for x in (random(9, n_heads * dim), random(9, n_heads * dim), v)]
+
+    def forward() -> Any:
+        q, k, v = (ops.embed(t) for t in tables)
+        return ops.outputs(ops.attention(ops.rope_append(q, k, v, None, 0), 0, scale=1.0, window=1))
+
+    out = run(ops, forward, one_sequence(9), ops.new_cache(CacheShape(1, n_heads, dim, "q8_0"), 1))
+    padded = np.pad(v.reshape(9, n_heads, dim), ((0, 0), (0, 0), (0, 16)))
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
+    expected = gguf.quants.dequantize(gguf.quants.quantize(padded, q8_0), q8_0)[..., :dim].reshape(9, -1)
+    step = np.abs(padded).reshape(9, n_heads, -1, 32).max(axis=-1, keepdims=True) / 127
+    steps = np.broadcast_to(step, (9, n_heads, 3, 32)).reshape(9, n_heads, 96)[..., :dim].reshape(9, -1)
+    near = np.abs(out - expected) <= 1e-5 * np.abs(expected)
+    assert near.mean() > 0.99
+    assert (np.abs(out - v) <= 0.51 * steps + 1e-3 * np.abs(v)).all()
 
 
 @pytest.mark.parametrize("n_heads", [1, 3])
@@ -511,12 +562,24 @@ def test_another_backends_cache_is_refused(ops: Ops) -> None:
         ops.compile(lambda: None, OtherCache(), max_tokens=1, max_outputs=1)
 
 
-@pytest.mark.parametrize(("head_dim", "most"), [(64, 1.0), (8, 2.0), (40, 1.2)])
-def test_a_cache_takes_the_bytes_that_were_foretold(ops: Ops, head_dim: int, most: float) -> None:
-    """A backend may pad heads, to the ``most`` of their size."""
-    shape = CacheShape(3, 2, head_dim)
+@pytest.mark.parametrize(
+    ("cache_type", "head_dim", "most"),
+    [("f16", 64, 1.0), ("f16", 8, 2.0), ("f16", 40, 1.2), ("q8_0", 64, 4.0), ("q8_0", 40, 4.0)],
+)
+def test_a_cache_takes_the_bytes_that_were_foretold(
+    ops: Ops, cache_type: CacheType, head_dim: int, most: float
+) -> None:
+    """A backend may pad heads, to the ``most`` of their size; the reference keeps scaled bytes as float32."""
+    shape = CacheShape(3, 2, head_dim, cache_type)
     kv = ops.new_cache(shape, 5)
     assert (kv.n_pages, kv.page_size) == (5, ops.page_size)
     assert kv.n_bytes == ops.cache_bytes(shape, 5)
     plain = 5 * ops.page_size * shape.bytes_per_token()
     assert plain <= kv.n_bytes <= most * plain
+
+
+def test_scaled_bytes_take_about_half_the_memory() -> None:
+    ops = CPUOps(threads=1)
+    halves, scaled = (ops.cache_bytes(CacheShape(22, 4, 64, cache_type), 128) for cache_type in CACHE_TYPES)
+    assert halves == 22 * 4 * 64 * 128 * 64 * 2 * 2
+    assert scaled == halves * 34 // 64

@@ -652,6 +652,7 @@ def test_a_device_that_is_not_there_is_an_error(tiny_path: Path, name: str) -> N
     [
         *({"context": 0}, {"context": True}, {"context": 1.5}, {"threads": 0}, {"threads": "2"}, {"parallel": 0}),
         *({"device": 5}, {"device": ["cpu"]}, {"isa": 2}, {"chat_template": 5}, {"progress": 5}),
+        *({"cache_type": "q4_0"}, {"cache_type": None}, {"cache_type": 8}),
     ],
 )
 def test_arguments_of_load_out_of_range(tiny_path: Path, arguments: dict[str, Any]) -> None:

@@ -138,6 +138,11 @@ def test_the_cache_takes_what_the_backend_says() -> None:
     placed = plan(CONFIG, tensors(), lambda tensor: 0, cache_bytes, device="cpu", page_size=16, **room)
     assert asked == [(CacheShape(LAYERS, 4, 64), 2 * 63)]
     assert placed.kv_cache == 12345 * 2 * 63
+    scaled = plan(
+        CONFIG, tensors(), lambda tensor: 0, cache_bytes, device="cpu", page_size=16, cache_type="q8_0", **room
+    )
+    assert asked[1:] == [(CacheShape(LAYERS, 4, 64, "q8_0"), 2 * 63)]
+    assert (placed.cache_type, scaled.cache_type) == ("f16", "q8_0")
 
 
 def test_scratch_holds_a_step_of_512_tokens() -> None:

@@ -102,7 +102,7 @@ BAD_USAGE = {
     "-ngl": (["generate", "-ngl", "99"], "there is no flag -ngl: this version of localllm computes on the CPU only"),
     "--n-gpu-layers": (["bench", "--n-gpu-layers=99"], "there is no flag --n-gpu-layers: this version"),
     "-fa": (["generate", "-fa"], "there is no flag -fa: attention is always"),
-    "-ctk": (["bench", "-ctk", "q8_0"], "there is no flag -ctk: the KV cache always holds float16"),
+    "-ctk": (["bench", "-ctk", "q8_0"], "there is no flag -ctk: --cache-type holds for keys and values"),
     "-hf": (["generate", "-hf", "a/b"], "there is no flag -hf: localllm does not download models"),
     "-i": (["generate", "-i"], "there is no flag -i: localllm generate answers one prompt"),
     "a bare prompt": (

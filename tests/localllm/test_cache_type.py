@@ -1,0 +1,95 @@
+"""A KV cache of scaled bytes (Q8_0) in place of float16: half the memory, nearly the same logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import localllm
+from localllm import LLM
+from localllm.kernels.ops import CacheType
+from tests.helpers.command_line import run_main
+from tests.helpers.data import shared_data
+from tests.helpers.devices import DEVICES
+from tests.helpers.tiny_models import tiny_gguf
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "head_dim": 32},
+    "llama-window": {"model_type": "mistral", "sliding_window": 50},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 24},
+}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def load(path: Path | None, device: str, cache_type: CacheType) -> LLM:
+    return localllm.load(path, device=device, threads=2, cache_type=cache_type)
+
+
+def logits(path: Path | None, device: str, cache_type: CacheType, ids: list[int]) -> Any:
+    with load(path, device, cache_type) as llm:
+        assert llm.info.cache_type == cache_type
+        return llm.logits(ids)
+
+
+def check_logits(path: Path | None, device: str, ids: list[int]) -> None:
+    """After every token within 1 %, and not the same."""
+    halves, scaled = (logits(path, device, cache_type, ids) for cache_type in ("f16", "q8_0"))
+    error = np.linalg.norm(scaled - halves, axis=1) / np.linalg.norm(halves, axis=1)
+    assert 0 < error.max() < 1e-2
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_of_random_models(tmp_path: Path, device: str, name: str) -> None:
+    path = tiny_gguf(tmp_path / "model.gguf", **ARCHITECTURES[name])
+    check_logits(path, device, np.random.default_rng(0).integers(0, 300, 120).tolist())
+
+
+def test_logits_of_the_demo_model(device: str) -> None:
+    with localllm.load(device="reference") as llm:
+        ids = llm.tokenize("Once upon a time there was a dog who wanted to fly. One day the dog met a bird.")
+    check_logits(None, device, ids)
+
+
+def test_logits_of_a_trained_model() -> None:
+    """Without the rounding of activations to eight bits, which turns any small difference into as much again."""
+    path = shared_data("models/story656K/TinyStories-656K-Q8_0.gguf")
+    with localllm.load(path, device="reference") as llm:
+        ids = llm.tokenize("Once upon a time, there was a little girl. She liked to play outside in the park.")
+    check_logits(path, "reference", ids)
+
+
+def test_the_plan_counts_half_the_bytes() -> None:
+    placements = [load(None, "cpu", cache_type).info.placement for cache_type in ("f16", "q8_0")]
+    halves, scaled = (placement.kv_cache for placement in placements)
+    assert halves == 6 * 2 * 32 * 1024 * 2 * 2  # the demo model's layers, heads, head size and context
+    assert scaled == halves * 34 // 64
+    assert placements[0].total - placements[1].total == halves - scaled
+
+
+def test_decoding_continues_what_prefill_began(device: str) -> None:
+    """Single tokens, in a sequence that shares the pages of another, as if all were evaluated at once."""
+    with load(None, device, "q8_0") as llm:
+        first = llm.generate("What is localllm?", max_tokens=40, temperature=0, ignore_eos=True)
+        ids = llm.tokenize("What is localllm?")
+        again = llm.generate([*ids, *first.ids[:10]], max_tokens=20, temperature=0, ignore_eos=True)
+        llm.forget()
+        alone = llm.generate([*ids, *first.ids[:10]], max_tokens=20, temperature=0, ignore_eos=True)
+    assert again.ids == alone.ids == first.ids[10:30]
+
+
+def test_the_command_line(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    flags = ("generate", "-p", "Hello", "-n", "1", "-v", "--device", "reference", "--cache-type")
+    outcome = run_main(capfdbinary, *flags, "q8_0")
+    assert outcome.code == 0
+    assert "q8_0 KV cache" in outcome.err
+    outcome = run_main(capfdbinary, *flags, "q4_1")
+    assert outcome.code != 0
+    assert "--cache-type is 'q4_1', but must be one of 'f16', 'q8_0'" in outcome.err
