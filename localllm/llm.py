@@ -91,8 +91,7 @@ def load(
         parallel: how many sequences of full length the cache has room for.  Threads that generate at the same
             time share it; where it is too small they wait for each other.
         cache_type: what the cache keeps keys and values in: "f16", or "q8_0", bytes with a scale for each 32,
-            which takes about half the memory and is faster in long contexts, for logits that differ by less
-            than 1 %.
+            which takes about half the memory, for logits that differ by about 1 %.
         chat_template: jinja2 source to use in place of the file's own template.
         draft_model: the GGUF file of a smaller model with the same vocabulary, which guesses tokens for the large
             one to check; see ``speculate`` in `localllm.options.Options`.

@@ -31,8 +31,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from localllm.cli.machine import OtherLoad, disturbance
-from localllm.kernels.cpu.host import cpu_model
+from localllm.cli.machine import disturbance
+from localllm.kernels.cpu.host import OtherLoad, cpu_model
 from localllm.kernels.cpu.target import choose
 from tests.benchmarks import measure, theirs
 from tests.benchmarks.measure import Sizes

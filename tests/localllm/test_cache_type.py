@@ -40,10 +40,9 @@ def logits(path: Path | None, device: str, cache_type: CacheType, ids: list[int]
 
 
 def check_logits(path: Path | None, device: str, ids: list[int]) -> None:
-    """After every token within 1 %, and not the same."""
+    """Those of all tokens within 1 %, and not the same."""
     halves, scaled = (logits(path, device, cache_type, ids) for cache_type in ("f16", "q8_0"))
-    error = np.linalg.norm(scaled - halves, axis=1) / np.linalg.norm(halves, axis=1)
-    assert 0 < error.max() < 1e-2
+    assert 0 < np.linalg.norm(scaled - halves) / np.linalg.norm(halves) < 1e-2
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
