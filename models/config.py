@@ -20,6 +20,9 @@ T = TypeVar("T", int, float, str)
 
 _REQUIRED: Any = object()
 
+#: Values in a head of attention: real models have at most 256, and kernels keep rows of them on their stack.
+LARGEST_HEAD = 512
+
 #: ``rope.scaling.type`` values that `localllm.models.rope` computes.
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 
@@ -256,6 +259,11 @@ def _read_head_dim(meta: Metadata, n_embd: int, n_heads: int) -> int:
             f"{meta.architecture}.attention.head_count, {n_heads}: the file is broken"
         )
     head_dim = meta.read("attention.key_length", int, n_embd // n_heads, low=2, high=1 << 12)
+    if head_dim > LARGEST_HEAD:
+        raise ModelError(
+            f"{meta.architecture}.attention.key_length is {head_dim:,}, more than the {LARGEST_HEAD} values a head "
+            "that localllm computes with: the file is broken"
+        )
     value_length = meta.read("attention.value_length", int, head_dim, low=1, high=1 << 12)
     if value_length != head_dim:
         raise ModelError(

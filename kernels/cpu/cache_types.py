@@ -1,7 +1,7 @@
 """How the KV cache holds keys and values: all that kernels know of its types.
 
-A block is what one page and key/value head take, `CacheType.block_bytes` for keys and as many for values.  Keys have
-positions side by side and values have head values side by side, as attention reads them:
+A block is what one page and key/value head take, `CacheLayout.block_bytes` for keys and as many for values.  Keys
+have positions side by side and values have head values side by side, as attention reads them:
 
     f16    keys float16 [HEAD, PAGE], values float16 [PAGE, HEAD]
     q8_0   float16 scales [HEAD / 32, PAGE], then keys int8 [HEAD, PAGE], or values int8 [PAGE, HEAD]

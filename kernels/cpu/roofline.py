@@ -101,7 +101,8 @@ def sum_u5(total, x, w0, w1, w2, w3, w4, w5, w6, w7):
 
 @device
 def sum_s8(total, x, w0, w1, w2, w3, w4, w5, w6, w7):
-    return dot32_s8(total, w0, w1, w2, w3, w4, w5, w6, w7, x, zero_i32x16())
+    no_sum = zero_i32x16()  # of the activations: theirs is 0
+    return dot32_s8(total, w0, w1, w2, w3, w4, w5, w6, w7, x, no_sum)
 
 
 @device
@@ -118,8 +119,8 @@ DOTS = {4: sum_u4, 5: sum_u5, 6: sum_u6, 8: sum_s8}
 def multiply_integers(begin, end, weights, x, sums):
     """``ROUNDS * CHAINS`` products of 16 rows and 32 columns in each unit.
 
-    weights: codes, eight vectors of bytes.  x: int8 [PERIOD, CHAINS, 32].  sums: int32, one a unit.
-    DOT: one of `DOTS`.
+    weights: codes, eight vectors of bytes.  x: int8 [PERIOD, CHAINS, 32], each 32 with the sum 0.  sums: int32,
+    one a unit.  DOT: one of `DOTS`.
     """
     for v in static_range(8):
         w[v] = load_i8x64(weights + 64 * v)
@@ -241,7 +242,8 @@ class MultiplyTest:
             v = variant(multiply_floats, target, CHAINS=chains)
         else:
             self.weights = (np.arange(512) % (1 << bits)).astype(np.uint8).view(np.int8)
-            self.x = (np.arange(PERIOD * chains * 32) % 255 - 127).astype(np.int8)
+            half = (np.arange(PERIOD * chains * 16) % 255 - 127).astype(np.int8).reshape(-1, 16)
+            self.x = np.concatenate([half, -half], axis=1)  # the sum of each 32 is 0, as `sum_s8` says
             v = variant(multiply_integers, target, CHAINS=chains, DOT=DOTS[bits])
         self.chains = chains
         n_units = UNITS * workers.n

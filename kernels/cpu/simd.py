@@ -293,12 +293,6 @@ def splat_f32(b, address):
     return _splat(b, _load(b, address, f32), 16)
 
 
-@op(i32x16, intp)
-def splat_i32(b, address):
-    """The int32 at an address, in every lane."""
-    return _splat(b, _load(b, address, i32), 16)
-
-
 @op(f32x16)
 def zero_f32x16(b):
     return _constant(0.0, f32, 16)

@@ -179,6 +179,9 @@ def _save(key: str, choice: ThreadChoice) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         # Written aside and moved into place, so that another process never reads half a file.
         handle, scratch = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            json.dump(asdict(choice), out)
-        os.replace(scratch, file)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as out:
+                json.dump(asdict(choice), out)
+            os.replace(scratch, file)
+        except OSError:
+            os.unlink(scratch)

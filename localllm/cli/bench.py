@@ -273,6 +273,7 @@ def _load(arguments: argparse.Namespace, threads: int | None, tests: Sequence[Te
             isa=arguments.isa,
             threads=threads,
             context=max(test.context for test in tests),
+            cache_type=arguments.cache_type,
             progress=progress,
         )
     finally:

@@ -88,6 +88,8 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UsageError("--logprobs needs --json, which prints them")
     if "speculate" in options and arguments.draft_model is not None:
         raise UsageError("--lookup and --draft-model are two ways to guess: leave one of them out")
+    if "draft_max" in options and "speculate" not in options and arguments.draft_model is None:
+        raise UsageError("--draft-max needs --lookup or --draft-model, which guess")
     text: Callable[[str, str], str] = _unescaped if arguments.escape else _valid
     options["stop"] = [text(stop, "--stop") for stop in arguments.stop]
     options["logit_bias"] = dict(arguments.logit_bias)

@@ -129,7 +129,13 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         help="tokens of context (default: as many as the model was trained on, at most 4,096)",
     )
     _add_device(group)
-    group.add_argument("-t", "--threads", type=whole(1), metavar="N", help="threads (default: one a physical core)")
+    group.add_argument(
+        "-t",
+        "--threads",
+        type=whole(1),
+        metavar="N",
+        help="threads (default: one a physical core; to decode, as many as doctor shows)",
+    )
 
 
 def _add_device(group: argparse._ActionsContainer) -> None:
@@ -138,7 +144,7 @@ def _add_device(group: argparse._ActionsContainer) -> None:
         "--cache-type",
         default="f16",
         metavar="TYPE",
-        help="what the KV cache holds: f16, or q8_0, half the memory and faster in long contexts (default: f16)",
+        help="what the KV cache holds: f16, or q8_0 in about half the memory (default: f16)",
     )
     group.add_argument(
         "--isa", metavar="NAME", help="the instruction set of the kernels (localllm doctor lists them)"

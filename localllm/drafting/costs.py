@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from localllm.drafting.drafter import DEFAULT_DRAFTS, MOST_DRAFTS
+from localllm.drafting.drafter import MOST_DRAFTS
 
 #: What drafts must at least bring, in speed without them: below it, errors of the estimates cost more.
 LEAST_GAIN = 1.05
@@ -53,7 +53,6 @@ class StepCosts:
         elif self.single_s and n_tokens <= MOST_DRAFTS + 1:
             self._since_single += 1
             self._since_drafts = 0
-            self._make_room(n_tokens)
             self._measured[n_tokens] = _moved(self._measured[n_tokens], seconds / self.single_s)
             self._estimate()
 
@@ -71,7 +70,6 @@ class StepCosts:
         most = min(most, MOST_DRAFTS)
         if not self.single_s or most < 1:
             return 0
-        self._make_room(most + 1)
         if (1 - share) * LEAST_GAIN * self._least_cost > 1:
             return 0  # as would be found below, where it takes longer
         draft_cost = draft_s / self.single_s
@@ -88,15 +86,9 @@ class StepCosts:
 
     def _forget(self) -> None:
         #: By the number of tokens, in steps over one; 0 where it is not known.
-        self._measured = [0.0, 1.0] + [0.0] * DEFAULT_DRAFTS
+        self._measured = [0.0, 1.0] + [0.0] * MOST_DRAFTS
         self._estimate()
         self._since_drafts = 0
-
-    def _make_room(self, n_tokens: int) -> None:
-        """Has estimates for steps over so many tokens."""
-        if n_tokens >= len(self._measured):
-            self._measured = self._measured + [0.0] * (n_tokens + 1 - len(self._measured))
-            self._estimate()
 
     def _estimate(self) -> None:
         self._costs = _filled(self._measured)

@@ -9,7 +9,7 @@
 |---|---|
 | pp, tg | evaluating a prompt, and decoding after it |
 | depth | the same with a long prompt |
-| kv8 | as depth, with the cache in Q8_0, if localllm has one |
+| kv8 | as depth, with the cache in Q8_0 |
 | batch | eight sequences at once, against one |
 | small | decoding with small models: the demo model, and stories260K where it is found |
 | start | seconds from the launch of a process to its first token |
@@ -36,7 +36,6 @@ from localllm.kernels.cpu.host import OtherLoad, cpu_model
 from localllm.kernels.cpu.target import choose
 from tests.benchmarks import measure, theirs
 from tests.benchmarks.measure import Sizes
-from tests.benchmarks.ours import has_q8_cache
 from tests.benchmarks.results import TITLES, Agreement, Journal, Line, Memory, Record, Trial, markdown, table_line
 from tests.helpers.synthetic import SHAPES, random_gguf
 
@@ -71,7 +70,7 @@ class Comparison:
                 self._measure("+".join(chosen), measure.speed, *place, chosen, trials)
             if "depth" in self._tests:
                 self._measure("depth", measure.depth, *place, trials)
-            if "kv8" in self._tests and has_q8_cache():
+            if "kv8" in self._tests:
                 self._measure("kv8", measure.q8_depth, *place, trials)
             if "batch" in self._tests:
                 self._measure("batch", measure.batch, *place)

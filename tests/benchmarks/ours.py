@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import localllm
 from localllm.cli.bench import Test, Work
@@ -17,13 +16,10 @@ from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.roofline import DOTS, Roofline
 from localllm.kernels.cpu.tiles import TILES
-from localllm.kernels.ops import Weight
+from localllm.kernels.ops import CacheType, Weight
 from localllm.quant.repack import repack_target
 from localllm.quant.types import GGMLType
 from tests.benchmarks.results import FLOAT_FORMATS, FLOAT_TOLERANCE, QUANTISED_TOLERANCE, Array
-
-#: What asks `localllm.load` for a cache in Q8_0.
-Q8_CACHE = {"cache_type": "q8_0"}
 
 #: Bytes that a measurement of the bandwidth reads.
 READ_BYTES = 1 << 28
@@ -35,19 +31,16 @@ _CODE_BITS = {
 }
 
 
-def has_q8_cache() -> bool:
-    """Whether this version of localllm has a cache in Q8_0."""
-    return Q8_CACHE.keys() <= inspect.signature(localllm.load).parameters.keys()
-
-
 class Ours:
     """A model in localllm; a context manager."""
 
     def __init__(self, path: Path, threads: int, n_tokens: int, *, parallel: int = 1, q8_cache: bool = False) -> None:
-        options: dict[str, Any] = Q8_CACHE if q8_cache else {}
+        cache_type: CacheType = "q8_0" if q8_cache else "f16"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a context longer than the model was trained on
-            self._llm = localllm.load(path, threads=threads, context=n_tokens, parallel=parallel, **options)
+            self._llm = localllm.load(
+                path, threads=threads, context=n_tokens, parallel=parallel, cache_type=cache_type
+            )
 
     @property
     def info(self) -> ModelInfo:

@@ -312,6 +312,7 @@ def test_logits_are_the_same_bits_in_a_batch(llm: LLM) -> None:
     rows = run.logits
     engine.finish(run, keep=False)
     llm.forget()
+    assert len(rows) == 10
     for n in range(len(rows)):
         text = ids + list(range(70, 70 + n))
         run = engine.start(text[:-1])
@@ -330,6 +331,7 @@ def test_stop_strings_in_the_middle_of_what_was_accepted(llm: LLM, speculate: An
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     prompt = [1, *range(40, 60), *range(40, 60)]
     text = llm.generate(prompt, speculate=None, **options).text
+    assert len(text) > 20
     for start in range(0, len(text) - 2, 5):
         stop = text[start : start + 2]
         expected = llm.generate(prompt, speculate=None, stop=stop, **options)

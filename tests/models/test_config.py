@@ -129,6 +129,7 @@ BAD: list[tuple[str, Any]] = [
     ("llama.attention.head_count_kv", []),
     ("llama.attention.key_length", 0),
     ("llama.attention.key_length", 2**31),
+    ("llama.attention.key_length", 520),
     ("llama.attention.value_length", 16),
     ("llama.attention.sliding_window", -1),
     ("llama.attention.layer_norm_rms_epsilon", None),

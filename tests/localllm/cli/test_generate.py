@@ -376,6 +376,7 @@ def test_guessing_ahead_gives_the_same_text(generate: Generate, plain: Path) -> 
     ("flags", "words"),
     [
         (["--lookup", "-md", "x.gguf"], "--lookup and --draft-model are two ways to guess"),
+        (["--draft-max", 3], "--draft-max needs --lookup or --draft-model"),
         (["--lookup", "--draft-max", 0], "'0' is not a whole number of at least 1"),
         (["--lookup", "--draft-max", 1000], "--draft-max is 1000, but must be at most 64"),
         (["--draft-p-min", 0.5], "--draft-p-min"),
