@@ -330,6 +330,19 @@ def _cached(v: Variant) -> bytes | None:
     return code if content[:DIGEST] == _digest(v, code) else None
 
 
+def write_aside(path: Path, content: bytes) -> None:
+    """Writes a file of the cache if it can: aside, and then into place, so that nobody ever reads half of it."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as out:
+                out.write(content)
+            os.replace(scratch, path)
+        except OSError:
+            os.unlink(scratch)
+
+
 def _digest(v: Variant, code: bytes) -> bytes:
     return hashlib.sha256(v.symbol.encode() + b"\n" + code).digest()
 
@@ -340,16 +353,7 @@ def _compile(v: Variant) -> bytes:
     folder = _folder()
     if folder is None:
         return code
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        # Written aside and moved into place, so that another process never reads half a file.
-        handle, scratch = tempfile.mkstemp(dir=folder)
-        try:
-            with os.fdopen(handle, "wb") as out:
-                out.write(_digest(v, code) + code)
-            os.replace(scratch, folder / _file_name(v))
-        except OSError:
-            os.unlink(scratch)
+    write_aside(folder / _file_name(v), _digest(v, code) + code)
     _prune(folder)
     return code
 

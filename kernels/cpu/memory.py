@@ -1,4 +1,4 @@
-"""Memory for weights: in few large pieces, for which the system is asked to use huge pages.
+"""Memory that begins at a page; for weights in few large pieces, for which the system is asked to use huge pages.
 
 A model's weights are hundreds of matrices that are written once, as fast as memory allows.  By far the most of that
 time would go to the system, which hands out memory a page of 4 KiB at a time and clears it first; and reading through
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,14 +38,28 @@ class Arena:
 
 def _piece(n_bytes: int) -> NDArray[np.uint8]:
     """New memory of at least so many bytes that begins at a huge page."""
-    n_bytes = (-(-n_bytes // HUGE_PAGE) + 1) * HUGE_PAGE
+    piece = np.frombuffer(_pages((-(-n_bytes // HUGE_PAGE) + 1) * HUGE_PAGE, huge=True), np.uint8)
+    return piece[-piece.ctypes.data % HUGE_PAGE :]
+
+
+def aligned_zeros(shape: int | tuple[int, ...], kind: type, *, huge: bool = False) -> NDArray[Any]:
+    """Zeros that begin at a page of memory; pages are only taken as they are written.
+
+    ``huge``: in huge pages, where the system has them.  It finds its way to scattered places faster then, but takes
+    2 MiB at a time.
+    """
+    count = int(np.prod(shape))
+    memory = _pages(max(1, count * np.dtype(kind).itemsize), huge=huge)
+    return np.frombuffer(memory, kind, count).reshape(shape)
+
+
+def _pages(n_bytes: int, *, huge: bool) -> mmap.mmap:
+    """Memory of the system's, in huge pages if it can."""
     if os.name == "nt":
-        memory = mmap.mmap(-1, n_bytes)
-    else:
-        # Private: a forked child computes in memory of its own.
-        memory = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, n_bytes)
+    # Private: a forked child computes in memory of its own.
+    memory = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-    piece = np.frombuffer(memory, np.uint8)
-    return piece[-piece.ctypes.data % HUGE_PAGE :]
+    return memory

@@ -7,10 +7,7 @@ batch, because kernels read the number of tokens when they run.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import mmap
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -27,7 +24,7 @@ from localllm.kernels.cpu.cache_types import LAYOUTS as CACHE_LAYOUTS
 from localllm.kernels.cpu.cache_types import PAGE, CacheLayout
 from localllm.kernels.cpu.compiler import Kernel, Variant, variant
 from localllm.kernels.cpu.host import default_threads, most_threads
-from localllm.kernels.cpu.memory import Arena
+from localllm.kernels.cpu.memory import Arena, aligned_zeros
 from localllm.kernels.cpu.packing import Packer
 from localllm.kernels.cpu.program import Instruction, Job, Program, Workers
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
@@ -71,24 +68,6 @@ FLOAT_LOADS: dict[KernelType, Any] = {
 
 def padded(n: int) -> int:
     return -(-n // PADDING) * PADDING
-
-
-def aligned_zeros(shape: int | tuple[int, ...], kind: type, *, huge: bool = False) -> NDArray[Any]:
-    """Zeros that begin at a page of memory; pages are only taken as they are written.
-
-    ``huge``: in huge pages, where the system has them.  It finds its way to scattered places faster then, but takes
-    2 MiB at a time.
-    """
-    count = int(np.prod(shape))
-    n_bytes = max(1, count * np.dtype(kind).itemsize)
-    # Private: a forked child computes in memory of its own.
-    memory = (
-        mmap.mmap(-1, n_bytes) if os.name == "nt" else mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    )
-    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, kind, count).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -214,8 +193,8 @@ class Recording:
         self.cache = cache
         #: Tiles of attention that leave threads without work: so few are cut into spans of the cache.
         self.few_tiles = 0 if threads == 1 else -(-2 * threads // cache.shape.n_kv_heads) - 1
-        part = cache.shape.n_kv_heads * TILE_ROWS * state_bytes(cache.head)
-        self.max_parts = min(self.few_tiles * -(-cache.n_pages * PAGE // SPAN), MOST_PART_BYTES // part)
+        self.part_bytes = cache.shape.n_kv_heads * TILE_ROWS * state_bytes(cache.head)
+        self.max_parts = min(self.few_tiles * -(-cache.n_pages * PAGE // SPAN), MOST_PART_BYTES // self.part_bytes)
         self.max_tokens, self.max_outputs = max_tokens, max_outputs
         self.instructions: list[Instruction] = []
         #: Arrays whose addresses stand in the instructions.
@@ -289,10 +268,10 @@ class Recording:
             self.tiles = np.zeros((n_tiles + self.max_parts, 6), np.int64)
             self.merged = np.zeros((self.max_parts, 5), np.int64)
 
-    def use_parts(self, state: int) -> int:
-        """The address of memory for what spans of the cache come to, ``state`` bytes a row; 0 if none are cut."""
+    def use_parts(self) -> int:
+        """The address of memory for what spans of the cache come to; 0 if none are cut."""
         if self.parts is None and self.max_parts:
-            self.parts = self.new(self.max_parts * self.cache.shape.n_kv_heads * TILE_ROWS * state)
+            self.parts = self.new(self.max_parts * self.part_bytes)
         return self.parts.ctypes.data if self.parts is not None else 0
 
     def fill(self, batch: Batch) -> None:
@@ -667,8 +646,7 @@ class CPUOps(Ops):
         recording.use_groups_of(group_size)
         # The kernel writes heads, not the padding beyond them.
         out = Buffer(recording, N_TOKENS, q.width, shared=q.width % PADDING == 0)
-        state = state_bytes(cache.head)
-        parts = recording.use_parts(state)
+        parts = recording.use_parts()
         header = recording.header.ctypes.data
         self._add(
             attention_kernels.attention,
@@ -681,14 +659,21 @@ class CPUOps(Ops):
             ),
             heads,
             N_TILES,
-            **attention_kernels.constants(cache.layout, cache.head, wide=self.target.dot.endswith("512")),
+            **attention_kernels.constants(cache.layout, cache.head, wide=self.target.wide),
         )
         if recording.max_parts:
             arguments = (
                 *(header + 8 * N_MERGED, recording.merged.ctypes.data, heads, group_size, head_dim),
                 *(recording.starts.ctypes.data, parts, out.address, out.stride),
             )
-            self._add(attention_kernels.merge_parts, arguments, heads, N_MERGED, HEAD=cache.head, STATE=state)
+            self._add(
+                attention_kernels.merge_parts,
+                arguments,
+                heads,
+                N_MERGED,
+                HEAD=cache.head,
+                STATE=state_bytes(cache.head),
+            )
         return out
 
     def gated(self, gate: Buffer, up: Buffer, activation: str) -> Buffer:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.kernels.cpu.compiler import kernel, variant
-from localllm.kernels.cpu.ops import aligned_zeros
+from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Instruction, Program, Workers
 from localllm.kernels.cpu.simd import (
     dot32_s8,
@@ -234,8 +234,7 @@ class MultiplyTest:
     ) -> None:
         """As `ReadTest`; ``bits`` says how wide the codes are that are multiplied with bytes, one of `DOTS`; None
         multiplies float32."""
-        wide = target.dot.endswith("512")  # a vector fills one register, so that more sums fit
-        chains = (10 if wide else 5) if bits is None else (4 if wide else 2)
+        chains = (10 if target.wide else 5) if bits is None else (4 if target.wide else 2)
         if bits is None:
             self.weights = np.arange(1, chains * LANES + 1, dtype=np.float32)
             self.x = np.arange(-PERIOD // 2 + 1, PERIOD // 2 + 1, dtype=np.float32)

@@ -39,6 +39,11 @@ class Target:
     dot: Literal["vnni512", "vnni256", "maddubs512", "maddubs256", "sdot", "generic"]
     needs: frozenset[str]
 
+    @property
+    def wide(self) -> bool:
+        """Whether a vector fills one register, so that many fit."""
+        return self.dot.endswith("512")
+
     def machine(self, triple: str | None = None) -> llvm.TargetMachine:
         """LLVM's code generator for this target, on the platform at hand unless ``triple`` names another."""
         llvm.initialize_all_targets()

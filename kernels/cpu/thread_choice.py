@@ -9,18 +9,16 @@ while other programs computed is not believed: all cores are used then, and it i
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from localllm.kernels.cpu.compiler import cache_root
+from localllm.kernels.cpu.compiler import cache_root, write_aside
 from localllm.kernels.cpu.control_groups import cpu_quota
 from localllm.kernels.cpu.host import (
     OTHER_CPUS,
@@ -124,7 +122,7 @@ def knee(bandwidth: Bandwidth, cores: int) -> tuple[int, dict[int, float]]:
 
 
 def _measure(cores: int, target: Target, progress: Progress | None) -> ThreadChoice:
-    # Imported here: it measures with the operations' means, and they choose their threads by it.
+    # Imported here: it is seldom measured, and every start imports this module.
     from localllm.kernels.cpu.program import Workers
     from localllm.kernels.cpu.roofline import ReadTest
 
@@ -173,15 +171,5 @@ def _load(key: str, cores: int) -> ThreadChoice | None:
 def _save(key: str, choice: ThreadChoice) -> None:
     """Keeps a choice for later processes; where that cannot be, each measures anew."""
     file = _file(key)
-    if file is None:
-        return
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # Written aside and moved into place, so that another process never reads half a file.
-        handle, scratch = tempfile.mkstemp(dir=file.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as out:
-                json.dump(asdict(choice), out)
-            os.replace(scratch, file)
-        except OSError:
-            os.unlink(scratch)
+    if file is not None:
+        write_aside(file, json.dumps(asdict(choice)).encode())

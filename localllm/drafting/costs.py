@@ -106,12 +106,13 @@ def _moved(estimate: float, measurement: float) -> float:
 def _filled(measured: list[float]) -> list[float]:
     """The costs with those that are not known put on lines between their neighbours, or beyond the last one.
 
-    A second token is thought to cost half of what all that were measured do: a matrix product of several tokens is
-    another kernel than that of one.
+    A second token is thought to add half of what the next larger step that was measured adds: a matrix product of
+    several tokens is another kernel than that of one.
     """
     costs = measured.copy()
     if not costs[2]:
-        costs[2] = (1 + next(filter(None, costs[3:]), 1 + 2 * _SECOND_COST)) / 2
+        further = next(filter(None, costs[3:]), None)
+        costs[2] = 1 + _SECOND_COST if further is None else (1 + further) / 2
     known = [n for n, cost in enumerate(costs) if cost]
     for low, high in pairwise(known):
         slope = (costs[high] - costs[low]) / (high - low)

@@ -21,8 +21,7 @@ _FIRST_SHARES = {2: 0.1, 3: 0.2, 4: 0.3}
 class NGramIndex:
     """Where the last few tokens of a text stood before: in constant time a token, however long the text."""
 
-    def __init__(self, shortest: int = SHORTEST, longest: int = LONGEST) -> None:
-        self._sizes = range(longest, shortest - 1, -1)
+    def __init__(self) -> None:
         #: The position that follows the last occurrence of each n-gram with something behind it.
         self._followers: dict[tuple[int, ...], int] = {}
         self._n_tokens = 0
@@ -47,12 +46,12 @@ class NGramIndex:
 
     def _extend(self, tokens: Sequence[int]) -> None:
         """Takes up tokens that are new."""
-        followers, longest = self._followers, self._sizes[0]
+        followers = self._followers
         for place in range(self._n_tokens, len(tokens)):
             for end in self._ends:
                 followers[end] = place
-            recent = tuple(tokens[max(0, place + 1 - longest) : place + 1])
-            self._ends = [recent[-n:] for n in self._sizes if n <= len(recent)]
+            recent = tuple(tokens[max(0, place + 1 - LONGEST) : place + 1])
+            self._ends = [recent[-n:] for n in range(LONGEST, SHORTEST - 1, -1) if n <= len(recent)]
         self._n_tokens = len(tokens)
 
 
