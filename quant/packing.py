@@ -12,7 +12,7 @@ where the halves are a block's 16-bit parts (the float16 scales) and the words i
 the order of the file.  Tiles follow each other along the row, groups after each other.  Rows beyond n are zero.
 
 In one vector of 16 words, byte 4 r + c is then byte c of row r's word: the order that the four-byte dot products
-of x86 and Arm want.
+of x86 and Arm want.  Codes whose bits a file keeps in several places are folded before (`localllm.quant.folding`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.quant.folding import FOLDINGS, Folding
 from localllm.quant.lut import LUT_TYPES, KernelType, block_size
 from localllm.quant.types import GGMLType
 
@@ -39,14 +40,13 @@ class TileLayout:
         type: the format of the blocks.
         halves: offsets of the 16-bit parts in a block.
         words: offset and length of each run of 32-bit parts.
-        bit_planes: whether the first word holds one bit for each column (Q5_0, Q5_1).  Kernels read the code of
-            column 4 v + c from byte c of a word, so these bits are regrouped: bit v of byte c.
+        folding: how the last run is folded, or None.
     """
 
     type: KernelType
     halves: tuple[int, ...]
     words: tuple[tuple[int, int], ...]
-    bit_planes: bool = False
+    folding: Folding | None = None
 
     @property
     def columns(self) -> int:
@@ -81,10 +81,10 @@ class TileLayout:
         place = 0
         for offset in self.halves:
             place = _transpose(blocks[..., offset : offset + 2], tiles, place, np.dtype("<u2"))
-        for i, (offset, length) in enumerate(self.words):
-            part = blocks[..., offset : offset + length]
-            if self.bit_planes and i == 0:
-                part = _bit_planes(part)
+        for run in self.words:
+            part = blocks[..., run[0] : sum(run)]
+            if self.folding and run == self.words[-1]:
+                part = self.folding.fold(part)
             place = _transpose(part, tiles, place, np.dtype("<u4"))
 
     def unpack(self, packed: Bytes, n: int) -> Bytes:
@@ -95,11 +95,11 @@ class TileLayout:
         place = 0
         for offset in self.halves:
             place = _untranspose(tiles, place, blocks[..., offset : offset + 2], 2)
-        for i, (offset, length) in enumerate(self.words):
-            part = blocks[..., offset : offset + length]
+        for run in self.words:
+            part = blocks[..., run[0] : sum(run)]
             place = _untranspose(tiles, place, part, 4)
-            if self.bit_planes and i == 0:
-                part[...] = _bit_planes(part, back=True)
+            if self.folding and run == self.words[-1]:
+                part[...] = self.folding.unfold(part)
         return blocks.reshape(groups * GROUP, -1)[:n]
 
     def unpack_rows(self, packed: Bytes, k: int, rows: NDArray[np.integer]) -> Bytes:
@@ -109,12 +109,12 @@ class TileLayout:
         blocks = np.empty((len(rows), tiles.shape[1], self.block_bytes), np.uint8)
         parts = [(offset, 2, 2) for offset in self.halves] + [(*word, 4) for word in self.words]
         place = 0
-        for i, (offset, length, size) in enumerate(parts):
+        for offset, length, size in parts:
             end = place + length * GROUP
             units = tiles[..., place:end].reshape(*tiles.shape[:2], -1, GROUP, size)
             part = units[group, :, :, lane].reshape(len(rows), -1, length)
-            if self.bit_planes and i == len(self.halves):
-                part = _bit_planes(part, back=True)
+            if self.folding and (offset, length) == self.words[-1]:
+                part = self.folding.unfold(part)
             blocks[..., offset : offset + length] = part
             place = end
         return blocks.reshape(len(rows), -1)
@@ -135,29 +135,21 @@ def _untranspose(tiles: Bytes, place: int, part: Bytes, size: int) -> int:
     return end
 
 
-def _bit_planes(part: Bytes, *, back: bool = False) -> Bytes:
-    """Bit 4 v + c of each 32 to bit v of byte c, or back."""
-    bits = np.unpackbits(part, axis=-1, bitorder="little")  # [..., 32]
-    shape = (4, 8) if back else (8, 4)
-    bits = bits.reshape(*bits.shape[:-1], *shape).swapaxes(-1, -2).reshape(bits.shape)
-    return np.packbits(bits, axis=-1, bitorder="little")
-
-
 _LAYOUTS = [
     TileLayout(GGMLType.F32, (), ((0, 4),)),
     TileLayout(GGMLType.F16, (0,), ()),
     TileLayout(GGMLType.BF16, (0,), ()),
     TileLayout(GGMLType.Q4_0, (0,), ((2, 16),)),
     TileLayout(GGMLType.Q4_1, (0, 2), ((4, 16),)),
-    TileLayout(GGMLType.Q5_0, (0,), ((2, 4), (6, 16)), bit_planes=True),
-    TileLayout(GGMLType.Q5_1, (0, 2), ((4, 4), (8, 16)), bit_planes=True),
+    TileLayout(GGMLType.Q5_0, (0,), ((2, 20),), FOLDINGS[GGMLType.Q5_0]),
+    TileLayout(GGMLType.Q5_1, (0, 2), ((4, 20),), FOLDINGS[GGMLType.Q5_1]),
     TileLayout(GGMLType.Q8_0, (0,), ((2, 32),)),
     TileLayout(GGMLType.IQ4_NL, (0,), ((2, 16),)),
     TileLayout(GGMLType.Q2_K, (80, 82), ((0, 16), (16, 64))),
-    TileLayout(GGMLType.Q3_K, (108,), ((96, 12), (0, 32), (32, 64))),
+    TileLayout(GGMLType.Q3_K, (108,), ((96, 12), (0, 96)), FOLDINGS[GGMLType.Q3_K]),
     TileLayout(GGMLType.Q4_K, (0, 2), ((4, 12), (16, 128))),
-    TileLayout(GGMLType.Q5_K, (0, 2), ((4, 12), (16, 32), (48, 128))),
-    TileLayout(GGMLType.Q6_K, (208,), ((192, 16), (0, 128), (128, 64))),
+    TileLayout(GGMLType.Q5_K, (0, 2), ((4, 12), (16, 160)), FOLDINGS[GGMLType.Q5_K]),
+    TileLayout(GGMLType.Q6_K, (208,), ((192, 16), (0, 192)), FOLDINGS[GGMLType.Q6_K]),
     *(TileLayout(t, (0,), ((2, 16),)) if t.n_scales == 1 else TileLayout(t, (0, 2), ((4, 16),)) for t in LUT_TYPES),
 ]
 

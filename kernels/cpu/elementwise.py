@@ -24,6 +24,7 @@ from localllm.kernels.cpu.simd import (
     sqrt,
     store_f32,
     store_f32x16,
+    store_i32,
     store_s8x16,
     sum_int_lanes,
     sum_lanes,
@@ -32,10 +33,11 @@ from localllm.kernels.cpu.simd import (
     zero_f32x16,
 )
 from localllm.kernels.cpu.templates import device
-from localllm.kernels.cpu.tiles import RECORD, SUM, SUM_FIRST, SUM_SECOND, TOKENS, X_STEP, D
+from localllm.kernels.cpu.tiles import RECORD, SUM, SUMS, TOKENS, X_STEP, D
 
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 LARGEST_CODE = np.float32(127)
+LOW_HALF, SIXTEEN = np.int32(0xFFFF), np.int32(16)
 #: Activations below count as 0: 127 divided by something smaller would be infinite.
 NEGLIGIBLE = np.float32(1e-36)
 
@@ -105,8 +107,7 @@ def quantise(begin, end, x, n_blocks, x_stride, records):
             store_s8x16(record + 16, second)
             store_f32(record + D, scale)
             store_f32(record + SUM, np.float32(sum_first + sum_second))
-            store_f32(record + SUM_FIRST, np.float32(sum_first))
-            store_f32(record + SUM_SECOND, np.float32(sum_second))
+            store_i32(record + SUMS, (sum_first & LOW_HALF) | (sum_second << SIXTEEN))
             row += 128
             record += X_STEP
 

@@ -20,16 +20,33 @@ from llvmlite import ir
 from numpy.typing import NDArray
 
 from localllm.kernels.cpu.compiler import addresses, kernel, variant
-from localllm.kernels.cpu.simd import i16, i32, i64, intp, load_i64, op, void
+from localllm.kernels.cpu.simd import (
+    folded_word,
+    i16,
+    i32,
+    i64,
+    intp,
+    load_bits,
+    load_bits_raised,
+    load_i64,
+    op,
+    stack,
+    store_i8x64,
+    void,
+)
 from localllm.kernels.cpu.target import Target
+from localllm.kernels.cpu.templates import Template, device, static_range
+from localllm.quant.lut import KernelType
 from localllm.quant.packing import GROUP, TileLayout
+from localllm.quant.types import GGMLType
 
 #: Bytes of a row that the widest moves take.
 WIDE = 16
 #: What a move transposes: sixteen bytes of words or of halves, one word of codes or of bit planes, one half.
 WORDS, HALVES, WORD, PLANES, HALF = range(5)
-#: Bytes of a move in the table: what it is, where in the blocks it reads, where in the tile it writes.
-MOVE = 24
+#: Bytes of a move in the table: what it is, where in the blocks it reads, where in the tile it writes, and 1 if it
+#: writes not into the tile but aside, to be folded.
+MOVE = 32
 
 Bytes = NDArray[np.uint8]
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
@@ -130,6 +147,52 @@ def transpose_planes(b, rows, stride, tile):
     _store(b, planes, tile, 0)
 
 
+# -- Folding.  What is read are the words of the file, transposed: `localllm.quant.folding` says what is where -----
+
+
+@device
+def five_bit_codes(words, block):
+    """Of Q5_0 and Q5_1, whose fifth bits were put in planes."""
+    for v in static_range(4):
+        w[v] = load_bits(words + (64 + 64 * v), 0, 15) | load_bits_raised(words, v, 1, 4)
+        w[v + 4] = load_bits(words + (64 + 64 * v), 4, 15) | load_bits_raised(words, v + 4, 1, 4)
+    return (*w[0:8],)
+
+
+@device
+def five_bit_k_codes(words, block):
+    for v in static_range(8):
+        low = load_bits(words + (512 + 64 * v) + 512 * (block // 2), 4 * (block % 2), 15)
+        w[v] = low | load_bits_raised(words + 64 * v, block, 1, 4)
+    return (*w[0:8],)
+
+
+@device
+def six_bit_codes(words, block):
+    half, run = block // 4, block % 4
+    for v in static_range(8):
+        low = load_bits(words + 64 * v + 1024 * half + 512 * (run % 2), 4 * (run // 2), 15)
+        w[v] = low | load_bits_raised(words + (2048 + 64 * v) + 512 * half, 2 * run, 3, 4)
+    return (*w[0:8],)
+
+
+@device
+def three_bit_codes(words, block):
+    for v in static_range(8):
+        low = load_bits(words + (512 + 64 * v) + 512 * (block // 4), 2 * (block % 4), 3)
+        w[v] = low | load_bits_raised(words + 64 * v, block, 1, 2)
+    return (*w[0:8],)
+
+
+FILE_CODES: dict[KernelType, Template] = {
+    GGMLType.Q5_0: five_bit_codes,
+    GGMLType.Q5_1: five_bit_codes,
+    GGMLType.Q5_K: five_bit_k_codes,
+    GGMLType.Q6_K: six_bit_codes,
+    GGMLType.Q3_K: three_bit_codes,
+}
+
+
 # -- The kernel ------------------------------------------------------------------------------------------------------
 
 
@@ -137,8 +200,11 @@ def transpose_planes(b, rows, stride, tile):
 def pack_groups(begin, end, rows, row_bytes, n_blocks, block_bytes, moves, n_moves, tiles):
     """Packs groups of sixteen rows; a unit is a group.
 
-    rows: blocks, ``n_blocks`` of ``block_bytes`` a row.  moves: int64 [n_moves, 3], as `moves` makes them.
+    rows: blocks, ``n_blocks`` of ``block_bytes`` a row.  moves: int64 [n_moves, 4], as `moves` makes them.
+    BITS: of codes that are folded, or 0.  Then CODES reads those of 32 columns as a file has them, COLUMNS are a
+    block's, and FOLDED says where in a tile they go.
     """
+    aside = stack(GROUP * COLUMNS * BITS // 8)
     for group in range(begin, end):
         source = rows + group * (GROUP * row_bytes)
         tile = tiles + group * (GROUP * row_bytes)
@@ -147,7 +213,8 @@ def pack_groups(begin, end, rows, row_bytes, n_blocks, block_bytes, moves, n_mov
                 entry = moves + MOVE * m
                 kind = load_i64(entry)
                 place = source + load_i64(entry + 8)
-                target = tile + load_i64(entry + 16)
+                target = load_i64(entry + 16)
+                target += aside if load_i64(entry + 24) else tile
                 if kind == WORDS:
                     transpose_words(place, row_bytes, target)
                 elif kind == HALVES:
@@ -158,29 +225,50 @@ def pack_groups(begin, end, rows, row_bytes, n_blocks, block_bytes, moves, n_mov
                     transpose_planes(place, row_bytes, target)
                 else:
                     transpose_half(place, row_bytes, target)
+            if BITS:
+                for run in range(COLUMNS // 32):
+                    w[0:8] = CODES(aside, run)
+                    for word in static_range(BITS):
+                        store_i8x64(tile + FOLDED + 64 * (BITS * run + word), folded_word(*w[0:8], word, BITS))
             source += block_bytes
             tile += GROUP * block_bytes
 
 
-def moves(layout: TileLayout) -> tuple[int, list[tuple[int, int, int]]]:
+def moves(layout: TileLayout) -> tuple[int, list[tuple[int, int, int, int]]]:
     """What makes tiles of a layout: bytes of each row that the moves transpose together, and the moves.
 
     A block of a single value is too little to take at a time: of those, as many go together as fill `WIDE` bytes.
     """
     if layout.block_bytes < WIDE:
-        return WIDE, [(HALVES if layout.halves else WORDS, 0, 0)]
+        return WIDE, [(HALVES if layout.halves else WORDS, 0, 0, 0)]
     table, place = [], 0
     for offset in layout.halves:
-        table.append((HALF, offset, place))
+        table.append((HALF, offset, place, 0))
         place += 2 * GROUP
-    for i, (offset, length) in enumerate(layout.words):
-        for at in range(offset, offset + length // WIDE * WIDE, WIDE):
-            table.append((WORDS, at, place))
-            place += WIDE * GROUP
-        for at in range(offset + length // WIDE * WIDE, offset + length, 4):
-            table.append((PLANES if layout.bit_planes and i == 0 else WORD, at, place))
+    for offset, length in layout.words:
+        aside = int(layout.folding is not None and (offset, length) == layout.words[-1])
+        if aside:
+            place = 0
+        odd = length % WIDE  # of codes that are folded, a word of fifth bits
+        for at in range(offset, offset + odd, 4):
+            table.append((PLANES if aside else WORD, at, place, aside))
             place += 4 * GROUP
+        for at in range(offset + odd, offset + length, WIDE):
+            table.append((WORDS, at, place, aside))
+            place += WIDE * GROUP
     return layout.block_bytes, table
+
+
+def _folding(layout: TileLayout) -> dict[str, Any]:
+    """The constants of `pack_groups` that say what is folded."""
+    if layout.folding is None:
+        return {"BITS": 0, "COLUMNS": 0}
+    return {
+        "BITS": layout.folding.bits,
+        "COLUMNS": layout.folding.columns,
+        "CODES": FILE_CODES[layout.type],
+        "FOLDED": layout.tile_bytes - GROUP * layout.words[-1][1],
+    }
 
 
 class Packer:
@@ -193,7 +281,7 @@ class Packer:
     def __init__(
         self, layout: TileLayout, target: Target, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        v = variant(pack_groups, target)
+        v = variant(pack_groups, target, **_folding(layout))
         self._entry = _ENTRY(addresses([v], progress)[v])
         self._layout = layout
         self._step, table = moves(layout)

@@ -22,12 +22,12 @@ from localllm.kernels.cpu.simd import (
     dot32_s8,
     dot32_u4,
     dot32_u5,
-    dot_sixteens_u6,
     fma,
     load_f32x16,
     load_i8x64,
     load_i32x16,
     prefetch,
+    scaled_dot16_u6,
     splat_f32,
     splat_int,
     store_f32,
@@ -108,7 +108,8 @@ def sum_s8(total, x, w0, w1, w2, w3, w4, w5, w6, w7):
 @device
 def sum_u6(total, x, w0, w1, w2, w3, w4, w5, w6, w7):
     ones = twice(splat_int(ONE))
-    return total + to_int_rounded(dot_sixteens_u6(ones, ones, w0, w1, w2, w3, w4, w5, w6, w7, x))
+    products = scaled_dot16_u6(zero_i32x16(), ones, ones, w0, w1, w2, w3, w4, w5, w6, w7, x)
+    return total + to_int_rounded(products)
 
 
 #: The products that codes of so many bits are multiplied by.  Those of eight bits are signed.

@@ -21,6 +21,7 @@ from typing import Any
 from llvmlite import ir
 
 from localllm.kernels.cpu.target import Target
+from localllm.quant.folding import FOLDS
 
 _target: Target | None = None
 
@@ -442,6 +443,40 @@ def _bits(b: Any, x: Any, n: Any, mask: int) -> Any:
     return b.and_(b.bitcast(shifted, i8x64.llvm), _constant(mask, i8, 64))
 
 
+@op(i8x64, intp, literal, literal)
+def load_folded(b, words, v, bits):
+    """The codes of columns 4 v … 4 v + 3 of the 32 whose folded codes begin at an address."""
+    code = _constant(0, i8, 64)
+    up = 0
+    for word, first, n in FOLDS[bits][v]:
+        address = b.add(words, ir.Constant(i64, 64 * word))
+        code = b.or_(code, _moved_bits(b, _load(b, address, i8x64.llvm), first, up, n))
+        up += n
+    return code
+
+
+@op(i8x64, *[i8x64] * 8, literal, literal)
+def folded_word(b, *values):
+    """A word of the folded codes of 32 columns, given as eight vectors; then the number of the word, and the bits."""
+    *codes, word, bits = values
+    folded = _constant(0, i8, 64)
+    for code, pieces in zip(codes, FOLDS[bits], strict=True):
+        up = 0
+        for place, first, n in pieces:
+            if place == word:
+                folded = b.or_(folded, _moved_bits(b, code, up, first, n))
+            up += n
+    return folded
+
+
+def _moved_bits(b: Any, x: Any, first: int, to: int, n: int) -> Any:
+    """Bits first … first + n - 1 of each byte as bits to … to + n - 1, the others 0."""
+    words = b.bitcast(x, ir.VectorType(i16, 32))
+    distance = _constant(abs(to - first), i16, 32)
+    moved = b.shl(words, distance) if to > first else b.lshr(words, distance)  # see `_bits`
+    return b.and_(b.bitcast(moved, i8x64.llvm), _constant(((1 << n) - 1) << to, i8, 64))
+
+
 @op(i32x16, i32x16, literal)
 def shift_left(b, x, n):
     return b.shl(x, _constant(n, i32, 16))
@@ -473,6 +508,91 @@ def signed_byte(b, x, n):
 def twice(b, x):
     """Words that hold the same 16-bit number twice; the numbers lie in -32768 … 32767."""
     return b.or_(b.and_(x, _constant(0xFFFF, i32, 16)), b.shl(x, _constant(16, i32, 16)))
+
+
+@op(i32x16, i32x16, literal)
+def unsigned_byte_twice(b, x, n):
+    """Byte n of each word as a 16-bit number, twice."""
+    return _bytes_of_words(b, x, [n, None, n, None])
+
+
+@op(i32x16, i32x16, literal)
+def signed_byte_twice(b, x, n):
+    """The same, signed."""
+    return _shifted_pairs(b, _bytes_of_words(b, x, [None, n, None, n]), 8)
+
+
+@op(i32x16, i32x16, literal)
+def unsigned_byte_pair(b, x, n):
+    """Bytes n and n + 1 of each word as a pair of 16-bit numbers."""
+    return _bytes_of_words(b, x, [n, None, n + 1, None])
+
+
+@op(i32x16, i32x16, literal, literal)
+def signed_byte_pair(b, x, n, up):
+    """The same, signed, and times 2 ** up."""
+    return _shifted_pairs(b, _bytes_of_words(b, x, [None, n, None, n + 1]), 8 - up)
+
+
+def _bytes_of_words(b: Any, x: Any, chosen: Sequence[int | None]) -> Any:
+    """Words whose bytes are the chosen ones of each word, or 0."""
+    if _dot_kind() == "generic":  # which has no instruction for this
+        word = _constant(0, i32, 16)
+        for place, n in enumerate(chosen):
+            if n is not None:
+                byte = b.and_(b.lshr(x, _constant(8 * n, i32, 16)), _constant(255, i32, 16))
+                word = b.or_(word, b.shl(byte, _constant(8 * place, i32, 16)))
+        return word
+    zero = 64
+    lanes = [zero if n is None else 4 * word + n for word in range(16) for n in chosen]
+    every = ir.Constant(ir.VectorType(i32, 64), lanes)
+    shuffled = b.shuffle_vector(b.bitcast(x, i8x64.llvm), _constant(0, i8, 64), every)
+    return b.bitcast(shuffled, i32x16.llvm)
+
+
+def _shifted_pairs(b: Any, x: Any, n: int) -> Any:
+    """Both 16-bit numbers of each word shifted right, with their signs."""
+    return b.bitcast(b.ashr(b.bitcast(x, ir.VectorType(i16, 32)), _constant(n, i16, 32)), i32x16.llvm)
+
+
+@op(i32x16, i32x16, literal)
+def subtract_from_bytes(b, x, n):
+    """Each byte of the words, less n."""
+    return b.bitcast(b.sub(b.bitcast(x, i8x64.llvm), _constant(n, i8, 64)), i32x16.llvm)
+
+
+@op(i32x16, i32x16, i32x16)
+def multiply_pairs(b, x, y):
+    """In each word, the sum of the products of the two 16-bit numbers of x with those of y."""
+    parts = {"maddubs512": 1, "vnni512": 1, "maddubs256": 2, "vnni256": 2}.get(_dot_kind())
+    if parts is None:
+        sixteen = _constant(16, i32, 16)
+        lows = [b.ashr(b.shl(v, sixteen), sixteen) for v in (x, y)]
+        highs = [b.ashr(v, sixteen) for v in (x, y)]
+        return b.add(b.mul(*lows), b.mul(*highs))
+    words = ir.VectorType(i16, 32)
+    pieces = [_halves(b, b.bitcast(v, words), parts) for v in (x, y)]
+    kind = ir.VectorType(i32, 16 // parts)
+    return _join(b, [_call(b, _WIDEN[parts], kind, u, v) for u, v in zip(*pieces, strict=True)])
+
+
+@op(i32x16, intp)
+def splat_i32(b, address):
+    """The int32 at an address, in every lane."""
+    return _splat(b, _load(b, address, i32), 16)
+
+
+@op(i32x16, i32x16)
+def low_number(b, x):
+    """The first of the two 16-bit numbers in each word."""
+    sixteen = _constant(16, i32, 16)
+    return b.ashr(b.shl(x, sixteen), sixteen)
+
+
+@op(i32x16, i32x16)
+def high_number(b, x):
+    """The second of the two 16-bit numbers in each word."""
+    return b.ashr(x, _constant(16, i32, 16))
 
 
 @op(f32x16, i32x16)
@@ -554,31 +674,36 @@ def dot_op(name: str, n_vectors: int, bits: int) -> Any:
     return op(i32x16, i32x16, *[i8x64] * n_vectors, intp, *[i32x16] * (bits == 8))(emit)
 
 
-def scaled_dot_op(name: str, bits: int) -> Any:
-    """Dot products over two times sixteen columns of sixteen rows, each times a whole number.
+def scaled_dot_op(name: str, n_scales: int, bits: int) -> Any:
+    """Dot products over 32 columns of sixteen rows, or over two times sixteen, each times a whole number.
 
-    The function is ``(first i32x16, second i32x16, w_0 … w_7 i8x64, x) -> f32x16``, where ``first`` and ``second``
-    hold the rows' numbers, -128 … 127, `twice`.  The sum is rounded once, at the end.  Codes are unsigned numbers of
+    The function is ``(start i32x16, scale_0 … i32x16, w_0 … w_7 i8x64, x) -> f32x16``, where the ``n_scales`` (one or
+    two) hold the rows' numbers, -128 … 127, as `twice` does.  Lane r of the result is start[r] plus row r's products;
+    where the processor multiplies by whole numbers at once, rounded at the end only.  Codes are unsigned numbers of
     so many bits, at most 6; the rest is as in `dot_op`.
     """
 
-    def emit(b: Any, first: Any, second: Any, *values: Any) -> Any:
-        pairs = _with_activations(b, values[:8], values[8])
+    def emit(b: Any, start: Any, *values: Any) -> Any:
+        scales, weights, x = values[:n_scales], values[n_scales:-1], values[-1]
+        pairs = _with_activations(b, weights, x)
+        n = len(pairs) // n_scales
+        parts = [pairs[i : i + n] for i in range(0, len(pairs), n)]
         kind = _dot_kind()
         if kind in _MADDUBS:
-            totals = _halves(b, _constant(0, i32, 16), _MADDUBS[kind])
-            for number, part in ((first, pairs[:4]), (second, pairs[4:])):
-                words = b.bitcast(number, ir.VectorType(i16, 32))
+            totals = _halves(b, start, _MADDUBS[kind])
+            for scale, part in zip(scales, parts, strict=True):
+                words = b.bitcast(scale, ir.VectorType(i16, 32))
                 totals = _add_products(b, totals, part, bits, _halves(b, words, len(totals)))
             return b.sitofp(_join(b, totals), f32x16.llvm)
         # A dot product is below 2^17 and a number at most 2^7: as floats their product is exact too.
-        scales = [b.sitofp(b.ashr(n, _constant(16, i32, 16)), f32x16.llvm) for n in (first, second)]
-        dots = [_DOTS[kind](b, _constant(0, i32, 16), part, bits, None) for part in (pairs[:4], pairs[4:])]
-        low, high = (b.sitofp(dot, f32x16.llvm) for dot in dots)
-        return fma(b, scales[1], high, b.fmul(scales[0], low))
+        total = b.sitofp(start, f32x16.llvm)
+        for scale, part in zip(scales, parts, strict=True):
+            dot = b.sitofp(_DOTS[kind](b, _constant(0, i32, 16), part, bits, None), f32x16.llvm)
+            total = fma(b, b.sitofp(high_number(b, scale), f32x16.llvm), dot, total)
+        return total
 
     emit.__name__ = name
-    return op(f32x16, i32x16, i32x16, *[i8x64] * 8, intp)(emit)
+    return op(f32x16, *[i32x16] * (1 + n_scales), *[i8x64] * 8, intp)(emit)
 
 
 def _with_activations(b: Any, weights: Sequence[Any], x: Any) -> list[tuple[Any, Any]]:
@@ -630,6 +755,9 @@ def _dot_vnni(parts: int) -> Callable[..., Any]:
 
 #: The kinds that multiply by pmaddubsw, and how many registers a vector fills.
 _MADDUBS = {"maddubs512": 1, "maddubs256": 2}
+#: Products of bytes, and of 16-bit numbers, added in pairs, for so many registers a vector.
+_MULTIPLY = {1: "llvm.x86.avx512.pmaddubs.w.512", 2: "llvm.x86.avx2.pmadd.ub.sw"}
+_WIDEN = {1: "llvm.x86.avx512.pmaddw.d.512", 2: "llvm.x86.avx2.pmadd.wd"}
 
 
 def _add_products(
@@ -637,10 +765,7 @@ def _add_products(
 ) -> list[Any]:
     """Adds to the totals, cut into registers, the products of codes and activations, times 16-bit factors."""
     parts = len(totals)
-    multiply, widen = {
-        1: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
-        2: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
-    }[parts]
+    multiply, widen = _MULTIPLY[parts], _WIDEN[parts]
     # pmaddubsw saturates at 16 bits.  Two products of a code and an activation stay below 2 * 127 * largest, so this
     # many of their sums can be added before they have to be widened.
     largest = 128 if bits == 8 else (1 << bits) - 1
@@ -709,9 +834,11 @@ dot32_u4 = dot_op("dot32_u4", 8, 4)
 dot32_u5 = dot_op("dot32_u5", 8, 5)
 dot32_s8 = dot_op("dot32_s8", 8, 8)
 dot16_s8 = dot_op("dot16_s8", 4, 8)
-dot_sixteens_u2 = scaled_dot_op("dot_sixteens_u2", 2)
-dot_sixteens_u3 = scaled_dot_op("dot_sixteens_u3", 3)
-dot_sixteens_u6 = scaled_dot_op("dot_sixteens_u6", 6)
+scaled_dot32_u4 = scaled_dot_op("scaled_dot32_u4", 1, 4)
+scaled_dot32_u5 = scaled_dot_op("scaled_dot32_u5", 1, 5)
+scaled_dot16_u2 = scaled_dot_op("scaled_dot16_u2", 2, 2)
+scaled_dot16_u3 = scaled_dot_op("scaled_dot16_u3", 2, 3)
+scaled_dot16_u6 = scaled_dot_op("scaled_dot16_u6", 2, 6)
 
 
 # -- Threads and programs ------------------------------------------------------------------------------------------

@@ -4,14 +4,21 @@ A tile is unpacked block by block.  A block is 32 columns of sixteen rows: vecto
 columns each, and vectors s[0] … with the rows' scales, as many as the format's kind of block has:
 
     Codes      s = scale, minimum       acc += (scale * dot(w, q) + minimum * sum(q)) * d
+    Scaled     s = whole scale, unit,   acc += (unit * (scale * dot(w, q)) + minimum * sum(q)) * d
+                   minimum
     Signed     s = scale                acc += (scale * dot(w, q)) * d
-    Sixteens   s = two whole scales,    acc += (unit * (first * dot(w, q) + second * dot(w, q)) over 16 columns each
-                   unit, two minima             + first minimum * sum(q) + second minimum * sum(q)) * d
     Halves     s = two scales           acc += (first * dot(w, q) + second * dot(w, q)) * d
+    Sixteens   s = two whole scales,    acc += (unit * (first * (dot(w, q) - offset * sum(q))
+                   both times the              + second * (dot(w, q) - offset * sum(q)))) * d
+                   offset, unit
+    Minima     s = two whole scales,    acc += (unit * (first * dot(w, q) + second * dot(w, q))
+                   both minima, unit,          + unit of minima * (first * sum(q) + second * sum(q))) * d
+                   unit of minima
 
-where a token's activations in these columns are d * q, and q lies in -127 … 127.  Codes are unsigned; what a format
-subtracts from them is part of its minimum.  The tiles are drawn in `localllm.quant.packing`, the blocks of the files
-in `localllm.quant.legacy`, `localllm.quant.kquants` and `localllm.quant.lut`.
+where a token's activations in these columns are d * q, and q lies in -127 … 127; with two scales, each is for 16 of
+the columns.  Codes are unsigned; what a format subtracts from them is part of its minima, if it has some.  The tiles
+are drawn in `localllm.quant.packing`, the blocks of the files in `localllm.quant.legacy`, `localllm.quant.kquants`
+and `localllm.quant.lut`.
 
 For one token, a block is multiplied as it is unpacked (`take`, with a step of `X_STEP`).  For several it is written
 down first, to be multiplied with all of them (`multiply_block`):
@@ -21,11 +28,13 @@ down first, to be multiplied with all of them (`multiply_block`):
       64 int8 each  f32 x 16
 
 **Activations** come in tiles too, of `TOKENS` tokens by 32 columns, so that one address serves all of a tile's
-tokens.  Each token has a record of 48 bytes in it:
+tokens.  Each token has a record of 44 bytes in it:
 
-    0        32     36         40                   44
+    0        32     36         40                   42
     [ 32 q  ][ d  ][ sum(q) ][ sum of the first 16 ][ sum of the others ]
-      int8    f32    f32 (exact whole numbers, as are products with codes: below 2^24)
+      int8    f32    f32       int16                  int16
+
+Products of codes, whole scales and activations are exact, and so are most of their sums: below 2^24.
 """
 
 from __future__ import annotations
@@ -43,31 +52,39 @@ from localllm.kernels.cpu.simd import (
     dot32_s8,
     dot32_u4,
     dot32_u5,
-    dot_sixteens_u2,
-    dot_sixteens_u3,
-    dot_sixteens_u6,
     fma,
+    high_number,
     load_bits,
-    load_bits_raised,
     load_f16x16,
     load_f32x16,
+    load_folded,
     load_i8x64,
     load_i32x16,
+    low_number,
     lut_op,
     mask,
+    multiply_pairs,
     prefetch,
+    scaled_dot16_u2,
+    scaled_dot16_u3,
+    scaled_dot16_u6,
+    scaled_dot32_u4,
+    scaled_dot32_u5,
     shift_left,
     shift_right,
-    signed_byte,
+    signed_byte_pair,
+    signed_byte_twice,
     splat,
     splat_f32,
-    splat_int,
+    splat_i32,
     store_f32x16,
     store_i8x64,
+    subtract_from_bytes,
     to_float,
     to_int_rounded,
-    twice,
     unsigned_byte,
+    unsigned_byte_pair,
+    unsigned_byte_twice,
     zero_f32x16,
     zero_i32x16,
 )
@@ -78,9 +95,9 @@ from localllm.quant.types import GGMLType
 
 #: Tokens in a tile of activations, and bytes of one token's record in it.
 TOKENS = 8
-RECORD = 48
+RECORD = 44
 X_STEP = TOKENS * RECORD
-D, SUM, SUM_FIRST, SUM_SECOND = 32, 36, 40, 44
+D, SUM, SUMS = 32, 36, 40
 
 #: Bytes of an unpacked block's codes, and of each vector of scales behind them.
 CODE_BYTES, SCALE_BYTES = 512, 64
@@ -88,9 +105,6 @@ CODE_BYTES, SCALE_BYTES = 512, 64
 #: How far ahead of the tile that is unpacked memory is read, in bytes.  Processors that fetch ahead by themselves
 #: stop at the end of each page of 4096 bytes; asked to read across it, they lose no time there.
 FETCH_AHEAD = 4096
-
-#: What is subtracted from Q3_K's six-bit scales.
-SCALE_OFFSET = np.int32(32)
 
 # -- One token: a block times the activations in the record at x --------------------------------------------------
 
@@ -104,6 +118,14 @@ def add_codes(acc, x, scale, minimum, w0, w1, w2, w3, w4, w5, w6, w7):
 
 
 @device
+def add_scaled(acc, x, scale, unit, minimum, w0, w1, w2, w3, w4, w5, w6, w7):
+    """Unsigned codes with a whole scale, in units of ``unit``, and a minimum."""
+    total = unit * DOT(zero_i32x16(), as_int(scale), w0, w1, w2, w3, w4, w5, w6, w7, x)
+    total = fma(minimum, splat_f32(x + SUM), total)
+    return fma(total, splat_f32(x + D), acc)
+
+
+@device
 def add_signed(acc, x, scale, w0, w1, w2, w3, w4, w5, w6, w7):
     """Signed bytes with a scale."""
     sum_x = to_int_rounded(splat_f32(x + SUM))
@@ -112,20 +134,28 @@ def add_signed(acc, x, scale, w0, w1, w2, w3, w4, w5, w6, w7):
 
 
 @device
-def add_sixteens(acc, x, first, second, unit, first_min, second_min, w0, w1, w2, w3, w4, w5, w6, w7):
-    """Unsigned codes with a whole scale, in units of ``unit``, and a minimum for each sixteen columns."""
-    total = unit * DOT(as_int(first), as_int(second), w0, w1, w2, w3, w4, w5, w6, w7, x)
-    total = fma(first_min, splat_f32(x + SUM_FIRST), total)
-    total = fma(second_min, splat_f32(x + SUM_SECOND), total)
+def add_halves(acc, x, first, second, w0, w1, w2, w3, w4, w5, w6, w7):
+    """Signed bytes with a scale for each sixteen columns."""
+    sums = splat_i32(x + SUMS)
+    lo = dot16_s8(zero_i32x16(), w0, w1, w2, w3, x, low_number(sums))
+    hi = dot16_s8(zero_i32x16(), w4, w5, w6, w7, x + 16, high_number(sums))
+    return fma(fma(second, to_float(hi), first * to_float(lo)), splat_f32(x + D), acc)
+
+
+@device
+def add_sixteens(acc, x, first, second, offsets, unit, w0, w1, w2, w3, w4, w5, w6, w7):
+    """Unsigned codes, less an offset, with a whole scale for each sixteen columns, in units of ``unit``."""
+    less = zero_i32x16() - multiply_pairs(as_int(offsets), splat_i32(x + SUMS))
+    total = unit * DOT(less, as_int(first), as_int(second), w0, w1, w2, w3, w4, w5, w6, w7, x)
     return fma(total, splat_f32(x + D), acc)
 
 
 @device
-def add_halves(acc, x, first, second, w0, w1, w2, w3, w4, w5, w6, w7):
-    """Signed bytes with a scale for each sixteen columns."""
-    lo = dot16_s8(zero_i32x16(), w0, w1, w2, w3, x, to_int_rounded(splat_f32(x + SUM_FIRST)))
-    hi = dot16_s8(zero_i32x16(), w4, w5, w6, w7, x + 16, to_int_rounded(splat_f32(x + SUM_SECOND)))
-    return fma(fma(second, to_float(hi), first * to_float(lo)), splat_f32(x + D), acc)
+def add_minima(acc, x, first, second, minima, unit, min_unit, w0, w1, w2, w3, w4, w5, w6, w7):
+    """Unsigned codes with a whole scale and a whole minimum for each sixteen columns, and units of both."""
+    total = unit * DOT(zero_i32x16(), as_int(first), as_int(second), w0, w1, w2, w3, w4, w5, w6, w7, x)
+    total = fma(min_unit, to_float(multiply_pairs(as_int(minima), splat_i32(x + SUMS))), total)
+    return fma(total, splat_f32(x + D), acc)
 
 
 @dataclass(frozen=True)
@@ -140,8 +170,8 @@ class Block:
         return CODE_BYTES + SCALE_BYTES * self.n_scales
 
 
-CODES, SIGNED = Block(add_codes, 2), Block(add_signed, 1)
-SIXTEENS, HALVES = Block(add_sixteens, 5), Block(add_halves, 2)
+CODES, SCALED, SIGNED = Block(add_codes, 2), Block(add_scaled, 3), Block(add_signed, 1)
+HALVES, SIXTEENS, MINIMA = Block(add_halves, 2), Block(add_sixteens, 4), Block(add_minima, 5)
 
 # -- Blocks.  ADD, N_SCALES: of the format's kind of block --------------------------------------------------------
 
@@ -189,38 +219,24 @@ def load_nibbles(codes):
 
 
 @device
-def load_codes(codes, planes):
-    """The same, and for five-bit codes the fifth: bit v of the bytes at ``planes`` is that of vector v's codes."""
-    w[0:8] = load_nibbles(codes)
-    if BITS == 5:
+def load_codes(codes):
+    """The codes of 32 columns: nibbles, or folded."""
+    if BITS == 4:
+        w[0:8] = load_nibbles(codes)
+    else:
         for v in static_range(8):
-            w[v] = w[v] | load_bits_raised(planes, v, 1, 4)
+            w[v] = load_folded(codes, v, BITS)
     return (*w[0:8],)
 
 
 @device
-def load_k_codes(codes, planes, half, n):
-    """The low or the high nibbles of eight vectors, and for five-bit codes bit n of eight others."""
-    for v in static_range(8):
-        w[v] = load_bits(codes + 64 * v, 4 * half, 15)
-        if BITS == 5:
-            w[v] = w[v] | load_bits_raised(planes + 64 * v, n, 1, 4)
-    return (*w[0:8],)
-
-
-@device
-def load_q6_codes(low, high, k):
-    """The low or the high nibbles of eight vectors, and on top two bits from the k-th place of eight others."""
-    for v in static_range(8):
-        w[v] = load_bits(low + 64 * v, 4 * (k // 2), 15) | load_bits_raised(high + 64 * v, 2 * k, 3, 4)
-    return (*w[0:8],)
-
-
-@device
-def load_q3_codes(low, high, k, n):
-    """Two bits from the k-th place of eight vectors, and on top bit n of eight others."""
-    for v in static_range(8):
-        w[v] = load_bits(low + 64 * v, 2 * k, 3) | load_bits_raised(high + 64 * v, n, 1, 2)
+def load_k_codes(codes, block):
+    """The codes of columns 32 block …: folded, or the low and then the high nibbles of eight vectors."""
+    if BITS == 4:
+        for v in static_range(8):
+            w[v] = load_bits(codes + (512 * (block // 2) + 64 * v), 4 * (block % 2), 15)
+    else:
+        w[0:8] = load_codes(codes + 64 * BITS * block)
     return (*w[0:8],)
 
 
@@ -248,7 +264,7 @@ def look_up_nibbles(codes):
 def tile_q45_0(acc: Registers, tile, place, step):
     """Q4_0 and Q5_0."""
     fetch_ahead(tile, TILE_BYTES)
-    w[0:8] = load_codes(tile + FIRST_CODE, tile + 32)
+    w[0:8] = load_codes(tile + 32)
     s[0] = load_f16x16(tile)
     s[1] = splat(OFFSET) * s[0]
     take(acc, place, step, s, w)
@@ -258,7 +274,7 @@ def tile_q45_0(acc: Registers, tile, place, step):
 def tile_q45_1(acc: Registers, tile, place, step):
     """Q4_1 and Q5_1."""
     fetch_ahead(tile, TILE_BYTES)
-    w[0:8] = load_codes(tile + FIRST_CODE, tile + 64)
+    w[0:8] = load_codes(tile + 64)
     s[0] = load_f16x16(tile)
     s[1] = load_f16x16(tile + 32)
     take(acc, place, step, s, w)
@@ -295,11 +311,11 @@ def tile_lut_16(acc: Registers, tile, place, step):
 
 @template
 def tile_q45_k(acc: Registers, tile, place, step):
-    """Four pairs of 32 columns: the low and the high nibbles of the same eight vectors.
+    """Each 32 columns have a six-bit scale and minimum.
 
-    Each 32 columns have a six-bit scale and minimum.  Of the twelve bytes that hold them, a, b and c are the
-    vectors of words 0, 1 and 2: byte j of a and b has the scale and minimum of columns 32 j …, and the upper two
-    bits of those of columns 128 + 32 j …, whose lower four bits are c's nibbles.
+    Of the twelve bytes that hold them, a, b and c are the vectors of words 0, 1 and 2: byte j of a and b has the
+    scale and minimum of columns 32 j …, and the upper two bits of those of columns 128 + 32 j …, whose lower four
+    bits are c's nibbles.
     """
     d = load_f16x16(tile)
     d_min = zero_f32x16() - load_f16x16(tile + 32)
@@ -310,11 +326,11 @@ def tile_q45_k(acc: Registers, tile, place, step):
     minima = mask(b, 0x3F3F3F3F)
     for pair in range(4):
         fetch_ahead(tile + TILE_BYTES // 4 * pair, TILE_BYTES // 4)
-        codes = tile + FIRST_CODE + 512 * pair
         for half in static_range(2):
-            w[0:8] = load_k_codes(codes, tile + 256, half, 2 * pair + half)
-            s[0] = d * to_float(unsigned_byte(scales, half))
-            s[1] = d_min * to_float(unsigned_byte(minima, half))
+            w[0:8] = load_k_codes(tile + 256, 2 * pair + half)
+            s[0] = as_float(unsigned_byte_twice(scales, half))
+            s[1] = d
+            s[2] = d_min * to_float(unsigned_byte(minima, half))
             take(acc, place, step, s, w)
             place += step
         if pair == 1:
@@ -325,40 +341,35 @@ def tile_q45_k(acc: Registers, tile, place, step):
             minima = shift_right(minima, 16)
 
 
-@device
-def sixteens(d, offset, first, second):
-    """The scales of a block of the kind `SIXTEENS`: whole ones, in units of d, of codes less ``-offset``."""
-    d_offset = d * splat(offset)
-    return as_float(twice(first)), as_float(twice(second)), d, d_offset * to_float(first), d_offset * to_float(second)
+@template
+def load_sixteens(s: Registers, d, scales, n):
+    """The scales of a block of the kind `SIXTEENS`, of which bytes n and n + 1 of each word are the whole ones."""
+    s[0] = as_float(signed_byte_twice(scales, n))
+    s[1] = as_float(signed_byte_twice(scales, n + 1))
+    s[2] = as_float(signed_byte_pair(scales, n, LOG2_OFFSET))
+    s[3] = d
 
 
 @template
 def tile_q6_k(acc: Registers, tile, place, step):
-    """Two halves of 128 columns, each of four times 32 with two signed scales.
-
-    The four times 32 columns take their lower four bits from the low nibbles of two runs of eight vectors and then
-    from the high ones, and their upper two bits from the four places in a byte of one run.
-    """
+    """Each 32 columns have two signed scales, of which a word holds four."""
     d = load_f16x16(tile)
-    for half in range(2):
-        low = tile + 288 + 1024 * half
-        high = tile + 2336 + 512 * half
-        for k in static_range(4):
-            fetch_ahead(tile + TILE_BYTES // 8 * (4 * half + k), TILE_BYTES // 8)
-            w[0:8] = load_q6_codes(low + 512 * (k % 2), high, k)
-            words = load_i32x16(tile + (32 + 64 * (k // 2)) + 128 * half)
-            s[0:5] = sixteens(d, OFFSET, signed_byte(words, 2 * (k % 2)), signed_byte(words, 2 * (k % 2) + 1))
+    for pair in range(4):
+        words = load_i32x16(tile + 32 + 64 * pair)
+        for half in static_range(2):
+            fetch_ahead(tile + TILE_BYTES // 8 * (2 * pair + half), TILE_BYTES // 8)
+            w[0:8] = load_codes(tile + (288 + 384 * half) + 768 * pair)
+            load_sixteens(s, d, words, 2 * half)
             take(acc, place, step, s, w)
             place += step
 
 
 @template
 def tile_q3_k(acc: Registers, tile, place, step):
-    """Four pairs of 32 columns: two of each 128 columns' four places of two bits in a byte.
+    """Each 32 columns have two six-bit scales, from which 32 is subtracted.
 
-    The third bits of all 256 are the eight bits of eight other vectors.  Of the twelve bytes that hold the scales, a,
-    b and c are the vectors of words 0, 1 and 2: the low nibbles of a, b and then the high ones are the lower four
-    bits of a pair's four scales, and the pairs of bits in c the upper two.
+    Of the twelve bytes that hold them, a, b and c are the vectors of words 0, 1 and 2: the low nibbles of a, b and
+    then the high ones are the lower four bits of the scales of 64 columns, and the pairs of bits in c the upper two.
     """
     d = load_f16x16(tile)
     a = load_i32x16(tile + 32)
@@ -366,13 +377,10 @@ def tile_q3_k(acc: Registers, tile, place, step):
     c = load_i32x16(tile + 160)
     for pair in range(4):
         fetch_ahead(tile + TILE_BYTES // 4 * pair, TILE_BYTES // 4)
-        low = tile + 736 + 512 * (pair // 2)
-        scales = mask(a, 0x0F0F0F0F) | shift_left(mask(c, 0x03030303), 4)
+        scales = subtract_from_bytes(mask(a, 0x0F0F0F0F) | shift_left(mask(c, 0x03030303), 4), 32)
         for half in static_range(2):
-            w[0:8] = load_q3_codes(low, tile + 224, 2 * (pair % 2) + half, 2 * pair + half)
-            first = unsigned_byte(scales, 2 * half) - splat_int(SCALE_OFFSET)
-            second = unsigned_byte(scales, 2 * half + 1) - splat_int(SCALE_OFFSET)
-            s[0:5] = sixteens(d, OFFSET, first, second)
+            w[0:8] = load_codes(tile + (224 + 192 * half) + 384 * pair)
+            load_sixteens(s, d, scales, 2 * half)
             take(acc, place, step, s, w)
             place += step
         used = a
@@ -387,8 +395,8 @@ def tile_q2_k(acc: Registers, tile, place, step):
 
     A pair's word holds a byte for each 16 columns, whose nibbles are their scale and their minimum.
     """
-    s[2] = load_f16x16(tile)
-    d_min = zero_f32x16() - load_f16x16(tile + 32)
+    s[3] = load_f16x16(tile)
+    s[4] = zero_f32x16() - load_f16x16(tile + 32)
     for pair in range(4):
         fetch_ahead(tile + TILE_BYTES // 4 * pair, TILE_BYTES // 4)
         codes = tile + 320 + 512 * (pair // 2)
@@ -397,9 +405,9 @@ def tile_q2_k(acc: Registers, tile, place, step):
         minima = mask(shift_right(words, 4), 0x0F0F0F0F)
         for half in static_range(2):
             w[0:8] = load_q2_codes(codes, 2 * (pair % 2) + half)
-            for i in static_range(2):
-                s[i] = as_float(twice(unsigned_byte(scales, 2 * half + i)))
-                s[3 + i] = d_min * to_float(unsigned_byte(minima, 2 * half + i))
+            s[0] = as_float(unsigned_byte_twice(scales, 2 * half))
+            s[1] = as_float(unsigned_byte_twice(scales, 2 * half + 1))
+            s[2] = as_float(unsigned_byte_pair(minima, 2 * half))
             take(acc, place, step, s, w)
             place += step
 
@@ -418,18 +426,15 @@ class Tile:
         return {"UNPACK": self.unpack, **block, **dict(self.own)}
 
 
-def _codes(bits: int, place: int, offset: int = 0) -> tuple[tuple[str, Any], ...]:
-    """Constants of codes of four or five bits, of which four begin at byte ``place`` of a tile."""
-    return (
-        ("BITS", bits),
-        ("FIRST_CODE", place),
-        ("DOT", dot32_u4 if bits == 4 else dot32_u5),
-        ("OFFSET", np.float32(offset)),
-    )
+def _codes(bits: int, offset: int = 0) -> tuple[tuple[str, Any], ...]:
+    """Constants of codes of four or five bits, to which ``offset`` is added."""
+    dot = dot32_u4 if bits == 4 else dot32_u5
+    return ("BITS", bits), ("DOT", dot), ("OFFSET", np.float32(offset))
 
 
-def _sixteens(dot: Any, offset: int = 0) -> tuple[tuple[str, Any], ...]:
-    return ("DOT", dot), ("OFFSET", np.float32(offset))
+def _k_codes(bits: int, dot: Any, log2_offset: int = 0) -> tuple[tuple[str, Any], ...]:
+    """Constants of codes with whole scales, from which 2 ** log2_offset may be subtracted."""
+    return ("BITS", bits), ("DOT", dot), ("LOG2_OFFSET", log2_offset)
 
 
 def _lut_tile(table: Sequence[int], n_scales: int) -> Tile:
@@ -438,16 +443,16 @@ def _lut_tile(table: Sequence[int], n_scales: int) -> Tile:
 
 
 TILES: dict[KernelType, Tile] = {
-    GGMLType.Q4_0: Tile(tile_q45_0, CODES, _codes(4, 32, -8)),
-    GGMLType.Q4_1: Tile(tile_q45_1, CODES, _codes(4, 64)),
-    GGMLType.Q5_0: Tile(tile_q45_0, CODES, _codes(5, 96, -16)),
-    GGMLType.Q5_1: Tile(tile_q45_1, CODES, _codes(5, 128)),
+    GGMLType.Q4_0: Tile(tile_q45_0, CODES, _codes(4, -8)),
+    GGMLType.Q4_1: Tile(tile_q45_1, CODES, _codes(4)),
+    GGMLType.Q5_0: Tile(tile_q45_0, CODES, _codes(5, -16)),
+    GGMLType.Q5_1: Tile(tile_q45_1, CODES, _codes(5)),
     GGMLType.Q8_0: Tile(tile_q8_0, SIGNED),
     GGMLType.IQ4_NL: _lut_tile(IQ4_VALUES.tolist(), 1),
     **{t: _lut_tile(t.table, t.n_scales) for t in LUT_TYPES},
-    GGMLType.Q2_K: Tile(tile_q2_k, SIXTEENS, _sixteens(dot_sixteens_u2)),
-    GGMLType.Q3_K: Tile(tile_q3_k, SIXTEENS, _sixteens(dot_sixteens_u3, -4)),
-    GGMLType.Q4_K: Tile(tile_q45_k, CODES, _codes(4, 256)),
-    GGMLType.Q5_K: Tile(tile_q45_k, CODES, _codes(5, 768)),
-    GGMLType.Q6_K: Tile(tile_q6_k, SIXTEENS, _sixteens(dot_sixteens_u6, -32)),
+    GGMLType.Q2_K: Tile(tile_q2_k, MINIMA, _k_codes(2, scaled_dot16_u2)),
+    GGMLType.Q3_K: Tile(tile_q3_k, SIXTEENS, _k_codes(3, scaled_dot16_u3, 2)),
+    GGMLType.Q4_K: Tile(tile_q45_k, SCALED, _k_codes(4, scaled_dot32_u4)),
+    GGMLType.Q5_K: Tile(tile_q45_k, SCALED, _k_codes(5, scaled_dot32_u5)),
+    GGMLType.Q6_K: Tile(tile_q6_k, SIXTEENS, _k_codes(6, scaled_dot16_u6, 5)),
 }

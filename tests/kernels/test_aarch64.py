@@ -59,7 +59,7 @@ def test_integers_are_multiplied_by_dot_products(type: KernelType) -> None:
     check(code)
     dots = sum(i.startswith(("sdot", "udot")) for i in code)
     # For each 32 columns of 16 rows, 8 vectors of 64 bytes, 4 of 16 bytes each; loops repeat some of them.
-    repeats = {GGMLType.Q2_K: 4, GGMLType.Q3_K: 4, GGMLType.Q4_K: 4, GGMLType.Q5_K: 4, GGMLType.Q6_K: 2}
+    repeats = {GGMLType.Q2_K: 4, GGMLType.Q3_K: 4, GGMLType.Q4_K: 4, GGMLType.Q5_K: 4, GGMLType.Q6_K: 4}
     assert dots >= layout.columns // 32 * 32 // repeats.get(type, 1)
     assert any(i.startswith("prfm") for i in code)  # it reads ahead
     if type is GGMLType.IQ4_NL or type in LUT_TYPES:

@@ -75,18 +75,3 @@ def test_a_tile_lies_as_it_is_drawn(type: KernelType) -> None:
         blocks = rows[:, b * layout.block_bytes : (b + 1) * layout.block_bytes]
         words = [blocks[:, 2 + 4 * i : 6 + 4 * i].tobytes() for i in range((layout.block_bytes - 2) // 4)]
         assert tiles[b].tobytes() == blocks[:, :2].tobytes() + b"".join(words)
-
-
-@pytest.mark.parametrize("type", [GGMLType.Q5_0, GGMLType.Q5_1], ids=lambda type: type.name)
-def test_fifth_bits_are_regrouped(type: GGMLType) -> None:
-    """Bit v of byte c of a row's word is the fifth bit of column 4 v + c."""
-    layout = LAYOUTS[type]
-    offset = layout.words[0][0]
-    rows = np.random.default_rng(3).integers(0, 256, (GROUP, layout.block_bytes), np.uint8)
-    tile = pack(layout, rows, 32)
-    planes = tile[GROUP * offset :][: 4 * GROUP].reshape(GROUP, 4)
-    for row in range(GROUP):
-        fifth_bits = int.from_bytes(rows[row, offset : offset + 4].tobytes(), "little")
-        for column in range(32):
-            v, c = divmod(column, 4)
-            assert planes[row, c] >> v & 1 == fifth_bits >> column & 1
