@@ -121,10 +121,10 @@ def test_scales_out_of_range_need_memory(tmp_path: Path, monkeypatch: pytest.Mon
     with localllm.load(quantised(tmp_path, [0.001]), device="cpu", threads=1, context=64) as llm:
         needed = llm.info.placement.total
     path = quantised(tmp_path, [40000.0])
-    monkeypatch.setattr("localllm.llm.available_memory", lambda: needed + 400_000)
+    monkeypatch.setattr("localllm.loading.available_memory", lambda: needed + 400_000)
     with pytest.raises(NotEnoughMemoryError, match=r"blk\.0\.ffn_up\.weight.*F32.*to spare"):
         localllm.load(path, device="cpu", threads=1, context=64)
-    monkeypatch.setattr("localllm.llm.available_memory", lambda: needed + 500_000)
+    monkeypatch.setattr("localllm.loading.available_memory", lambda: needed + 500_000)
     with pytest.warns(UserWarning, match="float16"):
         localllm.load(path, device="cpu", threads=1, context=64).close()
 

@@ -571,7 +571,7 @@ def test_a_vocabulary_of_another_length(tmp_path: Path, tiny_path: Path) -> None
 def test_a_draft_model_that_does_not_fit_into_memory(
     tiny_path: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localllm.llm.available_memory", lambda: 10 << 20)
+    monkeypatch.setattr("localllm.loading.available_memory", lambda: 10 << 20)
     with pytest.raises(NotEnoughMemoryError, match=r"the draft model .*small\.gguf does not fit: "):
         localllm.load(tiny_path, device="reference", draft_model=small_path)
 
