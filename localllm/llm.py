@@ -82,7 +82,7 @@ def load(
         UnsupportedArchitectureError, ModelError: it holds no model that localllm runs, or a broken one.
         TokenizerError, TemplateError: its vocabulary, or the template given, is broken.
         DeviceError: the device is not there, or does not execute the instruction set.
-        NotEnoughMemoryError: the model would not fit; said before it is loaded.
+        NotEnoughMemoryError: the model, or the draft model beside it, would not fit; said before anything is loaded.
         UsageError: an argument is out of range, or the draft model has another vocabulary.
     """
     options = LoadOptions(

@@ -6,9 +6,9 @@ import errno
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from localllm.kernels.ops import CACHE_TYPES, CacheType
 from localllm.models.config import ModelConfig, read_config
 from localllm.models.registry import builder, load_model
 from localllm.models.weights import LoadedWeight
-from localllm.placement import Placement, plan
+from localllm.placement import Demand, Placement, plan, plan_with_draft
 from localllm.progress import LoadProgress, of_stage
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import Vocabulary
@@ -102,20 +102,21 @@ def load_parts(options: LoadOptions) -> Parts:
     Raises:
         As `localllm.load`.
     """
-    with ExitStack() as stack, _source(options.path) as source:
+    with ExitStack() as sources, ExitStack() as on_failure:
+        source = sources.enter_context(_source(options.path))
         tokenizer = Tokenizer.from_gguf(source.file)
         template_source, template = _template(source.file, tokenizer, options)
-        device = _open_device(options)
-        stack.callback(device.close)
-        available = available_memory()
-        draft = None
+        draft_source = None
         if options.draft_model is not None:
-            draft = _load_draft(options.draft_model, tokenizer, device, options, available)
-            available -= draft.info.placement.total
-        placement = _place(source, device, options, available, options.context)
-        loaded = _load(source, device, placement, options, available - placement.total, draft)
-        stack.pop_all()
+            draft_source = sources.enter_context(_source(options.draft_model, is_draft=True))
+            _check_vocabulary(draft_source.file, tokenizer)
+        device = _open_device(options)
+        on_failure.callback(device.close)
+        loaded, draft = _load_both(source, draft_source, device, options)
+        on_failure.pop_all()
     _log_info(loaded.info)
+    if draft is not None:
+        _log_info(draft.info, "draft model ")
     return Parts(
         tokenizer,
         loaded.engine,
@@ -125,7 +126,7 @@ def load_parts(options: LoadOptions) -> Parts:
         draft_engine=None if draft is None else draft.engine,
         # A stream may outlive its LLM: the engine, which both hold, is the last to need the threads.
         end_threads=weakref.finalize(loaded.engine, device.close),
-        warnings=loaded.warnings,
+        warnings=_warnings(loaded) + (() if draft is None else _warnings(draft)),
     )
 
 
@@ -134,14 +135,20 @@ def load_parts(options: LoadOptions) -> Parts:
 
 @dataclass(frozen=True)
 class _Source:
-    """The open file of a model that localllm runs, and its hyper-parameters."""
+    """The open file of a model that localllm runs.
 
+    Attributes:
+        name: "the model", or "the draft model" with its path.
+        config: its hyper-parameters.
+    """
+
+    name: str
     file: GGUFFile
     config: ModelConfig
 
 
 @contextmanager
-def _source(path: str | os.PathLike[str] | None) -> Iterator[_Source]:
+def _source(path: str | os.PathLike[str] | None, *, is_draft: bool = False) -> Iterator[_Source]:
     """A file, or that of the demo model, open for as long as the context lasts."""
     with _open_demo() if path is None else GGUFFile.open(path) as file:
         builder(file.metadata)  # raises for an architecture that is not supported
@@ -150,7 +157,8 @@ def _source(path: str | os.PathLike[str] | None) -> Iterator[_Source]:
                 f"{file.path} holds only a vocabulary, no weights: choose the file of the whole model, which is "
                 "larger"
             )
-        yield _Source(file, read_config(file.metadata, file.tensors))
+        name = f"the draft model {file.path}" if is_draft else "the model"
+        yield _Source(name, file, read_config(file.metadata, file.tensors))
 
 
 def _open_demo() -> GGUFFile:
@@ -182,7 +190,26 @@ def compile_template(source: TemplateSource, tokenizer: Tokenizer) -> ChatTempla
     return ChatTemplate.compile(source, tokenizer)
 
 
+def _check_vocabulary(draft: GGUFFile, tokenizer: Tokenizer) -> None:
+    difference = tokenizer.difference(Vocabulary.from_gguf(draft))
+    if difference is not None:
+        raise UsageError(
+            f"the draft model {draft.path} has another vocabulary than the model: {difference}; choose a smaller "
+            "model of the same family"
+        )
+
+
 # -- Placing and packing -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A model in memory, and what its messages call it."""
+
+    name: str
+    engine: Engine
+    info: ModelInfo
+    weights: tuple[LoadedWeight, ...]
 
 
 def _open_device(options: LoadOptions) -> Device:
@@ -190,61 +217,41 @@ def _open_device(options: LoadOptions) -> Device:
     return open_device(options.device, threads=options.threads, isa=options.isa, progress=progress)
 
 
-def _place(source: _Source, device: Device, options: LoadOptions, available: int, context: int | None) -> Placement:
-    return plan(
+def _load_both(
+    source: _Source, draft_source: _Source | None, device: Device, options: LoadOptions
+) -> tuple[_Loaded, _Loaded | None]:
+    """The model, and the one that drafts for it on the same threads, if any; nothing is loaded unless both fit."""
+    available = available_memory()
+    demand = _demand(source, device, options)
+    if draft_source is None:
+        placement = plan(demand, available, options.context)
+        return _load(source, device, placement, options, available - placement.total), None
+    placement, draft_placement = plan_with_draft(
+        demand, _demand(draft_source, device, options), available, options.context
+    )
+    spare_bytes = available - placement.total - draft_placement.total
+    draft = _load(draft_source, device, draft_placement, options, spare_bytes)
+    spare_bytes -= sum(weight.unplanned_bytes for weight in draft.weights)
+    loaded = _load(source, device, placement, options, spare_bytes)
+    return replace(loaded, info=replace(loaded.info, draft=draft.info)), draft
+
+
+def _demand(source: _Source, device: Device, options: LoadOptions) -> Demand:
+    return Demand.of(
         source.config,
         source.file.tensors,
         device.ops.packed_bytes,
         device.ops.cache_bytes,
-        available=available,
         device=device.name,
         page_size=device.ops.page_size,
-        context=context,
         parallel=options.parallel,
         cache_type=options.cache_type,
+        name=source.name,
     )
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """A model in memory, and what to tell whoever asked for it."""
-
-    engine: Engine
-    info: ModelInfo
-    warnings: tuple[str, ...]
-
-
-def _load_draft(
-    path: str | os.PathLike[str], tokenizer: Tokenizer, device: Device, options: LoadOptions, available: int
-) -> _Loaded:
-    """A smaller model that runs on the same threads; before the large one, which takes what memory is left.
-
-    It has the same context, or as much of it as it was trained on: a text that is longer gets no drafts.
-    """
-    with _source(path) as source:
-        difference = tokenizer.difference(Vocabulary.from_gguf(source.file))
-        if difference is not None:
-            raise UsageError(
-                f"the draft model {source.file.path} has another vocabulary than the model: {difference}; choose a "
-                "smaller model of the same family"
-            )
-        context = None if options.context is None else min(options.context, source.config.context_length)
-        try:
-            placement = _place(source, device, options, available, context)
-        except NotEnoughMemoryError as error:
-            raise NotEnoughMemoryError(f"the draft model {source.file.path} does not fit: {error}") from None
-        return _load(source, device, placement, options, available - placement.total)
-
-
-def _load(
-    source: _Source,
-    device: Device,
-    placement: Placement,
-    options: LoadOptions,
-    spare_bytes: int,
-    draft: _Loaded | None = None,
-) -> _Loaded:
-    """Packs a model's weights, for which ``spare_bytes`` are left beyond the plan, and makes its cache."""
+def _load(source: _Source, device: Device, placement: Placement, options: LoadOptions, spare_bytes: int) -> _Loaded:
+    """Packs a model's weights, which may take ``spare_bytes`` beyond the plan, and makes its cache."""
     file, ops, context = source.file, device.ops, placement.context
     progress = of_stage(options.progress, "weights")
     try:
@@ -257,50 +264,50 @@ def _load(
             f"memory ran out while {file.path} was loaded, which takes {placement.total / 1e9:.2f} GB: "
             "choose a smaller context or a smaller quantisation of the model"
         ) from error
-    info = _info(source, device, placement.loaded(model.weights), None if draft is None else draft.info)
+    info = _info(source, device, placement.loaded(model.weights))
     file.check_unchanged()
-    return _Loaded(engine, info, _warnings(source.config, placement, model.weights))
+    return _Loaded(source.name, engine, info, model.weights)
 
 
 # -- What is said of it --------------------------------------------------------------------------------------------
 
 
-def _warnings(config: ModelConfig, placement: Placement, weights: Sequence[LoadedWeight]) -> tuple[str, ...]:
-    said = (_long_context(config, placement), _widened(weights))
+def _warnings(model: _Loaded) -> tuple[str, ...]:
+    said = (_long_context(model), _widened(model))
     return tuple(message for message in said if message is not None)
 
 
-def _long_context(config: ModelConfig, placement: Placement) -> str | None:
-    if placement.context <= config.context_length:
+def _long_context(model: _Loaded) -> str | None:
+    context, trained = model.info.context, model.info.trained_context
+    if context <= trained:
         return None
     return (
-        f"the model was trained on {config.context_length:,} tokens of context: with "
-        f"context={placement.context:,} it may lose the thread"
+        f"{model.name} was trained on {trained:,} tokens of context: with context={context:,} it may lose the thread"
     )
 
 
-def _widened(weights: Sequence[LoadedWeight]) -> str | None:
-    widened = [weight for weight in weights if weight.n_bytes > weight.planned_bytes]
+def _widened(model: _Loaded) -> str | None:
+    widened = [weight for weight in model.weights if weight.unplanned_bytes]
     if not widened:
         return None
     names = ", ".join(weight.name for weight in widened[:3]) + (", …" if len(widened) > 3 else "")
     return (
-        f"{len(widened)} of the model's tensors ({names}) have scales beyond the range of float16, in which "
-        f"{widened[0].file_type} is read: they are kept in {widened[0].kernel_type}, take "
+        f"{len(widened)} of the tensors of {model.name} ({names}) have scales beyond the range of float16, in "
+        f"which {widened[0].file_type} is read: they are kept in {widened[0].kernel_type}, take "
         f"{sum(w.n_bytes for w in widened) / 1e9:.2f} GB instead of "
         f"{sum(w.planned_bytes for w in widened) / 1e9:.2f} GB, and are slower to compute with"
     )
 
 
-def _log_info(info: ModelInfo) -> None:
-    _log.info("%s on %s (%s, %d threads)", info.path, info.device, info.kernels, info.threads)
+def _log_info(info: ModelInfo, role: str = "") -> None:
+    _log.info("%s%s on %s (%s, %d threads)", role, info.path, info.device, info.kernels, info.threads)
     for group in info.placement.groups:
         formats = ", ".join(f"{format} ({format.n_bytes:,} bytes)" for format in group.formats)
         cache = f", {info.cache_type} KV cache ({group.kv_cache:,} bytes)" if group.kv_cache else ""
         _log.info("%s on %s: %s%s", group.name, group.device, formats, cache)
 
 
-def _info(source: _Source, device: Device, placement: Placement, draft: ModelInfo | None) -> ModelInfo:
+def _info(source: _Source, device: Device, placement: Placement) -> ModelInfo:
     file, config = source.file, source.config
     name = file.metadata.get("general.name")
     return ModelInfo(
@@ -320,5 +327,4 @@ def _info(source: _Source, device: Device, placement: Placement, draft: ModelInf
         decode_threads=device.decode_threads,
         placement=placement,
         config=config,
-        draft=draft,
     )
