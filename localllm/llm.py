@@ -2,60 +2,38 @@
 
 from __future__ import annotations
 
-import errno
-import logging
 import math
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from importlib import resources
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.chat.source import TemplateSource
-from localllm.checks import mappings, text, token_ids, whole_number
+from localllm.checks import mappings, token_ids
 from localllm.completion import Completion, Stream
-from localllm.devices import Device, open_device
 from localllm.drafting.costs import StepCosts
 from localllm.drafting.drafter import Drafter
 from localllm.drafting.lookup import LookupDrafter
 from localllm.drafting.model import ModelDrafter
 from localllm.engine import Engine
-from localllm.errors import (
-    ClosedError,
-    ContextLengthError,
-    LocalLLMError,
-    ModelError,
-    NotEnoughMemoryError,
-    UsageError,
-)
+from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, UsageError
 from localllm.generation import Generation
-from localllm.gguf import GGUFFile
-from localllm.info import ModelInfo, file_type_name
+from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
-from localllm.kernels.ops import CACHE_TYPES, CacheType
-from localllm.models.blocks import Model
-from localllm.models.config import ModelConfig, read_config
-from localllm.models.registry import builder, load_model
-from localllm.models.weights import LoadedWeight
+from localllm.kernels.ops import CacheType
+from localllm.loading import LoadOptions, compile_template, load_parts
 from localllm.options import Options, Request
-from localllm.placement import Placement, plan
-from localllm.progress import LoadProgress, default_progress, of_stage
+from localllm.progress import LoadProgress, default_progress
 from localllm.sampling import make_sampler
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.stream import StreamDecoder
-from localllm.tokenizer.vocabulary import Vocabulary
 
-# Those that chat import it where they do: jinja2 takes a good part of the time to the first token of those that
-# do not.
+# jinja2, which it imports, takes a good part of the time to the first token of those that do not chat.
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
-
-_log = logging.getLogger("localllm")
 
 Message = Mapping[str, object]
 
@@ -104,47 +82,33 @@ def load(
         UnsupportedArchitectureError, ModelError: it holds no model that localllm runs, or a broken one.
         TokenizerError, TemplateError: its vocabulary, or the template given, is broken.
         DeviceError: the device is not there, or does not execute the instruction set.
-        NotEnoughMemoryError: the model would not fit; said before it is loaded.
+        NotEnoughMemoryError: the model, or the draft model beside it, would not fit; said before anything is loaded.
         UsageError: an argument is out of range, or the draft model has another vocabulary.
     """
-    for name, value in (("device", device), ("isa", isa), ("chat_template", chat_template)):
-        if value is not None:
-            text(name, value)
-    if progress is not None and not callable(progress):
-        raise UsageError(f"progress is {progress!r:.80}, but must be a function of a stage and two numbers")
-    progress = default_progress() if progress is None else progress
-    context = None if context is None else whole_number("context", context, 1)
-    threads = None if threads is None else whole_number("threads", threads, 1)
-    parallel = whole_number("parallel", parallel, 1)
-    if cache_type not in CACHE_TYPES:
-        raise UsageError(f"cache_type is {cache_type!r:.80}, but must be one of {', '.join(map(repr, CACHE_TYPES))}")
-    with ExitStack() as stack, _open(path) as file:
-        builder(file.metadata)  # raises for an architecture that is not supported
-        _refuse_without_weights(file)
-        config = read_config(file.metadata, file.tensors)
-        tokenizer = Tokenizer.from_gguf(file)
-        source = TemplateSource.of_file(file) if chat_template is None else TemplateSource(chat_template)
-        template = None if chat_template is None else _compile(source, tokenizer)
-        backend = open_device(device, threads=threads, isa=isa, progress=of_stage(progress, "kernels"))
-        stack.callback(backend.close)
-        available = available_memory()
-        draft: tuple[Engine, ModelInfo] | None = None
-        if draft_model is not None:
-            draft = _load_draft(draft_model, tokenizer, backend, available, context, parallel, cache_type, progress)
-            available -= draft[1].placement.total
-        placement = _place(file, config, backend, available, context, parallel, cache_type)
-        _warn_of_long_context(config, placement)
-        spare = available - placement.total
-        model, engine = _load_engine(file, config, backend, placement, spare, of_stage(progress, "weights"))
-        info = _info(file, config, backend, placement.loaded(model.weights), None if draft is None else draft[1])
-        file.check_unchanged()
-        stack.pop_all()
-    _warn_of_widened(model.weights)
-    _log_info(info)
-    # A stream may outlive the LLM that it came from: the engine, which both hold, is the last to need the threads.
-    end_threads = weakref.finalize(engine, backend.close)
-    draft_engine = None if draft is None else draft[0]
-    return LLM(tokenizer, engine, info, source, template, draft_engine=draft_engine, on_close=end_threads)
+    options = LoadOptions(
+        path=path,
+        device=device,
+        context=context,
+        threads=threads,
+        isa=isa,
+        parallel=parallel,
+        cache_type=cache_type,
+        chat_template=chat_template,
+        draft_model=draft_model,
+        progress=default_progress() if progress is None else progress,
+    )
+    parts = load_parts(options)
+    for message in parts.warnings:
+        warnings.warn(message, stacklevel=2)
+    return LLM(
+        parts.tokenizer,
+        parts.engine,
+        parts.info,
+        parts.template_source,
+        parts.template,
+        draft_engine=parts.draft_engine,
+        on_close=parts.end_threads,
+    )
 
 
 class LLM:
@@ -356,7 +320,7 @@ class LLM:
         """The chat template; ``stacklevel`` is that of our caller's code, for warnings."""
         self._opened()
         if self._template is None:
-            self._template = _compile(self._template_source, self._tokenizer)
+            self._template = compile_template(self._template_source, self._tokenizer)
             if self._template.is_fallback:
                 message = f"{self._info.path} has no chat template: ChatML is used, which the model may not know"
                 warnings.warn(message, stacklevel=stacklevel)
@@ -476,164 +440,3 @@ def without_oldest_turn(messages: Sequence[Message]) -> list[Message] | None:
         return None
     before, rest = messages[: turns[1]], messages[turns[1] :]
     return [*(message for message in before if message.get("role") in ("system", "developer")), *rest]
-
-
-def _open(path: str | os.PathLike[str] | None, name: str = "path") -> GGUFFile:
-    if path is not None:
-        if not isinstance(path, str | os.PathLike):
-            raise UsageError(f"{name} is {path!r:.80}, but must be the path of a GGUF file, as str or Path")
-        return GGUFFile.open(path)
-    demo = resources.files("localllm") / "data" / "demo.gguf"
-    if not demo.is_file():
-        raise UsageError("this installation of localllm has no demo model: name a GGUF file")
-    with resources.as_file(demo) as demo_path:
-        return GGUFFile.open(demo_path)
-
-
-def _refuse_without_weights(file: GGUFFile) -> None:
-    if not any(name.startswith("blk.") for name in file.tensors):
-        raise ModelError(
-            f"{file.path} holds only a vocabulary, no weights: choose the file of the whole model, which is larger"
-        )
-
-
-def _compile(source: TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:
-    from localllm.chat import ChatTemplate
-
-    return ChatTemplate.compile(source, tokenizer)
-
-
-def _warn_of_long_context(config: ModelConfig, placement: Placement) -> None:
-    if placement.context > config.context_length:
-        message = (
-            f"the model was trained on {config.context_length:,} tokens of context: with "
-            f"context={placement.context:,} it may lose the thread"
-        )
-        warnings.warn(message, stacklevel=3)
-
-
-def _place(
-    file: GGUFFile,
-    config: ModelConfig,
-    backend: Device,
-    available: int,
-    context: int | None,
-    parallel: int,
-    cache_type: CacheType,
-) -> Placement:
-    return plan(
-        config,
-        file.tensors,
-        backend.ops.packed_bytes,
-        backend.ops.cache_bytes,
-        available=available,
-        device=backend.name,
-        page_size=backend.ops.page_size,
-        context=context,
-        parallel=parallel,
-        cache_type=cache_type,
-    )
-
-
-def _load_draft(
-    path: str | os.PathLike[str],
-    tokenizer: Tokenizer,
-    backend: Device,
-    available: int,
-    context: int | None,
-    parallel: int,
-    cache_type: CacheType,
-    progress: LoadProgress | None,
-) -> tuple[Engine, ModelInfo]:
-    """A smaller model that runs on the same threads; before the large one, which takes what memory is left.
-
-    It has the same context, or as much of it as it was trained on: a text that is longer gets no drafts.
-    """
-    with _open(path, "draft_model") as file:
-        builder(file.metadata)
-        _refuse_without_weights(file)
-        config = read_config(file.metadata, file.tensors)
-        difference = tokenizer.difference(Vocabulary.from_gguf(file))
-        if difference is not None:
-            raise UsageError(
-                f"the draft model {file.path} has another vocabulary than the model: {difference}; choose a smaller "
-                "model of the same family"
-            )
-        context = None if context is None else min(context, config.context_length)
-        try:
-            placement = _place(file, config, backend, available, context, parallel, cache_type)
-        except NotEnoughMemoryError as error:
-            raise NotEnoughMemoryError(f"the draft model {file.path} does not fit: {error}") from None
-        spare = available - placement.total
-        model, engine = _load_engine(file, config, backend, placement, spare, of_stage(progress, "weights"))
-        info = _info(file, config, backend, placement.loaded(model.weights))
-        file.check_unchanged()
-    return engine, info
-
-
-def _load_engine(
-    file: GGUFFile,
-    config: ModelConfig,
-    backend: Device,
-    placement: Placement,
-    spare_bytes: int,
-    progress: Callable[[int, int], None] | None,
-) -> tuple[Model, Engine]:
-    context = placement.context
-    try:
-        model = load_model(file, backend.ops, config, context, spare_bytes=spare_bytes, progress=progress)
-        parallel, cache_type = placement.parallel, placement.cache_type
-        return model, Engine(model, backend.ops, context=context, parallel=parallel, cache_type=cache_type)
-    except (MemoryError, OSError) as error:
-        if isinstance(error, LocalLLMError) or (isinstance(error, OSError) and error.errno != errno.ENOMEM):
-            raise
-        raise NotEnoughMemoryError(
-            f"memory ran out while {file.path} was loaded, which takes {placement.total / 1e9:.2f} GB: "
-            "choose a smaller context or a smaller quantisation of the model"
-        ) from error
-
-
-def _warn_of_widened(weights: Sequence[LoadedWeight]) -> None:
-    widened = [weight for weight in weights if weight.n_bytes > weight.planned_bytes]
-    if widened:
-        names = ", ".join(weight.name for weight in widened[:3]) + (", …" if len(widened) > 3 else "")
-        message = (
-            f"{len(widened)} of the model's tensors ({names}) have scales beyond the range of float16, in which "
-            f"{widened[0].file_type} is read: they are kept in {widened[0].kernel_type}, take "
-            f"{sum(w.n_bytes for w in widened) / 1e9:.2f} GB instead of "
-            f"{sum(w.planned_bytes for w in widened) / 1e9:.2f} GB, and are slower to compute with"
-        )
-        warnings.warn(message, stacklevel=3)
-
-
-def _log_info(info: ModelInfo) -> None:
-    _log.info("%s on %s (%s, %d threads)", info.path, info.device, info.kernels, info.threads)
-    for group in info.placement.groups:
-        formats = ", ".join(f"{format} ({format.n_bytes:,} bytes)" for format in group.formats)
-        cache = f", {info.cache_type} KV cache ({group.kv_cache:,} bytes)" if group.kv_cache else ""
-        _log.info("%s on %s: %s%s", group.name, group.device, formats, cache)
-
-
-def _info(
-    file: GGUFFile, config: ModelConfig, backend: Device, placement: Placement, draft: ModelInfo | None = None
-) -> ModelInfo:
-    name = file.metadata.get("general.name")
-    return ModelInfo(
-        path=file.path,
-        name=name if isinstance(name, str) else None,
-        architecture=config.architecture,
-        n_parameters=sum(tensor.n_values for tensor in file.tensors.values()),
-        file_type=file_type_name(file.metadata, file.tensors.values()),
-        n_bytes=sum(tensor.n_bytes for tensor in file.tensors.values()),
-        n_vocab=config.n_vocab,
-        n_layers=config.n_layers,
-        trained_context=config.context_length,
-        context=placement.context,
-        device=backend.name,
-        kernels=backend.kernels,
-        threads=backend.threads,
-        decode_threads=backend.decode_threads,
-        placement=placement,
-        config=config,
-        draft=draft,
-    )

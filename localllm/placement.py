@@ -130,54 +130,121 @@ class Placement:
         return replace(self, groups=tuple(group.loaded(weights) for group in self.groups))
 
 
-def plan(
-    config: ModelConfig,
-    tensors: Mapping[str, Weight],
-    packed_bytes: Callable[[Weight], int],
-    cache_bytes: Callable[[CacheShape, int], int],
-    *,
-    available: int,
-    device: str,
-    page_size: int,
-    context: int | None = None,
-    parallel: int = 1,
-    cache_type: CacheType = "f16",
-) -> Placement:
+@dataclass(frozen=True)
+class Demand:
+    """What a model asks of memory, for any context.
+
+    Attributes:
+        name: of the model, for messages.
+        config: its hyper-parameters.
+        weights: the groups of layers with their weights, and no cache yet.
+        cache_bytes: bytes of the cache for so many tokens of context.
+        page_size: tokens in a page of the cache.
+        parallel: how many sequences of full length the cache shall have room for.
+        cache_type: what keys and values are kept in.
+    """
+
+    name: str
+    config: ModelConfig
+    weights: tuple[LayerGroup, ...]
+    cache_bytes: Callable[[int], int]
+    page_size: int
+    parallel: int
+    cache_type: CacheType
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        tensors: Mapping[str, Weight],
+        packed_bytes: Callable[[Weight], int],
+        cache_bytes: Callable[[CacheShape, int], int],
+        *,
+        device: str,
+        page_size: int,
+        parallel: int = 1,
+        cache_type: CacheType = "f16",
+        name: str = "the model",
+    ) -> Demand:
+        """What a file's model asks of a backend.
+
+        Args:
+            config: the model's hyper-parameters.
+            tensors: the file's tensors.
+            packed_bytes: bytes of a tensor as the backend will hold it (`Ops.packed_bytes`).
+            cache_bytes: bytes of a cache of so many pages as the backend will make it (`Ops.cache_bytes`).
+            device: where all of it goes.
+            page_size, parallel, cache_type, name: see the class.
+        """
+        shape = CacheShape(config.n_layers, config.n_kv_heads, config.head_dim, cache_type)
+
+        def of_context(n_tokens: int) -> int:
+            return cache_bytes(shape, n_cache_pages(n_tokens, parallel, page_size))
+
+        weights = _weights(config, tensors, packed_bytes, device)
+        return cls(name, config, weights, of_context, page_size, parallel, cache_type)
+
+    def at(self, context: int) -> Placement:
+        """What lies where with so many tokens of context."""
+        kv_bytes = self.cache_bytes(context)
+        groups = tuple(replace(g, kv_cache=kv_bytes) if g.name.startswith("layers") else g for g in self.weights)
+        return Placement(groups, scratch_bytes(self.config, context), context, self.parallel, self.cache_type)
+
+    def as_draft(self, context: int) -> Placement:
+        """The same of a draft model, for a model of so much context: no more than it was trained on helps it."""
+        return self.at(min(context, self.config.context_length))
+
+
+def plan(demand: Demand, available: int, context: int | None = None) -> Placement:
     """The placement of a model.
 
     Args:
-        config: the model's hyper-parameters.
-        tensors: the file's tensors.
-        packed_bytes: bytes of a tensor as the backend will hold it (`Ops.packed_bytes`).
-        cache_bytes: bytes of a cache of so many pages as the backend will make it (`Ops.cache_bytes`).
         available: bytes of memory that can be had.
-        device: where all of it goes.
-        page_size: tokens in a page of the cache.
         context: tokens of context.  By default as many as the model was trained on, at most `DEFAULT_CONTEXT`,
             and fewer, down to `LEAST_CONTEXT`, where memory is short.
-        parallel: how many sequences of that length the cache has room for.
-        cache_type: what keys and values are kept in.
 
     Raises:
         NotEnoughMemoryError: it does not fit; gives the numbers and the largest context that does.
     """
-
-    weights = _weights(config, tensors, packed_bytes, device)
-    shape = CacheShape(config.n_layers, config.n_kv_heads, config.head_dim, cache_type)
-
-    def with_context(n_tokens: int) -> Placement:
-        kv_bytes = cache_bytes(shape, n_cache_pages(n_tokens, parallel, page_size))
-        groups = tuple(replace(g, kv_cache=kv_bytes) if g.name.startswith("layers") else g for g in weights)
-        return Placement(groups, scratch_bytes(config, n_tokens), n_tokens, parallel, cache_type)
-
-    wanted = context if context is not None else min(config.context_length, DEFAULT_CONTEXT)
-    placement = with_context(wanted)
+    wanted = context if context is not None else min(demand.config.context_length, DEFAULT_CONTEXT)
+    placement = demand.at(wanted)
     if placement.total <= available:
         return placement
-    fitting = _largest_context(lambda n: with_context(n).total <= available, wanted, page_size)
+    fitting = _largest_context(lambda n: demand.at(n).total <= available, wanted, demand.page_size)
     if context is None and fitting >= LEAST_CONTEXT:
-        return with_context(fitting)
-    raise NotEnoughMemoryError(_too_large(placement, available, fitting))
+        return demand.at(fitting)
+    raise NotEnoughMemoryError(_too_large(demand.name, placement, available, fitting))
+
+
+def plan_with_draft(
+    demand: Demand, draft: Demand, available: int, context: int | None = None
+) -> tuple[Placement, Placement]:
+    """The placements of a model and of one that drafts for it, with the same context if it was trained on as much.
+
+    Args:
+        available, context: as of `plan`; a default context is reduced until both fit.
+
+    Raises:
+        NotEnoughMemoryError: one of them does not fit, or not beside the other; says which.
+    """
+
+    def total(n_tokens: int) -> int:
+        return demand.at(n_tokens).total + draft.as_draft(n_tokens).total
+
+    alone = plan(demand, available, context)
+    wanted = alone.context
+    if total(wanted) <= available:
+        return alone, draft.as_draft(wanted)
+    fitting = _largest_context(lambda n: total(n) <= available, wanted, draft.page_size)
+    if context is None and fitting >= LEAST_CONTEXT:
+        return demand.at(fitting), draft.as_draft(fitting)
+    its_context = None if context is None else min(context, draft.config.context_length)
+    plan(draft, available, its_context)  # raises if it does not even fit alone
+    raise NotEnoughMemoryError(
+        f"{demand.name} needs {_gigabytes(alone.total)} of memory and {draft.name} "
+        f"{_gigabytes(draft.as_draft(wanted).total)}, but {_gigabytes(available)} is available, which is enough for "
+        f"one of them: leave the draft model out, {_advice(fitting)}"
+    )
 
 
 def _weights(
@@ -219,16 +286,19 @@ def _largest_context(fits: Callable[[int], bool], wanted: int, page_size: int) -
     return low * page_size
 
 
-def _too_large(placement: Placement, available: int, fitting: int) -> str:
-    sizes = (
-        f"the model needs {_gigabytes(placement.total)} of memory ({_gigabytes(placement.weights)} of weights, "
+def _too_large(name: str, placement: Placement, available: int, fitting: int) -> str:
+    return (
+        f"{name} needs {_gigabytes(placement.total)} of memory ({_gigabytes(placement.weights)} of weights, "
         f"{_gigabytes(placement.kv_cache)} for {placement.parallel * placement.context:,} tokens of context, "
-        f"{_gigabytes(placement.scratch + OVERHEAD_BYTES)} to work in), but {_gigabytes(available)} is available"
+        f"{_gigabytes(placement.scratch + OVERHEAD_BYTES)} to work in), but {_gigabytes(available)} is available: "
+        f"{_advice(fitting)}"
     )
+
+
+def _advice(fitting: int) -> str:
+    """What to do where memory is short, and ``fitting`` tokens of context would fit."""
     smaller = "close other programs or choose a smaller quantisation of the model"
-    if fitting >= LEAST_CONTEXT:
-        return f"{sizes}: load it with context={fitting:,} or less, or {smaller}"
-    return f"{sizes}: {smaller}"
+    return f"load it with context={fitting:,} or less, or {smaller}" if fitting >= LEAST_CONTEXT else smaller
 
 
 def _gigabytes(n_bytes: int) -> str:

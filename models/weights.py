@@ -39,6 +39,11 @@ class LoadedWeight:
     n_bytes: int
     planned_bytes: int
 
+    @property
+    def unplanned_bytes(self) -> int:
+        """What it takes beyond that."""
+        return max(0, self.n_bytes - self.planned_bytes)
+
 
 class Weights:
     """Loads a model's weights into a backend, and remembers which ones it has loaded."""

@@ -415,7 +415,11 @@ class CPUOps(Ops):
                 start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(part)))
                 packer.pack(part, packed[start:stop])
 
-        self.workers.run(Job(share, 0))
+        try:
+            self.workers.run(Job(share, 0))
+        except ScaleRangeError:
+            self._memory.take_back()
+            raise
         return packed
 
     def _packer(self, kind: KernelType) -> Packer:

@@ -95,11 +95,24 @@ def choose_threads(target: Target, progress: Progress | None = None) -> ThreadCh
         return ThreadChoice(1, 1)
     key = _machine(cores, target)
     with _lock:
-        known = _chosen.get(key) or _load(key, cores)
-        if known is None or not known.is_fresh(time.time()):
-            known = _measure(cores, target, progress)
-            _save(key, known)
-        _chosen[key] = known
+        known = _known(key, cores)
+    if known is None:
+        # The caller's function runs while nothing is locked: it may wait for a thread that comes here as well.
+        _compile(target, progress)
+        with _lock:
+            known = _known(key, cores)  # another thread may have measured meanwhile
+            if known is None:
+                known = _chosen[key] = _measure(cores, target)
+                _save(key, known)
+    return known
+
+
+def _known(key: str, cores: int) -> ThreadChoice | None:
+    """The choice that was made here, or by an earlier process, if it still counts."""
+    known = _chosen.get(key) or _load(key, cores)
+    if known is None or not known.is_fresh(time.time()):
+        return None
+    _chosen[key] = known
     return known
 
 
@@ -121,15 +134,23 @@ def knee(bandwidth: Bandwidth, cores: int) -> tuple[int, dict[int, float]]:
     return high, curve
 
 
-def _measure(cores: int, target: Target, progress: Progress | None) -> ThreadChoice:
+def _compile(target: Target, progress: Progress | None) -> None:
+    """Compiles what `_measure` runs, if it is not in the cache."""
     # Imported here: it is seldom measured, and every start imports this module.
+    from localllm.kernels.cpu.program import Workers
+    from localllm.kernels.cpu.roofline import ReadTest
+
+    ReadTest(Workers(1), target, 1, progress)
+
+
+def _measure(cores: int, target: Target) -> ThreadChoice:
     from localllm.kernels.cpu.program import Workers
     from localllm.kernels.cpu.roofline import ReadTest
 
     n_bytes = min(max(LEAST_BYTES, CACHES * last_level_cache()), available_memory() // PART_OF_MEMORY)
     workers = Workers(cores)
     try:
-        test = ReadTest(workers, target, n_bytes, progress)
+        test = ReadTest(workers, target, n_bytes)
         test.bandwidth()  # starts the threads
         others = OtherLoad()
         decode, curve = knee(lambda n: max(test.bandwidth(n) for _ in range(TRIES)), cores)

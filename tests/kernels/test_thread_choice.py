@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from localllm.kernels.cpu import thread_choice
 from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cpu.program import Job, Workers
-from localllm.kernels.cpu.target import choose
+from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.thread_choice import DISTURBED_SECONDS, KEPT_SECONDS, ThreadChoice, choose_threads, knee
 
 HOUR = 3600.0
@@ -140,11 +142,41 @@ def test_a_real_measurement(monkeypatch: pytest.MonkeyPatch, others: float) -> N
     monkeypatch.setattr(thread_choice, "LEAST_BYTES", 1 << 20)
     monkeypatch.setattr(thread_choice, "last_level_cache", lambda: 0)
     monkeypatch.setattr(thread_choice.OtherLoad, "cpus", lambda _: others)
-    choice = thread_choice._measure(3, choose(), None)
+    choice = thread_choice._measure(3, choose())
     assert [n for n, _ in choice.curve][-1] == 3
     assert all(rate > 0 for _, rate in choice.curve)
     assert choice.is_disturbed == (others > 0)
     assert choice.decode == 3 if others else 1 <= choice.decode <= 3
+
+
+def test_progress_may_wait_for_a_thread_that_chooses_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As where a program loads a second model in another thread while the first one's kernels are compiled."""
+    measured: list[ThreadChoice] = []
+    real = thread_choice._measure
+
+    def measure(cores: int, target: Target) -> ThreadChoice:
+        measured.append(real(cores, target))
+        return measured[-1]
+
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(thread_choice, "default_threads", lambda: 2)
+    monkeypatch.setattr(thread_choice, "LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(thread_choice, "last_level_cache", lambda: 0)
+    monkeypatch.setattr(thread_choice, "_measure", measure)
+    monkeypatch.setattr(thread_choice, "_chosen", {})
+    target = replace(choose(), name=f"{choose().name}-{tmp_path.name}")  # so that nothing is compiled yet
+    others: list[ThreadChoice] = []
+
+    def progress(done: int, total: int) -> None:
+        other = threading.Thread(target=lambda: others.append(choose_threads(target)), daemon=True)
+        other.start()
+        other.join(60)
+        assert not other.is_alive(), "it waits for what this function is called from"
+
+    choice = choose_threads(target, progress)
+    assert others, "nothing was compiled"
+    assert measured == [choice]
+    assert set(others) == {choice}
 
 
 @pytest.mark.parametrize(("threads", "taking_part"), [(None, 3), (1, 1), (2, 2), (3, 3), (7, 3)])

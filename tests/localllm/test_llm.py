@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from localllm.errors import (
     UsageError,
 )
 from localllm.llm import truncate, without_oldest_turn
+from localllm.loading import LoadOptions
 from localllm.options import Request, SamplingOptions
 from tests.helpers.data import ROOT, shared_data
 from tests.helpers.devices import DEVICES
@@ -493,8 +495,9 @@ def test_truncate(ids: list[int], n_tokens: int) -> None:
 
 
 def test_more_context_than_trained_is_a_warning(tiny_path: Path) -> None:
-    with pytest.warns(UserWarning, match="trained on 128 tokens"):
+    with pytest.warns(UserWarning, match="trained on 128 tokens") as caught:
         localllm.load(tiny_path, device="reference", context=129).close()
+    assert [warning.filename for warning in caught] == [__file__]
     with localllm.load(tiny_path, device="reference") as llm:
         assert llm.info.context == 128
 
@@ -653,11 +656,20 @@ def test_a_device_that_is_not_there_is_an_error(tiny_path: Path, name: str) -> N
         *({"context": 0}, {"context": True}, {"context": 1.5}, {"threads": 0}, {"threads": "2"}, {"parallel": 0}),
         *({"device": 5}, {"device": ["cpu"]}, {"isa": 2}, {"chat_template": 5}, {"progress": 5}),
         *({"cache_type": "q4_0"}, {"cache_type": None}, {"cache_type": 8}),
+        *({"device": None}, {"draft_model": 5}, {"path": 5}, {"parallel": None}),
     ],
 )
 def test_arguments_of_load_out_of_range(tiny_path: Path, arguments: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=next(iter(arguments))):
-        localllm.load(tiny_path, **({"device": "reference"} | arguments))
+    with pytest.raises(UsageError, match=f"^{next(iter(arguments))} is "):
+        localllm.load(**({"path": tiny_path, "device": "reference"} | arguments))
+
+
+def test_load_options_are_the_arguments_of_load_in_plain_types() -> None:
+    arguments = {name: p.default for name, p in inspect.signature(localllm.load).parameters.items()}
+    assert {field.name: field.default for field in fields(LoadOptions)} == arguments
+    options = LoadOptions(context=np.int64(64), threads=np.uint8(2))  # type: ignore[arg-type]
+    assert (options.context, options.threads) == (64, 2)
+    assert (type(options.context), type(options.threads)) == (int, int)
 
 
 @pytest.mark.parametrize("path", [42, b"model.gguf", ["model.gguf"], 1.5, True])
@@ -676,7 +688,7 @@ def test_without_a_path_the_demo_model_is_loaded(device: str) -> None:
 
 
 def test_an_installation_without_the_demo_model_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.llm.resources.files", lambda package: tmp_path)
+    monkeypatch.setattr("localllm.loading.resources.files", lambda package: tmp_path)
     with pytest.raises(UsageError, match="no demo model"):
         localllm.load()
 
@@ -687,7 +699,7 @@ def test_memory_that_runs_out_while_loading(tiny_path: Path, monkeypatch: pytest
         def fail(*_: object, error: Exception = error, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr("localllm.llm.load_model", fail)
+        monkeypatch.setattr("localllm.loading.load_model", fail)
         with pytest.raises(NotEnoughMemoryError, match="ran out"):
             localllm.load(tiny_path, device="reference")
 
@@ -698,8 +710,8 @@ def test_a_context_beyond_all_memory_is_refused(tiny_path: Path, device: str) ->
 
 
 def test_too_little_memory_is_said_before_loading(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.llm.available_memory", lambda: 1 << 20)
-    monkeypatch.setattr("localllm.llm.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("localllm.loading.available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("localllm.loading.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
     with pytest.raises(NotEnoughMemoryError, match="GB"):
         localllm.load(tiny_path, device="reference")
 

@@ -11,10 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import NotEnoughMemoryError
-from localllm.kernels.ops import CacheShape, Weight
+from localllm.kernels.ops import CacheShape, CacheType, Weight
 from localllm.models.config import ModelConfig, read_config
 from localllm.models.weights import LoadedWeight
-from localllm.placement import DEFAULT_CONTEXT, LEAST_CONTEXT, OVERHEAD_BYTES, Placement, plan
+from localllm.placement import (
+    DEFAULT_CONTEXT,
+    LEAST_CONTEXT,
+    OVERHEAD_BYTES,
+    Demand,
+    Placement,
+    plan,
+    plan_with_draft,
+)
 from localllm.quant.types import GGMLType
 
 LAYERS, WIDTH, FF, KV_WIDTH, VOCABULARY = 22, 2048, 5632, 256, 32000
@@ -70,17 +78,28 @@ IN_LAYERS = 2 * LAYERS * (2 * WIDTH * WIDTH + 2 * KV_WIDTH * WIDTH + 3 * WIDTH *
 HEAD = 2 * (VOCABULARY * WIDTH)
 
 
-def place(available: int = 1 << 50, *, tied: bool = False, config: ModelConfig = CONFIG, **options: int) -> Placement:
-    return plan(
+def demand(config: ModelConfig = CONFIG, *, tied: bool = False, name: str = "the model", parallel: int = 1) -> Demand:
+    return Demand.of(
         config,
         tensors(tied=tied),
         lambda tensor: tensor.data.nbytes,
         lambda shape, n_pages: n_pages * 16 * shape.bytes_per_token(),
-        available=available,
         device="cpu",
         page_size=16,
-        **options,
+        parallel=parallel,
+        name=name,
     )
+
+
+def place(
+    available: int = 1 << 50,
+    *,
+    tied: bool = False,
+    config: ModelConfig = CONFIG,
+    context: int | None = None,
+    parallel: int = 1,
+) -> Placement:
+    return plan(demand(config, tied=tied, parallel=parallel), available, context)
 
 
 def test_bytes_by_group() -> None:
@@ -134,13 +153,14 @@ def test_the_cache_takes_what_the_backend_says() -> None:
         asked.append((shape, n_pages))
         return 12345 * n_pages
 
-    room = {"available": 1 << 50, "context": 1000, "parallel": 2}
-    placed = plan(CONFIG, tensors(), lambda tensor: 0, cache_bytes, device="cpu", page_size=16, **room)
+    def placed_with(cache_type: CacheType) -> Placement:
+        asking = {"device": "cpu", "page_size": 16, "parallel": 2, "cache_type": cache_type}
+        return plan(Demand.of(CONFIG, tensors(), lambda tensor: 0, cache_bytes, **asking), 1 << 50, 1000)
+
+    placed = placed_with("f16")
     assert asked == [(CacheShape(LAYERS, 4, 64), 2 * 63)]
     assert placed.kv_cache == 12345 * 2 * 63
-    scaled = plan(
-        CONFIG, tensors(), lambda tensor: 0, cache_bytes, device="cpu", page_size=16, cache_type="q8_0", **room
-    )
+    scaled = placed_with("q8_0")
     assert asked[1:] == [(CacheShape(LAYERS, 4, 64, "q8_0"), 2 * 63)]
     assert (placed.cache_type, scaled.cache_type) == ("f16", "q8_0")
 
@@ -190,3 +210,64 @@ def test_where_no_context_helps_none_is_advised() -> None:
     with pytest.raises(NotEnoughMemoryError, match="smaller quantisation") as caught:
         place(IN_LAYERS)
     assert "context=" not in str(caught.value)
+
+
+# A model and one that drafts for it.
+
+#: A draft model nearly as large, and one that was trained on less context.
+DRAFT = demand(name="the draft model small.gguf", tied=True)
+SHORT_DRAFT = demand(replace(CONFIG, context_length=1024), name="the draft model small.gguf", tied=True)
+
+
+def test_a_draft_model_has_the_models_context_or_what_it_was_trained_on() -> None:
+    for context in (None, 512, 1024, 4096):
+        placed, draft = plan_with_draft(demand(), SHORT_DRAFT, 1 << 50, context)
+        assert placed == place(context=context)
+        assert draft == SHORT_DRAFT.at(min(placed.context, 1024))
+
+
+@given(missing=st.integers(1, 1 << 28))
+def test_a_default_context_shrinks_until_both_fit(missing: int) -> None:
+    full = sum(placed.total for placed in plan_with_draft(demand(), DRAFT, 1 << 50))
+    available = full - missing
+    least = demand().at(LEAST_CONTEXT).total + DRAFT.at(LEAST_CONTEXT).total
+    if available < least:
+        with pytest.raises(NotEnoughMemoryError):
+            plan_with_draft(demand(), DRAFT, available)
+        return
+    placed, draft = plan_with_draft(demand(), DRAFT, available)
+    assert placed.context == draft.context >= LEAST_CONTEXT
+    assert placed.total + draft.total <= available
+    more = placed.context + 16
+    assert demand().at(more).total + DRAFT.at(more).total > available
+
+
+def test_a_draft_models_shorter_context_leaves_the_model_more() -> None:
+    available = place(context=4000).total + SHORT_DRAFT.at(1024).total
+    placed, draft = plan_with_draft(demand(), SHORT_DRAFT, available)
+    assert (placed.context, draft.context) == (4000, 1024)
+
+
+def test_which_of_the_two_does_not_fit_is_said() -> None:
+    small, large = demand(tied=True), demand()
+    available = large.at(512).total - 1
+    assert small.at(512).total <= available
+    with pytest.raises(NotEnoughMemoryError, match=r"^the model needs 2\.\d\d GB .*, but"):
+        plan_with_draft(large, replace(small, name="the draft model x.gguf"), available, 512)
+    with pytest.raises(NotEnoughMemoryError, match=r"^the draft model x\.gguf needs 2\.\d\d GB .*, but"):
+        plan_with_draft(small, replace(large, name="the draft model x.gguf"), available, 512)
+    together = large.at(512).total + DRAFT.at(512).total
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        plan_with_draft(large, DRAFT, together - 1, 512)
+    message = str(caught.value)
+    assert f"the model needs {large.at(512).total / 1e9:.2f} GB of memory" in message
+    assert f"the draft model small.gguf {DRAFT.at(512).total / 1e9:.2f} GB" in message
+    assert f"{(together - 1) / 1e9:.2f} GB is available, which is enough for one of them" in message
+    assert "leave the draft model out" in message
+    assert plan_with_draft(large, DRAFT, together, 512) == (large.at(512), DRAFT.at(512))
+
+
+def test_a_context_with_which_both_would_fit_is_advised() -> None:
+    available = demand().at(1008).total + DRAFT.at(1008).total
+    with pytest.raises(NotEnoughMemoryError, match="leave the draft model out, load it with context=1,008 or less"):
+        plan_with_draft(demand(), DRAFT, available, 2048)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -568,12 +569,39 @@ def test_a_vocabulary_of_another_length(tmp_path: Path, tiny_path: Path) -> None
         localllm.load(tiny_path, device="reference", draft_model=longer)
 
 
-def test_a_draft_model_that_does_not_fit_into_memory(
+def test_which_of_both_models_does_not_fit_is_said_before_one_is_loaded(
     tiny_path: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localllm.llm.available_memory", lambda: 10 << 20)
-    with pytest.raises(NotEnoughMemoryError, match=r"the draft model .*small\.gguf does not fit: "):
-        localllm.load(tiny_path, device="reference", draft_model=small_path)
+    with localllm.load(tiny_path, device="reference", context=96, draft_model=small_path) as llm:
+        assert llm.info.draft is not None
+        large, small = llm.info.placement.total, llm.info.draft.placement.total
+    assert small < large
+    monkeypatch.setattr("localllm.loading.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+
+    def fails_with(available: int, path: Path, draft: Path, words: str) -> None:
+        monkeypatch.setattr("localllm.loading.available_memory", lambda: available)
+        with pytest.raises(NotEnoughMemoryError, match=words):
+            localllm.load(path, device="reference", context=96, draft_model=draft)
+
+    fails_with(large - 1, tiny_path, small_path, r"^the model needs .*GB is available: ")
+    fails_with(large - 1, small_path, tiny_path, r"^the draft model .*tiny\.gguf needs .*GB is available: ")
+    fails_with(
+        large, tiny_path, small_path, r"^the model needs .* and the draft model .*small\.gguf .*: leave the draft"
+    )
+    fails_with(large + small - 1, tiny_path, small_path, "enough for one of them")
+    monkeypatch.undo()
+    monkeypatch.setattr("localllm.loading.available_memory", lambda: large + small)
+    localllm.load(tiny_path, device="reference", context=96, draft_model=small_path).close()
+
+
+def test_both_models_are_logged(tiny_path: Path, small_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "localllm")
+    localllm.load(tiny_path, device="reference", draft_model=small_path).close()
+    lines = [record.getMessage() for record in caplog.records if " on reference" in record.getMessage()]
+    draft = next(i for i, line in enumerate(lines) if line.startswith(f"draft model {small_path} on reference"))
+    assert lines[0].startswith(f"{tiny_path} on reference")
+    assert [line.partition(" on ")[0] for line in lines[1:draft]] == ["embedding", "layers 0-2", "output"]
+    assert len(lines) > draft + 1, "where its layers lie"
 
 
 @pytest.mark.parametrize("path", ["", "missing.gguf"])

@@ -1,0 +1,80 @@
+"""Memory for weights that is taken back, where a matrix turns out to need another format."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+import numpy as np
+import pytest
+
+from localllm.kernels.cpu import memory
+from localllm.kernels.cpu.memory import HUGE_PAGE, PIECE, Arena
+from localllm.kernels.cpu.ops import CPUOps
+from localllm.quant.packing import LAYOUTS
+from localllm.quant.types import GGMLType
+from tests.helpers.blocks import random_rows, values_of
+from tests.helpers.weights import blocks
+
+T = GGMLType
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_memory_taken_back_is_zero_and_handed_out_again(locked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the system does not take pages: its neighbours stay as they were."""
+    if locked:
+        monkeypatch.setattr(memory.sys, "platform", "another system")
+    arena = Arena()
+    before = arena.take(5000)
+    before[:] = 1
+    gone = arena.take(3 * HUGE_PAGE + 5)
+    gone[:] = 2
+    address = gone.ctypes.data
+    arena.take_back()
+    after = arena.take(4 * HUGE_PAGE)
+    assert after.ctypes.data == address
+    assert not after.any()
+    assert (before == 1).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages are resident")
+def test_memory_taken_back_is_not_resident() -> None:
+    """Even if what is asked for next does not fit into its place, and a neighbour keeps the piece alive."""
+    arena = Arena()
+    neighbour = arena.take(mmap.PAGESIZE)
+    gone = arena.take(PIECE // 2)
+    neighbour[:] = gone[:] = 1
+    address = gone.ctypes.data
+    assert resident_pages(address, PIECE // 2) == PIECE // 2 // mmap.PAGESIZE
+    arena.take_back()
+    arena.take(2 * PIECE)
+    assert resident_pages(address, PIECE // 2) == 0
+    assert resident_pages(neighbour.ctypes.data, mmap.PAGESIZE) == 1
+
+
+def resident_pages(address: int, n_bytes: int) -> int:
+    """How many of the pages there are in memory, as mincore(2) says."""
+    pages = np.zeros(-(-n_bytes // mmap.PAGESIZE), np.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), ctypes.c_void_p(pages.ctypes.data))
+    assert libc.mincore(*arguments) == 0, ctypes.get_errno()
+    return int((pages & 1).sum())
+
+
+def test_what_was_packed_before_a_scale_did_not_fit_takes_no_memory() -> None:
+    """The matrix in float32 lies where it lay: behind the one loaded before, and with zeros in its padding."""
+    ops = CPUOps(threads=2)
+    neighbour = ops.load_linear(blocks(random_rows(T.F32, 8, 256), T.F32, 256))
+    kept = neighbour.packed.copy()
+    rows = np.concatenate([random_rows(T.IQ2_XXS, 580, 256), random_rows(T.IQ2_XXS, 3, 256, scales=[40000.0])])
+    linear = ops.load_linear(blocks(rows, T.IQ2_XXS, 256))
+    ops.workers.close()
+    assert linear.format == "F32"
+    gap = linear.packed.ctypes.data - (neighbour.packed.ctypes.data + neighbour.packed.nbytes)
+    assert 0 <= gap < mmap.PAGESIZE
+    np.testing.assert_array_equal(neighbour.packed, kept)
+    layout, expected = LAYOUTS[T.F32], np.zeros_like(linear.packed)
+    values = values_of(rows, T.IQ2_XXS).astype(np.float32)
+    layout.pack(values.view(np.uint8), expected[: layout.packed_bytes(len(rows), 256)])
+    np.testing.assert_array_equal(linear.packed, expected)
