@@ -17,7 +17,22 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels.embedding import CopiedTable, EmbeddingTable
-from localllm.kernels.ops import Batch, CacheShape, KVCache, Linear, Ops, Rope, Step, Tensor, Weight, Widening
+from localllm.kernels.ops import (
+    LARGEST_CODE,
+    LARGEST_SCALED,
+    NEGLIGIBLE,
+    VALUES_PER_SCALE,
+    Batch,
+    CacheShape,
+    KVCache,
+    Linear,
+    Ops,
+    Rope,
+    Step,
+    Tensor,
+    Weight,
+    Widening,
+)
 from localllm.quant.formats import dequantize
 from localllm.quant.types import GGMLType
 
@@ -216,12 +231,12 @@ def in_range(x: Array, kind: np.dtype[Any]) -> Array:
 def in_q8_0(x: Array, kind: np.dtype[Any]) -> Array:
     """Groups of 32 values of each head, rounded to bytes times a float16 scale, as GGML's Q8_0 (ties to even)."""
     head_dim = x.shape[-1]
-    groups = np.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -head_dim % 32)]).reshape(*x.shape[:-1], -1, 32)
-    limit = np.float32(127) * np.finfo(np.float16).max.astype(np.float32)
-    largest = np.minimum(np.abs(groups).max(axis=-1, keepdims=True), limit)
-    inverse = np.where(largest > np.float32(1e-36), np.float32(127) / largest, np.float32(0))
-    codes = np.clip(np.rint(groups * inverse), -127, 127)
-    scale = in_range(largest / np.float32(127), np.dtype(np.float16)).astype(np.float16).astype(kind)
+    padded = np.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -head_dim % VALUES_PER_SCALE)])
+    groups = padded.reshape(*x.shape[:-1], -1, VALUES_PER_SCALE)
+    largest = np.minimum(np.abs(groups).max(axis=-1, keepdims=True), LARGEST_SCALED)
+    inverse = np.where(largest > NEGLIGIBLE, LARGEST_CODE / largest, np.float32(0))
+    codes = np.clip(np.rint(groups * inverse), -LARGEST_CODE, LARGEST_CODE)
+    scale = in_range(largest / LARGEST_CODE, np.dtype(np.float16)).astype(np.float16).astype(kind)
     rounded: Array = (codes * scale).reshape(*x.shape[:-1], -1)[..., :head_dim]
     return rounded
 

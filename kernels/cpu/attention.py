@@ -85,9 +85,9 @@ def constants(layout: CacheLayout, head: int, *, wide: bool) -> dict[str, Any]:
         "CHUNK": vectors if head // 16 % vectors == 0 else 1,
         "LOAD": layout.load,
         "SIZE": layout.size,
-        # Bytes of scales in front of a block, and the values that share one.
+        # Bytes of scales in front of a block, and the values that share one: where there are none, the whole head.
         "SCALES": layout.scale_bytes(head),
-        "GROUP": layout.group or head,
+        "PER_SCALE": layout.per_scale or head,
     }
 
 
@@ -132,16 +132,16 @@ def score_page(queries, block, scores, ahead, pace):
             for r in static_range(ROWS):
                 for v in static_range(VECTORS):
                     store_f32x16(place + SCORES * r + 64 * v, zero_f32x16())
-        for i in range(0, HEAD, GROUP):
+        for i in range(0, HEAD, PER_SCALE):
             for r in static_range(ROWS):
                 for v in static_range(VECTORS):
                     total[r, v] = zero_f32x16()
             rows, matrix = queries + 4 * i, keys + SIZE * PAGE * i
-            add_products(total, rows, 4 * HEAD, matrix, SIZE * PAGE, VECTORS, GROUP, ahead, pace)
-            ahead += pace * GROUP
+            add_products(total, rows, 4 * HEAD, matrix, SIZE * PAGE, VECTORS, PER_SCALE, ahead, pace)
+            ahead += pace * PER_SCALE
             for v in static_range(VECTORS):
                 if SCALES:
-                    scale = load_f16x16(block + 2 * PAGE * (i // GROUP) + 2 * c + 32 * v)
+                    scale = load_f16x16(block + 2 * PAGE * (i // PER_SCALE) + 2 * c + 32 * v)
                     for r in static_range(ROWS):
                         total[r, v] = fma(total[r, v], scale, load_f32x16(place + SCORES * r + 64 * v))
                 for r in static_range(ROWS):
@@ -159,7 +159,7 @@ def add_page(weights, block, n, sums, scaled, ahead, pace):
         matrix = block + SCALES + SIZE * c
         if SCALES:
             for g in static_range(PAGE // 16):
-                scale = load_f16x16(block + 2 * PAGE * (c // GROUP) + 32 * g)
+                scale = load_f16x16(block + 2 * PAGE * (c // PER_SCALE) + 32 * g)
                 for r in static_range(ROWS):
                     weight = load_f32x16(weights + SCORES * r + 64 * g)
                     store_f32x16(scaled + 4 * PAGE * r + 64 * g, weight * scale)
