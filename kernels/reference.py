@@ -78,9 +78,9 @@ class ReferenceOps(Ops):
     _batch: Batch
     _cache: ReferenceCache
 
-    def __init__(self, cache_type: type[np.float16] | type[np.float32] = np.float16) -> None:
-        """``cache_type``: what a cache of type "f16" holds."""
-        self._cache_type = cache_type
+    def __init__(self, f16_dtype: type[np.float16] | type[np.float32] = np.float16) -> None:
+        """``f16_dtype``: numpy's type of what a cache of type "f16" holds."""
+        self._f16_dtype = f16_dtype
         self._in_step = threading.Lock()  # models that share the backend may run in several threads
 
     def load_linear(self, weight: Weight, bias: Weight | None = None, *, widening: Widening | None = None) -> Linear:
@@ -106,18 +106,18 @@ class ReferenceOps(Ops):
 
     def new_cache(self, shape: CacheShape, n_pages: int) -> ReferenceCache:
         size = (shape.n_layers, n_pages, self.page_size, shape.n_kv_heads, shape.head_dim)
-        kind = self._kept_type(shape)
+        kind = self._kept_dtype(shape)
         keys, values = np.zeros(size, kind), np.zeros(size, kind)
         rounded = in_range if shape.type == "f16" else in_q8_0
         return ReferenceCache(keys, values, self.page_size, n_pages, keys.nbytes + values.nbytes, rounded)
 
     def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
         n_values = 2 * shape.n_layers * n_pages * self.page_size * shape.n_kv_heads * shape.head_dim
-        return n_values * np.dtype(self._kept_type(shape)).itemsize
+        return n_values * np.dtype(self._kept_dtype(shape)).itemsize
 
-    def _kept_type(self, shape: CacheShape) -> type[np.float16] | type[np.float32]:
+    def _kept_dtype(self, shape: CacheShape) -> type[np.float16] | type[np.float32]:
         """What a cache holds; values of a type with scales are kept as the numbers that they stand for."""
-        return self._cache_type if shape.type == "f16" else np.float32
+        return self._f16_dtype if shape.type == "f16" else np.float32
 
     def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
         if not isinstance(cache, ReferenceCache):
