@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,6 +12,8 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+import localllm
 
 Array = NDArray[np.float32]
 
@@ -204,6 +207,23 @@ def best_settings(trials: Sequence[Trial]) -> list[Trial]:
     by_prefill = sorted(trials, key=lambda trial: -trial.prefill)
     fastest = [by_prefill[0], max(trials, key=lambda trial: trial.decode), *by_prefill[1:]]
     return [trial for i, trial in enumerate(fastest) if trial not in fastest[:i]][:2]
+
+
+def program_version() -> str:
+    """localllm's version, and a hash of the source that decides how fast it is."""
+    package = Path(localllm.__file__).parent
+    digest = hashlib.sha256()
+    # In a checkout the others are links, which searching the package does not follow.
+    for folder in (package, *(package / name for name in ("kernels", "models", "quant"))):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return f"{localllm.__version__} {digest.hexdigest()[:16]}"
+
+
+def file_version(path: Path) -> str:
+    """Where a file lies, its bytes, and when it was last changed."""
+    found = path.stat()
+    return f"{path.resolve()} {found.st_size} {found.st_mtime_ns}"
 
 
 class Journal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.benchmarks import measure, theirs
+import localllm
+from tests.benchmarks import compare_llama_cpp, measure, theirs
 from tests.benchmarks.compare_llama_cpp import main
 from tests.benchmarks.measure import agree, best_rates
 from tests.benchmarks.ours import Ceilings, Ours, products_by_bits
@@ -26,6 +28,7 @@ from tests.benchmarks.results import (
     best_settings,
     gap,
     markdown,
+    program_version,
 )
 from tests.helpers.synthetic import SHAPES, random_gguf
 
@@ -265,34 +268,89 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return run
 
 
-def test_the_command_prints_what_it_finds(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    code, made = command("tiny.gguf", "-t", "1,2", "--tests", "pp,tg,memory", "--markdown")
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """What stands for a model."""
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF")
+    return str(path)
+
+
+def test_the_command_prints_what_it_finds(command: Any, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, made = command(tiny, "-t", "1,2", "--tests", "pp,tg,memory", "--markdown")
     assert (code, made) == (0, ["trial tiny 2", "speed tiny 1", "speed tiny 2", "peak_memory tiny 2"])
     out, err = capsys.readouterr()
     assert "| tiny | 2 | tg64 | 9.00 | 6.00 | 1.50 | 1.2 | 95% | repack, flash |" in out
     assert "differ" not in err
 
 
-def test_a_resumed_command_measures_what_is_missing(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    command("tiny.gguf", "-t", "1", "--tests", "pp,tg")
-    _, made = command("tiny.gguf", "-t", "1", "--tests", "pp,tg,batch", "--resume")
+def test_a_resumed_command_measures_what_is_missing(
+    command: Any, tiny: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(tiny, "-t", "1", "--tests", "pp,tg")
+    _, made = command(tiny, "-t", "1", "--tests", "pp,tg,batch", "--resume")
     assert made == ["batch tiny 1"]
     out, _ = capsys.readouterr()
     assert out.count("tg64") == 2  # measured, and then read
     assert "short of what is wanted: tiny, 2 threads, 8 at once: 1.50 times as fast" in out
-    _, made = command("tiny.gguf", "-t", "1", "--tests", "pp,tg", "-n", "7", "--resume")
+    _, made = command(tiny, "-t", "1", "--tests", "pp,tg", "-n", "7", "--resume")
     assert made == ["trial tiny 1", "speed tiny 1"]
+
+
+def test_a_changed_file_is_measured_anew(command: Any, tiny: str, tmp_path: Path) -> None:
+    flags = ("-t", "1", "--tests", "batch")
+    other = tmp_path / "other" / "tiny.gguf"
+    other.parent.mkdir()
+    other.write_bytes(b"GGUF")
+    assert command(tiny, *flags)[1] == ["batch tiny 1"]
+    assert command(tiny, *flags, "--resume")[1] == []
+    assert command(str(other.parent / ".." / "tiny.gguf"), *flags, "--resume")[1] == []  # the same, by another path
+    assert command(str(other), *flags, "--resume")[1] == ["batch tiny 1"]
+    Path(tiny).write_bytes(b"GGUF and more")
+    assert command(tiny, str(other), *flags, "--resume")[1] == ["batch tiny 1"]
+    os.utime(tiny, ns=(0, 0))
+    assert command(tiny, *flags, "--resume")[1] == ["batch tiny 1"]
+
+
+def test_a_changed_program_is_measured_anew(command: Any, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = (tiny, "-t", "1", "--tests", "batch", "--resume")
+    assert command(*flags)[1] == ["batch tiny 1"]
+    monkeypatch.setattr(compare_llama_cpp, "program_version", lambda: "another")
+    assert command(*flags)[1] == ["batch tiny 1"]
+    assert command(*flags)[1] == []
+
+
+@pytest.mark.parametrize("room", ["localllm/cli", "kernels/cpu", "models", "quant"])
+def test_the_programs_version_is_that_of_its_source(
+    room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a checkout, where the packages beside localllm are links in it."""
+    for folder in ("localllm/cli", "kernels/cpu", "models", "quant"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "code.py").write_text("x = 1\n")
+    for name in ("kernels", "models", "quant"):
+        (tmp_path / "localllm" / name).symlink_to(tmp_path / name)
+    monkeypatch.setattr(localllm, "__file__", str(tmp_path / "localllm" / "__init__.py"))
+    before = program_version()
+    assert before.startswith(f"{localllm.__version__} ")
+    assert program_version() == before
+    (tmp_path / room / "code.py").write_text("x = 2\n")
+    assert program_version() != before
+    (tmp_path / room / "code.py").write_text("x = 1\n")
+    assert program_version() == before
+    (tmp_path / room / "code.py").rename(tmp_path / room / "renamed.py")
+    assert program_version() != before
 
 
 @pytest.mark.parametrize(("changes", "words"), [({"peak": 10**9}, "memory peaks"), ({"error": 0.5}, "logits differ")])
 def test_the_command_fails_on_faults(
-    command: Any, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], words: str
+    command: Any, tiny: str, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], words: str
 ) -> None:
-    code, _ = command("tiny.gguf", "-t", "1", "--tests", "tg,memory", **changes)
+    code, _ = command(tiny, "-t", "1", "--tests", "tg,memory", **changes)
     assert code == 1
     assert words in capsys.readouterr().err
 
 
-def test_unknown_tests_are_refused(command: Any) -> None:
+def test_unknown_tests_are_refused(command: Any, tiny: str) -> None:
     with pytest.raises(SystemExit, match="there is no test pq"):
-        command("tiny.gguf", "--tests", "pq")
+        command(tiny, "--tests", "pq")
