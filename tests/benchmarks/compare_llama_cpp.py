@@ -36,6 +36,7 @@ from localllm.cli.machine import disturbance
 from localllm.kernels.cpu.host import OtherLoad, cpu_model
 from localllm.kernels.cpu.target import choose
 from tests.benchmarks import measure, theirs
+from tests.benchmarks.markdown import markdown
 from tests.benchmarks.measure import Sizes
 from tests.benchmarks.results import (
     TITLES,
@@ -46,7 +47,6 @@ from tests.benchmarks.results import (
     Record,
     Trial,
     file_version,
-    markdown,
     program_version,
     table_line,
 )
@@ -151,7 +151,7 @@ def report(found: Sequence[Record], *, with_markdown: bool) -> int:
     """Prints what is to be said of all records; returns the exit code."""
     lines = [record for record in found if isinstance(record, Line)]
     if with_markdown:
-        print(markdown(lines))
+        print(f"\n{markdown(found)}\n")
     for words in (words for line in lines for words in line.shortfalls()):
         print(f"short of what is wanted: {words}")
     checked = [record for record in found if isinstance(record, Agreement | Memory)]
@@ -180,7 +180,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("-r", "--repetitions", type=int)
     parser.add_argument("--results", type=Path, default=Path("benchmark-results.jsonl"), help="where they are kept")
     parser.add_argument("--resume", action="store_true", help="leave out what --results has already")
-    parser.add_argument("--markdown", action="store_true", help="print the table for the README too")
+    parser.add_argument("--markdown", action="store_true", help="print the tables for the README too")
     return parser.parse_args()
 
 
