@@ -96,6 +96,13 @@ CacheType = Literal["f16", "q8_0"]
 
 CACHE_TYPES: tuple[CacheType, ...] = ("f16", "q8_0")
 
+#: How GGML's Q8_0 rounds: so many values share a scale, and the one of largest magnitude becomes this code.
+VALUES_PER_SCALE, LARGEST_CODE = 32, np.float32(127)
+#: Values that share a scale are 0 if none is larger: the largest code divided by something smaller may be infinite.
+NEGLIGIBLE = np.float32(1e-36)
+#: The largest magnitude that a code and a float16 scale can say.
+LARGEST_SCALED = np.float32(127 * 65504)
+
 
 @dataclass(frozen=True)
 class CacheShape:
@@ -108,7 +115,7 @@ class CacheShape:
 
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers, without padding."""
-        head = 2 * self.head_dim if self.type == "f16" else self.head_dim + 2 * -(-self.head_dim // 32)
+        head = 2 * self.head_dim if self.type == "f16" else self.head_dim + 2 * -(-self.head_dim // VALUES_PER_SCALE)
         return self.n_layers * self.n_kv_heads * 2 * head
 
 

@@ -17,7 +17,22 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels.embedding import CopiedTable, EmbeddingTable
-from localllm.kernels.ops import Batch, CacheShape, KVCache, Linear, Ops, Rope, Step, Tensor, Weight, Widening
+from localllm.kernels.ops import (
+    LARGEST_CODE,
+    LARGEST_SCALED,
+    NEGLIGIBLE,
+    VALUES_PER_SCALE,
+    Batch,
+    CacheShape,
+    KVCache,
+    Linear,
+    Ops,
+    Rope,
+    Step,
+    Tensor,
+    Weight,
+    Widening,
+)
 from localllm.quant.formats import dequantize
 from localllm.quant.types import GGMLType
 
@@ -63,9 +78,9 @@ class ReferenceOps(Ops):
     _batch: Batch
     _cache: ReferenceCache
 
-    def __init__(self, cache_type: type[np.float16] | type[np.float32] = np.float16) -> None:
-        """``cache_type``: what a cache of type "f16" holds."""
-        self._cache_type = cache_type
+    def __init__(self, f16_dtype: type[np.float16] | type[np.float32] = np.float16) -> None:
+        """``f16_dtype``: numpy's type of what a cache of type "f16" holds."""
+        self._f16_dtype = f16_dtype
         self._in_step = threading.Lock()  # models that share the backend may run in several threads
 
     def load_linear(self, weight: Weight, bias: Weight | None = None, *, widening: Widening | None = None) -> Linear:
@@ -91,18 +106,18 @@ class ReferenceOps(Ops):
 
     def new_cache(self, shape: CacheShape, n_pages: int) -> ReferenceCache:
         size = (shape.n_layers, n_pages, self.page_size, shape.n_kv_heads, shape.head_dim)
-        kind = self._kept_type(shape)
+        kind = self._kept_dtype(shape)
         keys, values = np.zeros(size, kind), np.zeros(size, kind)
         rounded = in_range if shape.type == "f16" else in_q8_0
         return ReferenceCache(keys, values, self.page_size, n_pages, keys.nbytes + values.nbytes, rounded)
 
     def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
         n_values = 2 * shape.n_layers * n_pages * self.page_size * shape.n_kv_heads * shape.head_dim
-        return n_values * np.dtype(self._kept_type(shape)).itemsize
+        return n_values * np.dtype(self._kept_dtype(shape)).itemsize
 
-    def _kept_type(self, shape: CacheShape) -> type[np.float16] | type[np.float32]:
+    def _kept_dtype(self, shape: CacheShape) -> type[np.float16] | type[np.float32]:
         """What a cache holds; values of a type with scales are kept as the numbers that they stand for."""
-        return self._cache_type if shape.type == "f16" else np.float32
+        return self._f16_dtype if shape.type == "f16" else np.float32
 
     def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
         if not isinstance(cache, ReferenceCache):
@@ -216,12 +231,12 @@ def in_range(x: Array, kind: np.dtype[Any]) -> Array:
 def in_q8_0(x: Array, kind: np.dtype[Any]) -> Array:
     """Groups of 32 values of each head, rounded to bytes times a float16 scale, as GGML's Q8_0 (ties to even)."""
     head_dim = x.shape[-1]
-    groups = np.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -head_dim % 32)]).reshape(*x.shape[:-1], -1, 32)
-    limit = np.float32(127) * np.finfo(np.float16).max.astype(np.float32)
-    largest = np.minimum(np.abs(groups).max(axis=-1, keepdims=True), limit)
-    inverse = np.where(largest > np.float32(1e-36), np.float32(127) / largest, np.float32(0))
-    codes = np.clip(np.rint(groups * inverse), -127, 127)
-    scale = in_range(largest / np.float32(127), np.dtype(np.float16)).astype(np.float16).astype(kind)
+    padded = np.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -head_dim % VALUES_PER_SCALE)])
+    groups = padded.reshape(*x.shape[:-1], -1, VALUES_PER_SCALE)
+    largest = np.minimum(np.abs(groups).max(axis=-1, keepdims=True), LARGEST_SCALED)
+    inverse = np.where(largest > NEGLIGIBLE, LARGEST_CODE / largest, np.float32(0))
+    codes = np.clip(np.rint(groups * inverse), -LARGEST_CODE, LARGEST_CODE)
+    scale = in_range(largest / LARGEST_CODE, np.dtype(np.float16)).astype(np.float16).astype(kind)
     rounded: Array = (codes * scale).reshape(*x.shape[:-1], -1)[..., :head_dim]
     return rounded
 

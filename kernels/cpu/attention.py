@@ -85,9 +85,9 @@ def constants(layout: CacheLayout, head: int, *, wide: bool) -> dict[str, Any]:
         "CHUNK": vectors if head // 16 % vectors == 0 else 1,
         "LOAD": layout.load,
         "SIZE": layout.size,
-        # Bytes of scales in front of a block, and the values that share one.
+        # Bytes of scales in front of a block, and the values that share one: where there are none, the whole head.
         "SCALES": layout.scale_bytes(head),
-        "GROUP": layout.group or head,
+        "PER_SCALE": layout.per_scale or head,
     }
 
 
@@ -104,6 +104,14 @@ def load_query(query, head_dim, scale, out):
         store_f32(out + 4 * i, load_f32(query + 4 * i) * scale)
     for i in range(head_dim, HEAD):
         store_f32(out + 4 * i, ZERO)
+
+
+@template
+def load_limits(position, window, limits):
+    """limits = the first and the last position, int64 [2], that a token sees; ``position`` is where its own lies."""
+    last = np.int64(load_i32(position))
+    store_i64(limits, max(np.int64(0), last - window + 1))
+    store_i64(limits + 8, last)
 
 
 @template
@@ -132,16 +140,16 @@ def score_page(queries, block, scores, ahead, pace):
             for r in static_range(ROWS):
                 for v in static_range(VECTORS):
                     store_f32x16(place + SCORES * r + 64 * v, zero_f32x16())
-        for i in range(0, HEAD, GROUP):
+        for i in range(0, HEAD, PER_SCALE):
             for r in static_range(ROWS):
                 for v in static_range(VECTORS):
                     total[r, v] = zero_f32x16()
             rows, matrix = queries + 4 * i, keys + SIZE * PAGE * i
-            add_products(total, rows, 4 * HEAD, matrix, SIZE * PAGE, VECTORS, GROUP, ahead, pace)
-            ahead += pace * GROUP
+            add_products(total, rows, 4 * HEAD, matrix, SIZE * PAGE, VECTORS, PER_SCALE, ahead, pace)
+            ahead += pace * PER_SCALE
             for v in static_range(VECTORS):
                 if SCALES:
-                    scale = load_f16x16(block + 2 * PAGE * (i // GROUP) + 2 * c + 32 * v)
+                    scale = load_f16x16(block + 2 * PAGE * (i // PER_SCALE) + 2 * c + 32 * v)
                     for r in static_range(ROWS):
                         total[r, v] = fma(total[r, v], scale, load_f32x16(place + SCORES * r + 64 * v))
                 for r in static_range(ROWS):
@@ -159,7 +167,7 @@ def add_page(weights, block, n, sums, scaled, ahead, pace):
         matrix = block + SCALES + SIZE * c
         if SCALES:
             for g in static_range(PAGE // 16):
-                scale = load_f16x16(block + 2 * PAGE * (c // GROUP) + 32 * g)
+                scale = load_f16x16(block + 2 * PAGE * (c // PER_SCALE) + 32 * g)
                 for r in static_range(ROWS):
                     weight = load_f32x16(weights + SCORES * r + 64 * g)
                     store_f32x16(scaled + 4 * PAGE * r + 64 * g, weight * scale)
@@ -296,6 +304,33 @@ def add_span(weights, n_rows, limits, values, table, page_bytes, low, high, scal
                 next_block += (BLOCK * ROWS - 1) // n_rows + 1
 
 
+@template
+def attend_spans(queries, n_rows, limits, keys, values, table, page_bytes, first_span, stop_span, state):
+    """The rows' states after the spans first_span … stop_span, of which those that no row sees are passed over."""
+    scores, scaled, span_state = stack(TILE_ROWS * SCORES), stack(4 * PAGE * ROWS), stack(TILE_ROWS * STATE)
+    # Rows are in order: the first begins to see first, the last sees farthest.
+    first_page = load_i64(limits) // PAGE
+    n_pages = load_i64(limits + 16 * (n_rows - 1) + 8) // PAGE + 1
+    clear(state, n_rows)
+    for span in range(max(first_span, first_page // SPAN_PAGES), stop_span):
+        low, high = max(first_page, span * SPAN_PAGES), min(n_pages, (span + 1) * SPAN_PAGES)
+        clear(span_state, n_rows)
+        ahead = block_at(values, table, low, page_bytes)
+        score_span(queries, n_rows, limits, keys, table, page_bytes, low, high, scores, ahead)
+        ahead = block_at(values, table, min(low + 1, high - 1), page_bytes)
+        soften_span(scores, n_rows, limits, low, high, span_state, ahead)
+        ahead = block_at(keys, table, min(high, n_pages - 1), page_bytes)
+        add_span(scores, n_rows, limits, values, table, page_bytes, low, high, scaled, span_state, ahead)
+        merge(state, span_state, n_rows)
+
+
+@template
+def copy_states(state, n_rows, out):
+    """The rows' states as they are, for `merge_parts`."""
+    for i in range(0, n_rows * STATE, 64):
+        store_f32x16(out + i, load_f32x16(state + i))
+
+
 @kernel
 def attention(
     begin,
@@ -328,9 +363,7 @@ def attention(
     parts: float32 [n_parts, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.
     """
     n_tiles = load_i64(batch)
-    queries, limits = stack(4 * TILE_ROWS * HEAD), stack(16 * TILE_ROWS)
-    scores, scaled = stack(TILE_ROWS * SCORES), stack(4 * PAGE * ROWS)
-    span_state, state = stack(TILE_ROWS * STATE), stack(TILE_ROWS * STATE)
+    queries, limits, state = stack(4 * TILE_ROWS * HEAD), stack(16 * TILE_ROWS), stack(TILE_ROWS * STATE)
     page_bytes = n_kv_heads * BLOCK
     for unit in range(begin, end):
         head = unit // n_tiles
@@ -346,30 +379,14 @@ def attention(
             token = start + row // group_size
             query = q + token * q_stride + 4 * (head * group_size + row % group_size) * head_dim
             load_query(query, head_dim, scale, queries + 4 * HEAD * r)
-            last = np.int64(load_i32(positions + 4 * token))
-            store_i64(limits + 16 * r, max(np.int64(0), last - window + 1))
-            store_i64(limits + 16 * r + 8, last)
-        # Rows are in order: the first begins to see first, the last sees farthest.
-        first_page = load_i64(limits) // PAGE
-        n_pages = load_i64(limits + 16 * (n_computed - 1) + 8) // PAGE + 1
-        clear(state, n_computed)
-        for span in range(max(load_i64(tile + 24), first_page // SPAN_PAGES), load_i64(tile + 32)):
-            low, high = max(first_page, span * SPAN_PAGES), min(n_pages, (span + 1) * SPAN_PAGES)
-            clear(span_state, n_computed)
-            ahead = block_at(head_values, table, low, page_bytes)
-            score_span(queries, n_computed, limits, head_keys, table, page_bytes, low, high, scores, ahead)
-            ahead = block_at(head_values, table, min(low + 1, high - 1), page_bytes)
-            soften_span(scores, n_computed, limits, low, high, span_state, ahead)
-            ahead = block_at(head_keys, table, min(high, n_pages - 1), page_bytes)
-            add_span(scores, n_computed, limits, head_values, table, page_bytes, low, high, scaled, span_state, ahead)
-            merge(state, span_state, n_computed)
+            load_limits(positions + 4 * token, window, limits + 16 * r)
+        first, stop = load_i64(tile + 24), load_i64(tile + 32)
+        attend_spans(queries, n_computed, limits, head_keys, head_values, table, page_bytes, first, stop, state)
         part = load_i64(tile + 40)
         if part < 0:
             write_rows(state, n_rows, first_row, start, head, group_size, head_dim, out, q_stride)
         else:
-            target = parts + (part * n_kv_heads + head) * (TILE_ROWS * STATE)
-            for i in range(0, n_rows * STATE, 64):
-                store_f32x16(target + i, load_f32x16(state + i))
+            copy_states(state, n_rows, parts + (part * n_kv_heads + head) * (TILE_ROWS * STATE))
 
 
 @kernel

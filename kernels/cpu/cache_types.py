@@ -6,7 +6,7 @@ have positions side by side and values have head values side by side, as attenti
     f16    keys float16 [HEAD, PAGE], values float16 [PAGE, HEAD]
     q8_0   float16 scales [HEAD / 32, PAGE], then keys int8 [HEAD, PAGE], or values int8 [PAGE, HEAD]
 
-HEAD is the head size rounded up to whole vectors, or to whole groups of 32 values that share a scale.  What pads
+HEAD is the head size rounded up to whole vectors, or to whole runs of 32 values that share a scale.  What pads
 a head is never written: it stays zero.
 
 A type is a template that writes a token's head into its blocks, and an operation that reads them.
@@ -27,17 +27,12 @@ from localllm.kernels.cpu.simd import (
     store_s8,
 )
 from localllm.kernels.cpu.templates import Template, template
-from localllm.kernels.ops import CacheType
+from localllm.kernels.ops import LARGEST_CODE, LARGEST_SCALED, NEGLIGIBLE, VALUES_PER_SCALE, CacheType
 
 #: Tokens in a page of the cache.
 PAGE = 64
-#: Values that share a scale.
-GROUP = 32
 
 ZERO = np.float32(0)
-LARGEST_CODE = np.float32(127)
-#: The largest magnitude that codes and a float16 scale can say, and one below which all counts as 0.
-LARGEST, NEGLIGIBLE = np.float32(127 * 65504), np.float32(1e-36)
 
 
 @dataclass(frozen=True)
@@ -46,25 +41,25 @@ class CacheLayout:
 
     Attributes:
         size: bytes of a value.
-        group: values that share a scale; 0 if there are no scales.
+        per_scale: values that share a scale; 0 if there are no scales.
         append: template; ``append(k, v, n, keys, values, place)`` writes a head's n float32 values as number
             ``place`` of a page's blocks.
         load: operation that reads sixteen values side by side, without their scale.
     """
 
     size: int
-    group: int
+    per_scale: int
     append: Template
     load: Any
 
     def head(self, head_dim: int) -> int:
         """Values that a head takes: HEAD."""
-        multiple = self.group or 16
+        multiple = self.per_scale or 16
         return -(-head_dim // multiple) * multiple
 
     def scale_bytes(self, head_dim: int) -> int:
         """Bytes of a block's scales."""
-        return 2 * PAGE * (self.head(head_dim) // self.group) if self.group else 0
+        return 2 * PAGE * (self.head(head_dim) // self.per_scale) if self.per_scale else 0
 
     def block_bytes(self, head_dim: int) -> int:
         """Bytes of a block: BLOCK."""
@@ -84,30 +79,30 @@ def quantise_head(x, n, scales, codes, step):
 
     Rounded as GGML's Q8_0: the largest magnitude becomes 127, and what the float16 scale loses is not made up for.
     """
-    for first in range(0, n, GROUP):
-        stop = min(n, first + GROUP)
+    for first in range(0, n, VALUES_PER_SCALE):
+        stop = min(n, first + VALUES_PER_SCALE)
         largest = ZERO
         for i in range(first, stop):
             magnitude = abs(load_f32(x + 4 * i))
             if not magnitude <= largest and largest == largest:  # NaN, once seen, stays
                 largest = magnitude
-        if largest > LARGEST:
-            largest = LARGEST
+        if largest > LARGEST_SCALED:
+            largest = LARGEST_SCALED
         inverse = ZERO
         if largest > NEGLIGIBLE:  # which a NaN is not: it then comes out as the scale
             inverse = LARGEST_CODE / largest
-        store_f16(scales + 2 * PAGE * (first // GROUP), largest / LARGEST_CODE)
+        store_f16(scales + 2 * PAGE * (first // VALUES_PER_SCALE), largest / LARGEST_CODE)
         for i in range(first, stop):
             store_s8(codes + step * i, load_f32(x + 4 * i) * inverse)
 
 
 @template
 def append_q8_0(k, v, n, keys, values, place):
-    quantise_head(k, n, keys + 2 * place, keys + 2 * PAGE * (HEAD // GROUP) + place, PAGE)
-    quantise_head(v, n, values + 2 * place, values + 2 * PAGE * (HEAD // GROUP) + HEAD * place, 1)
+    quantise_head(k, n, keys + 2 * place, keys + 2 * PAGE * (HEAD // VALUES_PER_SCALE) + place, PAGE)
+    quantise_head(v, n, values + 2 * place, values + 2 * PAGE * (HEAD // VALUES_PER_SCALE) + HEAD * place, 1)
 
 
-LAYOUTS: dict[CacheType, CacheLayout] = {
+CACHE_LAYOUTS: dict[CacheType, CacheLayout] = {
     "f16": CacheLayout(2, 0, append_f16, load_f16x16),
-    "q8_0": CacheLayout(1, GROUP, append_q8_0, load_s8x16),
+    "q8_0": CacheLayout(1, VALUES_PER_SCALE, append_q8_0, load_s8x16),
 }

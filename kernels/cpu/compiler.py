@@ -8,8 +8,9 @@ functions imported from elsewhere.  Taking the last step ourselves lets one proc
 sets (tests compare them), lets a machine compile for another, and makes a warm start independent of numba, which
 takes most of a second to import.
 
-Cached objects lie in a folder named by a hash of everything they depend on: this package's source, the versions of
-numba and LLVM, the platform.  (Of kernels defined elsewhere, the files of the kernel and of its templates count.)
+Cached objects lie in a folder named by a hash of everything they depend on: the source of this package and of
+`localllm.kernels.ops`, whose constants it uses, the versions of numba and LLVM, the platform.  (Of kernels defined
+elsewhere, the files of the kernel and of its templates count.)
 """
 
 from __future__ import annotations
@@ -284,7 +285,8 @@ def _fingerprint() -> str:
     digest = hashlib.sha256()
     for fact in (llvmlite.__version__, _numba_version(), llvm.get_process_triple()):
         digest.update(fact.encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    folder = Path(__file__).parent
+    for path in (folder.parent / "ops.py", *sorted(folder.glob("*.py"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

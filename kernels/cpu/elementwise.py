@@ -34,12 +34,10 @@ from localllm.kernels.cpu.simd import (
 )
 from localllm.kernels.cpu.templates import device
 from localllm.kernels.cpu.tiles import RECORD, SUM, SUMS, TOKENS, X_STEP, D
+from localllm.kernels.ops import LARGEST_CODE, NEGLIGIBLE
 
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
-LARGEST_CODE = np.float32(127)
 LOW_HALF, SIXTEEN = np.int32(0xFFFF), np.int32(16)
-#: Activations below count as 0: 127 divided by something smaller would be infinite.
-NEGLIGIBLE = np.float32(1e-36)
 
 # exp: the constants of Cephes' expf (Moshier, 1984): ln 2 in two parts, and a polynomial for |r| <= ln(2) / 2.
 LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(-0.693359375), np.float32(2.12194440e-4)

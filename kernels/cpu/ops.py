@@ -20,8 +20,7 @@ from localllm.errors import KernelError, UsageError
 from localllm.kernels.cpu import attention as attention_kernels
 from localllm.kernels.cpu import elementwise, matmul
 from localllm.kernels.cpu.attention import SPAN, TILE_ROWS, state_bytes
-from localllm.kernels.cpu.cache_types import LAYOUTS as CACHE_LAYOUTS
-from localllm.kernels.cpu.cache_types import PAGE, CacheLayout
+from localllm.kernels.cpu.cache_types import CACHE_LAYOUTS, PAGE, CacheLayout
 from localllm.kernels.cpu.compiler import Kernel, Variant, variant
 from localllm.kernels.cpu.host import default_threads, most_threads
 from localllm.kernels.cpu.memory import Arena, aligned_zeros

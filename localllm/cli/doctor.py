@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from localllm import __version__
 from localllm.cli.main import DONE, FAILED
@@ -33,6 +34,9 @@ from localllm.kernels.cpu.host import (
     usable_cpus,
 )
 from localllm.progress import of_stage
+
+if TYPE_CHECKING:
+    from localllm.kernels.cpu.target import Target
 
 #: What localllm is built on: distribution and module.
 PACKAGES = {
@@ -258,6 +262,7 @@ def _cores() -> str:
 
 def _kernels(progress: LoadStatus | None) -> Iterator[Finding]:
     from localllm.kernels.cpu.compiler import CACHE_VARIABLE, cache_is_writable, cache_root
+    from localllm.kernels.cpu.target import choose
 
     folder, writable = cache_root(), cache_is_writable()
     advice = f"make it writable, or name another folder in the environment variable {CACHE_VARIABLE}"
@@ -265,20 +270,21 @@ def _kernels(progress: LoadStatus | None) -> Iterator[Finding]:
     state = "" if writable else ", which cannot be written: kernels are compiled anew in every process"
     yield Finding("kernels", "cache", f"{place}{state}", None if writable else advice)
     yield Finding("kernels", "cache size", quantity(0 if folder is None else _folder_size(folder), "B"))
-    yield _kernel_test(progress)
-    yield from _threads(progress)
-
-
-def _threads(progress: LoadStatus | None) -> Iterator[Finding]:
-    """How many compute by default, and the measurements that say so."""
-    from localllm.kernels.cpu.target import choose
-    from localllm.kernels.cpu.thread_choice import choose_threads
-
     try:
         target = choose()
     except LocalLLMError:  # which the processor's findings have said
+        yield Finding("kernels", "test", "not run: there is no instruction set to compile for")
         return
-    choice = choose_threads(target, _shown(progress))
+    compiling = None if progress is None else of_stage(progress, "kernels")
+    yield _kernel_test(target, compiling)
+    yield from _threads(target, compiling)
+
+
+def _threads(target: Target, compiling: Callable[[int, int], None] | None) -> Iterator[Finding]:
+    """How many compute by default, and the measurements that say so."""
+    from localllm.kernels.cpu.thread_choice import choose_threads
+
+    choice = choose_threads(target, compiling)
     quota = cpu_quota()
     granted = "" if quota is None else f" (a control group grants this process the time of {quota:g} processors)"
     yield Finding("kernels", "default threads", f"{choice.decode} to decode, {choice.cores} for prompts{granted}")
@@ -295,26 +301,16 @@ def _folder_size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def _shown(progress: LoadStatus | None) -> Callable[[int, int], None] | None:
-    return None if progress is None else of_stage(progress, "kernels")
-
-
-def _kernel_test(progress: LoadStatus | None) -> Finding:
+def _kernel_test(target: Target, compiling: Callable[[int, int], None] | None) -> Finding:
     """Compiles a kernel, or takes it from the cache, runs it on all threads and checks its result."""
     import numpy as np
 
     from localllm.kernels.cpu.program import Workers
     from localllm.kernels.cpu.roofline import UNIT, ReadTest
-    from localllm.kernels.cpu.target import choose
-
-    try:
-        target = choose()
-    except LocalLLMError:  # which the processor's findings have said
-        return Finding("kernels", "test", "not run: there is no instruction set to compile for")
 
     workers = Workers(default_threads())
     try:
-        test = ReadTest(workers, target, 64 * UNIT, _shown(progress))
+        test = ReadTest(workers, target, 64 * UNIT, compiling)
         test.bandwidth()
     except Exception as error:  # LLVM and the processor can fail in any way
         advice = f"report it; --device reference works without kernels, slowly; or {_reinstall()}"

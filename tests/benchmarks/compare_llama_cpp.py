@@ -20,7 +20,8 @@ short trial found worth measuring.  The share is of the bandwidth for decoding, 
 products of the format's own kind, and of the highest one; both ceilings are measured in turn with what they judge.
 
 The exit code is 1 if logits differ by more than a tolerance, if greedy texts part where it is no near tie, or if
-memory passes its limit (see `tests.benchmarks.results`).  ``--markdown`` prints the README's table.
+memory passes its limit (see `tests.benchmarks.results`).  ``--markdown`` prints the README's tables.  ``--resume``
+measures anew what a changed file, or a change of localllm's source, has made stale.
 """
 
 from __future__ import annotations
@@ -35,8 +36,20 @@ from localllm.cli.machine import disturbance
 from localllm.kernels.cpu.host import OtherLoad, cpu_model
 from localllm.kernels.cpu.target import choose
 from tests.benchmarks import measure, theirs
+from tests.benchmarks.markdown import markdown
 from tests.benchmarks.measure import Sizes
-from tests.benchmarks.results import TITLES, Agreement, Journal, Line, Memory, Record, Trial, markdown, table_line
+from tests.benchmarks.results import (
+    TITLES,
+    Agreement,
+    Journal,
+    Line,
+    Memory,
+    Record,
+    Trial,
+    file_version,
+    program_version,
+    table_line,
+)
 from tests.helpers.synthetic import SHAPES, random_gguf
 
 TESTS = ("pp", "tg", "depth", "kv8", "batch", "small", "start", "memory")
@@ -59,6 +72,7 @@ class Comparison:
         self._threads = threads
         self._sizes = sizes
         self._journal = journal
+        self._program = program_version()
 
     def model(self, path: Path) -> None:
         """All tests of one file but those of small models."""
@@ -103,7 +117,7 @@ class Comparison:
         *more: object,
     ) -> list[Record]:
         """Measures, unless that was done before, and prints what was found."""
-        job = f"{test} {path.stem} {threads} {sizes}"
+        job = f"{test} {file_version(path)} {threads} {sizes} {self._program}"
         records = self._journal.known(job)
         if records is None:
             records = measurement(path, threads, sizes, *more)
@@ -137,7 +151,7 @@ def report(found: Sequence[Record], *, with_markdown: bool) -> int:
     """Prints what is to be said of all records; returns the exit code."""
     lines = [record for record in found if isinstance(record, Line)]
     if with_markdown:
-        print(markdown(lines))
+        print(f"\n{markdown(found)}\n")
     for words in (words for line in lines for words in line.shortfalls()):
         print(f"short of what is wanted: {words}")
     checked = [record for record in found if isinstance(record, Agreement | Memory)]
@@ -166,7 +180,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("-r", "--repetitions", type=int)
     parser.add_argument("--results", type=Path, default=Path("benchmark-results.jsonl"), help="where they are kept")
     parser.add_argument("--resume", action="store_true", help="leave out what --results has already")
-    parser.add_argument("--markdown", action="store_true", help="print the table for the README too")
+    parser.add_argument("--markdown", action="store_true", help="print the tables for the README too")
     return parser.parse_args()
 
 

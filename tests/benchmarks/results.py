@@ -1,7 +1,8 @@
-"""What the comparison finds: its records, what was hoped for, the table, and the file that a run goes on from."""
+"""What the comparison finds: its records, what was hoped for, rows for the terminal, and the file to go on from."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,6 +12,8 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+import localllm
 
 Array = NDArray[np.float32]
 
@@ -75,20 +78,32 @@ class Line:
         ratios = RATIOS[self.kind]
         return ratios.get(self.format, ratios[""])
 
+    @property
+    def wanted_share(self) -> float:
+        """The share that we want to reach; 0 where we want none in particular."""
+        if self.kind == "prefill":
+            return 0.0 if self.format in FLOAT_FORMATS else PREFILL_SHARE
+        return DECODE_SHARE if self.kind == "decode" else 0.0
+
+    @property
+    def ratio_is_short(self) -> bool:
+        return self.ratio < self.wanted
+
+    @property
+    def share_is_short(self) -> bool:
+        return self.share is not None and self.share < self.wanted_share
+
     def shortfalls(self) -> Iterator[str]:
         """What we wanted to reach and did not."""
         place = f"{self.model}, {self.threads} threads, {self.test}"
-        if self.ratio < self.wanted:
+        if self.ratio_is_short:
             yield f"{place}: {self.ratio:.2f} times as fast as {self.against}, not {self.wanted:g}"
-        if self.kind == "decode" and self.share is not None and self.share < DECODE_SHARE:
-            yield f"{place}: {self.share:.0%} of the bandwidth, not {DECODE_SHARE:.0%}"
-        quantised = self.format not in FLOAT_FORMATS
-        if self.kind == "prefill" and quantised and self.share is not None and self.share < PREFILL_SHARE:
-            yield f"{place}: {self.share:.0%} of the peak, not {PREFILL_SHARE:.0%}"
+        if self.share_is_short:
+            ceiling = "peak" if self.kind == "prefill" else "bandwidth"
+            yield f"{place}: {self.share:.0%} of the {ceiling}, not {self.wanted_share:.0%}"
 
     def cells(self) -> list[str]:
         """As the table shows them."""
-        rates = [f"{value:,.2f}" if value < 10 else f"{value:,.1f}" for value in (self.ours, self.theirs)]
         share = "" if self.share is None else f"{self.share:.0%}"
         if self.share_of_highest is not None:
             share += f" / {self.share_of_highest:.0%}"
@@ -96,7 +111,8 @@ class Line:
             self.model,
             str(self.threads),
             self.test,
-            *rates,
+            figure(self.ours),
+            figure(self.theirs),
             f"{self.ratio:.2f}",
             f"{self.wanted:g}",
             share,
@@ -151,12 +167,16 @@ class Memory:
     cache: int
     file: int
 
+    @property
+    def times_the_file(self) -> float:
+        """What is used beside the cache."""
+        return (self.peak - self.cache) / self.file
+
     def line(self) -> str:
-        times = (self.peak - self.cache) / self.file
         limit = memory_limit(self.file, self.cache) / 2**20
         return (
-            f"peak {self.peak / 2**20:,.0f} MiB = {times:.2f} x file + {self.cache / 2**20:,.0f} MiB cache "
-            f"(at most {limit:,.0f} MiB)"
+            f"peak {self.peak / 2**20:,.0f} MiB = {self.times_the_file:.2f} x file + {self.cache / 2**20:,.0f} MiB "
+            f"cache (at most {limit:,.0f} MiB)"
         )
 
     def faults(self) -> Iterator[str]:
@@ -184,6 +204,11 @@ Record = Line | Agreement | Memory | Trial
 _RECORDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Line, Agreement, Memory, Trial)}
 
 
+def figure(value: float) -> str:
+    """A rate, or seconds, as tables show them."""
+    return f"{value:,.2f}" if value < 10 else f"{value:,.1f}"
+
+
 def memory_limit(file: int, cache: int) -> float:
     """Bytes that a process may take: 1.1 times the file, the cache, and 150 MB."""
     return 1.1 * file + cache + 150e6
@@ -204,6 +229,23 @@ def best_settings(trials: Sequence[Trial]) -> list[Trial]:
     by_prefill = sorted(trials, key=lambda trial: -trial.prefill)
     fastest = [by_prefill[0], max(trials, key=lambda trial: trial.decode), *by_prefill[1:]]
     return [trial for i, trial in enumerate(fastest) if trial not in fastest[:i]][:2]
+
+
+def program_version() -> str:
+    """localllm's version, and a hash of the source that decides how fast it is."""
+    package = Path(localllm.__file__).parent
+    digest = hashlib.sha256()
+    # In a checkout the others are links, which searching the package does not follow.
+    for folder in (package, *(package / name for name in ("kernels", "models", "quant"))):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return f"{localllm.__version__} {digest.hexdigest()[:16]}"
+
+
+def file_version(path: Path) -> str:
+    """Where a file lies, its bytes, and when it was last changed."""
+    found = path.stat()
+    return f"{path.resolve()} {found.st_size} {found.st_mtime_ns}"
 
 
 class Journal:
@@ -246,9 +288,3 @@ _COLUMNS = "{:20} {:>7} {:>14} {:>9} {:>9} {:>6} {:>6} {:>10}  {}"
 def table_line(cells: Sequence[str]) -> str:
     """A row for the terminal."""
     return _COLUMNS.format(*cells)
-
-
-def markdown(lines: Iterable[Line]) -> str:
-    """The table for the README."""
-    rows = [list(TITLES), ["---"] * len(TITLES), *(line.cells() for line in lines)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -12,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.benchmarks import measure, theirs
+import localllm
+from tests.benchmarks import compare_llama_cpp, measure, theirs
 from tests.benchmarks.compare_llama_cpp import main
+from tests.benchmarks.markdown import markdown
 from tests.benchmarks.measure import agree, best_rates
 from tests.benchmarks.ours import Ceilings, Ours, products_by_bits
 from tests.benchmarks.results import (
@@ -25,7 +28,7 @@ from tests.benchmarks.results import (
     Trial,
     best_settings,
     gap,
-    markdown,
+    program_version,
 )
 from tests.helpers.synthetic import SHAPES, random_gguf
 
@@ -121,7 +124,7 @@ def test_what_falls_short(line: Line, words: list[str]) -> None:
         assert word in text
 
 
-# -- Choosing, the table, the journal ------------------------------------------------------------------------------
+# -- Choosing ------------------------------------------------------------------------------------------------------
 
 
 def test_the_settings_worth_measuring() -> None:
@@ -150,18 +153,118 @@ def test_the_best_round_of_the_better_setting_counts() -> None:
     assert best_rates(8, [[2.0, 4.0, 8.0], [1.0, 8.0, 2.0]], contexts) == (8.0, 4.0, "b")
 
 
-def test_the_table_for_the_readme() -> None:
-    prefill = Line("prefill", "tiny", "Q4_0", 2, "pp512", 100.0, 50.0, "repack, flash", 0.61, 0.552)
-    batch = Line("batch", "tiny", "Q4_0", 2, "8 at once", 40.0, 10.0, "one sequence")
-    deep = Line("deep decode", "tiny", "Q4_0", 1, "tg8", 2.0, 1.0, "repack, flash", 0.8, note="and more")
-    assert markdown([prefill, LINE, batch, deep]).splitlines() == [
-        "| model | threads | test | localllm | llama.cpp | ratio | wanted | share | best setting |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| tiny | 2 | pp512 | 100.0 | 50.0 | 2.00 | 2 | 61% / 55% | repack, flash |",
-        "| tiny | 2 | tg64 | 9.00 | 6.00 | 1.50 | 1.2 | 95% | repack, flash |",
-        "| tiny | 2 | 8 at once | 40.0 | 10.0 | 4.00 | 4 |  | one sequence |",
-        "| tiny | 1 | tg8 | 2.00 | 1.00 | 2.00 | 2.5 | 80% | repack, flash, and more |",
+# -- The tables for the README -------------------------------------------------------------------------------------
+
+TITLES = "| model | format | threads | prefill | llama.cpp | ratio | of the peak | decode | llama.cpp | ratio "
+TITLES += "| of the bandwidth |"
+
+
+def prefill(model: str, format: str, threads: int, **changes: Any) -> Line:
+    line = Line("prefill", model, format, threads, "pp512", 1000.0, 500.0, "repack, flash", 0.61, 0.552)
+    return replace(line, **changes)
+
+
+def decode(model: str, format: str, threads: int, **changes: Any) -> Line:
+    return replace(Line("decode", model, format, threads, "tg64", 9.0, 6.0, "repack, flash", 0.95), **changes)
+
+
+def test_a_row_holds_prefill_and_decode() -> None:
+    found: list[Record] = [prefill("tiny-q4_0", "Q4_0", 2), decode("tiny-q4_0", "Q4_0", 2), agreement()]
+    assert markdown(found).splitlines() == [
+        TITLES,
+        f"{'| --- ' * 11}|",
+        "| tiny | Q4_0 | 2 | 1,000.0 | 500.0 | 2.00 | 61% | 9.00 | 6.00 | 1.50 | 95% |",
     ]
+
+
+def test_rows_are_in_order_of_model_format_and_threads() -> None:
+    formats = ["F16", "Q6_K", "Q2_K", "Q5_K_M", "Q4_K_M", "Q8_0", "Q4_0"]
+    found = [
+        record
+        for format in formats
+        for model in (f"small.{format}", f"large-{format.lower()}")
+        for threads in (16, 2)
+        for record in (decode(model, format, threads, theirs=1.0), prefill(model, format, threads, theirs=1.0))
+    ]
+    rows = [tuple(row.split(" | ")[:3]) for row in markdown(found).splitlines()[2:]]
+    in_order = ["Q4_0", "Q8_0", "Q4_K_M", "Q5_K_M", "Q6_K", "F16", "Q2_K"]
+    assert rows == [(f"| {m}", f, t) for m in ("large", "small") for f in in_order for t in ("2", "16")]
+
+
+def test_what_was_not_measured_has_an_empty_place() -> None:
+    found = [prefill("a", "F16", 1), decode("b", "F16", 1)]
+    assert markdown(found).splitlines()[2:] == [
+        "| a | F16 | 1 | 1,000.0 | 500.0 | 2.00 | 61% |  |  |  |  |",
+        "| b | F16 | 1 |  |  |  |  | 9.00 | 6.00 | 1.50 | 95% |",
+    ]
+    assert (
+        markdown(found[1:]).splitlines()[0]
+        == "| model | format | threads | decode | llama.cpp | ratio | of the bandwidth |"
+    )
+    assert markdown([agreement()]) == ""
+
+
+def test_files_of_one_name_have_rows_of_their_own() -> None:
+    found = [prefill("a", "F16", 1), decode("a", "F16", 1), prefill("a", "F16", 1, ours=3.0), decode("a", "F16", 1)]
+    assert [row.split(" | ")[3] for row in markdown(found).splitlines()[2:4]] == ["1,000.0", "3.00"]
+
+
+@pytest.mark.parametrize(
+    ("line", "row"),
+    [
+        (prefill("a", "Q8_0", 1, ours=999.0), "| 999.0 | 500.0 | **2.00** | 61% |"),
+        (prefill("a", "Q6_K", 1, ours=700.0, share=0.59), "| 700.0 | 500.0 | 1.40 | **59%** |"),
+        (prefill("a", "F16", 1, ours=550.0, share=0.1), "| 550.0 | 500.0 | 1.10 | 10% |"),
+        (decode("a", "Q6_K", 1, ours=6.2, share=0.89), "| 6.20 | 6.00 | **1.03** | **89%** |"),
+        (decode("a", "F16", 1, ours=6.0, share=0.9), "| 6.00 | 6.00 | 1.00 | 90% |"),
+    ],
+)
+def test_what_falls_short_is_bold(line: Line, row: str) -> None:
+    _, _, found, *rest = markdown([line]).splitlines()
+    assert found == f"| a | {line.format} | 1 {row}"
+    assert bool(rest) is ("**" in row) is bool([*line.shortfalls()])
+
+
+def test_tables_of_their_own_for_other_tests() -> None:
+    deep = decode("a", "Q4_0", 1, kind="deep decode", test="tg8@99", theirs=3.0, share=0.8, note="and more")
+    found: list[Record] = [
+        Memory("b", peak=3 << 20, cache=1 << 20, file=1 << 20),
+        replace(deep, kind="start", test="start, s", ours=0.5, theirs=0.6, share=None, note=""),
+        replace(deep, kind="small", test="tg200", theirs=10.0, share=None, note=""),
+        replace(deep, kind="batch", test="8 at once", theirs=2.0, against="one sequence", share=None, note=""),
+        deep,
+        prefill("a", "Q4_0", 1, kind="deep prefill", test="pp99", share=None, share_of_highest=None),
+        decode("a", "Q4_0", 1),
+    ]
+    _, *tables, legend = markdown(found).split("\n\n")
+    assert "\n\n".join(tables).splitlines() == [
+        *("Long contexts:", ""),
+        "| model | format | threads | test | localllm | llama.cpp | ratio | of the bandwidth | note |",
+        f"{'| --- ' * 9}|",
+        "| a | Q4_0 | 1 | tg8@99 | 9.00 | 3.00 | 3.00 | 80% | and more |",
+        "| a | Q4_0 | 1 | pp99 | 1,000.0 | 500.0 | 2.00 |  |  |",
+        *("", "Several sequences at once:", ""),
+        "| model | format | threads | test | localllm | one sequence | ratio |",
+        f"{'| --- ' * 7}|",
+        "| a | Q4_0 | 1 | 8 at once | 9.00 | 2.00 | 4.50 |",
+        *("", "Small models:", ""),
+        "| model | format | threads | test | localllm | llama.cpp | ratio |",
+        f"{'| --- ' * 7}|",
+        "| a | Q4_0 | 1 | tg200 | 9.00 | 10.0 | **0.90** |",
+        *("", "Start, in seconds to the first token:", ""),
+        "| model | format | threads | test | localllm | llama.cpp | ratio |",
+        f"{'| --- ' * 7}|",
+        "| a | Q4_0 | 1 | start, s | 0.50 | 0.60 | 1.20 |",
+        *("", "Memory:", ""),
+        "| model | peak, MiB | at most, MiB | times the file, beside the cache |",
+        f"{'| --- ' * 4}|",
+        "| b | 3 | 145 | 2.00 |",
+    ]
+    assert legend == "Bold figures fall short of what is wanted."
+    assert "| tiny | **257** | 257 | 2.60 |" in markdown([memory(270_000_001)])
+
+
+# -- The journal ---------------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
@@ -265,34 +368,90 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return run
 
 
-def test_the_command_prints_what_it_finds(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    code, made = command("tiny.gguf", "-t", "1,2", "--tests", "pp,tg,memory", "--markdown")
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """What stands for a model."""
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF")
+    return str(path)
+
+
+def test_the_command_prints_what_it_finds(command: Any, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, made = command(tiny, "-t", "1,2", "--tests", "pp,tg,memory", "--markdown")
     assert (code, made) == (0, ["trial tiny 2", "speed tiny 1", "speed tiny 2", "peak_memory tiny 2"])
     out, err = capsys.readouterr()
-    assert "| tiny | 2 | tg64 | 9.00 | 6.00 | 1.50 | 1.2 | 95% | repack, flash |" in out
+    assert out.count("| tiny | Q4_0 | 2 | 9.00 | 6.00 | 1.50 | 95% |") == 2  # made up alike for one thread and two
+    assert "\nMemory:\n" in out
     assert "differ" not in err
 
 
-def test_a_resumed_command_measures_what_is_missing(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    command("tiny.gguf", "-t", "1", "--tests", "pp,tg")
-    _, made = command("tiny.gguf", "-t", "1", "--tests", "pp,tg,batch", "--resume")
+def test_a_resumed_command_measures_what_is_missing(
+    command: Any, tiny: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(tiny, "-t", "1", "--tests", "pp,tg")
+    _, made = command(tiny, "-t", "1", "--tests", "pp,tg,batch", "--resume")
     assert made == ["batch tiny 1"]
     out, _ = capsys.readouterr()
     assert out.count("tg64") == 2  # measured, and then read
     assert "short of what is wanted: tiny, 2 threads, 8 at once: 1.50 times as fast" in out
-    _, made = command("tiny.gguf", "-t", "1", "--tests", "pp,tg", "-n", "7", "--resume")
+    _, made = command(tiny, "-t", "1", "--tests", "pp,tg", "-n", "7", "--resume")
     assert made == ["trial tiny 1", "speed tiny 1"]
+
+
+def test_a_changed_file_is_measured_anew(command: Any, tiny: str, tmp_path: Path) -> None:
+    flags = ("-t", "1", "--tests", "batch")
+    other = tmp_path / "other" / "tiny.gguf"
+    other.parent.mkdir()
+    other.write_bytes(b"GGUF")
+    assert command(tiny, *flags)[1] == ["batch tiny 1"]
+    assert command(tiny, *flags, "--resume")[1] == []
+    assert command(str(other.parent / ".." / "tiny.gguf"), *flags, "--resume")[1] == []  # the same, by another path
+    assert command(str(other), *flags, "--resume")[1] == ["batch tiny 1"]
+    Path(tiny).write_bytes(b"GGUF and more")
+    assert command(tiny, str(other), *flags, "--resume")[1] == ["batch tiny 1"]
+    os.utime(tiny, ns=(0, 0))
+    assert command(tiny, *flags, "--resume")[1] == ["batch tiny 1"]
+
+
+def test_a_changed_program_is_measured_anew(command: Any, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = (tiny, "-t", "1", "--tests", "batch", "--resume")
+    assert command(*flags)[1] == ["batch tiny 1"]
+    monkeypatch.setattr(compare_llama_cpp, "program_version", lambda: "another")
+    assert command(*flags)[1] == ["batch tiny 1"]
+    assert command(*flags)[1] == []
+
+
+@pytest.mark.parametrize("room", ["localllm/cli", "kernels/cpu", "models", "quant"])
+def test_the_programs_version_is_that_of_its_source(
+    room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a checkout, where the packages beside localllm are links in it."""
+    for folder in ("localllm/cli", "kernels/cpu", "models", "quant"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "code.py").write_text("x = 1\n")
+    for name in ("kernels", "models", "quant"):
+        (tmp_path / "localllm" / name).symlink_to(tmp_path / name)
+    monkeypatch.setattr(localllm, "__file__", str(tmp_path / "localllm" / "__init__.py"))
+    before = program_version()
+    assert before.startswith(f"{localllm.__version__} ")
+    assert program_version() == before
+    (tmp_path / room / "code.py").write_text("x = 2\n")
+    assert program_version() != before
+    (tmp_path / room / "code.py").write_text("x = 1\n")
+    assert program_version() == before
+    (tmp_path / room / "code.py").rename(tmp_path / room / "renamed.py")
+    assert program_version() != before
 
 
 @pytest.mark.parametrize(("changes", "words"), [({"peak": 10**9}, "memory peaks"), ({"error": 0.5}, "logits differ")])
 def test_the_command_fails_on_faults(
-    command: Any, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], words: str
+    command: Any, tiny: str, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], words: str
 ) -> None:
-    code, _ = command("tiny.gguf", "-t", "1", "--tests", "tg,memory", **changes)
+    code, _ = command(tiny, "-t", "1", "--tests", "tg,memory", **changes)
     assert code == 1
     assert words in capsys.readouterr().err
 
 
-def test_unknown_tests_are_refused(command: Any) -> None:
+def test_unknown_tests_are_refused(command: Any, tiny: str) -> None:
     with pytest.raises(SystemExit, match="there is no test pq"):
-        command("tiny.gguf", "--tests", "pq")
+        command(tiny, "--tests", "pq")

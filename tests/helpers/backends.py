@@ -43,7 +43,7 @@ def _spoil_reference(cache: Any) -> None:
 
 def _spoil_cpu(cache: Any) -> None:
     """What pads a head is never written: it stays zero, and kernels rely on that."""
-    if cache.layout.group:
+    if cache.layout.per_scale:
         n = cache.layout.scale_bytes(cache.head)
         for blocks in (cache.keys, cache.values):
             blocks[..., :n] = 0xFF

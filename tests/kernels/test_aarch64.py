@@ -7,7 +7,7 @@ import re
 import pytest
 
 from localllm.kernels.cpu import attention, elementwise, matmul
-from localllm.kernels.cpu.cache_types import LAYOUTS as CACHE_LAYOUTS
+from localllm.kernels.cpu.cache_types import CACHE_LAYOUTS
 from localllm.kernels.cpu.compiler import Variant, assembly, kernel, variant
 from localllm.kernels.cpu.program import run_program
 from localllm.kernels.cpu.simd import load_f16x16, store_f32x16, zero_f32x16

@@ -281,10 +281,11 @@ def test_a_change_of_the_source_is_a_cache_of_its_own(probe: Probe) -> None:
         shutil.copytree(ROOT / room, copy / room, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "data"))
     probe.run(root=copy)
     (before,) = probe.cache.iterdir()
-    with (copy / "kernels" / "cpu" / "simd.py").open("a") as file:
-        file.write("# one line more\n")
-    assert probe.run(root=copy)[1]
-    assert len(list(probe.cache.iterdir())) == 2
+    for n, source in enumerate(("cpu/simd.py", "ops.py"), 2):
+        with (copy / "kernels" / source).open("a") as file:
+            file.write("# one line more\n")
+        assert probe.run(root=copy)[1]
+        assert len(list(probe.cache.iterdir())) == n
     with (copy / "quant" / "encode.py").open("a") as file:
         file.write("# which kernels do not depend on\n")
     assert not probe.run(root=copy)[1]

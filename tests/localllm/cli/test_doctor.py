@@ -142,6 +142,8 @@ def test_an_instruction_set_that_is_not_there(run: Doctor, monkeypatch: pytest.M
     assert outcome.code == 1
     assert "there is no instruction set called 'mmx'" in outcome.out
     assert "-> unset the environment variable LOCALLLM_ISA" in outcome.out
+    assert "test              not run: there is no instruction set to compile for" in outcome.out
+    assert "default threads" not in outcome.out
     assert "1 of these is broken" in outcome.out.splitlines()[-1]
 
 
@@ -165,7 +167,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(doctor, "_kernel_test", lambda progress: Finding("kernels", "test", "left out"))
+    monkeypatch.setattr(doctor, "_kernel_test", lambda *_: Finding("kernels", "test", "left out"))
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "kernel.o").write_bytes(bytes(12_300))
     assert found("cache").value == str(tmp_path)
