@@ -59,12 +59,15 @@ def one_token(tiles, n_tiles, x, bias, residual, y, rows):
 
 
 @template
-def multiply_slab(n, sums, slab, n_blocks, x):
-    """sums[i] += the slab's blocks times token i of the tile of activations at x, for n tokens."""
+def multiply_slab(n, sums, slab, n_blocks, x, next_x):
+    """sums[i] += the slab's blocks times token i of the tile of activations at x, for n tokens.
+
+    The next tile of tokens is ``next_x`` bytes further on; 0 where there is none.
+    """
     for i in static_range(n):
         acc[i] = load_f32x16(sums + 64 * i)
     for b in range(n_blocks):
-        multiply_block(acc, n, slab + b * BLOCK_BYTES, x + b * X_STEP)
+        multiply_block(acc, n, slab + b * BLOCK_BYTES, x + b * X_STEP, next_x)
     for i in static_range(n):
         store_f32x16(sums + 64 * i, acc[i])
 
@@ -85,10 +88,13 @@ def several_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
             UNPACK(none, tiles + (first + tile) * TILE_BYTES, slab + tile * (BLOCKS * BLOCK_BYTES), BLOCK_BYTES)
         records = x + first * (BLOCKS * X_STEP)
         if n_tokens <= HALF_TILE:
-            multiply_slab(HALF_TILE, sums, slab, n * BLOCKS, records)
+            multiply_slab(HALF_TILE, sums, slab, n * BLOCKS, records, 0)
         else:
+            next_x = n_tiles * (BLOCKS * X_STEP)
             for token in range(0, n_tokens, TOKENS):
-                multiply_slab(TOKENS, sums + 64 * token, slab, n * BLOCKS, records)
+                if token + TOKENS >= n_tokens:
+                    next_x = 0
+                multiply_slab(TOKENS, sums + 64 * token, slab, n * BLOCKS, records, next_x)
                 records += n_tiles * (BLOCKS * X_STEP)
 
 

@@ -189,13 +189,18 @@ def take(acc: Registers, place, step, s: Registers, w: Registers):
 
 
 @template
-def multiply_block(acc: Registers, n, block, x):
-    """acc[i] += the block written at ``block`` times token i of the tile of activations at x, for n tokens."""
+def multiply_block(acc: Registers, n, block, x, next_x):
+    """acc[i] += the block written at ``block`` times token i of the tile of activations at x, for n tokens.
+
+    Meanwhile it fetches the activations that the block is multiplied with next, ``next_x`` bytes further on: all of
+    the tokens' do not fit into the nearest cache.
+    """
     for v in static_range(8):
         w[v] = load_i8x64(block + 64 * v)
     for v in static_range(N_SCALES):
         s[v] = load_f32x16(block + (CODE_BYTES + SCALE_BYTES * v))
     for i in static_range(n):
+        prefetch(x + next_x + RECORD * i)
         acc[i] = ADD(acc[i], x + RECORD * i, *s[0:N_SCALES], *w[0:8])
 
 
