@@ -178,8 +178,8 @@ def llvm_ir(v: Variant, triple: str | None = None) -> llvm.ModuleRef:
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
 
+    from localllm.kernels.cpu.llvm import lowering_for
     from localllm.kernels.cpu.numba_types import register_operations
-    from localllm.kernels.cpu.simd import lowering_for
 
     frontend = _Frontend(dict(v.constants))
     with global_compiler_lock, lowering_for(v.target):

@@ -12,7 +12,7 @@ from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, ConcreteTemplate, builtin_registry, infer_global
 from numba.extending import lower_builtin, register_model
 
-from localllm.kernels.cpu.simd import OPERATIONS, OPERATORS, VECTORS, Kind, Operation, literal
+from localllm.kernels.cpu.llvm import OPERATIONS, OPERATORS, VECTORS, Kind, Operation, literal
 
 
 class Vector(types.Type):

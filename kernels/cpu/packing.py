@@ -19,21 +19,10 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
+from localllm.kernels.cpu.codes import folded_word, load_bits, load_bits_raised
 from localllm.kernels.cpu.compiler import addresses, kernel, variant
-from localllm.kernels.cpu.simd import (
-    folded_word,
-    i16,
-    i32,
-    i64,
-    intp,
-    load_bits,
-    load_bits_raised,
-    load_i64,
-    op,
-    stack,
-    store_i8x64,
-    void,
-)
+from localllm.kernels.cpu.llvm import i16, i32, i64, intp, load, op, store, void
+from localllm.kernels.cpu.simd import load_i64, stack, store_i8x64
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.templates import Template, device, static_range
 from localllm.quant.lut import KernelType
@@ -55,15 +44,8 @@ _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 # -- Transposing sixteen rows ----------------------------------------------------------------------------------------
 
 
-def _load(b: Any, address: Any, kind: ir.Type) -> Any:
-    value = b.load(b.inttoptr(address, kind.as_pointer()))
-    value.align = 1
-    return value
-
-
-def _store(b: Any, value: Any, address: Any, offset: int) -> None:
-    place = b.add(address, ir.Constant(i64, offset))
-    b.store(value, b.inttoptr(place, value.type.as_pointer())).align = 1
+def _behind(b: Any, address: Any, n_bytes: int) -> Any:
+    return b.add(address, ir.Constant(i64, n_bytes))
 
 
 def _shuffle(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
@@ -72,7 +54,7 @@ def _shuffle(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
 
 def _rows(b: Any, rows: Any, stride: Any, kind: ir.Type) -> list[Any]:
     """A value of each of sixteen rows."""
-    return [_load(b, b.add(rows, b.mul(stride, ir.Constant(i64, r))), kind) for r in range(GROUP)]
+    return [load(b, b.add(rows, b.mul(stride, ir.Constant(i64, r))), kind) for r in range(GROUP)]
 
 
 def _columns(b: Any, rows: Any, stride: Any) -> list[Any]:
@@ -101,7 +83,7 @@ def _in_lanes(words: list[int]) -> list[int]:
 def transpose_words(b, rows, stride, tile):
     """Sixteen bytes of every row: the first word of all rows, then the second, …"""
     for i, words in enumerate(_columns(b, rows, stride)):
-        _store(b, words, tile, 64 * i)
+        store(b, _behind(b, tile, 64 * i), words)
 
 
 @op(void, intp, intp, intp)
@@ -110,21 +92,21 @@ def transpose_halves(b, rows, stride, tile):
     sixteen = ir.Constant(ir.VectorType(i32, GROUP), [16] * GROUP)
     for i, words in enumerate(_columns(b, rows, stride)):
         for j, part in enumerate((words, b.lshr(words, sixteen))):
-            _store(b, b.trunc(part, ir.VectorType(i16, GROUP)), tile, 64 * i + 32 * j)
+            store(b, _behind(b, tile, 64 * i + 32 * j), b.trunc(part, ir.VectorType(i16, GROUP)))
 
 
 @op(void, intp, intp, intp)
 def transpose_word(b, rows, stride, tile):
     """One word of every row."""
     for r, word in enumerate(_rows(b, rows, stride, i32)):
-        _store(b, word, tile, 4 * r)
+        store(b, _behind(b, tile, 4 * r), word)
 
 
 @op(void, intp, intp, intp)
 def transpose_half(b, rows, stride, tile):
     """16 bits of every row."""
     for r, half in enumerate(_rows(b, rows, stride, i16)):
-        _store(b, half, tile, 2 * r)
+        store(b, _behind(b, tile, 2 * r), half)
 
 
 @op(void, intp, intp, intp)
@@ -144,7 +126,7 @@ def transpose_planes(b, rows, stride, tile):
         # Times 1 + 2^7 + 2^14 + 2^21: of four bits the first stays, the others move to the bytes behind.
         spread = b.and_(b.mul(bits, every(0x204081)), every(0x01010101))
         planes = b.or_(planes, b.shl(spread, every(v)))
-    _store(b, planes, tile, 0)
+    store(b, _behind(b, tile, 0), planes)
 
 
 # -- Folding.  What is read are the words of the file, transposed: `localllm.quant.folding` says what is where -----

@@ -20,15 +20,7 @@ import numpy as np
 
 from localllm.errors import DeviceError, KernelError
 from localllm.kernels.cpu.compiler import Variant, addresses, kernel, variant
-from localllm.kernels.cpu.simd import (
-    call_kernel,
-    call_nap,
-    fetch_add,
-    load_atomic,
-    load_i64,
-    pause,
-    store_atomic,
-)
+from localllm.kernels.cpu.simd import call_kernel, call_nap, fetch_add, load_atomic, load_i64, pause, store_atomic
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.process import Process
 

@@ -15,19 +15,17 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.kernels.cpu.codes import twice
 from localllm.kernels.cpu.compiler import kernel, variant
+from localllm.kernels.cpu.dots import dot32_s8, dot32_u4, dot32_u5, scaled_dot16_u6
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Instruction, Program, Workers
 from localllm.kernels.cpu.simd import (
-    dot32_s8,
-    dot32_u4,
-    dot32_u5,
     fma,
     load_f32x16,
     load_i8x64,
     load_i32x16,
     prefetch,
-    scaled_dot16_u6,
     splat_f32,
     splat_int,
     store_f32,
@@ -35,7 +33,6 @@ from localllm.kernels.cpu.simd import (
     sum_int_lanes,
     sum_lanes,
     to_int_rounded,
-    twice,
     zero_f32x16,
     zero_i32x16,
 )

@@ -21,6 +21,7 @@ import pytest
 
 import localllm
 from localllm.errors import KernelError
+from localllm.kernels.cpu.codes import load_bits, lut_op
 from localllm.kernels.cpu.compiler import (
     Variant,
     addresses,
@@ -30,19 +31,8 @@ from localllm.kernels.cpu.compiler import (
     kernel,
     variant,
 )
-from localllm.kernels.cpu.simd import (
-    dot32_s8,
-    dot32_u4,
-    load_bits,
-    load_f32,
-    load_i64,
-    lut_op,
-    store_atomic,
-    store_f32,
-    store_f32x16,
-    to_float,
-    zero_i32x16,
-)
+from localllm.kernels.cpu.dots import dot32_s8, dot32_u4
+from localllm.kernels.cpu.simd import load_f32, load_i64, store_atomic, store_f32, store_f32x16, to_float, zero_i32x16
 from localllm.kernels.cpu.target import TARGETS, Target, available, choose
 from localllm.kernels.cpu.templates import device, static_range
 

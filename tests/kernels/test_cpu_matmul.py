@@ -15,8 +15,9 @@ from llvmlite import ir
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.cpu import simd
+from localllm.kernels.cpu import dots
 from localllm.kernels.cpu.host import family
+from localllm.kernels.cpu.llvm import intrinsic
 from localllm.kernels.cpu.matmul import MOST_TOKENS
 from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cpu.target import available
@@ -235,9 +236,9 @@ def test_vanishing_activations_give_zero(isa: str) -> None:
 
 
 def emulated_vpdpbusd(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
-    """As `simd._call`, but for the instruction that sums products of unsigned and signed bytes."""
+    """As `intrinsic`, but for the instruction that sums products of unsigned and signed bytes."""
     if "vpdpbusd" not in name:
-        return simd_call(b, name, result, *values)
+        return intrinsic(b, name, result, *values)
     total, unsigned, signed = values
     lanes, n = result.count, 4 * result.count
     wide = ir.VectorType(ir.IntType(32), n)
@@ -246,9 +247,6 @@ def emulated_vpdpbusd(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
         places = ir.Constant(ir.VectorType(ir.IntType(32), lanes), list(range(i, n, 4)))
         total = b.add(total, b.shuffle_vector(products, products, places))
     return total
-
-
-simd_call = simd._call
 
 
 @pytest.mark.skipif(family() != "x86_64", reason="an instruction of x86")
@@ -261,7 +259,7 @@ def test_kernels_for_processors_with_vnni(
     if available()[0].dot == "generic":
         pytest.skip("look-up tables need SSSE3")
     isa = available()[0].name
-    monkeypatch.setattr(simd, "_call", emulated_vpdpbusd)
+    monkeypatch.setattr(dots, "intrinsic", emulated_vpdpbusd)
     monkeypatch.setitem(_backends, dot, CPUOps(threads=1))
     _backends[dot].target = replace(available()[0], name=f"emulated-{dot}", dot=dot)
     rows, x = random_rows(type, N_OUT, 512), activations(9, 512)

@@ -1,0 +1,201 @@
+"""Codes in kernels: bytes, parts of bytes, and numbers of sixteen bits that words hold in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from localllm.kernels.cpu.llvm import (
+    broadcast,
+    constant,
+    dot_kind,
+    halves,
+    i8,
+    i8x64,
+    i16,
+    i32,
+    i32x16,
+    i64,
+    intp,
+    intrinsic,
+    join,
+    literal,
+    load,
+    op,
+)
+from localllm.quant.folding import FOLDS
+
+
+@op(i8x64, intp, intp, literal)
+def load_bits(b, address, n, mask):
+    """(x >> n) & mask for each of 64 bytes x at an address."""
+    return _bits(b, load(b, address, i8x64.llvm), n, mask)
+
+
+@op(i8x64, intp, intp, literal, literal)
+def load_bits_raised(b, address, n, mask, up):
+    """((x >> n) & mask) << up for each of 64 bytes x at an address; the result must fit into a byte."""
+    words = b.bitcast(_bits(b, load(b, address, i8x64.llvm), n, mask), ir.VectorType(i16, 32))
+    return b.bitcast(b.shl(words, constant(up, i16, 32)), i8x64.llvm)
+
+
+def _bits(b: Any, x: Any, n: Any, mask: int) -> Any:
+    # No processor shifts bytes.  Words do as well: the mask drops what comes in from the neighbour.
+    words = ir.VectorType(i16, 32)
+    shifted = b.lshr(b.bitcast(x, words), broadcast(b, b.trunc(n, i16), 32))
+    return b.and_(b.bitcast(shifted, i8x64.llvm), constant(mask, i8, 64))
+
+
+@op(i8x64, intp, literal, literal)
+def load_folded(b, words, v, bits):
+    """The codes of columns 4 v … 4 v + 3 of the 32 whose folded codes begin at an address."""
+    code = constant(0, i8, 64)
+    up = 0
+    for word, first, n in FOLDS[bits][v]:
+        address = b.add(words, ir.Constant(i64, 64 * word))
+        code = b.or_(code, _moved_bits(b, load(b, address, i8x64.llvm), first, up, n))
+        up += n
+    return code
+
+
+@op(i8x64, *[i8x64] * 8, literal, literal)
+def folded_word(b, *values):
+    """A word of the folded codes of 32 columns, given as eight vectors; then the number of the word, and the bits."""
+    *codes, word, bits = values
+    folded = constant(0, i8, 64)
+    for code, pieces in zip(codes, FOLDS[bits], strict=True):
+        up = 0
+        for place, first, n in pieces:
+            if place == word:
+                folded = b.or_(folded, _moved_bits(b, code, up, first, n))
+            up += n
+    return folded
+
+
+def _moved_bits(b: Any, x: Any, first: int, to: int, n: int) -> Any:
+    """Bits first … first + n - 1 of each byte as bits to … to + n - 1, the others 0."""
+    words = b.bitcast(x, ir.VectorType(i16, 32))
+    distance = constant(abs(to - first), i16, 32)
+    moved = b.shl(words, distance) if to > first else b.lshr(words, distance)  # see `_bits`
+    return b.and_(b.bitcast(moved, i8x64.llvm), constant(((1 << n) - 1) << to, i8, 64))
+
+
+@op(i32x16, i32x16, literal)
+def unsigned_byte(b, x, n):
+    """Byte n of each word."""
+    return b.and_(b.lshr(x, constant(8 * n, i32, 16)), constant(255, i32, 16))
+
+
+@op(i32x16, i32x16)
+def twice(b, x):
+    """Words that hold the same 16-bit number twice; the numbers lie in -32768 … 32767."""
+    return b.or_(b.and_(x, constant(0xFFFF, i32, 16)), b.shl(x, constant(16, i32, 16)))
+
+
+@op(i32x16, i32x16, literal)
+def unsigned_byte_twice(b, x, n):
+    """Byte n of each word as a 16-bit number, twice."""
+    return _bytes_of_words(b, x, [n, None, n, None])
+
+
+@op(i32x16, i32x16, literal)
+def signed_byte_twice(b, x, n):
+    """The same, signed."""
+    return _shifted_pairs(b, _bytes_of_words(b, x, [None, n, None, n]), 8)
+
+
+@op(i32x16, i32x16, literal)
+def unsigned_byte_pair(b, x, n):
+    """Bytes n and n + 1 of each word as a pair of 16-bit numbers."""
+    return _bytes_of_words(b, x, [n, None, n + 1, None])
+
+
+@op(i32x16, i32x16, literal, literal)
+def signed_byte_pair(b, x, n, up):
+    """The same, signed, and times 2 ** up."""
+    return _shifted_pairs(b, _bytes_of_words(b, x, [None, n, None, n + 1]), 8 - up)
+
+
+def _bytes_of_words(b: Any, x: Any, chosen: Sequence[int | None]) -> Any:
+    """Words whose bytes are the chosen ones of each word, or 0."""
+    if dot_kind() == "generic":  # which has no instruction for this
+        word = constant(0, i32, 16)
+        for place, n in enumerate(chosen):
+            if n is not None:
+                byte = b.and_(b.lshr(x, constant(8 * n, i32, 16)), constant(255, i32, 16))
+                word = b.or_(word, b.shl(byte, constant(8 * place, i32, 16)))
+        return word
+    zero = 64
+    lanes = [zero if n is None else 4 * word + n for word in range(16) for n in chosen]
+    every = ir.Constant(ir.VectorType(i32, 64), lanes)
+    shuffled = b.shuffle_vector(b.bitcast(x, i8x64.llvm), constant(0, i8, 64), every)
+    return b.bitcast(shuffled, i32x16.llvm)
+
+
+def _shifted_pairs(b: Any, x: Any, n: int) -> Any:
+    """Both 16-bit numbers of each word shifted right, with their signs."""
+    return b.bitcast(b.ashr(b.bitcast(x, ir.VectorType(i16, 32)), constant(n, i16, 32)), i32x16.llvm)
+
+
+@op(i32x16, i32x16, literal)
+def subtract_from_bytes(b, x, n):
+    """Each byte of the words, less n."""
+    return b.bitcast(b.sub(b.bitcast(x, i8x64.llvm), constant(n, i8, 64)), i32x16.llvm)
+
+
+@op(i32x16, i32x16)
+def low_number(b, x):
+    """The first of the two 16-bit numbers in each word."""
+    sixteen = constant(16, i32, 16)
+    return b.ashr(b.shl(x, sixteen), sixteen)
+
+
+@op(i32x16, i32x16)
+def high_number(b, x):
+    """The second of the two 16-bit numbers in each word."""
+    return b.ashr(x, constant(16, i32, 16))
+
+
+def lut_op(table: Sequence[int]) -> Any:
+    """A function (codes i8x64) -> i8x64 that puts ``table[code]`` for each code; codes lie in 0 … 15."""
+
+    def emit(b: Any, codes: Any) -> Any:
+        return _LOOK_UPS[dot_kind()](b, codes, table)
+
+    # The name becomes part of that of the kernels that use it, which is how they are found in the cache.
+    emit.__name__ = "look_up_" + "_".join(map(str, table))
+    return op(i8x64, i8x64)(emit)
+
+
+def _look_up_by(name: str, parts: int) -> Callable[[Any, Any, Sequence[int]], Any]:
+    """Looks up by an instruction that takes 16-byte tables, in vectors of 64 / parts bytes."""
+
+    def look_up(b: Any, codes: Any, table: Sequence[int]) -> Any:
+        pieces = halves(b, codes, parts)
+        repeated = ir.Constant(pieces[0].type, list(table) * (4 // parts))
+        return join(b, [intrinsic(b, name, p.type, repeated, p) for p in pieces])
+
+    return look_up
+
+
+def _look_up_generic(b: Any, codes: Any, table: Sequence[int]) -> Any:
+    """Halves the choice with each bit of the code."""
+    choices = [constant(value, i8, 64) for value in table]
+    for bit in (1, 2, 4, 8):
+        is_set = b.icmp_unsigned("!=", b.and_(codes, constant(bit, i8, 64)), constant(0, i8, 64))
+        choices = [b.select(is_set, odd, even) for even, odd in zip(choices[::2], choices[1::2], strict=True)]
+    return choices[0]
+
+
+_PSHUFB_512 = _look_up_by("llvm.x86.avx512.pshuf.b.512", 1)
+_PSHUFB_256 = _look_up_by("llvm.x86.avx2.pshuf.b", 2)
+_LOOK_UPS = {
+    "vnni512": _PSHUFB_512,
+    "vnni256": _PSHUFB_256,
+    "maddubs512": _PSHUFB_512,
+    "maddubs256": _PSHUFB_256,
+    "sdot": _look_up_by("llvm.aarch64.neon.tbl1.v16i8", 4),
+    "generic": _look_up_generic,
+}

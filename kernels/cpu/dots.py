@@ -1,0 +1,216 @@
+"""Integer dot products in kernels: codes of weights times activations of eight bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from localllm.kernels.cpu.codes import high_number, low_number
+from localllm.kernels.cpu.llvm import (
+    broadcast,
+    constant,
+    dot_kind,
+    f32x16,
+    halves,
+    i8,
+    i8x64,
+    i16,
+    i32,
+    i32x16,
+    i64,
+    intp,
+    intrinsic,
+    join,
+    load,
+    op,
+)
+from localllm.kernels.cpu.simd import fma
+
+
+def dot_op(name: str, n_vectors: int, bits: int) -> Any:
+    """A dot product over ``4 * n_vectors`` columns of sixteen rows.
+
+    The function is ``(sums i32x16, w_0 … w_{n-1} i8x64, x) -> i32x16``: lane r of the result is sums[r] plus the
+    products of row r's codes with the int8 activations at address x.  Byte 4 r + c of w_v is row r's code in column
+    4 v + c.  Activations lie in -127 … 127.
+
+    With ``bits`` below 8 the codes are unsigned numbers of so many bits, else signed bytes.  Then the function takes
+    one more argument, an i32x16 with the sum of the activations in every lane: what processors need that multiply
+    bytes only if one of them is unsigned.
+    """
+
+    def emit(b: Any, sums: Any, *values: Any) -> Any:
+        sum_x = values[-1] if bits == 8 else None
+        weights, x = values[:n_vectors], values[n_vectors]
+        return _DOTS[dot_kind()](b, sums, _with_activations(b, weights, x), bits, sum_x)
+
+    emit.__name__ = name
+    return op(i32x16, i32x16, *[i8x64] * n_vectors, intp, *[i32x16] * (bits == 8))(emit)
+
+
+def scaled_dot_op(name: str, n_scales: int, bits: int) -> Any:
+    """Dot products over 32 columns of sixteen rows, or over two times sixteen, each times a whole number.
+
+    The function is ``(start i32x16, scale_0 … i32x16, w_0 … w_7 i8x64, x) -> f32x16``, where the ``n_scales`` (one or
+    two) hold the rows' numbers, -128 … 127, as `twice` does.  Lane r of the result is start[r] plus row r's products;
+    where the processor multiplies by whole numbers at once, rounded at the end only.  Codes are unsigned numbers of
+    so many bits, at most 6; the rest is as in `dot_op`.
+    """
+
+    def emit(b: Any, start: Any, *values: Any) -> Any:
+        scales, weights, x = values[:n_scales], values[n_scales:-1], values[-1]
+        pairs = _with_activations(b, weights, x)
+        n = len(pairs) // n_scales
+        parts = [pairs[i : i + n] for i in range(0, len(pairs), n)]
+        kind = dot_kind()
+        if kind.startswith("maddubs"):
+            totals = halves(b, start, _REGISTERS[kind])
+            for scale, part in zip(scales, parts, strict=True):
+                words = b.bitcast(scale, ir.VectorType(i16, 32))
+                totals = _add_products(b, totals, part, bits, halves(b, words, len(totals)))
+            return b.sitofp(join(b, totals), f32x16.llvm)
+        # A dot product is below 2^17 and a number at most 2^7: as floats their product is exact too.
+        total = b.sitofp(start, f32x16.llvm)
+        for scale, part in zip(scales, parts, strict=True):
+            dot = b.sitofp(_DOTS[kind](b, constant(0, i32, 16), part, bits, None), f32x16.llvm)
+            total = fma(b, b.sitofp(high_number(b, scale), f32x16.llvm), dot, total)
+        return total
+
+    emit.__name__ = name
+    return op(f32x16, *[i32x16] * (1 + n_scales), *[i8x64] * 8, intp)(emit)
+
+
+def _with_activations(b: Any, weights: Sequence[Any], x: Any) -> list[tuple[Any, Any]]:
+    """Each vector of codes with the four activations at x that belong to it, in every word."""
+    pairs = []
+    for v, w in enumerate(weights):
+        four = load(b, b.add(x, ir.Constant(i64, 4 * v)), i32)
+        pairs.append((w, b.bitcast(broadcast(b, four, 16), i8x64.llvm)))
+    return pairs
+
+
+def _dot_vnni(parts: int) -> Callable[..., Any]:
+    bits_wide = 512 // parts
+
+    def dot(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x: Any) -> Any:
+        # Two chains, because each instruction waits for the sum of the one before.
+        chains = [sums, constant(0, i32, 16)]
+        for i, (w, x) in enumerate(pairs):
+            if bits == 8:  # the instruction takes the first factor as unsigned: w + 128
+                w = b.xor(w, constant(-128, i8, 64))
+            pieces = [
+                intrinsic(b, f"llvm.x86.avx512.vpdpbusd.{bits_wide}", s.type, s, u, v)
+                for s, u, v in zip(*(halves(b, y, parts) for y in (chains[i % 2], w, x)), strict=True)
+            ]
+            chains[i % 2] = join(b, pieces)
+        total = b.add(*chains)
+        return b.sub(total, b.shl(sum_x, constant(7, i32, 16))) if bits == 8 else total
+
+    return dot
+
+
+#: How many registers a vector fills.
+_REGISTERS = {"vnni512": 1, "vnni256": 2, "maddubs512": 1, "maddubs256": 2}
+#: Products of bytes, and of 16-bit numbers, added in pairs, for so many registers a vector.
+_MULTIPLY = {1: "llvm.x86.avx512.pmaddubs.w.512", 2: "llvm.x86.avx2.pmadd.ub.sw"}
+_WIDEN = {1: "llvm.x86.avx512.pmaddw.d.512", 2: "llvm.x86.avx2.pmadd.wd"}
+
+
+def _add_products(
+    b: Any, totals: list[Any], pairs: list[tuple[Any, Any]], bits: int, factors: list[Any]
+) -> list[Any]:
+    """Adds to the totals, cut into registers, the products of codes and activations, times 16-bit factors."""
+    parts = len(totals)
+    multiply, widen = _MULTIPLY[parts], _WIDEN[parts]
+    # pmaddubsw saturates at 16 bits.  Two products of a code and an activation stay below 2 * 127 * largest, so this
+    # many of their sums can be added before they have to be widened.
+    largest = 128 if bits == 8 else (1 << bits) - 1
+    fit = max(1, 32767 // (2 * 127 * largest))
+    for start in range(0, len(pairs), fit):
+        partial: list[Any] = [None] * parts
+        for w, x in pairs[start : start + fit]:
+            for k, (u, v) in enumerate(zip(halves(b, w, parts), halves(b, x, parts), strict=True)):
+                if bits == 8:
+                    u, v = _signed_pair(b, u, v)
+                product = intrinsic(b, multiply, ir.VectorType(i16, 32 // parts), u, v)
+                partial[k] = product if partial[k] is None else b.add(partial[k], product)
+        totals = [
+            b.add(t, intrinsic(b, widen, t.type, p, f)) for t, p, f in zip(totals, partial, factors, strict=True)
+        ]
+    return totals
+
+
+def _signed_pair(b: Any, w: Any, x: Any) -> tuple[Any, Any]:
+    """(|w|, x with w's sign): the same products, with the first factor unsigned."""
+    if w.type.count == 32:  # where AVX2 has an instruction
+        return intrinsic(b, "llvm.x86.avx2.psign.b", w.type, w, w), intrinsic(
+            b, "llvm.x86.avx2.psign.b", w.type, x, w
+        )
+    negative = b.icmp_signed("<", w, constant(0, i8, 64))
+    flip = [b.select(negative, b.sub(constant(0, i8, 64), v), v) for v in (w, x)]
+    return flip[0], flip[1]
+
+
+def _dot_maddubs(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x: Any) -> Any:
+    totals = halves(b, sums, _REGISTERS[dot_kind()])
+    ones = [constant(1, i16, 32 // len(totals))] * len(totals)
+    return join(b, _add_products(b, totals, pairs, bits, ones))
+
+
+def _dot_sdot(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x: Any) -> Any:
+    totals = halves(b, sums, 4)
+    for w, x in pairs:  # codes of fewer than 8 bits are the same number signed
+        totals = [
+            intrinsic(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", t.type, t, u, v)
+            for t, u, v in zip(totals, halves(b, w, 4), halves(b, x, 4), strict=True)
+        ]
+    return join(b, totals)
+
+
+def _dot_generic(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x: Any) -> Any:
+    words, doubles = ir.VectorType(i16, 64), ir.VectorType(i32, 32)
+    sixteen, thirty_two = constant(16, i32, 32), constant(32, i64, 16)
+    for w, x in pairs:
+        # Sums of neighbours, twice: sixteen-bit products (at most 128 * 127) as halves of 32-bit lanes, then those
+        # as halves of 64-bit lanes.
+        products = b.bitcast(b.mul(b.sext(w, words), b.sext(x, words)), doubles)
+        twos = b.add(b.ashr(b.shl(products, sixteen), sixteen), b.ashr(products, sixteen))
+        lanes = b.bitcast(twos, ir.VectorType(i64, 16))
+        fours = b.add(b.trunc(lanes, i32x16.llvm), b.trunc(b.lshr(lanes, thirty_two), i32x16.llvm))
+        sums = b.add(sums, fours)
+    return sums
+
+
+_DOTS = {
+    "vnni512": _dot_vnni(1),
+    "vnni256": _dot_vnni(2),
+    "maddubs512": _dot_maddubs,
+    "maddubs256": _dot_maddubs,
+    "sdot": _dot_sdot,
+    "generic": _dot_generic,
+}
+
+
+@op(i32x16, i32x16, i32x16)
+def multiply_pairs(b, x, y):
+    """In each word, the sum of the products of the two 16-bit numbers of x with those of y."""
+    parts = _REGISTERS.get(dot_kind())
+    if parts is None:
+        return b.add(b.mul(low_number(b, x), low_number(b, y)), b.mul(high_number(b, x), high_number(b, y)))
+    words = ir.VectorType(i16, 32)
+    pieces = [halves(b, b.bitcast(v, words), parts) for v in (x, y)]
+    kind = ir.VectorType(i32, 16 // parts)
+    return join(b, [intrinsic(b, _WIDEN[parts], kind, u, v) for u, v in zip(*pieces, strict=True)])
+
+
+dot32_u4 = dot_op("dot32_u4", 8, 4)
+dot32_u5 = dot_op("dot32_u5", 8, 5)
+dot32_s8 = dot_op("dot32_s8", 8, 8)
+dot16_s8 = dot_op("dot16_s8", 4, 8)
+scaled_dot32_u4 = scaled_dot_op("scaled_dot32_u4", 1, 4)
+scaled_dot32_u5 = scaled_dot_op("scaled_dot32_u5", 1, 5)
+scaled_dot16_u2 = scaled_dot_op("scaled_dot16_u2", 2, 2)
+scaled_dot16_u3 = scaled_dot_op("scaled_dot16_u3", 2, 3)
+scaled_dot16_u6 = scaled_dot_op("scaled_dot16_u6", 2, 6)

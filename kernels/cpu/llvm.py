@@ -1,0 +1,147 @@
+"""LLVM instructions written from Python: what operations in kernels are made of.
+
+A vector is an LLVM vector value of 512 bits, whatever the processor: LLVM splits it over narrower registers.
+Addresses are plain integers, and nothing checks them: every index is validated before it reaches a kernel.
+
+What depends on the instruction set (products of bytes, half precision) asks which target the code at hand is being
+compiled for.
+
+An operation is a function that writes instructions; `localllm.kernels.cpu.numba_types` makes numba know them.  That
+this module does without numba keeps warm starts free of importing it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from localllm.kernels.cpu.target import Target
+
+_target: Target | None = None
+
+
+@contextlib.contextmanager
+def lowering_for(target: Target) -> Iterator[None]:
+    """Code that numba lowers inside this context is for ``target``.  Hold numba's compiler lock."""
+    global _target
+    previous, _target = _target, target
+    try:
+        yield
+    finally:
+        _target = previous
+
+
+def lowering_target() -> Target:
+    """The target of the code at hand."""
+    if _target is None:
+        raise RuntimeError("kernels are compiled by localllm.kernels.cpu.compiler, not by numba.njit")
+    return _target
+
+
+def dot_kind() -> str:
+    """How that target multiplies bytes, on which most of what it lacks depends too."""
+    return lowering_target().dot
+
+
+i8, i16, i32, i64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+f16, f32 = ir.HalfType(), ir.FloatType()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an operation takes or returns: a vector, a scalar that numba has under the same name, or nothing."""
+
+    name: str
+    llvm: ir.Type | None = None
+
+
+f32x16 = Kind("f32x16", ir.VectorType(f32, 16))
+i32x16 = Kind("i32x16", ir.VectorType(i32, 16))
+i8x64 = Kind("i8x64", ir.VectorType(i8, 64))
+VECTORS = (f32x16, i32x16, i8x64)
+
+intp, int32, float32, void = (Kind(name) for name in ("intp", "int32", "float32", "void"))
+#: An integer that is known when the kernel is compiled; it reaches the function as a Python integer.
+literal = Kind("literal")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A function ``emit(builder, *values)`` that writes LLVM instructions, and its signature."""
+
+    emit: Callable[..., Any]
+    result: Kind
+    arguments: tuple[Kind, ...]
+
+
+#: All operations, and the operators that vectors have: (operator, vector, emit).
+OPERATIONS: list[Operation] = []
+OPERATORS: list[tuple[Any, Kind, Callable[[Any, Any, Any], Any]]] = []
+
+
+def op(result: Kind, *arguments: Kind) -> Callable[[Callable[..., Any]], Any]:
+    """Makes an operation of a function that writes LLVM instructions; kernels call it without the builder."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        OPERATIONS.append(Operation(emit, result, arguments))
+        return emit
+
+    return decorate
+
+
+def pointer_to(builder: Any, address: Any, kind: ir.Type) -> Any:
+    """An address as a pointer to values of a kind."""
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def load(builder: Any, address: Any, kind: ir.Type) -> Any:
+    """The value at an address, at which nothing need be aligned."""
+    value = builder.load(pointer_to(builder, address, kind))
+    value.align = 1
+    return value
+
+
+def store(builder: Any, address: Any, value: Any) -> None:
+    """Writes a value to an address, at which nothing need be aligned."""
+    builder.store(value, pointer_to(builder, address, value.type)).align = 1
+
+
+def intrinsic(builder: Any, name: str, result: ir.Type, *values: Any) -> Any:
+    """Calls an LLVM intrinsic."""
+    kind = ir.FunctionType(result, [v.type for v in values])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(function, values)
+
+
+def broadcast(builder: Any, value: Any, lanes: int) -> Any:
+    """A scalar in every lane."""
+    kind = ir.VectorType(value.type, lanes)
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(i32, 0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(i32, lanes), [0] * lanes))
+
+
+def constant(value: float | int, element: ir.Type, lanes: int) -> ir.Constant:
+    """A vector of the same constant in every lane."""
+    return ir.Constant(ir.VectorType(element, lanes), [value] * lanes)
+
+
+def halves(b: Any, x: Any, parts: int) -> list[Any]:
+    """A vector cut into ``parts`` equal pieces."""
+    lanes = x.type.count // parts
+    return [
+        b.shuffle_vector(x, x, ir.Constant(ir.VectorType(i32, lanes), list(range(k * lanes, (k + 1) * lanes))))
+        for k in range(parts)
+    ]
+
+
+def join(b: Any, pieces: list[Any]) -> Any:
+    """The pieces, laid end to end."""
+    while len(pieces) > 1:
+        lanes = pieces[0].type.count * 2
+        every = ir.Constant(ir.VectorType(i32, lanes), list(range(lanes)))
+        pieces = [b.shuffle_vector(p, q, every) for p, q in zip(pieces[::2], pieces[1::2], strict=True)]
+    return pieces[0]
