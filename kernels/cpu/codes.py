@@ -88,12 +88,6 @@ def unsigned_byte(b, x, n):
     return b.and_(b.lshr(x, constant(8 * n, i32, 16)), constant(255, i32, 16))
 
 
-@op(i32x16, i32x16)
-def twice(b, x):
-    """Words that hold the same 16-bit number twice; the numbers lie in -32768 … 32767."""
-    return b.or_(b.and_(x, constant(0xFFFF, i32, 16)), b.shl(x, constant(16, i32, 16)))
-
-
 @op(i32x16, i32x16, literal)
 def unsigned_byte_twice(b, x, n):
     """Byte n of each word as a 16-bit number, twice."""

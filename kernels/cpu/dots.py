@@ -54,9 +54,9 @@ def scaled_dot_op(name: str, n_scales: int, bits: int) -> Any:
     """Dot products over 32 columns of sixteen rows, or over two times sixteen, each times a whole number.
 
     The function is ``(start i32x16, scale_0 … i32x16, w_0 … w_7 i8x64, x) -> f32x16``, where the ``n_scales`` (one or
-    two) hold the rows' numbers, -128 … 127, as `twice` does.  Lane r of the result is start[r] plus row r's products;
-    where the processor multiplies by whole numbers at once, rounded at the end only.  Codes are unsigned numbers of
-    so many bits, at most 6; the rest is as in `dot_op`.
+    two) hold the rows' numbers, -128 … 127, each twice in a word, as 16 bits.  Lane r of the result is start[r] plus
+    row r's products; where the processor multiplies by whole numbers at once, rounded at the end only.  Codes are
+    unsigned numbers of so many bits, at most 6; the rest is as in `dot_op`.
     """
 
     def emit(b: Any, start: Any, *values: Any) -> Any:
@@ -207,6 +207,7 @@ def multiply_pairs(b, x, y):
 
 dot32_u4 = dot_op("dot32_u4", 8, 4)
 dot32_u5 = dot_op("dot32_u5", 8, 5)
+dot32_u6 = dot_op("dot32_u6", 8, 6)
 dot32_s8 = dot_op("dot32_s8", 8, 8)
 dot16_s8 = dot_op("dot16_s8", 4, 8)
 scaled_dot32_u4 = scaled_dot_op("scaled_dot32_u4", 1, 4)

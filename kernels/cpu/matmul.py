@@ -74,6 +74,7 @@ def several_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
     for token in range(0, n_tokens, TOKENS):
         for i in static_range(TOKENS):
             store_f32x16(sums + 64 * (token + i), zero_f32x16())
+    stride = n_tiles * (BLOCKS * X_STEP)  # of a tile of tokens
     for first in range(0, n_tiles, SLAB // BLOCKS):
         n = min(SLAB // BLOCKS, n_tiles - first)
         for tile in range(n):
@@ -82,12 +83,10 @@ def several_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
         if n_tokens <= HALF_TILE:
             multiply_slab(HALF_TILE, sums, slab, n * BLOCKS, records, 0)
         else:
-            next_x = n_tiles * (BLOCKS * X_STEP)
             for token in range(0, n_tokens, TOKENS):
-                if token + TOKENS >= n_tokens:
-                    next_x = 0
+                next_x = stride if token + TOKENS < n_tokens else 0
                 multiply_slab(TOKENS, sums + 64 * token, slab, n * BLOCKS, records, next_x)
-                records += n_tiles * (BLOCKS * X_STEP)
+                records += stride
 
 
 @kernel

@@ -15,9 +15,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.kernels.cpu.codes import twice
 from localllm.kernels.cpu.compiler import kernel, variant
-from localllm.kernels.cpu.dots import dot32_s8, dot32_u4, dot32_u5, scaled_dot16_u6
+from localllm.kernels.cpu.dots import dot32_s8, dot32_u4, dot32_u5, dot32_u6
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Instruction, Program, Workers
 from localllm.kernels.cpu.simd import (
@@ -27,12 +26,10 @@ from localllm.kernels.cpu.simd import (
     load_i32x16,
     prefetch,
     splat_f32,
-    splat_int,
     store_f32,
     store_i32,
     sum_int_lanes,
     sum_lanes,
-    to_int_rounded,
     zero_f32x16,
     zero_i32x16,
 )
@@ -60,7 +57,6 @@ UNITS = 64
 READ_TRIES, MULTIPLY_TRIES = 3, 5
 
 LANES = 16
-ONE = np.int32(1)
 
 
 @kernel
@@ -104,9 +100,7 @@ def sum_s8(total, x, w0, w1, w2, w3, w4, w5, w6, w7):
 
 @device
 def sum_u6(total, x, w0, w1, w2, w3, w4, w5, w6, w7):
-    ones = twice(splat_int(ONE))
-    products = scaled_dot16_u6(zero_i32x16(), ones, ones, w0, w1, w2, w3, w4, w5, w6, w7, x)
-    return total + to_int_rounded(products)
+    return dot32_u6(total, w0, w1, w2, w3, w4, w5, w6, w7, x)
 
 
 #: The products that codes of so many bits are multiplied by.  Those of eight bits are signed.

@@ -72,7 +72,7 @@ class Comparison:
         self._threads = threads
         self._sizes = sizes
         self._journal = journal
-        self._program = program_version()
+        self._programs = f"{program_version()} {choose().name} {theirs.version()}"
 
     def model(self, path: Path) -> None:
         """All tests of one file but those of small models."""
@@ -117,7 +117,7 @@ class Comparison:
         *more: object,
     ) -> list[Record]:
         """Measures, unless that was done before, and prints what was found."""
-        job = f"{test} {file_version(path)} {threads} {sizes} {self._program}"
+        job = f"{test} {file_version(path)} {threads} {sizes} {self._programs}"
         records = self._journal.known(job)
         if records is None:
             records = measurement(path, threads, sizes, *more)

@@ -36,7 +36,8 @@ def markdown(records: Sequence[Record]) -> str:
 def _speed_table(lines: Sequence[Line]) -> str:
     """Short prompts and what is decoded after them, in one row."""
     titles = ["model", "format", "threads"]
-    titles += ["prefill", "llama.cpp", "ratio", "of the peak", "decode", "llama.cpp", "ratio", "of the bandwidth"]
+    titles += ["prefill", "llama.cpp", "ratio", "of the peak", "of the highest"]
+    titles += ["decode", "llama.cpp", "ratio", "of the bandwidth"]
     return _table(titles, _speed_rows(lines))
 
 
@@ -46,7 +47,9 @@ def _speed_rows(lines: Sequence[Line]) -> Iterator[Row]:
         # More than one of a kind where files of the same name lie in different folders.
         prefills, decodes = ([line for line in alike if line.kind == kind] for kind in ("prefill", "decode"))
         for prefill, decode in zip_longest(prefills, decodes):
-            yield [*_place(alike[0]), *_figures(prefill), *_figures(decode)]
+            highest = prefill and prefill.share_of_highest
+            shares = ["" if highest is None else f"{highest:.0%}"]
+            yield [*_place(alike[0]), *_figures(prefill), *shares, *_figures(decode)]
 
 
 def _small_table(caption: str, lines: Sequence[Line], against: str) -> str:
