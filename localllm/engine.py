@@ -8,9 +8,10 @@ had to give up are all this one thing.
 serve as far as the guess was right.  Where it was not, `Run.cut` says so, and the next step cuts the cache back.
 
 **Threads.**  One lock guards an engine.  Whoever holds it evaluates, in the same batch, the next chunks of all
-runs that other threads wait for: reading the weights once serves them all.  What comes out for a token does not
-depend on its company in the batch.  A forked child has no use for its parent's engine: a thread that is not there
-may have held the lock, in the middle of a step.
+runs that other threads wait for: reading the weights once serves them all.  It also waits a little for those that
+were in the last batch and whose callers are quick to go on; else one of them would begin alone, just before the
+others are back.  What comes out for a token does not depend on its company in the batch.  A forked child has no use
+for its parent's engine: a thread that is not there may have held the lock, in the middle of a step.
 
 **Room.**  When pages are short, finished sequences give up theirs first.  Then a run may take the last pages of
 runs that began later and of idle ones, which evaluate those tokens again when they go on; otherwise it waits.
@@ -45,6 +46,9 @@ MAX_LOGITS_BYTES = 32 << 20
 #: Seconds without a step after which a run counts as idle: nobody is about to go on with it.
 IDLE_SECONDS = 1.0
 
+#: How long a step waits for the others of the last batch: a part of the seconds which that took, and seconds at most.
+_PART_OF_STEP, _MOST_SECONDS = 0.25, 0.02
+
 #: Seconds between two looks at whether a run has become idle.
 _POLL_SECONDS = 0.1
 
@@ -62,6 +66,7 @@ class Run:
             or None while it was not reached; with ``all_logits`` for every token of the chunk.
         position: after `Engine.advance`: where the chunk ended, drafts not counted.
         n_agreed: tokens of ``sequence`` that are not known to be wrong drafts.
+        is_quick: whether its caller went on soon after the last step: then it is worth waiting for.
     """
 
     tokens: list[int]
@@ -75,6 +80,7 @@ class Run:
     waiting: bool = False
     thread: int = field(default_factory=threading.get_ident)
     last_used: float = field(default_factory=time.monotonic)
+    is_quick: bool = True
 
     @property
     def n_missing(self) -> int:
@@ -152,6 +158,9 @@ class Engine:
         self._changed = threading.Condition(self._lock)
         self._runs: list[Run] = []  # oldest first
         self._finished: deque[tuple[Run, bool]] = deque()
+        #: The runs of the last batch, and until when a step waits for them.
+        self._company: list[Run] = []
+        self._wait_until = 0.0
 
     def start(self, tokens: Sequence[int], *, all_logits: bool = False) -> Run:
         """Begins a run with what the cache has of ``tokens``.
@@ -199,13 +208,16 @@ class Engine:
             for run in runs:
                 run.waiting, run.thread = True, threading.get_ident()
             with self._lock:
+                self._note_return(runs)
                 while any(run.waiting and run.n_missing for run in runs):
                     cache, step = self._opened()
                     self._check_running(runs)
                     self._settle_finished()
+                    if wait and self._wait_for_company():
+                        continue
                     parts = self._assemble(cache, runs)
                     if parts:
-                        _evaluate(cache, step, parts)
+                        self._evaluate(cache, step, parts)
                     elif wait:
                         self._changed.wait(_POLL_SECONDS)
                     if not wait:
@@ -293,6 +305,39 @@ class Engine:
                 cache.truncate(run.sequence, min(run.n_agreed, len(run.tokens)))
                 (cache.keep if keep else cache.free)(run.sequence)
                 self._changed.notify_all()
+
+    def _note_return(self, runs: Sequence[Run]) -> None:
+        """Notes how soon after the last step the callers of these runs are back.  The lock is held."""
+        now = time.monotonic()
+        for run in runs:
+            if run in self._company:
+                run.is_quick = now < self._wait_until
+        if not any(run.is_quick and not run.waiting for run in self._company):
+            self._changed.notify_all()
+
+    def _wait_for_company(self) -> bool:
+        """Waits for runs of the last batch that may be back soon, without the lock; says whether it did."""
+        thread = threading.get_ident()
+        missing = [
+            run
+            for run in self._company
+            if run.is_quick and not run.waiting and run.thread != thread and run in self._runs
+        ]
+        seconds = self._wait_until - time.monotonic()
+        if missing and seconds > 0:
+            self._changed.wait(seconds)
+            return True
+        for run in missing:
+            run.is_quick = False  # until it was back in time again
+        return False
+
+    def _evaluate(self, cache: PagedCache, step: Step, parts: Sequence[_Part]) -> None:
+        begin = time.monotonic()
+        _evaluate(cache, step, parts)
+        end = time.monotonic()
+        self._company = [part.run for part in parts]
+        self._wait_until = end + min(_PART_OF_STEP * (end - begin), _MOST_SECONDS)
+        self._changed.notify_all()
 
     def _assemble(self, cache: PagedCache, own: Sequence[Run]) -> list[_Part]:
         """The next batch: the tokens of one's own runs, those that others wait for, and drafts in what is left."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.chat.source import TemplateSource
 from localllm.checks import mappings, token_ids
 from localllm.completion import Completion, Stream
 from localllm.drafting.costs import StepCosts
@@ -24,7 +23,7 @@ from localllm.generation import Generation
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.ops import CacheType
-from localllm.loading import LoadOptions, compile_template, load_parts
+from localllm.loading import LoadOptions, Parts, compile_template, load_parts
 from localllm.options import Options, Request
 from localllm.progress import LoadProgress, default_progress
 from localllm.sampling import make_sampler
@@ -100,15 +99,7 @@ def load(
     parts = load_parts(options)
     for message in parts.warnings:
         warnings.warn(message, stacklevel=2)
-    return LLM(
-        parts.tokenizer,
-        parts.engine,
-        parts.info,
-        parts.template_source,
-        parts.template,
-        draft_engine=parts.draft_engine,
-        on_close=parts.end_threads,
-    )
+    return LLM(parts)
 
 
 class LLM:
@@ -120,26 +111,15 @@ class LLM:
     Everything raises `ClosedError` after `close`.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        engine: Engine,
-        info: ModelInfo,
-        template_source: TemplateSource,
-        template: ChatTemplate | None = None,
-        *,
-        draft_engine: Engine | None = None,
-        on_close: Callable[[], object] = lambda: None,
-    ) -> None:
-        """``template``: that of ``template_source``, if it was compiled already; ``draft_engine``: the guesser."""
-        self._on_close = on_close
-        self._draft_engine = draft_engine
+    def __init__(self, parts: Parts) -> None:
+        self._tokenizer = parts.tokenizer
+        self._engine: Engine | None = parts.engine
+        self._draft_engine = parts.draft_engine
+        self._end_threads = parts.end_threads
+        self._info = parts.info
+        self._template_source = parts.template_source
+        self._template = parts.template
         self._costs = StepCosts()
-        self._tokenizer = tokenizer
-        self._engine: Engine | None = engine
-        self._info = info
-        self._template_source = template_source
-        self._template = template
 
     @property
     def info(self) -> ModelInfo:
@@ -287,7 +267,7 @@ class LLM:
             engine.close()
             if self._draft_engine is not None:
                 self._draft_engine.close()
-            self._on_close()
+            self._end_threads()
 
     def __enter__(self) -> Self:
         self._opened()

@@ -45,16 +45,16 @@ class LoadOptions:
         UsageError: one is of the wrong type or out of range.
     """
 
-    path: str | os.PathLike[str] | None = None
-    device: str = "auto"
-    context: int | None = None
-    threads: int | None = None
-    isa: str | None = None
-    parallel: int = 1
-    cache_type: CacheType = "f16"
-    chat_template: str | None = None
-    draft_model: str | os.PathLike[str] | None = None
-    progress: LoadProgress | None = None
+    path: str | os.PathLike[str] | None
+    device: str
+    context: int | None
+    threads: int | None
+    isa: str | None
+    parallel: int
+    cache_type: CacheType
+    chat_template: str | None
+    draft_model: str | os.PathLike[str] | None
+    progress: LoadProgress | None
 
     def __post_init__(self) -> None:
         text("device", self.device)
@@ -76,7 +76,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Parts:
-    """What an `localllm.LLM` is made of.
+    """What a `localllm.LLM` is made of.
 
     Attributes:
         template_source: of the chat template.

@@ -99,6 +99,7 @@ class Placement:
         context: tokens that a sequence can hold.
         parallel: how many sequences of that length the cache has room for.
         cache_type: what keys and values are kept in.
+        overhead: bytes that the program itself takes, beside any model.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -106,6 +107,7 @@ class Placement:
     context: int
     parallel: int
     cache_type: CacheType = "f16"
+    overhead: int = OVERHEAD_BYTES
 
     @property
     def weights(self) -> int:
@@ -118,7 +120,7 @@ class Placement:
     @property
     def total(self) -> int:
         """Bytes of memory in all."""
-        return self.weights + self.kv_cache + self.scratch + OVERHEAD_BYTES
+        return self.weights + self.kv_cache + self.scratch + self.overhead
 
     @property
     def multiplied(self) -> int:
@@ -191,8 +193,8 @@ class Demand:
         return Placement(groups, scratch_bytes(self.config, context), context, self.parallel, self.cache_type)
 
     def as_draft(self, context: int) -> Placement:
-        """The same of a draft model, for a model of so much context: no more than it was trained on helps it."""
-        return self.at(min(context, self.config.context_length))
+        """The same of a draft model, beside a model of so much context: no more than it was trained on helps it."""
+        return replace(self.at(min(context, self.config.context_length)), overhead=0)
 
 
 def plan(demand: Demand, available: int, context: int | None = None) -> Placement:

@@ -82,13 +82,17 @@ class Folding:
                 bit += n
         return order
 
+    @functools.cached_property
+    def _inverse(self) -> NDArray[np.intp]:
+        return np.argsort(self.order)
+
     def fold(self, codes: Bytes) -> Bytes:
         """The bytes that hold a block's codes in a file, uint8 [..., n], folded: as many."""
         return _reordered(codes, self.order)
 
     def unfold(self, folded: Bytes) -> Bytes:
         """The inverse of `fold`."""
-        return _reordered(folded, np.argsort(self.order))
+        return _reordered(folded, self._inverse)
 
 
 def _reordered(data: Bytes, order: NDArray[np.intp]) -> Bytes:

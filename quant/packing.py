@@ -18,6 +18,7 @@ of x86 and Arm want.  Codes whose bits a file keeps in several places are folded
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,25 @@ from localllm.quant.types import GGMLType
 GROUP = 16
 
 Bytes = NDArray[np.uint8]
+
+
+class Part(NamedTuple):
+    """A part of a block.
+
+    Attributes:
+        offset, length: its bytes in the block.
+        unit: bytes of what is transposed, 2 or 4.
+        folding: how its bytes are folded before, or None.
+    """
+
+    offset: int
+    length: int
+    unit: int
+    folding: Folding | None = None
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
 
 
 @dataclass(frozen=True)
@@ -65,6 +85,15 @@ class TileLayout:
         """Bytes of a packed matrix [n, k]."""
         return -(-n // GROUP) * (k // self.columns) * self.tile_bytes
 
+    @property
+    def parts(self) -> list[Part]:
+        """The parts of a block in the order of a tile."""
+        halves = [Part(offset, 2, 2) for offset in self.halves]
+        words = [Part(offset, length, 4) for offset, length in self.words]
+        if self.folding is not None:
+            words[-1] = words[-1]._replace(folding=self.folding)
+        return halves + words
+
     def pack(self, rows: Bytes, out: Bytes) -> None:
         """Packs whole groups of rows.
 
@@ -79,43 +108,31 @@ class TileLayout:
         blocks = rows.reshape(groups, GROUP, n_blocks, self.block_bytes)
         tiles = out.reshape(groups, n_blocks, self.tile_bytes)
         place = 0
-        for offset in self.halves:
-            place = _transpose(blocks[..., offset : offset + 2], tiles, place, np.dtype("<u2"))
-        for run in self.words:
-            part = blocks[..., run[0] : sum(run)]
-            if self.folding and run == self.words[-1]:
-                part = self.folding.fold(part)
-            place = _transpose(part, tiles, place, np.dtype("<u4"))
+        for part in self.parts:
+            data = blocks[..., part.offset : part.end]
+            if part.folding is not None:
+                data = part.folding.fold(data)
+            place = _transpose(data, tiles, place, np.dtype(f"<u{part.unit}"))
 
     def unpack(self, packed: Bytes, n: int) -> Bytes:
         """The raw blocks, uint8 [n, bytes per row], that `pack` was given."""
         groups = -(-n // GROUP)
-        tiles = packed.reshape(groups, -1, self.tile_bytes)
-        blocks = np.empty((groups, GROUP, tiles.shape[1], self.block_bytes), np.uint8)
-        place = 0
-        for offset in self.halves:
-            place = _untranspose(tiles, place, blocks[..., offset : offset + 2], 2)
-        for run in self.words:
-            part = blocks[..., run[0] : sum(run)]
-            place = _untranspose(tiles, place, part, 4)
-            if self.folding and run == self.words[-1]:
-                part[...] = self.folding.unfold(part)
-        return blocks.reshape(groups * GROUP, -1)[:n]
+        k = packed.size // (groups * self.tile_bytes) * self.columns
+        return self.unpack_rows(packed, k, np.arange(n))
 
     def unpack_rows(self, packed: Bytes, k: int, rows: NDArray[np.integer]) -> Bytes:
         """The raw blocks, uint8 [len(rows), bytes per row], of single rows of a packed matrix with ``k`` columns."""
         tiles = packed.reshape(-1, k // self.columns, self.tile_bytes)
         group, lane = np.divmod(rows, GROUP)
         blocks = np.empty((len(rows), tiles.shape[1], self.block_bytes), np.uint8)
-        parts = [(offset, 2, 2) for offset in self.halves] + [(*word, 4) for word in self.words]
         place = 0
-        for offset, length, size in parts:
-            end = place + length * GROUP
-            units = tiles[..., place:end].reshape(*tiles.shape[:2], -1, GROUP, size)
-            part = units[group, :, :, lane].reshape(len(rows), -1, length)
-            if self.folding and (offset, length) == self.words[-1]:
-                part = self.folding.unfold(part)
-            blocks[..., offset : offset + length] = part
+        for part in self.parts:
+            end = place + part.length * GROUP
+            units = tiles[..., place:end].reshape(*tiles.shape[:2], -1, GROUP, part.unit)
+            data = units[group, :, :, lane].reshape(len(rows), -1, part.length)
+            if part.folding is not None:
+                data = part.folding.unfold(data)
+            blocks[..., part.offset : part.end] = data
             place = end
         return blocks.reshape(len(rows), -1)
 
@@ -125,13 +142,6 @@ def _transpose(part: Bytes, tiles: Bytes, place: int, unit: np.dtype[np.unsigned
     units = np.ascontiguousarray(part).view(unit).transpose(0, 2, 3, 1)
     end: int = place + units.shape[2] * GROUP * unit.itemsize
     tiles[..., place:end] = np.ascontiguousarray(units).view(np.uint8).reshape(*tiles.shape[:2], -1)
-    return end
-
-
-def _untranspose(tiles: Bytes, place: int, part: Bytes, size: int) -> int:
-    end: int = place + part.shape[-1] * GROUP
-    units = tiles[..., place:end].reshape(*tiles.shape[:2], -1, GROUP, size)
-    part[...] = units.transpose(0, 3, 1, 2, 4).reshape(part.shape)
     return end
 
 

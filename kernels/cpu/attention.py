@@ -5,8 +5,9 @@ H / G query heads of the group; row number t * (H / G) + h of a sequence is its 
 
 The cache is cut into spans of `SPAN` positions.  A tile takes the spans that it sees one after the other, and each in
 three passes: scores of all its pages; from them weights, exp(score - largest); and the values' weighted sums.  Each
-page is read once for all rows of a tile.  All passes ask memory, at an even pace, for a page that comes later: keys
-for the next one, and weights and values for the one after that, since they began with the first two at hand.
+page is read once for all rows of a tile.  At an even pace, each pass fetches what comes after it: while a page is
+scored, the next page of keys (at the end, the first of values); while weights are made, the second page of values;
+while values are added, the page after the next (at the end, the next span's first keys).
 
 What the cache keeps is widened as it is multiplied.  Scales, where its type has them, are a factor of sums over 32
 head values, for keys, and of the weights, for values: that takes fewer operations than to scale keys and values.
@@ -34,12 +35,12 @@ from localllm.kernels.cpu.simd import (
     load_f32x16,
     load_i32,
     load_i64,
+    load_splat_f32,
     max_lanes,
     maximum,
     prefetch,
     select_between,
     splat,
-    splat_f32,
     splat_int,
     stack,
     store_f32,
@@ -67,6 +68,11 @@ def state_bytes(head: int) -> int:
     return 4 * head + 128
 
 
+def state_constants(head: int) -> dict[str, int]:
+    """Where what `state_bytes` says lies."""
+    return {"HEAD": head, "LARGEST": 4 * head, "TOTAL": 4 * head + 64, "STATE": state_bytes(head)}
+
+
 def constants(layout: CacheLayout, head: int, *, wide: bool) -> dict[str, Any]:
     """What `attention` is compiled for.
 
@@ -76,9 +82,8 @@ def constants(layout: CacheLayout, head: int, *, wide: bool) -> dict[str, Any]:
     """
     vectors = 2 if wide else 1
     return {
-        "HEAD": head,
+        **state_constants(head),
         "BLOCK": layout.block_bytes(head),
-        "STATE": state_bytes(head),
         # Rows, and vectors of scores or of head values, that are computed at once: their sums fill the registers.
         "ROWS": 8 if wide else 4,
         "VECTORS": vectors,
@@ -126,7 +131,7 @@ def add_products(total: Registers, x, x_step, matrix, step, vectors, n, ahead, p
         for v in static_range(vectors):
             entry[v] = LOAD(matrix + step * i + 16 * SIZE * v)
         for r in static_range(ROWS):
-            factor = splat_f32(x + x_step * r + 4 * i)
+            factor = load_splat_f32(x + x_step * r + 4 * i)
             for v in static_range(vectors):
                 total[r, v] = fma(entry[v], factor, total[r, v])
 
@@ -193,7 +198,7 @@ def mask_page(scores, limits, position):
 
 
 @template
-def soften(scores, n, state, ahead, n_ahead):
+def softmax_weights(scores, n, state, ahead, n_ahead):
     """Turns a row's ``n`` bytes of scores into weights exp(score - largest); notes the largest and the total.
 
     Begins to read ``n_ahead`` bytes from ``ahead`` on.
@@ -212,8 +217,8 @@ def soften(scores, n, state, ahead, n_ahead):
         weight = exp(load_f32x16(scores + i) - largest)
         total = total + weight
         store_f32x16(scores + i, weight)
-    store_f32x16(state + 4 * HEAD, largest)
-    store_f32x16(state + 4 * HEAD + 64, total)
+    store_f32x16(state + LARGEST, largest)
+    store_f32x16(state + TOTAL, total)
 
 
 @template
@@ -222,8 +227,8 @@ def clear(state, n_rows):
     for r in range(n_rows):
         for i in range(0, 4 * HEAD, 64):
             store_f32x16(state + STATE * r + i, zero_f32x16())
-        store_f32x16(state + STATE * r + 4 * HEAD, splat(LOWEST))
-        store_f32x16(state + STATE * r + 4 * HEAD + 64, zero_f32x16())
+        store_f32x16(state + STATE * r + LARGEST, splat(LOWEST))
+        store_f32x16(state + STATE * r + TOTAL, zero_f32x16())
 
 
 @template
@@ -231,14 +236,14 @@ def merge(state, span, n_rows):
     """Adds to the rows' states what they came to in a span."""
     for r in range(n_rows):
         ours, theirs = state + STATE * r, span + STATE * r
-        a, b = load_f32x16(ours + 4 * HEAD), load_f32x16(theirs + 4 * HEAD)
+        a, b = load_f32x16(ours + LARGEST), load_f32x16(theirs + LARGEST)
         top = maximum(a, b)
         keep, add = exp(a - top), exp(b - top)
         for i in range(0, 4 * HEAD, 64):
             store_f32x16(ours + i, fma(load_f32x16(theirs + i), add, load_f32x16(ours + i) * keep))
-        store_f32x16(ours + 4 * HEAD, top)
-        total = load_f32x16(ours + 4 * HEAD + 64) * keep
-        store_f32x16(ours + 4 * HEAD + 64, fma(load_f32x16(theirs + 4 * HEAD + 64), add, total))
+        store_f32x16(ours + LARGEST, top)
+        total = load_f32x16(ours + TOTAL) * keep
+        store_f32x16(ours + TOTAL, fma(load_f32x16(theirs + TOTAL), add, total))
 
 
 @template
@@ -247,7 +252,7 @@ def write_rows(state, n_rows, first_row, start, head, group_size, head_dim, out,
     for r in range(n_rows):
         row = first_row + r
         place = out + (start + row // group_size) * stride + 4 * (head * group_size + row % group_size) * head_dim
-        share = ONE / sum_lanes(load_f32x16(state + STATE * r + 4 * HEAD + 64))
+        share = ONE / sum_lanes(load_f32x16(state + STATE * r + TOTAL))
         for i in range(head_dim):
             store_f32(place + 4 * i, load_f32(state + STATE * r + 4 * i) * share)
 
@@ -272,7 +277,7 @@ def score_span(queries, n_rows, limits, keys, table, page_bytes, low, high, scor
 
 
 @template
-def soften_span(scores, n_rows, limits, low, high, states, ahead):
+def span_weights(scores, n_rows, limits, low, high, states, ahead):
     """Turns the rows' scores of pages low … high of a span into weights, where each group of ROWS rows has any.
 
     Begins to read a block from ``ahead`` on.
@@ -284,7 +289,7 @@ def soften_span(scores, n_rows, limits, low, high, states, ahead):
         stop = min(high, load_i64(first + 16 * (ROWS - 1) + 8) // PAGE + 1)
         if begin < stop:
             place = scores + SCORES * r + 4 * PAGE * (begin % SPAN_PAGES)
-            soften(place, 4 * PAGE * (stop - begin), states + STATE * r, ahead + share * r, share)
+            softmax_weights(place, 4 * PAGE * (stop - begin), states + STATE * r, ahead + share * r, share)
 
 
 @template
@@ -318,7 +323,7 @@ def attend_spans(queries, n_rows, limits, keys, values, table, page_bytes, first
         ahead = block_at(values, table, low, page_bytes)
         score_span(queries, n_rows, limits, keys, table, page_bytes, low, high, scores, ahead)
         ahead = block_at(values, table, min(low + 1, high - 1), page_bytes)
-        soften_span(scores, n_rows, limits, low, high, span_state, ahead)
+        span_weights(scores, n_rows, limits, low, high, span_state, ahead)
         ahead = block_at(keys, table, min(high, n_pages - 1), page_bytes)
         add_span(scores, n_rows, limits, values, table, page_bytes, low, high, scaled, span_state, ahead)
         merge(state, span_state, n_rows)

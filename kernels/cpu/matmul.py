@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from localllm.kernels.cpu.compiler import kernel
-from localllm.kernels.cpu.simd import fma, load_f32x16, load_i64, splat_f32, stack, store_f32x16, zero_f32x16
+from localllm.kernels.cpu.simd import fma, load_f32x16, load_i64, load_splat_f32, stack, store_f32x16, zero_f32x16
 from localllm.kernels.cpu.templates import device, static_range, template
-from localllm.kernels.cpu.tiles import RECORD, TOKENS, X_STEP, fetch_ahead, multiply_block
+from localllm.kernels.cpu.tiles import FETCH_AHEAD, RECORD, TOKENS, X_STEP, fetch_ahead, multiply_block
 
 #: Tokens that a group of rows is multiplied with before the next one's turn, a multiple of `TOKENS`: as many as have
 #: their activations in the second nearest cache.
@@ -51,15 +51,15 @@ def one_token(tiles, n_tiles, x, bias, residual, y, rows):
 
 
 @template
-def multiply_slab(n, sums, slab, n_blocks, x, next_x):
+def multiply_slab(n, sums, slab, n_blocks, x, ahead, step):
     """sums[i] += the slab's blocks times token i of the tile of activations at x, for n tokens.
 
-    The next tile of tokens is ``next_x`` bytes further on; 0 where there is none.
+    Meanwhile it begins to read what stands at ``ahead``, ``step`` bytes for each block.
     """
     for i in static_range(n):
         acc[i] = load_f32x16(sums + 64 * i)
     for b in range(n_blocks):
-        multiply_block(acc, n, slab + b * BLOCK_BYTES, x + b * X_STEP, next_x)
+        multiply_block(acc, n, slab + b * BLOCK_BYTES, x + b * X_STEP, ahead + b * step)
     for i in static_range(n):
         store_f32x16(sums + 64 * i, acc[i])
 
@@ -69,7 +69,9 @@ def several_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
     """sums = sixteen rows times so many tokens, whose activations begin at x.
 
     A slab of the rows is unpacked into memory that stays in the nearest cache, and multiplied with all tokens: whole
-    tiles of them, or half of one.  (What comes out for tokens that are not there is not looked at.)
+    tiles of them, or half of one.  (What comes out for tokens that are not there is not looked at.)  Meanwhile the
+    next tile of tokens is fetched, whose activations do not all fit into that cache; with the last one, the weights
+    that would else be asked for all at once when the next slab is unpacked.
     """
     for token in range(0, n_tokens, TOKENS):
         for i in static_range(TOKENS):
@@ -77,15 +79,18 @@ def several_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
     stride = n_tiles * (BLOCKS * X_STEP)  # of a tile of tokens
     for first in range(0, n_tiles, SLAB // BLOCKS):
         n = min(SLAB // BLOCKS, n_tiles - first)
-        for tile in range(n):
+        for tile in range(n):  # into the slab, without a sum
             UNPACK(none, tiles + (first + tile) * TILE_BYTES, slab + tile * (BLOCKS * BLOCK_BYTES), BLOCK_BYTES)
         records = x + first * (BLOCKS * X_STEP)
+        weights = tiles + (first + n) * TILE_BYTES + FETCH_AHEAD
         if n_tokens <= HALF_TILE:
-            multiply_slab(HALF_TILE, sums, slab, n * BLOCKS, records, 0)
+            multiply_slab(HALF_TILE, sums, slab, n * BLOCKS, records, weights, TILE_BYTES // BLOCKS)
         else:
             for token in range(0, n_tokens, TOKENS):
-                next_x = stride if token + TOKENS < n_tokens else 0
-                multiply_slab(TOKENS, sums + 64 * token, slab, n * BLOCKS, records, next_x)
+                ahead, step = records + stride, X_STEP
+                if token + TOKENS >= n_tokens:
+                    ahead, step = weights, TILE_BYTES // BLOCKS
+                multiply_slab(TOKENS, sums + 64 * token, slab, n * BLOCKS, records, ahead, step)
                 records += stride
 
 
@@ -122,7 +127,7 @@ def one_float_token(tiles, n_in, x, bias, residual, y, rows):
     for g in static_range(FLOAT_GROUPS):
         acc[g] = zero_f32x16()
     for k in range(n_in):
-        value = splat_f32(x + 4 * k)
+        value = load_splat_f32(x + 4 * k)
         for g in static_range(FLOAT_GROUPS):
             column = tiles + (g * n_in + k) * COLUMN_BYTES
             fetch_ahead(column, COLUMN_BYTES)
@@ -142,7 +147,7 @@ def multiply_float_slab(n, sums, slab, n_columns, x, x_stride, most):
         for g in static_range(FLOAT_GROUPS):
             w[g] = load_f32x16(slab + 64 * (FLOAT_GROUPS * k + g))
         for i in static_range(n):
-            value = splat_f32(row[i] + 4 * k)
+            value = load_splat_f32(row[i] + 4 * k)
             for g in static_range(FLOAT_GROUPS):
                 acc[g, i] = fma(w[g], value, acc[g, i])
     for i in static_range(n):

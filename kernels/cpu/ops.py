@@ -125,7 +125,7 @@ class CPUCache:
 
     @property
     def constants(self) -> dict[str, int]:
-        """What kernels that read or write it are compiled for."""
+        """What the kernel that appends to it is compiled for."""
         return {"HEAD": self.head, "BLOCK": self.keys.shape[3]}
 
     @property
@@ -674,8 +674,7 @@ class CPUOps(Ops):
                 arguments,
                 heads,
                 N_MERGED,
-                HEAD=cache.head,
-                STATE=state_bytes(cache.head),
+                **attention_kernels.state_constants(cache.head),
             )
         return out
 

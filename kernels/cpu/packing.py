@@ -2,6 +2,7 @@
 
 One kernel serves every format.  A layout becomes a table of moves, each of which transposes a part of sixteen rows'
 blocks into a tile: 16 bytes of every row at once where words lie side by side, one word or one half where not.
+Codes that are to be folded (`localllm.quant.folding`) are transposed aside, and folded into the tile from there.
 
     16 rows, 16 bytes of each          four vectors
     row 0:  a0 b0 c0 d0                a0 a1 a2 … a15
@@ -31,7 +32,7 @@ from localllm.quant.types import GGMLType
 
 #: Bytes of a row that the widest moves take.
 WIDE = 16
-#: What a move transposes: sixteen bytes of words or of halves, one word of codes or of bit planes, one half.
+#: What a move transposes: sixteen bytes of words or of halves, one word of scales or of bit planes, one half.
 WORDS, HALVES, WORD, PLANES, HALF = range(5)
 #: Bytes of a move in the table: what it is, where in the blocks it reads, where in the tile it writes, and 1 if it
 #: writes not into the tile but aside, to be folded.
@@ -183,8 +184,8 @@ def pack_groups(begin, end, rows, row_bytes, n_blocks, block_bytes, moves, n_mov
     """Packs groups of sixteen rows; a unit is a group.
 
     rows: blocks, ``n_blocks`` of ``block_bytes`` a row.  moves: int64 [n_moves, 4], as `moves` makes them.
-    BITS: of codes that are folded, or 0.  Then CODES reads those of 32 columns as a file has them, COLUMNS are a
-    block's, and FOLDED says where in a tile they go.
+    BITS: of codes that are folded; 0 where none are.  CODES reads those of 32 columns as a file has them, COLUMNS are
+    a block's, and FOLDED says where in a tile they go.
     """
     aside = stack(GROUP * COLUMNS * BITS // 8)
     for group in range(begin, end):
@@ -224,20 +225,19 @@ def moves(layout: TileLayout) -> tuple[int, list[tuple[int, int, int, int]]]:
     if layout.block_bytes < WIDE:
         return WIDE, [(HALVES if layout.halves else WORDS, 0, 0, 0)]
     table, place = [], 0
-    for offset in layout.halves:
-        table.append((HALF, offset, place, 0))
-        place += 2 * GROUP
-    for offset, length in layout.words:
-        aside = int(layout.folding is not None and (offset, length) == layout.words[-1])
+    for part in layout.parts:
+        aside = int(part.folding is not None)
         if aside:
             place = 0
-        odd = length % WIDE  # of codes that are folded, a word of fifth bits
-        for at in range(offset, offset + odd, 4):
-            table.append((PLANES if aside else WORD, at, place, aside))
-            place += 4 * GROUP
-        for at in range(offset + odd, offset + length, WIDE):
-            table.append((WORDS, at, place, aside))
-            place += WIDE * GROUP
+        if part.unit == 2:
+            table.append((HALF, part.offset, place, aside))
+        else:
+            odd = part.length % WIDE  # of codes that are folded, a word of fifth bits
+            for at in range(0, odd, 4):
+                table.append((PLANES if aside else WORD, part.offset + at, place + GROUP * at, aside))
+            for at in range(odd, part.length, WIDE):
+                table.append((WORDS, part.offset + at, place + GROUP * at, aside))
+        place += part.length * GROUP
     return layout.block_bytes, table
 
 
@@ -249,7 +249,7 @@ def _folding(layout: TileLayout) -> dict[str, Any]:
         "BITS": layout.folding.bits,
         "COLUMNS": layout.folding.columns,
         "CODES": FILE_CODES[layout.type],
-        "FOLDED": layout.tile_bytes - GROUP * layout.words[-1][1],
+        "FOLDED": layout.tile_bytes - GROUP * layout.parts[-1].length,
     }
 
 

@@ -24,8 +24,8 @@ from localllm.kernels.cpu.simd import (
     load_f32x16,
     load_i8x64,
     load_i32x16,
+    load_splat_f32,
     prefetch,
-    splat_f32,
     store_f32,
     store_i32,
     sum_int_lanes,
@@ -140,7 +140,7 @@ def multiply_floats(begin, end, weights, x, sums):
         for c in static_range(CHAINS):
             total[c] = zero_f32x16()
         for i in range(ROUNDS):
-            value = splat_f32(x + i % PERIOD * 4)
+            value = load_splat_f32(x + i % PERIOD * 4)
             for c in static_range(CHAINS):
                 total[c] = fma(w[c], value, total[c])
         for c in static_range(CHAINS - 1):

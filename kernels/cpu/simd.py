@@ -209,7 +209,7 @@ def splat(b, value):
 
 
 @op(f32x16, intp)
-def splat_f32(b, address):
+def load_splat_f32(b, address):
     """The float32 at an address, in every lane."""
     return broadcast(b, load(b, address, f32), 16)
 
@@ -220,7 +220,7 @@ def zero_f32x16(b):
 
 
 @op(i32x16, intp)
-def splat_i32(b, address):
+def load_splat_i32(b, address):
     """The int32 at an address, in every lane."""
     return broadcast(b, load(b, address, i32), 16)
 

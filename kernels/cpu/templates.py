@@ -7,7 +7,8 @@ A template may use, besides what numba compiles,
 * ``x[i]``, ``x[i, j]`` with constant indices: not memory, but variables of their own (``x_0``, ``x_1_2``), which is
   how an array of SIMD registers is written;
 * ``if CONSTANT:``, of which only the branch taken remains;
-* ``f(*w[0:8])`` for ``f(w[0], …, w[7])``, and ``w[0:8] = f()`` for ``w[0], …, w[7] = f()``;
+* ``f(*w[0:8])`` for ``f(w[0], …, w[7])``, and ``w[0:8] = f()`` for ``w[0], …, w[7] = f()``,
+  where f ends with ``return (*w[0:8],)``;
 * ``step(x, address)`` as a statement, where ``step`` is itself a template: its body is written in place of the call.
   A parameter annotated `Registers` is the caller's array itself.
 

@@ -16,7 +16,8 @@ columns each, and vectors s[0] … with the rows' scales, as many as the format'
                    unit of minima
 
 where a token's activations in these columns are d * q, and q lies in -127 … 127; with two scales, each is for 16 of
-the columns.  Codes are unsigned; what a format subtracts from them is part of its minima, if it has some.  The tiles
+the columns.  Codes are unsigned but in Signed and Halves; what a format subtracts from them is part of its minima,
+if it has some.  Whole scales stand twice in each lane of s, as numbers of 16 bits.  The tiles
 are drawn in `localllm.quant.packing`, the blocks of the files in `localllm.quant.legacy`, `localllm.quant.kquants`
 and `localllm.quant.lut`.
 
@@ -25,7 +26,7 @@ down first, to be multiplied with all of them (`multiply_block`):
 
     0          512          576
     [ w[0] … w[7] ][ s[0] ][ s[1] ] …
-      64 int8 each  f32 x 16
+      64 int8 each  16 x 32 bits
 
 **Activations** come in tiles too, of `TOKENS` tokens by 32 columns, so that one address serves all of a tile's
 tokens.  Each token has a record of 44 bytes in it:
@@ -34,7 +35,7 @@ tokens.  Each token has a record of 44 bytes in it:
     [ 32 q  ][ d  ][ sum(q) ][ sum of the first 16 ][ sum of the others ]
       int8    f32    f32       int16                  int16
 
-Products of codes, whole scales and activations are exact, and so are most of their sums: below 2^24.
+Products of codes, whole scales and activations are exact, and so are their sums while below 2^24.
 """
 
 from __future__ import annotations
@@ -78,13 +79,13 @@ from localllm.kernels.cpu.simd import (
     load_f32x16,
     load_i8x64,
     load_i32x16,
+    load_splat_f32,
+    load_splat_i32,
     mask,
     prefetch,
     shift_left,
     shift_right,
     splat,
-    splat_f32,
-    splat_i32,
     store_f32x16,
     store_i8x64,
     to_float,
@@ -117,49 +118,49 @@ FETCH_AHEAD = 4096
 def add_codes(acc, x, scale, minimum, w0, w1, w2, w3, w4, w5, w6, w7):
     """Unsigned codes with a scale and a minimum; DOT is their width's product."""
     total = scale * to_float(DOT(zero_i32x16(), w0, w1, w2, w3, w4, w5, w6, w7, x))
-    total = fma(minimum, splat_f32(x + SUM), total)
-    return fma(total, splat_f32(x + D), acc)
+    total = fma(minimum, load_splat_f32(x + SUM), total)
+    return fma(total, load_splat_f32(x + D), acc)
 
 
 @device
 def add_scaled(acc, x, scale, unit, minimum, w0, w1, w2, w3, w4, w5, w6, w7):
     """Unsigned codes with a whole scale, in units of ``unit``, and a minimum."""
     total = unit * DOT(zero_i32x16(), as_int(scale), w0, w1, w2, w3, w4, w5, w6, w7, x)
-    total = fma(minimum, splat_f32(x + SUM), total)
-    return fma(total, splat_f32(x + D), acc)
+    total = fma(minimum, load_splat_f32(x + SUM), total)
+    return fma(total, load_splat_f32(x + D), acc)
 
 
 @device
 def add_signed(acc, x, scale, w0, w1, w2, w3, w4, w5, w6, w7):
     """Signed bytes with a scale."""
-    sum_x = to_int_rounded(splat_f32(x + SUM))
+    sum_x = to_int_rounded(load_splat_f32(x + SUM))
     total = scale * to_float(dot32_s8(zero_i32x16(), w0, w1, w2, w3, w4, w5, w6, w7, x, sum_x))
-    return fma(total, splat_f32(x + D), acc)
+    return fma(total, load_splat_f32(x + D), acc)
 
 
 @device
 def add_halves(acc, x, first, second, w0, w1, w2, w3, w4, w5, w6, w7):
     """Signed bytes with a scale for each sixteen columns."""
-    sums = splat_i32(x + SUMS)
+    sums = load_splat_i32(x + SUMS)
     lo = dot16_s8(zero_i32x16(), w0, w1, w2, w3, x, low_number(sums))
     hi = dot16_s8(zero_i32x16(), w4, w5, w6, w7, x + 16, high_number(sums))
-    return fma(fma(second, to_float(hi), first * to_float(lo)), splat_f32(x + D), acc)
+    return fma(fma(second, to_float(hi), first * to_float(lo)), load_splat_f32(x + D), acc)
 
 
 @device
 def add_sixteens(acc, x, first, second, offsets, unit, w0, w1, w2, w3, w4, w5, w6, w7):
     """Unsigned codes, less an offset, with a whole scale for each sixteen columns, in units of ``unit``."""
-    less = zero_i32x16() - multiply_pairs(as_int(offsets), splat_i32(x + SUMS))
+    less = zero_i32x16() - multiply_pairs(as_int(offsets), load_splat_i32(x + SUMS))
     total = unit * DOT(less, as_int(first), as_int(second), w0, w1, w2, w3, w4, w5, w6, w7, x)
-    return fma(total, splat_f32(x + D), acc)
+    return fma(total, load_splat_f32(x + D), acc)
 
 
 @device
 def add_minima(acc, x, first, second, minima, unit, min_unit, w0, w1, w2, w3, w4, w5, w6, w7):
     """Unsigned codes with a whole scale and a whole minimum for each sixteen columns, and units of both."""
     total = unit * DOT(zero_i32x16(), as_int(first), as_int(second), w0, w1, w2, w3, w4, w5, w6, w7, x)
-    total = fma(min_unit, to_float(multiply_pairs(as_int(minima), splat_i32(x + SUMS))), total)
-    return fma(total, splat_f32(x + D), acc)
+    total = fma(min_unit, to_float(multiply_pairs(as_int(minima), load_splat_i32(x + SUMS))), total)
+    return fma(total, load_splat_f32(x + D), acc)
 
 
 @dataclass(frozen=True)
@@ -193,18 +194,17 @@ def take(acc: Registers, place, step, s: Registers, w: Registers):
 
 
 @template
-def multiply_block(acc: Registers, n, block, x, next_x):
+def multiply_block(acc: Registers, n, block, x, ahead):
     """acc[i] += the block written at ``block`` times token i of the tile of activations at x, for n tokens.
 
-    Meanwhile it fetches the activations that the block is multiplied with next, ``next_x`` bytes further on: all of
-    the tokens' do not fit into the nearest cache.
+    Meanwhile it begins to read what stands at ``ahead``, a line for each token.
     """
     for v in static_range(8):
         w[v] = load_i8x64(block + 64 * v)
     for v in static_range(N_SCALES):
         s[v] = load_f32x16(block + (CODE_BYTES + SCALE_BYTES * v))
     for i in static_range(n):
-        prefetch(x + next_x + RECORD * i)
+        prefetch(ahead + 64 * i)
         acc[i] = ADD(acc[i], x + RECORD * i, *s[0:N_SCALES], *w[0:8])
 
 
@@ -270,7 +270,7 @@ def look_up_nibbles(codes):
 
 
 @template
-def tile_q45_0(acc: Registers, tile, place, step):
+def unpack_q45_0(acc: Registers, tile, place, step):
     """Q4_0 and Q5_0."""
     fetch_ahead(tile, TILE_BYTES)
     w[0:8] = load_codes(tile + 32)
@@ -280,7 +280,7 @@ def tile_q45_0(acc: Registers, tile, place, step):
 
 
 @template
-def tile_q45_1(acc: Registers, tile, place, step):
+def unpack_q45_1(acc: Registers, tile, place, step):
     """Q4_1 and Q5_1."""
     fetch_ahead(tile, TILE_BYTES)
     w[0:8] = load_codes(tile + 64)
@@ -290,7 +290,7 @@ def tile_q45_1(acc: Registers, tile, place, step):
 
 
 @template
-def tile_q8_0(acc: Registers, tile, place, step):
+def unpack_q8_0(acc: Registers, tile, place, step):
     fetch_ahead(tile, TILE_BYTES)
     for v in static_range(8):
         w[v] = load_i8x64(tile + (32 + 64 * v))
@@ -299,7 +299,7 @@ def tile_q8_0(acc: Registers, tile, place, step):
 
 
 @template
-def tile_lut_32(acc: Registers, tile, place, step):
+def unpack_lut_32(acc: Registers, tile, place, step):
     fetch_ahead(tile, TILE_BYTES)
     w[0:8] = look_up_nibbles(tile + 32)
     s[0] = load_f16x16(tile)
@@ -307,7 +307,7 @@ def tile_lut_32(acc: Registers, tile, place, step):
 
 
 @template
-def tile_lut_16(acc: Registers, tile, place, step):
+def unpack_lut_16(acc: Registers, tile, place, step):
     fetch_ahead(tile, TILE_BYTES)
     w[0:8] = look_up_nibbles(tile + 64)
     s[0] = load_f16x16(tile)
@@ -319,7 +319,7 @@ def tile_lut_16(acc: Registers, tile, place, step):
 
 
 @template
-def tile_q45_k(acc: Registers, tile, place, step):
+def unpack_q45_k(acc: Registers, tile, place, step):
     """Each 32 columns have a six-bit scale and minimum.
 
     Of the twelve bytes that hold them, a, b and c are the vectors of words 0, 1 and 2: byte j of a and b has the
@@ -360,7 +360,7 @@ def load_sixteens(s: Registers, d, scales, n):
 
 
 @template
-def tile_q6_k(acc: Registers, tile, place, step):
+def unpack_q6_k(acc: Registers, tile, place, step):
     """Each 32 columns have two signed scales, of which a word holds four."""
     d = load_f16x16(tile)
     for pair in range(4):
@@ -374,7 +374,7 @@ def tile_q6_k(acc: Registers, tile, place, step):
 
 
 @template
-def tile_q3_k(acc: Registers, tile, place, step):
+def unpack_q3_k(acc: Registers, tile, place, step):
     """Each 32 columns have two six-bit scales, from which 32 is subtracted.
 
     Of the twelve bytes that hold them, a, b and c are the vectors of words 0, 1 and 2: the low nibbles of a, b and
@@ -399,7 +399,7 @@ def tile_q3_k(acc: Registers, tile, place, step):
 
 
 @template
-def tile_q2_k(acc: Registers, tile, place, step):
+def unpack_q2_k(acc: Registers, tile, place, step):
     """Four pairs of 32 columns: two of each 128 columns' four places in a byte.
 
     A pair's word holds a byte for each 16 columns, whose nibbles are their scale and their minimum.
@@ -423,45 +423,61 @@ def tile_q2_k(acc: Registers, tile, place, step):
 
 @dataclass(frozen=True)
 class Tile:
-    """A format's template, its kind of block, and what else the template is specialised with."""
+    """How a format's tiles are unpacked.
+
+    Attributes:
+        unpack: the template.
+        block: the kind of block that it makes.
+        bits: of a code.
+        dot: the product of a block's codes; None where the kind of block says which.
+        offset: what is subtracted from codes, a power of two or 0.
+        look_up: for formats whose codes are places in a table, what puts the values there.
+    """
 
     unpack: Template
     block: Block
-    own: tuple[tuple[str, Any], ...] = ()
+    bits: int = 8
+    dot: Any = None
+    offset: int = 0
+    look_up: Any = None
 
     @property
     def constants(self) -> dict[str, Any]:
-        block = {"ADD": self.block.add, "N_SCALES": self.block.n_scales, "BLOCK_BYTES": self.block.n_bytes}
-        return {"UNPACK": self.unpack, **block, **dict(self.own)}
-
-
-def _codes(bits: int, offset: int = 0) -> tuple[tuple[str, Any], ...]:
-    """Constants of codes of four or five bits, to which ``offset`` is added."""
-    dot = dot32_u4 if bits == 4 else dot32_u5
-    return ("BITS", bits), ("DOT", dot), ("OFFSET", np.float32(offset))
-
-
-def _k_codes(bits: int, dot: Any, log2_offset: int = 0) -> tuple[tuple[str, Any], ...]:
-    """Constants of codes with whole scales, from which 2 ** log2_offset may be subtracted."""
-    return ("BITS", bits), ("DOT", dot), ("LOG2_OFFSET", log2_offset)
+        """What kernels that read these tiles are specialised with."""
+        constants = {
+            "UNPACK": self.unpack,
+            "ADD": self.block.add,
+            "N_SCALES": self.block.n_scales,
+            "BLOCK_BYTES": self.block.n_bytes,
+            "BITS": self.bits,
+        }
+        if self.dot is not None:
+            constants["DOT"] = self.dot
+        if self.look_up is not None:
+            constants["LOOK_UP"] = self.look_up
+        if self.block is CODES:
+            constants["OFFSET"] = np.float32(-self.offset)
+        if self.block is SIXTEENS:
+            constants["LOG2_OFFSET"] = self.offset.bit_length() - 1
+        return constants
 
 
 def _lut_tile(table: Sequence[int], n_scales: int) -> Tile:
-    unpack, block = (tile_lut_32, SIGNED) if n_scales == 1 else (tile_lut_16, HALVES)
-    return Tile(unpack, block, (("LOOK_UP", lut_op(table)),))
+    unpack, block = (unpack_lut_32, SIGNED) if n_scales == 1 else (unpack_lut_16, HALVES)
+    return Tile(unpack, block, look_up=lut_op(table))
 
 
 TILES: dict[KernelType, Tile] = {
-    GGMLType.Q4_0: Tile(tile_q45_0, CODES, _codes(4, -8)),
-    GGMLType.Q4_1: Tile(tile_q45_1, CODES, _codes(4)),
-    GGMLType.Q5_0: Tile(tile_q45_0, CODES, _codes(5, -16)),
-    GGMLType.Q5_1: Tile(tile_q45_1, CODES, _codes(5)),
-    GGMLType.Q8_0: Tile(tile_q8_0, SIGNED),
+    GGMLType.Q4_0: Tile(unpack_q45_0, CODES, 4, dot32_u4, 8),
+    GGMLType.Q4_1: Tile(unpack_q45_1, CODES, 4, dot32_u4),
+    GGMLType.Q5_0: Tile(unpack_q45_0, CODES, 5, dot32_u5, 16),
+    GGMLType.Q5_1: Tile(unpack_q45_1, CODES, 5, dot32_u5),
+    GGMLType.Q8_0: Tile(unpack_q8_0, SIGNED),
     GGMLType.IQ4_NL: _lut_tile(IQ4_VALUES.tolist(), 1),
     **{t: _lut_tile(t.table, t.n_scales) for t in LUT_TYPES},
-    GGMLType.Q2_K: Tile(tile_q2_k, MINIMA, _k_codes(2, scaled_dot16_u2)),
-    GGMLType.Q3_K: Tile(tile_q3_k, SIXTEENS, _k_codes(3, scaled_dot16_u3, 2)),
-    GGMLType.Q4_K: Tile(tile_q45_k, SCALED, _k_codes(4, scaled_dot32_u4)),
-    GGMLType.Q5_K: Tile(tile_q45_k, SCALED, _k_codes(5, scaled_dot32_u5)),
-    GGMLType.Q6_K: Tile(tile_q6_k, SIXTEENS, _k_codes(6, scaled_dot16_u6, 5)),
+    GGMLType.Q2_K: Tile(unpack_q2_k, MINIMA, 2, scaled_dot16_u2),
+    GGMLType.Q3_K: Tile(unpack_q3_k, SIXTEENS, 3, scaled_dot16_u3, 4),
+    GGMLType.Q4_K: Tile(unpack_q45_k, SCALED, 4, scaled_dot32_u4),
+    GGMLType.Q5_K: Tile(unpack_q45_k, SCALED, 5, scaled_dot32_u5),
+    GGMLType.Q6_K: Tile(unpack_q6_k, SIXTEENS, 6, scaled_dot16_u6, 32),
 }

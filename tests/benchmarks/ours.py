@@ -18,17 +18,10 @@ from localllm.kernels.cpu.roofline import DOTS, Roofline
 from localllm.kernels.cpu.tiles import TILES
 from localllm.kernels.ops import CacheType, Weight
 from localllm.quant.repack import repack_target
-from localllm.quant.types import GGMLType
 from tests.benchmarks.results import FLOAT_FORMATS, FLOAT_TOLERANCE, QUANTISED_TOLERANCE, Array
 
 #: Bytes that a measurement of the bandwidth reads.
 READ_BYTES = 1 << 28
-
-_CODE_BITS = {
-    **dict.fromkeys((GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K), 4),
-    **dict.fromkeys((GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q5_K), 5),
-    GGMLType.Q6_K: 6,
-}
 
 
 class Ours:
@@ -157,5 +150,5 @@ def _products(matrix: Weight) -> Counter[int]:
     if kernel_type not in TILES:
         return Counter()
     n_out, n_in = matrix.shape
-    bits = _CODE_BITS.get(kernel_type, 8) if isinstance(kernel_type, GGMLType) else 8
+    bits = max(4, TILES[kernel_type].bits)  # narrower codes take the same instructions
     return Counter({bits: n_out * n_in})

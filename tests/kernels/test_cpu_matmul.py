@@ -251,7 +251,7 @@ def emulated_vpdpbusd(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
 
 @pytest.mark.skipif(family() != "x86_64", reason="an instruction of x86")
 @pytest.mark.parametrize("dot", ["vnni512", "vnni256"])
-@pytest.mark.parametrize("type", [T.Q4_0, T.Q8_0, T.Q5_K, T.Q6_K, T.IQ4_NL, T.IQ2_XS], ids=lambda type: type.name)
+@pytest.mark.parametrize("type", KERNEL_FORMATS, ids=lambda type: type.name)
 def test_kernels_for_processors_with_vnni(
     dot: Literal["vnni512", "vnni256"], type: GGMLType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

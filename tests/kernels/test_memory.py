@@ -1,8 +1,9 @@
-"""Memory for weights that is taken back, where a matrix turns out to need another format."""
+"""Memory for weights: in pages, zero, and taken back where a matrix turns out to need another format."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import sys
 
@@ -20,11 +21,38 @@ from tests.helpers.weights import blocks
 T = GGMLType
 
 
-@pytest.mark.parametrize("locked", [False, True])
-def test_memory_taken_back_is_zero_and_handed_out_again(locked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_begins_at_a_page_is_zero_and_nobody_elses() -> None:
+    arena = Arena()
+    sizes = [1, 4096, 5000, PIECE // 2, 7, PIECE, 3 * PIECE + 1, 100]
+    taken = [arena.take(n) for n in sizes]
+    for i, (array, n) in enumerate(zip(taken, sizes, strict=True)):
+        assert array.shape == (n,)
+        assert array.ctypes.data % mmap.PAGESIZE == 0
+        assert not array[::1024].any()
+        assert array[-1] == 0
+        array[::1024] = array[-1] = i + 1
+    for i, array in enumerate(taken):
+        assert (array[::1024] == i + 1).all()
+
+
+class LockedPages(mmap.mmap):
+    """What the system refuses to take back."""
+
+    def madvise(self, option: int, *place: int) -> None:
+        if option == mmap.MADV_DONTNEED:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        super().madvise(option, *place)
+
+
+@pytest.mark.parametrize("system", ["Linux", "Linux, pages locked", "another"])
+def test_memory_taken_back_is_zero_and_handed_out_again(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the system does not take pages: its neighbours stay as they were."""
-    if locked:
+    if system == "another":
         monkeypatch.setattr(memory.sys, "platform", "another system")
+    elif sys.platform != "linux":
+        pytest.skip("of Linux")
+    elif system == "Linux, pages locked":
+        monkeypatch.setattr(memory.mmap, "mmap", LockedPages)
     arena = Arena()
     before = arena.take(5000)
     before[:] = 1

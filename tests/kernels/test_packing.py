@@ -1,13 +1,10 @@
-"""The packing kernel writes what numpy does, to the last bit, and the memory for it is as it should be."""
+"""The packing kernel writes what numpy does, to the last bit."""
 
 from __future__ import annotations
-
-import mmap
 
 import numpy as np
 import pytest
 
-from localllm.kernels.cpu.memory import PIECE, Arena
 from localllm.kernels.cpu.packing import Packer
 from localllm.kernels.cpu.target import Target, available
 from localllm.quant.packing import GROUP, LAYOUTS, TileLayout
@@ -39,17 +36,3 @@ def test_rows_that_do_not_lie_in_one_piece_are_refused() -> None:
     for wrong_rows, out in ((rows[:, :64], np.zeros(1024, np.uint8)), (rows, np.zeros(2047, np.uint8))):
         with pytest.raises(ValueError, match="one piece"):
             packer.pack(wrong_rows, out)
-
-
-def test_memory_begins_at_a_page_is_zero_and_nobody_elses() -> None:
-    arena = Arena()
-    sizes = [1, 4096, 5000, PIECE // 2, 7, PIECE, 3 * PIECE + 1, 100]
-    taken = [arena.take(n) for n in sizes]
-    for i, (memory, n) in enumerate(zip(taken, sizes, strict=True)):
-        assert memory.shape == (n,)
-        assert memory.ctypes.data % mmap.PAGESIZE == 0
-        assert not memory[::1024].any()
-        assert memory[-1] == 0
-        memory[::1024] = memory[-1] = i + 1
-    for i, memory in enumerate(taken):
-        assert (memory[::1024] == i + 1).all()

@@ -389,3 +389,21 @@ def test_idle_threads_burn_nothing(workers: Workers) -> None:
     before = time.process_time()
     time.sleep(0.5)
     assert time.process_time() - before < 0.2
+
+
+@pytest.mark.parametrize(("threads", "taking_part"), [(None, 3), (1, 1), (2, 2), (3, 3), (7, 3)])
+def test_a_job_runs_on_as_many_threads_as_it_asks_for(threads: int | None, taking_part: int) -> None:
+    workers = Workers(3)
+    seen: list[tuple[int, int]] = []
+
+    def note(_: int, i: int, n: int) -> None:
+        seen.append((i, n))
+
+    for _ in range(3):  # and the others can still be asked afterwards
+        seen.clear()
+        workers.run(Job(note, 0, threads=threads))
+        assert sorted(seen) == [(i, taking_part) for i in range(taking_part)]
+        seen.clear()
+        workers.run(Job(note, 0))
+        assert sorted(seen) == [(i, 3) for i in range(3)]
+    workers.close()

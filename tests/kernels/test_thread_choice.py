@@ -12,7 +12,6 @@ import pytest
 
 from localllm.kernels.cpu import thread_choice
 from localllm.kernels.cpu.ops import CPUOps
-from localllm.kernels.cpu.program import Job, Workers
 from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.thread_choice import DISTURBED_SECONDS, KEPT_SECONDS, ThreadChoice, choose_threads, knee
 
@@ -177,24 +176,6 @@ def test_progress_may_wait_for_a_thread_that_chooses_too(monkeypatch: pytest.Mon
     assert others, "nothing was compiled"
     assert measured == [choice]
     assert set(others) == {choice}
-
-
-@pytest.mark.parametrize(("threads", "taking_part"), [(None, 3), (1, 1), (2, 2), (3, 3), (7, 3)])
-def test_a_job_runs_on_as_many_threads_as_it_asks_for(threads: int | None, taking_part: int) -> None:
-    workers = Workers(3)
-    seen: list[tuple[int, int]] = []
-
-    def note(_: int, i: int, n: int) -> None:
-        seen.append((i, n))
-
-    for _ in range(3):  # and the others can still be asked afterwards
-        seen.clear()
-        workers.run(Job(note, 0, threads=threads))
-        assert sorted(seen) == [(i, taking_part) for i in range(taking_part)]
-        seen.clear()
-        workers.run(Job(note, 0))
-        assert sorted(seen) == [(i, 3) for i in range(3)]
-    workers.close()
 
 
 def test_threads_that_are_asked_for_decode_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,14 +223,14 @@ def test_a_draft_model_has_the_models_context_or_what_it_was_trained_on() -> Non
     for context in (None, 512, 1024, 4096):
         placed, draft = plan_with_draft(demand(), SHORT_DRAFT, 1 << 50, context)
         assert placed == place(context=context)
-        assert draft == SHORT_DRAFT.at(min(placed.context, 1024))
+        assert draft == SHORT_DRAFT.as_draft(min(placed.context, 1024))
 
 
 @given(missing=st.integers(1, 1 << 28))
 def test_a_default_context_shrinks_until_both_fit(missing: int) -> None:
     full = sum(placed.total for placed in plan_with_draft(demand(), DRAFT, 1 << 50))
     available = full - missing
-    least = demand().at(LEAST_CONTEXT).total + DRAFT.at(LEAST_CONTEXT).total
+    least = demand().at(LEAST_CONTEXT).total + DRAFT.as_draft(LEAST_CONTEXT).total
     if available < least:
         with pytest.raises(NotEnoughMemoryError):
             plan_with_draft(demand(), DRAFT, available)
@@ -239,11 +239,11 @@ def test_a_default_context_shrinks_until_both_fit(missing: int) -> None:
     assert placed.context == draft.context >= LEAST_CONTEXT
     assert placed.total + draft.total <= available
     more = placed.context + 16
-    assert demand().at(more).total + DRAFT.at(more).total > available
+    assert demand().at(more).total + DRAFT.as_draft(more).total > available
 
 
 def test_a_draft_models_shorter_context_leaves_the_model_more() -> None:
-    available = place(context=4000).total + SHORT_DRAFT.at(1024).total
+    available = place(context=4000).total + SHORT_DRAFT.as_draft(1024).total
     placed, draft = plan_with_draft(demand(), SHORT_DRAFT, available)
     assert (placed.context, draft.context) == (4000, 1024)
 
@@ -256,18 +256,24 @@ def test_which_of_the_two_does_not_fit_is_said() -> None:
         plan_with_draft(large, replace(small, name="the draft model x.gguf"), available, 512)
     with pytest.raises(NotEnoughMemoryError, match=r"^the draft model x\.gguf needs 2\.\d\d GB .*, but"):
         plan_with_draft(small, replace(large, name="the draft model x.gguf"), available, 512)
-    together = large.at(512).total + DRAFT.at(512).total
+    together = large.at(512).total + DRAFT.as_draft(512).total
     with pytest.raises(NotEnoughMemoryError) as caught:
         plan_with_draft(large, DRAFT, together - 1, 512)
     message = str(caught.value)
     assert f"the model needs {large.at(512).total / 1e9:.2f} GB of memory" in message
-    assert f"the draft model small.gguf {DRAFT.at(512).total / 1e9:.2f} GB" in message
+    assert f"the draft model small.gguf {DRAFT.as_draft(512).total / 1e9:.2f} GB" in message
     assert f"{(together - 1) / 1e9:.2f} GB is available, which is enough for one of them" in message
     assert "leave the draft model out" in message
-    assert plan_with_draft(large, DRAFT, together, 512) == (large.at(512), DRAFT.at(512))
+    assert plan_with_draft(large, DRAFT, together, 512) == (large.at(512), DRAFT.as_draft(512))
 
 
 def test_a_context_with_which_both_would_fit_is_advised() -> None:
-    available = demand().at(1008).total + DRAFT.at(1008).total
+    available = demand().at(1008).total + DRAFT.as_draft(1008).total
     with pytest.raises(NotEnoughMemoryError, match="leave the draft model out, load it with context=1,008 or less"):
         plan_with_draft(demand(), DRAFT, available, 2048)
+
+
+def test_what_the_program_takes_counts_once() -> None:
+    alone, beside = DRAFT.at(512), DRAFT.as_draft(512)
+    assert alone.total - beside.total == OVERHEAD_BYTES
+    assert replace(beside, overhead=OVERHEAD_BYTES) == alone
