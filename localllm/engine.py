@@ -217,7 +217,7 @@ class Engine:
                         continue
                     parts = self._assemble(cache, runs)
                     if parts:
-                        self._evaluate(cache, step, parts)
+                        self._take_step(cache, step, parts)
                     elif wait:
                         self._changed.wait(_POLL_SECONDS)
                     if not wait:
@@ -273,6 +273,7 @@ class Engine:
         with self._lock:
             self._open = None
             self._runs.clear()
+            self._company.clear()
             self._finished.clear()
             self._changed.notify_all()
 
@@ -312,8 +313,6 @@ class Engine:
         for run in runs:
             if run in self._company:
                 run.is_quick = now < self._wait_until
-        if not any(run.is_quick and not run.waiting for run in self._company):
-            self._changed.notify_all()
 
     def _wait_for_company(self) -> bool:
         """Waits for runs of the last batch that may be back soon, without the lock; says whether it did."""
@@ -331,7 +330,7 @@ class Engine:
             run.is_quick = False  # until it was back in time again
         return False
 
-    def _evaluate(self, cache: PagedCache, step: Step, parts: Sequence[_Part]) -> None:
+    def _take_step(self, cache: PagedCache, step: Step, parts: Sequence[_Part]) -> None:
         begin = time.monotonic()
         _evaluate(cache, step, parts)
         end = time.monotonic()

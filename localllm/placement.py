@@ -292,8 +292,8 @@ def _too_large(name: str, placement: Placement, available: int, fitting: int) ->
     return (
         f"{name} needs {_gigabytes(placement.total)} of memory ({_gigabytes(placement.weights)} of weights, "
         f"{_gigabytes(placement.kv_cache)} for {placement.parallel * placement.context:,} tokens of context, "
-        f"{_gigabytes(placement.scratch + OVERHEAD_BYTES)} to work in), but {_gigabytes(available)} is available: "
-        f"{_advice(fitting)}"
+        f"{_gigabytes(placement.scratch + placement.overhead)} to work in), but {_gigabytes(available)} is "
+        f"available: {_advice(fitting)}"
     )
 
 

@@ -145,12 +145,11 @@ def _add_products(
 def _signed_pair(b: Any, w: Any, x: Any) -> tuple[Any, Any]:
     """(|w|, x with w's sign): the same products, with the first factor unsigned."""
     if w.type.count == 32:  # where AVX2 has an instruction
-        return intrinsic(b, "llvm.x86.avx2.psign.b", w.type, w, w), intrinsic(
-            b, "llvm.x86.avx2.psign.b", w.type, x, w
-        )
-    negative = b.icmp_signed("<", w, constant(0, i8, 64))
-    flip = [b.select(negative, b.sub(constant(0, i8, 64), v), v) for v in (w, x)]
-    return flip[0], flip[1]
+        absolute, signed = (intrinsic(b, "llvm.x86.avx2.psign.b", w.type, v, w) for v in (w, x))
+    else:
+        negative = b.icmp_signed("<", w, constant(0, i8, 64))
+        absolute, signed = (b.select(negative, b.sub(constant(0, i8, 64), v), v) for v in (w, x))
+    return absolute, signed
 
 
 def _dot_maddubs(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x: Any) -> Any:

@@ -140,7 +140,11 @@ def _compile(target: Target, progress: Progress | None) -> None:
     from localllm.kernels.cpu.program import Workers
     from localllm.kernels.cpu.roofline import ReadTest
 
-    ReadTest(Workers(1), target, 1, progress)
+    workers = Workers(1)
+    try:
+        ReadTest(workers, target, 1, progress)
+    finally:
+        workers.close()
 
 
 def _measure(cores: int, target: Target) -> ThreadChoice:

@@ -17,9 +17,9 @@ columns each, and vectors s[0] … with the rows' scales, as many as the format'
 
 where a token's activations in these columns are d * q, and q lies in -127 … 127; with two scales, each is for 16 of
 the columns.  Codes are unsigned but in Signed and Halves; what a format subtracts from them is part of its minima,
-if it has some.  Whole scales stand twice in each lane of s, as numbers of 16 bits.  The tiles
-are drawn in `localllm.quant.packing`, the blocks of the files in `localllm.quant.legacy`, `localllm.quant.kquants`
-and `localllm.quant.lut`.
+if it has some.  Whole scales stand twice in each lane of s, as numbers of 16 bits.  The tiles are drawn in
+`localllm.quant.packing`, the blocks of the files in `localllm.quant.legacy`, `localllm.quant.kquants` and
+`localllm.quant.lut`.
 
 For one token, a block is multiplied as it is unpacked (`take`, with a step of `X_STEP`).  For several it is written
 down first, to be multiplied with all of them (`multiply_block`):

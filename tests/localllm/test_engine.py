@@ -265,6 +265,65 @@ def test_threads_that_wait_share_a_batch() -> None:
     assert [len(batch.kv_lengths) for batch in ops.batches] == [1, 3]
 
 
+def patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Steps wait so long for the others of the last batch, however short that was."""
+    monkeypatch.setattr("localllm.engine._PART_OF_STEP", 1e12)
+    monkeypatch.setattr("localllm.engine._MOST_SECONDS", seconds)
+
+
+def test_a_step_waits_for_the_others_of_the_last_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    patience(monkeypatch, 30)
+    engine, ops = fake_engine(context=64, parallel=3)
+    runs = [engine.start([i, i + 1]) for i in range(3)]
+    engine.advance(*runs)
+
+    def go_on(i: int) -> None:
+        time.sleep(0.02 * i)  # the first is there before the others
+        decode(engine, runs[i], 1)
+        evaluate(engine, runs[i])
+
+    for run in runs:
+        run.tokens.append(0)
+    in_threads(go_on, range(3), timeout=20)
+    assert [len(batch.kv_lengths) for batch in ops.batches] == [3, 3, 3]
+
+
+def test_a_caller_that_does_not_come_back_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    patience(monkeypatch, 0.01)
+    engine, ops = fake_engine(context=64, parallel=2)
+    runs = [engine.start([i, i + 1]) for i in range(2)]
+    engine.advance(*runs)
+    runs[0].tokens.append(0)
+    in_threads(lambda _: evaluate(engine, runs[0]), [0])
+    assert [run.is_quick for run in runs] == [True, False]
+    assert len(ops.batches) == 2
+
+
+def test_a_thread_does_not_wait_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    patience(monkeypatch, 1e6)
+    engine, ops = fake_engine(context=64, parallel=2)
+
+    def work(_: int) -> None:
+        runs = [engine.start([i, i + 1]) for i in range(2)]
+        engine.advance(*runs)
+        runs[0].tokens.append(0)
+        evaluate(engine, runs[0])
+
+    in_threads(work, [0], timeout=10)
+    assert len(ops.batches) == 2
+
+
+def test_no_thread_waits_for_a_run_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    patience(monkeypatch, 1e6)
+    engine, ops = fake_engine(context=64, parallel=2)
+    runs = [engine.start([i, i + 1]) for i in range(2)]
+    engine.advance(*runs)
+    for run in runs:
+        engine.finish(run)
+    in_threads(lambda _: decode(engine, engine.start([5, 6, 7]), 2), [0], timeout=10)
+    assert len(ops.batches) == 3
+
+
 def test_an_idle_run_of_another_thread_gives_up_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.engine.IDLE_SECONDS", 0.05)
     engine, _ = fake_engine(context=32)
