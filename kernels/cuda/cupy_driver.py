@@ -7,6 +7,7 @@ and given back at once, streams are those made here, and the current device of t
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -53,7 +54,8 @@ _NO_BINARY = {200, 209, 218, 222}
 _NOT_FOUND = 500
 _PEER_ACCESS_ALREADY_ENABLED = 704
 _LAUNCH_OUT_OF_RESOURCES = 701
-_CAPTURE = range(900, 911)
+_ILLEGAL_STATE = 401
+_CAPTURE = {_ILLEGAL_STATE, *range(900, 911)}
 #: After these nothing works any more in the process: memory errors of the hardware, illegal accesses and
 #: instructions, assertions, time limits, a device that fell off its bus.
 _LOST = {214, 219, 220, 226, 700, 702, 710, 713, 714, 715, 716, 717, 718, 719, 721}
@@ -101,8 +103,8 @@ class CupyDriver:
         self._modules: dict[tuple[int, str, frozenset[tuple[str, int | str]]], _Module] = {}
         #: Pairs (device, peer) with access.
         self._peers: set[tuple[int, int]] = set()
-        #: Captures at work, and what became garbage meanwhile: to free anything would break a capture.
-        self._n_captures = 0
+        #: The threads that capture, and what became garbage meanwhile: to free anything would break a capture.
+        self._capturing: list[int] = []
         self._garbage: deque[tuple[int, Callable[[int], None], int]] = deque()
 
     # -- Devices ---------------------------------------------------------------------------------------------------
@@ -157,6 +159,7 @@ class CupyDriver:
 
     def allocate(self, device: int, n_bytes: int) -> DeviceMemory:
         self._check(device)
+        self._not_capturing("memory is allocated")
         if n_bytes <= 0:
             raise UsageError(f"{n_bytes} bytes of device memory: at least one has to be asked for")
         with self._on(device, "allocate memory", n_bytes):
@@ -166,6 +169,7 @@ class CupyDriver:
         return DeviceMemory(device, address, n_bytes, owner)
 
     def pinned(self, n_bytes: int) -> NDArray[np.uint8]:
+        self._not_capturing("host memory is locked")
         if n_bytes <= 0:
             raise UsageError(f"{n_bytes} bytes of pinned memory: at least one has to be asked for")
         runtime = self._runtime
@@ -185,7 +189,7 @@ class CupyDriver:
         weakref.finalize(owner, self._free, device, free, address).atexit = False
 
     def _free(self, device: int, free: Callable[[int], None], address: int) -> None:
-        if self._n_captures:
+        if self._capturing:
             self._garbage.append((device, free, address))
             return
         try:
@@ -271,6 +275,7 @@ class CupyDriver:
         self._compiler.compile(modules, self._architecture(device), progress)
 
     def load_module(self, device: int, name: str, defines: Defines | None = None) -> _Module:
+        self._not_capturing("a module is loaded")
         key = (device, name, frozenset((defines or {}).items()))
         if key not in self._modules:
             code = self._compiler.binary(name, defines or {}, self._architecture(device))
@@ -329,15 +334,17 @@ class CupyDriver:
         with self._on(stream.device, "begin a capture"):
             # Relaxed, so that neither kernels that the driver loads now nor other threads of the program are errors.
             _cupy(stream).begin_capture(self._runtime.streamCaptureModeRelaxed)
-        self._n_captures += 1
+        self._capturing.append(threading.get_ident())
 
     def end_capture(self, stream: interface.Stream) -> _Handle:
+        if threading.get_ident() not in self._capturing:
+            raise KernelError("CUDA graph capture: it ends in a thread that began none")
         try:
             with self._on(stream.device, "end a capture"):
                 return _Handle(stream.device, _cupy(stream).end_capture())
         finally:
-            self._n_captures -= 1
-            while self._garbage and not self._n_captures:
+            self._capturing.remove(threading.get_ident())
+            while self._garbage and not self._capturing:
                 self._free(*self._garbage.popleft())
 
     def replay(self, graph: interface.Graph, stream: interface.Stream) -> None:
@@ -351,6 +358,10 @@ class CupyDriver:
     def _check(self, device: int) -> None:
         check_capability(device, self.properties(device))
         self._home = device
+
+    def _not_capturing(self, what: str) -> None:
+        if threading.get_ident() in self._capturing:
+            raise KernelError(f"CUDA graph capture: {what} in the thread that captures")
 
     def _check_access(self, memory: DeviceMemory, stream: interface.Stream) -> None:
         if memory.device != stream.device and (stream.device, memory.device) not in self._peers:

@@ -270,8 +270,9 @@ class Driver(Protocol):
     def begin_capture(self, stream: Stream) -> None:
         """What the stream, and those that join it, are given from now on is not done but kept for a graph.
 
-        Until it ends this thread must not allocate, load modules, or wait for any of the streams; arrays of host
-        memory that it copies must be pinned.  `allocate` says what happens else: KernelError, and the capture fails.
+        Until it ends this thread must not allocate or load modules, which is a KernelError; nor wait for one of the
+        streams or their events, nor copy host memory that is not pinned, which are one too, and then there will be
+        no graph.  To run the work once before capturing it is wise: CUDA loads kernels when they are first used.
         """
         ...
 

@@ -63,7 +63,7 @@ class EmulatedDriver:
         shared_bytes: what a block can have.
         peers: whether they can reach into one another's memory.
         order: when work runs; ``seed`` for "random".
-        kernels: modules of kernels in Python, by name; others are compiled and translated.
+        kernels: modules of kernels in Python, by name: functions of the macros; others are compiled and translated.
         folder: where the CUDA sources are.
         mode: "fast", or "check" for kernels that are watched at each access to memory.
 
@@ -81,7 +81,7 @@ class EmulatedDriver:
         peers: bool = True,
         order: Order = "lazy",
         seed: int = 0,
-        kernels: Mapping[str, Mapping[str, PythonKernel]] | None = None,
+        kernels: Mapping[str, Callable[[Defines], Mapping[str, PythonKernel]]] | None = None,
         folder: Path = FOLDER,
         mode: str = "fast",
     ) -> None:
@@ -305,7 +305,7 @@ class EmulatedDriver:
 
     def _kernels(self, name: str, defines: Defines) -> Kernels:
         if name in self._python:
-            return PythonKernels(name, self._python[name])
+            return PythonKernels(name, self._python[name](defines))
         raise KernelError(f"there is no module {name}")
 
     def launch(
