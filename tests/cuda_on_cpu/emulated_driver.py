@@ -7,6 +7,7 @@ the project, translated (`tests.cuda_on_cpu.module`), or functions in Python.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,18 +33,21 @@ from localllm.kernels.cuda.driver import (
     host_array,
     launch_shape,
 )
-from localllm.kernels.cuda.module import FOLDER
-from tests.cuda_on_cpu.emulated_kernels import Argument, Kernels, PythonKernel, PythonKernels
-from tests.cuda_on_cpu.emulated_memory import HostMemory, Memories, allocation_of
+from localllm.kernels.cuda.module import FOLDER, ModuleCompiler
+from tests.cuda_on_cpu.emulated_kernels import Argument, Kernels, PythonKernel, PythonKernels, TranslatedKernels
+from tests.cuda_on_cpu.emulated_memory import HostMemory, Memories, Slice
 from tests.cuda_on_cpu.emulated_streams import (
     Capture,
     EmulatedEvent,
     EmulatedGraph,
     EmulatedStream,
-    Order,
     Scheduler,
+    StreamOrder,
     lost_error,
 )
+from tests.cuda_on_cpu.module import Mode, Order
+
+FORWARD = Order()
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +70,7 @@ class EmulatedDriver:
         kernels: modules of kernels in Python, by name: functions of the macros; others are compiled and translated.
         folder: where the CUDA sources are.
         mode: "fast", or "check" for kernels that are watched at each access to memory.
+        kernel_order: in which order a kernel's threads run and its asynchronous copies land.
 
     Attributes:
         memories: of the devices; `Memories.fail_allocation` is a fault that can be planted.
@@ -79,11 +84,12 @@ class EmulatedDriver:
         capability: tuple[int, int] = (8, 0),
         shared_bytes: int = 99 << 10,
         peers: bool = True,
-        order: Order = "lazy",
+        order: StreamOrder = "lazy",
         seed: int = 0,
         kernels: Mapping[str, Callable[[Defines], Mapping[str, PythonKernel]]] | None = None,
         folder: Path = FOLDER,
-        mode: str = "fast",
+        mode: Mode = "fast",
+        kernel_order: Order = FORWARD,
     ) -> None:
         self.memories = Memories([memory] * n_devices if isinstance(memory, int) else memory)
         self._n_devices = n_devices
@@ -93,7 +99,8 @@ class EmulatedDriver:
         self._scheduler = Scheduler(order, seed)
         self._python = dict(kernels or {})
         self._folder = folder
-        self._mode = mode
+        self._mode: Mode = mode
+        self._kernel_order = kernel_order
         self._peers: set[tuple[int, int]] = set()
         self._modules: dict[tuple[int, str, frozenset[tuple[str, int | str]]], EmulatedModule] = {}
         self._captures: list[Capture] = []
@@ -233,21 +240,22 @@ class EmulatedDriver:
 
     def upload(self, destination: DeviceMemory, source: NDArray[Any], stream: interface.Stream) -> None:
         check_sizes(destination.n_bytes, host_array(source, written=False).nbytes)
-        to = self._bytes(destination, stream, "an upload")
+        to = self._slice(destination, stream, "an upload")
         host = HostMemory(source)
 
         def upload() -> None:
-            to()[:] = host.bytes("an upload")  # read when it runs: the host may have changed it by then
+            to.valid()[:] = 1
+            to.bytes()[:] = host.bytes("an upload")  # read when it runs: the host may have changed it by then
 
         self._host_copy(source, "an upload", upload, _stream(stream))
 
     def download(self, destination: NDArray[Any], source: DeviceMemory, stream: interface.Stream) -> None:
         check_sizes(host_array(destination, written=True).nbytes, source.n_bytes)
-        of = self._bytes(source, stream, "a download")
+        of = self._slice(source, stream, "a download")
         host = HostMemory(destination)
 
         def download() -> None:
-            host.bytes("a download")[:] = of()
+            host.bytes("a download")[:] = of.bytes()
 
         self._host_copy(destination, "a download", download, _stream(stream))
 
@@ -263,20 +271,22 @@ class EmulatedDriver:
 
     def copy(self, destination: DeviceMemory, source: DeviceMemory, stream: interface.Stream) -> None:
         check_sizes(destination.n_bytes, source.n_bytes)
-        to, of = (self._bytes(memory, stream, "a copy") for memory in (destination, source))
+        to, of = (self._slice(memory, stream, "a copy") for memory in (destination, source))
 
         def copy() -> None:
-            to()[:] = of()
+            to.valid()[:] = of.valid()
+            to.bytes()[:] = of.bytes()
 
         self._put(_stream(stream), "a copy", copy)
 
     def fill(self, destination: DeviceMemory, byte: int, stream: interface.Stream) -> None:
         if not 0 <= byte <= 255:
             raise UsageError(f"memory cannot be filled with {byte}: it is no byte")
-        to = self._bytes(destination, stream, "a fill")
+        to = self._slice(destination, stream, "a fill")
 
         def fill() -> None:
-            to()[:] = byte
+            to.valid()[:] = 1
+            to.bytes()[:] = byte
 
         self._put(_stream(stream), "a fill", fill)
 
@@ -286,7 +296,8 @@ class EmulatedDriver:
         self, device: int, modules: Iterable[tuple[str, Defines]], progress: CompileProgress | None = None
     ) -> None:
         self._usable(device)
-        missing = [m for m in modules if (device, m[0], frozenset(m[1].items())) not in self._modules]
+        wanted = {(name, frozenset(defines.items())): (name, defines) for name, defines in modules}
+        missing = [module for key, module in wanted.items() if (device, *key) not in self._modules]
         for done, (name, defines) in enumerate(missing):
             if progress:
                 progress(done, len(missing))
@@ -306,7 +317,9 @@ class EmulatedDriver:
     def _kernels(self, name: str, defines: Defines) -> Kernels:
         if name in self._python:
             return PythonKernels(name, self._python[name](defines))
-        raise KernelError(f"there is no module {name}")
+        architecture = f"compute_{self._capability[0] * 10 + self._capability[1]}"
+        ptx = _compiler(self._folder).binary(name, defines, architecture).decode().rstrip("\0")
+        return TranslatedKernels(ptx, self._mode, self._kernel_order)
 
     def launch(
         self,
@@ -327,22 +340,16 @@ class EmulatedDriver:
         kernels = module.kernels
         kernels.check(kernel, arguments)
         # What a launch is given is fixed when it is given: addresses and numbers.
-        values = [self._argument(a, stream, kernel) for a in arguments]
+        values: list[Argument] = [
+            self._slice(a, stream, f"the kernel {kernel}") if isinstance(a, DeviceMemory) else a for a in arguments
+        ]
         device = stream.device
 
         def launch() -> None:
             reach = {device, *(peer for whose, peer in self._peers if whose == device)}
-            given = [value() if callable(value) else value for value in values]
-            kernels.launch(kernel, *shape, given, shared_bytes, self.memories.ranges(reach))
+            kernels.launch(kernel, *shape, values, shared_bytes, self.memories.ranges(reach))
 
         self._put(_stream(stream), f"the kernel {kernel}", launch)
-
-    def _argument(
-        self, argument: DeviceMemory | np.number[Any], stream: interface.Stream, kernel: str
-    ) -> Callable[[], Argument] | np.number[Any]:
-        if isinstance(argument, DeviceMemory):
-            return self._bytes(argument, stream, f"the kernel {kernel}")
-        return argument
 
     # -- Graphs ----------------------------------------------------------------------------------------------------
 
@@ -398,16 +405,20 @@ class EmulatedDriver:
         with self._lock:
             return self._scheduler.put(stream, name, action)
 
-    def _bytes(self, memory: DeviceMemory, stream: interface.Stream, use: str) -> Callable[[], NDArray[np.uint8]]:
-        """What gives the bytes of device memory when work runs, if they are still there; it does not keep them."""
+    def _slice(self, memory: DeviceMemory, stream: interface.Stream, use: str) -> Slice:
         if memory.device != stream.device and (stream.device, memory.device) not in self._peers:
             raise DeviceError(
                 f"a stream of CUDA device {stream.device} was given memory of device {memory.device}, to which it "
                 f"has no access: see enable_peer_access"
             )
-        allocation, begin = allocation_of(memory)
-        n_bytes = memory.n_bytes
-        return lambda: allocation.slice(begin, n_bytes, use)
+        return Slice(memory, use)
+
+
+@functools.cache
+def _compiler(folder: Path) -> ModuleCompiler:
+    import cupy
+
+    return ModuleCompiler(cupy, folder)
 
 
 def _stream(stream: object) -> EmulatedStream:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels.cuda.driver import DeviceMemory
+from tests.cuda_on_cpu.emulated_memory import Slice
+from tests.cuda_on_cpu.errors import LaunchError
+from tests.cuda_on_cpu.module import EmulatedModule, MemoryRange, Mode, Order
 
-#: What a kernel is given: the bytes of device memory, from where it was pointed to, or a number.
-Argument = NDArray[np.uint8] | np.number[Any]
+#: What a kernel is given: device memory, or a number.
+Argument = Slice | np.number[Any]
 Shape = tuple[int, int, int]
 
 
@@ -31,9 +34,9 @@ class Kernels(Protocol):
         block: Shape,
         arguments: Sequence[Argument],
         shared_bytes: int,
-        ranges: Sequence[tuple[int, int]],
+        ranges: Sequence[MemoryRange],
     ) -> None:
-        """Runs it.  ``ranges``: (address, bytes) of all memory that it may touch."""
+        """Runs it.  ``ranges``: all memory that it may touch."""
         ...
 
 
@@ -71,9 +74,52 @@ class PythonKernels:
         block: Shape,
         arguments: Sequence[Argument],
         shared_bytes: int,
-        ranges: Sequence[tuple[int, int]],
+        ranges: Sequence[MemoryRange],
     ) -> None:
-        self._kernels[kernel].function(grid, block, *arguments)
+        given: list[Any] = []
+        for argument in arguments:
+            if isinstance(argument, Slice):
+                argument.valid()[:] = 1  # what a function writes is not known
+                given.append(argument.bytes())
+            else:
+                given.append(argument)
+        self._kernels[kernel].function(grid, block, *given)
+
+
+class TranslatedKernels:
+    """A module of CUDA kernels.
+
+    Args:
+        order: the order in which a kernel's threads run and its asynchronous copies land.
+    """
+
+    def __init__(self, ptx: str, mode: Mode, order: Order) -> None:
+        self._module = _translated(ptx, mode)
+        self._order = order
+
+    def check(self, kernel: str, arguments: Sequence[DeviceMemory | np.number[Any]]) -> None:
+        values = [np.uint64(0) if isinstance(a, DeviceMemory) else a for a in arguments]
+        try:
+            self._module.check_arguments(kernel, values)
+        except LaunchError as error:
+            raise KernelError(str(error)) from error
+
+    def launch(
+        self,
+        kernel: str,
+        grid: Shape,
+        block: Shape,
+        arguments: Sequence[Argument],
+        shared_bytes: int,
+        ranges: Sequence[MemoryRange],
+    ) -> None:
+        values = [np.uint64(a.bytes().ctypes.data) if isinstance(a, Slice) else a for a in arguments]
+        self._module.launch(kernel, grid, block, values, shared_bytes=shared_bytes, order=self._order, ranges=ranges)
+
+
+@functools.cache
+def _translated(ptx: str, mode: Mode) -> EmulatedModule:
+    return EmulatedModule(ptx, mode)
 
 
 def _names(types: Sequence[type]) -> str:

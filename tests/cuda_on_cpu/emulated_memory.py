@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from localllm.errors import DeviceMemoryError, UsageError
 from localllm.kernels.cuda.driver import DeviceMemory, MemoryInfo
 from tests.cuda_on_cpu.errors import CudaOnCpuError
+from tests.cuda_on_cpu.module import MemoryRange
 
 #: What new memory and freed memory is full of: NaN as float16, bfloat16, float32 and float64, −1 as an integer.
 POISON = 0xFF
@@ -28,21 +29,20 @@ class HostFault(CudaOnCpuError):
 
 
 class Allocation:
-    """Memory of a device.  (Not what keeps it: that is the owner in `DeviceMemory`.)"""
+    """Memory of a device.  (Not what keeps it: that is the owner in `DeviceMemory`.)
+
+    Attributes:
+        valid: for each byte whether anything was written there; kernels keep it up to date in check mode only.
+    """
 
     def __init__(self, device: int, n_bytes: int) -> None:
         raw = np.full(n_bytes + ALIGNMENT, POISON, np.uint8)
         begin = -raw.ctypes.data % ALIGNMENT
         self.device = device
         self.bytes = raw[begin : begin + n_bytes]
+        self.valid = np.zeros(n_bytes, np.uint8)
         self.address = int(self.bytes.ctypes.data)
         self.is_live = True
-
-    def slice(self, begin: int, n_bytes: int, use: str) -> NDArray[np.uint8]:
-        """Bytes for the work ``use`` that runs now; HostFault where they were freed."""
-        if not self.is_live:
-            raise HostFault(f"{use} uses {n_bytes} bytes of device {self.device} that were freed before it ran")
-        return self.bytes[begin : begin + n_bytes]
 
 
 class Owner:
@@ -96,9 +96,45 @@ class Memories:
         while sum(len(a.bytes) for a in self._quarantine) > QUARANTINE_BYTES:
             self._quarantine.popleft()
 
-    def ranges(self, devices: set[int]) -> list[tuple[int, int]]:
-        """(address, bytes) of all that is allocated on these devices."""
-        return [(a.address, len(a.bytes)) for a in list(self._live.values()) if a.device in devices]
+    def ranges(self, devices: set[int]) -> list[MemoryRange]:
+        """All that is allocated on these devices."""
+        return [
+            MemoryRange(a.address, len(a.bytes), valid=a.valid)
+            for a in list(self._live.values())
+            if a.device in devices
+        ]
+
+
+class Slice:
+    """Device memory that work will use; it does not keep it, as CUDA does not.
+
+    Args:
+        use: what the work is, for messages.
+    """
+
+    def __init__(self, memory: DeviceMemory, use: str) -> None:
+        if not isinstance(memory.owner, Owner):
+            raise HostFault(f"{use} of device memory that is not an emulated device's")
+        self._allocation = memory.owner.allocation
+        self._begin = memory.address - self._allocation.address
+        self._n_bytes = memory.n_bytes
+        self._use = use
+
+    def bytes(self) -> NDArray[np.uint8]:
+        """What is there now; HostFault where it was freed."""
+        return self._part(self._allocation.bytes)
+
+    def valid(self) -> NDArray[np.uint8]:
+        """Whether it was written; see `Allocation`."""
+        return self._part(self._allocation.valid)
+
+    def _part(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        if not self._allocation.is_live:
+            raise HostFault(
+                f"{self._use} uses {self._n_bytes} bytes of device {self._allocation.device} that were freed before "
+                f"it ran"
+            )
+        return array[self._begin : self._begin + self._n_bytes]
 
 
 class HostMemory:
@@ -119,11 +155,3 @@ class HostMemory:
         if self._owner() is None:
             raise HostFault(f"{use} uses {self._n_bytes} bytes of the host's that were freed before it ran")
         return np.ctypeslib.as_array((ctypes.c_uint8 * self._n_bytes).from_address(self._address))
-
-
-def allocation_of(memory: DeviceMemory) -> tuple[Allocation, int]:
-    """The allocation that a stretch of memory lies in, and where it begins there."""
-    if not isinstance(memory.owner, Owner):
-        raise HostFault("device memory that is not an emulated device's")
-    allocation = memory.owner.allocation
-    return allocation, memory.address - allocation.address

@@ -17,7 +17,7 @@ from typing import Literal
 
 from localllm.errors import DeviceLostError, KernelError
 
-Order = Literal["lazy", "eager", "random"]
+StreamOrder = Literal["lazy", "eager", "random"]
 
 
 class Work:
@@ -140,8 +140,8 @@ class Scheduler:
         lost: devices that failed.
     """
 
-    def __init__(self, order: Order, seed: int) -> None:
-        self.order: Order = order
+    def __init__(self, order: StreamOrder, seed: int) -> None:
+        self.order: StreamOrder = order
         self.random = random.Random(seed)
         self.seconds = 0.0
         self.lost: set[int] = set()

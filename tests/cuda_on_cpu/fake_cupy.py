@@ -96,7 +96,8 @@ class FakeRuntime:
         return self._block(-1, size)
 
     def _block(self, device: int, size: int) -> int:
-        array = np.full(size, _POISON, np.uint8)
+        raw = np.full(size + 256, _POISON, np.uint8)
+        array = raw[-raw.ctypes.data % 256 :][:size]
         self.blocks[array.ctypes.data] = (device, array)
         return int(array.ctypes.data)
 

@@ -8,6 +8,7 @@ from localllm.errors import DeviceError
 from localllm.kernels.cuda import cupy_driver
 from localllm.kernels.cuda.cupy_driver import CupyDriver
 from localllm.kernels.cuda.driver import Driver
+from tests.cuda_on_cpu import nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.fake_cupy import FakeCupy
 from tests.helpers.data import ROOT
@@ -28,7 +29,9 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     if kind in ("lazy", "eager", "random"):
         return EmulatedDriver(2, order=kind, kernels=KERNELS)
     if kind == "translated":
-        return EmulatedDriver(2, folder=SOURCES)
+        if reason := nvrtc.missing():
+            pytest.skip(reason)
+        return EmulatedDriver(2, folder=SOURCES, mode="check")
     if kind == "cupy without CUDA":
         monkeypatch.setattr(cupy_driver, "import_cupy", lambda: FakeCupy([1 << 30] * 2, KERNELS))
         monkeypatch.setattr(cupy_driver, "FOLDER", SOURCES)

@@ -324,7 +324,7 @@ def test_what_a_capture_refuses(driver: Driver, values: NDArray[np.float32], str
         lambda: driver.pinned(10),
         lambda: driver.load_module(0, "arithmetic"),
     ):
-        with pytest.raises(KernelError, match="capture: .* in the thread that captures"):
+        with pytest.raises(KernelError, match=r"capture: .* in the thread that captures"):
             what()
     driver.fill(memory, 0, stream)
     driver.replay(driver.end_capture(stream), stream)  # which leaves it whole
