@@ -2,13 +2,11 @@
 // each one instruction or two, and how the cache lies in memory (drawn in cache.py).
 #pragma once
 
+#include "batch.cuh"
 #include "common.cuh"
 
 #define PAGE 64       // tokens in a page of the cache
 #define PER_SCALE 32  // values of a head that share a scale, where the cache has scales
-
-// Places in the int32 header of a batch (ops.py).
-enum { N_TOKENS, N_OUTPUTS, N_SEQUENCES };
 
 // -- float16 ----------------------------------------------------------------------------------------------------------
 
