@@ -329,16 +329,15 @@ struct F32 {
   static constexpr int BITS = 32;
 };
 
-constexpr int FRAGMENT_BYTES = 512;
+constexpr int FRAGMENT_BYTES = UNIT * WARP;
+
+template <class A, class B>
+constexpr bool IS_SAME = false;
+template <class A>
+constexpr bool IS_SAME<A, A> = true;
 
 template <class F>
-constexpr bool IS_FLOAT = false;
-template <>
-constexpr bool IS_FLOAT<F16> = true;
-template <>
-constexpr bool IS_FLOAT<BF16> = true;
-template <>
-constexpr bool IS_FLOAT<F32> = true;
+constexpr bool IS_FLOAT = IS_SAME<F, F16> || IS_SAME<F, BF16> || IS_SAME<F, F32>;
 
 // -- Sizes ---------------------------------------------------------------------------------------------------------
 
