@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from localllm.errors import ClosedError as ClosedError
     from localllm.errors import ContextLengthError as ContextLengthError
     from localllm.errors import DeviceError as DeviceError
+    from localllm.errors import DeviceLostError as DeviceLostError
+    from localllm.errors import DeviceMemoryError as DeviceMemoryError
     from localllm.errors import GGUFError as GGUFError
     from localllm.errors import KernelError as KernelError
     from localllm.errors import LocalLLMError as LocalLLMError
@@ -58,6 +60,8 @@ _HOMES = {
     "Completion": "completion",
     "ContextLengthError": "errors",
     "DeviceError": "errors",
+    "DeviceLostError": "errors",
+    "DeviceMemoryError": "errors",
     "GGUFError": "errors",
     "GGUFFile": "gguf",
     "KernelError": "errors",
@@ -87,6 +91,8 @@ __all__ = [
     "Completion",
     "ContextLengthError",
     "DeviceError",
+    "DeviceLostError",
+    "DeviceMemoryError",
     "GGUFError",
     "GGUFFile",
     "KernelError",

@@ -38,3 +38,20 @@ DEVICE uint16_t float_to_bfloat(float value) {
   if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);  // a NaN stays one
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+
+// The sum over the 32 lanes of a warp, in all of them; the same bits in each, in an order that never changes.
+template <class T>
+DEVICE T warp_sum(T value) {
+#pragma unroll
+  for (int distance = WARP / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(FULL_MASK, value, distance);
+  return value;
+}
+
+// The largest over the 32 lanes of a warp, in all of them; a NaN counts only where there is nothing else.
+DEVICE float warp_max(float value) {
+#pragma unroll
+  for (int distance = WARP / 2; distance > 0; distance /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(FULL_MASK, value, distance));
+  }
+  return value;
+}

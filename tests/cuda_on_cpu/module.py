@@ -173,9 +173,7 @@ class EmulatedModule:
             LaunchError: CUDA would refuse the launch.
             KernelFault: the kernel did wrong.
         """
-        signature = self.kernels.get(kernel)
-        if signature is None:
-            raise LaunchError(f"there is no kernel {kernel!r}, only {', '.join(self.kernels)}")
+        signature = self._signature(kernel)
         grid_size, block_size = _dimensions(grid, "grid"), _dimensions(block, "block")
         self._check_geometry(signature, grid_size, block_size, shared_bytes)
         if count_traffic and self.mode != "check":
@@ -202,6 +200,10 @@ class EmulatedModule:
             kind, _, text = self._library.launch_error().decode().partition("|")
             raise KernelFault(kind, f"kernel {kernel}: {self._with_sites(text)}")
 
+    def check_arguments(self, kernel: str, arguments: Sequence[Argument]) -> None:
+        """Raises LaunchError where there is no such kernel, or where it takes other arguments."""
+        _pack(kernel, self._signature(kernel), arguments)
+
     def traffic(self) -> list[Traffic]:
         """The counts of the last launch that counted, the most wasteful instruction first."""
         n = self._library.read_traffic(None, 0)
@@ -214,6 +216,11 @@ class EmulatedModule:
             space: Literal["global", "shared"] = "shared" if is_shared else "global"
             rows.append(Traffic(place, space, bool(is_write), n_bytes, requests, used, ideal))
         return sorted(rows, key=lambda t: t.ideal - t.used)
+
+    def _signature(self, kernel: str) -> KernelSignature:
+        if kernel not in self.kernels:
+            raise LaunchError(f"there is no kernel {kernel!r}, only {', '.join(self.kernels)}")
+        return self.kernels[kernel]
 
     def _with_sites(self, text: str) -> str:
         return re.sub(

@@ -20,6 +20,8 @@ PUBLIC = [
     "Completion",
     "ContextLengthError",
     "DeviceError",
+    "DeviceLostError",
+    "DeviceMemoryError",
     "GGUFError",
     "GGUFFile",
     "KernelError",
