@@ -8,7 +8,7 @@
 //                                                          f32, 4              for F32
 //
 // so that both a warp that reads one row and the tiles of `mma` read them without gaps.  T is what the units are laid
-// out for; a batch may have fewer rows, and what stands in the others does not matter.  Beside them
+// out for; a batch may have fewer rows, and the others are zeros.  Beside them
 //
 //   scales  float2 [columns / 32][T]                       int8: the scale d of 32 columns, of which the values are
 //                                                          d * code; and d * the sum of the codes

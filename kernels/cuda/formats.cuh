@@ -75,6 +75,15 @@ DEVICE float byte_to_float(uint32_t word, int i) {
   return __int_as_float((int)__byte_perm(word, 0x4b000000, 0x7550 | i)) - (8388608.0f + OFFSET);
 }
 
+// words[i].  An index that is known only when the kernel runs would put the array into memory.
+template <int N>
+DEVICE uint32_t pick(const uint32_t (&words)[N], int i) {
+  uint32_t word = words[0];
+#pragma unroll
+  for (int n = 1; n < N; ++n) word = i == n ? words[n] : word;
+  return word;
+}
+
 // -- Blocks of 32 columns ------------------------------------------------------------------------------------------
 
 // Formats whose blocks begin with SCALES scales and MINIMA minima, halves all, and end with the codes.
@@ -118,10 +127,11 @@ struct Blocks32 {
   DEVICE BlockScales<SCALES, MINIMA> block(const Run& scales, int b) {
     BlockScales<SCALES, MINIMA> s;
     if constexpr (HALVES == 1) {
-      s.d[0] = (b % 2 ? high_half(scales.words[b / 2]) : low_half(scales.words[b / 2])) * CODES::step();
+      s.d[0] = low_half(pick(scales.words, b / 2) >> 16 * (b % 2)) * CODES::step();
     } else {
-      s.d[0] = low_half(scales.words[b]) * CODES::step();
-      const float other = high_half(scales.words[b]);
+      const uint32_t word = pick(scales.words, b);
+      s.d[0] = low_half(word) * CODES::step();
+      const float other = high_half(word);
       if constexpr (MINIMA)
         s.m[0] = other;
       else
@@ -226,7 +236,7 @@ struct Q6_K {
   }
 
   DEVICE BlockScales<2, 0> block(const Run& s, int b) {
-    const uint32_t word = s.scales[b / 2];
+    const uint32_t word = pick(s.scales, b / 2);
     const int i = b % 2 * 2;
     return {{s.d * byte_to_float<128>(word, i), s.d * byte_to_float<128>(word, i + 1)}, {0.0f}};
   }
@@ -263,7 +273,7 @@ struct Q3_K {
   }
 
   DEVICE BlockScales<2, 0> block(const Run& s, int b) {
-    const uint32_t word = s.scales[b / 2];
+    const uint32_t word = pick(s.scales, b / 2);
     const int i = b % 2 * 2;
     return {{s.d * byte_to_float<32>(word, i), s.d * byte_to_float<32>(word, i + 1)}, {0.0f}};
   }
@@ -300,7 +310,7 @@ struct Q2_K {
   }
 
   DEVICE BlockScales<2, 2> block(const Run& s, int b) {
-    const uint32_t scales = s.scales[b / 2] & 0x0f0f0f0f, minima = s.scales[b / 2] >> 4 & 0x0f0f0f0f;
+    const uint32_t word = pick(s.scales, b / 2), scales = word & 0x0f0f0f0f, minima = word >> 4 & 0x0f0f0f0f;
     const int i = b % 2 * 2;
     return {{s.d * byte_to_float<0>(scales, i), s.d * byte_to_float<0>(scales, i + 1)},
             {s.d_min * byte_to_float<0>(minima, i), s.d_min * byte_to_float<0>(minima, i + 1)}};

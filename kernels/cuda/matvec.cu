@@ -1,9 +1,9 @@
 // Matrix products for few tokens: a lane is a row, and no two lanes meet until the end.
 //
-// A block has a group of 32 rows and up to TOKENS tokens; its warps are the chunks of columns.  A warp reads the 128
-// columns after those it multiplies, so that their bytes are on the way meanwhile: of Q4_0 2 KB and 256 bytes of
-// scales.  An H200 brings 4.3 TB/s some 700 ns after they are asked for, 23 KB for each of its 132 processors; the 16
-// warps of one block ask for 36 KB.
+// A block has a group of 32 rows and up to TOKENS tokens; its warps are the chunks of columns.  A warp has 128 columns
+// of codes in registers, and asks for those 128 columns further as it uses them: of Q4_0 1.5 to 2 KB are on the way, and
+// 256 bytes of scales.  An H200 brings 4.3 TB/s some 700 ns after they are asked for, 23 KB for each of its 132
+// processors; the 16 warps of one block ask for 30 KB, and two blocks fit.
 //
 // Activations are the same for all lanes, so that a load brings one unit to all of them, and the same for all blocks
 // of a processor, whose first cache they stay in.  For a block of 32 columns a token takes 8 dot products, 3 loads and
@@ -15,13 +15,17 @@ constexpr int MAX_CHUNKS = 16;
 // A row's codes of 128 columns.
 template <class F>
 struct RunWords {
-  uint4 units[F::Codes::BITS];
+  using C = typename F::Codes;
+  uint4 units[C::BITS];
 
-  DEVICE RunWords load(const uint8_t* run, int lane) {
-    RunWords words;
-#pragma unroll
-    for (int i = 0; i < F::Codes::BITS; ++i) words.units[i] = Streamed::load16(run + UNIT_BYTES * i + UNIT * lane);
-    return words;
+  __device__ __forceinline__ void load(const uint8_t* run, int unit, int lane) {
+    units[unit] = Streamed::load16(run + UNIT_BYTES * unit + UNIT * lane);
+  }
+
+  // The last block of 32 columns that a unit has codes of.
+  static constexpr int last_block(int unit) {
+    const int row_unit = unit - RUN_BLOCKS * C::UNITS;
+    return row_unit < 0 ? unit / (C::UNITS ? C::UNITS : 1) : (4 * row_unit + 3) / (C::ROW_WORDS ? C::ROW_WORDS : 1);
   }
 
   __device__ __forceinline__ uint32_t word(int unit, int i) const {
@@ -30,7 +34,6 @@ struct RunWords {
 
   // Columns 4 t ... 4 t + 3 and 16 + 4 t ... of block b.
   __device__ __forceinline__ CodePair pair(int b, int t) const {
-    using C = typename F::Codes;
     uint32_t q[2] = {0, 0}, rows[3] = {0, 0, 0};
 #pragma unroll
     for (int i = 0; i < C::UNITS; ++i) q[i] = word(C::UNITS * b + i, t);
@@ -62,33 +65,45 @@ DEVICE int dot4(int4 x, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, int 
   return __dp4a(x.w, (int)w3, sum);
 }
 
-// acc += 128 columns; x is moved past them.
+// acc += a block of 32 columns, with codes w; x is moved past it.
 template <class F, int N>
-DEVICE void multiply_run(float (&acc)[N], const RunWords<F>& words, const typename F::Run& scales, Inputs& x) {
+DEVICE void multiply_block(float (&acc)[N], const CodePair (&w)[4], const BlockScales<F::SCALES, F::MINIMA>& scales,
+                           Inputs& x) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const int4 low = x.units[i], high = x.units[x.n_rows + i];
+    const float2 d = x.scales[i];
+    const int first = dot4(low, w[0].low, w[1].low, w[2].low, w[3].low, MAGIC);
+    const int second = dot4(high, w[0].high, w[1].high, w[2].high, w[3].high, F::SCALES == 2 ? MAGIC : first);
+    float dots[F::SCALES], half_sums[2] = {0.0f, 0.0f};
+    dots[F::SCALES - 1] = magic_to_float(second);
+    if constexpr (F::SCALES == 2) dots[0] = magic_to_float(first);
+    if constexpr (F::MINIMA == 2) {
+      constexpr uint32_t ONES = 0x01010101;
+      half_sums[0] = magic_to_float(dot4(low, ONES, ONES, ONES, ONES, MAGIC));
+      half_sums[1] = magic_to_float(dot4(high, ONES, ONES, ONES, ONES, MAGIC));
+    }
+    acc[i] = add_block(acc[i], scales, dots, d.x, d.y, half_sums);
+  }
+  x.units += 2 * x.n_rows;
+  x.scales += x.n_rows;
+}
+
+// acc += 128 columns.  As soon as a unit's codes are used, those of the run at `next` are asked for, if it is there.
+template <class F, int N>
+DEVICE void multiply_run(float (&acc)[N], RunWords<F>& words, const typename F::Run& scales, Inputs& x,
+                         const uint8_t* next, int lane) {
 #pragma unroll
   for (int b = 0; b < RUN_BLOCKS; ++b) {
     CodePair w[4];
 #pragma unroll
     for (int t = 0; t < 4; ++t) w[t] = words.pair(b, t);
-    const auto scale = F::block(scales, b);
+    if (next) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const int4 low = x.units[i], high = x.units[x.n_rows + i];
-      const float2 d = x.scales[i];
-      const int first = dot4(low, w[0].low, w[1].low, w[2].low, w[3].low, MAGIC);
-      const int second = dot4(high, w[0].high, w[1].high, w[2].high, w[3].high, F::SCALES == 2 ? MAGIC : first);
-      float dots[F::SCALES], half_sums[2] = {0.0f, 0.0f};
-      dots[F::SCALES - 1] = magic_to_float(second);
-      if constexpr (F::SCALES == 2) dots[0] = magic_to_float(first);
-      if constexpr (F::MINIMA == 2) {
-        constexpr uint32_t ONES = 0x01010101;
-        half_sums[0] = magic_to_float(dot4(low, ONES, ONES, ONES, ONES, MAGIC));
-        half_sums[1] = magic_to_float(dot4(high, ONES, ONES, ONES, ONES, MAGIC));
-      }
-      acc[i] = add_block(acc[i], scale, dots, d.x, d.y, half_sums);
+      for (int unit = 0; unit < F::Codes::BITS; ++unit)
+        if (RunWords<F>::last_block(unit) == b) words.load(next, unit, lane);
     }
-    x.units += 2 * x.n_rows;
-    x.scales += x.n_rows;
+    multiply_block<F, N>(acc, w, F::block(scales, b), x);
   }
 }
 
@@ -97,22 +112,18 @@ template <class F, int N>
 DEVICE void multiply_chunk(float (&acc)[N], const uint8_t* tiles, int begin, int end, Inputs x, int lane) {
   x = x.from(begin * F::RUNS * RUN_BLOCKS, 16);
   const uint8_t* tile = tiles + begin * tile_bytes<F>();
-  RunWords<F> next = RunWords<F>::load(tile, lane);
+  RunWords<F> words;
+#pragma unroll
+  for (int unit = 0; unit < F::Codes::BITS; ++unit) words.load(tile, unit, lane);
   typename F::Raw next_scales = F::template load<Streamed>(tile + F::RUNS * run_bytes<F>(), lane);
   for (int i = begin; i < end; ++i) {
     const typename F::Raw scales = next_scales;
+    const uint8_t* next = i + 1 < end ? tile + tile_bytes<F>() : nullptr;
+    if (next) next_scales = F::template load<Streamed>(next + F::RUNS * run_bytes<F>(), lane);
 #pragma unroll
-    for (int run = 0; run < F::RUNS; ++run) {
-      const RunWords<F> words = next;
-      if (run + 1 < F::RUNS) {
-        next = RunWords<F>::load(tile + run_bytes<F>(), lane);
-      } else if (i + 1 < end) {
-        tile += tile_bytes<F>();
-        next = RunWords<F>::load(tile, lane);
-        next_scales = F::template load<Streamed>(tile + F::RUNS * run_bytes<F>(), lane);
-      }
-      multiply_run<F, N>(acc, words, F::run(scales, run), x);
-    }
+    for (int run = 0; run < F::RUNS; ++run)
+      multiply_run<F, N>(acc, words, F::run(scales, run), x, run + 1 < F::RUNS ? tile + run_bytes<F>() : next, lane);
+    tile = next;
   }
 }
 
@@ -161,16 +172,16 @@ DEVICE void multiply(Matrix matrix, int group, const Inputs& x, int first_token,
 // y = x W^T (+ bias) (+ residual) for up to three matrices W.
 //
 // units, scales: activations (activations.cuh), laid out for n_rows, a multiple of TOKENS.  n_tokens: how many there are.
-// n_tiles: tiles along a row of weights.  A warp a chunk of columns; grid (groups of rows of all matrices,
-// TOKENS tokens each).
+// n_tiles: tiles along a row of weights.  A warp a chunk of columns; grid (TOKENS tokens each, groups of
+// rows of all matrices): blocks that read the same weights run together.
 extern "C" __global__ void __launch_bounds__(MAX_CHUNKS* WARP)
     matvec(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
            const int* __restrict__ n_tokens, int n_tiles, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
            MATRIX_PARAMETERS(2)) {
-  const int first_token = blockIdx.y * TOKENS, n = *n_tokens;
+  const int first_token = blockIdx.x * TOKENS, n = *n_tokens;
   if (first_token >= n) return;
   const Inputs x = {(const int4*)units + first_token, scales + first_token, n_rows};
-  int group = blockIdx.x;
+  int group = blockIdx.y;
   const Matrix matrix = choose_matrix(MATRIX(0), MATRIX(1), MATRIX(2), group);
   multiply<FORMAT, TOKENS>(matrix, group, x, first_token, n, n_tiles);
 }

@@ -1,7 +1,7 @@
 // Rows of float32 to the units of activations.cuh, for weights of FORMAT.
 #include "activations.cuh"
 
-// Columns 4 i ... of a row whose address is a multiple of 16 bytes; zeros beyond n_in.
+// Columns 4 i ... 4 i + 3 of a row whose address is a multiple of 16 bytes; zeros beyond n_in.
 DEVICE float4 load_columns(const float* row, int column, int n_in) {
   if (column >= n_in) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   float4 v = *(const float4*)(row + column);
@@ -43,16 +43,17 @@ DEVICE void store_floats(float4 v, void* units, int column, int row, int n_rows)
   }
 }
 
+// A row of n_in columns, of which n_there are there: all or none.
 template <class F>
-DEVICE void quantise_row(const float* row, int n_in, void* units, void* scales, int index, int n_rows) {
+DEVICE void quantise_row(const float* row, int n_there, int n_in, void* units, void* scales, int index, int n_rows) {
   const int n_columns = (n_in + RUN - 1) / RUN * RUN;  // whole warps stay together
   float power = 1.0f;
   if constexpr (IS_SAME<F, F16>) {
-    power = power_for_half(largest_of_row(row, n_in));
+    power = power_for_half(largest_of_row(row, n_there));
     if (threadIdx.x == 0) ((float*)scales)[index] = 1.0f / power;
   }
   for (int column = 4 * threadIdx.x; column < n_columns; column += 4 * blockDim.x) {
-    float4 v = load_columns(row, column, n_in);
+    float4 v = load_columns(row, column, n_there);
     if constexpr (IS_FLOAT<F>) {
       v = make_float4(v.x * power, v.y * power, v.z * power, v.w * power);
       store_floats<F>(v, units, column, index, n_rows);
@@ -62,12 +63,11 @@ DEVICE void quantise_row(const float* row, int n_in, void* units, void* scales, 
   }
 }
 
-// x: float32 rows of `stride` values, a multiple of 4.  n_tokens: how many rows there are; others are left alone.
-// units, scales: laid out for n_rows.  One block a row.
+// x: float32 rows of `stride` values, a multiple of 4.  n_tokens: how many rows there are.
+// units, scales: laid out for n_rows, those that are not there of zeros.  One block a row.
 extern "C" __global__ void __launch_bounds__(256)
     quantise(const float* __restrict__ x, int stride, int n_in, const int* __restrict__ n_tokens,
              void* __restrict__ units, void* __restrict__ scales, int n_rows) {
-  const int row = blockIdx.x;
-  if (row >= *n_tokens) return;
-  quantise_row<FORMAT>(x + (int64_t)row * stride, n_in, units, scales, row, n_rows);
+  const int row = blockIdx.x, n_there = row < *n_tokens ? n_in : 0;
+  quantise_row<FORMAT>(x + (int64_t)row * stride, n_there, n_in, units, scales, row, n_rows);
 }
