@@ -8,10 +8,11 @@ from localllm.errors import DeviceError
 from localllm.kernels.cuda import cupy_driver
 from localllm.kernels.cuda.cupy_driver import CupyDriver
 from localllm.kernels.cuda.driver import Driver
-from tests.cuda_on_cpu import nvrtc
+from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.fake_cupy import FakeCupy
 from tests.helpers.data import ROOT
+from tests.kernels.cuda.device import Device
 from tests.kernels.cuda.python_kernels import KERNELS
 
 #: CUDA sources of the tests' own.
@@ -37,5 +38,18 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
         monkeypatch.setattr(cupy_driver, "FOLDER", SOURCES)
     try:
         return CupyDriver(SOURCES)
+    except DeviceError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=["emulated", "real"])
+def device(request: pytest.FixtureRequest) -> Device:
+    """A device with the project's kernels."""
+    if request.param == "emulated":
+        if reason := nvrtc.missing() or build.missing():
+            pytest.skip(reason)
+        return Device(EmulatedDriver(), tile_rows=(32,))
+    try:
+        return Device(CupyDriver())
     except DeviceError as error:
         pytest.skip(str(error))
