@@ -273,7 +273,7 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(KernelError, match=words):
             ops.compile(forward(body), kept, max_tokens=8, max_outputs=8)
     with pytest.raises(KernelError, match="only inside a forward pass"):
-        ops.outputs(table)
+        ops.embed(table)
     with pytest.raises(KernelError, match="cannot use a ReferenceCache"):
         ops.compile(forward(lambda x: x), ReferenceOps().new_cache(shape, 2), max_tokens=8, max_outputs=8)
     with pytest.raises(KernelError, match="3 layers is split as one of 2"):
