@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from localllm.completion import Chunk as Chunk
     from localllm.completion import Completion as Completion
     from localllm.completion import Stream as Stream
+    from localllm.drafting import Drafts as Drafts
     from localllm.errors import ClosedError as ClosedError
     from localllm.errors import ContextLengthError as ContextLengthError
     from localllm.errors import DeviceError as DeviceError
@@ -58,6 +59,7 @@ _HOMES = {
     "Completion": "completion",
     "ContextLengthError": "errors",
     "DeviceError": "errors",
+    "Drafts": "drafting",
     "GGUFError": "errors",
     "GGUFFile": "gguf",
     "KernelError": "errors",
@@ -87,6 +89,7 @@ __all__ = [
     "Completion",
     "ContextLengthError",
     "DeviceError",
+    "Drafts",
     "GGUFError",
     "GGUFFile",
     "KernelError",

@@ -237,7 +237,7 @@ def plan_with_draft(
     wanted = alone.context
     if total(wanted) <= available:
         return alone, draft.as_draft(wanted)
-    fitting = _largest_context(lambda n: total(n) <= available, wanted, draft.page_size)
+    fitting = _largest_context(lambda n: total(n) <= available, wanted, demand.page_size)
     if context is None and fitting >= LEAST_CONTEXT:
         return demand.at(fitting), draft.as_draft(fitting)
     its_context = None if context is None else min(context, draft.config.context_length)

@@ -20,6 +20,7 @@ PUBLIC = [
     "Completion",
     "ContextLengthError",
     "DeviceError",
+    "Drafts",
     "GGUFError",
     "GGUFFile",
     "KernelError",
