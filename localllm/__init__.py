@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from localllm.completion import Chunk as Chunk
     from localllm.completion import Completion as Completion
     from localllm.completion import Stream as Stream
+    from localllm.drafting import Drafts as Drafts
     from localllm.errors import ClosedError as ClosedError
     from localllm.errors import ContextLengthError as ContextLengthError
     from localllm.errors import DeviceError as DeviceError
@@ -62,6 +63,7 @@ _HOMES = {
     "DeviceError": "errors",
     "DeviceLostError": "errors",
     "DeviceMemoryError": "errors",
+    "Drafts": "drafting",
     "GGUFError": "errors",
     "GGUFFile": "gguf",
     "KernelError": "errors",
@@ -93,6 +95,7 @@ __all__ = [
     "DeviceError",
     "DeviceLostError",
     "DeviceMemoryError",
+    "Drafts",
     "GGUFError",
     "GGUFFile",
     "KernelError",

@@ -51,7 +51,7 @@ def open_devices(
             the CPU for layers that they have no room for; or "reference", plain numpy in float32: slow, exact, for
             finding out whether a kernel is at fault.
         threads: how many compute; by default one for each physical core that the process may use, and to decode as
-            many of them as read memory fastest, which is measured once on each machine.
+            many of them as read memory fastest, which is measured on each machine and kept.
         isa: the instruction set of the CPU's kernels, by name; by default the best that runs here.
         progress: called with the kernels compiled so far and those to compile, when they are not cached yet.
 

@@ -70,7 +70,7 @@ def load(
             trained on, at most 4,096, and fewer where memory is short.  More than it was trained on is allowed,
             with a warning.
         threads: how many compute; by default one for each physical core that the process may use, and to decode as
-            many of them as read memory fastest, which is measured once on each machine.
+            many of them as read memory fastest, which is measured on each machine and kept.
         isa: the instruction set of the CPU's kernels, such as "avx2"; by default the best that runs here.
         parallel: how many sequences of full length the cache has room for.  Threads that generate at the same
             time share it; where it is too small they wait for each other.

@@ -1,4 +1,4 @@
-"""From a file to what an `localllm.LLM` is made of: read, checked, placed in memory, and packed for a device."""
+"""From a file to what a `localllm.LLM` is made of: read, checked, placed in memory, and packed for a device."""
 
 from __future__ import annotations
 

@@ -371,7 +371,7 @@ def plan_with_draft(
     wanted = alone.context
     if fits(wanted):
         return both(wanted)
-    fitting = _largest_context(fits, wanted, draft.page_size)
+    fitting = _largest_context(fits, wanted, demand.page_size)
     if context is None and fitting >= LEAST_CONTEXT:
         return both(fitting)
     its_context = None if context is None else min(context, draft.config.context_length)

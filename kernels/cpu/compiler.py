@@ -8,8 +8,8 @@ functions imported from elsewhere.  Taking the last step ourselves lets one proc
 sets (tests compare them), lets a machine compile for another, and makes a warm start independent of numba, which
 takes most of a second to import.
 
-Cached objects lie in a folder named by a hash of everything they depend on: the source of this package and of
-`localllm.kernels.ops`, whose constants it uses, the versions of numba and LLVM, the platform.  (Of kernels defined
+Cached objects lie in a folder named by a hash of everything they depend on: the source of this package and of the
+modules elsewhere whose constants it uses, the versions of numba and LLVM, the platform.  (Of kernels defined
 elsewhere, the files of the kernel and of its templates count.)
 """
 
@@ -44,6 +44,9 @@ from localllm.kernels.cpu.templates import Device, Template
 #: Bytes of the digest that a cached file begins with.
 DIGEST = 32
 _FOLDER_NAME = re.compile("[0-9a-f]{16}")
+#: Modules outside this package whose constants become part of machine code.  (Look-up tables of `localllm.quant` are
+#: part of the names of the operations that use them.)
+_CONSTANTS = ("kernels/ops.py", "quant/folding.py", "quant/packing.py")
 
 
 class Kernel(Template):
@@ -266,7 +269,7 @@ def _fingerprint() -> str:
     for fact in (llvmlite.__version__, _numba_version(), llvm.get_process_triple()):
         digest.update(fact.encode())
     folder = Path(__file__).parent
-    for path in (folder.parent / "ops.py", *sorted(folder.glob("*.py"))):
+    for path in (*(folder.parents[1] / name for name in _CONSTANTS), *sorted(folder.glob("*.py"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

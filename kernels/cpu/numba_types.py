@@ -1,4 +1,4 @@
-"""Makes numba know the vectors and operations of `localllm.kernels.cpu.simd`; imported when kernels are compiled."""
+"""Makes numba know the vectors and operations of `localllm.kernels.cpu.llvm`; imported when kernels are compiled."""
 
 from __future__ import annotations
 

@@ -82,29 +82,13 @@ def read_words(begin, end, data, sums):
 
 
 @device
-def sum_u4(total, x, w0, w1, w2, w3, w4, w5, w6, w7):
-    """Adds the products of 32 columns with the activations at x; so do the others."""
-    return dot32_u4(total, w0, w1, w2, w3, w4, w5, w6, w7, x)
-
-
-@device
-def sum_u5(total, x, w0, w1, w2, w3, w4, w5, w6, w7):
-    return dot32_u5(total, w0, w1, w2, w3, w4, w5, w6, w7, x)
-
-
-@device
-def sum_s8(total, x, w0, w1, w2, w3, w4, w5, w6, w7):
-    no_sum = zero_i32x16()  # of the activations: theirs is 0
-    return dot32_s8(total, w0, w1, w2, w3, w4, w5, w6, w7, x, no_sum)
-
-
-@device
-def sum_u6(total, x, w0, w1, w2, w3, w4, w5, w6, w7):
-    return dot32_u6(total, w0, w1, w2, w3, w4, w5, w6, w7, x)
+def dot32_s8_of_sum_0(total, w0, w1, w2, w3, w4, w5, w6, w7, x):
+    """As `dot32_s8`, for activations whose sum is 0."""
+    return dot32_s8(total, w0, w1, w2, w3, w4, w5, w6, w7, x, zero_i32x16())
 
 
 #: The products that codes of so many bits are multiplied by.  Those of eight bits are signed.
-DOTS = {4: sum_u4, 5: sum_u5, 6: sum_u6, 8: sum_s8}
+DOTS = {4: dot32_u4, 5: dot32_u5, 6: dot32_u6, 8: dot32_s8_of_sum_0}
 
 
 @kernel
@@ -122,7 +106,7 @@ def multiply_integers(begin, end, weights, x, sums):
         for i in range(ROUNDS):
             row = x + i % PERIOD * (32 * CHAINS)
             for c in static_range(CHAINS):
-                total[c] = DOT(total[c], row + 32 * c, *w[0:8])
+                total[c] = DOT(total[c], *w[0:8], row + 32 * c)
         for c in static_range(CHAINS - 1):
             total[0] = total[0] + total[c + 1]
         store_i32(sums + 4 * unit, sum_int_lanes(total[0]))
@@ -234,7 +218,7 @@ class MultiplyTest:
         else:
             self.weights = (np.arange(512) % (1 << bits)).astype(np.uint8).view(np.int8)
             half = (np.arange(PERIOD * chains * 16) % 255 - 127).astype(np.int8).reshape(-1, 16)
-            self.x = np.concatenate([half, -half], axis=1)  # the sum of each 32 is 0, as `sum_s8` says
+            self.x = np.concatenate([half, -half], axis=1)  # the sum of each 32 is 0
             v = variant(multiply_integers, target, CHAINS=chains, DOT=DOTS[bits])
         self.chains = chains
         n_units = UNITS * workers.n

@@ -1,4 +1,4 @@
-"""How many threads decode: where the curve of read bandwidth over threads bends, measured once on each machine.
+"""How many threads decode: where the curve of read bandwidth over threads bends, measured on each machine and kept.
 
 Decoding reads every weight for each token, and on most machines fewer threads than there are cores read as fast as
 memory can.  More of them only wait for each other.  (A prompt, which multiplies, takes all cores.)

@@ -276,8 +276,10 @@ def _kernels(progress: LoadStatus | None) -> Iterator[Finding]:
         yield Finding("kernels", "test", "not run: there is no instruction set to compile for")
         return
     compiling = None if progress is None else of_stage(progress, "kernels")
-    yield _kernel_test(target, compiling)
-    yield from _threads(target, compiling)
+    test = _kernel_test(target, compiling)
+    yield test
+    if not test.broken:  # else the measurements, by the same kernel, would fail too, or mean nothing
+        yield from _threads(target, compiling)
 
 
 def _threads(target: Target, compiling: Callable[[int, int], None] | None) -> Iterator[Finding]:

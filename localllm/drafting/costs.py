@@ -48,7 +48,7 @@ class StepCosts:
             self.single_s = _moved(self.single_s, seconds)
             self._since_single = 0
             self._since_drafts += 1
-            if self._since_drafts == _MEMORY:
+            if self._since_drafts >= _MEMORY:  # not ==: another thread may count in between
                 self._forget()
         elif self.single_s and n_tokens <= MOST_DRAFTS + 1:
             self._since_single += 1

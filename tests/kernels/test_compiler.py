@@ -271,8 +271,9 @@ def test_a_change_of_the_source_is_a_cache_of_its_own(probe: Probe) -> None:
         shutil.copytree(ROOT / room, copy / room, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "data"))
     probe.run(root=copy)
     (before,) = probe.cache.iterdir()
-    for n, source in enumerate(("cpu/simd.py", "ops.py"), 2):
-        with (copy / "kernels" / source).open("a") as file:
+    sources = ("kernels/cpu/simd.py", "kernels/ops.py", "quant/folding.py", "quant/packing.py")
+    for n, source in enumerate(sources, 2):
+        with (copy / source).open("a") as file:
             file.write("# one line more\n")
         assert probe.run(root=copy)[1]
         assert len(list(probe.cache.iterdir())) == n

@@ -22,6 +22,7 @@ PUBLIC = [
     "DeviceError",
     "DeviceLostError",
     "DeviceMemoryError",
+    "Drafts",
     "GGUFError",
     "GGUFFile",
     "KernelError",
