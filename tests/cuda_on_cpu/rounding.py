@@ -30,15 +30,15 @@ def rounded(exact: Fraction, to: Format, mode: str = "rn", *, sign_of_zero: floa
     quantum = Fraction(2) ** (exponent - to.fraction_bits)
     units = magnitude / quantum
     down, remainder = math.floor(units), units - math.floor(units)
+    away = mode == ("rm" if negative else "rp")
     if mode == "rn":
         up = remainder > Fraction(1, 2) or (remainder == Fraction(1, 2) and down % 2 == 1)
     else:
-        up = remainder > 0 and mode == ("rm" if negative else "rp")
+        up = remainder > 0 and away
     value = (down + up) * quantum
     largest = (2 - Fraction(1, 2**to.fraction_bits)) * Fraction(2) ** to.max_exponent
     if value > largest:
-        to_infinity = mode == "rn" or up
-        return math.copysign(math.inf if to_infinity else float(largest), -1 if negative else 1)
+        return math.copysign(math.inf if mode == "rn" or away else float(largest), -1 if negative else 1)
     return math.copysign(float(value), -1 if negative else 1)
 
 
