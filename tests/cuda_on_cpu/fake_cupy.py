@@ -251,7 +251,7 @@ class FakeCupy:
         class Module:
             def load(self, cubin: bytes) -> None:
                 name, *macros = cubin.decode().split()
-                defines: dict[str, int | str] = dict(macro.split("=") for macro in macros)
+                defines: Defines = {key: value for key, value in (macro.split("=") for macro in macros)}
                 self.kernels = kernels[name](defines)
 
             def get_function(self, name: str) -> FakeFunction:

@@ -78,7 +78,7 @@ def test_cupy_has_the_rest() -> None:
 
 def test_cupys_errors_have_a_status() -> None:
     cuda = pytest.importorskip("cupy").cuda
-    errors = [cuda.runtime.CUDARuntimeError(700)]
+    errors: list[Any] = [cuda.runtime.CUDARuntimeError(700)]
     if installation.driver_cuda() is not None:  # that of the driver asks it for the words
         errors.append(cuda.driver.CUDADriverError(700))
     for error in errors:
