@@ -1,4 +1,4 @@
-"""g++ runs here: the runtime is compiled once, each translated module into a library of its own, both cached on disk."""
+"""g++ runs here: the runtime is compiled once, each translated module into a library of its own; both are cached."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MODULE_FLAGS = {False: ("-O2",), True: ("-O1",)}  # by whether it checks
 def missing() -> str | None:
     """Why the harness cannot build here, or None."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return f"the fibers of the CUDA harness are written for Linux on x86-64, not {platform.system()} on {platform.machine()}"
+        return f"the CUDA harness is written for Linux on x86-64, not {platform.system()} on {platform.machine()}"
     if shutil.which("g++") is None:
         return "the CUDA harness needs g++"
     return None

@@ -28,7 +28,8 @@ class KernelFault(CudaOnCpuError):
 
     Attributes:
         kind: what it was, in a word or two: ``race``, ``out of bounds``, ``uninitialised``, ``misaligned``,
-            ``deadlock``, ``endless loop``, ``barrier``, ``collective``, ``async copy``, ``division by zero``, ``trap``, ``crash``.
+            ``deadlock``, ``endless loop``, ``barrier``, ``collective``, ``async copy``, ``division by zero``, ``trap``,
+            ``crash``.
     """
 
     def __init__(self, kind: str, message: str) -> None:

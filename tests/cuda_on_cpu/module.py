@@ -7,6 +7,7 @@ which memory there is.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Order:
     Attributes:
         schedule: ``forward`` runs warps and lanes in order, each warp as far as it gets; ``reverse`` the opposite;
             ``random`` changes often.  Blocks likewise.
-        copies: when a ``cp.async`` lands: as ``late`` as its wait allows, as ``early`` as it is issued, or at ``random``.
+        copies: when a ``cp.async`` lands: as ``late`` as its wait allows, ``early`` (at once), or at ``random``.
         seed: of what is random.
     """
 
@@ -74,7 +75,7 @@ class MemoryRange:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one instruction asked of memory in a launch: sectors of 32 bytes (global) or passes over the banks (shared)."""
+    """What one instruction asked of memory: sectors of 32 bytes (global) or passes over the banks (shared)."""
 
     site: str
     space: Literal["global", "shared"]
@@ -162,7 +163,8 @@ class EmulatedModule:
 
         Args:
             grid, block: up to three dimensions each.
-            arguments: numpy scalars of the parameters' exact types; ``np.uint64`` for addresses, ``bytes`` for structures.
+            arguments: numpy scalars of the parameters' exact types, ``np.uint64`` for addresses, ``bytes`` for
+                structures.
             shared_bytes: of dynamic shared memory.
             ranges: the memory that the kernel may touch; only check mode looks at it.
             count_traffic: see ``traffic``; only in check mode.
@@ -282,12 +284,12 @@ def _fits(argument: Any, parameter: ptx.Parameter) -> bool:
 
 
 def _c_ranges(ranges: Sequence[MemoryRange]) -> ctypes.Array[_Range]:
-    """For the runtime.  Ranges that overlap would each be watched alone, so that they are refused; the same one twice is not."""
+    """For the runtime.  The same range may come twice; others that overlap would be watched apart, and are refused."""
     unique = sorted(
         {(r.address, r.n_bytes): r for r in sorted(ranges, key=lambda r: r.writable)}.values(),
         key=lambda r: r.address,
     )
-    for one, two in zip(unique, unique[1:], strict=False):
+    for one, two in itertools.pairwise(unique):
         if one.address + one.n_bytes > two.address:
             raise LaunchError("two memory ranges overlap")
     c_ranges = (_Range * len(unique))()

@@ -17,7 +17,7 @@ from tests.cuda_on_cpu.errors import BuildError
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas says that one thread (registers, bytes spilled, stack) and one block (shared bytes) of a kernel take."""
+    """What ptxas says that a thread (registers, bytes spilled, stack) and a block (shared bytes) of a kernel take."""
 
     registers: int
     spill_bytes: int

@@ -1,4 +1,4 @@
-"""PTX as NVRTC writes it, read into plain records: functions, parameters, variables, instructions and where they come from.
+"""PTX as NVRTC writes it, read into plain records: functions, variables, instructions and where they come from.
 
 The grammar is that of the PTX ISA manual (Nvidia), less what NVRTC never emits.  Nothing is interpreted here.
 Registers and labels of nested scopes (inline assembly in braces) are renamed, so that a body is one flat list.

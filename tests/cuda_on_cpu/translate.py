@@ -207,7 +207,8 @@ def _definition(variable: Variable) -> str:
     c_type = f"u{8 * TYPE_BYTES[variable.type]}"
     count = variable.n_bytes // TYPE_BYTES[variable.type]
     const = "const " if variable.space == "const" else ""
-    return f"alignas({variable.align}) static {const}{c_type} {mangle(variable.name)}[{count}] = {{{', '.join(values)}}};"
+    head = f"alignas({variable.align}) static {const}{c_type} {mangle(variable.name)}[{count}]"
+    return f"{head} = {{{', '.join(values)}}};"
 
 
 def _initial_value(variable: Variable, text: str) -> str:

@@ -57,7 +57,8 @@ def _mul(op: Operation, type_: str) -> str:
     if half == "hi":
         product = f"({C_TYPES[wrapping]})mul_hi({op.read(1, type_)}, {op.read(2, type_)})"
     elif half == "wide":
-        product = f"(({C_TYPES[wrapping]})(({C_TYPES[result]}){op.read(1, type_)} * ({C_TYPES[result]}){op.read(2, type_)}))"
+        wide, narrow = C_TYPES[result], C_TYPES[wrapping]
+        product = f"(({narrow})(({wide}){op.read(1, type_)} * ({wide}){op.read(2, type_)}))"
     elif type_[1:] == "16":  # u16 * u16 would overflow an int
         product = f"((u32){op.read(1, wrapping)} * {op.read(2, wrapping)})"
     else:
@@ -85,14 +86,8 @@ def _min(op: Operation, type_: str) -> str:
 
 def _div(op: Operation, type_: str) -> str:
     op.count(3)
-    a, b = op.read(1, type_), op.read(2, type_)
-    sign = "/" if op.instruction.opcode == "div" else "%"
-    guard = f'if ({b} == 0) fail("division by zero", "at <site %d>", {op.site});'
-    if type_[0] != "s":
-        return f"{guard} {op.result(type_, f'{a} {sign} {b}')}"
-    wrapping = _unsigned(type_)
-    by_minus_one = f"(0 - {op.read(1, wrapping)})" if sign == "/" else "0"  # the lowest number overflows in C++
-    return f"{guard} {op.result(type_, f'{b} == -1 ? ({C_TYPES[wrapping]}){by_minus_one} : ({C_TYPES[wrapping]})({a} {sign} {b})')}"
+    function = "divide" if op.instruction.opcode == "div" else "remainder_of"
+    return op.result(type_, f"{function}<{C_TYPES[type_]}>({op.read(1, type_)}, {op.read(2, type_)}, {op.site})")
 
 
 @translates("rem")
@@ -105,9 +100,8 @@ def sad(op: Operation) -> str:
     """|a - b| + c"""
     type_ = op.type(*_INTS)
     op.count(4)
-    a, b, wrapping = op.read(1, type_), op.read(2, type_), _unsigned(type_)
-    difference = f"({a} > {b} ? {op.read(1, wrapping)} - {op.read(2, wrapping)} : {op.read(2, wrapping)} - {op.read(1, wrapping)})"
-    return op.result(type_, f"{difference} + {op.read(3, wrapping)}")
+    values = f"{op.read(1, type_)}, {op.read(2, type_)}, {op.read(3, _unsigned(type_))}"
+    return op.result(type_, f"add_difference<{C_TYPES[type_]}, {C_TYPES[_unsigned(type_)]}>({values})")
 
 
 @translates("and", "or", "xor")

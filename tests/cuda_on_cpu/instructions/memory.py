@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.cuda_on_cpu.instructions.table import C_TYPES, Operation, translates
 from tests.cuda_on_cpu.ptx import TYPE_BYTES
 
-_TYPES = tuple(f"{kind}{bits}" for kind in "bus" for bits in (8, 16, 32, 64)) + ("f32", "f64")
+_TYPES = (*(f"{kind}{bits}" for kind in "bus" for bits in (8, 16, 32, 64)), "f32", "f64")
 _SPACES = ("param", "param::func", "param::entry", "shared", "shared::cta", "global", "local", "const")
 _CACHE_HINTS = (
     *("ca", "cg", "cs", "lu", "cv", "wb", "wt", "uni"),
@@ -154,7 +154,7 @@ def async_copy(op: Operation) -> str:
 
 @translates("prefetch", "prefetchu", "membar", "fence", "griddepcontrol", "nanosleep")
 def without_effect(op: Operation) -> str:
-    """Blocks run one after the other and threads see memory in order, so these change nothing that a kernel can see."""
+    """Blocks run one after the other and threads see memory in order: these change nothing that a kernel can see."""
     op.ignore(
         "global",
         "local",

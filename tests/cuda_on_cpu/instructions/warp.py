@@ -24,7 +24,8 @@ def shuffle(op: Operation) -> str:
     value, distance, clamp, mask = (op.read(i, "u32") for i in (1, 2, 3, 4))
     target, _, in_range = op.operands[0].partition("|")
     writes = op.write(target, "b32", "out.value") + (op.write(in_range, "pred", "out.in_range") if in_range else "")
-    return f"{{ const ShuffleOutput out = shuffle<Shuffle::{mode}>({value}, {distance}, {clamp}, {mask}, {op.site}); {writes} }}"
+    call = f"shuffle<Shuffle::{mode}>({value}, {distance}, {clamp}, {mask}, {op.site})"
+    return f"{{ const ShuffleOutput out = {call}; {writes} }}"
 
 
 @translates("vote")

@@ -4,13 +4,19 @@
 // accesses come before its own (a vector clock).  Barriers exchange this knowledge; shuffles and votes do not.  Two accesses
 // of one byte, at least one a write, neither before the other, are a race, whatever order this run took.
 #pragma once
+#include <vector>
+
+#include "access.h"
 #include "machine.h"
 
-namespace check {
-enum class Access { read, write, atomic, atomic_read };
-enum class Space { shared, global, generic };
+struct AsyncCopy {
+  u64 to, from;
+  u32 n_bytes, n_from;  // bytes beyond n_from are filled with zeros
+  bool landed;
+  int site;
+};
 
-void access(Space space, Access access, u64 address, u32 n_bytes, int site);
+namespace check {
 void issue_copy(u64 to, u64 from, u32 n_bytes, u32 n_from, int site);
 void finish_copy(const AsyncCopy& copy);
 void synchronize(const std::vector<int>& members);  // of a barrier that opens
@@ -20,6 +26,4 @@ void begin_block();
 void end_block();
 void end_launch();
 
-bool is_local(u64 address, u64 n_bytes);  // on the current thread's own stack
-void add_module_range(u64 address, u64 n_bytes, bool writable);  // a variable of the module
 }  // namespace check

@@ -29,7 +29,6 @@ switch_stack:
 .size switch_stack, . - switch_stack
 )");
 
-static constexpr size_t PAGE = 4096;
 static constexpr size_t SAVED_REGISTERS = 6;
 
 void Stacks::reserve(size_t count) {

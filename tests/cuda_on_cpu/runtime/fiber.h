@@ -11,7 +11,9 @@ extern "C" void switch_stack(void** from, void* to);
 
 class Stacks {
  public:
-  static constexpr size_t SIZE = 256 << 10;  // of one stack; memory is taken only as it is touched
+  // Of one stack; memory is taken only as it is touched.  An odd number of pages: with a power of two, the stacks of all
+  // threads would compete for a few entries of the processor's TLB.
+  static constexpr size_t PAGE = 4096, SIZE = 65 * PAGE;
   // Makes room for at least `count` stacks, each with a page below it that traps.
   void reserve(size_t count);
   // A fresh stack that starts `entry` when it is first switched to; `entry` must never return.

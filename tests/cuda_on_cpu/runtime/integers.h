@@ -2,7 +2,7 @@
 #pragma once
 #include <type_traits>
 
-#include "types.h"
+#include "machine.h"
 
 inline u32 prmt(u32 a, u32 b, u32 selector) {  // four bytes of the eight of b:a; bit 3 of a selector copies the byte's sign
   const u64 bytes = (u64)b << 32 | a;
@@ -82,6 +82,24 @@ inline T shift_right(T value, u32 count) {
   const u32 bits = sizeof(T) * 8;
   if (count >= bits) return value < 0 ? (T)-1 : (T)0;
   return (T)(value >> count);
+}
+
+// CUDA leaves the quotient by zero undefined; the lowest number by -1 wraps, where C++ would trap.
+template <class T>
+inline T divide(T a, T b, int site) {
+  if (b == 0) fail("division by zero", "at <site %d>", site);
+  return (T)-1 < 0 && b == (T)-1 ? (T)(0 - (u64)a) : (T)(a / b);
+}
+template <class T>
+inline T remainder_of(T a, T b, int site) {
+  if (b == 0) fail("division by zero", "at <site %d>", site);
+  return (T)-1 < 0 && b == (T)-1 ? (T)0 : (T)(a % b);
+}
+
+// sad: |a - b| + c
+template <class T, class U>
+inline T add_difference(T a, T b, U c) {
+  return (T)((a > b ? (U)a - (U)b : (U)b - (U)a) + c);
 }
 
 // The upper half of a product, of any width.

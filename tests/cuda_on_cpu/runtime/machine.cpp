@@ -6,6 +6,8 @@
 #include <cstdarg>
 #include <cstdio>
 #include <map>
+#include <string>
+#include <vector>
 #include <sys/mman.h>
 
 #include "checker.h"
@@ -22,6 +24,7 @@ static constexpr int N_MEETINGS = 8;
 
 struct Warp {
   u32 live, exited;
+  u32 open;  // bit i: meetings[i] is in use
   Meeting meetings[N_MEETINGS];
 };
 struct Barrier {
@@ -32,8 +35,14 @@ struct Barrier {
   std::vector<int> members;
 };
 
+struct AsyncCopies {
+  std::vector<AsyncCopy> open;                 // since the last commit
+  std::vector<std::vector<AsyncCopy>> groups;  // the oldest first
+};
+
 static Launch launch;
 static std::vector<Thread> threads;
+static std::vector<AsyncCopies> copies;  // of each thread
 static std::vector<Warp> warps;
 static Barrier barriers[N_BARRIERS];
 static u32 barrier_results[1024][3];
@@ -94,7 +103,8 @@ Meeting* enter_meeting(u32 mask, int site, const void* input, void* output) {
   Warp& warp = warps[me.warp];
   if (!(mask >> me.lane & 1)) fail("collective", "lane %d is not in the mask %08x of <site %d>", me.lane, mask, site);
   Meeting* meeting = nullptr;
-  for (Meeting& other : warp.meetings) {
+  for (u32 open = warp.open; open; open &= open - 1) {
+    Meeting& other = warp.meetings[__builtin_ctz(open)];
     if (!(other.mask & mask)) continue;
     if (other.mask != mask || other.site != site)
       fail("collective", "lanes of a warp meet in different instructions or masks: <site %d> with mask %08x and <site %d> with mask %08x",
@@ -102,9 +112,10 @@ Meeting* enter_meeting(u32 mask, int site, const void* input, void* output) {
     meeting = &other;
   }
   if (!meeting) {
-    for (Meeting& free : warp.meetings)
-      if (!free.mask) meeting = &free;
-    if (!meeting) fail("collective", "more than %d divergent collectives at <site %d>", N_MEETINGS, site);
+    const int free = __builtin_ctz(~warp.open);
+    if (free >= N_MEETINGS) fail("collective", "more than %d divergent collectives at <site %d>", N_MEETINGS, site);
+    warp.open |= 1u << free;
+    meeting = &warp.meetings[free];
     meeting->mask = mask, meeting->arrived = 0, meeting->site = site;
   }
   meeting->inputs[me.lane] = input;
@@ -120,7 +131,8 @@ void close_meeting(Meeting& meeting) {
   Thread* first = &threads[current->warp * WARP_SIZE];
   for (int lane = 0; lane < WARP_SIZE; lane++)
     if (meeting.arrived >> lane & 1) first[lane].state = State::ready;
-  meeting.mask = 0;
+  Warp& warp = warps[current->warp];
+  warp.open &= ~(1u << (&meeting - warp.meetings));
 }
 
 void warp_barrier(u32 mask, int site) {
@@ -212,17 +224,18 @@ void async_copy(u64 to, u64 from, u32 n_bytes, u32 n_from, int site) {
   if (to % n_bytes || (n_from && from % n_bytes)) fail("misaligned", "an asynchronous copy of %u bytes at <site %d>", n_bytes, site);
   if (n_from > n_bytes) fail("async copy", "%u bytes of %u wanted at <site %d>", n_from, n_bytes, site);
   if (launch.checking) check::issue_copy(to, from, n_bytes, n_from, site);
-  current->open_copies.push_back({to, from, n_bytes, n_from, false, site});
-  if (launch.copies == Copies::early || (launch.copies == Copies::random && random_number() & 1)) land(current->open_copies.back());
+  current->copies->open.push_back({to, from, n_bytes, n_from, false, site});
+  if (launch.copies == Copies::early || (launch.copies == Copies::random && random_number() & 1)) land(current->copies->open.back());
 }
 
 void async_commit() {
-  current->copy_groups.push_back(std::move(current->open_copies));
-  current->open_copies.clear();
+  AsyncCopies& copies = *current->copies;
+  copies.groups.push_back(std::move(copies.open));
+  copies.open.clear();
 }
 
 void async_wait(u32 groups_left) {
-  auto& groups = current->copy_groups;
+  auto& groups = current->copies->groups;
   while (groups.size() > groups_left) {
     for (AsyncCopy& copy : groups.front()) {
       land(copy);
@@ -234,8 +247,9 @@ void async_wait(u32 groups_left) {
 
 // ---------------------------------------------------------------- the life of a thread
 static void leave_copies() {  // a block's end lands what is under way; a correct kernel has waited for it
+  if (current->copies->open.empty() && current->copies->groups.empty()) return;
   async_commit();
-  for (auto& group : current->copy_groups)
+  for (auto& group : current->copies->groups)
     if (launch.checking && !group.empty()) fail("async copy", "a thread ends with a copy that it never waited for, issued at <site %d>", group[0].site);
   async_wait(0);
 }
@@ -243,8 +257,9 @@ static void leave_copies() {  // a block's end lands what is under way; a correc
 static void leave_warp() {  // those who wait for this lane go on without it
   Warp& warp = warps[current->warp];
   warp.exited |= 1u << current->lane;
-  for (Meeting& meeting : warp.meetings) {
-    if (!meeting.mask || meeting.arrived != lanes_expected(warp, meeting.mask)) continue;
+  for (u32 open = warp.open; open; open &= open - 1) {
+    const Meeting& meeting = warp.meetings[__builtin_ctz(open)];
+    if (meeting.arrived != lanes_expected(warp, meeting.mask)) continue;
     Thread& combiner = threads[current->warp * WARP_SIZE + __builtin_ctz(meeting.arrived)];
     combiner.must_combine = true;
     combiner.state = State::ready;
@@ -271,8 +286,7 @@ static void start_block() {
   for (size_t i = 0; i < warps.size(); i++) {
     const int n_lanes = std::min(WARP_SIZE, n_threads - (int)i * WARP_SIZE);
     warps[i].live = n_lanes == WARP_SIZE ? FULL_MASK : (1u << n_lanes) - 1;
-    warps[i].exited = 0;
-    for (Meeting& meeting : warps[i].meetings) meeting.mask = 0;
+    warps[i].exited = warps[i].open = 0;
   }
   for (int i = 0; i < n_threads; i++) {
     Thread& thread = threads[i];
@@ -284,8 +298,9 @@ static void start_block() {
     thread.steps_left = launch.schedule == Schedule::random ? 1 + random_number() % 64 : SLICE;
     // random slices are short: they are counted as if they were full ones of 64
     thread.slices_left = launch.step_limit / (launch.schedule == Schedule::random ? 64 : SLICE);
-    thread.open_copies.clear();
-    thread.copy_groups.clear();
+    thread.copies = &copies[i];
+    copies[i].open.clear();
+    copies[i].groups.clear();
     thread.stack_pointer = stacks.prepare(i, thread_entry);
   }
   if (launch.checking) check::begin_block();
@@ -422,6 +437,7 @@ EXPORT int run_launch(const Launch* wanted) {
   block_id = {0, 0, 0};
   n_threads = (int)(block_size.x * block_size.y * block_size.z);
   threads.resize(n_threads);
+  copies.resize(n_threads);
   warps.resize((n_threads + WARP_SIZE - 1) / WARP_SIZE);
   stacks.reserve(n_threads);
   static_shared_bytes = launch.static_shared_bytes;

@@ -1,8 +1,5 @@
 // The machine that kernels run on: the threads of one block at a time, their warps, barriers and schedule.
 #pragma once
-#include <string>
-#include <vector>
-
 #include "types.h"
 
 constexpr int WARP_SIZE = 32;
@@ -36,12 +33,6 @@ struct Launch {
 
 // ---- threads
 enum class State : u8 { ready, at_block_barrier, at_warp_meeting, done };
-struct AsyncCopy {
-  u64 to, from;
-  u32 n_bytes, n_from;  // bytes beyond n_from are filled with zeros
-  bool landed;
-  int site;
-};
 struct Thread {
   void* stack_pointer;
   Dim id;
@@ -51,8 +42,7 @@ struct Thread {
   u32 steps_left;     // backward jumps until it gives way
   u64 slices_left;    // how often it may give way before it is held to run for ever
   bool must_combine;  // woken to finish a meeting whose last lane exited
-  std::vector<AsyncCopy> open_copies;
-  std::vector<std::vector<AsyncCopy>> copy_groups;
+  struct AsyncCopies* copies;  // those it has under way
 };
 extern Thread* current;
 extern Dim grid_size, block_size, block_id;
@@ -71,7 +61,7 @@ inline void step(int site) {
 // ---- meetings: instructions that the lanes of a warp carry out together (shfl, vote, mma, bar.warp.sync, …)
 // Lanes wait until all that the mask names have come; the last one computes the results of all.
 struct Meeting {
-  u32 mask, arrived;  // mask 0: not in use
+  u32 mask, arrived;
   int site;
   const void* inputs[WARP_SIZE];
   void* outputs[WARP_SIZE];

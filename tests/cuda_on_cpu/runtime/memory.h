@@ -1,6 +1,7 @@
 // Loads, stores and atomics of generated code.  CHECKING is set by the translator in check mode.
 #pragma once
-#include "checker.h"
+#include "access.h"
+#include "machine.h"
 
 using check::Access;
 using check::Space;
