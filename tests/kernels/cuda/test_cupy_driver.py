@@ -82,7 +82,6 @@ def test_cupys_errors_have_a_status() -> None:
     if installation.driver_cuda() is not None:  # that of the driver asks it for the words
         errors.append(cuda.driver.CUDADriverError(700))
     for error in errors:
-        assert isinstance(error, RuntimeError)
         assert error.status == 700
         assert "ILLEGAL_ADDRESS" in str(error) or "IllegalAddress" in str(error)
     assert issubclass(cuda.driver.CUDADriverError, RuntimeError)
