@@ -258,7 +258,9 @@ def product_launch(
     kernel = "matvec" if uses_lanes else "matmul_few"
     rows = _few_rows(format, n_rows) if kernel == "matmul_few" else min(n_rows, 8)
     grid = (-(-n_rows // rows), sum(map(n_groups, n_outs)))
-    return Launch(kernel, {**format.defines, "TOKENS": rows}, grid, (_WARP * format.n_chunks(n_in),))
+    # Where one block takes all rows, their number is known when the kernel is compiled, and addresses are too.
+    defines = {**format.defines, "TOKENS": rows, "ROWS": rows if rows == n_rows else 0}
+    return Launch(kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
 
 
 def takes_one_matrix(format: PackedFormat, n_rows: int, capability: tuple[int, int]) -> bool:

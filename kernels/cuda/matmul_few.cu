@@ -137,6 +137,6 @@ extern "C" __global__ void __launch_bounds__(MAX_CHUNKS* WARP)
   const int which = CHOOSE_MATRIX(group);
   const uint8_t* tiles = CHOSEN_WEIGHTS(which) + (int64_t)group * n_tiles * tile_bytes<FORMAT>();
   Sums<N> acc = {};
-  multiply<FORMAT, N>(acc, tiles, (const uint8_t*)units, scales, n_rows, first_token, n_tiles);
+  multiply<FORMAT, N>(acc, tiles, (const uint8_t*)units, scales, ROWS ? ROWS : n_rows, first_token, n_tiles);
   add_chunks<FORMAT, N>(CHOSEN_MATRIX(which), group, acc, (const float*)scales, first_token, n);
 }

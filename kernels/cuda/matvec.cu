@@ -177,7 +177,7 @@ DEVICE void add_chunks(const Matrix& matrix, int group, const ChunkSums<N>& sums
 
 // y = x W^T (+ bias) (+ residual) for up to three matrices W.
 //
-// units, scales: activations (activations.cuh), laid out for n_rows, a multiple of TOKENS.  n_tokens: how many there are.
+// units, scales: activations (activations.cuh), laid out for n_rows, a multiple of TOKENS; ROWS is that, or 0.  n_tokens: how many there are.
 // n_tiles: tiles along a row of weights.  A warp a chunk of columns; grid (TOKENS tokens each, groups of
 // rows of all matrices): blocks that read the same weights run together.
 extern "C" __global__ void __launch_bounds__(MAX_CHUNKS* WARP)
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(MAX_CHUNKS* WARP)
   __shared__ ChunkSums<TOKENS> sums;
   const int first_token = blockIdx.x * TOKENS, n = *n_tokens;
   if (first_token > 0 && first_token >= n) return;  // the first tokens do not wait for n
-  const Inputs x = {(const int4*)units + first_token, scales + first_token, n_rows};
+  const Inputs x = {(const int4*)units + first_token, scales + first_token, ROWS ? ROWS : n_rows};
   int group = blockIdx.y;
   const int which = CHOOSE_MATRIX(group);
   const uint8_t* tiles = CHOSEN_WEIGHTS(which) + (int64_t)group * n_tiles * tile_bytes<FORMAT>();

@@ -46,8 +46,9 @@ def launches(type: KernelType, architecture: int) -> dict[str, Launch]:
 
 
 def name(format: str, launch: Launch) -> str:
-    """Of a kernel's variant; stages of shared memory take no registers."""
-    return f"{launch.kernel} {format} {launch.defines.get('TOKENS', '')}".strip()
+    """Of a kernel's variant, with + where it is for more rows than a block takes; stages of shared memory do not count."""
+    tokens = launch.defines.get("TOKENS", "")
+    return f"{launch.kernel} {format} {tokens}{'+' if launch.defines.get('ROWS') == 0 else ''}".strip()
 
 
 def resources(launch: Launch, architecture: int) -> Resources:

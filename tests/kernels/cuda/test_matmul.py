@@ -7,6 +7,7 @@ bit; that in turn is compared with the product in float64 of the gguf package's 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ def test_halves(device: Device, type: KernelType) -> None:
     weights, w = load(device, rows, type, 333), values_of(rows, type)
     found = [multiply(device, x[-n:], [weights])[0] for n in BATCHES]
     # A fused sum of products is rounded in ways that are not documented, but always the same.
-    for few, many in zip(found, found[1:], strict=False):
+    for few, many in pairwise(found):
         assert_same_bits(few, many[-len(few) :])
     assert_near(found[-1], x.astype(np.float64), w, rounding=2.0**-11 if type is T.F16 else 2.0**-8)
 
@@ -204,7 +205,7 @@ def test_no_access_goes_astray(type: GGMLType, order: Order) -> None:
     rows, x = random_rows(type, N_OUT, 768), activations(max(BATCHES), 768)
     weights = load(device, rows, type, 768)
     found = [multiply(device, x[:n], [weights])[0] for n in BATCHES]
-    for few, many in zip(found, found[1:], strict=False):
+    for few, many in pairwise(found):
         assert_same_bits(few, many[: len(few)])
     if type is T.Q6_K:
         assert_same_bits(found[-1], product(rows, type, x))
