@@ -124,6 +124,7 @@ class EmulatedModule:
         ptx_text: as NVRTC gives it (see nvrtc.py).
         mode: ``fast`` or ``check``.
         folder: where compiled libraries are kept; the temporary folder if None.
+        optimise: whether g++ should; without, it is done sooner, and kernels run several times slower.
         step_limit: backward jumps that one thread may make in a block before its loop counts as endless.
 
     Raises:
@@ -132,7 +133,13 @@ class EmulatedModule:
     """
 
     def __init__(
-        self, ptx_text: str, mode: Mode = "fast", *, folder: Path | None = None, step_limit: int = 1 << 22
+        self,
+        ptx_text: str,
+        mode: Mode = "fast",
+        *,
+        folder: Path | None = None,
+        optimise: bool = True,
+        step_limit: int = 1 << 22,
     ) -> None:
         module = ptx.parse(ptx_text)
         translation = translate(module, checking=mode == "check")
@@ -141,7 +148,7 @@ class EmulatedModule:
         self._sites: list[Site] = translation.sites
         self._architecture = int(re.sub(r"\D", "", module.target))
         self._step_limit = step_limit
-        path = build.build_module(translation.source, folder or build.default_folder())
+        path = build.build_module(translation.source, folder or build.default_folder(), optimise=optimise)
         self._library = ctypes.CDLL(str(path))
         self._library.launch_error.restype = ctypes.c_char_p
         self._library.register_variables()

@@ -93,6 +93,7 @@ class Function:
     parameters: list[Parameter]
     returns: list[Parameter]
     max_threads: int | None = None
+    span: tuple[int, int] = (0, 0)  # of the whole function in the PTX
     registers: dict[str, str] = field(default_factory=dict)  # name -> type
     variables: list[Variable] = field(default_factory=list)
     body: list[Instruction | Label | BranchTargets] = field(default_factory=list)
@@ -209,7 +210,9 @@ def _parse_function(text: str, head: re.Match[str], module: Module, files: dict[
     close = _closing_brace(text, end + 1)
     limit = re.search(r"\.(?:maxntid|reqntid)\s+(\d+)\s*(?:,\s*(\d+))?\s*(?:,\s*(\d+))?", head[5])
     threads = int(limit[1]) * int(limit[2] or 1) * int(limit[3] or 1) if limit else None
-    function = Function(head[3], head[1] == "entry", _parameters(head[4]), _parameters(head[2]), threads)
+    function = Function(
+        head[3], head[1] == "entry", _parameters(head[4]), _parameters(head[2]), threads, (head.start(), close)
+    )
     _BodyParser(text, end + 1, close - 1, function, files).run()
     module.functions.append(function)
     return close

@@ -19,18 +19,25 @@ KERNEL writes_input(const float* x, float* y) { ((float*)x)[threadIdx.x] = y[thr
 KERNEL reads_output(const float* x, float* y) { y[threadIdx.x] = y[threadIdx.x] + x[threadIdx.x]; }
 KERNEL half_written(float* y) { __shared__ float s[64]; if (threadIdx.x < 32) s[threadIdx.x] = 1.0f; __syncthreads();
   y[threadIdx.x] = s[threadIdx.x]; }
-KERNEL all_written(float* y) { __shared__ float s[64]; s[63 - threadIdx.x] = 1.0f; __syncthreads(); y[threadIdx.x] = s[threadIdx.x]; }
-KERNEL beyond_shared(float* y, int i) { extern __shared__ float s[]; s[threadIdx.x + i] = 1.0f; y[threadIdx.x] = s[threadIdx.x + i]; }
-KERNEL divergent_barrier(float* y) { if (threadIdx.x < 32) __syncthreads(); else { y[threadIdx.x] = 1.0f; __syncthreads(); } }
-KERNEL missing_thread(float* y) { if (threadIdx.x != 5) __syncthreads(); else y[0] = __shfl_sync(0xffffffffu, 1.0f, 0);
+KERNEL all_written(float* y) { __shared__ float s[64]; s[63 - threadIdx.x] = 1.0f; __syncthreads();
+  y[threadIdx.x] = s[threadIdx.x]; }
+KERNEL beyond_shared(float* y, int i) { extern __shared__ float s[]; s[threadIdx.x + i] = 1.0f;
+  y[threadIdx.x] = s[threadIdx.x + i]; }
+KERNEL divergent_barrier(float* y) { if (threadIdx.x < 32) __syncthreads(); else { y[threadIdx.x] = 1.0f;
+  __syncthreads(); } }
+KERNEL missing_thread(float* y) { if (threadIdx.x != 5) __syncthreads();
+  else y[0] = __shfl_sync(0xffffffffu, 1.0f, 0);
   y[threadIdx.x] = 1.0f; }
-KERNEL lane_gone(float* y) { if (threadIdx.x >= 20) return; float v = threadIdx.x; v += __shfl_xor_sync(0xffffffffu, v, 16);
+KERNEL lane_gone(float* y) { if (threadIdx.x >= 20) return; float v = threadIdx.x;
+  v += __shfl_xor_sync(0xffffffffu, v, 16);
   y[threadIdx.x] = v; }
 KERNEL lane_elsewhere(float* y) { float v = threadIdx.x; if (threadIdx.x < 16) v = __shfl_xor_sync(0xffffffffu, v, 1);
   y[threadIdx.x] = v; if (threadIdx.x >= 16) __syncwarp(); }
 KERNEL not_in_mask(float* y) { y[threadIdx.x] = __shfl_sync(0xffffu, (float)threadIdx.x, 0); }
-KERNEL no_warp_barrier(float* y) { __shared__ float s[32]; s[threadIdx.x] = threadIdx.x; y[threadIdx.x] = s[threadIdx.x ^ 1]; }
-KERNEL warp_barrier(float* y) { __shared__ float s[32]; s[threadIdx.x] = threadIdx.x; __syncwarp(); y[threadIdx.x] = s[threadIdx.x ^ 1]; }
+KERNEL no_warp_barrier(float* y) { __shared__ float s[32]; s[threadIdx.x] = threadIdx.x;
+  y[threadIdx.x] = s[threadIdx.x ^ 1]; }
+KERNEL warp_barrier(float* y) { __shared__ float s[32]; s[threadIdx.x] = threadIdx.x; __syncwarp();
+  y[threadIdx.x] = s[threadIdx.x ^ 1]; }
 KERNEL warp_barrier_between_warps(float* y) { __shared__ float s[64]; s[threadIdx.x] = threadIdx.x; __syncwarp();
   y[threadIdx.x] = s[threadIdx.x ^ 32]; }
 KERNEL shuffle_is_no_barrier(float* y) { __shared__ float s[32]; s[threadIdx.x] = threadIdx.x;
@@ -39,10 +46,12 @@ KERNEL overwritten(float* y) { __shared__ float s[64]; s[threadIdx.x] = threadId
   const float v = s[threadIdx.x ^ 32]; s[threadIdx.x] = v; y[threadIdx.x] = v; }
 KERNEL not_overwritten(float* y) { __shared__ float s[64]; s[threadIdx.x] = threadIdx.x; __syncthreads();
   const float v = s[threadIdx.x ^ 32]; __syncthreads(); s[threadIdx.x] = v; y[threadIdx.x] = v; }
-KERNEL read_by_all(float* y) { __shared__ float s[1]; if (threadIdx.x == 7) s[0] = 2.0f; __syncthreads(); const float v = s[0];
+KERNEL read_by_all(float* y) { __shared__ float s[1]; if (threadIdx.x == 7) s[0] = 2.0f; __syncthreads();
+  const float v = s[0];
   if (threadIdx.x == 3) s[0] = 0.0f; y[threadIdx.x] = v; }
 KERNEL same_spot(float* y) { y[threadIdx.x] += 1.0f; }
-KERNEL neighbours(float* y) { const int i = blockIdx.x * blockDim.x + threadIdx.x; y[i] = 1.0f; if (i + 1 < 64) y[i + 1] = 2.0f; }
+KERNEL neighbours(float* y) { const int i = blockIdx.x * blockDim.x + threadIdx.x; y[i] = 1.0f;
+  if (i + 1 < 64) y[i + 1] = 2.0f; }
 KERNEL atomics(float* y) { atomicAdd(y, 1.0f); }
 KERNEL atomic_and_plain(float* y) { if (threadIdx.x) atomicAdd(y, 1.0f); else y[0] = 1.0f; }
 KERNEL misaligned(float* y, int offset) { *(float4*)(y + offset) = make_float4(1, 2, 3, 4); }
@@ -52,8 +61,8 @@ KERNEL waits_for_other_warp(int* y) { __shared__ volatile int flag; if (threadId
   if (threadIdx.x == 32) flag = 1; if (threadIdx.x == 0) while (flag == 0) {} y[threadIdx.x] = 1; }
 KERNEL traps(int* y) { if (y[0] == 7) asm volatile("trap;"); }
 KERNEL null(int* y) { y[0] = 1; }
-KERNEL recursive_stack(int* y, int n);
-__device__ __noinline__ int deep(int n, int* y) { volatile int local[64]; local[n & 63] = n; return n <= 0 ? 0 : deep(n - 1, y) + local[n & 63]; }
+__device__ __noinline__ int deep(int n, int* y) { volatile int local[64]; local[n & 63] = n;
+  return n <= 0 ? 0 : deep(n - 1, y) + local[n & 63]; }
 KERNEL recursion(int* y, int n) { y[0] = deep(n, y); }
 KERNEL named_barriers(int* y) { __shared__ int s[64];  // two warps hand over, the others do not take part
   if (threadIdx.x < 32) { s[threadIdx.x] = 5; asm volatile("bar.arrive 1, 64;"); }
@@ -152,9 +161,7 @@ def test_uninitialised_global() -> None:
 
 def test_shared_memory() -> None:
     assert "test.cu:8" in _fault(checked(), "uninitialised", "half_written", _floats())
-    checked().run("all_written", 2, 64, _floats(), order=Order()) if False else checked().run(
-        "all_written", 1, 64, _floats()
-    )
+    checked().run("all_written", 1, 64, _floats())
     checked().run("beyond_shared", 1, 32, _floats(), np.int32(32), shared_bytes=256)
     _fault(checked(), "out of bounds", "beyond_shared", _floats(), np.int32(33), block=32, shared_bytes=256)
     # fast mode has pages that trap behind shared memory

@@ -70,7 +70,8 @@ extern "C" __global__ void store_matrices(const uint4* x, uint4* out) {  // what
   unsigned r0, r1, r2, r3;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
     : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3) : "r"(at));
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%4], {%0, %1, %2, %3};" :: "r"(r0), "r"(r1), "r"(r2), "r"(r3), "r"(to));
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%4], {%0, %1, %2, %3};"
+    :: "r"(r0), "r"(r1), "r"(r2), "r"(r3), "r"(to));
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%4], {%0, %1, %2, %3};"
     :: "r"(r0), "r"(r1), "r"(r2), "r"(r3), "r"(to_2));
   __syncwarp();
@@ -92,7 +93,7 @@ def kernels() -> Kernels:
 
 
 def _fragment(matrix: Array, per: int) -> Array:
-    """The registers [32, n] of a matrix [rows, K] whose elements are bytes (per = 4) or halves (2): as A, or as B transposed.
+    """The registers [32, n] of a matrix [rows, K] of bytes (per = 4) or halves (2): as A, or as B transposed.
 
     PTX manual, "Matrix fragments for mma": four lanes share a row; a register holds `per` neighbours along K; the
     registers of A go through the halves of the rows first, then along K.
