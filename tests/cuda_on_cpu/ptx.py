@@ -263,8 +263,8 @@ class _BodyParser:
         if text[start] == "}":
             self._scopes.pop()
             return start + 1
-        if text.startswith(".loc", start):
-            self._set_location(start)
+        if (location := _LOC.match(text, start)) is not None:
+            self._set_location(location)
             return _end_of_line(text, start)
         if (label := _LABEL.match(text, start)) is not None:
             return self._label(label)
@@ -297,10 +297,7 @@ class _BodyParser:
     def _lookup(self, name: str) -> str:
         return next((scope[name] for scope in reversed(self._scopes) if name in scope), name)
 
-    def _set_location(self, start: int) -> None:
-        match = _LOC.match(self._text, start)
-        if match is None:
-            raise PtxError(f"not understood: {self._text[start : _end_of_line(self._text, start)]}")
+    def _set_location(self, match: re.Match[str]) -> None:
         outer = Location(self._file(match[3]), int(match[4])) if match[3] else None
         self._location = Location(self._file(match[1]), int(match[2]), outer)
 

@@ -12,7 +12,8 @@ HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"
 
 
 def kernel(body: str, parameters: str = ".param .u64 k_param_0", directives: str = "") -> str:
-    return f'{HEAD}.visible .entry k({parameters})\n{directives}{{\n{body}\nret;\n}}\n.file 1 "/some/where/k.cu"\n.file 2 "c.cuh"\n'
+    files = '.file 1 "/some/where/k.cu"\n.file 2 "c.cuh"\n'
+    return f"{HEAD}.visible .entry k({parameters})\n{directives}{{\n{body}\nret;\n}}\n{files}"
 
 
 def body_of(text: str) -> list[Instruction | Label | BranchTargets]:
