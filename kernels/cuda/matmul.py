@@ -3,13 +3,13 @@
 What lies where is drawn beside the kernels: packed weights in formats.cuh and codes.cuh, activations in
 activations.cuh, the order of additions in dots.cuh.  Which kernel multiplies:
 
-====================  ===========================================  ===========================================
-rows of activations   weights of integers                          F16, BF16                           F32
-====================  ===========================================  =================================== =======
-1, 2, 4               matvec: a lane is a row                      matmul_few, as 8                    matvec
-8, 16, 24, 32         matmul_few: tensor cores, chunks of columns  matmul_few                          matvec
-more                  matmul: tensor cores, tiles in shared memory  matmul                              matvec
-====================  ===========================================  =================================== =======
+===================  =============================================  ===================  ======
+rows of activations  weights of integers                            F16, BF16            F32
+===================  =============================================  ===================  ======
+1, 2, 4              matvec: a lane is a row                        matmul_few, as of 8  matvec
+8, 16, 24, 32        matmul_few: tensor cores, chunks side by side  matmul_few           matvec
+more                 matmul: tensor cores, tiles in shared memory   matmul               matvec
+===================  =============================================  ===================  ======
 
 Before sm_80 integers go through matvec, 8 rows at a time, F16 through matmul_few, and BF16 is kept as F32.
 """
@@ -122,9 +122,7 @@ def _table_defines(table: Sequence[int]) -> dict[str, int | str]:
 def _packed_format(type: KernelType) -> PackedFormat:
     size = block_size(type)
     if type in _FLOATS:
-        return PackedFormat(
-            type, RUN, GROUP * RUN * size.n_bytes, 0, UNIT // size.n_bytes, {"FORMAT": type.name}
-        )
+        return PackedFormat(type, RUN, GROUP * RUN * size.n_bytes, 0, UNIT // size.n_bytes, {"FORMAT": type.name})
     columns = max(RUN, size.length)
     bits = 8 * size.n_bytes // size.length  # the scales take less than a bit a column
     scale_bytes = size.n_bytes * columns // size.length - bits * columns // 8
@@ -260,7 +258,9 @@ def product_launch(
     kernel = "matvec" if uses_lanes else "matmul_few"
     rows = _few_rows(format, n_rows) if kernel == "matmul_few" else min(n_rows, 8)
     grid = (-(-n_rows // rows), sum(map(n_groups, n_outs)))
-    return Launch(kernel, {**format.defines, "TOKENS": rows}, grid, (_WARP * format.n_chunks(n_in),))
+    # Where one block takes all rows, their number is known when the kernel is compiled, and addresses are too.
+    defines = {**format.defines, "TOKENS": rows, "ROWS": rows if rows == n_rows else 0}
+    return Launch(kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
 
 
 def takes_one_matrix(format: PackedFormat, n_rows: int, capability: tuple[int, int]) -> bool:

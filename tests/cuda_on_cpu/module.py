@@ -56,8 +56,9 @@ class Order:
     seed: int = 0
 
 
+FORWARD = Order()
 # Enough to catch what depends on the order, in one pass through each extreme.
-ORDERS = (Order(), Order("reverse", "early"), Order("random", "random", 1), Order("random", "random", 2))
+ORDERS = (FORWARD, Order("reverse", "early"), Order("random", "random", 1), Order("random", "random", 2))
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class EmulatedModule:
         ptx_text: as NVRTC gives it (see nvrtc.py).
         mode: ``fast`` or ``check``.
         folder: where compiled libraries are kept; the temporary folder if None.
+        optimise: whether g++ should; without, it is done sooner, and kernels run several times slower.
         step_limit: backward jumps that one thread may make in a block before its loop counts as endless.
 
     Raises:
@@ -131,7 +133,13 @@ class EmulatedModule:
     """
 
     def __init__(
-        self, ptx_text: str, mode: Mode = "fast", *, folder: Path | None = None, step_limit: int = 1 << 22
+        self,
+        ptx_text: str,
+        mode: Mode = "fast",
+        *,
+        folder: Path | None = None,
+        optimise: bool = True,
+        step_limit: int = 1 << 22,
     ) -> None:
         module = ptx.parse(ptx_text)
         translation = translate(module, checking=mode == "check")
@@ -140,9 +148,7 @@ class EmulatedModule:
         self._sites: list[Site] = translation.sites
         self._architecture = int(re.sub(r"\D", "", module.target))
         self._step_limit = step_limit
-        path = build.build_module(
-            translation.source, checking=mode == "check", folder=folder or build.default_folder()
-        )
+        path = build.build_module(translation.source, folder or build.default_folder(), optimise=optimise)
         self._library = ctypes.CDLL(str(path))
         self._library.launch_error.restype = ctypes.c_char_p
         self._library.register_variables()
@@ -155,7 +161,7 @@ class EmulatedModule:
         arguments: Sequence[Argument],
         *,
         shared_bytes: int = 0,
-        order: Order = Order(),
+        order: Order = FORWARD,
         ranges: Sequence[MemoryRange] = (),
         count_traffic: bool = False,
     ) -> None:
@@ -284,7 +290,7 @@ def _fits(argument: Any, parameter: ptx.Parameter) -> bool:
 
 
 def _c_ranges(ranges: Sequence[MemoryRange]) -> ctypes.Array[_Range]:
-    """For the runtime.  The same range may come twice; others that overlap would be watched apart, and are refused."""
+    """For the runtime.  The same range may come twice; others that overlap would be watched apart: refused."""
     unique = sorted(
         {(r.address, r.n_bytes): r for r in sorted(ranges, key=lambda r: r.writable)}.values(),
         key=lambda r: r.address,

@@ -1,13 +1,17 @@
 """Kernels with one mistake planted: each must be caught by the kernel's tests, by a wrong result or in check mode.
 
-A mutation is made in the PTX, so that nothing of the kernel's source has to be known.
+A mutation is made in the PTX, so that nothing of the kernel's source has to be known.  ``survivors`` does the whole
+work for a kernel whose test can be written as one function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from tests.cuda_on_cpu.errors import KernelFault
+from tests.cuda_on_cpu.module import ORDERS, EmulatedModule, Order
 from tests.cuda_on_cpu.ptx import Instruction, parse, split_operands
 
 # Instructions whose first two inputs cannot be swapped without a difference.
@@ -16,14 +20,18 @@ _COMPARISONS = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt", "eq": "ne", "ne"
 _COMPARISONS |= {"lo": "ls", "ls": "lo", "hi": "hs", "hs": "hi"}
 
 
+Trial = Callable[[EmulatedModule, str, Order], bool]
+
+
 @dataclass(frozen=True)
 class Mutation:
-    """A module's PTX with one mistake.  ``kind``: ``barrier``, ``wait``, ``operands``, ``fragments`` or ``comparison``."""
+    """A module's PTX with one mistake; ``kind``: ``barrier wait operands fragments comparison``."""
 
     kind: str
     kernel: str
     description: str
     ptx: str
+    function: str  # the text of the mutated kernel alone
 
 
 def mutations(ptx: str, kernel: str | None = None) -> list[Mutation]:
@@ -44,8 +52,46 @@ def mutations(ptx: str, kernel: str | None = None) -> list[Mutation]:
                 where = f"{instruction.location or function.name}"
                 description = f"{change} in `{instruction.text}` ({where})"
                 start, end = instruction.span
-                found.append(Mutation(kind, function.name, description, ptx[:start] + text + ptx[end:]))
+                before, after = ptx[:start] + text, ptx[end:]
+                first, last = function.span
+                mutated = before[first:] + ptx[end:last]
+                found.append(Mutation(kind, function.name, description, before + after, mutated))
     return found
+
+
+def combine(ptx: str, chosen: Sequence[Mutation]) -> str:
+    """One module, and so one build, with the mutated kernels beside the right ones; see ``name_in_combination``."""
+    copies = [
+        re.sub(rf"\b{mutation.kernel}\b(?!\w)", name_in_combination(mutation, i), mutation.function, count=1)
+        for i, mutation in enumerate(chosen)
+    ]
+    end = max(function.span[1] for function in parse(ptx).functions)
+    return "\n".join([ptx[:end], *copies, ptx[end:]])
+
+
+def name_in_combination(mutation: Mutation, index: int) -> str:
+    return f"{mutation.kernel}_mutation_{index}"
+
+
+def survivors(ptx: str, chosen: Sequence[Mutation], is_right: Trial) -> list[str]:
+    """Runs each mutation in check mode under all orders; gives the descriptions of those that nothing caught.
+
+    ``is_right(module, kernel, order)`` launches the kernel of that name and says whether its results are right.
+    """
+    module = EmulatedModule(combine(ptx, chosen), "check", optimise=False)
+    names = [name_in_combination(mutation, i) for i, mutation in enumerate(chosen)]
+    return [
+        mutation.description
+        for mutation, name in zip(chosen, names, strict=True)
+        if all(_passes(module, name, order, is_right) for order in ORDERS)
+    ]
+
+
+def _passes(module: EmulatedModule, kernel: str, order: Order, is_right: Trial) -> bool:
+    try:
+        return is_right(module, kernel, order)
+    except KernelFault:
+        return False
 
 
 def _mistakes(instruction: Instruction) -> Iterator[tuple[str, str, str]]:

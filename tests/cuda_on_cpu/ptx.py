@@ -93,6 +93,7 @@ class Function:
     parameters: list[Parameter]
     returns: list[Parameter]
     max_threads: int | None = None
+    span: tuple[int, int] = (0, 0)  # of the whole function in the PTX
     registers: dict[str, str] = field(default_factory=dict)  # name -> type
     variables: list[Variable] = field(default_factory=list)
     body: list[Instruction | Label | BranchTargets] = field(default_factory=list)
@@ -209,7 +210,9 @@ def _parse_function(text: str, head: re.Match[str], module: Module, files: dict[
     close = _closing_brace(text, end + 1)
     limit = re.search(r"\.(?:maxntid|reqntid)\s+(\d+)\s*(?:,\s*(\d+))?\s*(?:,\s*(\d+))?", head[5])
     threads = int(limit[1]) * int(limit[2] or 1) * int(limit[3] or 1) if limit else None
-    function = Function(head[3], head[1] == "entry", _parameters(head[4]), _parameters(head[2]), threads)
+    function = Function(
+        head[3], head[1] == "entry", _parameters(head[4]), _parameters(head[2]), threads, (head.start(), close)
+    )
     _BodyParser(text, end + 1, close - 1, function, files).run()
     module.functions.append(function)
     return close
@@ -260,8 +263,8 @@ class _BodyParser:
         if text[start] == "}":
             self._scopes.pop()
             return start + 1
-        if text.startswith(".loc", start):
-            self._set_location(start)
+        if (location := _LOC.match(text, start)) is not None:
+            self._set_location(location)
             return _end_of_line(text, start)
         if (label := _LABEL.match(text, start)) is not None:
             return self._label(label)
@@ -294,10 +297,7 @@ class _BodyParser:
     def _lookup(self, name: str) -> str:
         return next((scope[name] for scope in reversed(self._scopes) if name in scope), name)
 
-    def _set_location(self, start: int) -> None:
-        match = _LOC.match(self._text, start)
-        if match is None:
-            raise PtxError(f"not understood: {self._text[start : _end_of_line(self._text, start)]}")
+    def _set_location(self, match: re.Match[str]) -> None:
         outer = Location(self._file(match[3]), int(match[4])) if match[3] else None
         self._location = Location(self._file(match[1]), int(match[2]), outer)
 

@@ -66,7 +66,7 @@ def quantised(x: Floats) -> Activations:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of an integer format: codes [n, blocks, 32] as they are multiplied, scales and minima [n, blocks, halves]."""
+    """Rows of an integer format: codes [n, blocks, 32] to multiply with, scales and minima [n, blocks, halves]."""
 
     codes: Ints
     d: Floats

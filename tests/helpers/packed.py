@@ -73,10 +73,7 @@ def _rows(rows: Bytes, type: KernelType) -> Rows:
     n, size = len(rows), block_size(type)
     blocks = rows.reshape(-1, size.n_bytes)
     codes = _codes(blocks, type).reshape(n, -1)
-    if type in K_BITS:
-        scales = blocks[:, K_SCALES[type]]  # type: ignore[index]
-    else:
-        scales = blocks[:, : size.n_bytes - 4 * bits_of(type)]
+    scales = blocks[:, K_SCALES.get(type) or list(range(size.n_bytes - 4 * bits_of(type)))]  # type: ignore[call-overload]
     return Rows(codes, np.ascontiguousarray(scales).reshape(n, codes.shape[1] // tile_columns(type), -1))
 
 

@@ -13,7 +13,6 @@ from tests.kernels.cuda.device import Device, quantise
 
 T = GGMLType
 Floats = NDArray[np.float32]
-BIG = np.float32(3e38)
 
 
 def rows_of(n_in: int) -> Floats:
@@ -62,7 +61,7 @@ def test_eight_bits(device: Device, n_in: int, n_rows: int) -> None:
     np.testing.assert_allclose(found[..., 1].T, sums, rtol=0, atol=1.2e-38)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, BIG])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
 def test_what_is_no_number_is_seen_in_its_own_block_only(device: Device, value: float) -> None:
     x = rows_of(256)
     clean, clean_scales = run(device, T.Q4_0, x, 8)
@@ -89,7 +88,8 @@ def test_float16_is_scaled_so_that_nothing_overflows(device: Device, n_in: int) 
     wide = whole_runs(x, 8)
     largest = np.abs(wide).max(axis=1, keepdims=True)
     error = np.abs(values.astype(np.float64) * factor - wide)
-    assert (error <= np.maximum(2.0**-11 * np.abs(wide), 2.0**-24 * largest)).all()
+    is_denormal = np.abs(wide) < np.finfo(np.float32).tiny  # which is zero on the device
+    assert (is_denormal | (error <= np.maximum(2.0**-11 * np.abs(wide), 2.0**-24 * largest))).all()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
