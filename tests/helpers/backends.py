@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from localllm.errors import DeviceError
 from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cpu.target import available
+from localllm.kernels.cuda.cupy_driver import open_driver
+from localllm.kernels.cuda.driver import Driver
+from localllm.kernels.cuda.ops import CUDAOps
 from localllm.kernels.ops import Ops
 from localllm.kernels.reference import ReferenceOps
+from tests.cuda_on_cpu import build, nvrtc
+from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,7 @@ class Backend:
         head_dims: the sizes of heads to try; all of them where kernels need not be compiled for each.
         scaled_head_dims: the same for a cache whose values have scales.
         is_exact: whether linear operations compute with activations as they are, not rounded to eight bits.
+        repacks_tables: whether embedding tables have the formats that kernels read, whose scales are rounded.
     """
 
     name: str
@@ -32,6 +39,7 @@ class Backend:
     head_dims: tuple[int, ...]
     scaled_head_dims: tuple[int, ...]
     is_exact: bool = False
+    repacks_tables: bool = False
 
 
 ALL_HEAD_DIMS = (8, 16, 64, 80, 96, 128, 256)
@@ -65,10 +73,45 @@ def _cpu(isa: str, head_dims: tuple[int, ...], scaled_head_dims: tuple[int, ...]
     return Backend(f"cpu-{isa}", make, _spoil_cpu, head_dims, scaled_head_dims)
 
 
+def _spoil_cuda(cache: Any) -> None:
+    """As `_spoil_cpu`: NaN in halves, and in scales."""
+    keys, values, key_scales, value_scales = cache.layout.parts
+    head, head_dim = cache.layout.head, cache.layout.shape.head_dim
+    for part in (key_scales, value_scales) if cache.layout.groups else (keys, values):
+        halves = np.full(part.n_bytes // 2, 0x7E00, np.uint16)
+        if not cache.layout.groups:
+            halves.reshape(-1, head)[:, head_dim:] = 0
+        cache.driver.upload(cache.memory.at(part.offset, part.n_bytes), halves, cache.stream)
+        cache.driver.synchronize(cache.stream)
+
+
+def emulated_cuda(driver: EmulatedDriver | None = None, device: int = 0) -> CUDAOps:
+    """The CUDA backend in the harness; products take few rows at once, because g++ is long over more."""
+    return CUDAOps(driver or EmulatedDriver(), device, compiles_ahead=False, tile_rows=(32,), chunk_bytes=1 << 16)
+
+
+def no_harness() -> str | None:
+    """Why the CUDA backend does not run in the harness here, or None."""
+    return nvrtc.missing() or build.missing()
+
+
+def _cuda() -> Iterator[Backend]:
+    """The CUDA backend, in the harness with heads of few sizes, and on a real device."""
+    if no_harness() is None:
+        yield Backend("cuda-emulated", emulated_cuda, _spoil_cuda, (16, 80), (16,), repacks_tables=True)
+    try:
+        driver: Driver = open_driver()
+    except DeviceError:
+        return
+    make = lambda: CUDAOps(driver, 0)  # noqa: E731
+    yield Backend("cuda", make, _spoil_cuda, ALL_HEAD_DIMS, ALL_HEAD_DIMS, repacks_tables=True)
+
+
 BACKENDS = [
     Backend("reference", ReferenceOps, _spoil_reference, ALL_HEAD_DIMS, ALL_HEAD_DIMS, is_exact=True),
     *(
         _cpu(target.name, *(((8, 16, 80), (8, 16)) if i else (ALL_HEAD_DIMS, (8, 16, 80, 128))))
         for i, target in enumerate(available())
     ),
+    *_cuda(),
 ]

@@ -1,0 +1,319 @@
+"""The `Ops` protocol on a CUDA device.
+
+Nothing runs while a forward pass is recorded: each operation takes buffers, adds to a list, and returns the buffer
+that will be written.  `localllm.kernels.cuda.program` runs the list for batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from localllm.errors import KernelError
+from localllm.kernels.cuda.attention import NO_WINDOW, Heads
+from localllm.kernels.cuda.cache import PAGE, CacheLayout
+from localllm.kernels.cuda.driver import CompileProgress, Driver
+from localllm.kernels.cuda.matmul import TILE_ROWS, PackedFormat
+from localllm.kernels.cuda.operations import (
+    Attention,
+    Embed,
+    Gate,
+    Gather,
+    Multiply,
+    Norm,
+    Quantise,
+    RopeAppend,
+)
+from localllm.kernels.cuda.program import CUDAStep, Program
+from localllm.kernels.cuda.recording import N_OUTPUTS, N_TOKENS, Buffer, CUDACache, Inputs, Operation, Recording, Rows
+from localllm.kernels.cuda.weights import CHUNK_BYTES, CUDALinear, CUDAVector, WeightLoader
+from localllm.kernels.ops import Backend, CacheShape, KVCache, Linear, Part, Rope, Tensor, Weight, Widening
+
+_GATES = {"silu": "gated_silu", "gelu": "gated_gelu"}
+_ROWS = {N_TOKENS: "each token", N_OUTPUTS: "each output"}
+
+
+class CUDAOps(Backend):
+    """The backend of one CUDA device.
+
+    Args:
+        driver: the devices.
+        device: which of them.
+        progress: called with (kernels compiled, kernels to compile) when kernels are not in the cache yet.
+        compiles_ahead: whether `compile` compiles the kernels that batches of all sizes take.  Else they are compiled
+            when they are first used.
+        tile_rows: rows of activations that a block of a matrix product may take, the larger first.
+        chunk_bytes: of weights that are uploaded at once.
+
+    Raises:
+        DeviceError: there is no such device, or it is too old.
+    """
+
+    name = "cuda"
+    page_size = PAGE
+
+    def __init__(
+        self,
+        driver: Driver,
+        device: int,
+        *,
+        progress: CompileProgress | None = None,
+        compiles_ahead: bool = True,
+        tile_rows: Sequence[int] = TILE_ROWS,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self.driver, self.device = driver, device
+        self._progress = progress
+        self._compiles_ahead = compiles_ahead
+        self._tile_rows = tuple(tile_rows)
+        self._loader = WeightLoader(driver, device, chunk_bytes)
+        self._stream = driver.stream(device)
+        self._recording: Recording | None = None
+
+    # -- Loading ---------------------------------------------------------------------------------------------------
+
+    def load_linear(
+        self, weight: Weight, bias: Weight | None = None, *, widening: Widening | None = None
+    ) -> CUDALinear:
+        return self._loader.linear(weight, bias, widening)
+
+    def packed_bytes(self, weight: Weight) -> int:
+        return self._loader.packed_bytes(weight)
+
+    def load_vector(self, weight: Weight) -> CUDAVector:
+        return self._loader.vector(weight)
+
+    def load_embedding(self, weight: Weight, packed: Linear | None = None) -> CUDALinear:
+        """A packed matrix, of which rows are decoded on the device."""
+        if len(weight.shape) != 2:
+            raise KernelError(f"an embedding table has rows and columns, not the shape {list(weight.shape)}")
+        return packed if isinstance(packed, CUDALinear) else self._loader.linear(weight, None, None)
+
+    def new_cache(self, shape: CacheShape, n_pages: int) -> CUDACache:
+        layout = CacheLayout(shape, n_pages)
+        memory = self.driver.allocate(self.device, max(1, layout.n_bytes))
+        self.driver.fill(memory, 0, self._stream)
+        self.driver.synchronize(self._stream)
+        return CUDACache(memory, layout, self.driver, self._stream)
+
+    def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
+        return CacheLayout(shape, n_pages).n_bytes
+
+    def close(self) -> None:
+        """Ends the threads that read files."""
+        self._loader.close()
+
+    # -- Compiling -------------------------------------------------------------------------------------------------
+
+    def compile(
+        self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int
+    ) -> CUDAStep:
+        def logits() -> Buffer:
+            result: Buffer = forward()
+            self._check_tensors(result, slot=N_OUTPUTS)
+            return result
+
+        return CUDAStep(self._program(logits, cache, max_tokens, max_outputs))
+
+    def compile_part(
+        self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int
+    ) -> Part:
+        return self._program(forward, cache, max_tokens, max_outputs)
+
+    def _program(self, forward: Callable[[], Tensor], cache: KVCache, max_tokens: int, max_outputs: int) -> Program:
+        if not isinstance(cache, CUDACache) or cache.memory.device != self.device:
+            raise KernelError(f"CUDA device {self.device} cannot use a {type(cache).__name__} that is not its own")
+        self._loader.close()
+        recording = Recording(self.driver, self.device, cache, max_tokens, max_outputs, self._tile_rows)
+        self._recording = recording
+        try:
+            result: Buffer = forward()
+            self._check_tensors(result)
+        finally:
+            self._recording = None
+        # The weights live as long as what refers to them: the forward function.
+        program = Program(recording, result, forward)
+        if self._compiles_ahead:
+            program.compile(self._progress)
+        return program
+
+    @property
+    def _now(self) -> Recording:
+        if self._recording is None:
+            raise KernelError("operations of the CUDA backend run only inside a forward pass: see compile()")
+        return self._recording
+
+    def _add(self, operation: Operation) -> None:
+        self._now.operations.append(operation)
+
+    # -- Checks ----------------------------------------------------------------------------------------------------
+
+    def _check_tensors(self, *tensors: Buffer, slot: int | None = None) -> None:
+        """Makes sure that tensors belong to this forward pass and have the same rows, those that ``slot`` counts.
+
+        Kernels believe every address and every number: what does not fit must be found while recording.
+        """
+        for x in tensors:
+            if not isinstance(x, Buffer) or x.recording is not self._now:
+                raise KernelError("an operation was given something else than a tensor of its own forward pass")
+        wanted = tensors[0].slot if slot is None else slot
+        for x in tensors:
+            if x.slot != wanted:
+                raise KernelError(f"a tensor has a row for {_ROWS[x.slot]} where one for {_ROWS[wanted]} is needed")
+
+    def _check_layer(self, layer: int) -> None:
+        n_layers = self._now.cache.layout.shape.n_layers
+        if not 0 <= layer < n_layers:
+            raise KernelError(f"there is no layer {layer} in a cache of {n_layers} layers")
+
+    def _check_heads(self, what: str, x: Buffer, multiple_of: int) -> None:
+        """Makes sure that a tensor is a row of whole heads, a multiple of so many."""
+        head_dim = self._now.cache.layout.shape.head_dim
+        if x.width == 0 or x.width % (multiple_of * head_dim):
+            raise KernelError(f"{x.width} values of {what} are no multiple of {multiple_of} heads of {head_dim}")
+
+    def _check_linear(self, x: Buffer, weight: Linear) -> CUDALinear:
+        if not isinstance(weight, CUDALinear) or weight.memory.device != self.device:
+            raise KernelError(f"CUDA device {self.device} cannot use a {type(weight).__name__} that is not its own")
+        if x.width != weight.n_in:
+            raise KernelError(
+                f"a matrix [{weight.n_out}, {weight.n_in}] cannot turn {x.width} values into {weight.n_out}"
+            )
+        return weight
+
+    def _check_append(self, q: Buffer, k: Buffer, v: Buffer, rope: Rope | None, layer: int) -> None:
+        shape = self._now.cache.layout.shape
+        self._check_tensors(q, k, v, slot=N_TOKENS)
+        self._check_layer(layer)
+        self._check_heads("queries", q, shape.n_kv_heads)
+        for what, x in (("keys", k), ("values", v)):
+            if x.width != shape.n_kv_heads * shape.head_dim:
+                raise KernelError(
+                    f"{x.width} values of {what} do not fit a cache of {shape.n_kv_heads} heads of {shape.head_dim}"
+                )
+        if rope is not None and 2 * len(rope.frequencies) > shape.head_dim:
+            raise KernelError(
+                f"{len(rope.frequencies)} pairs of values cannot be turned in heads of {shape.head_dim}"
+            )
+
+    # -- Operations ------------------------------------------------------------------------------------------------
+
+    def embed(self, table: CUDALinear, scale: float = 1.0) -> Buffer:
+        recording = self._now
+        x = Buffer(recording, N_TOKENS, table.n_in)
+        recording.operands.append(table)
+        recording.vocabularies.append(table.n_out)
+        self._add(Embed(recording.batch, table, scale, x.written))
+        return x
+
+    def hidden(self, width: int) -> Buffer:
+        x = Buffer(self._now, N_TOKENS, width)
+        self._now.hidden = x.written
+        return x
+
+    def rms_norm(self, x: Buffer, weight: CUDAVector, eps: float) -> Buffer:
+        recording = self._now
+        self._check_tensors(x)
+        if weight.n != x.width:
+            raise KernelError(f"a norm of {weight.n} weights cannot be taken of {x.width} values")
+        y = Buffer(recording, x.slot, x.width)
+        recording.operands.append(weight)
+        self._add(Norm(recording.batch, x.read(), weight, eps, y.written))
+        return y
+
+    def linear(self, x: Buffer, weight: Linear, residual: Buffer | None = None) -> Buffer:
+        self._check_tensors(x, *([] if residual is None else [residual]))
+        w = self._check_linear(x, weight)
+        if residual is None:
+            y = Buffer(self._now, x.slot, w.n_out)
+        elif residual.width != w.n_out:
+            raise KernelError(f"{residual.width} values cannot be added to the {w.n_out} of a product")
+        inputs = self._inputs(x, w.packed)
+        if residual is not None:
+            residual.read()
+            y = residual.changed()  # products read inputs, never the rows themselves: also if these are x
+        self._multiply(x, inputs, [w], [y], residual=residual is not None)
+        return y
+
+    def linears(self, x: Buffer, weights: Sequence[Linear]) -> list[Buffer]:
+        self._check_tensors(x)
+        matrices = [self._check_linear(x, weight) for weight in weights]
+        results = [Buffer(self._now, x.slot, w.n_out) for w in matrices]
+        inputs = {w.packed.name: self._inputs(x, w.packed) for w in matrices}
+        pairs = sorted(zip(matrices, results, strict=True), key=lambda pair: pair[0].packed.name)
+        for name, group in groupby(pairs, key=lambda pair: pair[0].packed.name):
+            ws, ys = zip(*group, strict=True)
+            self._multiply(x, inputs[name], ws, ys, residual=False)
+        return results
+
+    def _inputs(self, x: Buffer, format: PackedFormat) -> Inputs:
+        batch = self._now.batch
+
+        def quantise(rows: Rows, inputs: Inputs) -> Operation:
+            return Quantise(batch, format, rows, inputs)
+
+        return x.inputs(format, quantise)
+
+    def _multiply(
+        self, x: Buffer, inputs: Inputs, weights: Sequence[CUDALinear], results: Sequence[Buffer], *, residual: bool
+    ) -> None:
+        recording = self._now
+        recording.operands += weights
+        self._add(Multiply(recording, x.slot, inputs, weights, [y.written for y in results], residual))
+
+    def rope_append(
+        self,
+        q: Buffer,
+        k: Buffer,
+        v: Buffer,
+        rope: Rope | None,
+        layer: int,
+        *,
+        q_norm: CUDAVector | None = None,
+        k_norm: CUDAVector | None = None,
+        eps: float = 0.0,
+    ) -> Buffer:
+        recording = self._now
+        self._check_append(q, k, v, rope, layer)
+        head_dim = recording.cache.layout.shape.head_dim
+        for norm in (q_norm, k_norm):
+            if norm is not None:
+                if norm.n != head_dim:
+                    raise KernelError(f"a norm of {norm.n} weights cannot be taken of heads of {head_dim}")
+                recording.operands.append(norm)
+        if rope is not None:
+            recording.phases(rope)  # uploaded now
+        rows = q.read(), k.read(), v.read()
+        self._add(RopeAppend(recording, *rows, rope, layer, (q_norm, k_norm), eps))
+        return q.changed()
+
+    def attention(self, q: Buffer, layer: int, *, scale: float, window: int | None = None) -> Buffer:
+        recording = self._now
+        shape = recording.cache.layout.shape
+        self._check_tensors(q, slot=N_TOKENS)
+        self._check_layer(layer)
+        self._check_heads("queries", q, shape.n_kv_heads)
+        group_size = q.width // shape.head_dim // shape.n_kv_heads
+        heads = Heads(shape.n_kv_heads, group_size, NO_WINDOW if window is None else min(window, NO_WINDOW))
+        recording.use_heads(heads)
+        y = Buffer(recording, N_TOKENS, q.width)
+        self._add(Attention(recording, heads, layer, scale, q.read(), y.written))
+        return y
+
+    def gated(self, gate: Buffer, up: Buffer, activation: str) -> Buffer:
+        if activation not in _GATES:
+            raise KernelError(f"there is no activation {activation!r}; choose one of {', '.join(_GATES)}")
+        recording = self._now
+        self._check_tensors(gate, up)
+        if gate.width != up.width:
+            raise KernelError(f"a gate of {gate.width} values does not fit {up.width} values")
+        y = Buffer(recording, gate.slot, gate.width)
+        self._add(Gate(recording.batch, gate.read(), up.read(), _GATES[activation], y.written))
+        return y
+
+    def outputs(self, x: Buffer) -> Buffer:
+        recording = self._now
+        self._check_tensors(x, slot=N_TOKENS)
+        y = Buffer(recording, N_OUTPUTS, x.width)
+        self._add(Gather(recording.batch, x.read(), y.written))
+        return y

@@ -1,0 +1,376 @@
+"""Recorded forward passes, run: a batch goes up in one piece, and graphs or single launches do the rest.
+
+A batch of few tokens is a bucket's: its launches are captured in a graph after they ran once, one graph for each
+bucket and power of two of the length in the cache, so that Python does nothing a layer.  Of larger batches, the
+launches are made one by one, which the device does not wait for: they are few against the work in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import KernelError, LocalLLMError
+from localllm.kernels.cuda.attention import work_of_batch
+from localllm.kernels.cuda.cache import PAGE
+from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, Driver, Event, Graph, Module, Stream
+from localllm.kernels.cuda.operations import MOST_CHOICES, SORTED, Best, fused
+from localllm.kernels.cuda.recording import BUCKETS, N_TOKENS, SHORTEST, Argument, Buffer, Call, Extent, Recording
+from localllm.kernels.ops import Batch, Hidden, hidden_rows
+
+#: Batches that may be on their way to the device.
+_IN_FLIGHT = 4
+#: Extents whose launches are kept, beside those of graphs.
+_KEPT_CALLS = 32
+#: Tokens and outputs of larger batches are counted as multiples of this, so that launches serve several of them.
+_STEP = 8
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A `Call` whose module is loaded."""
+
+    module: Module
+    kernel: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    arguments: Sequence[Argument]
+    shared_bytes: int
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Pinned memory for a batch, and for the hidden states that come with it; and when both were uploaded."""
+
+    words: NDArray[np.int32]
+    event: Event
+    rows: NDArray[np.uint8] | None = None
+
+
+class Program:
+    """A recorded forward pass on a device.
+
+    Args:
+        result: what it ends with.
+        keep: what must live as long.
+    """
+
+    def __init__(self, recording: Recording, result: Buffer, keep: object) -> None:
+        self.recording, self.driver, self.stream = recording, recording.driver, recording.stream
+        self.rows = result.read()
+        self._result = result
+        self._operations = fused(recording.operations)
+        self._graphs: dict[Extent, Graph] = {}
+        self._launches: OrderedDict[Extent, list[_Launch]] = OrderedDict()
+        layout = recording.batch.layout
+        #: Host memory that copies are made from and to.
+        self._host_memory: list[NDArray[np.uint8]] = []
+        words = (self._pinned(4 * layout.n_words).view(np.int32) for _ in range(_IN_FLIGHT))
+        self._slots = [_Slot(each, self._event()) for each in words]
+        for slot in self._slots:
+            slot.words[:] = 0
+        self._done = self._event()
+        #: What still reads the result of the last run, on other devices.
+        self._readers: list[Event] = []
+        self._host_rows: NDArray[np.float32] | None = None
+        self._staging: NDArray[np.uint8] | None = None
+        self._choosers: dict[int, _Chooser] = {}
+        # Whoever lets go of the program does not know what is under way: memory is given back after it.
+        kept = (recording.memory, recording.operands, self._host_memory, keep)
+        weakref.finalize(self, _settle, self.driver, self.stream, kept).atexit = False
+
+    def _event(self) -> Event:
+        return self.driver.event(self.recording.device)
+
+    def _pinned(self, n_bytes: int) -> NDArray[np.uint8]:
+        self._host_memory.append(self.driver.pinned(n_bytes))
+        return self._host_memory[-1]
+
+    # -- Running ---------------------------------------------------------------------------------------------------
+
+    def __call__(self, batch: Batch, hidden: Hidden | None) -> CUDAHidden:
+        """Runs a batch; returns before the device has."""
+        self._run(batch, hidden)
+        n = len(batch.ids) if self.rows.slot == N_TOKENS else len(batch.outputs)
+        return CUDAHidden(self, n)
+
+    def best(self, batch: Batch, k: int) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
+        """Runs a batch; of each output the ``k`` best ids, best first, [N, k], and their logits unless k is 1."""
+        n_vocab = self.rows.width
+        if not 1 <= k <= min(MOST_CHOICES, n_vocab):
+            raise KernelError(f"{k} of {n_vocab} logits cannot be chosen: 1 to {min(MOST_CHOICES, n_vocab)} can")
+        if k not in self._choosers:
+            self._choosers[k] = _Chooser(self, k)
+        extent = self._run(batch, None)
+        return self._choosers[k].choose(extent, len(batch.outputs))
+
+    def _run(self, batch: Batch, hidden: Hidden | None) -> Extent:
+        recording, driver = self.recording, self.driver
+        self._check(batch)
+        slot = self._slots[0]
+        self._slots = [*self._slots[1:], slot]
+        driver.synchronize(slot.event)
+        n_words = recording.batch.layout.fill(slot.words, batch)
+        for event in self._readers:
+            driver.wait(self.stream, event)
+        self._readers = []
+        driver.upload(recording.batch.memory.at(0, 4 * n_words), slot.words[:n_words], self.stream)
+        if recording.hidden is not None:
+            self._receive(hidden, len(batch.ids), slot)
+        driver.record(slot.event, self.stream)
+        extent = self._compute(batch)
+        driver.record(self._done, self.stream)
+        return extent
+
+    def _check(self, batch: Batch) -> None:
+        """Makes sure that a batch fits: kernels believe every index."""
+        recording, n_tokens, n_outputs = self.recording, len(batch.ids), len(batch.outputs)
+        if n_tokens > recording.max_tokens or n_outputs > recording.max_outputs:
+            raise KernelError(
+                f"a batch of {n_tokens} tokens and {n_outputs} outputs is larger than this step was compiled for, "
+                f"{recording.max_tokens} and {recording.max_outputs}"
+            )
+        batch.check(PAGE, recording.cache.n_pages)
+        for n_vocab in recording.vocabularies:
+            if batch.ids.min() < 0 or batch.ids.max() >= n_vocab:
+                raise KernelError(f"a batch has token ids outside the vocabulary of {n_vocab}")
+
+    def _receive(self, hidden: Hidden | None, n_tokens: int, slot: _Slot) -> None:
+        """Puts hidden states where the forward pass begins with them."""
+        into = self.recording.hidden
+        if into is None:
+            return
+        row_bytes = 4 * into.stride
+        memory = into.memory.at(0, n_tokens * row_bytes)
+        if isinstance(hidden, CUDAHidden) and (hidden.n, hidden.width) == (n_tokens, into.width):
+            hidden.copy_to(memory, self.stream)
+            return
+        if slot.rows is None:
+            slot.rows = self._pinned(self.recording.max_tokens * row_bytes)
+        rows = slot.rows[: memory.n_bytes]
+        matrix = rows.view(np.float32).reshape(n_tokens, into.stride)
+        matrix[:, : into.width] = hidden_rows(hidden, n_tokens, into.width)
+        matrix[:, into.width :] = 0
+        self.driver.upload(memory, rows, self.stream)
+
+    def _compute(self, batch: Batch) -> Extent:
+        extent = self._bucket(batch)
+        if extent is None:
+            extent = self._whole(batch)
+            self._launch(self._launches_of(extent))
+        elif extent in self._graphs:
+            self.driver.replay(self._graphs[extent], self.stream)
+        else:
+            launches = self._loaded(extent)
+            self._launch(launches)
+            self._graphs[extent] = self._captured(launches)
+        return extent
+
+    def _bucket(self, batch: Batch) -> Extent | None:
+        """The extent of captured launches that a batch fits into, if any."""
+        n = max(len(batch.ids), len(batch.outputs))
+        bucket = next((b for b in BUCKETS if n <= b), None)
+        if bucket is None:
+            return None
+        longest, most = SHORTEST, max(1, self.recording.cache.n_pages) * PAGE
+        while longest < int(batch.kv_lengths.max()):
+            longest *= 2
+        return self._bucket_extent(bucket, min(longest, most))
+
+    def _bucket_extent(self, bucket: int, longest: int) -> Extent | None:
+        recording = self.recording
+        work = recording.bucket_work(bucket, longest)
+        if work is None:
+            return None
+        return Extent(min(bucket, recording.max_tokens), min(bucket, recording.max_outputs), work)
+
+    def _whole(self, batch: Batch) -> Extent:
+        """The extent of a batch of many tokens, or far into a long cache."""
+        recording = self.recording
+        sequences = [(stop - start, length) for start, stop, length in batch.sequences()]
+        work = tuple(
+            (heads, work_of_batch(sequences, heads, recording.variant, recording.usable_part_bytes))
+            for heads in recording.heads
+        )
+        return Extent(_rounded(len(batch.ids)), _rounded(len(batch.outputs)), work)
+
+    # -- Launching -------------------------------------------------------------------------------------------------
+
+    def compile(self, progress: CompileProgress | None) -> None:
+        """Compiles the kernels that batches of all sizes take, so that none has to wait for it."""
+        recording, modules = self.recording, dict[str, tuple[str, Defines]]()
+        most = min(SHORTEST, max(1, recording.cache.n_pages) * PAGE)
+        buckets = [self._bucket_extent(bucket, most) for bucket in BUCKETS if bucket <= 2 * recording.max_tokens]
+        large = (
+            [
+                Extent(n, min(n, recording.max_outputs), buckets[0].attention)
+                for n in _LARGE
+                if n <= recording.max_tokens
+            ]
+            if buckets[0]
+            else []
+        )
+        for extent in (*buckets, *large):
+            if extent is not None:
+                for call in self._calls(extent):
+                    modules[f"{call.module} {sorted(call.defines.items())}"] = call.module, call.defines
+        self.driver.compile_modules(recording.device, modules.values(), progress)
+
+    def _calls(self, extent: Extent) -> list[Call]:
+        return [call for operation in self._operations for call in operation.calls(extent)]
+
+    def _loaded(self, extent: Extent) -> list[_Launch]:
+        return [self._load(call) for call in self._calls(extent)]
+
+    def _load(self, call: Call) -> _Launch:
+        module = self.driver.load_module(self.recording.device, call.module, call.defines)
+        return _Launch(module, call.kernel, call.grid, call.block, call.arguments, call.shared_bytes)
+
+    def _launches_of(self, extent: Extent) -> list[_Launch]:
+        if extent in self._launches:
+            self._launches.move_to_end(extent)
+        else:
+            self._launches[extent] = self._loaded(extent)
+            while len(self._launches) > _KEPT_CALLS:
+                self._launches.popitem(last=False)
+        return self._launches[extent]
+
+    def _launch(self, launches: Sequence[_Launch]) -> None:
+        launch, stream = self.driver.launch, self.stream
+        for each in launches:
+            launch(each.module, each.kernel, each.grid, each.block, each.arguments, stream, each.shared_bytes)
+
+    def _captured(self, launches: Sequence[_Launch]) -> Graph:
+        self.driver.begin_capture(self.stream)
+        try:
+            self._launch(launches)
+        except BaseException:
+            with contextlib.suppress(LocalLLMError):  # what went wrong is the first error
+                self.driver.end_capture(self.stream)
+            raise
+        return self.driver.end_capture(self.stream)
+
+    # -- The result ------------------------------------------------------------------------------------------------
+
+    def download(self, n: int) -> NDArray[np.float32]:
+        """Waits, and gives the first ``n`` rows of the result: memory of the program's own."""
+        rows = self.rows
+        if self._host_rows is None:
+            n_rows = self.recording.most_rows(rows.slot)
+            self._host_rows = self._pinned(4 * n_rows * rows.stride).view(np.float32).reshape(n_rows, rows.stride)
+        if n:
+            self.driver.download(self._host_rows[:n], rows.memory.at(0, 4 * n * rows.stride), self.stream)
+        self.driver.synchronize(self.stream)
+        return self._host_rows[:n, : rows.width]
+
+    def send(self, n: int, to: DeviceMemory, stream: Stream) -> None:
+        """Brings the first ``n`` rows of the result to another device, in whose stream they are copied."""
+        driver, own = self.driver, self.recording.device
+        source = self.rows.memory.at(0, to.n_bytes)
+        if to.device == own or driver.can_access_peer(to.device, own):
+            if to.device != own:
+                driver.enable_peer_access(to.device, own)
+            driver.wait(stream, self._done)
+            driver.copy(to, source, stream)
+        else:
+            if self._staging is None:
+                self._staging = self._pinned(4 * self.recording.most_rows(self.rows.slot) * self.rows.stride)
+            driver.download(self._staging[: to.n_bytes], source, self.stream)
+            driver.record(self._done, self.stream)
+            driver.wait(stream, self._done)
+            driver.upload(to, self._staging[: to.n_bytes], stream)
+        read = driver.event(to.device)
+        driver.record(read, stream)
+        self._readers.append(read)
+
+
+#: Batches beyond the buckets whose kernels are compiled ahead.
+_LARGE = (24, 40, 512)
+
+
+def _rounded(n: int) -> int:
+    return -(-n // _STEP) * _STEP if n > _STEP else n
+
+
+def _settle(driver: Driver, stream: Stream, kept: object) -> None:
+    """Waits for what still uses memory that is about to be given back."""
+    with contextlib.suppress(LocalLLMError):
+        driver.synchronize(stream)
+
+
+@dataclass(frozen=True, eq=False)
+class CUDAHidden(Hidden):
+    """The first ``n`` rows of a program's result, in the device's memory, perhaps still being computed."""
+
+    program: Program
+    n: int
+
+    @property
+    def width(self) -> int:
+        return self.program.rows.width
+
+    def host(self) -> NDArray[np.float32]:
+        return self.program.download(self.n)
+
+    def copy_to(self, memory: DeviceMemory, stream: Stream) -> None:
+        """Copies the rows, with their padding, in the stream of the memory's device."""
+        self.program.send(self.n, memory, stream)
+
+
+class _Chooser:
+    """The choice of the ``k`` best of a program's logits, on the device."""
+
+    def __init__(self, program: Program, k: int) -> None:
+        recording, logits = program.recording, program.rows
+        n = recording.max_outputs
+        self._program, self._k = program, k
+        ids = recording.new(4 * n * k)
+        values = recording.new(4 * n * k) if k > 1 else None
+        parts = recording.new(8 * n * k * -(-logits.width // SORTED)) if k > 1 else None
+        self._best = Best(recording.batch, logits, k, ids, values, parts)
+        self._ids = program._pinned(4 * n * k).view(np.int32).reshape(n, k)
+        self._values = program._pinned(4 * n * k).view(np.float32).reshape(n, k) if k > 1 else None
+
+    def choose(self, extent: Extent, n: int) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
+        program, best = self._program, self._best
+        program._launch([program._load(call) for call in best.calls(extent)])
+        if n:
+            program.driver.download(self._ids[:n], best.ids.at(0, 4 * n * self._k), program.stream)
+            if self._values is not None and best.values is not None:
+                program.driver.download(self._values[:n], best.values.at(0, 4 * n * self._k), program.stream)
+        program.driver.synchronize(program.stream)
+        return self._ids[:n], None if self._values is None else self._values[:n]
+
+
+class CUDAStep:
+    """A compiled forward pass; see `localllm.kernels.ops.Step`."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def __call__(self, batch: Batch) -> NDArray[np.float32]:
+        return self._program(batch, None).host()
+
+    def greedy(self, batch: Batch) -> NDArray[np.int32]:
+        """Runs a batch; of each output the id of the largest logit, of equals the lowest: [N].  Only these cross the
+        bus.  The array is the step's own and good until the next call."""
+        return self._program.best(batch, 1)[0][:, 0]
+
+    def best(self, batch: Batch, k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Runs a batch; of each output the ids of the ``k`` largest logits, the largest first, and these: [N, k].
+
+        ``k`` is at least 2.  The arrays are the step's own and good until the next call.
+
+        Raises:
+            KernelError: so many cannot be chosen.
+        """
+        ids, values = self._program.best(batch, k)
+        if values is None:
+            raise KernelError("the one best of a row of logits comes without its logit: see greedy()")
+        return ids, values

@@ -1,0 +1,401 @@
+"""A forward pass on a CUDA device while it is recorded: buffers in the device's memory, and operations over them.
+
+An operation does not launch anything; it says which launches it takes for batches of an `Extent`
+(`localllm.kernels.cuda.operations`).  Kernels read the numbers of tokens and of outputs from the batch's header in
+device memory and leave the rows beyond them alone, so the launches for an extent serve every batch that fits into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import KernelError
+from localllm.kernels.cuda.attention import Heads, Variant, Work, choose_variant, work_of_bucket
+from localllm.kernels.cuda.cache import PAGE, CacheLayout
+from localllm.kernels.cuda.driver import Defines, DeviceMemory, DeviceProperties, Driver, Stream
+from localllm.kernels.cuda.matmul import TILE_ROWS, PackedFormat
+from localllm.kernels.cuda.rope import phases
+from localllm.kernels.cuda.weights import padded
+from localllm.kernels.ops import Batch, Rope
+
+#: What counts a tensor's rows: places in a batch's header (batch.cuh).
+N_TOKENS, N_OUTPUTS, N_SEQUENCES = range(3)
+_HEADER = 4
+#: Tokens and outputs of the extents whose launches are captured in a graph; a larger batch is launched one by one.
+BUCKETS = (1, 2, 4, 8, 16, 32)
+#: Lengths in the cache that a captured graph serves: the first, and then twice as much each.
+SHORTEST = 1024
+#: Bytes for what spans of the cache come to, at most.
+MOST_PART_BYTES = 64 << 20
+_PART_ALIGNMENT = 256
+
+Argument = DeviceMemory | np.number[Any]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What launches have room for.
+
+    Attributes:
+        n_tokens, n_outputs: in a batch, at most.
+        attention: the work of each kind of attention that the forward pass has.
+    """
+
+    n_tokens: int
+    n_outputs: int
+    attention: tuple[tuple[Heads, Work], ...] = ()
+
+    def rows(self, slot: int) -> int:
+        """Rows of a tensor whose rows ``slot`` counts."""
+        return self.n_tokens if slot == N_TOKENS else self.n_outputs
+
+    def work(self, heads: Heads) -> Work:
+        return dict(self.attention)[heads]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A launch: of a kernel of the module ``module``.cu, compiled with ``defines``."""
+
+    module: str
+    kernel: str
+    defines: Defines
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    arguments: tuple[Argument, ...]
+    shared_bytes: int = 0
+
+
+class Operation(Protocol):
+    """Something that a forward pass does."""
+
+    def calls(self, extent: Extent) -> Iterable[Call]:
+        """The launches for batches of at most this extent."""
+        ...
+
+
+# -- What operations work on ---------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Rows:
+    """The contents of a buffer between two changes: float32 [rows, stride], of which ``width`` values count.
+
+    Attributes:
+        slot: what counts the rows, `N_TOKENS` or `N_OUTPUTS`.
+        reads: operations that read them.
+    """
+
+    memory: DeviceMemory
+    width: int
+    stride: int
+    slot: int
+    reads: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Rows as matrix products read them: units and scales, see activations.cuh."""
+
+    units: DeviceMemory
+    scales: DeviceMemory
+
+
+class Buffer:
+    """Memory of a float32 matrix [rows, padded width], which operations read and write.
+
+    It goes back to the recording with the last reference to the buffer, to become that of a later one.
+    """
+
+    def __init__(self, recording: Recording, slot: int, width: int) -> None:
+        self.recording = recording
+        stride = padded(width)
+        memory = recording.take(4 * stride * recording.most_rows(slot))
+        self._now = Rows(memory, width, stride, slot)
+        #: What `inputs` made of the rows; and memory for more of it.
+        self._inputs: dict[str, Inputs] = {}
+        self._input_memory: dict[str, DeviceMemory] = {}
+
+    @property
+    def width(self) -> int:
+        return self._now.width
+
+    @property
+    def slot(self) -> int:
+        return self._now.slot
+
+    @property
+    def written(self) -> Rows:
+        """The rows, for the operation that writes them."""
+        return self._now
+
+    def read(self) -> Rows:
+        """The rows, for one more operation that reads them."""
+        self._now.reads += 1
+        return self._now
+
+    def inputs(self, format: PackedFormat, quantise: Callable[[Rows, Inputs], Operation]) -> Inputs:
+        """The rows as products with weights of a format read them; the first call adds what makes them so."""
+        kind = input_kind(format)
+        if kind not in self._inputs:
+            n_rows = format.input_rows(self.recording.most_rows(self.slot))
+            units = -(-format.unit_bytes(self.width, n_rows) // _PART_ALIGNMENT) * _PART_ALIGNMENT
+            scales = format.input_scale_bytes(self.width, n_rows)
+            if kind not in self._input_memory:
+                self._input_memory[kind] = self.recording.take(units + scales)
+            memory = self._input_memory[kind]
+            self._inputs[kind] = Inputs(memory.at(0, units), memory.at(units, scales))
+            self.recording.operations.append(quantise(self.read(), self._inputs[kind]))
+        return self._inputs[kind]
+
+    def changed(self) -> Buffer:
+        """The buffer itself, which an operation changes in its place."""
+        self._now = Rows(self._now.memory, self.width, self._now.stride, self.slot)
+        self._inputs = {}
+        return self
+
+    def __del__(self) -> None:
+        self.recording.free += [self._now.memory, *self._input_memory.values()]
+
+
+def input_kind(format: PackedFormat) -> str:
+    """Formats of one kind read the same inputs."""
+    return format.name if format.is_float else "int8"
+
+
+# -- The batch in device memory ------------------------------------------------------------------------------------
+
+
+class BatchLayout:
+    """How a batch lies in the one block of int32 that a step uploads: the header first, block tables last.
+
+    Args:
+        n_pages: of the cache: as many entries as a block table may have.
+    """
+
+    def __init__(self, max_tokens: int, max_outputs: int, n_pages: int) -> None:
+        sizes = (_HEADER, max_tokens, max_tokens, max_tokens, max_outputs, max_tokens + 1, max_tokens)
+        bounds = np.cumsum([0, *sizes]).tolist()
+        self.header, self.ids, self.positions, self.slots, self.outputs, self.starts, self.lengths = map(
+            slice, bounds, bounds[1:]
+        )
+        self.tables = bounds[-1]
+        self.table_stride = max(1, n_pages)
+        self.n_words = self.tables + max_tokens * self.table_stride
+
+    def fill(self, words: NDArray[np.int32], batch: Batch) -> int:
+        """Writes a batch that was checked; returns the words that it takes."""
+        n_tokens, n_sequences = len(batch.ids), len(batch.kv_lengths)
+        words[:3] = n_tokens, len(batch.outputs), n_sequences
+        tables = batch.block_tables[:, : self.table_stride]
+        sequences = np.repeat(np.arange(n_sequences), np.diff(batch.query_starts))
+        slots = batch.block_tables[sequences, batch.positions // PAGE] * np.int32(PAGE) + batch.positions % PAGE
+        for part, values in (
+            (self.ids, batch.ids),
+            (self.positions, batch.positions),
+            (self.slots, slots),
+            (self.outputs, batch.outputs),
+            (self.starts, batch.query_starts),
+            (self.lengths, batch.kv_lengths),
+        ):
+            words[part.start : part.start + len(values)] = values
+        end: int = self.tables + n_sequences * self.table_stride
+        words[self.tables : end].reshape(n_sequences, -1)[:, : tables.shape[1]] = tables
+        return end
+
+
+class DeviceBatch:
+    """The block on the device, and its parts."""
+
+    def __init__(self, memory: DeviceMemory, layout: BatchLayout) -> None:
+        def part(place: slice) -> DeviceMemory:
+            return memory.at(4 * place.start, 4 * (place.stop - place.start))
+
+        self.memory, self.layout = memory, layout
+        self.header = part(layout.header)
+        self.ids, self.positions, self.slots = part(layout.ids), part(layout.positions), part(layout.slots)
+        self.outputs = part(layout.outputs)
+        tables = part(slice(layout.tables, layout.n_words))
+        #: PARAMETERS of attention.cu, as far as they are the batch's.
+        self.attention = (self.header, part(layout.starts), part(layout.lengths), tables)
+
+    def header_at(self, slot: int) -> DeviceMemory:
+        """The header from that slot's number on: for kernels that take the first for the number of their rows."""
+        return self.header.at(4 * slot, 4 * (_HEADER - slot))
+
+
+# -- The recording -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class CUDACache:
+    """Keys and values in one allocation; `localllm.kernels.cuda.cache` draws it."""
+
+    memory: DeviceMemory
+    layout: CacheLayout
+    driver: Driver
+    stream: Stream
+    page_size: int = PAGE
+
+    @property
+    def n_pages(self) -> int:
+        return self.layout.n_pages
+
+    @property
+    def n_bytes(self) -> int:
+        return self.layout.n_bytes
+
+    @property
+    def append_defines(self) -> Defines:
+        """What append.cu is compiled for."""
+        return {"HEAD_DIM": self.layout.shape.head_dim, "Q8_0": int(self.layout.shape.type == "q8_0")}
+
+    def layer(self, number: int) -> tuple[Argument, Argument, Argument, Argument]:
+        """Keys, their scales, values and theirs, of a layer, as kernels take them."""
+        keys, values, key_scales, value_scales = (
+            self.memory.at(*part.layer(number)) if part.n_bytes else np.uint64(0) for part in self.layout.parts
+        )
+        return keys, key_scales, values, value_scales
+
+    def copy_page(self, source: int, target: int) -> None:
+        for page in (source, target):
+            if not 0 <= page < self.n_pages:
+                raise KernelError(f"there is no page {page} in a cache of {self.n_pages}")
+        module = self.driver.load_module(self.memory.device, "append", self.append_defines)
+        for part in self.layout.parts:
+            if part.n_bytes:
+                sizes = np.int32(part.page_bytes), np.int64(part.layer_bytes), np.int32(source), np.int32(target)
+                grid = (-(-part.page_bytes // _COPIED_BYTES), part.n_layers)
+                memory = self.memory.at(part.offset, part.n_bytes)
+                self.driver.launch(module, "copy_page", grid, (256,), [memory, *sizes], self.stream)
+        self.driver.synchronize(self.stream)
+
+
+#: Bytes of a page that a block copies.
+_COPIED_BYTES = 16 * 256 * 4
+
+
+class Recording:
+    """Operations, and the memory that they use, while a forward pass is recorded and afterwards.
+
+    Attributes:
+        tile_rows: see `localllm.kernels.cuda.matmul.product_launch`.
+        operands: what must live as long as the operations.
+        hidden: the rows that hidden states computed elsewhere are put into, if the forward pass begins with them.
+        vocabularies: rows of the embedding tables that ids are looked up in.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        device: int,
+        cache: CUDACache,
+        max_tokens: int,
+        max_outputs: int,
+        tile_rows: tuple[int, ...] = TILE_ROWS,
+    ) -> None:
+        self.driver, self.device, self.cache = driver, device, cache
+        self.stream = driver.stream(device)
+        self.max_tokens, self.max_outputs = max_tokens, max_outputs
+        self.tile_rows = tile_rows
+        self.operations: list[Operation] = []
+        self.operands: list[object] = [cache]
+        self.memory: list[DeviceMemory] = []
+        self.free: list[DeviceMemory] = []
+        self.hidden: Rows | None = None
+        self.vocabularies: list[int] = []
+        self.heads: list[Heads] = []
+        layout = BatchLayout(max_tokens, max_outputs, cache.n_pages)
+        self.batch = DeviceBatch(self.new(4 * layout.n_words), layout)
+        self._phases: list[tuple[Rope, Argument]] = []
+        self._part_memory: DeviceMemory | None = None
+
+    @cached_property
+    def properties(self) -> DeviceProperties:
+        return self.driver.properties(self.device)
+
+    @cached_property
+    def variant(self) -> Variant:
+        """What attention is compiled for."""
+        shape = self.cache.layout.shape
+        return choose_variant(shape.head_dim, shape.type, self.properties.shared_bytes)
+
+    def most_rows(self, slot: int) -> int:
+        return self.max_tokens if slot == N_TOKENS else self.max_outputs
+
+    # -- Memory ----------------------------------------------------------------------------------------------------
+
+    def take(self, n_bytes: int) -> DeviceMemory:
+        """Memory of at least ``n_bytes``, with anything in it: the smallest free piece that does, else a new one."""
+        fitting = [m for m in self.free if n_bytes <= m.n_bytes <= 2 * n_bytes]
+        if not fitting:
+            return self.new(n_bytes)
+        best = min(fitting, key=lambda m: m.n_bytes)
+        self.free = [m for m in self.free if m is not best]
+        return best
+
+    def new(self, n_bytes: int) -> DeviceMemory:
+        """Memory of ``n_bytes`` that is zero: what pads rows is read, and must be something."""
+        memory = self.driver.allocate(self.device, n_bytes)
+        self.driver.fill(memory, 0, self.stream)
+        self.memory.append(memory)
+        return memory
+
+    def upload(self, values: NDArray[Any]) -> DeviceMemory:
+        """A constant."""
+        memory = self.driver.allocate(self.device, values.nbytes)
+        self.driver.upload(memory, values, self.stream)
+        self.driver.synchronize(self.stream)
+        self.memory.append(memory)
+        return memory
+
+    def phases(self, rope: Rope) -> Argument:
+        """Frequencies as append.cu takes them."""
+        for known, memory in self._phases:
+            if known is rope:
+                return memory
+        self._phases.append((rope, self.upload(phases(rope.frequencies)) if len(rope.frequencies) else np.uint64(0)))
+        return self._phases[-1][1]
+
+    # -- Attention -------------------------------------------------------------------------------------------------
+
+    def use_heads(self, heads: Heads) -> None:
+        """Notes a kind of attention; see `Extent`."""
+        if heads not in self.heads:
+            self.heads.append(heads)
+
+    def parts(self, heads: Heads, work: Work) -> tuple[Argument, Argument]:
+        """Memory for the sums and the states of spans."""
+        if self._part_memory is None:
+            self._part_memory = self.new(max(self.part_bytes, _PART_ALIGNMENT))
+        n_sums, n_states = (max(4, 4 * n) for n in work.part_floats(heads, self.variant))
+        begin = self._part_memory.n_bytes - n_states
+        return self._part_memory.at(0, n_sums), self._part_memory.at(begin // 8 * 8, n_states)
+
+    @cached_property
+    def part_bytes(self) -> int:
+        """What the parts of any batch may take: no more than is of use."""
+        longest = max(1, self.cache.n_pages) * PAGE
+        wanted = max((self._bucket_bytes(BUCKETS[-1], longest, heads) for heads in self.heads), default=0)
+        return min(MOST_PART_BYTES, wanted)
+
+    @property
+    def usable_part_bytes(self) -> int:
+        """Those, less what may be lost between sums and states."""
+        return max(0, self.part_bytes - _PART_ALIGNMENT)
+
+    def bucket_work(self, n_tokens: int, longest: int) -> tuple[tuple[Heads, Work], ...] | None:
+        """For batches of at most ``n_tokens``, in sequences of at most ``longest``; None if parts take too much."""
+        if any(self._bucket_bytes(n_tokens, longest, heads) > self.part_bytes for heads in self.heads):
+            return None
+        return tuple((heads, work_of_bucket(n_tokens, longest, heads)) for heads in self.heads)
+
+    def _bucket_bytes(self, n_tokens: int, longest: int, heads: Heads) -> int:
+        floats = sum(work_of_bucket(n_tokens, longest, heads).part_floats(heads, self.variant))
+        return 4 * floats + _PART_ALIGNMENT
