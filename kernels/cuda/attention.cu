@@ -432,13 +432,12 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS)
   for (; page < stop; page++) {
     const int position = PAGE * page;
     const size_t block = (size_t)table[page] * n_kv_heads + kv_head;
-    const int low = rows[warp_row].position, high = rows[warp_row + ROWS - 1].position;
-    const bool is_seen = has_rows && low - window < position + PAGE - 1 && position <= high;
-    const bool is_masked = position <= high - window || low < position + PAGE - 1;
-
     // Keys have come, and nobody reads values any more.
     wait_for_copies<0>();
     __syncthreads();
+    const int low = rows[warp_row].position, high = rows[warp_row + ROWS - 1].position;
+    const bool is_seen = has_rows && low - window < position + PAGE - 1 && position <= high;
+    const bool is_masked = position <= high - window || low < position + PAGE - 1;
 #if Q8_0
     widen_page<PREFILL_THREADS>(load_keys, page_keys, factors, position, tile_sight);
     __syncthreads();

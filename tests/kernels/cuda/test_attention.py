@@ -252,7 +252,7 @@ def test_variants_fit_into_every_device(capability: tuple[int, int], cache_type:
     for head_dim in (8, 16, 64, 80, 96, 128):
         variant = choose_variant(head_dim, cache_type, SHARED[capability])
         assert variant.largest_block_bytes <= SHARED[capability]
-        assert variant.warps >= 4
+        assert variant.warps >= 2
     if capability == (7, 5):
         with pytest.raises(KernelError, match=r"256 values in a .* needs \d+ bytes"):
             choose_variant(256, cache_type, SHARED[capability])
