@@ -46,7 +46,7 @@ def launches(type: KernelType, architecture: int) -> dict[str, Launch]:
 
 
 def name(format: str, launch: Launch) -> str:
-    """Of a kernel's variant, with + where it is for more rows than a block takes; stages of shared memory do not count."""
+    """Of a kernel's variant, with + where it is for more rows than a block takes; stages do not count."""
     tokens = launch.defines.get("TOKENS", "")
     return f"{launch.kernel} {format} {tokens}{'+' if launch.defines.get('ROWS') == 0 else ''}".strip()
 
