@@ -275,9 +275,9 @@ class CupyDriver:
         self._compiler.compile(modules, self._architecture(device), progress)
 
     def load_module(self, device: int, name: str, defines: Defines | None = None) -> _Module:
-        self._not_capturing("a module is loaded")
         key = (device, name, frozenset((defines or {}).items()))
         if key not in self._modules:
+            self._not_capturing("a module is loaded")
             code = self._compiler.binary(name, defines or {}, self._architecture(device))
             with self._on(device, f"load the kernels of {name}"):
                 module = self._cupy.cuda.Module()
@@ -312,7 +312,7 @@ class CupyDriver:
                 values.append(argument)
         with self._on(stream.device, f"launch the kernel {kernel}"):
             function = self._function(module, kernel, shared_bytes)
-            function(full_grid, full_block, values, shared_mem=shared_bytes, stream=_cupy(stream))
+            function(full_grid, full_block, tuple(values), shared_mem=shared_bytes, stream=_cupy(stream))
 
     def _function(self, module: interface.Module, kernel: str, shared_bytes: int) -> Any:
         """A kernel that may have so much dynamic shared memory."""

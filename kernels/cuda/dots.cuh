@@ -39,22 +39,27 @@ struct Matrix {
   int n_out, stride;
 };
 
-// The parameters of three matrices, of which those that are not there have n_out 0; and the matrix that has the
-// groups of rows from `group` on, which is made the number in that matrix.
+DEVICE int n_groups(int n_out) { return (int)((uint32_t)(n_out + GROUP - 1) / GROUP); }
+
+// Up to three matrices, of which those that are not there have n_out 0, as parameters of a kernel.
 #define MATRIX_PARAMETERS(i)                                                                                     \
   const uint8_t *__restrict__ weights##i, const float *__restrict__ bias##i, const float *residual##i, float *y##i, \
       int n_out##i, int stride##i
 #define MATRIX(i) \
   Matrix { weights##i, bias##i, residual##i, y##i, n_out##i, stride##i }
 
-DEVICE int n_groups(const Matrix& matrix) { return (matrix.n_out + GROUP - 1) / GROUP; }
+// Which of the matrices has this group of rows among those of all; the group becomes its number in that one.  To be
+// chosen once more where results are stored costs less than registers that hold a whole Matrix until then.
+#define CHOOSE_MATRIX(group) choose_matrix(n_out0, n_out1, group)
+#define CHOSEN_WEIGHTS(which) (which == 0 ? weights0 : which == 1 ? weights1 : weights2)
+#define CHOSEN_MATRIX(which) (which == 0 ? MATRIX(0) : which == 1 ? MATRIX(1) : MATRIX(2))
 
-DEVICE Matrix choose_matrix(const Matrix& first, const Matrix& second, const Matrix& third, int& group) {
-  if (group < n_groups(first)) return first;
-  group -= n_groups(first);
-  if (group < n_groups(second)) return second;
-  group -= n_groups(second);
-  return third;
+DEVICE int choose_matrix(int n_out0, int n_out1, int& group) {
+  if (group < n_groups(n_out0)) return 0;
+  group -= n_groups(n_out0);
+  if (group < n_groups(n_out1)) return 1;
+  group -= n_groups(n_out1);
+  return 2;
 }
 
 // y = total (+ bias) (+ residual).

@@ -233,8 +233,8 @@ class Driver(Protocol):
         ...
 
     def load_module(self, device: int, name: str, defines: Defines | None = None) -> Module:
-        """The kernels of ``name``.cu with these macros.  The same again for the same again.  Not while this thread
-        captures.
+        """The kernels of ``name``.cu with these macros.  The same again for the same again; that also while this
+        thread captures, but nothing new.
 
         Raises:
             KernelError: it does not compile, or there is no such file.
@@ -270,9 +270,10 @@ class Driver(Protocol):
     def begin_capture(self, stream: Stream) -> None:
         """What the stream, and those that join it, are given from now on is not done but kept for a graph.
 
-        Until it ends this thread must not allocate or load modules, which is a KernelError; nor wait for one of the
-        streams or their events, nor copy host memory that is not pinned, which are one too, and then there will be
-        no graph.  To run the work once before capturing it is wise: CUDA loads kernels when they are first used.
+        Until it ends this thread must not allocate, or load a module that was not loaded before: KernelError.  Nor
+        must it wait for one of the streams or their events, or copy host memory that is not pinned: that is the end
+        of the capture, with a KernelError here or where it ends (emulated devices notice all of it).  To run the
+        work once before capturing it is wise: CUDA loads kernels when they are first used.
         """
         ...
 

@@ -51,10 +51,10 @@ DEVICE void copy_run(uint8_t* stage, const Sources& from, int i) {
     copy16_async(stage + S::X + UNIT * p, from.units + (unit * from.n_rows + token) * UNIT);
   }
   if constexpr (!IS_FLOAT<F>) {
-    for (int p = threadIdx.x; p < RUN_BLOCKS * T; p += THREADS) {
-      const int64_t block = (int64_t)i * RUN_BLOCKS + p / T;
-      const int token = min(from.first_token + p % T, from.n_tokens - 1);
-      copy8_async(stage + S::X_SCALES + sizeof(float2) * p, from.scales + block * from.n_rows + token);
+    for (int p = threadIdx.x; p < RUN_BLOCKS * T / 2; p += THREADS) {  // of two tokens
+      const int64_t block = (int64_t)i * RUN_BLOCKS + p / (T / 2);
+      const int token = min(from.first_token + p % (T / 2) * 2, (from.n_tokens - 1) & ~1);
+      copy16_async(stage + S::X_SCALES + UNIT * p, from.scales + block * from.n_rows + token);
     }
   }
 }
@@ -105,7 +105,7 @@ DEVICE void multiply(const Matrix& matrix, const Sources& from, int n_chunks) {
   constexpr int N = T / 8 / TOKEN_WARPS;
   extern __shared__ __align__(16) uint8_t stages[];
   const int n_runs = from.n_tiles * runs<F>();
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < N_STAGES - 1; ++i) {
     if (i < n_runs) copy_run<F, T>(stages + Stage<F, T>::BYTES * i, from, i);
     commit_copies();
@@ -145,7 +145,7 @@ DEVICE void multiply(const Matrix& matrix, const Sources& from, int n_chunks) {
 
 // y = x W^T (+ bias) (+ residual).
 //
-// units, scales: activations (activations.cuh), laid out for n_rows, of which n_tokens are there.  n_tiles: tiles along
+// units, scales: activations (activations.cuh), laid out for n_rows, a multiple of 8, of which n_tokens are there.  n_tiles: tiles along
 // a row of weights, in n_chunks chunks.  Grid (TOKENS tokens each, 4 groups of rows each); dynamic shared memory:
 // STAGES stages.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (first_token >= n) return;
   const Matrix matrix = MATRIX(0);
   const Sources from = {matrix.weights,           (const uint8_t*)units, scales,          n_rows, first_token, n,
-                        (int)blockIdx.y * ROW_WARPS, n_groups(matrix),      n_tiles};
+                        (int)blockIdx.y * ROW_WARPS, n_groups(n_out0),       n_tiles};
   multiply<FORMAT, TOKENS, STAGES>(matrix, from, n_chunks);
 }
 

@@ -3,13 +3,13 @@
 What lies where is drawn beside the kernels: packed weights in formats.cuh and codes.cuh, activations in
 activations.cuh, the order of additions in dots.cuh.  Which kernel multiplies:
 
-====================  ===========================================  ===========================================
-rows of activations   weights of integers                          F16, BF16                           F32
-====================  ===========================================  =================================== =======
-1, 2, 4               matvec: a lane is a row                      matmul_few, as 8                    matvec
-8, 16, 24, 32         matmul_few: tensor cores, chunks of columns  matmul_few                          matvec
-more                  matmul: tensor cores, tiles in shared memory  matmul                              matvec
-====================  ===========================================  =================================== =======
+===================  =============================================  ===================  ======
+rows of activations  weights of integers                            F16, BF16            F32
+===================  =============================================  ===================  ======
+1, 2, 4              matvec: a lane is a row                        matmul_few, as of 8  matvec
+8, 16, 24, 32        matmul_few: tensor cores, chunks side by side  matmul_few           matvec
+more                 matmul: tensor cores, tiles in shared memory   matmul               matvec
+===================  =============================================  ===================  ======
 
 Before sm_80 integers go through matvec, 8 rows at a time, F16 through matmul_few, and BF16 is kept as F32.
 """
@@ -41,6 +41,11 @@ TENSOR_CORES = (8, 0)
 VECTOR_ROWS, FEW_ROWS, MAX_MATRICES = (1, 2, 4), 32, 3
 #: matmul's warps along the rows, rows of activations that a block takes, the larger first, and stages at most.
 ROW_WARPS, TILE_ROWS, MAX_STAGES = 4, (128, 64), 4
+
+#: Formats of which matmul_few takes 8 rows at once instead of 16, and matmul 64 instead of 128, as their scales and the
+#: rest of their codes take registers that there are not.
+_FEW_AT_ONCE = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K}
+_SMALL_TILES = _FEW_AT_ONCE | {GGMLType.Q4_K, GGMLType.Q5_1}
 
 _WARP = 32
 _PACK_WARPS, _ROW_THREADS, _MATMUL_THREADS = 4, 256, 256
@@ -122,9 +127,7 @@ def _table_defines(table: Sequence[int]) -> dict[str, int | str]:
 def _packed_format(type: KernelType) -> PackedFormat:
     size = block_size(type)
     if type in _FLOATS:
-        return PackedFormat(
-            type, RUN, GROUP * RUN * size.n_bytes, 0, UNIT // size.n_bytes, {"FORMAT": type.name}
-        )
+        return PackedFormat(type, RUN, GROUP * RUN * size.n_bytes, 0, UNIT // size.n_bytes, {"FORMAT": type.name})
     columns = max(RUN, size.length)
     bits = 8 * size.n_bytes // size.length  # the scales take less than a bit a column
     scale_bytes = size.n_bytes * columns // size.length - bits * columns // 8
@@ -260,7 +263,9 @@ def product_launch(
     kernel = "matvec" if uses_lanes else "matmul_few"
     rows = _few_rows(format, n_rows) if kernel == "matmul_few" else min(n_rows, 8)
     grid = (-(-n_rows // rows), sum(map(n_groups, n_outs)))
-    return Launch(kernel, {**format.defines, "TOKENS": rows}, grid, (_WARP * format.n_chunks(n_in),))
+    # Where one block takes all rows, their number is known when the kernel is compiled, and addresses are too.
+    defines = {**format.defines, "TOKENS": rows, "ROWS": rows if rows == n_rows else 0}
+    return Launch(kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
 
 
 def takes_one_matrix(format: PackedFormat, n_rows: int, capability: tuple[int, int]) -> bool:
@@ -295,7 +300,7 @@ def product_arguments(
 
 def _few_rows(format: PackedFormat, n_rows: int) -> int:
     """Rows that a block of matmul_few takes."""
-    return max(rows for rows in (8, 16) if n_rows % rows == 0)
+    return 16 if n_rows % 16 == 0 and format.type not in _FEW_AT_ONCE else 8
 
 
 def stage_bytes(format: PackedFormat, tile_rows: int) -> int:
@@ -308,7 +313,9 @@ def stage_bytes(format: PackedFormat, tile_rows: int) -> int:
 def _matmul_launch(
     format: PackedFormat, n_out: int, n_rows: int, shared_bytes: int, tile_rows: Sequence[int]
 ) -> Launch:
-    fitting = [rows for rows in tile_rows if 2 * stage_bytes(format, rows) <= shared_bytes]
+    is_small = format.type in _SMALL_TILES or (isinstance(format.type, LUTType) and format.type.n_scales > 1)
+    most = min(tile_rows[0], 64) if is_small else tile_rows[0]
+    fitting = [rows for rows in tile_rows if rows <= most and 2 * stage_bytes(format, rows) <= shared_bytes]
     rows = next((rows for rows in fitting if rows <= n_rows), fitting[-1])
     stages = min(MAX_STAGES, shared_bytes // stage_bytes(format, rows))
     return Launch(

@@ -25,8 +25,8 @@ DEVICE void spread_scales(Run (&runs)[4], const Run& mine, int lane) {
 template <class F, int N>
 DEVICE void multiply_chunk(Sums<N>& acc, const uint8_t* tiles, int begin, int end, const uint8_t* units,
                            const float2* x_scales, int n_rows, int lane) {
-  // Blocks whose codes are in registers or asked for; fewer where they take more.
-  constexpr int AHEAD = F::Codes::ROW_WORDS ? 2 : 4;
+  // Blocks whose codes are in registers or asked for; fewer where they, or the sums, take more.
+  constexpr int AHEAD = F::Codes::ROW_WORDS || N > 1 ? 2 : 4;
   const uint8_t* tile = tiles + begin * tile_bytes<F>();
   units += (int64_t)begin * F::RUNS * (RUN / 16) * UNIT * n_rows;
   x_scales += (int64_t)begin * F::RUNS * RUN_BLOCKS * n_rows;
@@ -88,44 +88,40 @@ DEVICE void multiply_floats(Sums<N>& acc, const uint8_t* tiles, int begin, int e
   }
 }
 
-// The chunks' sums of 8 tokens, in order, to y.
-DEVICE void add_chunks(const Matrix& matrix, int group, const float (&sums)[2][4], const float* token_scales,
-                       int first_token, int n_tokens, float (*shared)[8][GROUP]) {
-  const int lane = threadIdx.x % WARP, chunk = threadIdx.x / WARP, n_chunks = blockDim.x / WARP;
-  const int g = lane / 4, t = lane % 4;
-  __syncthreads();  // what was there before has been read
-#pragma unroll
-  for (int m = 0; m < 2; ++m)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) shared[chunk][2 * t + i % 2][16 * m + 8 * (i / 2) + g] = sums[m][i];
-  __syncthreads();
-  for (int token = chunk; token < 8 && first_token + token < n_tokens; token += n_chunks) {
-    float total = 0.0f;
-    for (int c = 0; c < n_chunks; ++c) total += shared[c][token][lane];
-    if (token_scales) total *= token_scales[first_token + token];
-    store_result(matrix, total, first_token + token, group * GROUP + lane);
-  }
-}
-
 template <class F, int N>
-DEVICE void multiply(const Matrix& matrix, int group, const uint8_t* units, const void* x_scales, int n_rows,
-                     int first_token, int n_tokens, int n_tiles) {
-  __shared__ float shared[MAX_CHUNKS][8][GROUP];
+DEVICE void multiply(Sums<N>& acc, const uint8_t* tiles, const uint8_t* units, const void* x_scales, int n_rows,
+                     int first_token, int n_tiles) {
   const int lane = threadIdx.x % WARP, chunk = threadIdx.x / WARP, n_chunks = blockDim.x / WARP;
-  const uint8_t* tiles = matrix.weights + (int64_t)group * n_tiles * tile_bytes<F>();
   const int begin = chunk_begin(chunk, n_chunks, n_tiles), end = chunk_begin(chunk + 1, n_chunks, n_tiles);
-  Sums<N> acc = {};
   units += UNIT * first_token;
   if constexpr (IS_FLOAT<F>)
     multiply_floats<F, N>(acc, tiles, begin, end, units, n_rows, lane);
   else
     multiply_chunk<F, N>(acc, tiles, begin, end, units, (const float2*)x_scales + first_token, n_rows, lane);
+}
+
+// The chunks' sums, in order, to y: 8 tokens at a time.
+template <class F, int N>
+DEVICE void add_chunks(const Matrix& matrix, int group, const Sums<N>& acc, const float* token_scales, int first_token,
+                       int n_tokens) {
+  __shared__ float sums[MAX_CHUNKS][8][GROUP];
+  const int lane = threadIdx.x % WARP, chunk = threadIdx.x / WARP, n_chunks = blockDim.x / WARP;
+  const int g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const float sums[2][4] = {{acc[0][n][0], acc[0][n][1], acc[0][n][2], acc[0][n][3]},
-                              {acc[1][n][0], acc[1][n][1], acc[1][n][2], acc[1][n][3]}};
-    add_chunks(matrix, group, sums, IS_SAME<F, F16> ? (const float*)x_scales : nullptr, first_token + 8 * n, n_tokens,
-               shared);
+    if (n > 0) __syncthreads();  // the tokens before have been read
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[chunk][2 * t + i % 2][16 * m + 8 * (i / 2) + g] = acc[m][n][i];
+    __syncthreads();
+    const int first = first_token + 8 * n;
+    for (int token = chunk; token < 8 && first + token < n_tokens; token += n_chunks) {
+      float total = 0.0f;
+      for (int c = 0; c < n_chunks; ++c) total += sums[c][token][lane];
+      if constexpr (IS_SAME<F, F16>) total *= token_scales[first + token];
+      store_result(matrix, total, first + token, group * GROUP + lane);
+    }
   }
 }
 
@@ -134,9 +130,13 @@ extern "C" __global__ void __launch_bounds__(MAX_CHUNKS* WARP)
     matmul_few(const void* __restrict__ units, const void* __restrict__ scales, int n_rows,
                const int* __restrict__ n_tokens, int n_tiles, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
                MATRIX_PARAMETERS(2)) {
+  constexpr int N = TOKENS / 8;
   const int first_token = blockIdx.x * TOKENS, n = *n_tokens;
-  if (first_token >= n) return;
+  if (first_token > 0 && first_token >= n) return;  // the first tokens do not wait for n
   int group = blockIdx.y;
-  const Matrix matrix = choose_matrix(MATRIX(0), MATRIX(1), MATRIX(2), group);
-  multiply<FORMAT, TOKENS / 8>(matrix, group, (const uint8_t*)units, scales, n_rows, first_token, n, n_tiles);
+  const int which = CHOOSE_MATRIX(group);
+  const uint8_t* tiles = CHOSEN_WEIGHTS(which) + (int64_t)group * n_tiles * tile_bytes<FORMAT>();
+  Sums<N> acc = {};
+  multiply<FORMAT, N>(acc, tiles, (const uint8_t*)units, scales, ROWS ? ROWS : n_rows, first_token, n_tiles);
+  add_chunks<FORMAT, N>(CHOSEN_MATRIX(which), group, acc, (const float*)scales, first_token, n);
 }

@@ -11,6 +11,9 @@
 #include "dots.cuh"
 
 constexpr int MAX_CHUNKS = 16;
+// More threads than a block has: 65536 registers over 640 threads are enough for all formats, while over 512 ptxas would
+// rather spill a few than miss the 64 that let two blocks on a processor.
+constexpr int BOUND = 640;
 
 // A row's codes of 128 columns.
 template <class F>
@@ -148,11 +151,12 @@ DEVICE void multiply_floats(float (&acc)[N], const uint8_t* tiles, int begin, in
   }
 }
 
+template <int N>
+using ChunkSums = float[MAX_CHUNKS][N][GROUP];
+
 template <class F, int N>
-DEVICE void multiply(Matrix matrix, int group, const Inputs& x, int first_token, int n_tokens, int n_tiles) {
-  __shared__ float sums[MAX_CHUNKS][N][GROUP];
+DEVICE void multiply(ChunkSums<N>& sums, const uint8_t* tiles, const Inputs& x, int n_tiles) {
   const int lane = threadIdx.x % WARP, chunk = threadIdx.x / WARP, n_chunks = blockDim.x / WARP;
-  const uint8_t* tiles = matrix.weights + (int64_t)group * n_tiles * tile_bytes<F>();
   const int begin = chunk_begin(chunk, n_chunks, n_tiles), end = chunk_begin(chunk + 1, n_chunks, n_tiles);
   float acc[N] = {};
   if constexpr (IS_FLOAT<F>)
@@ -162,26 +166,34 @@ DEVICE void multiply(Matrix matrix, int group, const Inputs& x, int first_token,
 #pragma unroll
   for (int i = 0; i < N; ++i) sums[chunk][i][lane] = acc[i];
   __syncthreads();
-  for (int i = chunk; i < N && first_token + i < n_tokens; i += n_chunks) {
+}
+
+template <int N>
+DEVICE void add_chunks(const Matrix& matrix, int group, const ChunkSums<N>& sums, int first_token, int n_tokens) {
+  const int lane = threadIdx.x % WARP, n_chunks = blockDim.x / WARP;
+  for (int i = threadIdx.x / WARP; i < N && first_token + i < n_tokens; i += n_chunks) {
     float total = 0.0f;
-    for (int c = 0; c < n_chunks; ++c) total += sums[c][i][lane];
+    for (int chunk = 0; chunk < n_chunks; ++chunk) total += sums[chunk][i][lane];
     store_result(matrix, total, first_token + i, group * GROUP + lane);
   }
 }
 
 // y = x W^T (+ bias) (+ residual) for up to three matrices W.
 //
-// units, scales: activations (activations.cuh), laid out for n_rows, a multiple of TOKENS.  n_tokens: how many there are.
+// units, scales: activations (activations.cuh), laid out for n_rows, a multiple of TOKENS; ROWS is that, or 0.  n_tokens: how many there are.
 // n_tiles: tiles along a row of weights.  A warp a chunk of columns; grid (TOKENS tokens each, groups of
 // rows of all matrices): blocks that read the same weights run together.
-extern "C" __global__ void __launch_bounds__(MAX_CHUNKS* WARP)
+extern "C" __global__ void __launch_bounds__(BOUND)
     matvec(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
            const int* __restrict__ n_tokens, int n_tiles, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
            MATRIX_PARAMETERS(2)) {
+  __shared__ ChunkSums<TOKENS> sums;
   const int first_token = blockIdx.x * TOKENS, n = *n_tokens;
-  if (first_token >= n) return;
-  const Inputs x = {(const int4*)units + first_token, scales + first_token, n_rows};
+  if (first_token > 0 && first_token >= n) return;  // the first tokens do not wait for n
+  const Inputs x = {(const int4*)units + first_token, scales + first_token, ROWS ? ROWS : n_rows};
   int group = blockIdx.y;
-  const Matrix matrix = choose_matrix(MATRIX(0), MATRIX(1), MATRIX(2), group);
-  multiply<FORMAT, TOKENS>(matrix, group, x, first_token, n, n_tiles);
+  const int which = CHOOSE_MATRIX(group);
+  const uint8_t* tiles = CHOSEN_WEIGHTS(which) + (int64_t)group * n_tiles * tile_bytes<FORMAT>();
+  multiply<FORMAT, TOKENS>(sums, tiles, x, n_tiles);
+  add_chunks(CHOSEN_MATRIX(which), group, sums, first_token, n);
 }

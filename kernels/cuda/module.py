@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def compile_source(source: str, name: str, options: Sequence[str], nvrtc: Any) -
 def first_errors(log: str) -> str:
     """The first errors of a compiler's log, without its warnings; its beginning where no line looks like one."""
     begins = [match.start() for match in _DIAGNOSTIC.finditer(log)]
-    parts = [log[i:j].strip() for i, j in zip(begins, [*begins[1:], len(log)], strict=True)]
+    parts = [log[i:j].strip() for i, j in pairwise([*begins, len(log)])]
     errors = [part for part in parts if "error" in part.partition("\n")[0]]
     return "\n".join(errors[:_MOST_ERRORS]) or log.strip()[:2000]
 

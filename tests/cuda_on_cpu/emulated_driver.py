@@ -307,10 +307,10 @@ class EmulatedDriver:
 
     def load_module(self, device: int, name: str, defines: Defines | None = None) -> EmulatedModule:
         self._usable(device)
-        self._not_capturing("a module is loaded")
         key = (device, name, frozenset((defines or {}).items()))
         with self._lock:
             if key not in self._modules:
+                self._not_capturing("a module is loaded")
                 self._modules[key] = EmulatedModule(device, name, self._kernels(name, defines or {}))
             return self._modules[key]
 

@@ -30,8 +30,8 @@ class Work:
         self.device = device
         self.name = name
         self.action = action
-        self.after = [work for work in after if not work.is_done or work.lost is not None]
         self.is_done = False
+        self.after: list[Work] = [work for work in after if not work.is_done or work.lost is not None]
         #: The device that was lost before this was done, if one was.
         self.lost: int | None = None
 

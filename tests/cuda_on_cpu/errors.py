@@ -27,9 +27,8 @@ class KernelFault(CudaOnCpuError):
     """A kernel did what it must not do.
 
     Attributes:
-        kind: what it was, in a word or two: ``race``, ``out of bounds``, ``uninitialised``, ``misaligned``,
-            ``deadlock``, ``endless loop``, ``barrier``, ``collective``, ``async copy``, ``division by zero``, ``trap``,
-            ``crash``.
+        kind: ``race``, ``out of bounds``, ``uninitialised``, ``misaligned``, ``deadlock``, ``endless loop``,
+            ``barrier``, ``collective``, ``async copy``, ``division by zero``, ``trap`` or ``crash``.
     """
 
     def __init__(self, kind: str, message: str) -> None:

@@ -251,8 +251,7 @@ class FakeCupy:
         class Module:
             def load(self, cubin: bytes) -> None:
                 name, *macros = cubin.decode().split()
-                defines: dict[str, int | str] = dict(macro.split("=") for macro in macros)
-                self.kernels = kernels[name](defines)
+                self.kernels = kernels[name](dict(macro.split("=") for macro in macros))
 
             def get_function(self, name: str) -> FakeFunction:
                 if name not in self.kernels:

@@ -56,8 +56,9 @@ class Order:
     seed: int = 0
 
 
+FORWARD = Order()
 # Enough to catch what depends on the order, in one pass through each extreme.
-ORDERS = (Order(), Order("reverse", "early"), Order("random", "random", 1), Order("random", "random", 2))
+ORDERS = (FORWARD, Order("reverse", "early"), Order("random", "random", 1), Order("random", "random", 2))
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,7 @@ class EmulatedModule:
         self._sites: list[Site] = translation.sites
         self._architecture = int(re.sub(r"\D", "", module.target))
         self._step_limit = step_limit
-        path = build.build_module(
-            translation.source, checking=mode == "check", folder=folder or build.default_folder()
-        )
+        path = build.build_module(translation.source, folder or build.default_folder())
         self._library = ctypes.CDLL(str(path))
         self._library.launch_error.restype = ctypes.c_char_p
         self._library.register_variables()
@@ -155,7 +154,7 @@ class EmulatedModule:
         arguments: Sequence[Argument],
         *,
         shared_bytes: int = 0,
-        order: Order = Order(),
+        order: Order = FORWARD,
         ranges: Sequence[MemoryRange] = (),
         count_traffic: bool = False,
     ) -> None:
@@ -284,7 +283,7 @@ def _fits(argument: Any, parameter: ptx.Parameter) -> bool:
 
 
 def _c_ranges(ranges: Sequence[MemoryRange]) -> ctypes.Array[_Range]:
-    """For the runtime.  The same range may come twice; others that overlap would be watched apart, and are refused."""
+    """For the runtime.  The same range may come twice; others that overlap would be watched apart: refused."""
     unique = sorted(
         {(r.address, r.n_bytes): r for r in sorted(ranges, key=lambda r: r.writable)}.values(),
         key=lambda r: r.address,

@@ -18,7 +18,7 @@ _COMPARISONS |= {"lo": "ls", "ls": "lo", "hi": "hs", "hs": "hi"}
 
 @dataclass(frozen=True)
 class Mutation:
-    """A module's PTX with one mistake.  ``kind``: ``barrier``, ``wait``, ``operands``, ``fragments`` or ``comparison``."""
+    """A module's PTX with one mistake; ``kind``: ``barrier wait operands fragments comparison``."""
 
     kind: str
     kernel: str

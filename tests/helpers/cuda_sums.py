@@ -51,7 +51,8 @@ class Activations:
     @property
     def values(self) -> NDArray[np.float64]:
         """[T, k]"""
-        return (self.codes * self.d[..., None].astype(np.float64)).reshape(len(self.codes), -1)
+        values = np.multiply(self.codes, self.d[..., None], dtype=np.float64)
+        return values.reshape(len(values), -1)
 
 
 def quantised(x: Floats) -> Activations:
@@ -66,7 +67,7 @@ def quantised(x: Floats) -> Activations:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of an integer format: codes [n, blocks, 32] as they are multiplied, scales and minima [n, blocks, halves]."""
+    """Rows of an integer format: codes [n, blocks, 32] to multiply with, scales and minima [n, blocks, halves]."""
 
     codes: Ints
     d: Floats

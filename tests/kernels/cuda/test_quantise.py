@@ -13,7 +13,6 @@ from tests.kernels.cuda.device import Device, quantise
 
 T = GGMLType
 Floats = NDArray[np.float32]
-BIG = np.float32(3e38)
 
 
 def rows_of(n_in: int) -> Floats:
@@ -62,7 +61,7 @@ def test_eight_bits(device: Device, n_in: int, n_rows: int) -> None:
     np.testing.assert_allclose(found[..., 1].T, sums, rtol=0, atol=1.2e-38)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, BIG])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
 def test_what_is_no_number_is_seen_in_its_own_block_only(device: Device, value: float) -> None:
     x = rows_of(256)
     clean, clean_scales = run(device, T.Q4_0, x, 8)
@@ -89,7 +88,8 @@ def test_float16_is_scaled_so_that_nothing_overflows(device: Device, n_in: int) 
     wide = whole_runs(x, 8)
     largest = np.abs(wide).max(axis=1, keepdims=True)
     error = np.abs(values.astype(np.float64) * factor - wide)
-    assert (error <= np.maximum(2.0**-11 * np.abs(wide), 2.0**-24 * largest)).all()
+    is_denormal = np.abs(wide) < np.finfo(np.float32).tiny  # which is zero on the device
+    assert (is_denormal | (error <= np.maximum(2.0**-11 * np.abs(wide), 2.0**-24 * largest))).all()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -99,11 +99,9 @@ def test_floats_that_are_no_numbers_stay_so(device: Device, type: GGMLType, valu
     x[2, 77] = value
     units, _ = run(device, type, x, 8)
     raw = np.ascontiguousarray(units.transpose(1, 0, 2).reshape(8, -1))
-    values = {
-        T.F16: lambda: raw.view("<f2").astype(np.float32),
-        T.BF16: lambda: (raw.view("<u2").astype(np.uint32) << 16).view(np.float32),
-        T.F32: lambda: raw.view("<f4"),
-    }[type]()
+    if type is T.BF16:
+        raw = (raw.view("<u2").astype(np.uint32) << 16).view(np.uint8)
+    values = raw.view("<f2" if type is T.F16 else "<f4")
     assert not np.isfinite(values[2, 77])
     assert np.isfinite(np.delete(values, 2, axis=0)).all()
 
