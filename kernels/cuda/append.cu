@@ -5,7 +5,8 @@
 // Nothing here is large: an 8B llama's token has 48 heads, 24 KiB read, 16 KiB of queries and 4 KiB of cache written,
 // 10 ns at an H200's 4.3 TB/s.  With a warp for each head, one token takes as long as a launch and a few dependent
 // loads, and 512 tokens (23 MB) about 6 us.
-#include "attention.cuh"
+#include "batch.cuh"
+#include "common.cuh"
 
 #define HEAD ((HEAD_DIM + 15) / 16 * 16)
 #define GROUPS ((HEAD + PER_SCALE - 1) / PER_SCALE)

@@ -126,16 +126,16 @@ DEVICE void load_page(uint8_t* buffer, const Pages& pages, size_t block, int pos
 #if Q8_0
   const uint8_t* codes = pages.entries + block * (PAGE * HEAD);
 #pragma unroll 4
-  for (int i = threadIdx.x; i < PAGE * HEAD / 16; i += THREADS) copy_async(buffer + 16 * i, codes + 16 * i, true);
+  for (int i = threadIdx.x; i < PAGE * HEAD / 16; i += THREADS) copy16_or_zeros(buffer + 16 * i, codes + 16 * i, true);
   const uint8_t* scales = (const uint8_t*)(pages.scales + block * (PAGE * GROUPS));
   for (int i = threadIdx.x; i < PAGE * GROUPS / 8; i += THREADS)
-    copy_async(buffer + PAGE * HEAD + 16 * i, scales + 16 * i, true);
+    copy16_or_zeros(buffer + PAGE * HEAD + 16 * i, scales + 16 * i, true);
 #else
   const uint8_t* halves = pages.entries + block * (2 * PAGE * HEAD);
 #pragma unroll 4
   for (int i = threadIdx.x; i < PAGE * HEAD / 8; i += THREADS) {
     const int row = i / (HEAD / 8), column = i % (HEAD / 8);
-    copy_async(buffer + 2 * STRIDE * row + 16 * column, halves + 16 * i, sight.has(position + row));
+    copy16_or_zeros(buffer + 2 * STRIDE * row + 16 * column, halves + 16 * i, sight.has(position + row));
   }
 #endif
   commit_copies();
@@ -177,7 +177,7 @@ DEVICE void widen_page(const uint8_t* buffer, uint16_t* page, float* factors, in
 // -- Products ---------------------------------------------------------------------------------------------------------
 
 // 16 rows of queries, in registers where they fit.
-#define QUERY_REGISTERS (HEAD <= 128)
+#define QUERY_REGISTERS (HEAD <= (Q8_0 ? 64 : 128))
 struct Queries {
   const uint16_t* row;  // of this lane, as ldmatrix asks for it
 #if QUERY_REGISTERS
@@ -197,17 +197,18 @@ struct Queries {
 template <int TILES>
 DEVICE void add_scores(float (&sums)[TILES][4], const Queries& q, int step, const uint16_t* row) {
 #if QUERY_REGISTERS
-  const uint32_t(&a)[4] = q.a[step];
+  const uint32_t(&words)[4] = q.a[step];
 #else
-  uint32_t a[4];
-  load_matrices(a, q.row + 16 * step);
+  uint32_t words[4];
+  load_matrices(words, q.row + 16 * step);
 #endif
+  const uint4 a = make_uint4(words[0], words[1], words[2], words[3]);
 #pragma unroll
   for (int tile = 0; tile < TILES; tile += 2) {
     uint32_t keys[4];
     load_matrices(keys, row + 8 * tile * STRIDE + 16 * step);
-    multiply_add(sums[tile], a, keys[0], keys[1]);
-    multiply_add(sums[tile + 1], a, keys[2], keys[3]);
+    mma_f16(sums[tile], a, keys[0], keys[1]);
+    mma_f16(sums[tile + 1], a, keys[2], keys[3]);
   }
 }
 
@@ -226,7 +227,7 @@ DEVICE void score_page(float (&scores)[TILES][4], const Queries& q, const uint16
   constexpr int SOME = TILES < 4 ? TILES : 4;
 #pragma unroll
   for (int first = 0; first < TILES; first += SOME) {
-#pragma unroll 4
+#pragma unroll QUERY_REGISTERS ? 8 : 1
     for (int group = 0; group < GROUPS; group++) {
       float part[SOME][4] = {};
 #pragma unroll
@@ -243,7 +244,7 @@ DEVICE void score_page(float (&scores)[TILES][4], const Queries& q, const uint16
     }
   }
 #else
-#pragma unroll 8
+#pragma unroll QUERY_REGISTERS ? 8 : 2
   for (int step = 0; step < HEAD_STEPS; step++) add_scores(scores, q, step, row);
 #endif
 }
@@ -268,9 +269,9 @@ struct Halves {
     set(3, far[2] * far_factor.x, far[3] * far_factor.y);
   }
   __device__ __forceinline__ void add_product(float (&sums)[4], uint32_t b0, uint32_t b1) const {
-    multiply_add(sums, high, b0, b1);
+    mma_f16(sums, make_uint4(high[0], high[1], high[2], high[3]), b0, b1);
 #if WEIGHT_PARTS == 2
-    multiply_add(sums, low, b0, b1);
+    mma_f16(sums, make_uint4(low[0], low[1], low[2], low[3]), b0, b1);
 #endif
   }
 };
@@ -303,7 +304,7 @@ DEVICE void add_values(float (&sums)[2 * PAIRS][4], float (&total)[4],
       for (int pair = group; pair < group + PAIRS_PER_SCALE && pair < PAIRS; pair++) {
         if (first_pair + pair >= HEAD_STEPS) continue;
         uint32_t values[4];
-        load_matrices_transposed(values, row + 16 * step * STRIDE + 16 * pair);
+        load_transposed(values, row + 16 * step * STRIDE + 16 * pair);
         halves.add_product(sums[2 * pair], values[0], values[1]);
         halves.add_product(sums[2 * pair + 1], values[2], values[3]);
       }
@@ -431,13 +432,12 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS)
   for (; page < stop; page++) {
     const int position = PAGE * page;
     const size_t block = (size_t)table[page] * n_kv_heads + kv_head;
-    const int low = rows[warp_row].position, high = rows[warp_row + ROWS - 1].position;
-    const bool is_seen = has_rows && low - window < position + PAGE - 1 && position <= high;
-    const bool is_masked = position <= high - window || low < position + PAGE - 1;
-
     // Keys have come, and nobody reads values any more.
     wait_for_copies<0>();
     __syncthreads();
+    const int low = rows[warp_row].position, high = rows[warp_row + ROWS - 1].position;
+    const bool is_seen = has_rows && low - window < position + PAGE - 1 && position <= high;
+    const bool is_masked = position <= high - window || low < position + PAGE - 1;
 #if Q8_0
     widen_page<PREFILL_THREADS>(load_keys, page_keys, factors, position, tile_sight);
     __syncthreads();
@@ -602,7 +602,7 @@ struct Stream {
 // and sees at most max_parts spans.  Grid: (blocks that share the spans of a tile, key
 // heads, at least as many as there are tiles).  A tile of 16 rows: four warps share the keys of a page to score them
 // and the head's values to add them up, so that no sum is made in another order than in `attention_prefill`.
-extern "C" __global__ void __launch_bounds__(SPLIT_THREADS)
+extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   attention_split(PARAMETERS, CACHE_PARAMETERS, const float* __restrict__ q, int q_stride,
           float* __restrict__ part_sums, float2* __restrict__ part_states, int max_parts, int part_rows,
           float scale, float soft_cap) {
@@ -712,7 +712,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS)
 
 // Merges the spans' states of each row, in order, and writes the row.  Grid: (4, key heads, tiles); a warp has a row.
 // Reads (HEAD + 2) * 4 bytes a row and span: an eightieth of what `attention_split` reads, at four rows.
-extern "C" __global__ void __launch_bounds__(SPLIT_THREADS)
+extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   attention_merge(PARAMETERS, const float* __restrict__ part_sums, const float2* __restrict__ part_states,
           int max_parts, int part_rows, float* __restrict__ out, int out_stride,
           const float* __restrict__ sinks) {

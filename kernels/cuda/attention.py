@@ -15,8 +15,7 @@ from localllm.errors import KernelError
 from localllm.kernels.cuda.cache import PAGE, padded_head
 from localllm.kernels.ops import VALUES_PER_SCALE, CacheType
 
-#: Pages in a span, after which sums begin anew.  Fewer make long caches wait less for one another's sums, and let
-#: prefill merge more often: a fourth of the time that it takes for a page.
+#: Pages in a span, after which sums begin anew.  Fewer let more blocks share a short cache; prefill merges more often.
 SPAN_PAGES = 4
 SPAN = SPAN_PAGES * PAGE
 #: Rows that are computed at once.
@@ -34,7 +33,7 @@ _SPLIT_STATIC = ROWS * 4 * (PAGE + 4) + ROWS * 16
 _ROW_STATIC = 8
 #: Values of the head in front of which a tile's rows are padded by eight, so that they lie in different banks.
 _PADDING = 8
-#: Large heads: two warps share rows.
+#: Heads of more values: two warps share rows.
 _SHARED_ROWS = 128
 #: The dynamic shared memory that `_stages` aims at: that two blocks fit beside each other on most devices.
 _STAGED_BYTES = 56 << 10
@@ -122,7 +121,9 @@ class Variant:
         steps = self.head // 16
         pairs = steps if self._head_parts == 1 else (steps + 3) // 4 * 2
         sums = 4 * 8 * pairs * 32 * self.warps
-        queries = 2 * self.tile_rows * (self.head + _PADDING) if self.head > _SHARED_ROWS else 0
+        # Queries lie in the sums' place if they go to registers at once.
+        in_registers = self.head <= (_SHARED_ROWS // 2 if self.cache_type == "q8_0" else _SHARED_ROWS)
+        queries = 0 if in_registers else 2 * self.tile_rows * (self.head + _PADDING)
         return self.buffers * self._load_bytes + self._widened_bytes + sums + queries
 
     @property

@@ -39,7 +39,7 @@ struct Matrix {
   int n_out, stride;
 };
 
-DEVICE int n_groups(int n_out) { return (n_out + GROUP - 1) / GROUP; }
+DEVICE int n_groups(int n_out) { return (int)((uint32_t)(n_out + GROUP - 1) / GROUP); }
 
 // Up to three matrices, of which those that are not there have n_out 0, as parameters of a kernel.
 #define MATRIX_PARAMETERS(i)                                                                                     \

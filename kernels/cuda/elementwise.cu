@@ -149,7 +149,7 @@ DEVICE int id_of(uint64_t key) { return (int)(0xFFFFFFFFu - (uint32_t)key); }
 #define SORTED (2 * SORT_THREADS)
 
 // ids[i] = the best of row i of logits [N, n].  Grid: (rows).
-extern "C" __global__ void __launch_bounds__(SORT_THREADS)
+extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
     argmax(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int* __restrict__ ids) {
   __shared__ uint64_t parts[SORT_THREADS / WARP];
   if (blockIdx.x >= header[N_OUTPUTS]) return;
@@ -188,7 +188,7 @@ DEVICE void sort_keys(uint64_t* keys) {
 }
 
 // parts [rows, gridDim.x, k] = the keys of the k best of each SORTED columns.  Grid: (all columns / SORTED, rows).
-extern "C" __global__ void __launch_bounds__(SORT_THREADS)
+extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
     top_parts(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int k,
               uint64_t* __restrict__ parts) {
   __shared__ uint64_t keys[SORTED];
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
 
 // ids, values [rows, k] = the k best of each row, best first, of n_keys = k * (blocks of `top_parts`) keys; where a row
 // has fewer, the last ids are -1.  Grid: (rows).  k: 1 ... SORT_THREADS.
-extern "C" __global__ void __launch_bounds__(SORT_THREADS)
+extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
     top_merge(const int* __restrict__ header, const uint64_t* __restrict__ parts, int n_keys, int k,
               const float* __restrict__ logits, int stride, int* __restrict__ ids, float* __restrict__ values) {
   __shared__ uint64_t keys[SORTED];

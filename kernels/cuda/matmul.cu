@@ -105,7 +105,7 @@ DEVICE void multiply(const Matrix& matrix, const Sources& from, int n_chunks) {
   constexpr int N = T / 8 / TOKEN_WARPS;
   extern __shared__ __align__(16) uint8_t stages[];
   const int n_runs = from.n_tiles * runs<F>();
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < N_STAGES - 1; ++i) {
     if (i < n_runs) copy_run<F, T>(stages + Stage<F, T>::BYTES * i, from, i);
     commit_copies();

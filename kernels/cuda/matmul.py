@@ -42,6 +42,11 @@ VECTOR_ROWS, FEW_ROWS, MAX_MATRICES = (1, 2, 4), 32, 3
 #: matmul's warps along the rows, rows of activations that a block takes, the larger first, and stages at most.
 ROW_WARPS, TILE_ROWS, MAX_STAGES = 4, (128, 64), 4
 
+#: Formats of which matmul_few takes 8 rows at once instead of 16, and matmul 64 instead of 128, as their scales and the
+#: rest of their codes take registers that there are not.
+_FEW_AT_ONCE = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K}
+_SMALL_TILES = _FEW_AT_ONCE | {GGMLType.Q4_K, GGMLType.Q5_1}
+
 _WARP = 32
 _PACK_WARPS, _ROW_THREADS, _MATMUL_THREADS = 4, 256, 256
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
@@ -295,7 +300,7 @@ def product_arguments(
 
 def _few_rows(format: PackedFormat, n_rows: int) -> int:
     """Rows that a block of matmul_few takes."""
-    return max(rows for rows in (8, 16) if n_rows % rows == 0)
+    return 16 if n_rows % 16 == 0 and format.type not in _FEW_AT_ONCE else 8
 
 
 def stage_bytes(format: PackedFormat, tile_rows: int) -> int:
@@ -308,7 +313,9 @@ def stage_bytes(format: PackedFormat, tile_rows: int) -> int:
 def _matmul_launch(
     format: PackedFormat, n_out: int, n_rows: int, shared_bytes: int, tile_rows: Sequence[int]
 ) -> Launch:
-    fitting = [rows for rows in tile_rows if 2 * stage_bytes(format, rows) <= shared_bytes]
+    is_small = format.type in _SMALL_TILES or (isinstance(format.type, LUTType) and format.type.n_scales > 1)
+    most = min(tile_rows[0], 64) if is_small else tile_rows[0]
+    fitting = [rows for rows in tile_rows if rows <= most and 2 * stage_bytes(format, rows) <= shared_bytes]
     rows = next((rows for rows in fitting if rows <= n_rows), fitting[-1])
     stages = min(MAX_STAGES, shared_bytes // stage_bytes(format, rows))
     return Launch(

@@ -25,8 +25,8 @@ DEVICE void spread_scales(Run (&runs)[4], const Run& mine, int lane) {
 template <class F, int N>
 DEVICE void multiply_chunk(Sums<N>& acc, const uint8_t* tiles, int begin, int end, const uint8_t* units,
                            const float2* x_scales, int n_rows, int lane) {
-  // Blocks whose codes are in registers or asked for; fewer where they take more.
-  constexpr int AHEAD = F::Codes::ROW_WORDS ? 2 : 4;
+  // Blocks whose codes are in registers or asked for; fewer where they, or the sums, take more.
+  constexpr int AHEAD = F::Codes::ROW_WORDS || N > 1 ? 2 : 4;
   const uint8_t* tile = tiles + begin * tile_bytes<F>();
   units += (int64_t)begin * F::RUNS * (RUN / 16) * UNIT * n_rows;
   x_scales += (int64_t)begin * F::RUNS * RUN_BLOCKS * n_rows;

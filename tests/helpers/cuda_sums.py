@@ -51,7 +51,8 @@ class Activations:
     @property
     def values(self) -> NDArray[np.float64]:
         """[T, k]"""
-        return (self.codes * self.d[..., None].astype(np.float64)).reshape(len(self.codes), -1)
+        values = np.multiply(self.codes, self.d[..., None], dtype=np.float64)
+        return values.reshape(len(values), -1)
 
 
 def quantised(x: Floats) -> Activations:

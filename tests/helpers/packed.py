@@ -19,10 +19,10 @@ Bytes = NDArray[np.uint8]
 
 FLOATS = (T.F32, T.F16, T.BF16)
 #: Bits of a code.
-BITS = {T.Q4_0: 4, T.Q4_1: 4, T.Q5_0: 5, T.Q5_1: 5, T.Q8_0: 8, T.IQ4_NL: 4}
-K_BITS = {T.Q2_K: 2, T.Q3_K: 3, T.Q4_K: 4, T.Q5_K: 5, T.Q6_K: 6}
+BITS: dict[KernelType, int] = {T.Q4_0: 4, T.Q4_1: 4, T.Q5_0: 5, T.Q5_1: 5, T.Q8_0: 8, T.IQ4_NL: 4}
+K_BITS: dict[KernelType, int] = {T.Q2_K: 2, T.Q3_K: 3, T.Q4_K: 4, T.Q5_K: 5, T.Q6_K: 6}
 #: Where a K block has its scales, in bytes.
-K_SCALES = {
+K_SCALES: dict[KernelType, list[int]] = {
     T.Q2_K: [*range(16), *range(80, 84)],
     T.Q3_K: list(range(96, 110)),
     T.Q4_K: list(range(16)),
@@ -46,7 +46,7 @@ class Rows:
 
 def bits_of(type: KernelType) -> int:
     """Of a code."""
-    return K_BITS.get(type) or BITS.get(type, 4)  # type: ignore[call-overload, no-any-return]
+    return K_BITS.get(type) or BITS.get(type, 4)
 
 
 def tile_columns(type: KernelType) -> int:
@@ -73,7 +73,8 @@ def _rows(rows: Bytes, type: KernelType) -> Rows:
     n, size = len(rows), block_size(type)
     blocks = rows.reshape(-1, size.n_bytes)
     codes = _codes(blocks, type).reshape(n, -1)
-    scales = blocks[:, K_SCALES.get(type) or list(range(size.n_bytes - 4 * bits_of(type)))]  # type: ignore[call-overload]
+    places = K_SCALES.get(type) or list(range(size.n_bytes - 4 * bits_of(type)))
+    scales = blocks[:, np.array(places)]
     return Rows(codes, np.ascontiguousarray(scales).reshape(n, codes.shape[1] // tile_columns(type), -1))
 
 
@@ -85,7 +86,7 @@ def _run(codes: Bytes, bits: int) -> Bytes:
         return blocks.reshape(*shape, 8, 16)
     units: list[Bytes] = []
     if bits >= 4:
-        units = [(blocks[..., b, 0, :] & 15) | (blocks[..., b, 1, :] & 15) << 4 for b in range(4)]
+        units = [((blocks[..., b, 0, :] & 15) | (blocks[..., b, 1, :] & 15) << 4).astype(np.uint8) for b in range(4)]
     words: list[NDArray[np.uint32]] = []
     fours = blocks.reshape(*shape, 4, 2, 4, 4).astype(np.uint32)  # block, half, t, c
     for b in range(4):

@@ -48,7 +48,7 @@ def device(request: pytest.FixtureRequest) -> Device:
     if request.param == "emulated":
         if reason := nvrtc.missing() or build.missing():
             pytest.skip(reason)
-        return Device(EmulatedDriver(), tile_rows=(32,))
+        return Device(EmulatedDriver(), tile_rows=(16,))
     try:
         return Device(CupyDriver())
     except DeviceError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from localllm.kernels.cuda import matmul
@@ -46,7 +46,7 @@ def launches(type: KernelType, architecture: int) -> dict[str, Launch]:
 
 
 def name(format: str, launch: Launch) -> str:
-    """Of a kernel's variant, with + where it is for more rows than a block takes; stages of shared memory do not count."""
+    """Of a kernel's variant, with + where it is for more rows than a block takes; stages do not count."""
     tokens = launch.defines.get("TOKENS", "")
     return f"{launch.kernel} {format} {tokens}{'+' if launch.defines.get('ROWS') == 0 else ''}".strip()
 
@@ -56,23 +56,24 @@ def resources(launch: Launch, architecture: int) -> Resources:
     return nvrtc.resources(flat_source(launch.kernel), architecture, options, f"{launch.kernel}.cu")[launch.kernel]
 
 
-def everything() -> Iterator[tuple[str, int, Resources]]:
-    for type in TYPES:
-        for architecture in SHARED_BYTES:
+def everything(architectures: Sequence[int]) -> Iterator[tuple[str, int, Resources]]:
+    for architecture in architectures:
+        for type in TYPES:
             for variant, launch in launches(type, architecture).items():
                 yield variant, architecture, resources(launch, architecture)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("architectures", nargs="*", type=int, default=list(SHARED_BYTES))
     parser.add_argument("--write", action="store_true")
-    budgets: dict[str, int] = {}
-    write = parser.parse_args().write
-    for variant, architecture, found in everything():
+    given = parser.parse_args()
+    budgets: dict[str, int] = json.loads(BUDGETS.read_text()) if BUDGETS.exists() else {}
+    for variant, architecture, found in everything(given.architectures):
         budgets[variant] = max(budgets.get(variant, 0), found.registers)
         if found.spill_bytes or found.stack_bytes:
             print(f"{variant}, sm_{architecture}: {found}", flush=True)
-    if write:
+    if given.write:
         BUDGETS.write_text(json.dumps(budgets, indent=1, sort_keys=True) + "\n")
 
 

@@ -38,11 +38,14 @@ INTEGERS: list[KernelType] = [
 #: One for each way in which tensor cores read codes and scales.
 TENSOR_INTEGERS = [T.Q4_0, T.Q8_0, T.Q5_K, T.Q2_K, T.Q6_K]
 HALVES = [T.F16, T.BF16]
-named = {"ids": lambda type: type.name}
 #: No multiple of a group's rows.
 N_OUT, N_IN = 37, 768
 #: Tokens for matvec, matmul_few and matmul.
 BATCHES = (1, 11, 45)
+
+
+def name(type: KernelType) -> str:
+    return type.name
 
 
 def activations(n: int, k: int = N_IN, seed: int = 5) -> Floats:
@@ -59,7 +62,7 @@ def assert_same_bits(a: Floats, b: Floats) -> None:
     np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
 
 
-@pytest.mark.parametrize("type", INTEGERS, **named)
+@pytest.mark.parametrize("type", INTEGERS, ids=name)
 def test_one_token(device: Device, type: KernelType) -> None:
     rows, x = random_rows(type, N_OUT, N_IN), activations(1)
     y = multiply(device, x, [load(device, rows, type, N_IN)])[0]
@@ -68,7 +71,7 @@ def test_one_token(device: Device, type: KernelType) -> None:
     assert_same_bits(y, expected)
 
 
-@pytest.mark.parametrize("type", TENSOR_INTEGERS, **named)
+@pytest.mark.parametrize("type", TENSOR_INTEGERS, ids=name)
 def test_a_token_has_the_same_bits_in_any_batch(device: Device, type: KernelType) -> None:
     rows, x = random_rows(type, N_OUT, N_IN), activations(max(BATCHES))
     weights = load(device, rows, type, N_IN)
@@ -85,7 +88,7 @@ def test_more_tokens_than_one_in_lanes(device: Device, n_tokens: int) -> None:
         assert_same_bits(y, float_product(rows.view("<f4"), x) if type is T.F32 else product(rows, type, x))
 
 
-@pytest.mark.parametrize("type", HALVES, **named)
+@pytest.mark.parametrize("type", HALVES, ids=name)
 def test_halves(device: Device, type: KernelType) -> None:
     rows, x = random_rows(type, N_OUT, 333), activations(max(BATCHES), 333)
     x[0] *= 1e30
@@ -137,7 +140,7 @@ def test_any_shape(device: Device, n_in: int, n_out: int) -> None:
         assert_same_bits(multiply(device, x[:n], [weights])[0], expected[:n])
 
 
-@pytest.mark.parametrize("type", [t for t in INTEGERS if t in UNITS], **named)
+@pytest.mark.parametrize("type", [t for t in INTEGERS if t in UNITS], ids=name)
 def test_extreme_codes_times_extreme_activations(device: Device, type: GGMLType) -> None:
     """Nothing overflows on the way: the largest products of all, with and without changing signs."""
     fills = (0x00, 0xFF, 0x80, 0x7F, 0x0F, 0xF0, 0x55, 0xAA)
@@ -167,7 +170,7 @@ def test_a_scale_that_is_no_number_spoils_its_own_row_only(device: Device, n_tok
 
 
 @pytest.mark.parametrize("n_tokens", [3, *BATCHES[1:]])
-@pytest.mark.parametrize("type", [T.Q4_0, T.F16], **named)
+@pytest.mark.parametrize("type", [T.Q4_0, T.F16], ids=name)
 def test_an_activation_that_is_no_number_is_seen_in_its_own_token_only(
     device: Device, n_tokens: int, type: GGMLType
 ) -> None:
@@ -181,7 +184,7 @@ def test_an_activation_that_is_no_number_is_seen_in_its_own_token_only(
         assert_same_bits(np.delete(y, 1, axis=0), np.delete(clean, 1, axis=0))
 
 
-@pytest.mark.parametrize("type", [T.Q4_0, T.F32], **named)
+@pytest.mark.parametrize("type", [T.Q4_0, T.F32], ids=name)
 def test_before_sm_80(type: GGMLType) -> None:
     """Eight tokens at a time in lanes."""
     if reason := nvrtc.missing() or build.missing():
@@ -196,7 +199,7 @@ def test_before_sm_80(type: GGMLType) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda o: f"{o.schedule}-{o.copies}-{o.seed}")
-@pytest.mark.parametrize("type", [T.Q6_K, T.F16], **named)
+@pytest.mark.parametrize("type", [T.Q6_K, T.F16], ids=name)
 def test_no_access_goes_astray(type: GGMLType, order: Order) -> None:
     """No bounds crossed, no race, nothing read that was never written; however threads and copies are ordered."""
     if reason := nvrtc.missing() or build.missing():
@@ -214,9 +217,11 @@ def test_no_access_goes_astray(type: GGMLType, order: Order) -> None:
 # -- Launches ------------------------------------------------------------------------------------------------------
 
 
+H100: dict[str, Any] = {"capability": (9, 0), "shared_bytes": 227 << 10}
+
+
 def launch_of(type: KernelType, n_outs: Sequence[int], n_rows: int, **device: Any) -> matmul.Launch:
-    device = {"capability": (9, 0), "shared_bytes": 227 << 10} | device
-    return product_launch(PACKED_FORMATS[type], n_outs, 4096, n_rows, **device)
+    return product_launch(PACKED_FORMATS[type], n_outs, 4096, n_rows, **(H100 | device))
 
 
 def test_which_kernel_multiplies() -> None:
@@ -241,7 +246,7 @@ def test_too_many_matrices_are_refused() -> None:
 
 
 @pytest.mark.parametrize("shared_bytes", [99 << 10, 163 << 10, 227 << 10])
-@pytest.mark.parametrize("type", [t for t in PACKED_FORMATS if t is not T.F32], **named)
+@pytest.mark.parametrize("type", [t for t in PACKED_FORMATS if t is not T.F32], ids=name)
 def test_stages_fit_into_shared_memory(type: KernelType, shared_bytes: int) -> None:
     for n_rows in (40, 64, 128, 512):
         launch = launch_of(type, [100], n_rows, shared_bytes=shared_bytes)
