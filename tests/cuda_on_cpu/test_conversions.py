@@ -6,6 +6,7 @@ import itertools
 import math
 from fractions import Fraction
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def _register(kind: str) -> str:
     return {"f32": "f32", "f64": "f64"}.get(kind, f"u{max(16, int(kind.lstrip('busf')))}")
 
 
-def _numpy(kind: str) -> np.dtype[np.generic]:
+def _numpy(kind: str) -> np.dtype[np.integer[Any]]:
     return np.dtype(f"{'i' if kind[0] == 's' else kind[0]}{int(kind[1:]) // 8}")
 
 

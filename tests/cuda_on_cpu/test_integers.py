@@ -50,7 +50,10 @@ def clamp(value: int, low: int, high: int) -> int:
     return min(max(value, low), high)
 
 
-S = lambda value: signed(value, 32)  # noqa: E731
+def S(value: int) -> int:
+    return signed(value, 32)
+
+
 Formula = Callable[..., int]
 # name: (instruction, inputs, formula over unsigned 32-bit values)
 WORDS: dict[str, tuple[str, int, Formula]] = {

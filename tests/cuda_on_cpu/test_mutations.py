@@ -44,12 +44,12 @@ MATMUL = """
 extern "C" __global__ void matmul(const signed char* a, const signed char* b, int* c) {
   __shared__ __align__(16) signed char sa[2][16][32], sb[2][8][32];
   __shared__ int sums[16][8];
-  const int i = threadIdx.x, lane = i % 32, warp = i / 32, g = lane / 4, t = lane % 4;
+  const unsigned i = threadIdx.x, lane = i % 32, warp = i / 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int stage = 0; stage < 2; stage++) {
-    if (warp == 0) ASYNC(&sa[stage][lane / 2][16 * (lane % 2)], a + 64 * (lane / 2) + 32 * stage + 16 * (lane % 2));
-    else if (lane < 16)
-      ASYNC(&sb[stage][lane / 2][16 * (lane % 2)], b + 64 * (lane / 2) + 32 * stage + 16 * (lane % 2));
+    const unsigned k = i - 32;
+    if (i < 32) ASYNC(&sa[stage][i / 2][16 * (i % 2)], a + 64 * (i / 2) + 32 * stage + 16 * (i % 2));
+    else if (i < 48) ASYNC(&sb[stage][k / 2][16 * (k % 2)], b + 64 * (k / 2) + 32 * stage + 16 * (k % 2));
     COMMIT();
   }
   int d[4] = {0, 0, 0, 0};
@@ -85,7 +85,7 @@ def _launch(module: EmulatedModule, kernel: str, grid: int, block: int, order: O
             ranges.append(MemoryRange(argument.ctypes.data, argument.nbytes, argument.flags.writeable))
             values.append(np.uint64(argument.ctypes.data))
         else:
-            values.append(argument)  # type: ignore[arg-type]
+            values.append(argument)
     module.launch(kernel, grid, block, values, order=order, ranges=ranges)
 
 
