@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.cuda_on_cpu.kernels import compile_ptx
-from tests.cuda_on_cpu.module import ORDERS, EmulatedModule, MemoryRange, Order
+from tests.cuda_on_cpu.kernels import Array, compile_ptx
+from tests.cuda_on_cpu.module import ORDERS, Argument, EmulatedModule, MemoryRange, Order
 from tests.cuda_on_cpu.mutate import Mutation, mutations, survivors
 from tests.cuda_on_cpu.ptx import parse
 
@@ -78,8 +78,11 @@ extern "C" __global__ void matmul(const signed char* a, const signed char* b, in
 RNG = np.random.default_rng(0)
 
 
-def _launch(module: EmulatedModule, kernel: str, grid: int, block: int, order: Order, *arguments: object) -> None:
-    ranges, values = [], []
+def _launch(
+    module: EmulatedModule, kernel: str, grid: int, block: int, order: Order, *arguments: Array | np.generic
+) -> None:
+    ranges: list[MemoryRange] = []
+    values: list[Argument] = []
     for argument in arguments:
         if isinstance(argument, np.ndarray):
             ranges.append(MemoryRange(argument.ctypes.data, argument.nbytes, argument.flags.writeable))
@@ -112,7 +115,7 @@ def matmul_is_right(module: EmulatedModule, kernel: str, order: Order) -> bool:
     return bool(np.array_equal(c, a.astype(np.int32) @ b.astype(np.int32).T))
 
 
-def _aligned(array: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+def _aligned(array: Array) -> Array:
     storage = np.zeros(array.nbytes + 16, np.uint8)
     start = -storage.ctypes.data % 16
     view = storage[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
