@@ -7,7 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from tests.cuda_on_cpu.kernels import Array, Kernels, Mode
+from tests.cuda_on_cpu.kernels import Array, Kernels
+from tests.cuda_on_cpu.module import Mode
 
 WIDTHS = ("u8", "s8", "u16", "s16", "u32", "u64", "v2.u8", "v4.u8", "v2.u16", "v4.s16", "v2.u32", "v4.u32", "v2.u64")
 
@@ -113,10 +114,14 @@ def test_narrow_loads_are_extended() -> None:
 
 @pytest.mark.parametrize("name", ATOMICS)
 def test_atomics(name: str) -> None:
-    kind = {"int": np.int32, "unsigned": np.uint32, "float": np.float32, "double": np.float64}.get(
-        ATOMICS[name][0], np.uint64
-    )
-    start = kind(7)
+    kinds: dict[str, type[np.generic]] = {
+        "int": np.int32,
+        "unsigned": np.uint32,
+        "float": np.float32,
+        "double": np.float64,
+    }
+    kind = kinds.get(ATOMICS[name][0], np.uint64)
+    start = np.array(7, kind)[()]
     out = np.full(2, start, kind)
     kernels("check").run(f"atomic_{name}", 1, 32, out, start)
     values = range(1, 33)
