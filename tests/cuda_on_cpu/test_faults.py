@@ -192,7 +192,11 @@ def test_barriers_and_collectives(mode: str) -> None:
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_races_in_a_block(bad: str, good: str, order: Order) -> None:
     block = 32 if "warp_barrier" in good else 64
-    assert "test.cu:" in _fault(checked(), "race", bad, _floats(), block=block, order=order)
+    with pytest.raises(KernelFault, match=r"test\.cu:") as caught:
+        checked().run(bad, 1, block, _floats(), order=order)
+    # where the order lets a read come first, it finds nothing written yet
+    may_come_first = bad in ("no_warp_barrier", "warp_barrier_between_warps")
+    assert caught.value.kind in (("race", "uninitialised") if may_come_first else ("race",))
     checked().run(good, 1, block, _floats(), order=order)
 
 

@@ -50,7 +50,10 @@ def clamp(value: int, low: int, high: int) -> int:
     return min(max(value, low), high)
 
 
-S = lambda value: signed(value, 32)  # noqa: E731
+def S(value: int) -> int:
+    return signed(value, 32)
+
+
 Formula = Callable[..., int]
 # name: (instruction, inputs, formula over unsigned 32-bit values)
 WORDS: dict[str, tuple[str, int, Formula]] = {
@@ -225,9 +228,8 @@ def test_bit_field_extract(sign: str, bits: int) -> None:
         return sum(bit << i for i, bit in enumerate(field))
 
     kind = np.dtype(f"u{bits // 8}")
-    value, position, length = (
-        np.array(x, t) for x, t in zip(zip(*points, strict=True), (kind, "u4", "u4"), strict=True)
-    )
+    values_in, positions, lengths = zip(*points, strict=True)
+    value, position, length = np.array(values_in, kind), np.array(positions, np.uint32), np.array(lengths, np.uint32)
     wanted = np.array([formula(*point) for point in points], kind)
     np.testing.assert_array_equal(instructions()(f"bfe_{sign}{bits}", value, position, length), wanted)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.cuda_on_cpu.kernels import compile_ptx
-from tests.cuda_on_cpu.module import ORDERS, EmulatedModule, MemoryRange, Order
+from tests.cuda_on_cpu.kernels import Array, compile_ptx
+from tests.cuda_on_cpu.module import ORDERS, Argument, EmulatedModule, MemoryRange, Order
 from tests.cuda_on_cpu.mutate import Mutation, mutations, survivors
 from tests.cuda_on_cpu.ptx import parse
 
@@ -44,12 +44,12 @@ MATMUL = """
 extern "C" __global__ void matmul(const signed char* a, const signed char* b, int* c) {
   __shared__ __align__(16) signed char sa[2][16][32], sb[2][8][32];
   __shared__ int sums[16][8];
-  const int i = threadIdx.x, lane = i % 32, warp = i / 32, g = lane / 4, t = lane % 4;
+  const unsigned i = threadIdx.x, lane = i % 32, warp = i / 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int stage = 0; stage < 2; stage++) {
-    if (warp == 0) ASYNC(&sa[stage][lane / 2][16 * (lane % 2)], a + 64 * (lane / 2) + 32 * stage + 16 * (lane % 2));
-    else if (lane < 16)
-      ASYNC(&sb[stage][lane / 2][16 * (lane % 2)], b + 64 * (lane / 2) + 32 * stage + 16 * (lane % 2));
+    const unsigned k = i - 32;
+    if (i < 32) ASYNC(&sa[stage][i / 2][16 * (i % 2)], a + 64 * (i / 2) + 32 * stage + 16 * (i % 2));
+    else if (i < 48) ASYNC(&sb[stage][k / 2][16 * (k % 2)], b + 64 * (k / 2) + 32 * stage + 16 * (k % 2));
     COMMIT();
   }
   int d[4] = {0, 0, 0, 0};
@@ -78,14 +78,17 @@ extern "C" __global__ void matmul(const signed char* a, const signed char* b, in
 RNG = np.random.default_rng(0)
 
 
-def _launch(module: EmulatedModule, kernel: str, grid: int, block: int, order: Order, *arguments: object) -> None:
-    ranges, values = [], []
+def _launch(
+    module: EmulatedModule, kernel: str, grid: int, block: int, order: Order, *arguments: Array | np.generic
+) -> None:
+    ranges: list[MemoryRange] = []
+    values: list[Argument] = []
     for argument in arguments:
         if isinstance(argument, np.ndarray):
             ranges.append(MemoryRange(argument.ctypes.data, argument.nbytes, argument.flags.writeable))
             values.append(np.uint64(argument.ctypes.data))
         else:
-            values.append(argument)  # type: ignore[arg-type]
+            values.append(argument)
     module.launch(kernel, grid, block, values, order=order, ranges=ranges)
 
 
@@ -112,7 +115,7 @@ def matmul_is_right(module: EmulatedModule, kernel: str, order: Order) -> bool:
     return bool(np.array_equal(c, a.astype(np.int32) @ b.astype(np.int32).T))
 
 
-def _aligned(array: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+def _aligned(array: Array) -> Array:
     storage = np.zeros(array.nbytes + 16, np.uint8)
     start = -storage.ctypes.data % 16
     view = storage[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

@@ -24,7 +24,10 @@ FLOAT_SHAPES = [
 def _mma(name: str, m: int, k: int, types: str, counts: tuple[int, int, int]) -> str:
     """A kernel that takes the registers of all lanes, [32, n], and gives those of D."""
     a, b, c = counts
-    operand = lambda start, n: "{" + ", ".join(f"%{start + i}" for i in range(n)) + "}"  # noqa: E731
+
+    def operand(start: int, n: int) -> str:
+        return "{" + ", ".join(f"%{start + i}" for i in range(n)) + "}"
+
     values = [f'"r"(a[{a} * lane + {i}])' for i in range(a)] + [f'"r"(b[{b} * lane + {i}])' for i in range(b)]
     kind = "f" if types.startswith("f32") else "r"
     cast = "__uint_as_float" if kind == "f" else ""

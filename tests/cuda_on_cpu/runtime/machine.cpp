@@ -366,16 +366,16 @@ static void run_block() {
 }
 
 // ---------------------------------------------------------------- shared memory
-// Between two pages that trap, its end as near to the second as its alignment allows.
+// Between two regions that trap, its end as near to the second as its alignment allows.
 static u8* place_shared_memory(u64 n_bytes) {
-  static constexpr u64 CAPACITY = 256 << 10, PAGE = 4096, ALIGN = 1024;
+  static constexpr u64 CAPACITY = 256 << 10, GUARD = 1 << 20, ALIGN = 1024;
   static u8* pages;
   if (!pages) {
-    pages = (u8*)mmap(nullptr, CAPACITY + 2 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    mprotect(pages, PAGE, PROT_NONE);
-    mprotect(pages + PAGE + CAPACITY, PAGE, PROT_NONE);
+    pages = (u8*)mmap(nullptr, CAPACITY + 2 * GUARD, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    mprotect(pages, GUARD, PROT_NONE);
+    mprotect(pages + GUARD + CAPACITY, GUARD, PROT_NONE);
   }
-  return pages + PAGE + CAPACITY - (n_bytes + ALIGN - 1) / ALIGN * ALIGN;
+  return pages + GUARD + CAPACITY - (n_bytes + ALIGN - 1) / ALIGN * ALIGN;
 }
 
 // ---------------------------------------------------------------- crashes
