@@ -162,7 +162,7 @@ def test_a_draft_model_beside_a_split_one(path: Path, load: Callable[..., LLM]) 
 
 def test_a_request_that_does_not_fit_ends_the_devices(path: Path, load: Callable[..., LLM]) -> None:
     machine = Machine(ReferenceOps, 10_000)
-    with pytest.raises(NotEnoughMemoryError, match="2 layers on GPUs need .* on device 0"):
+    with pytest.raises(NotEnoughMemoryError, match=r"2 layers on GPUs need .* on device 0"):
         load(machine, path, n_gpu_layers=2)
     assert machine.closed == ["host", "device 0"]
 
