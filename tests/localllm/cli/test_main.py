@@ -103,7 +103,7 @@ BAD_USAGE = {
         ["generate", "-p", "x", "-ngl", "99"],
         "-ngl is 99, but no GPU was chosen: leave it out, or choose --device cuda",
     ),
-    "--n-gpu-layers": (["bench", "--n-gpu-layers=99"], "there is no flag --n-gpu-layers: this version"),
+    "--n-gpu-layers": (["bench", "--n-gpu-layers=99"], "-ngl is 99, but no GPU was chosen"),
     "-fa": (["generate", "-fa"], "there is no flag -fa: attention is always"),
     "-ctk": (["bench", "-ctk", "q8_0"], "there is no flag -ctk: --cache-type holds for keys and values"),
     "-hf": (["generate", "-hf", "a/b"], "there is no flag -hf: localllm does not download models"),
