@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localllm.errors import DeviceError, UsageError
+from localllm.kernels.cuda.driver import Driver
 from localllm.kernels.ops import Backend
 
 #: Names that `open_devices` knows.
 DEVICES = ("auto", "cpu", "cuda", "cuda:0,1", "reference")
+
+#: Bytes of a GPU's memory beside the model's: kernels, what is uploaded, and what spans of the cache come to.
+GPU_OVERHEAD_BYTES = 256 << 20
 
 _CUDA = re.compile(r"(?:cuda|gpu)(?::(\d+(?:,\d+)*))?")
 
@@ -26,6 +30,7 @@ class Device:
         decode_threads: how many compute steps of few.
         close: ends the threads; nothing runs on the device afterwards.
         free_memory: bytes that can be had of the device's own memory; None where that is the host's.
+        note: what whoever did not choose it by name should be told.
     """
 
     name: str
@@ -35,6 +40,7 @@ class Device:
     ops: Backend
     close: Callable[[], None]
     free_memory: Callable[[], int] | None = None
+    note: str | None = None
 
 
 def open_devices(
@@ -47,27 +53,31 @@ def open_devices(
     """The backends for a device: the host's, then those of GPUs.
 
     Args:
-        name: "cpu"; "auto", the best there is, which is the CPU; "cuda", all GPUs, or "cuda:0,1", these ones, with
-            the CPU for layers that they have no room for; or "reference", plain numpy in float32: slow, exact, for
-            finding out whether a kernel is at fault.
+        name: "cpu"; "cuda", all GPUs, or "cuda:0,1", these ones, with the CPU for layers that they have no room for;
+            "auto", "cuda" where there is a GPU that works, else "cpu"; or "reference", plain numpy in float32: slow,
+            exact, for finding out whether a kernel is at fault.
         threads: how many compute; by default one for each physical core that the process may use, and to decode as
             many of them as read memory fastest, which is measured on each machine and kept.
         isa: the instruction set of the CPU's kernels, by name; by default the best that runs here.
-        progress: called with the kernels compiled so far and those to compile, when they are not cached yet.
+        progress: called with the kernels compiled so far and those to compile, when they are not cached yet: of the
+            CPU now, of a GPU when a model was loaded.
 
     Raises:
         DeviceError: there is no such device here, or it has not that instruction set; says why.
         UsageError: there is no instruction set of that name, or the device has none; or so many threads are out of
             range.
     """
-    if name in ("auto", "cpu"):
+    if name == "auto":
+        gpus, note = _automatic(progress)
+        return (replace(_cpu(threads, isa, progress), note=note), *gpus)
+    if name == "cpu":
         return (_cpu(threads, isa, progress),)
     if name == "reference":
         if isa is not None:
             raise UsageError(f"isa={isa!r} chooses the CPU's kernels, but device='reference' has none: leave it out")
         return (_reference(),)
     if found := _CUDA.fullmatch(name):
-        gpus = _cuda(name, cuda_indices(found[1]), progress)
+        gpus = _cuda(cuda_indices(found[1]), progress)
         return (_cpu(threads, isa, progress), *gpus)
     raise DeviceError(f"there is no device {name!r}: choose one of {', '.join(map(repr, DEVICES))}")
 
@@ -96,12 +106,50 @@ def _cpu(threads: int | None, isa: str | None, progress: Callable[[int, int], No
     )
 
 
-def _cuda(
-    name: str, indices: tuple[int, ...] | None, progress: Callable[[int, int], None] | None
-) -> tuple[Device, ...]:
-    """The GPUs of these numbers, or all there are."""
-    raise DeviceError(
-        f"device {name!r} cannot be used: this version of localllm has no CUDA backend; use device='cpu'"
+def _automatic(progress: Callable[[int, int], None] | None) -> tuple[tuple[Device, ...], str | None]:
+    """The GPUs that work; and if there is a driver, but none works, why not."""
+    from localllm.kernels.cuda.installation import driver_cuda
+
+    if driver_cuda() is None:
+        return (), None
+    try:
+        return _cuda(None, progress), None
+    except DeviceError as error:
+        return (), f"the model runs on the CPU: {error}"
+
+
+def _cuda(indices: tuple[int, ...] | None, progress: Callable[[int, int], None] | None) -> tuple[Device, ...]:
+    """The GPUs of these numbers, or all that can be used."""
+    # Imported here, as all of it: most machines have no GPU.
+    from localllm.kernels.cuda.cupy_driver import open_driver
+
+    driver = open_driver()
+    if indices is not None:
+        return tuple(_gpu(driver, index, progress) for index in indices)
+    found: list[Device] = []
+    why: DeviceError | None = None
+    for index in range(driver.device_count):
+        try:
+            found.append(_gpu(driver, index, progress))
+        except DeviceError as error:
+            why = why or error
+    if why is not None and not found:
+        raise why
+    return tuple(found)
+
+
+def _gpu(driver: Driver, index: int, progress: Callable[[int, int], None] | None) -> Device:
+    from localllm.kernels.cuda.ops import CUDAOps
+
+    ops, properties = CUDAOps(driver, index, progress=progress), driver.properties(index)
+    return Device(
+        f"cuda:{index}",
+        f"CUDA kernels for {properties.name}",
+        threads=1,
+        decode_threads=1,
+        ops=ops,
+        close=ops.close,
+        free_memory=lambda: max(0, driver.memory_info(index).free - GPU_OVERHEAD_BYTES),
     )
 
 

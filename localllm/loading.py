@@ -134,7 +134,7 @@ def load_parts(options: LoadOptions) -> Parts:
         draft_engine=None if draft is None else draft.engine,
         # A stream may outlive its LLM: the engine, which both hold, is the last to need the threads.
         end_threads=weakref.finalize(loaded.engine, _close, devices),
-        warnings=_warnings(loaded) + (() if draft is None else _warnings(draft)),
+        warnings=_notes(devices) + _warnings(loaded) + (() if draft is None else _warnings(draft)),
     )
 
 
@@ -150,7 +150,7 @@ def plan_file(options: LoadOptions) -> tuple[Placement, tuple[str, ...]]:
             placement, _ = _plan(source, None, devices, options)
         finally:
             _close(devices)
-        return placement, _said_of(source.name, source.config, placement)
+        return placement, _notes(devices) + _said_of(source.name, source.config, placement)
 
 
 # -- Reading -------------------------------------------------------------------------------------------------------
@@ -337,6 +337,11 @@ def _load(
 
 
 # -- What is said of it --------------------------------------------------------------------------------------------
+
+
+def _notes(devices: Sequence[Device]) -> tuple[str, ...]:
+    """What is to be said of the devices."""
+    return tuple(device.note for device in devices if device.note is not None)
 
 
 def _warnings(model: _Loaded) -> tuple[str, ...]:

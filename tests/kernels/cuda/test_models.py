@@ -1,0 +1,209 @@
+"""Whole models on CUDA devices, emulated ones and a real one where there is one: the CPU's text, and the same bits
+however a model lies on devices and whatever shares a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import localllm
+from localllm.devices import Device
+from localllm.errors import DeviceError
+from localllm.kernels.cpu.ops import CPUOps
+from localllm.kernels.cuda.cupy_driver import open_driver
+from localllm.kernels.cuda.ops import CUDAOps
+from localllm.kernels.ops import Backend
+from localllm.kernels.split import SplitOps
+from localllm.llm import LLM
+from localllm.quant.types import GGMLType
+from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
+from tests.cuda_on_cpu.emulated_streams import StreamOrder
+from tests.helpers import tiny_models
+from tests.helpers.backends import emulated_cuda, no_harness
+from tests.helpers.data import shared_data
+from tests.helpers.run_model import Runner
+
+T = GGMLType
+#: A short prompt is a bucket's; a long one takes tensor cores' tiles, and two chunks of attention's rows.
+SHORT = [5, 80, 33, 7, 250]
+LONG = [int(i) for i in np.random.default_rng(2).integers(3, 300, 75)]
+PLENTY = 1 << 40
+
+
+@pytest.fixture(params=["emulated", "real"])
+def make(request: pytest.FixtureRequest) -> Callable[[], CUDAOps]:
+    """Makes the backend."""
+    if request.param == "emulated":
+        if reason := no_harness():
+            pytest.skip(reason)
+        return emulated_cuda
+    try:
+        driver = open_driver()
+    except DeviceError as error:
+        pytest.skip(str(error))
+    return lambda: CUDAOps(driver, 0)
+
+
+def harness() -> None:
+    if reason := no_harness():
+        pytest.skip(reason)
+
+
+@cache
+def cpu() -> CPUOps:
+    return CPUOps(threads=1)
+
+
+def small(path: Path, kind: str = "llama", type: GGMLType = T.Q4_0, **changes: Any) -> Path:
+    """A tiny model whose heads have 16 values: kernels for one size are compiled once."""
+    return tiny_models.tiny_gguf(path / "model.gguf", kind, type=type, **{"head_dim": 16} | changes)
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+    """Loads a model on the CPU and other backends."""
+    opened: list[LLM] = []
+
+    def load_on(path: Path, *backends: Backend, **options: Any) -> LLM:
+        host = Device("cpu", "kernels", 1, 1, cpu(), lambda: None)
+        gpus = [
+            Device(f"cuda:{i}", "kernels", 1, 1, ops, lambda: None, lambda: PLENTY)
+            for i, ops in enumerate(backends)
+        ]
+        monkeypatch.setattr("localllm.loading.open_devices", lambda *_, **__: (host, *gpus))
+        opened.append(localllm.load(path, **options))
+        return opened[-1]
+
+    yield load_on
+    for llm in opened:
+        llm.close()
+
+
+def greedy(llm: LLM, prompt: Any = SHORT, n: int = 12) -> tuple[int, ...]:
+    return llm.generate(prompt, temperature=0, max_tokens=n, ignore_eos=True).ids
+
+
+def assert_near(a: np.ndarray, b: np.ndarray) -> None:
+    """Logits of one model on different hardware."""
+    assert np.square(a - b).mean() < 1e-3 * np.square(b).mean()
+
+
+# -- The CPU's text ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("type", [T.Q4_0, T.Q4_K, T.Q8_0, T.F16], ids=lambda t: t.name)
+def test_the_text_is_the_cpus(
+    make: Callable[[], CUDAOps], load: Callable[..., LLM], tmp_path: Path, kind: str, type: GGMLType
+) -> None:
+    path = small(tmp_path, kind, type, num_hidden_layers=2, tie_word_embeddings=kind == "qwen3")
+    on_cpu, on_cuda = load(path), load(path, make())
+    assert on_cuda.info.device == "cuda:0"
+    assert_near(on_cuda.logits(SHORT), on_cpu.logits(SHORT))
+    assert greedy(on_cuda) == greedy(on_cpu)
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+def test_a_long_prompt(
+    make: Callable[[], CUDAOps], load: Callable[..., LLM], tmp_path: Path, cache_type: str
+) -> None:
+    path = small(tmp_path)
+    on_cpu, on_cuda = load(path, cache_type=cache_type), load(path, make(), cache_type=cache_type)
+    assert_near(on_cuda.logits(LONG), on_cpu.logits(LONG))
+    assert greedy(on_cuda, LONG) == greedy(on_cpu, LONG)
+
+
+def test_stories260k_writes_the_expected_text(make: Callable[[], CUDAOps], load: Callable[..., LLM]) -> None:
+    path = shared_data("models/stories260K/stories260K.gguf")
+    prompt = "Once upon a time"
+    assert greedy(load(path, make()), prompt, 40) == greedy(load(path), prompt, 40)
+
+
+@pytest.mark.parametrize("order", ["lazy", "eager", "random"])
+def test_streams_in_any_order(order: StreamOrder, load: Callable[..., LLM], tmp_path: Path) -> None:
+    harness()
+    path = small(tmp_path)
+    expected = greedy(load(path))
+    for seed in range(3 if order == "random" else 1):
+        assert greedy(load(path, emulated_cuda(EmulatedDriver(order=order, seed=seed)))) == expected
+
+
+# -- Several devices -----------------------------------------------------------------------------------------------
+
+
+def conversation(runner: Runner) -> list[np.ndarray]:
+    """Logits of a prefill of two sequences, in several micro-batches where there are any, and of single tokens."""
+    a, b = [5, 0, 2], [3, 1, 4]
+    return [
+        runner.run((LONG[:60], 0, a), (LONG[20:30], 0, b), outputs=[59, 0, 69]),
+        runner.run((LONG[60:61], 60, a), (LONG[30:31], 10, b)),
+        runner.run((LONG[31:32], 11, b), outputs=[]),
+        runner.run((LONG[61:62], 61, a), (LONG[32:33], 12, b)),
+        runner.run((LONG[62:75], 62, a), outputs=[12, 0, 12]),
+    ]
+
+
+def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("n_devices", [1, 2, 3])
+@pytest.mark.parametrize("peers", [True, False])
+@pytest.mark.parametrize("order", ["lazy", "eager", "random"])
+def test_layers_split_over_devices_give_the_same_bits(
+    n_devices: int, peers: bool, order: StreamOrder, tmp_path: Path
+) -> None:
+    harness()
+    path = small(tmp_path)
+    expected = conversation(Runner(path, emulated_cuda(), 8))
+    driver = EmulatedDriver(n_devices, peers=peers, order=order, seed=n_devices)
+    counts = {1: (3,), 2: (1, 2), 3: (1, 1, 1)}[n_devices]
+    parts: list[tuple[Backend, int]] = [(emulated_cuda(driver, i), n) for i, n in enumerate(counts)]
+    assert_same(conversation(Runner(path, SplitOps(parts, micro_batch=32), 8)), expected)
+
+
+def test_half_of_the_layers_on_the_cpu(make: Callable[[], CUDAOps], load: Callable[..., LLM], tmp_path: Path) -> None:
+    path = small(tmp_path, num_hidden_layers=4)
+    llm = load(path, make(), n_gpu_layers=2)
+    assert {d: llm.info.placement.layers_on(d) for d in llm.info.placement.devices} == {"cpu": 2, "cuda:0": 2}
+    on_cpu = load(path)
+    assert greedy(llm, LONG) == greedy(on_cpu, LONG)
+    assert_near(llm.logits(LONG), on_cpu.logits(LONG))
+
+
+def test_a_cpu_behind_a_device(tmp_path: Path) -> None:
+    """Not as a plan has it, but hidden states can go that way too."""
+    harness()
+    path = small(tmp_path)
+    there = conversation(Runner(path, SplitOps([(cpu(), 1), (emulated_cuda(), 2)], micro_batch=32), 8))
+    back = conversation(Runner(path, SplitOps([(emulated_cuda(), 1), (cpu(), 2)], micro_batch=32), 8))
+    expected = conversation(Runner(path, cpu(), 8))
+    for a, b, c in zip(there, back, expected, strict=True):
+        if len(c):
+            assert_near(a, c)
+            assert_near(b, c)
+
+
+# -- Company -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type", [T.Q4_0, T.F16], ids=lambda t: t.name)
+def test_decoded_tokens_have_the_bits_of_prefilled_ones(
+    make: Callable[[], CUDAOps], tmp_path: Path, type: GGMLType
+) -> None:
+    """One by one, in buckets of every size, and all at once."""
+    path = small(tmp_path, type=type, num_hidden_layers=1)
+    runner = Runner(path, make(), 8)
+    at_once = runner.run((LONG[:44], 0, [3, 0]))
+    first = 0
+    for n in (1, 2, 3, 5, 1, 8, 12, 1, 11):
+        out = runner.run((LONG[first : first + n], first, [5, 2]))
+        np.testing.assert_array_equal(out, at_once[first : first + n])
+        first += n
+    assert first == 44
