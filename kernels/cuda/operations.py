@@ -326,7 +326,10 @@ class Best:
 
 
 def fused(operations: Iterable[Operation]) -> list[Operation]:
-    """The same with norms and gates that leave integers at once, where nobody wants their floats."""
+    """The same with norms and gates that leave integers at once, where nobody wants their floats.
+
+    Buffers see to it that the integers lie nowhere where such an operation still reads: see `Buffer`.
+    """
     result: list[Operation] = []
     for operation in operations:
         last = result[-1] if result else None

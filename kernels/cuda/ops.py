@@ -216,7 +216,7 @@ class CUDAOps(Backend):
         self._check_tensors(x)
         if weight.n != x.width:
             raise KernelError(f"a norm of {weight.n} weights cannot be taken of {x.width} values")
-        y = Buffer(recording, x.slot, x.width)
+        y = Buffer(recording, x.slot, x.width, sources=[x])
         recording.operands.append(weight)
         self._add(Norm(recording.batch, x.read(), weight, eps, y.written))
         return y
@@ -307,7 +307,7 @@ class CUDAOps(Backend):
         self._check_tensors(gate, up)
         if gate.width != up.width:
             raise KernelError(f"a gate of {gate.width} values does not fit {up.width} values")
-        y = Buffer(recording, gate.slot, gate.width)
+        y = Buffer(recording, gate.slot, gate.width, sources=[gate, up])
         self._add(Gate(recording.batch, gate.read(), up.read(), _GATES[activation], y.written))
         return y
 

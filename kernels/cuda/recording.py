@@ -7,7 +7,7 @@ device memory and leave the rows beyond them alone, so the launches for an exten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -111,13 +111,18 @@ class Buffer:
     """Memory of a float32 matrix [rows, padded width], which operations read and write.
 
     It goes back to the recording with the last reference to the buffer, to become that of a later one.
+
+    Args:
+        sources: what it is computed from, if that may be done once more, straight into what `inputs` makes: until
+            then, their memory must not be taken for it.
     """
 
-    def __init__(self, recording: Recording, slot: int, width: int) -> None:
+    def __init__(self, recording: Recording, slot: int, width: int, sources: Sequence[Buffer] = ()) -> None:
         self.recording = recording
         stride = padded(width)
         memory = recording.take(4 * stride * recording.most_rows(slot))
         self._now = Rows(memory, width, stride, slot)
+        self._sources = sources
         #: What `inputs` made of the rows; and memory for more of it.
         self._inputs: dict[str, Inputs] = {}
         self._input_memory: dict[str, DeviceMemory] = {}
@@ -152,6 +157,7 @@ class Buffer:
             memory = self._input_memory[kind]
             self._inputs[kind] = Inputs(memory.at(0, units), memory.at(units, scales))
             self.recording.operations.append(quantise(self.read(), self._inputs[kind]))
+            self._sources = ()
         return self._inputs[kind]
 
     def changed(self) -> Buffer:
