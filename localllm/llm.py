@@ -59,8 +59,8 @@ def load(
 
     Args:
         path: a GGUF file, any one of a split model's, or None for the small demo model that comes with localllm.
-        device: "cpu"; "auto", the best there is, which is the CPU in this version; "cuda", all GPUs, or "cuda:0,1",
-            these ones, and the CPU for layers that they have no room for; or "reference", plain numpy, slow and
+        device: "cpu"; "cuda", all GPUs, or "cuda:0,1", these ones, and the CPU for layers that they have no room
+            for; "auto", "cuda" where there is a GPU that works, else "cpu"; or "reference", plain numpy, slow and
             exact.
         n_gpu_layers: how many of the model's layers, the last ones, go to GPUs; the rest run on the CPU.  By default
             as many as fit; 0 puts none there, and more than the model has means all.

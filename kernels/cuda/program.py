@@ -56,16 +56,21 @@ class _Slot:
 class Program:
     """A recorded forward pass on a device.
 
+    Attributes:
+        rows: what it ends with.
+        operations: what it does.
+
     Args:
-        result: what it ends with.
+        result: the buffer that it ends with.
         keep: what must live as long.
     """
 
     def __init__(self, recording: Recording, result: Buffer, keep: object) -> None:
         self.recording, self.driver, self.stream = recording, recording.driver, recording.stream
+        recording.finish()
         self.rows = result.read()
         self._result = result
-        self._operations = fused(recording.operations)
+        self.operations = fused(recording.operations)
         self._graphs: dict[Extent, Graph] = {}
         self._launches: OrderedDict[Extent, list[_Launch]] = OrderedDict()
         layout = recording.batch.layout
@@ -83,7 +88,7 @@ class Program:
         self._choosers: dict[int, _Chooser] = {}
         # Whoever lets go of the program does not know what is under way: memory is given back after it.
         kept = (recording.memory, recording.operands, self._host_memory, keep)
-        weakref.finalize(self, _settle, self.driver, self.stream, kept).atexit = False
+        weakref.finalize(self, _settle, self.driver, self.stream, self._readers, kept).atexit = False
 
     def _event(self) -> Event:
         return self.driver.event(self.recording.device)
@@ -119,7 +124,7 @@ class Program:
         n_words = recording.batch.layout.fill(slot.words, batch)
         for event in self._readers:
             driver.wait(self.stream, event)
-        self._readers = []
+        self._readers.clear()
         driver.upload(recording.batch.memory.at(0, 4 * n_words), slot.words[:n_words], self.stream)
         if recording.hidden is not None:
             self._receive(hidden, len(batch.ids), slot)
@@ -223,7 +228,7 @@ class Program:
         self.driver.compile_modules(recording.device, modules.values(), progress)
 
     def _calls(self, extent: Extent) -> list[Call]:
-        return [call for operation in self._operations for call in operation.calls(extent)]
+        return [call for operation in self.operations for call in operation.calls(extent)]
 
     def _loaded(self, extent: Extent) -> list[_Launch]:
         return [self._load(call) for call in self._calls(extent)]
@@ -298,10 +303,11 @@ def _rounded(n: int) -> int:
     return -(-n // _STEP) * _STEP if n > _STEP else n
 
 
-def _settle(driver: Driver, stream: Stream, kept: object) -> None:
+def _settle(driver: Driver, stream: Stream, readers: Sequence[Event], kept: object) -> None:
     """Waits for what still uses memory that is about to be given back."""
-    with contextlib.suppress(LocalLLMError):
-        driver.synchronize(stream)
+    for what in (stream, *readers):
+        with contextlib.suppress(LocalLLMError):
+            driver.synchronize(what)
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,7 +335,7 @@ class _Chooser:
     def __init__(self, program: Program, k: int) -> None:
         recording, logits = program.recording, program.rows
         n = recording.max_outputs
-        self._program, self._k = program, k
+        self.program, self._k = program, k
         ids = recording.new(4 * n * k)
         values = recording.new(4 * n * k) if k > 1 else None
         parts = recording.new(8 * n * k * -(-logits.width // SORTED)) if k > 1 else None
@@ -338,7 +344,7 @@ class _Chooser:
         self._values = program._pinned(4 * n * k).view(np.float32).reshape(n, k) if k > 1 else None
 
     def choose(self, extent: Extent, n: int) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
-        program, best = self._program, self._best
+        program, best = self.program, self._best
         program._launch([program._load(call) for call in best.calls(extent)])
         if n:
             program.driver.download(self._ids[:n], best.ids.at(0, 4 * n * self._k), program.stream)
@@ -352,15 +358,15 @@ class CUDAStep:
     """A compiled forward pass; see `localllm.kernels.ops.Step`."""
 
     def __init__(self, program: Program) -> None:
-        self._program = program
+        self.program = program
 
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
-        return self._program(batch, None).host()
+        return self.program(batch, None).host()
 
     def greedy(self, batch: Batch) -> NDArray[np.int32]:
         """Runs a batch; of each output the id of the largest logit, of equals the lowest: [N].  Only these cross the
         bus.  The array is the step's own and good until the next call."""
-        return self._program.best(batch, 1)[0][:, 0]
+        return self.program.best(batch, 1)[0][:, 0]
 
     def best(self, batch: Batch, k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Runs a batch; of each output the ids of the ``k`` largest logits, the largest first, and these: [N, k].
@@ -370,7 +376,7 @@ class CUDAStep:
         Raises:
             KernelError: so many cannot be chosen.
         """
-        ids, values = self._program.best(batch, k)
+        ids, values = self.program.best(batch, k)
         if values is None:
             raise KernelError("the one best of a row of logits comes without its logit: see greedy()")
         return ids, values

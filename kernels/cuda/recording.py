@@ -119,9 +119,9 @@ class Buffer:
 
     def __init__(self, recording: Recording, slot: int, width: int, sources: Sequence[Buffer] = ()) -> None:
         self.recording = recording
+        self._memory: list[DeviceMemory] = []
         stride = padded(width)
-        memory = recording.take(4 * stride * recording.most_rows(slot))
-        self._now = Rows(memory, width, stride, slot)
+        self._now = Rows(self._take(4 * stride * recording.most_rows(slot)), width, stride, slot)
         self._sources = sources
         #: What `inputs` made of the rows; and memory for more of it.
         self._inputs: dict[str, Inputs] = {}
@@ -153,7 +153,7 @@ class Buffer:
             units = -(-format.unit_bytes(self.width, n_rows) // _PART_ALIGNMENT) * _PART_ALIGNMENT
             scales = format.input_scale_bytes(self.width, n_rows)
             if kind not in self._input_memory:
-                self._input_memory[kind] = self.recording.take(units + scales)
+                self._input_memory[kind] = self._take(units + scales)
             memory = self._input_memory[kind]
             self._inputs[kind] = Inputs(memory.at(0, units), memory.at(units, scales))
             self.recording.operations.append(quantise(self.read(), self._inputs[kind]))
@@ -166,8 +166,12 @@ class Buffer:
         self._inputs = {}
         return self
 
+    def _take(self, n_bytes: int) -> DeviceMemory:
+        self._memory.append(self.recording.take(n_bytes))
+        return self._memory[-1]
+
     def __del__(self) -> None:
-        self.recording.free += [self._now.memory, *self._input_memory.values()]
+        self.recording.free += self._memory
 
 
 def input_kind(format: PackedFormat) -> str:
@@ -372,14 +376,22 @@ class Recording:
     # -- Attention -------------------------------------------------------------------------------------------------
 
     def use_heads(self, heads: Heads) -> None:
-        """Notes a kind of attention; see `Extent`."""
-        if heads not in self.heads:
+        """Notes a kind of attention; see `Extent`.
+
+        Raises:
+            KernelError: the device has no kernel for heads of this size.
+        """
+        if self.variant and heads not in self.heads:
             self.heads.append(heads)
+
+    def finish(self) -> None:
+        """To be called when all operations are there: takes the memory that depends on all of them."""
+        self._part_memory = self.new(max(self.part_bytes, _PART_ALIGNMENT)) if self.heads else None
 
     def parts(self, heads: Heads, work: Work) -> tuple[Argument, Argument]:
         """Memory for the sums and the states of spans."""
         if self._part_memory is None:
-            self._part_memory = self.new(max(self.part_bytes, _PART_ALIGNMENT))
+            raise KernelError("attention was launched before its recording was finished")
         n_sums, n_states = (max(4, 4 * n) for n in work.part_floats(heads, self.variant))
         begin = self._part_memory.n_bytes - n_states
         return self._part_memory.at(0, n_sums), self._part_memory.at(begin // 8 * 8, n_states)

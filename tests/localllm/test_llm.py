@@ -29,6 +29,7 @@ from localllm.errors import (
     UnsupportedArchitectureError,
     UsageError,
 )
+from localllm.kernels.cuda import installation
 from localllm.llm import truncate, without_oldest_turn
 from localllm.loading import LoadOptions
 from localllm.options import Request, SamplingOptions
@@ -645,7 +646,8 @@ def test_progress_of_loading(tiny_path: Path, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:0", "gpu", "tpu", ""])
-def test_a_device_that_is_not_there_is_an_error(tiny_path: Path, name: str) -> None:
+def test_a_device_that_is_not_there_is_an_error(tiny_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "driver_cuda", lambda: None)
     with pytest.raises(DeviceError, match="device"):
         localllm.load(tiny_path, device=name)
 

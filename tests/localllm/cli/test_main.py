@@ -19,6 +19,7 @@ from localllm.cli.main import BROKEN_PIPE, COMMANDS, main
 from localllm.cli.parser import logit_bias
 from localllm.errors import UsageError
 from localllm.kernels.cpu.target import TARGETS, available
+from localllm.kernels.cuda import installation
 from localllm.sampling import Sampling
 from tests.helpers.command_line import LIMIT, Outcome, run_main, run_process, running
 from tests.helpers.data import ROOT
@@ -287,9 +288,16 @@ def test_bad_templates(run: Run, tmp_path: Path, template: str, words: str) -> N
 
 @pytest.mark.parametrize(
     ("device", "code", "words"),
-    [("cuda", 1, "no CUDA backend"), ("cuda:1", 1, "no CUDA backend"), ("tpu", 1, "there is no device 'tpu'")],
+    [
+        ("cuda", 1, "NVIDIA's driver is not installed"),
+        ("cuda:1", 1, "NVIDIA's driver is not installed"),
+        ("tpu", 1, "there is no device 'tpu'"),
+    ],
 )
-def test_devices_that_are_not_there(run: Run, tiny: Path, device: str, code: int, words: str) -> None:
+def test_devices_that_are_not_there(
+    run: Run, tiny: Path, device: str, code: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installation, "driver_cuda", lambda: None)
     outcome = run("generate", "-m", tiny, "--device", device, "-p", "x")
     assert outcome.code == code
     assert words in outcome.error()

@@ -1,0 +1,297 @@
+"""How compiled passes run on a device: what is launched, captured, replayed and chosen, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localllm.errors import KernelError
+from localllm.kernels.cuda import program as programs
+from localllm.kernels.cuda import recording as recordings
+from localllm.kernels.cuda.driver import DeviceMemory
+from localllm.kernels.cuda.operations import Gate, Norm
+from localllm.kernels.cuda.ops import CUDAOps
+from localllm.kernels.cuda.program import CUDAStep, Program
+from localllm.kernels.ops import CacheShape, HostHidden
+from localllm.quant.types import GGMLType
+from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
+from tests.helpers import tiny_models
+from tests.helpers.backends import emulated_cuda, no_harness
+from tests.helpers.run_model import Runner, make_batch
+from tests.helpers.weights import NO_CACHE, f32
+from tests.kernels.cuda.watched import KernellessDriver, WatchedDriver
+
+T = GGMLType
+needs_harness = pytest.mark.skipif(no_harness() is not None, reason="the CUDA harness does not run here")
+IDS = [int(i) for i in np.random.default_rng(3).integers(3, 300, 600)]
+#: Kernels of a layer for one token.
+LAYER = {
+    "rms_norm_quantised": 2,
+    "matvec": 4,
+    "rope_append": 1,
+    "attention_split": 1,
+    "attention_merge": 1,
+    "quantise": 1,
+    "gated_silu_quantised": 1,
+}
+
+
+def small(path: Path, **changes: Any) -> Path:
+    """A model whose matrices all have one format."""
+    options = {"head_dim": 16, "intermediate_size": 192, "max_position_embeddings": 1024} | changes
+    return tiny_models.tiny_gguf(path / "model.gguf", type=T.Q4_0, **options)
+
+
+def watched(**options: Any) -> tuple[WatchedDriver, CUDAOps]:
+    driver = WatchedDriver(**options)
+    return driver, emulated_cuda(driver)
+
+
+# -- Launches and graphs -------------------------------------------------------------------------------------------
+
+
+def test_a_layer_takes_eleven_launches_for_a_token(tmp_path: Path) -> None:
+    driver = KernellessDriver()
+    runner = Runner(small(tmp_path), CUDAOps(driver, 0, compiles_ahead=False))
+    driver.forget()
+    runner.run((IDS[:1], 0, [0]))
+    # It ran, and was captured.
+    once = {name: n // 2 for name, n in driver.kernels.items()}
+    assert sum(LAYER.values()) == 11
+    assert once.pop("embed") == 1
+    assert once.pop("gather_rows") == 1
+    last = {"rms_norm_quantised": 1, "matvec": 1}
+    assert once == {name: 3 * n + last.get(name, 0) for name, n in LAYER.items()}
+
+
+@needs_harness
+def test_batches_of_a_bucket_are_one_replay(tmp_path: Path) -> None:
+    driver, ops = watched()
+    path = small(tmp_path)
+    runner, plain = Runner(path, ops, 8), Runner(path, emulated_cuda(), 8)
+    expected = plain.run((IDS[:40], 0, [0])), plain.run((IDS[50:90], 0, [1]))
+    runner.run((IDS[:10], 0, [4]))
+    runner.run((IDS[50:60], 0, [6]))
+    for past in range(10, 16):
+        driver.forget()
+        out = runner.run((IDS[past : past + 1], past, [4]), (IDS[50 + past : 51 + past], past, [6]))
+        for row, whole in zip(out, expected, strict=True):
+            np.testing.assert_array_equal(row, whole[past])
+        if past > 10:
+            assert driver.calls == {"upload": 1, "replay": 1, "download": 1}
+
+
+@needs_harness
+def test_a_graph_serves_caches_of_its_length_and_shorter_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "SHORTEST", 64)
+    driver, ops = watched()
+    path = small(tmp_path, num_hidden_layers=1)
+    runner, pages = Runner(path, ops, 8), [3, 1, 7, 0, 6]
+    at_once = Runner(path, emulated_cuda(), 8).run((IDS[:300], 0, range(5)))
+    runner.run((IDS[:299], 0, pages), outputs=[])
+    launched = []
+    for past in (40, 62, 64, 40, 120, 128, 290, 127, 3):
+        driver.forget()
+        out = runner.run((IDS[past : past + 1], past, pages))
+        np.testing.assert_array_equal(out[0], at_once[past])
+        launched.append(driver.calls["launch"] > 0)
+    # One more for those with more than a span of 256 tokens.
+    assert launched == [True, False, False, False, False, False, True, False, False]
+
+
+@needs_harness
+def test_where_parts_of_attention_take_too_much_memory_there_are_no_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = small(tmp_path, num_hidden_layers=1)
+    pages = [3, 1, 7, 0, 6]
+    at_once = Runner(path, emulated_cuda(), 8).run((IDS[:290], 0, pages))
+    monkeypatch.setattr(recordings, "MOST_PART_BYTES", 1 << 8)
+    driver, ops = watched()
+    runner = Runner(path, ops, 8)
+    runner.run((IDS[:285], 0, pages), outputs=[])
+    for past in (285, 286):
+        np.testing.assert_array_equal(runner.run((IDS[past : past + 1], past, pages))[0], at_once[past])
+    np.testing.assert_array_equal(runner.run((IDS[287:290], 287, pages)), at_once[287:])
+    assert driver.calls["replay"] == 0
+
+
+def test_kernels_of_every_batch_are_compiled_ahead(tmp_path: Path) -> None:
+    for kind, capability in (("llama", (9, 0)), ("llama", (7, 5)), ("qwen2", (8, 6))):
+        driver = KernellessDriver(capability=capability, shared_bytes=(64 if capability < (8, 0) else 99) << 10)
+        path = tiny_models.tiny_gguf(tmp_path / "m.gguf", kind, type=T.Q8_0, max_position_embeddings=2048)
+        runner = Runner(path, CUDAOps(driver, 0))
+        ahead = {key for key in driver.compiled if key[0] != "pack"}
+        assert ahead
+        driver.loaded.clear()
+        for n in (1, 2, 3, 5, 8, 9, 17, 24, 25, 32, 33, 40, 63, 64, 100, 127, 128, 200, 511, 512):
+            runner.run((IDS[:n], 0, range(8)))
+            runner.run((IDS[:n], 1400, range(30)), outputs=[n - 1])
+        assert driver.loaded <= ahead
+
+
+def test_what_a_batch_is_not_counted_in_stays_alone(tmp_path: Path) -> None:
+    """A step without outputs launches nothing behind the layers."""
+    driver = KernellessDriver()
+    runner = Runner(small(tmp_path), CUDAOps(driver, 0, compiles_ahead=False))
+    driver.forget()
+    out = runner.run((IDS[:100], 0, [0, 1]), outputs=[])
+    assert out.shape == (0, 300)
+    assert driver.kernels["gather_rows"] == 0
+    assert driver.kernels["matmul"] == 3 * 7
+
+
+# -- Memory --------------------------------------------------------------------------------------------------------
+
+
+def overlap(a: DeviceMemory, b: DeviceMemory) -> bool:
+    return a.address < b.address + b.n_bytes and b.address < a.address + a.n_bytes
+
+
+@pytest.mark.parametrize("max_tokens", [1, 7, 32, 512])
+def test_integers_of_a_norm_or_gate_lie_apart_from_what_it_reads(tmp_path: Path, max_tokens: int) -> None:
+    ops = CUDAOps(KernellessDriver(), 0, compiles_ahead=False)
+    model = Runner(small(tmp_path), ops).model
+    step = ops.compile(
+        lambda: model.forward(ops), ops.new_cache(model.cache_shape, 4), max_tokens=max_tokens, max_outputs=512
+    )
+    fused = [o for o in step.program.operations if isinstance(o, Norm | Gate) and o.inputs is not None]
+    assert len(fused) == 3 * 3 + 1
+    for operation in fused:
+        assert operation.inputs is not None
+        read = [operation.x] if isinstance(operation, Norm) else [operation.gate, operation.up]
+        for rows in read:
+            assert not overlap(rows.memory, operation.inputs.units)
+            assert not overlap(rows.memory, operation.inputs.scales)
+
+
+@needs_harness
+def test_kernels_touch_nothing_that_is_not_theirs(tmp_path: Path) -> None:
+    """Every access of a forward pass is checked: bounds, memory that nobody wrote, races."""
+    ops = emulated_cuda(EmulatedDriver(mode="check"))
+    runner = Runner(small(tmp_path, num_hidden_layers=1), ops, 2)
+    first = runner.run((IDS[:5], 0, [1]))
+    assert np.isfinite(first).all()
+    assert np.isfinite(runner.run((IDS[5:6], 5, [1]))).all()
+
+
+# -- Choice of tokens ----------------------------------------------------------------------------------------------
+
+
+def logits_step(ops: CUDAOps, logits: np.ndarray) -> CUDAStep:
+    """Whose logits are rows of a table."""
+    table = ops.load_embedding(f32(logits))
+    n = len(logits)
+    return ops.compile(lambda: ops.outputs(ops.embed(table)), ops.new_cache(NO_CACHE, 4), max_tokens=n, max_outputs=n)
+
+
+@needs_harness
+def test_the_best_ids_are_chosen_on_the_device() -> None:
+    logits = np.random.default_rng(4).standard_normal((6, 5000)).astype(np.float32)
+    logits[1, [4000, 17]] = 9
+    logits[2] = -np.inf
+    logits[3, 40] = np.nan
+    driver, ops = watched()
+    step = logits_step(ops, logits)
+    for rows in ([0, 1, 2, 3, 4, 5], [3], [5, 1]):
+        driver.forget()
+        ids = step.greedy(make_batch([(range(6), 0, [0])], outputs=rows))
+        expected = np.where(np.isnan(logits[rows]), -np.inf, logits[rows]).argmax(axis=1)
+        np.testing.assert_array_equal(ids, expected)
+        assert driver.calls["download"] == 1
+    ids, values = step.best(make_batch([(range(6), 0, [0])], outputs=[4, 1]), 50)
+    order = np.argsort(-logits[[4, 1]], axis=1, kind="stable")[:, :50]
+    np.testing.assert_array_equal(ids, order)
+    np.testing.assert_array_equal(values, np.take_along_axis(logits[[4, 1]], order, axis=1))
+
+
+def test_numbers_of_choices_out_of_range() -> None:
+    step = logits_step(CUDAOps(KernellessDriver(), 0), np.zeros((2, 40), np.float32))
+    batch = make_batch([([0], 0, [0])])
+    for k in (0, 41):
+        with pytest.raises(KernelError, match=f"{k} of 40 logits cannot be chosen: 1 to 40 can"):
+            step.best(batch, k)
+    with pytest.raises(KernelError, match="see greedy"):
+        step.best(batch, 1)
+
+
+# -- Parts ---------------------------------------------------------------------------------------------------------
+
+
+def doubling(ops: CUDAOps) -> Program:
+    """A part that adds hidden states of 40 values to a product with a unit matrix: that doubles them."""
+    unit = ops.load_linear(f32(np.eye(40)))
+
+    def forward() -> Any:
+        x = ops.hidden(40)
+        return ops.linear(x, unit, residual=x)
+
+    part = ops.compile_part(forward, ops.new_cache(CacheShape(1, 1, 16), 1), max_tokens=9, max_outputs=1)
+    assert isinstance(part, Program)
+    return part
+
+
+Orders = Sequence[tuple[str, int]]
+
+
+@needs_harness
+@pytest.mark.parametrize("peers", [True, False])
+@pytest.mark.parametrize("order", ["lazy", "eager", "random"])
+def test_hidden_states_go_from_device_to_device(order: Any, peers: bool) -> None:
+    """Many batches on their way at once; each part is given the next one before anybody waited for the last."""
+    x = np.random.default_rng(0).standard_normal((12, 9, 40)).astype(np.float32)
+    for seed in range(4 if order == "random" else 1):
+        driver = EmulatedDriver(2, peers=peers, order=order, seed=seed)
+        parts = [doubling(emulated_cuda(driver, i)) for i in (0, 1, 1, 0)]
+        found = []
+        for i, rows in enumerate(x):
+            n = 1 + i % 9
+            batch = make_batch([(range(n), 0, [0])], outputs=[])
+            given = rows[:n].copy()
+            hidden: Any = HostHidden(given)
+            for part in parts:
+                hidden = part(batch, hidden)
+            given[:] = np.nan  # it was read
+            if i % 3 == 0:
+                found.append((i, n, hidden.host().copy()))
+        for i, n, out in found:
+            np.testing.assert_array_equal(out, 16 * x[i, :n])
+
+
+def test_hidden_states_that_do_not_fit() -> None:
+    part = doubling(CUDAOps(KernellessDriver(), 0, compiles_ahead=False))
+    batch = make_batch([(range(3), 0, [0])], outputs=[])
+    with pytest.raises(KernelError, match="begins with hidden states of 40, but was given none"):
+        part(batch, None)
+    for wrong in (np.zeros((2, 40), np.float32), np.zeros((3, 41), np.float32), np.zeros((3, 40))):
+        with pytest.raises(KernelError, match=r"needs \[3, 40\] in float32"):
+            part(batch, HostHidden(wrong))
+    before = part(make_batch([(range(2), 0, [0])], outputs=[]), HostHidden(np.zeros((2, 40), np.float32)))
+    with pytest.raises(KernelError, match=r"given hidden states \[2, 40\]"):
+        part(batch, before)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (lambda: make_batch([(range(10), 0, [0])], outputs=[]), "10 tokens and 0 outputs is larger"),
+        (lambda: make_batch([([40], 0, [0])]), "outside the vocabulary of 40"),
+        (lambda: make_batch([([-1], 0, [0])]), "outside the vocabulary of 40"),
+        (lambda: make_batch([([1], 0, [1])]), "page outside a cache of 1"),
+    ],
+)
+def test_batches_that_do_not_fit(batch: Callable[[], Any], words: str) -> None:
+    ops = CUDAOps(KernellessDriver(), 0, compiles_ahead=False)
+    table = ops.load_embedding(f32(np.zeros((40, 40))))
+    cache = ops.new_cache(CacheShape(1, 1, 16), 1)
+    step = ops.compile(lambda: ops.outputs(ops.embed(table)), cache, max_tokens=9, max_outputs=9)
+    with pytest.raises(KernelError, match=words):
+        step(batch())
+    with pytest.raises(KernelError, match="no page 1 in a cache of 1"):
+        cache.copy_page(0, 1)

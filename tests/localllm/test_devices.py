@@ -1,0 +1,110 @@
+"""What device names mean, on machines with GPUs and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from localllm.devices import GPU_OVERHEAD_BYTES, open_devices
+from localllm.errors import DeviceError
+from localllm.kernels.cuda import cupy_driver, installation
+from localllm.kernels.cuda.driver import DeviceProperties, Driver
+from localllm.loading import LoadOptions, plan_file
+from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
+from tests.helpers import tiny_models
+
+Machine = Callable[[Driver | DeviceError | None], None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Makes this a machine with such devices; with a driver that does not work; or without one."""
+
+    def make(found: Driver | DeviceError | None) -> None:
+        def open_driver() -> Driver:
+            if isinstance(found, DeviceError):
+                raise found
+            if found is None:
+                raise DeviceError("no driver")
+            return found
+
+        monkeypatch.setattr(installation, "driver_cuda", lambda: None if found is None else (13, 0))
+        monkeypatch.setattr(cupy_driver, "open_driver", open_driver)
+
+    return make
+
+
+class MixedDriver(EmulatedDriver):
+    """Three devices, of which the first is too old."""
+
+    def __init__(self) -> None:
+        super().__init__(3, memory=1 << 34)
+
+    def properties(self, device: int) -> DeviceProperties:
+        found = super().properties(device)
+        old = DeviceProperties("old GPU", (6, 1), 4, found.total_bytes, 48 << 10, found.bus_id)
+        return old if device == 0 else found
+
+
+def names(device: str) -> list[str]:
+    opened = open_devices(device, threads=1)
+    for each in opened:
+        each.close()
+    return [each.name for each in opened]
+
+
+def test_without_a_driver(machine: Machine) -> None:
+    machine(None)
+    assert names("auto") == ["cpu"]
+    assert open_devices("auto", threads=1)[0].note is None
+    for device in ("cuda", "gpu", "cuda:0"):
+        with pytest.raises(DeviceError, match="no driver"):
+            open_devices(device)
+
+
+def test_with_devices(machine: Machine) -> None:
+    machine(EmulatedDriver(3))
+    for device in ("auto", "cuda", "gpu"):
+        assert names(device) == ["cpu", "cuda:0", "cuda:1", "cuda:2"]
+    assert names("cuda:2,0") == ["cpu", "cuda:2", "cuda:0"]
+    assert names("cpu") == ["cpu"]
+    with pytest.raises(DeviceError, match="there is no CUDA device 3: there are 3, 0 to 2"):
+        open_devices("cuda:3")
+
+
+def test_a_driver_that_does_not_work_is_spoken_of(machine: Machine, tmp_path: Path) -> None:
+    machine(DeviceError("no CUDA device can be used: CuPy is not installed"))
+    (cpu,) = open_devices("auto", threads=1)
+    assert cpu.note == "the model runs on the CPU: no CUDA device can be used: CuPy is not installed"
+    with pytest.raises(DeviceError, match="CuPy is not installed"):
+        open_devices("cuda")
+    path = tiny_models.tiny_gguf(tmp_path / "tiny.gguf")
+    options = {"n_gpu_layers": None, "tensor_split": None, "context": None, "threads": 1, "isa": None, "parallel": 1}
+    more = {"cache_type": "f16", "chat_template": None, "draft_model": None, "progress": None}
+    placement, said = plan_file(LoadOptions(path, "auto", **options, **more))
+    assert placement.devices == ("cpu",)
+    assert said == (cpu.note,)
+
+
+def test_devices_that_are_too_old(machine: Machine) -> None:
+    machine(MixedDriver())
+    assert names("cuda") == names("auto") == ["cpu", "cuda:1", "cuda:2"]
+    with pytest.raises(DeviceError, match=r"device 0, old GPU, has compute capability 6\.1, but the kernels need 7\.5"):
+        open_devices("cuda:0")
+    machine(EmulatedDriver(2, capability=(7, 0)))
+    assert names("auto") == ["cpu"]
+    with pytest.raises(DeviceError, match=r"compute capability 7\.0"):
+        open_devices("cuda")
+
+
+def test_what_is_known_of_a_device(machine: Machine) -> None:
+    machine(EmulatedDriver(memory=1 << 30))
+    _, gpu = open_devices("cuda", threads=1)
+    assert (gpu.name, gpu.kernels, gpu.threads) == ("cuda:0", "CUDA kernels for emulated GPU", 1)
+    assert gpu.free_memory is not None
+    assert gpu.free_memory() == (1 << 30) - GPU_OVERHEAD_BYTES
+    kept = gpu.ops.driver.allocate(0, (1 << 30) - 1)
+    assert gpu.free_memory() == 0
+    del kept
