@@ -1,8 +1,9 @@
 """Recorded forward passes, run: a batch goes up in one piece, and graphs or single launches do the rest.
 
-A batch of few tokens is a bucket's: its launches are captured in a graph after they ran once, one graph for each
-bucket and power of two of the length in the cache, so that Python does nothing a layer.  Of larger batches, the
-launches are made one by one, which the device does not wait for: they are few against the work in them.
+Each batch has an extent, and the launches for that serve all batches that have it.  For the first of these they are
+made one by one; for the second they are captured in a graph, which is replayed from then on, so that Python does
+nothing a layer.  Batches of few tokens share extents: there is one for each bucket and, about, power of two of the
+length in the cache.  Of larger ones, those that fill a step or a micro-batch have the same extent mostly.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from localllm.kernels.ops import Batch, Hidden, hidden_rows
 
 #: Batches that may be on their way to the device.
 _IN_FLIGHT = 4
-#: Extents whose launches are kept, beside those of graphs.
-_KEPT_CALLS = 32
+#: Extents whose launches are kept to be captured, and graphs.
+_MOST_LAUNCHES, _MOST_GRAPHS = 16, 64
 #: Tokens and outputs of larger batches are counted as multiples of this, so that launches serve several of them.
 _STEP = 8
 
@@ -71,7 +72,7 @@ class Program:
         self.rows = result.read()
         self._result = result
         self.operations = fused(recording.operations)
-        self._graphs: dict[Extent, Graph] = {}
+        self._graphs: OrderedDict[Extent, Graph] = OrderedDict()
         self._launches: OrderedDict[Extent, list[_Launch]] = OrderedDict()
         layout = recording.batch.layout
         #: Host memory that copies are made from and to.
@@ -165,20 +166,25 @@ class Program:
         self.driver.upload(memory, rows, self.stream)
 
     def _compute(self, batch: Batch) -> Extent:
-        extent = self._bucket(batch)
-        if extent is None:
-            extent = self._whole(batch)
-            self._launch(self._launches_of(extent))
-        elif extent in self._graphs:
-            self.driver.replay(self._graphs[extent], self.stream)
-        else:
+        extent = self._bucket(batch) or self._whole(batch)
+        if extent not in self._graphs and extent not in self._launches:
             launches = self._loaded(extent)
             self._launch(launches)
-            self._graphs[extent] = self._captured(launches)
+            self._launches[extent] = launches
+            if len(self._launches) > _MOST_LAUNCHES:
+                self._launches.popitem(last=False)
+            return extent
+        if extent not in self._graphs:
+            self._graphs[extent] = self._captured(self._launches.pop(extent))
+            if len(self._graphs) > _MOST_GRAPHS:
+                self.driver.synchronize(self.stream)  # the one that goes may be at work
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(extent)
+        self.driver.replay(self._graphs[extent], self.stream)
         return extent
 
     def _bucket(self, batch: Batch) -> Extent | None:
-        """The extent of captured launches that a batch fits into, if any."""
+        """That of a bucket which a batch fits into, if any."""
         n = max(len(batch.ids), len(batch.outputs))
         bucket = next((b for b in BUCKETS if n <= b), None)
         if bucket is None:
@@ -236,15 +242,6 @@ class Program:
     def _load(self, call: Call) -> _Launch:
         module = self.driver.load_module(self.recording.device, call.module, call.defines)
         return _Launch(module, call.kernel, call.grid, call.block, call.arguments, call.shared_bytes)
-
-    def _launches_of(self, extent: Extent) -> list[_Launch]:
-        if extent in self._launches:
-            self._launches.move_to_end(extent)
-        else:
-            self._launches[extent] = self._loaded(extent)
-            while len(self._launches) > _KEPT_CALLS:
-                self._launches.popitem(last=False)
-        return self._launches[extent]
 
     def _launch(self, launches: Sequence[_Launch]) -> None:
         launch, stream = self.driver.launch, self.stream

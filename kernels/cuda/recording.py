@@ -27,9 +27,9 @@ from localllm.kernels.ops import Batch, Rope
 #: What counts a tensor's rows: places in a batch's header (batch.cuh).
 N_TOKENS, N_OUTPUTS, N_SEQUENCES = range(3)
 _HEADER = 4
-#: Tokens and outputs of the extents whose launches are captured in a graph; a larger batch is launched one by one.
+#: Tokens and outputs of the extents that small batches share.
 BUCKETS = (1, 2, 4, 8, 16, 32)
-#: Lengths in the cache that a captured graph serves: the first, and then twice as much each.
+#: Lengths in the cache that such an extent serves: the first, and then twice as much each.
 SHORTEST = 1024
 #: Bytes for what spans of the cache come to, at most.
 MOST_PART_BYTES = 64 << 20
