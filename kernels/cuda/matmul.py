@@ -42,8 +42,8 @@ VECTOR_ROWS, FEW_ROWS, MAX_MATRICES = (1, 2, 4), 32, 3
 #: matmul's warps along the rows, rows of activations that a block takes, the larger first, and stages at most.
 ROW_WARPS, TILE_ROWS, MAX_STAGES = 4, (128, 64), 4
 
-#: Formats of which matmul_few takes 8 rows at once instead of 16, and matmul 64 instead of 128, as their scales and the
-#: rest of their codes take registers that there are not.
+#: Formats of which matmul_few takes 8 rows at once instead of 16, and matmul 64 instead of 128: their scales and the
+#: rest of their codes take the registers for more.
 _FEW_AT_ONCE = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K}
 _SMALL_TILES = _FEW_AT_ONCE | {GGMLType.Q4_K, GGMLType.Q5_1}
 
@@ -263,8 +263,10 @@ def product_launch(
     kernel = "matvec" if uses_lanes else "matmul_few"
     rows = _few_rows(format, n_rows) if kernel == "matmul_few" else min(n_rows, 8)
     grid = (-(-n_rows // rows), sum(map(n_groups, n_outs)))
-    # Where one block takes all rows, their number is known when the kernel is compiled, and addresses are too.
-    defines = {**format.defines, "TOKENS": rows, "ROWS": rows if rows == n_rows else 0}
+    # Of few rows the number is known when the kernel is compiled, and addresses are too.
+    defines = {**format.defines, "TOKENS": rows, "ROWS": n_rows if n_rows <= FEW_ROWS else 0}
+    if kernel == "matvec":
+        defines["BOUNDS"] = _bounds(format, rows)
     return Launch(kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
 
 
@@ -296,6 +298,17 @@ def product_arguments(
     for product in products:
         arguments += product.arguments()
     return arguments + _NO_PRODUCT * (MAX_MATRICES - len(products))
+
+
+def _bounds(format: PackedFormat, rows: int) -> int | str:
+    """Launch bounds of matvec.
+
+    Blocks have up to 512 threads, but ptxas, told so, spills some registers to get by with the 64 with which two
+    blocks fit a processor.  With these numbers, found by trying, it does not.
+    """
+    if rows == 4 and format.type is GGMLType.Q5_0:
+        return "512,1"
+    return 704 if rows < 4 else 640
 
 
 def _few_rows(format: PackedFormat, n_rows: int) -> int:
