@@ -308,7 +308,7 @@ def _bounds(format: PackedFormat, rows: int) -> int | str:
     """
     if rows == 4 and format.type is GGMLType.Q5_0:
         return "512,1"
-    return 704 if rows < 4 else 640
+    return 704 if rows < 4 or format.is_float else 640
 
 
 def _few_rows(format: PackedFormat, n_rows: int) -> int:
