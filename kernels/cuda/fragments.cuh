@@ -131,10 +131,10 @@ DEVICE void multiply_block(Sums<N>& acc, const BlockWords<F>& words, const typen
 
 template <class F>
 DEVICE void mma_floats(float (&acc)[4], const uint4& a, uint32_t b0, uint32_t b1) {
-  if constexpr (IS_SAME<F, F16>)
-    mma_f16(acc, a, b0, b1);
-  else
-    mma_bf16(acc, a, b0, b1);
+  if constexpr (IS_SAME<F, F16>) mma_f16(acc, a, b0, b1);
+#if __CUDA_ARCH__ >= 800
+  if constexpr (IS_SAME<F, BF16>) mma_bf16(acc, a, b0, b1);
+#endif
 }
 
 // acc += 16 columns of F16 or BF16, whose two fragments are a.

@@ -306,9 +306,11 @@ def _bounds(format: PackedFormat, rows: int) -> int | str:
     Blocks have up to 512 threads, but ptxas, told so, spills some registers to get by with the 64 with which two
     blocks fit a processor.  With these numbers, found by trying, it does not.
     """
+    if format.is_float:
+        return 512
     if rows == 4 and format.type is GGMLType.Q5_0:
         return "512,1"
-    return 704 if rows < 4 or format.is_float else 640
+    return 704 if rows < 4 else 640
 
 
 def _few_rows(format: PackedFormat, n_rows: int) -> int:

@@ -96,8 +96,10 @@ DEVICE void multiply(Sums<N>& acc, const uint8_t* tiles, const uint8_t* units, c
   units += UNIT * first_token;
   if constexpr (IS_FLOAT<F>)
     multiply_floats<F, N>(acc, tiles, begin, end, units, n_rows, lane);
+#if __CUDA_ARCH__ >= 800
   else
     multiply_chunk<F, N>(acc, tiles, begin, end, units, (const float2*)x_scales + first_token, n_rows, lane);
+#endif
 }
 
 // The chunks' sums, in order, to y: 8 tokens at a time.
