@@ -11,7 +11,7 @@ rows of activations  weights of integers                            F16, BF16   
 more                 matmul: tensor cores, tiles in shared memory   matmul               matvec
 ===================  =============================================  ===================  ======
 
-Before sm_80 integers go through matvec, 8 rows at a time, F16 through matmul_few, and BF16 is kept as F32.
+Before sm_80 integers go through matvec, 4 rows at a time, F16 through matmul_few, and BF16 is kept as F32.
 """
 
 from __future__ import annotations
@@ -261,12 +261,12 @@ def product_launch(
         n_rows in VECTOR_ROWS or format.type is GGMLType.F32 or capability < TENSOR_CORES
     )
     kernel = "matvec" if uses_lanes else "matmul_few"
-    rows = _few_rows(format, n_rows) if kernel == "matmul_few" else min(n_rows, 8)
+    rows = _vector_rows(n_rows, capability) if uses_lanes else _few_rows(format, n_rows)
     grid = (-(-n_rows // rows), sum(map(n_groups, n_outs)))
     # Of few rows the number is known when the kernel is compiled, and addresses are too.
     defines = {**format.defines, "TOKENS": rows, "ROWS": n_rows if n_rows <= FEW_ROWS else 0}
     if kernel == "matvec":
-        defines["BOUNDS"] = _bounds(format, rows)
+        defines["BOUNDS"] = _bounds(format, rows, capability)
     return Launch(kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
 
 
@@ -300,7 +300,12 @@ def product_arguments(
     return arguments + _NO_PRODUCT * (MAX_MATRICES - len(products))
 
 
-def _bounds(format: PackedFormat, rows: int) -> int | str:
+def _vector_rows(n_rows: int, capability: tuple[int, int]) -> int:
+    """Rows that a block of matvec takes.  For sm_75 ptxas finds no registers for more than four."""
+    return min(n_rows, 4 if capability < TENSOR_CORES else 8)
+
+
+def _bounds(format: PackedFormat, rows: int, capability: tuple[int, int]) -> int | str:
     """Launch bounds of matvec.
 
     Blocks have up to 512 threads, but ptxas, told so, spills some registers to get by with the 64 with which two
@@ -308,7 +313,7 @@ def _bounds(format: PackedFormat, rows: int) -> int | str:
     """
     if format.is_float:
         return 512
-    if rows == 4 and format.type is GGMLType.Q5_0:
+    if rows == 4 and (capability < TENSOR_CORES or format.type is GGMLType.Q5_0):
         return "512,1"
     return 704 if rows < 4 else 640
 

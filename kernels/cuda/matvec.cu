@@ -132,7 +132,7 @@ template <int N>
 DEVICE void multiply_floats(float (&acc)[N], const uint8_t* tiles, int begin, int end, Inputs x, int lane) {
   x = x.from(begin * RUN_BLOCKS, 4);
   const uint8_t* unit = tiles + begin * tile_bytes<F32>() + UNIT * lane;
-#pragma unroll 8
+#pragma unroll 4
   for (int i = begin * (RUN / 4); i < end * (RUN / 4); ++i) {
     const uint4 w = Streamed::load16(unit);
     unit += UNIT_BYTES;
