@@ -11,7 +11,7 @@ rows of activations  weights of integers                            F16, BF16   
 more                 matmul: tensor cores, tiles in shared memory   matmul               matvec
 ===================  =============================================  ===================  ======
 
-Before sm_80 integers go through matvec, 4 rows at a time, F16 through matmul_few, and BF16 is kept as F32.
+Before sm_80 integers go through matvec, 2 rows at a time, F16 through matmul_few, and BF16 is kept as F32.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ ROW_WARPS, TILE_ROWS, MAX_STAGES = 4, (128, 64), 4
 
 #: Formats of which matmul_few takes 8 rows at once instead of 16, and matmul 64 instead of 128: their scales and the
 #: rest of their codes take the registers for more.
-_FEW_AT_ONCE = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K}
-_SMALL_TILES = _FEW_AT_ONCE | {GGMLType.Q4_K, GGMLType.Q5_1}
+_FEW_AT_ONCE = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K}
+_SMALL_TILES = _FEW_AT_ONCE | {GGMLType.Q5_1}
 
 _WARP = 32
 _PACK_WARPS, _ROW_THREADS, _MATMUL_THREADS = 4, 256, 256
@@ -266,7 +266,7 @@ def product_launch(
     # Of few rows the number is known when the kernel is compiled, and addresses are too.
     defines = {**format.defines, "TOKENS": rows, "ROWS": n_rows if n_rows <= FEW_ROWS else 0}
     if kernel == "matvec":
-        defines["BOUNDS"] = _bounds(format, rows, capability)
+        defines["BOUNDS"] = _bounds(format, rows)
     return Launch(kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
 
 
@@ -301,11 +301,11 @@ def product_arguments(
 
 
 def _vector_rows(n_rows: int, capability: tuple[int, int]) -> int:
-    """Rows that a block of matvec takes.  For sm_75 ptxas finds no registers for more than four."""
-    return min(n_rows, 4 if capability < TENSOR_CORES else 8)
+    """Rows that a block of matvec takes.  For sm_75 ptxas is wasteful with registers, and spills some of more than two."""
+    return min(n_rows, 2 if capability < TENSOR_CORES else 8)
 
 
-def _bounds(format: PackedFormat, rows: int, capability: tuple[int, int]) -> int | str:
+def _bounds(format: PackedFormat, rows: int) -> int | str:
     """Launch bounds of matvec.
 
     Blocks have up to 512 threads, but ptxas, told so, spills some registers to get by with the 64 with which two
@@ -313,7 +313,7 @@ def _bounds(format: PackedFormat, rows: int, capability: tuple[int, int]) -> int
     """
     if format.is_float:
         return 512
-    if rows == 4 and (capability < TENSOR_CORES or format.type is GGMLType.Q5_0):
+    if rows == 4 and format.type is GGMLType.Q5_0:
         return "512,1"
     return 704 if rows < 4 else 640
 

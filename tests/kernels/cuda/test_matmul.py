@@ -186,7 +186,7 @@ def test_an_activation_that_is_no_number_is_seen_in_its_own_token_only(
 
 @pytest.mark.parametrize("type", [T.Q4_0, T.F32, T.F16], ids=name)
 def test_before_sm_80(type: GGMLType) -> None:
-    """Integers in lanes, four tokens at a time."""
+    """Integers in lanes, two tokens at a time."""
     if reason := nvrtc.missing() or build.missing():
         pytest.skip(reason)
     device = Device(EmulatedDriver(capability=(7, 5), shared_bytes=64 << 10))
