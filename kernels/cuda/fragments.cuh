@@ -98,7 +98,7 @@ DEVICE void multiply_block(Sums<N>& acc, const BlockWords<F>& words, const typen
     // The scales of tokens 2 t and 2 t + 1.
     const float4 d = *(const float4*)(x_scales + 8 * n + lane % 4 * 2);
     int4 ones[2];
-    if constexpr (F::MINIMA == 2) {  // rows of ones give the sums of the tokens' codes
+    if constexpr (F::MINIMA == 2) {  // rows of ones, which are all the same, give the sums of the tokens' codes
 #pragma unroll
       for (int half = 0; half < 2; ++half) ones[half] = mma_k16(0x01010101, 0x01010101, x[half], MAGIC);
     }
@@ -119,7 +119,7 @@ DEVICE void multiply_block(Sums<N>& acc, const BlockWords<F>& words, const typen
         for (int half = 0; half < F::SCALES; ++half) dots[half] = magic_to_float(element(sums[half], i));
         if constexpr (F::MINIMA == 2) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) half_sums[half] = magic_to_float(element(ones[half], i));
+          for (int half = 0; half < 2; ++half) half_sums[half] = magic_to_float(element(ones[half], i % 2));
         }
         acc[m][n][i] = add_block(acc[m][n][i], scales[2 * m + i / 2], dots, i % 2 ? d.z : d.x, i % 2 ? d.w : d.y, half_sums);
       }
@@ -131,10 +131,10 @@ DEVICE void multiply_block(Sums<N>& acc, const BlockWords<F>& words, const typen
 
 template <class F>
 DEVICE void mma_floats(float (&acc)[4], const uint4& a, uint32_t b0, uint32_t b1) {
-  if constexpr (IS_SAME<F, F16>)
-    mma_f16(acc, a, b0, b1);
-  else
-    mma_bf16(acc, a, b0, b1);
+  if constexpr (IS_SAME<F, F16>) mma_f16(acc, a, b0, b1);
+#if __CUDA_ARCH__ >= 800
+  if constexpr (IS_SAME<F, BF16>) mma_bf16(acc, a, b0, b1);
+#endif
 }
 
 // acc += 16 columns of F16 or BF16, whose two fragments are a.

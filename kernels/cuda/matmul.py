@@ -11,7 +11,7 @@ rows of activations  weights of integers                            F16, BF16   
 more                 matmul: tensor cores, tiles in shared memory   matmul               matvec
 ===================  =============================================  ===================  ======
 
-Before sm_80 integers go through matvec, 8 rows at a time, F16 through matmul_few, and BF16 is kept as F32.
+Before sm_80 integers go through matvec, 2 rows at a time, F16 through matmul_few, and BF16 is kept as F32.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ VECTOR_ROWS, FEW_ROWS, MAX_MATRICES = (1, 2, 4), 32, 3
 #: matmul's warps along the rows, rows of activations that a block takes, the larger first, and stages at most.
 ROW_WARPS, TILE_ROWS, MAX_STAGES = 4, (128, 64), 4
 
-#: Formats of which matmul_few takes 8 rows at once instead of 16, and matmul 64 instead of 128, as their scales and the
-#: rest of their codes take registers that there are not.
-_FEW_AT_ONCE = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K}
-_SMALL_TILES = _FEW_AT_ONCE | {GGMLType.Q4_K, GGMLType.Q5_1}
+#: Formats of which matmul_few takes 8 rows at once instead of 16, and matmul 64 instead of 128: their scales and the
+#: rest of their codes take the registers for more.
+_FEW_AT_ONCE = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K}
+_SMALL_TILES = _FEW_AT_ONCE | {GGMLType.Q5_1}
 
 _WARP = 32
 _PACK_WARPS, _ROW_THREADS, _MATMUL_THREADS = 4, 256, 256
@@ -261,10 +261,12 @@ def product_launch(
         n_rows in VECTOR_ROWS or format.type is GGMLType.F32 or capability < TENSOR_CORES
     )
     kernel = "matvec" if uses_lanes else "matmul_few"
-    rows = _few_rows(format, n_rows) if kernel == "matmul_few" else min(n_rows, 8)
+    rows = _vector_rows(n_rows, capability) if uses_lanes else _few_rows(format, n_rows)
     grid = (-(-n_rows // rows), sum(map(n_groups, n_outs)))
-    # Where one block takes all rows, their number is known when the kernel is compiled, and addresses are too.
-    defines = {**format.defines, "TOKENS": rows, "ROWS": rows if rows == n_rows else 0}
+    # Of few rows the number is known when the kernel is compiled, and addresses are too.
+    defines = {**format.defines, "TOKENS": rows, "ROWS": n_rows if n_rows <= FEW_ROWS else 0}
+    if kernel == "matvec":
+        defines["BOUNDS"] = _bounds(format, rows)
     return Launch(kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
 
 
@@ -296,6 +298,24 @@ def product_arguments(
     for product in products:
         arguments += product.arguments()
     return arguments + _NO_PRODUCT * (MAX_MATRICES - len(products))
+
+
+def _vector_rows(n_rows: int, capability: tuple[int, int]) -> int:
+    """Rows that a block of matvec takes.  For sm_75 ptxas is wasteful with registers, and spills some of more than two."""
+    return min(n_rows, 2 if capability < TENSOR_CORES else 8)
+
+
+def _bounds(format: PackedFormat, rows: int) -> int | str:
+    """Launch bounds of matvec.
+
+    Blocks have up to 512 threads, but ptxas, told so, spills some registers to get by with the 64 with which two
+    blocks fit a processor.  With these numbers, found by trying, it does not.
+    """
+    if format.is_float:
+        return 512
+    if rows == 4 and format.type is GGMLType.Q5_0:
+        return "512,1"
+    return 704 if rows < 4 else 640
 
 
 def _few_rows(format: PackedFormat, n_rows: int) -> int:

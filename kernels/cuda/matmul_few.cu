@@ -1,7 +1,7 @@
 // Matrix products for few tokens on tensor cores: 8 to 32 of them, or any number of F16 and BF16.
 //
 // As in matvec.cu, a block has a group of 32 rows, its warps are the chunks of columns, and codes come straight from
-// memory into registers, asked for two or four blocks of 32 columns ahead.  For a block of
+// memory into registers, asked for up to four blocks of 32 columns ahead.  For a block of
 // 32 columns, 8 tokens take 2 instructions of the tensor cores and 3 operations on floats for each of the 8 sums that a
 // lane has; matvec.cu takes 64 dot products.
 #include "fragments.cuh"
@@ -26,7 +26,7 @@ template <class F, int N>
 DEVICE void multiply_chunk(Sums<N>& acc, const uint8_t* tiles, int begin, int end, const uint8_t* units,
                            const float2* x_scales, int n_rows, int lane) {
   // Blocks whose codes are in registers or asked for; fewer where they, or the sums, take more.
-  constexpr int AHEAD = F::Codes::ROW_WORDS || N > 1 ? 2 : 4;
+  constexpr int AHEAD = F::MINIMA == 2 ? 1 : F::Codes::ROW_WORDS || N > 1 ? 2 : 4;
   const uint8_t* tile = tiles + begin * tile_bytes<F>();
   units += (int64_t)begin * F::RUNS * (RUN / 16) * UNIT * n_rows;
   x_scales += (int64_t)begin * F::RUNS * RUN_BLOCKS * n_rows;
@@ -96,8 +96,10 @@ DEVICE void multiply(Sums<N>& acc, const uint8_t* tiles, const uint8_t* units, c
   units += UNIT * first_token;
   if constexpr (IS_FLOAT<F>)
     multiply_floats<F, N>(acc, tiles, begin, end, units, n_rows, lane);
+#if __CUDA_ARCH__ >= 800
   else
     multiply_chunk<F, N>(acc, tiles, begin, end, units, (const float2*)x_scales + first_token, n_rows, lane);
+#endif
 }
 
 // The chunks' sums, in order, to y: 8 tokens at a time.

@@ -11,9 +11,6 @@
 #include "dots.cuh"
 
 constexpr int MAX_CHUNKS = 16;
-// More threads than a block has: 65536 registers over 640 threads are enough for all formats, while over 512 ptxas would
-// rather spill a few than miss the 64 that let two blocks on a processor.
-constexpr int BOUND = 640;
 
 // A row's codes of 128 columns.
 template <class F>
@@ -135,7 +132,7 @@ template <int N>
 DEVICE void multiply_floats(float (&acc)[N], const uint8_t* tiles, int begin, int end, Inputs x, int lane) {
   x = x.from(begin * RUN_BLOCKS, 4);
   const uint8_t* unit = tiles + begin * tile_bytes<F32>() + UNIT * lane;
-#pragma unroll 8
+#pragma unroll 4
   for (int i = begin * (RUN / 4); i < end * (RUN / 4); ++i) {
     const uint4 w = Streamed::load16(unit);
     unit += UNIT_BYTES;
@@ -183,7 +180,7 @@ DEVICE void add_chunks(const Matrix& matrix, int group, const ChunkSums<N>& sums
 // units, scales: activations (activations.cuh), laid out for n_rows, a multiple of TOKENS; ROWS is that, or 0.  n_tokens: how many there are.
 // n_tiles: tiles along a row of weights.  A warp a chunk of columns; grid (TOKENS tokens each, groups of
 // rows of all matrices): blocks that read the same weights run together.
-extern "C" __global__ void __launch_bounds__(BOUND)
+extern "C" __global__ void __launch_bounds__(BOUNDS)
     matvec(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
            const int* __restrict__ n_tokens, int n_tiles, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
            MATRIX_PARAMETERS(2)) {

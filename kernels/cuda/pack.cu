@@ -80,8 +80,8 @@ DEVICE void pack_tile(const uint8_t* rows, int n_rows, int64_t row_bytes, int co
 // rows: uint8 [n_rows, row_bytes], blocks of FORMAT, of n_in columns.
 // packed: n_tiles tiles for each group of 32 rows that n_rows begins.
 // A warp packs a tile: grid (tiles over the warps of a block, groups).
-extern "C" __global__ void __launch_bounds__(128) pack(const uint8_t* __restrict__ rows, uint8_t* __restrict__ packed,
-                                                       int n_rows, int64_t row_bytes, int n_in, int n_tiles) {
+extern "C" __global__ void __launch_bounds__(128, 4)
+    pack(const uint8_t* __restrict__ rows, uint8_t* __restrict__ packed, int n_rows, int64_t row_bytes, int n_in, int n_tiles) {
   using F = FORMAT;
   const int tile = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, group = blockIdx.y;
   if (tile >= n_tiles) return;

@@ -46,9 +46,10 @@ def launches(type: KernelType, architecture: int) -> dict[str, Launch]:
 
 
 def name(format: str, launch: Launch) -> str:
-    """Of a kernel's variant, with + where it is for more rows than a block takes; stages do not count."""
-    tokens = launch.defines.get("TOKENS", "")
-    return f"{launch.kernel} {format} {tokens}{'+' if launch.defines.get('ROWS') == 0 else ''}".strip()
+    """Of a kernel's variant; stages of shared memory take no registers."""
+    return " ".join(
+        str(part) for part in (launch.kernel, format, *map(launch.defines.get, ("TOKENS", "ROWS"))) if part
+    )
 
 
 def resources(launch: Launch, architecture: int) -> Resources:

@@ -184,15 +184,18 @@ def test_an_activation_that_is_no_number_is_seen_in_its_own_token_only(
         assert_same_bits(np.delete(y, 1, axis=0), np.delete(clean, 1, axis=0))
 
 
-@pytest.mark.parametrize("type", [T.Q4_0, T.F32], ids=name)
+@pytest.mark.parametrize("type", [T.Q4_0, T.F32, T.F16], ids=name)
 def test_before_sm_80(type: GGMLType) -> None:
-    """Eight tokens at a time in lanes."""
+    """Integers in lanes, two tokens at a time."""
     if reason := nvrtc.missing() or build.missing():
         pytest.skip(reason)
     device = Device(EmulatedDriver(capability=(7, 5), shared_bytes=64 << 10))
     rows, x = random_rows(type, N_OUT, 256), activations(19, 256)
     y = multiply(device, x, [load(device, rows, type, 256)])[0]
-    assert_same_bits(y, product(rows, type, x) if type is T.Q4_0 else float_product(rows.view("<f4"), x))
+    if type is T.F16:
+        assert_near(y, x.astype(np.float64), values_of(rows, type), rounding=2.0**-11)
+    else:
+        assert_same_bits(y, product(rows, type, x) if type is T.Q4_0 else float_product(rows.view("<f4"), x))
 
 
 # -- In check mode, where every access to memory is judged --------------------------------------------------------
