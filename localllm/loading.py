@@ -67,7 +67,7 @@ class LoadOptions:
         for name in ("context", "threads", "parallel"):
             if (value := getattr(self, name)) is not None or name == "parallel":
                 object.__setattr__(self, name, whole_number(name, value, 1))
-        if self.cache_type not in CACHE_TYPES:
+        if not isinstance(self.cache_type, str) or self.cache_type not in CACHE_TYPES:
             types = ", ".join(map(repr, CACHE_TYPES))
             raise UsageError(f"cache_type is {self.cache_type!r:.80}, but must be one of {types}")
         if self.progress is not None and not callable(self.progress):

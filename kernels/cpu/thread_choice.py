@@ -188,7 +188,7 @@ def _load(key: str, cores: int) -> ThreadChoice | None:
         choice = ThreadChoice(
             int(found["decode"]), cores, curve, float(found["measured"]), float(found["other_cpus"])
         )
-    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
     return choice if 1 <= choice.decode <= cores else None
 
