@@ -14,6 +14,9 @@ the number of tokens of the batch at hand; those it sees only through the operat
 **Every token stands alone.**  What an operation computes for a token depends on that token, its position and the
 cache, never on which other tokens share the batch.  A backend keeps the order of its additions independent of T,
 so that a token decoded alone has the same bits as one that was prefilled in a batch of hundreds.
+
+**A model may lie on several backends**, each with some of its layers (`localllm.kernels.split`).  Each then runs a
+*part* of the forward pass, which begins and ends with hidden states, and may still compute when it was called.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -196,24 +199,62 @@ class Batch:
 Step = Callable[[Batch], NDArray[np.float32]]
 
 
-#: Called with a matrix that a backend must keep in a larger format than `Ops.packed_bytes` counted on, because its
+class Hidden(Protocol):
+    """What a part of a forward pass ends with, perhaps still being computed: hidden states [T, d], or logits."""
+
+    def host(self) -> NDArray[np.float32]:
+        """Waits, and gives it in memory of the host: float32 [T, d], or [N, n_vocab].
+
+        The array is the backend's own and good until the part is called again.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class HostHidden(Hidden):
+    """That of a backend whose parts are through when they return, in memory of the host."""
+
+    rows: NDArray[np.float32]
+
+    def host(self) -> NDArray[np.float32]:
+        return self.rows
+
+
+def hidden_rows(hidden: Hidden | None, n_tokens: int, width: int) -> NDArray[np.float32]:
+    """The hidden states [n_tokens, width] that a part was called with, once they are there.
+
+    Raises:
+        KernelError: it was called without, or with others.
+    """
+    if hidden is None:
+        raise KernelError(f"this part of a forward pass begins with hidden states of {width}, but was given none")
+    rows = hidden.host()
+    if rows.shape != (n_tokens, width) or rows.dtype != np.float32:
+        raise KernelError(
+            f"this part of a forward pass was given hidden states {list(rows.shape)} in {rows.dtype}, but needs "
+            f"{[n_tokens, width]} in float32"
+        )
+    return rows
+
+
+#: A compiled part of a forward pass: takes a batch, and the hidden states that it begins with, or None if it begins
+#: with ids.  It may return before it has computed, but must have read then what lies in memory of the host: the
+#: batch, and what `Hidden.host` gave.  Backends that hand hidden states over in memory of their own see to it that
+#: these are read before the part that made them, called again, overwrites them.
+Part = Callable[[Batch, Hidden | None], Hidden]
+
+#: Where a tensor belongs in a model: in the layer of that number, or before or behind all of them.
+Place = int | Literal["embedding", "output"]
+
+
+#: Called with a matrix that a backend must keep in a larger format than `Loader.packed_bytes` counted on, because its
 #: values do not fit into that one: before it takes the memory, with the name of the format and the bytes.  It may
 #: raise to prevent that.
 Widening = Callable[[Weight, str, int], None]
 
 
-class Ops(Protocol):
-    """What a backend offers.  `load_*` are called while a model is loaded, the rest inside forward passes."""
-
-    @property
-    def name(self) -> str:
-        """ "reference", "cpu", …"""
-        ...
-
-    @property
-    def page_size(self) -> int:
-        """Tokens in a page of the KV cache."""
-        ...
+class Loader(Protocol):
+    """Keeps weights as a backend wants them; called while a model is loaded."""
 
     def load_linear(self, weight: Weight, bias: Weight | None = None, *, widening: Widening | None = None) -> Linear:
         """Packs a matrix [n_out, n_in] and an optional bias [n_out] for this backend.
@@ -237,6 +278,24 @@ class Ops(Protocol):
         ``packed`` is what `load_linear` made of the same tensor, where the model shares it with its output: the
         rows are then taken from there.
         """
+        ...
+
+
+class Ops(Protocol):
+    """What a model runs on.  Operations are for the inside of forward passes, the rest is for whoever loads it."""
+
+    @property
+    def name(self) -> str:
+        """ "reference", "cpu", …"""
+        ...
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page of the KV cache."""
+        ...
+
+    def at(self, place: Place) -> Loader:
+        """What loads the tensors of a place; the same object for places whose tensors lie side by side."""
         ...
 
     def new_cache(self, shape: CacheShape, n_pages: int) -> KVCache: ...
@@ -296,4 +355,25 @@ class Ops(Protocol):
 
     def outputs(self, x: Tensor) -> Tensor:
         """The rows of x [T, d] whose logits are wanted: [N, d]."""
+        ...
+
+
+class Backend(Ops, Loader, Protocol):
+    """Kernels on one device: all of a model can lie there, or some of its layers.
+
+    With the operations goes one more, which only the forward function of a part uses, and first of all.
+    """
+
+    def at(self, place: Place) -> Self:
+        """Itself: here all places lie side by side."""
+        return self
+
+    def compile_part(
+        self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int
+    ) -> Part:
+        """As `compile`, of a ``forward`` that may begin with `hidden`, and end with hidden states."""
+        ...
+
+    def hidden(self, width: int) -> Tensor:
+        """The hidden states [T, width] that the part is called with."""
         ...

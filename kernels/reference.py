@@ -22,16 +22,20 @@ from localllm.kernels.ops import (
     LARGEST_SCALED,
     NEGLIGIBLE,
     VALUES_PER_SCALE,
+    Backend,
     Batch,
     CacheShape,
+    Hidden,
+    HostHidden,
     KVCache,
     Linear,
-    Ops,
+    Part,
     Rope,
     Step,
     Tensor,
     Weight,
     Widening,
+    hidden_rows,
 )
 from localllm.quant.formats import dequantize
 from localllm.quant.types import GGMLType
@@ -65,7 +69,7 @@ class ReferenceCache:
         self.values[:, target] = self.values[:, source]
 
 
-class ReferenceOps(Ops):
+class ReferenceOps(Backend):
     """The `Ops` protocol in plain numpy.
 
     With a float32 cache it computes as if a model's attention had no cache at all, which is what independent
@@ -77,6 +81,7 @@ class ReferenceOps(Ops):
 
     _batch: Batch
     _cache: ReferenceCache
+    _hidden: Hidden | None
 
     def __init__(self, f16_dtype: type[np.float16] | type[np.float32] = np.float16) -> None:
         """``f16_dtype``: numpy's type of what a cache of type "f16" holds."""
@@ -120,18 +125,26 @@ class ReferenceOps(Ops):
         return self._f16_dtype if shape.type == "f16" else np.float32
 
     def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
+        part = self.compile_part(forward, cache, max_tokens=max_tokens, max_outputs=max_outputs)
+        return lambda batch: part(batch, None).host()
+
+    def compile_part(
+        self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int
+    ) -> Part:
         if not isinstance(cache, ReferenceCache):
             raise KernelError(f"the reference backend cannot use a {type(cache).__name__}")
         bound = cache
 
-        def step(batch: Batch) -> Array:
+        def part(batch: Batch, hidden: Hidden | None) -> HostHidden:
             # Weights of any size make numbers of any size: the results are then what IEEE 754 says, as on others.
             with self._in_step, np.errstate(all="ignore"):
-                self._batch, self._cache = batch, bound
-                logits: Array = forward()
-            return logits
+                self._batch, self._cache, self._hidden = batch, bound, hidden
+                return HostHidden(forward())
 
-        return step
+        return part
+
+    def hidden(self, width: int) -> Array:
+        return hidden_rows(self._hidden, len(self._batch.ids), width)
 
     def embed(self, table: EmbeddingTable, scale: float = 1.0) -> Array:
         return table.rows(self._batch.ids) * np.float32(scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 
@@ -49,6 +50,22 @@ def text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise UsageError(f"{name} is {value!r:.80}, but must be a text (str)")
     return value
+
+
+def proportions(name: str, value: object) -> tuple[float, ...]:
+    """``value`` as a tuple of numbers.
+
+    Raises:
+        UsageError: it is no list of numbers of at least 0, not all of them 0.
+    """
+    rule = f"{name} is {value!r:.80}, but must be a list of numbers of at least 0, not all of them 0"
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise UsageError(rule)
+    if not all(isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < math.inf for x in value):
+        raise UsageError(rule)
+    if not any(value):
+        raise UsageError(rule)
+    return tuple(float(x) for x in value)
 
 
 def mappings(name: str, value: object) -> Sequence[Mapping[str, object]]:

@@ -1,49 +1,55 @@
-"""Device names, and the backend that each one means."""
+"""Device names, and the backends that each one means."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from localllm.errors import DeviceError, UsageError
-from localllm.kernels.ops import Ops
+from localllm.kernels.ops import Backend
 
-#: Names that `open_device` knows.
-DEVICES = ("auto", "cpu", "reference")
+#: Names that `open_devices` knows.
+DEVICES = ("auto", "cpu", "cuda", "cuda:0,1", "reference")
+
+_CUDA = re.compile(r"(?:cuda|gpu)(?::(\d+(?:,\d+)*))?")
 
 
 @dataclass(frozen=True)
 class Device:
-    """A backend, ready to load a model.
+    """A backend, ready to load a model or some layers of one.
 
     Attributes:
-        name: "cpu" or "reference".
+        name: "cpu", "reference", or that of a GPU, "cuda:0".
         kernels: which kernels run, in words.
         threads: how many compute steps of many tokens, as prompts are.
         decode_threads: how many compute steps of few.
         close: ends the threads; nothing runs on the device afterwards.
+        free_memory: bytes that can be had of the device's own memory; None where that is the host's.
     """
 
     name: str
     kernels: str
     threads: int
     decode_threads: int
-    ops: Ops
+    ops: Backend
     close: Callable[[], None]
+    free_memory: Callable[[], int] | None = None
 
 
-def open_device(
+def open_devices(
     name: str = "auto",
     *,
     threads: int | None = None,
     isa: str | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Device:
-    """The backend for a device.
+) -> tuple[Device, ...]:
+    """The backends for a device: the host's, then those of GPUs.
 
     Args:
-        name: "cpu"; "auto", the best there is, which is the CPU; or "reference", plain numpy in float32: slow,
-            exact, for finding out whether a kernel is at fault.
+        name: "cpu"; "auto", the best there is, which is the CPU; "cuda", all GPUs, or "cuda:0,1", these ones, with
+            the CPU for layers that they have no room for; or "reference", plain numpy in float32: slow, exact, for
+            finding out whether a kernel is at fault.
         threads: how many compute; by default one for each physical core that the process may use, and to decode as
             many of them as read memory fastest, which is measured on each machine and kept.
         isa: the instruction set of the CPU's kernels, by name; by default the best that runs here.
@@ -55,16 +61,29 @@ def open_device(
             range.
     """
     if name in ("auto", "cpu"):
-        return _cpu(threads, isa, progress)
+        return (_cpu(threads, isa, progress),)
     if name == "reference":
         if isa is not None:
             raise UsageError(f"isa={isa!r} chooses the CPU's kernels, but device='reference' has none: leave it out")
-        return _reference()
-    if name.split(":")[0] in ("cuda", "gpu"):
-        raise DeviceError(
-            f"device {name!r} cannot be used: this version of localllm has no CUDA backend; use device='cpu'"
-        )
+        return (_reference(),)
+    if found := _CUDA.fullmatch(name):
+        gpus = _cuda(name, cuda_indices(found[1]), progress)
+        return (_cpu(threads, isa, progress), *gpus)
     raise DeviceError(f"there is no device {name!r}: choose one of {', '.join(map(repr, DEVICES))}")
+
+
+def cuda_indices(numbers: str | None) -> tuple[int, ...] | None:
+    """The GPUs that a device's name lists, in this order, as "0,1"; None for all.
+
+    Raises:
+        DeviceError: one is there twice.
+    """
+    if numbers is None:
+        return None
+    indices = tuple(map(int, numbers.split(",")))
+    if len(set(indices)) < len(indices):
+        raise DeviceError(f"the device 'cuda:{numbers}' names a GPU twice: name each once")
+    return indices
 
 
 def _cpu(threads: int | None, isa: str | None, progress: Callable[[int, int], None] | None) -> Device:
@@ -74,6 +93,15 @@ def _cpu(threads: int | None, isa: str | None, progress: Callable[[int, int], No
     ops = CPUOps(threads, isa, progress)
     return Device(
         "cpu", f"numba kernels for {ops.target.name}", ops.workers.n, ops.decode_threads, ops, ops.workers.close
+    )
+
+
+def _cuda(
+    name: str, indices: tuple[int, ...] | None, progress: Callable[[int, int], None] | None
+) -> tuple[Device, ...]:
+    """The GPUs of these numbers, or all there are."""
+    raise DeviceError(
+        f"device {name!r} cannot be used: this version of localllm has no CUDA backend; use device='cpu'"
     )
 
 

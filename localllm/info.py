@@ -69,11 +69,11 @@ class ModelInfo:
         n_layers: layers.
         trained_context: tokens of context that it was trained for.
         context: tokens that a sequence can hold here.
-        device: "cpu" or "reference".
+        device: "cpu", "reference", or all that have a part of it: "cpu + cuda:0".
         kernels: which kernels run, in words.
         threads: how many compute steps of many tokens, as prompts are.
         decode_threads: how many compute steps of few.
-        placement: bytes of every group of layers, and in all.
+        placement: device, kernels and bytes of every group of layers, and bytes in all.
         config: its hyper-parameters.
         draft: what is known of the draft model, where there is one.
     """

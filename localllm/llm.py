@@ -44,6 +44,8 @@ def load(
     path: str | os.PathLike[str] | None = None,
     *,
     device: str = "auto",
+    n_gpu_layers: int | None = None,
+    tensor_split: Sequence[float] | None = None,
     context: int | None = None,
     threads: int | None = None,
     isa: str | None = None,
@@ -57,8 +59,13 @@ def load(
 
     Args:
         path: a GGUF file, any one of a split model's, or None for the small demo model that comes with localllm.
-        device: "cpu"; "auto", the best there is, which is the CPU in this version; or "reference", plain numpy,
-            slow and exact.
+        device: "cpu"; "auto", the best there is, which is the CPU in this version; "cuda", all GPUs, or "cuda:0,1",
+            these ones, and the CPU for layers that they have no room for; or "reference", plain numpy, slow and
+            exact.
+        n_gpu_layers: how many of the model's layers, the last ones, go to GPUs; the rest run on the CPU.  By default
+            as many as fit; 0 puts none there, and more than the model has means all.
+        tensor_split: in what proportion GPUs share those layers, a number for each, such as (3, 1); by default in
+            that of their free memory.
         context: tokens that a prompt and its answer can have together.  By default as many as the model was
             trained on, at most 4,096, and fewer where memory is short.  More than it was trained on is allowed,
             with a warning.
@@ -87,6 +94,8 @@ def load(
     options = LoadOptions(
         path=path,
         device=device,
+        n_gpu_layers=n_gpu_layers,
+        tensor_split=tensor_split,
         context=context,
         threads=threads,
         isa=isa,

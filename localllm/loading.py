@@ -6,25 +6,26 @@ import errno
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import TYPE_CHECKING
 
 from localllm.chat.source import TemplateSource
-from localllm.checks import text, whole_number
-from localllm.devices import Device, open_device
+from localllm.checks import proportions, text, whole_number
+from localllm.devices import Device, open_devices
 from localllm.engine import Engine
 from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
 from localllm.kernels.cpu.host import available_memory
-from localllm.kernels.ops import CACHE_TYPES, CacheType
+from localllm.kernels.ops import CACHE_TYPES, CacheType, Ops
+from localllm.kernels.split import SplitOps
 from localllm.models.config import ModelConfig, read_config
 from localllm.models.registry import builder, load_model
 from localllm.models.weights import LoadedWeight
-from localllm.placement import Demand, Placement, plan, plan_with_draft
+from localllm.placement import Demand, DeviceSizes, Placement, plan, plan_with_draft
 from localllm.progress import LoadProgress, of_stage
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import Vocabulary
@@ -47,6 +48,8 @@ class LoadOptions:
 
     path: str | os.PathLike[str] | None
     device: str
+    n_gpu_layers: int | None
+    tensor_split: Sequence[float] | None
     context: int | None
     threads: int | None
     isa: str | None
@@ -67,6 +70,10 @@ class LoadOptions:
         for name in ("context", "threads", "parallel"):
             if (value := getattr(self, name)) is not None or name == "parallel":
                 object.__setattr__(self, name, whole_number(name, value, 1))
+        if self.n_gpu_layers is not None:
+            object.__setattr__(self, "n_gpu_layers", whole_number("n_gpu_layers", self.n_gpu_layers, 0))
+        if self.tensor_split is not None:
+            object.__setattr__(self, "tensor_split", proportions("tensor_split", self.tensor_split))
         if not isinstance(self.cache_type, str) or self.cache_type not in CACHE_TYPES:
             types = ", ".join(map(repr, CACHE_TYPES))
             raise UsageError(f"cache_type is {self.cache_type!r:.80}, but must be one of {types}")
@@ -82,7 +89,7 @@ class Parts:
         template_source: of the chat template.
         template: the same compiled, if it was given and not the file's.
         draft_engine: that of the draft model, if there is one.
-        end_threads: ends the device's threads; done by itself when nobody holds the engine any more.
+        end_threads: ends the devices' threads; done by itself when nobody holds the engine any more.
         warnings: what whoever asked for the model should be told.
     """
 
@@ -110,9 +117,10 @@ def load_parts(options: LoadOptions) -> Parts:
         if options.draft_model is not None:
             draft_source = sources.enter_context(_source(options.draft_model, is_draft=True))
             _check_vocabulary(draft_source.file, tokenizer)
-        device = _open_device(options)
-        on_failure.callback(device.close)
-        loaded, draft = _load_both(source, draft_source, device, options)
+        devices = _open_devices(options)
+        on_failure.callback(_close, devices)
+        placements = _plan(source, draft_source, devices, options)
+        loaded, draft = _load_both(source, draft_source, devices, placements, options)
         on_failure.pop_all()
     _log_info(loaded.info)
     if draft is not None:
@@ -125,9 +133,24 @@ def load_parts(options: LoadOptions) -> Parts:
         template,
         draft_engine=None if draft is None else draft.engine,
         # A stream may outlive its LLM: the engine, which both hold, is the last to need the threads.
-        end_threads=weakref.finalize(loaded.engine, device.close),
+        end_threads=weakref.finalize(loaded.engine, _close, devices),
         warnings=_warnings(loaded) + (() if draft is None else _warnings(draft)),
     )
+
+
+def plan_file(options: LoadOptions) -> tuple[Placement, tuple[str, ...]]:
+    """Where `localllm.load` would put a model, and what it would say of that; no weight is read.
+
+    Raises:
+        As `localllm.load`.
+    """
+    with _source(options.path) as source:
+        devices = _open_devices(options)
+        try:
+            placement, _ = _plan(source, None, devices, options)
+        finally:
+            _close(devices)
+        return placement, _said_of(source.name, source.config, placement)
 
 
 # -- Reading -------------------------------------------------------------------------------------------------------
@@ -212,47 +235,91 @@ class _Loaded:
     weights: tuple[LoadedWeight, ...]
 
 
-def _open_device(options: LoadOptions) -> Device:
+def _open_devices(options: LoadOptions) -> tuple[Device, ...]:
     progress = of_stage(options.progress, "kernels")
-    return open_device(options.device, threads=options.threads, isa=options.isa, progress=progress)
+    return open_devices(options.device, threads=options.threads, isa=options.isa, progress=progress)
 
 
-def _load_both(
-    source: _Source, draft_source: _Source | None, device: Device, options: LoadOptions
-) -> tuple[_Loaded, _Loaded | None]:
-    """The model, and the one that drafts for it on the same threads, if any; nothing is loaded unless both fit."""
+def _close(devices: Sequence[Device]) -> None:
+    for device in devices:
+        device.close()
+
+
+def _plan(
+    source: _Source, draft_source: _Source | None, devices: Sequence[Device], options: LoadOptions
+) -> tuple[Placement, Placement | None]:
+    """Where the model goes, and the one that drafts for it, if any."""
     available = available_memory()
-    demand = _demand(source, device, options)
+    demand = _demand(source, devices, options, options.n_gpu_layers)
     if draft_source is None:
-        placement = plan(demand, available, options.context)
-        return _load(source, device, placement, options, available - placement.total), None
-    placement, draft_placement = plan_with_draft(
-        demand, _demand(draft_source, device, options), available, options.context
-    )
-    spare_bytes = available - placement.total - draft_placement.total
-    draft = _load(draft_source, device, draft_placement, options, spare_bytes)
-    spare_bytes -= sum(weight.unplanned_bytes for weight in draft.weights)
-    loaded = _load(source, device, placement, options, spare_bytes)
-    return replace(loaded, info=replace(loaded.info, draft=draft.info)), draft
+        return plan(demand, available, options.context), None
+    # The number of layers is the model's: of the draft model as many go to a GPU as fit, unless none are to.
+    draft = _demand(draft_source, devices, options, 0 if options.n_gpu_layers == 0 else None)
+    return plan_with_draft(demand, draft, available, options.context)
 
 
-def _demand(source: _Source, device: Device, options: LoadOptions) -> Demand:
+def _demand(source: _Source, devices: Sequence[Device], options: LoadOptions, n_gpu_layers: int | None) -> Demand:
     return Demand.of(
         source.config,
         source.file.tensors,
-        device.ops.packed_bytes,
-        device.ops.cache_bytes,
-        device=device.name,
-        page_size=device.ops.page_size,
+        [
+            DeviceSizes(
+                device.name,
+                device.ops.packed_bytes,
+                device.ops.cache_bytes,
+                device.ops.page_size,
+                0 if device.free_memory is None else device.free_memory(),
+                device.kernels,
+            )
+            for device in devices
+        ],
         parallel=options.parallel,
         cache_type=options.cache_type,
         name=source.name,
+        n_gpu_layers=n_gpu_layers,
+        tensor_split=None if options.tensor_split is None else tuple(options.tensor_split),
     )
 
 
-def _load(source: _Source, device: Device, placement: Placement, options: LoadOptions, spare_bytes: int) -> _Loaded:
+def _load_both(
+    source: _Source,
+    draft_source: _Source | None,
+    devices: Sequence[Device],
+    placements: tuple[Placement, Placement | None],
+    options: LoadOptions,
+) -> tuple[_Loaded, _Loaded | None]:
+    """The model, and the one that drafts for it on the same threads, if any."""
+    placement, draft_placement = placements
+    spare_bytes = _spare_bytes(devices, [each for each in placements if each is not None])
+    if draft_source is None or draft_placement is None:
+        return _load(source, devices, placement, options, spare_bytes), None
+    draft = _load(draft_source, devices, draft_placement, options, spare_bytes)
+    spare_bytes -= sum(weight.unplanned_bytes for weight in draft.weights)
+    loaded = _load(source, devices, placement, options, spare_bytes)
+    return replace(loaded, info=replace(loaded.info, draft=draft.info)), draft
+
+
+def _spare_bytes(devices: Sequence[Device], placements: Sequence[Placement]) -> int:
+    """What weights may take beyond the plan, on whichever device: what the fullest one has left."""
+    return min(
+        (available_memory() if device.free_memory is None else device.free_memory())
+        - sum(placement.on(device.name).total for placement in placements)
+        for device in devices
+        if any(device.name in placement.devices for placement in placements)
+    )
+
+
+def _ops(devices: Sequence[Device], placement: Placement) -> Ops:
+    """What a model placed so runs on."""
+    parts = [(device.ops, n) for device in devices if (n := placement.layers_on(device.name))]
+    return parts[0][0] if len(parts) == 1 else SplitOps(parts)
+
+
+def _load(
+    source: _Source, devices: Sequence[Device], placement: Placement, options: LoadOptions, spare_bytes: int
+) -> _Loaded:
     """Packs a model's weights, which may take ``spare_bytes`` beyond the plan, and makes its cache."""
-    file, ops, context = source.file, device.ops, placement.context
+    file, ops, context = source.file, _ops(devices, placement), placement.context
     progress = of_stage(options.progress, "weights")
     try:
         model = load_model(file, ops, source.config, context, spare_bytes=spare_bytes, progress=progress)
@@ -264,7 +331,7 @@ def _load(source: _Source, device: Device, placement: Placement, options: LoadOp
             f"memory ran out while {file.path} was loaded, which takes {placement.total / 1e9:.2f} GB: "
             "choose a smaller context or a smaller quantisation of the model"
         ) from error
-    info = _info(source, device, placement.loaded(model.weights))
+    info = _info(source, devices, placement.loaded(model.weights))
     file.check_unchanged()
     return _Loaded(source.name, engine, info, model.weights)
 
@@ -273,16 +340,33 @@ def _load(source: _Source, device: Device, placement: Placement, options: LoadOp
 
 
 def _warnings(model: _Loaded) -> tuple[str, ...]:
-    said = (_long_context(model), _widened(model))
+    widened = _widened(model)
+    said = _said_of(model.name, model.info.config, model.info.placement)
+    return said if widened is None else (*said, widened)
+
+
+def _said_of(name: str, config: ModelConfig, placement: Placement) -> tuple[str, ...]:
+    """What a plan leaves to be desired."""
+    said = (_long_context(name, config, placement), _left_over(name, config, placement))
     return tuple(message for message in said if message is not None)
 
 
-def _long_context(model: _Loaded) -> str | None:
-    context, trained = model.info.context, model.info.trained_context
+def _long_context(name: str, config: ModelConfig, placement: Placement) -> str | None:
+    context, trained = placement.context, config.context_length
     if context <= trained:
         return None
+    return f"{name} was trained on {trained:,} tokens of context: with context={context:,} it may lose the thread"
+
+
+def _left_over(name: str, config: ModelConfig, placement: Placement) -> str | None:
+    n = placement.left_over
+    if not n:
+        return None
+    left = "no layer" if n == config.n_layers else f"not more than {config.n_layers - n} layers"
     return (
-        f"{model.name} was trained on {trained:,} tokens of context: with context={context:,} it may lose the thread"
+        f"the GPU has room for {left} of {name}: {n} of {config.n_layers} run on the {placement.host}, slower; a "
+        f"smaller context or quantisation leaves more room, and n_gpu_layers={config.n_layers - n} says that it is "
+        "meant so"
     )
 
 
@@ -304,12 +388,13 @@ def _log_info(info: ModelInfo, role: str = "") -> None:
     for group in info.placement.groups:
         formats = ", ".join(f"{format} ({format.n_bytes:,} bytes)" for format in group.formats)
         cache = f", {info.cache_type} KV cache ({group.kv_cache:,} bytes)" if group.kv_cache else ""
-        _log.info("%s on %s: %s%s", group.name, group.device, formats, cache)
+        _log.info("%s on %s (%s): %s%s", group.name, group.device, group.kernels, formats, cache)
 
 
-def _info(source: _Source, device: Device, placement: Placement) -> ModelInfo:
+def _info(source: _Source, devices: Sequence[Device], placement: Placement) -> ModelInfo:
     file, config = source.file, source.config
     name = file.metadata.get("general.name")
+    used = [device for device in devices if device.name in placement.devices]
     return ModelInfo(
         path=file.path,
         name=name if isinstance(name, str) else None,
@@ -321,10 +406,10 @@ def _info(source: _Source, device: Device, placement: Placement) -> ModelInfo:
         n_layers=config.n_layers,
         trained_context=config.context_length,
         context=placement.context,
-        device=device.name,
-        kernels=device.kernels,
-        threads=device.threads,
-        decode_threads=device.decode_threads,
+        device=" + ".join(device.name for device in used),
+        kernels=" + ".join(dict.fromkeys(device.kernels for device in used)),
+        threads=used[0].threads,
+        decode_threads=used[0].decode_threads,
         placement=placement,
         config=config,
     )

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import NamedTuple
 
 from localllm.engine import MAX_TOKENS, max_outputs, n_cache_pages
 from localllm.errors import NotEnoughMemoryError
-from localllm.kernels.ops import CacheShape, CacheType, Weight
+from localllm.kernels.ops import CacheShape, CacheType, Place, Weight
+from localllm.layers import Room, Share, plan_layers
 from localllm.models.config import ModelConfig
 from localllm.models.weights import LoadedWeight
 
@@ -70,6 +72,9 @@ class LayerGroup:
         weights: bytes of packed weights.
         kv_cache: bytes of keys and values.
         formats: of the weights, those of most bytes first; known once they are loaded.
+        scratch: bytes that a step takes there, for activations or logits.
+        kernels: which kernels run there, in words.
+        places: what it has of the model.
     """
 
     name: str
@@ -77,15 +82,18 @@ class LayerGroup:
     weights: int
     kv_cache: int = 0
     formats: tuple[Format, ...] = ()
+    scratch: int = 0
+    kernels: str = ""
+    places: tuple[Place, ...] = ()
 
-    def holds(self, tensor_name: str) -> bool:
-        if _LAYER.match(tensor_name):
-            return self.name.startswith("layers")
-        return ("embedding" if tensor_name == EMBEDDING else "output") in self.name
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers in it."""
+        return tuple(place for place in self.places if isinstance(place, int))
 
     def loaded(self, weights: Sequence[LoadedWeight]) -> LayerGroup:
         """The same with the formats and bytes of those of ``weights`` that it holds."""
-        formats = sum_formats((w.file_type, w.kernel_type, w.n_bytes) for w in weights if self.holds(w.name))
+        formats = sum_formats((w.file_type, w.kernel_type, w.n_bytes) for w in weights if w.place in self.places)
         return replace(self, weights=sum(format.n_bytes for format in formats), formats=formats)
 
 
@@ -95,19 +103,21 @@ class Placement:
 
     Attributes:
         groups: in the order of the data's way.
-        scratch: bytes of activations and logits of one step.
         context: tokens that a sequence can hold.
         parallel: how many sequences of that length the cache has room for.
         cache_type: what keys and values are kept in.
         overhead: bytes that the program itself takes, beside any model.
+        host: the device whose memory that is.
+        left_over: layers that are there because no GPU had room for them, not because somebody asked for it.
     """
 
     groups: tuple[LayerGroup, ...]
-    scratch: int
     context: int
     parallel: int
     cache_type: CacheType = "f16"
     overhead: int = OVERHEAD_BYTES
+    host: str = "cpu"
+    left_over: int = 0
 
     @property
     def weights(self) -> int:
@@ -116,6 +126,11 @@ class Placement:
     @property
     def kv_cache(self) -> int:
         return sum(group.kv_cache for group in self.groups)
+
+    @property
+    def scratch(self) -> int:
+        """Bytes of activations and logits of one step."""
+        return sum(group.scratch for group in self.groups)
 
     @property
     def total(self) -> int:
@@ -127,9 +142,44 @@ class Placement:
         """Bytes of the weights that every token is multiplied with: all but a table that only its row is taken of."""
         return sum(group.weights for group in self.groups if group.name != "embedding")
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Those that have a part of it, in the order of the data's way."""
+        return tuple(dict.fromkeys(group.device for group in self.groups))
+
+    def on(self, device: str) -> Placement:
+        """What lies on one device."""
+        groups = tuple(group for group in self.groups if group.device == device)
+        return replace(self, groups=groups, overhead=self.overhead if device == self.host else 0)
+
+    def layers_on(self, device: str) -> int:
+        """How many layers a device has."""
+        return sum(len(group.layers) for group in self.groups if group.device == device)
+
     def loaded(self, weights: Sequence[LoadedWeight]) -> Placement:
         """The same with the formats and bytes of the weights as they were loaded."""
         return replace(self, groups=tuple(group.loaded(weights) for group in self.groups))
+
+
+@dataclass(frozen=True)
+class DeviceSizes:
+    """A device, and how many bytes things take there.
+
+    Attributes:
+        name: "cpu", "cuda:0", …
+        packed_bytes: of a tensor as the backend will hold it (`Loader.packed_bytes`).
+        cache_bytes: of a cache of so many pages as the backend will make it (`Ops.cache_bytes`).
+        page_size: tokens in such a page.
+        free: bytes that can be had on a device with memory of its own.
+        kernels: which kernels run there, in words.
+    """
+
+    name: str
+    packed_bytes: Callable[[Weight], int]
+    cache_bytes: Callable[[CacheShape, int], int]
+    page_size: int
+    free: int = 0
+    kernels: str = ""
 
 
 @dataclass(frozen=True)
@@ -139,83 +189,160 @@ class Demand:
     Attributes:
         name: of the model, for messages.
         config: its hyper-parameters.
-        weights: the groups of layers with their weights, and no cache yet.
-        cache_bytes: bytes of the cache for so many tokens of context.
+        devices: the host, and then GPUs; the model need not take all.
+        rooms: of each, the bytes of weights, and of a cache for no tokens.
         page_size: tokens in a page of the cache.
         parallel: how many sequences of full length the cache shall have room for.
         cache_type: what keys and values are kept in.
+        tied: whether the embedding is the output matrix.
+        n_gpu_layers, tensor_split: see `localllm.layers.plan_layers`.
     """
 
     name: str
     config: ModelConfig
-    weights: tuple[LayerGroup, ...]
-    cache_bytes: Callable[[int], int]
+    devices: tuple[DeviceSizes, ...]
+    rooms: tuple[Room, ...]
     page_size: int
     parallel: int
     cache_type: CacheType
+    tied: bool
+    n_gpu_layers: int | None
+    tensor_split: tuple[float, ...] | None
 
     @classmethod
     def of(
         cls,
         config: ModelConfig,
         tensors: Mapping[str, Weight],
-        packed_bytes: Callable[[Weight], int],
-        cache_bytes: Callable[[CacheShape, int], int],
+        devices: Sequence[DeviceSizes],
         *,
-        device: str,
-        page_size: int,
         parallel: int = 1,
         cache_type: CacheType = "f16",
         name: str = "the model",
+        n_gpu_layers: int | None = None,
+        tensor_split: tuple[float, ...] | None = None,
     ) -> Demand:
-        """What a file's model asks of a backend.
+        """What a file's model asks of devices; see the class."""
+        return cls(
+            name=name,
+            config=config,
+            devices=tuple(devices),
+            rooms=tuple(_room(config, tensors, device) for device in devices),
+            page_size=lcm(*(device.page_size for device in devices)),
+            parallel=parallel,
+            cache_type=cache_type,
+            tied="output.weight" not in tensors,
+            n_gpu_layers=n_gpu_layers,
+            tensor_split=tensor_split,
+        )
 
-        Args:
-            config: the model's hyper-parameters.
-            tensors: the file's tensors.
-            packed_bytes: bytes of a tensor as the backend will hold it (`Ops.packed_bytes`).
-            cache_bytes: bytes of a cache of so many pages as the backend will make it (`Ops.cache_bytes`).
-            device: where all of it goes.
-            page_size, parallel, cache_type, name: see the class.
-        """
-        shape = CacheShape(config.n_layers, config.n_kv_heads, config.head_dim, cache_type)
-
-        def of_context(n_tokens: int) -> int:
-            return cache_bytes(shape, n_cache_pages(n_tokens, parallel, page_size))
-
-        weights = _weights(config, tensors, packed_bytes, device)
-        return cls(name, config, weights, of_context, page_size, parallel, cache_type)
+    @property
+    def host(self) -> str:
+        return self.devices[0].name
 
     def at(self, context: int) -> Placement:
-        """What lies where with so many tokens of context."""
-        kv_bytes = self.cache_bytes(context)
-        groups = tuple(replace(g, kv_cache=kv_bytes) if g.name.startswith("layers") else g for g in self.weights)
-        return Placement(groups, scratch_bytes(self.config, context), context, self.parallel, self.cache_type)
+        """What lies where with so many tokens of context.
+
+        Raises:
+            UsageError, NotEnoughMemoryError: as `localllm.layers.plan_layers`.
+        """
+        host, *gpus = (
+            replace(
+                room,
+                cache=self._layer_cache(device, context),
+                scratch=activation_bytes(self.config, context),
+                logits=logits_bytes(self.config, context),
+            )
+            for room, device in zip(self.rooms, self.devices, strict=True)
+        )
+        shares = plan_layers(
+            host, gpus, tied=self.tied, n_gpu_layers=self.n_gpu_layers, tensor_split=self.tensor_split
+        )
+        kernels = {device.name: device.kernels for device in self.devices}
+        groups = tuple(group for share in shares for group in _groups(share, kernels[share.room.name]))
+        placement = Placement(groups, context, self.parallel, self.cache_type, host=self.host)
+        as_wanted = not gpus or self.n_gpu_layers is not None
+        return placement if as_wanted else replace(placement, left_over=placement.layers_on(self.host))
 
     def as_draft(self, context: int) -> Placement:
         """The same of a draft model, beside a model of so much context: no more than it was trained on helps it."""
         return replace(self.at(min(context, self.config.context_length)), overhead=0)
+
+    def beside(self, other: Placement) -> Demand:
+        """The same where another model lies already."""
+        rooms = tuple(replace(room, free=room.free - other.on(room.name).total) for room in self.rooms)
+        return replace(self, rooms=rooms)
+
+    def _layer_cache(self, device: DeviceSizes, context: int) -> int:
+        """Bytes of the cache of one layer on a device."""
+        shape = CacheShape(1, self.config.n_kv_heads, self.config.head_dim, self.cache_type)
+        n_pages = n_cache_pages(context, self.parallel, self.page_size) * (self.page_size // device.page_size)
+        return device.cache_bytes(shape, n_pages)
+
+
+def _room(config: ModelConfig, tensors: Mapping[str, Weight], device: DeviceSizes) -> Room:
+    """The bytes of a model's weights on a device."""
+
+    def n_bytes(tensor: Weight) -> int:
+        # No model has tensors of other shapes; loading will say so.
+        return device.packed_bytes(tensor) if len(tensor.shape) in (1, 2) else 0
+
+    layers = [0] * config.n_layers
+    output = 0
+    for name, tensor in tensors.items():
+        layer = _LAYER.match(name)
+        if layer is None:
+            output += n_bytes(tensor)
+        elif (i := int(layer[1])) < config.n_layers:
+            layers[i] += n_bytes(tensor)
+    embedding = tensors.get(EMBEDDING)
+    if embedding is not None and "output.weight" in tensors:
+        output -= n_bytes(embedding)
+    table_bytes = 0 if embedding is None else embedding.data.nbytes
+    return Room(device.name, device.free, tuple(layers), 0, table_bytes, output, 0, 0)
+
+
+def _groups(share: Share, kernels: str) -> Iterator[LayerGroup]:
+    """What a device has, in the order of the data's way."""
+    room, layers = share.room, share.layers
+
+    def group(name: str, weights: int, *places: Place, kv_cache: int = 0, scratch: int = 0) -> LayerGroup:
+        return LayerGroup(name, room.name, weights, kv_cache, scratch=scratch, kernels=kernels, places=places)
+
+    shared = share.tied and share.embeds and share.outputs
+    if share.embeds and not shared:
+        yield group("embedding", room.embedding, "embedding")
+    name, n_bytes = f"layers {layers.start}-{layers.stop - 1}", sum(room.layers[i] for i in layers)
+    yield group(name, n_bytes, *layers, kv_cache=len(layers) * room.cache, scratch=room.scratch)
+    if shared:
+        yield group("embedding and output", room.output, "embedding", "output", scratch=room.logits)
+    elif share.outputs:
+        yield group("output", room.output, "output", scratch=room.logits)
 
 
 def plan(demand: Demand, available: int, context: int | None = None) -> Placement:
     """The placement of a model.
 
     Args:
-        available: bytes of memory that can be had.
+        available: bytes of memory that can be had on the host.
         context: tokens of context.  By default as many as the model was trained on, at most `DEFAULT_CONTEXT`,
             and fewer, down to `LEAST_CONTEXT`, where memory is short.
 
     Raises:
         NotEnoughMemoryError: it does not fit; gives the numbers and the largest context that does.
+        UsageError: it is to be split over GPUs that are not there.
     """
     wanted = context if context is not None else min(demand.config.context_length, DEFAULT_CONTEXT)
-    placement = demand.at(wanted)
-    if placement.total <= available:
-        return placement
-    fitting = _largest_context(lambda n: demand.at(n).total <= available, wanted, demand.page_size)
+
+    def fits(n_tokens: int) -> bool:
+        return _fits(lambda: [demand.at(n_tokens)], available)
+
+    if fits(wanted):
+        return demand.at(wanted)
+    fitting = _largest_context(fits, wanted, demand.page_size)
     if context is None and fitting >= LEAST_CONTEXT:
         return demand.at(fitting)
-    raise NotEnoughMemoryError(_too_large(demand.name, placement, available, fitting))
+    raise NotEnoughMemoryError(_too_large(demand.name, demand.at(wanted).on(demand.host), available, fitting))
 
 
 def plan_with_draft(
@@ -223,60 +350,58 @@ def plan_with_draft(
 ) -> tuple[Placement, Placement]:
     """The placements of a model and of one that drafts for it, with the same context if it was trained on as much.
 
+    On GPUs the draft model comes first: every token waits for it several times.
+
     Args:
         available, context: as of `plan`; a default context is reduced until both fit.
 
     Raises:
         NotEnoughMemoryError: one of them does not fit, or not beside the other; says which.
+        UsageError: as `plan`.
     """
 
-    def total(n_tokens: int) -> int:
-        return demand.at(n_tokens).total + draft.as_draft(n_tokens).total
+    def both(n_tokens: int) -> tuple[Placement, Placement]:
+        drafting = draft.as_draft(n_tokens)
+        return demand.beside(drafting).at(n_tokens), drafting
+
+    def fits(n_tokens: int) -> bool:
+        return _fits(lambda: both(n_tokens), available)
 
     alone = plan(demand, available, context)
     wanted = alone.context
-    if total(wanted) <= available:
-        return alone, draft.as_draft(wanted)
-    fitting = _largest_context(lambda n: total(n) <= available, wanted, demand.page_size)
+    if fits(wanted):
+        return both(wanted)
+    fitting = _largest_context(fits, wanted, demand.page_size)
     if context is None and fitting >= LEAST_CONTEXT:
-        return demand.at(fitting), draft.as_draft(fitting)
+        return both(fitting)
     its_context = None if context is None else min(context, draft.config.context_length)
     plan(draft, available, its_context)  # raises if it does not even fit alone
+    model, drafting = both(wanted)  # raises if it is a GPU that has no room for both
     raise NotEnoughMemoryError(
-        f"{demand.name} needs {_gigabytes(alone.total)} of memory and {draft.name} "
-        f"{_gigabytes(draft.as_draft(wanted).total)}, but {_gigabytes(available)} is available, which is enough for "
-        f"one of them: leave the draft model out, {_advice(fitting)}"
+        f"{demand.name} needs {_gigabytes(model.on(model.host).total)} of memory and {draft.name} "
+        f"{_gigabytes(drafting.on(drafting.host).total)}, but {_gigabytes(available)} is available, which is enough "
+        f"for one of them: leave the draft model out, {_advice(fitting)}"
     )
 
 
-def _weights(
-    config: ModelConfig, tensors: Mapping[str, Weight], packed_bytes: Callable[[Weight], int], device: str
-) -> tuple[LayerGroup, ...]:
-    """The groups of layers with their weights, and no cache yet."""
-
-    def n_bytes(tensor: Weight) -> int:
-        # No model has tensors of other shapes; loading will say so.
-        return packed_bytes(tensor) if len(tensor.shape) in (1, 2) else 0
-
-    in_layers = sum(n_bytes(tensor) for name, tensor in tensors.items() if _LAYER.match(name))
-    layers = LayerGroup(f"layers 0-{config.n_layers - 1}", device, weights=in_layers)
-    rest = sum(n_bytes(tensor) for name, tensor in tensors.items() if not _LAYER.match(name))
-    if "output.weight" not in tensors:
-        return (layers, LayerGroup("embedding and output", device, weights=rest))
-    embedding = tensors[EMBEDDING]
-    return (
-        LayerGroup("embedding", device, weights=embedding.data.nbytes),
-        layers,
-        LayerGroup("output", device, weights=rest - n_bytes(embedding)),
-    )
+def _fits(placed: Callable[[], Iterable[Placement]], available: int) -> bool:
+    """Whether there is room for models on their GPUs, and ``available`` bytes of the host are enough."""
+    try:
+        return sum(placement.on(placement.host).total for placement in placed()) <= available
+    except NotEnoughMemoryError:
+        return False
 
 
-def scratch_bytes(config: ModelConfig, context: int) -> int:
-    """Bytes of one step's activations and logits: the widest operation's operands, in float32."""
-    n_tokens = min(MAX_TOKENS, context)
+def activation_bytes(config: ModelConfig, context: int) -> int:
+    """Bytes of one step's activations: the widest operation's operands, in float32."""
     q_width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     width = 2 * config.n_embd + max(2 * (q_width + kv_width), 3 * config.n_ff)
-    return 4 * (n_tokens * width + max_outputs(config.n_vocab, n_tokens) * config.n_vocab)
+    return 4 * min(MAX_TOKENS, context) * width
+
+
+def logits_bytes(config: ModelConfig, context: int) -> int:
+    """Bytes of one step's logits."""
+    return 4 * max_outputs(config.n_vocab, min(MAX_TOKENS, context)) * config.n_vocab
 
 
 def _largest_context(fits: Callable[[int], bool], wanted: int, page_size: int) -> int:

@@ -130,10 +130,10 @@ class Model:
     ) -> Model:
         """``layer`` assembles the blocks of one layer from its index and weights."""
         # The largest matrices first: what loading one takes beside its result then comes on top of nothing else.
-        head = weights.linear("output", config.n_embd, config.n_vocab, tied_to="token_embd")
+        head = weights.linear("output", config.n_embd, config.n_vocab, "output", tied_to="token_embd")
         embedding = weights.embedding("token_embd", config.n_vocab, config.n_embd, head)
         layers = [layer(i, weights.layer(i)) for i in range(config.n_layers)]
-        norm = RMSNorm(weights.vector("output_norm", config.n_embd), config.norm_eps)
+        norm = RMSNorm(weights.vector("output_norm", config.n_embd, "output"), config.norm_eps)
         return cls(config, embedding, layers, norm, head, weights.held)
 
     @property

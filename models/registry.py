@@ -43,7 +43,7 @@ def load_model(
         config: the file's hyper-parameters (`localllm.models.config.read_config`).
         context: tokens that a sequence can have.  Models with LongRoPE rotate differently beyond their original
             context.
-        spare_bytes: what weights may take beyond `Ops.packed_bytes`, which those do whose values do not fit into
+        spare_bytes: what weights may take beyond `Loader.packed_bytes`, which those do whose values do not fit into
             the format planned on; None for any amount.
         progress: called with the bytes packed so far and the bytes of all tensors.
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError, NotEnoughMemoryError
-from localllm.kernels.ops import Linear, Ops, Weight
+from localllm.kernels.ops import Linear, Loader, Ops, Place, Weight
 from localllm.quant.formats import dequantize
 
 #: Called with the bytes packed so far and the bytes of all tensors.
@@ -27,6 +28,7 @@ class LoadedWeight:
 
     Attributes:
         name: in the file.
+        place: in the model.
         file_type: its format there, such as "IQ2_XS".
         kernel_type: the format that kernels read, such as "LUT_IQ2_16".
         n_bytes: what it takes in memory.
@@ -34,6 +36,7 @@ class LoadedWeight:
     """
 
     name: str
+    place: Place
     file_type: str
     kernel_type: str
     n_bytes: int
@@ -55,7 +58,7 @@ class Weights:
         progress: Progress | None = None,
         spare_bytes: int | None = None,
     ) -> None:
-        """``spare_bytes``: what weights may take beyond `Ops.packed_bytes`; None for any amount."""
+        """``spare_bytes``: what weights may take beyond `Loader.packed_bytes`; None for any amount."""
         self._tensors = tensors
         self._ops = ops
         self._progress = progress
@@ -71,7 +74,7 @@ class Weights:
 
     def layer(self, i: int) -> LayerWeights:
         """The weights of layer ``i`` (names that begin with ``blk.{i}.``)."""
-        return LayerWeights(self, f"blk.{i}.")
+        return LayerWeights(self, i)
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -107,26 +110,31 @@ class Weights:
         self._report(weight)
         return dequantize(weight.data, weight.type).reshape(n).astype(np.float64)
 
-    def vector(self, name: str, n: int) -> Any:
+    def vector(self, name: str, n: int, place: Place) -> Any:
         """The vector ``{name}.weight`` [n]."""
-        weight = self.require(f"{name}.weight", n)
-        vector = self._ops.load_vector(weight)
-        self._hold(weight, "F32", self._ops.packed_bytes(weight))
+        weight, loader = self.require(f"{name}.weight", n), self._ops.at(place)
+        vector = loader.load_vector(weight)
+        self._hold(weight, place, "F32", loader.packed_bytes(weight))
         self._report(weight)
         return vector
 
     def embedding(self, name: str, n_vocab: int, n_embd: int, head: Linear) -> Any:
-        """The table ``{name}.weight`` [n_vocab, n_embd]; in a model without output matrix, that of its ``head``."""
-        weight = self.require(f"{name}.weight", n_vocab, n_embd)
-        if weight.name in self._loaded:
-            return self._ops.load_embedding(weight, head)
-        table = self._ops.load_embedding(weight)
+        """The table ``{name}.weight`` [n_vocab, n_embd]; in a model without output matrix, that of its ``head``.
+
+        Where the head lies on another backend, it is loaded once more.
+        """
+        weight, loader = self.require(f"{name}.weight", n_vocab, n_embd), self._ops.at("embedding")
+        if weight.name in self._loaded and loader is self._ops.at("output"):
+            return loader.load_embedding(weight, head)
+        table = loader.load_embedding(weight)
         weight.drop_pages()
-        self._hold(weight, weight.type.name, weight.data.nbytes, weight.data.nbytes)
+        self._hold(weight, "embedding", weight.type.name, weight.data.nbytes, weight.data.nbytes)
         self._report(weight)
         return table
 
-    def linear(self, name: str, n_in: int, n_out: int, *, bias: bool = False, tied_to: str | None = None) -> Linear:
+    def linear(
+        self, name: str, n_in: int, n_out: int, place: Place, *, bias: bool = False, tied_to: str | None = None
+    ) -> Linear:
         """The matrix ``{name}.weight`` [n_out, n_in], with ``{name}.bias`` [n_out] if there is one.
 
         With ``bias``, there must be one.  With ``tied_to``, a file without the matrix shares that one.
@@ -139,11 +147,12 @@ class Weights:
         if weight is None:
             weight = self.require(f"{tied_to or name}.weight", n_out, n_in)
         added = (self.require if bias else self.find)(f"{name}.bias", n_out)
-        linear = self._ops.load_linear(weight, added, widening=self._widen)
+        loader = self._ops.at(place)
+        linear = loader.load_linear(weight, added, widening=partial(self._widen, loader))
         weight.drop_pages()
-        self._hold(weight, linear.format, linear.n_bytes)
+        self._hold(weight, place, linear.format, linear.n_bytes)
         if added is not None:
-            self._hold(added, "F32", self._ops.packed_bytes(added))
+            self._hold(added, place, "F32", loader.packed_bytes(added))
         self._report(weight, added)
         return linear
 
@@ -161,15 +170,17 @@ class Weights:
                 "so its output would be wrong: localllm does not support this variant"
             )
 
-    def _hold(self, weight: Weight, kernel_type: str, n_bytes: int, planned_bytes: int | None = None) -> None:
-        planned = self._ops.packed_bytes(weight) if planned_bytes is None else planned_bytes
-        self._held.append(LoadedWeight(weight.name, weight.type.name, kernel_type, n_bytes, planned))
+    def _hold(
+        self, weight: Weight, place: Place, kernel_type: str, n_bytes: int, planned_bytes: int | None = None
+    ) -> None:
+        planned = self._ops.at(place).packed_bytes(weight) if planned_bytes is None else planned_bytes
+        self._held.append(LoadedWeight(weight.name, place, weight.type.name, kernel_type, n_bytes, planned))
 
-    def _widen(self, weight: Weight, kernel_type: str, n_bytes: int) -> None:
+    def _widen(self, loader: Loader, weight: Weight, kernel_type: str, n_bytes: int) -> None:
         """Takes what a weight needs beyond the plan from the bytes to spare."""
         if self._spare_bytes is None:
             return
-        planned = self._ops.packed_bytes(weight)
+        planned = loader.packed_bytes(weight)
         if n_bytes - planned > self._spare_bytes:
             raise NotEnoughMemoryError(
                 f"tensor {weight.name} has scales beyond the range of float16, in which {weight.type.name} is read: "
@@ -188,12 +199,13 @@ class Weights:
 class LayerWeights:
     """The weights of one layer: `Weights` with a prefix before every name."""
 
-    def __init__(self, weights: Weights, prefix: str) -> None:
+    def __init__(self, weights: Weights, layer: int) -> None:
         self._weights = weights
-        self._prefix = prefix
+        self._layer = layer
+        self._prefix = f"blk.{layer}."
 
     def vector(self, name: str, n: int) -> Any:
-        return self._weights.vector(self._prefix + name, n)
+        return self._weights.vector(self._prefix + name, n, self._layer)
 
     def linear(self, name: str, n_in: int, n_out: int, *, bias: bool = False) -> Linear:
-        return self._weights.linear(self._prefix + name, n_in, n_out, bias=bias)
+        return self._weights.linear(self._prefix + name, n_in, n_out, self._layer, bias=bias)

@@ -31,7 +31,22 @@ from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.thread_choice import choose_threads
 from localllm.kernels.cpu.tiles import RECORD, TILES, TOKENS
 from localllm.kernels.embedding import SMALL_TABLE, CopiedTable, DecodedTable, EmbeddingTable, PackedTable
-from localllm.kernels.ops import Batch, CacheShape, KVCache, Linear, Ops, Rope, Step, Tensor, Weight, Widening
+from localllm.kernels.ops import (
+    Backend,
+    Batch,
+    CacheShape,
+    Hidden,
+    HostHidden,
+    KVCache,
+    Linear,
+    Part,
+    Rope,
+    Step,
+    Tensor,
+    Weight,
+    Widening,
+    hidden_rows,
+)
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import GROUP, LAYOUTS
@@ -165,6 +180,12 @@ class Buffer:
         n = self.rows * self.stride
         return self._memory[0][:n].view(np.float32).reshape(self.rows, -1)
 
+    def put(self, rows: NDArray[np.float32]) -> None:
+        """Fills the first rows with these [n, width], and the padding behind them with zeros."""
+        x = self.matrix()
+        x[: len(rows), : self.width] = rows
+        x[: len(rows), self.width :] = 0
+
     def records(self, target: Target) -> int:
         """The address of its rows in integers, as `tiles` draws them; the first call adds what makes them."""
         if not self._records:
@@ -206,6 +227,8 @@ class Recording:
         #: Positions whose angles were made.
         self.n_angles = 0
         self.embeddings: list[tuple[EmbeddingTable, float, Buffer]] = []
+        #: What hidden states computed elsewhere are put into, if the forward pass begins with them.
+        self.hidden: Buffer | None = None
         # What a step fills in.
         self.header = np.ones(5, np.int64)
         self.positions = np.zeros(max_tokens, np.int32)
@@ -273,11 +296,11 @@ class Recording:
             self.parts = self.new(self.max_parts * self.part_bytes)
         return self.parts.ctypes.data if self.parts is not None else 0
 
-    def fill(self, batch: Batch) -> None:
-        """Puts a batch where the program reads it.
+    def fill(self, batch: Batch, hidden: Hidden | None = None) -> None:
+        """Puts a batch, and the hidden states that the forward pass begins with, where the program reads them.
 
         Raises:
-            KernelError: it is too large, or an index in it is out of range: kernels check none.
+            KernelError: it is too large, an index in it is out of range, or they do not fit it: kernels check none.
         """
         n_tokens, n_outputs, n_sequences = len(batch.ids), len(batch.outputs), len(batch.kv_lengths)
         if n_tokens > self.max_tokens or n_outputs > self.max_outputs:
@@ -302,9 +325,9 @@ class Recording:
             if batch.ids.min() < 0 or batch.ids.max() >= table.shape[0]:
                 raise KernelError(f"a batch has token ids outside the vocabulary of {table.shape[0]}")
             rows = table.rows(batch.ids)
-            x = buffer.matrix()
-            x[:n_tokens, : buffer.width] = rows if scale == 1.0 else rows * np.float32(scale)
-            x[:n_tokens, buffer.width :] = 0
+            buffer.put(rows if scale == 1.0 else rows * np.float32(scale))
+        if self.hidden is not None:
+            self.hidden.put(hidden_rows(hidden, n_tokens, self.hidden.width))
 
     def _fill_tiles(self, batch: Batch) -> None:
         """Cuts each sequence's query rows into tiles for the attention kernel, and few of them into spans."""
@@ -331,7 +354,7 @@ class Recording:
         self.header[N_TILES], self.header[N_MERGED] = len(tiles), len(merged)
 
 
-class CPUOps(Ops):
+class CPUOps(Backend):
     """The CPU backend.
 
     Attributes:
@@ -456,30 +479,40 @@ class CPUOps(Ops):
     # -- Compiling and running -------------------------------------------------------------------------------------
 
     def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
+        def logits() -> Buffer:
+            result: Buffer = forward()
+            self._check_tensors(result, slot=N_OUTPUTS)
+            return result
+
+        part = self.compile_part(logits, cache, max_tokens=max_tokens, max_outputs=max_outputs)
+        return lambda batch: part(batch, None).host()
+
+    def compile_part(
+        self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int
+    ) -> Part:
         if not isinstance(cache, CPUCache):
             raise KernelError(f"the CPU backend cannot use a {type(cache).__name__}")
         recording = self._recording = Recording(cache, max_tokens, max_outputs, self.workers.n)
         try:
-            logits = forward()
-            self._check_tensors(logits, slot=N_OUTPUTS)
+            result = forward()
+            self._check_tensors(result)
         finally:
             self._recording = None
         # The weights live as long as what refers to them: the forward function.
         keep = (recording, forward)
         program = Program(recording.instructions, recording.header, self.target, keep, self._progress)
-        matrix = logits.matrix()[:, : logits.width]
+        matrix, of_tokens = result.matrix()[:, : result.width], result.slot == N_TOKENS
 
-        def step(batch: Batch) -> NDArray[np.float32]:
+        def part(batch: Batch, hidden: Hidden | None) -> HostHidden:
             workers = self.workers
             if len(batch.ids) * recording.n_products < self.small_step:
                 workers.settle()
                 workers = self._caller
             threads = self.decode_threads if len(batch.ids) <= FEW_TOKENS else None
-            program.run(workers, before=lambda: recording.fill(batch), threads=threads)
-            result: NDArray[np.float32] = matrix[: len(batch.outputs)]
-            return result
+            program.run(workers, before=lambda: recording.fill(batch, hidden), threads=threads)
+            return HostHidden(matrix[: len(batch.ids if of_tokens else batch.outputs)])
 
-        return step
+        return part
 
     @property
     def _now(self) -> Recording:
@@ -524,6 +557,11 @@ class CPUOps(Ops):
         x = Buffer(self._now, N_TOKENS, table.shape[1], shared=False)
         self._now.embeddings.append((table, scale, x))
         return x
+
+    def hidden(self, width: int) -> Buffer:
+        # As an embedding, filled in before the program runs.
+        self._now.hidden = Buffer(self._now, N_TOKENS, width, shared=False)
+        return self._now.hidden
 
     def rms_norm(self, x: Buffer, weight: CPUVector, eps: float) -> Buffer:
         recording = self._now

@@ -270,6 +270,8 @@ def _load(arguments: argparse.Namespace, threads: int | None, tests: Sequence[Te
         return load(
             arguments.model,
             device=arguments.device,
+            n_gpu_layers=arguments.n_gpu_layers,
+            tensor_split=arguments.tensor_split,
             isa=arguments.isa,
             threads=threads,
             context=max(test.context for test in tests),

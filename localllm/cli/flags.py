@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from localllm.errors import UsageError
 
-_NO_GPU = "this version of localllm computes on the CPU only, so leave it out"
+_WHOLE_LAYERS = "a model is split by layers, see -ngl and --tensor-split; leave it out"
 _NO_DOWNLOADS = "localllm does not download models: get the GGUF file first, and name it with -m"
 _ONE_ANSWER = "localllm generate answers one prompt, without a conversation: give it with -p"
 _NOT_HERE = "this version of localllm has nothing like it"
@@ -17,8 +17,9 @@ _NOT_HERE = "this version of localllm has nothing like it"
 _ABSENT = {
     flag: advice
     for flags, advice in (
-        ("-ngl --gpu-layers --n-gpu-layers -mg --main-gpu -sm --split-mode -ts --tensor-split", _NO_GPU),
-        ("-nkvo --no-kv-offload --no-op-offload -ncmoe --n-cpu-moe -cmoe --cpu-moe -ot --override-tensor", _NO_GPU),
+        ("-mg --main-gpu", "GPUs are named in their order with --device, as in --device cuda:1,0"),
+        ("-sm --split-mode -nkvo --no-kv-offload --no-op-offload", _WHOLE_LAYERS),
+        ("-ncmoe --n-cpu-moe -cmoe --cpu-moe -ot --override-tensor", _WHOLE_LAYERS),
         ("-dev", "the device is chosen with --device"),
         ("-fa --flash-attn", "attention is always computed so, leave it out"),
         ("-b --batch-size -ub --ubatch-size", "localllm chooses the size of its batches itself, leave it out"),
@@ -37,7 +38,7 @@ _ABSENT = {
         ("--draft-min --draft-p-min --draft-p-split", "how many tokens are guessed follows from what comes of it"),
         ("-td --threads-draft -tbd --threads-batch-draft", "-t holds for the draft model too"),
         ("-cd --ctx-size-draft", "-c holds for the draft model too"),
-        ("-ngld --gpu-layers-draft -devd --device-draft", _NO_GPU),
+        ("-ngld --gpu-layers-draft -devd --device-draft", "--device holds for the draft model too"),
         ("--lora --lora-scaled --control-vector --mmproj --image", _NOT_HERE),
         (
             "--rope-scaling --rope-freq-base --rope-freq-scale --yarn-orig-ctx",

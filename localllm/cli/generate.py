@@ -18,6 +18,7 @@ from localllm.cli.terminal import (
     StatusLine,
     is_terminal,
     model_line,
+    placement_lines,
     quantity,
     say,
     visible,
@@ -52,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         llm = load(
             arguments.model,
             device=arguments.device,
+            n_gpu_layers=arguments.n_gpu_layers,
+            tensor_split=arguments.tensor_split,
             isa=arguments.isa,
             context=arguments.context,
             threads=arguments.threads,
@@ -279,23 +282,13 @@ def _describe(info: ModelInfo, *, verbose: bool) -> None:
     say(model_line(info))
     if info.draft is not None:
         say(f"draft model {model_line(info.draft)}")
-    if not verbose:
-        return
-    say(f"  {'file':<16} {visible_line(str(info.path))}")
-    if formats := info.formats:
-        say(f"  {'formats':<16} {formats_line(formats)}")
-    for group in info.placement.groups:
-        parts = [
-            f"{quantity(n_bytes, 'B')} {what}"
-            for n_bytes, what in (
-                (group.weights, "weights"),
-                (group.kv_cache, f"{info.cache_type} KV cache"),
-            )
-            if n_bytes
-        ]
-        say(f"  {group.name:<16} {group.device}: {', '.join(parts)}")
-    say(f"  {'scratch':<16} {quantity(info.placement.scratch, 'B')}")
-    say(f"  {'in all':<16} {quantity(info.placement.total, 'B')}, Python and kernels included")
+    if verbose:
+        say(f"  {'file':<16} {visible_line(str(info.path))}")
+        if formats := info.formats:
+            say(f"  {'formats':<16} {formats_line(formats)}")
+    if verbose or len(info.placement.devices) > 1:
+        for line in placement_lines(info.placement):
+            say(f"  {line}")
 
 
 def formats_line(formats: Iterable[Format]) -> str:

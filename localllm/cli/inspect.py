@@ -1,4 +1,7 @@
-"""``localllm inspect``: what is in a GGUF file.  Header, metadata and tensor table are read, and no weight."""
+"""``localllm inspect``: what is in a GGUF file, or where its model would go.
+
+Header, metadata and tensor table are read, and no weight.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,21 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from localllm.cli.flags import in_flags
 from localllm.cli.main import DONE
-from localllm.cli.terminal import is_terminal, quantity, short_count, visible_line
-from localllm.errors import GGUFError
+from localllm.cli.parser import make_parsers
+from localllm.cli.terminal import is_terminal, placement_lines, quantity, short_count, visible_line, warn
+from localllm.errors import GGUFError, UsageError
 from localllm.gguf import GGUFFile, StringArray, TensorInfo
 from localllm.info import file_type_name
 from localllm.models.registry import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from localllm.placement import Placement
 
 #: Elements of an array, and characters of a text, that are shown of a long one.
 _ELEMENTS = 8
@@ -29,11 +37,15 @@ _LONGEST_KEY = 50
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows what the command line asks for."""
+    _check_flags(arguments)
     with GGUFFile.open(arguments.model) as file:
+        if arguments.plan:
+            _show_plan(file, arguments)
+            return DONE
         if arguments.json:
             print(json.dumps(as_json(file, arguments), ensure_ascii=False, allow_nan=False))
             return DONE
-        clean: Callable[[str], str] = visible_line if is_terminal(sys.stdout) else _on_one_line
+        clean = _cleaner()
         if not arguments.tensors:
             for line in (*_heading(file), "", *_metadata_lines(file, full=arguments.full)):
                 print(clean(line))
@@ -45,8 +57,89 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def _cleaner() -> Callable[[str], str]:
+    """Makes a line one that standard output can have."""
+    return visible_line if is_terminal(sys.stdout) else _on_one_line
+
+
 def _on_one_line(text: str) -> str:
     return text.replace("\r", "\\r").replace("\n", "\\n")
+
+
+# -- The plan ------------------------------------------------------------------------------------------------------
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    given = {
+        "-c": arguments.context is not None,
+        "--device": arguments.device != "auto",
+        "-ngl": arguments.n_gpu_layers is not None,
+        "--tensor-split": arguments.tensor_split is not None,
+        "--cache-type": arguments.cache_type != "f16",
+    }
+    if not arguments.plan and any(given.values()):
+        flag = next(flag for flag, is_given in given.items() if is_given)
+        raise UsageError(f"{flag} is for the plan of where a model would go: give --plan as well")
+
+
+def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
+    placement, warnings = _plan(arguments)
+    if arguments.json:
+        print(json.dumps({"files": [str(path) for path in file.paths], "plan": plan_as_json(placement)}))
+    else:
+        clean = _cleaner()
+        for line in (
+            *_heading(file),
+            f"{placement.context:,} tokens of context",
+            "",
+            *placement_lines(placement),
+        ):
+            print(clean(line))
+    for message in warnings:
+        warn(in_flags(message, make_parsers()[1]["inspect"].flag_of))
+
+
+def _plan(arguments: argparse.Namespace) -> tuple[Placement, tuple[str, ...]]:
+    # Imported here: kernels and tokenizers take much longer than to show what is in a file.
+    from localllm.loading import LoadOptions, plan_file
+
+    return plan_file(
+        LoadOptions(
+            path=arguments.model,
+            device=arguments.device,
+            n_gpu_layers=arguments.n_gpu_layers,
+            tensor_split=arguments.tensor_split,
+            context=arguments.context,
+            threads=1,  # how many would be best is measured, and does not matter here
+            isa=None,
+            parallel=1,
+            cache_type=arguments.cache_type,
+            chat_template=None,
+            draft_model=None,
+            progress=None,
+        )
+    )
+
+
+def plan_as_json(placement: Placement) -> dict[str, Any]:
+    """A plan as JSON values; sizes are in bytes."""
+    return {
+        "context": placement.context,
+        "cache_type": placement.cache_type,
+        "groups": [
+            {
+                "name": group.name,
+                "device": group.device,
+                "kernels": group.kernels,
+                "weights": group.weights,
+                "kv_cache": group.kv_cache,
+                "scratch": group.scratch,
+            }
+            for group in placement.groups
+        ],
+        "devices": {device: placement.on(device).total for device in placement.devices},
+        "total": placement.total,
+    }
 
 
 # -- Values --------------------------------------------------------------------------------------------------------

@@ -119,15 +119,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-m", "--model", type=model_file, metavar="FILE", help="a GGUF file (default: the demo model)")
-    group.add_argument(
-        "-c",
-        "--ctx-size",
-        "--context",
-        dest="context",
-        type=whole(1),
-        metavar="N",
-        help="tokens of context (default: as many as the model was trained on, at most 4,096)",
-    )
+    _add_context(group)
     _add_device(group)
     group.add_argument(
         "-t",
@@ -138,16 +130,58 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_context(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "-c",
+        "--ctx-size",
+        "--context",
+        dest="context",
+        type=whole(1),
+        metavar="N",
+        help="tokens of context (default: as many as the model was trained on, at most 4,096)",
+    )
+
+
 def _add_device(group: argparse._ActionsContainer) -> None:
-    group.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu or reference (default: auto)")
+    _add_placement(group)
+    _add_cache_type(group)
+    group.add_argument(
+        "--isa", metavar="NAME", help="the instruction set of the kernels (localllm doctor lists them)"
+    )
+
+
+def _add_placement(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--device",
+        default="auto",
+        metavar="NAME",
+        help="auto, cpu, cuda (all GPUs), cuda:0,1 (these) or reference (default: auto)",
+    )
+    group.add_argument(
+        "-ngl",
+        "--gpu-layers",
+        "--n-gpu-layers",
+        dest="n_gpu_layers",
+        type=whole(0),
+        metavar="N",
+        help="layers on GPUs, the last ones; the rest are on the CPU (default: as many as fit)",
+    )
+    group.add_argument(
+        "-ts",
+        "--tensor-split",
+        dest="tensor_split",
+        type=proportions,
+        metavar="X,…",
+        help="how GPUs share those layers, such as 3,1 (default: as their free memory is)",
+    )
+
+
+def _add_cache_type(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--cache-type",
         default="f16",
         metavar="TYPE",
         help="what the KV cache holds: f16, or q8_0 in about half the memory (default: f16)",
-    )
-    group.add_argument(
-        "--isa", metavar="NAME", help="the instruction set of the kernels (localllm doctor lists them)"
     )
 
 
@@ -317,6 +351,11 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--metadata", action="store_true", help="the metadata only")
     only.add_argument("--tensors", action="store_true", help="the tensors only")
+    only.add_argument("--plan", action="store_true", help="what would run where, and the memory it would take")
+    planning = parser.add_argument_group("with --plan, as generate has them")
+    _add_context(planning)
+    _add_placement(planning)
+    _add_cache_type(planning)
     parser.add_argument("--full", action="store_true", help="long texts and arrays in full")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -392,6 +431,14 @@ def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 128,512") from None
+
+
+def proportions(text: str) -> list[float]:
+    """Numbers with commas between them."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 3,1") from None
 
 
 def logit_bias(text: str) -> tuple[int, float]:

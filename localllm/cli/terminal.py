@@ -8,13 +8,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from localllm.cli.machine import unwritable_cache
 
 if TYPE_CHECKING:
     from localllm.info import ModelInfo
+    from localllm.placement import Placement
 
 #: Seconds between two updates of a status line, and before the first one: what is quick needs no progress.
 _UPDATE_SECONDS = 0.1
@@ -188,3 +189,22 @@ def model_line(info: ModelInfo) -> str:
         f"{name}: {info.architecture}, {short_count(info.n_parameters)} parameters, {info.file_type}; {info.device} "
         f"({info.kernels}), {threads}, {info.context:,} tokens of context"
     )
+
+
+def placement_lines(placement: Placement) -> Iterator[str]:
+    """What lies where, and what it takes."""
+    for group in placement.groups:
+        parts = [
+            f"{quantity(n_bytes, 'B')} {what}"
+            for n_bytes, what in (
+                (group.weights, "weights"),
+                (group.kv_cache, f"{placement.cache_type} KV cache"),
+            )
+            if n_bytes
+        ]
+        yield f"{group.name:<16} {group.device} ({group.kernels}): {', '.join(parts)}"
+    yield f"{'scratch':<16} {quantity(placement.scratch, 'B')}"
+    if len(placement.devices) > 1:
+        for device in placement.devices:
+            yield f"{'on ' + device:<16} {quantity(placement.on(device).total, 'B')}"
+    yield f"{'in all':<16} {quantity(placement.total, 'B')}, Python and kernels included"

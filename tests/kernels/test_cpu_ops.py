@@ -76,7 +76,7 @@ def test_a_step_waits_for_one_whose_wait_was_cut_short(monkeypatch: pytest.Monke
     assert job is not None
     seen: list[bool] = []
     fill = cpu_ops.Recording.fill
-    monkeypatch.setattr(cpu_ops.Recording, "fill", lambda self, batch: (seen.append(job.done), fill(self, batch)))
+    monkeypatch.setattr(cpu_ops.Recording, "fill", lambda self, *given: (seen.append(job.done), fill(self, *given)))
     out = step(make_batch([(range(8), 0, [0])], outputs=[3]))
     assert seen == [True]
     np.testing.assert_array_equal(out, 2.0**20 * np.eye(64, 1024)[[3]])

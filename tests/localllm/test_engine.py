@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.cache import PagedCache
-from localllm.devices import Device, open_device
+from localllm.devices import Device, open_devices
 from localllm.engine import Engine, Run, max_outputs
 from localllm.errors import ClosedError, ContextLengthError, UsageError
 from localllm.gguf import GGUFFile
@@ -590,7 +590,7 @@ def real_engine(request: pytest.FixtureRequest, tiny: Path) -> Iterator[MakeEngi
     devices: list[Device] = []
 
     def make(*, max_tokens: int = 512, parallel: int = 4) -> Engine:
-        device = open_device(request.param, threads=2)
+        [device] = open_devices(request.param, threads=2)
         devices.append(device)
         with GGUFFile.open(tiny) as file:
             model = load_model(file, device.ops, read_config(file.metadata, file.tensors), 96)

@@ -11,14 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import NotEnoughMemoryError
-from localllm.kernels.ops import CacheShape, CacheType, Weight
+from localllm.kernels.ops import CacheShape, CacheType, Place, Weight
 from localllm.models.config import ModelConfig, read_config
 from localllm.models.weights import LoadedWeight
 from localllm.placement import (
     DEFAULT_CONTEXT,
+    EMBEDDING,
     LEAST_CONTEXT,
     OVERHEAD_BYTES,
     Demand,
+    DeviceSizes,
     Placement,
     plan,
     plan_with_draft,
@@ -78,16 +80,35 @@ IN_LAYERS = 2 * LAYERS * (2 * WIDTH * WIDTH + 2 * KV_WIDTH * WIDTH + 3 * WIDTH *
 HEAD = 2 * (VOCABULARY * WIDTH)
 
 
-def demand(config: ModelConfig = CONFIG, *, tied: bool = False, name: str = "the model", parallel: int = 1) -> Demand:
+def device(name: str = "cpu", free: int = 0) -> DeviceSizes:
+    """One that keeps tensors as the file has them, and caches without padding."""
+    return DeviceSizes(
+        name,
+        packed_bytes=lambda tensor: tensor.data.nbytes,
+        cache_bytes=lambda shape, n_pages: n_pages * 16 * shape.bytes_per_token(),
+        page_size=16,
+        free=free,
+        kernels=f"kernels of {name}",
+    )
+
+
+def demand(
+    config: ModelConfig = CONFIG,
+    *,
+    tied: bool = False,
+    name: str = "the model",
+    parallel: int = 1,
+    gpus: tuple[int, ...] = (),
+    n_gpu_layers: int | None = None,
+) -> Demand:
+    """``gpus``: the bytes that each has."""
     return Demand.of(
         config,
         tensors(tied=tied),
-        lambda tensor: tensor.data.nbytes,
-        lambda shape, n_pages: n_pages * 16 * shape.bytes_per_token(),
-        device="cpu",
-        page_size=16,
+        [device(), *(device(f"cuda:{i}", free) for i, free in enumerate(gpus))],
         parallel=parallel,
         name=name,
+        n_gpu_layers=n_gpu_layers,
     )
 
 
@@ -123,11 +144,17 @@ def test_a_matrix_that_is_embedding_and_output_counts_once() -> None:
     assert placed.multiplied == placed.weights
 
 
+def place_of(name: str) -> Place:
+    if name.startswith("blk."):
+        return int(name.split(".")[1])
+    return "embedding" if name == EMBEDDING else "output"
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_formats_by_group(tied: bool) -> None:
     """As if every matrix in F16 was read as F32."""
     weights = [
-        LoadedWeight(name, "F16", "F32" if len(t.shape) == 2 else "F16", 2 * t.data.nbytes, t.data.nbytes)
+        LoadedWeight(name, place_of(name), "F16", "F32" if len(t.shape) == 2 else "F16", 2 * t.data.nbytes, 0)
         for name, t in tensors(tied=tied).items()
     ]
     placed = place(tied=tied)
@@ -146,7 +173,7 @@ def test_parallel_sequences_take_a_cache_each() -> None:
 
 
 def test_the_cache_takes_what_the_backend_says() -> None:
-    """Backends may pad heads, or keep other types."""
+    """Backends may pad heads, or keep other types; a layer takes as much as any other."""
     asked: list[tuple[CacheShape, int]] = []
 
     def cache_bytes(shape: CacheShape, n_pages: int) -> int:
@@ -154,14 +181,15 @@ def test_the_cache_takes_what_the_backend_says() -> None:
         return 12345 * n_pages
 
     def placed_with(cache_type: CacheType) -> Placement:
-        asking = {"device": "cpu", "page_size": 16, "parallel": 2, "cache_type": cache_type}
-        return plan(Demand.of(CONFIG, tensors(), lambda tensor: 0, cache_bytes, **asking), 1 << 50, 1000)
+        devices = [replace(device(), cache_bytes=cache_bytes)]
+        return plan(Demand.of(CONFIG, tensors(), devices, parallel=2, cache_type=cache_type), 1 << 50, 1000)
 
     placed = placed_with("f16")
-    assert asked == [(CacheShape(LAYERS, 4, 64), 2 * 63)]
-    assert placed.kv_cache == 12345 * 2 * 63
+    assert {*asked} == {(CacheShape(1, 4, 64), 2 * 63)}
+    assert placed.kv_cache == LAYERS * 12345 * 2 * 63
+    asked.clear()
     scaled = placed_with("q8_0")
-    assert asked[1:] == [(CacheShape(LAYERS, 4, 64, "q8_0"), 2 * 63)]
+    assert {*asked} == {(CacheShape(1, 4, 64, "q8_0"), 2 * 63)}
     assert (placed.cache_type, scaled.cache_type) == ("f16", "q8_0")
 
 
@@ -277,3 +305,84 @@ def test_what_the_program_takes_counts_once() -> None:
     alone, beside = DRAFT.at(512), DRAFT.as_draft(512)
     assert alone.total - beside.total == OVERHEAD_BYTES
     assert replace(beside, overhead=OVERHEAD_BYTES) == alone
+
+
+# Layers on GPUs.
+
+
+def test_what_lies_where_on_several_devices() -> None:
+    """As many layers as the GPU has room for, with norm and output matrix behind them."""
+    per_layer, output = IN_LAYERS // LAYERS + 1008 * TOKEN_BYTES // LAYERS, HEAD + 2 * WIDTH
+    whole = place(context=1000)
+    scratch, logits = (group.scratch for group in whole.groups if group.scratch)
+    placed = plan(demand(gpus=(5 * per_layer + output + scratch + logits,)), 1 << 50, 1000)
+    assert [(g.name, g.device, g.kernels) for g in placed.groups] == [
+        ("embedding", "cpu", "kernels of cpu"),
+        ("layers 0-16", "cpu", "kernels of cpu"),
+        ("layers 17-21", "cuda:0", "kernels of cuda:0"),
+        ("output", "cuda:0", "kernels of cuda:0"),
+    ]
+    assert placed.on("cuda:0").total == 5 * per_layer + output + scratch + logits
+    assert (placed.on("cpu").weights, placed.on("cpu").overhead) == (HEAD + 17 * IN_LAYERS // LAYERS, OVERHEAD_BYTES)
+    assert placed.on("cpu").total + placed.on("cuda:0").total == placed.total
+    assert placed.weights == whole.weights
+    assert placed.kv_cache == whole.kv_cache
+    assert (placed.devices, placed.left_over) == (("cpu", "cuda:0"), 17)
+    assert (placed.layers_on("cpu"), placed.layers_on("cuda:0")) == (17, 5)
+    asked_for = plan(demand(gpus=(1 << 40,), n_gpu_layers=5), 1 << 50, 1000)
+    assert (asked_for.groups, asked_for.left_over) == (placed.groups, 0)
+    assert plan(demand(gpus=(1 << 40,)), 1 << 50).left_over == 0
+
+
+def test_a_matrix_that_is_embedding_and_output_lies_on_both_devices() -> None:
+    placed = plan(demand(tied=True, gpus=(1 << 40,), n_gpu_layers=2), 1 << 50)
+    assert [(g.name, g.device, g.weights) for g in placed.groups if not g.layers] == [
+        ("embedding", "cpu", HEAD),
+        ("output", "cuda:0", HEAD + 2 * WIDTH),
+    ]
+    alone = plan(demand(tied=True, gpus=(1 << 40,)), 1 << 50)
+    assert [(g.name, g.device) for g in alone.groups] == [
+        ("layers 0-21", "cuda:0"),
+        ("embedding and output", "cuda:0"),
+    ]
+    assert alone.on("cpu").total == OVERHEAD_BYTES
+
+
+def test_pages_are_as_long_as_those_of_every_device() -> None:
+    devices = [replace(device(), page_size=16), replace(device("cuda:0", 1 << 40), page_size=48)]
+    asked: list[int] = []
+
+    def cache_bytes(shape: CacheShape, n_pages: int) -> int:
+        asked.append(n_pages)
+        return 0
+
+    plan(Demand.of(CONFIG, tensors(), [replace(d, cache_bytes=cache_bytes) for d in devices]), 1 << 50, 500)
+    assert {*asked} == {11 * 3, 11}
+
+
+def test_a_default_context_shrinks_for_layers_that_must_be_on_a_gpu() -> None:
+    needed = demand(gpus=(1 << 40,), n_gpu_layers=LAYERS).at(2000).on("cuda:0").total
+    tight = demand(gpus=(needed,), n_gpu_layers=LAYERS)
+    assert plan(tight, 1 << 50).context == 2000
+    with pytest.raises(NotEnoughMemoryError, match=r"22 layers on GPUs need .* on cuda:0, .* n_gpu_layers=\d+ fits"):
+        plan(tight, 1 << 50, 4096)
+
+
+def test_layers_that_no_device_has_room_for() -> None:
+    split = demand(gpus=(1 << 29,))
+    on_cpu = split.at(512).on("cpu")
+    assert 0 < len([g for g in on_cpu.groups if g.layers]) < LAYERS
+    assert plan(split, on_cpu.total, 512).on("cpu") == on_cpu
+    with pytest.raises(NotEnoughMemoryError, match=rf"the model needs {on_cpu.total / 1e9:.2f} GB of memory"):
+        plan(split, on_cpu.total - 1, 512)
+
+
+def test_a_draft_model_takes_its_room_on_a_gpu_first() -> None:
+    small = demand(SHORT_DRAFT.config, tied=True, gpus=(3 << 30,), name="small")
+    placed, draft = plan_with_draft(demand(gpus=(3 << 30,)), small, 1 << 50, 1024)
+    assert (draft.devices, draft.overhead) == (("cuda:0",), 0)
+    assert placed.on("cuda:0").total + draft.on("cuda:0").total <= 3 << 30
+    assert placed.layers_on("cuda:0") < plan(demand(gpus=(3 << 30,)), 1 << 50, 1024).layers_on("cuda:0")
+    both = demand(gpus=(3 << 30,), n_gpu_layers=LAYERS)
+    with pytest.raises(NotEnoughMemoryError, match="22 layers on GPUs need"):
+        plan_with_draft(both, small, 1 << 50, 1024)

@@ -99,8 +99,11 @@ BAD_USAGE = {
     "unknown flag": (["generate", "--tmp", "1"], "there is no flag --tmp: did you mean --temp? (localllm generate"),
     "a strange flag": (["generate", "--xyzzy=1"], "there is no flag --xyzzy (localllm generate --help shows"),
     "one dash too few": (["generate", "-temp", "1"], "there is no flag -temp: did you mean --temp?"),
-    "-ngl": (["generate", "-ngl", "99"], "there is no flag -ngl: this version of localllm computes on the CPU only"),
-    "--n-gpu-layers": (["bench", "--n-gpu-layers=99"], "there is no flag --n-gpu-layers: this version"),
+    "-ngl": (
+        ["generate", "-p", "x", "-ngl", "99"],
+        "-ngl is 99, but no GPU was chosen: leave it out, or choose --device cuda",
+    ),
+    "--n-gpu-layers": (["bench", "--n-gpu-layers=99"], "-ngl is 99, but no GPU was chosen"),
     "-fa": (["generate", "-fa"], "there is no flag -fa: attention is always"),
     "-ctk": (["bench", "-ctk", "q8_0"], "there is no flag -ctk: --cache-type holds for keys and values"),
     "-hf": (["generate", "-hf", "a/b"], "there is no flag -hf: localllm does not download models"),

@@ -1,0 +1,165 @@
+"""Layers on devices: what every plan keeps to, and the best that there is, for any sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations_with_replacement, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.errors import NotEnoughMemoryError, UsageError
+from localllm.layers import Room, Share, in_proportion, plan_layers
+
+sizes = st.integers(0, 50)
+N_LAYERS = st.integers(1, 9)
+
+
+@st.composite
+def rooms(draw: st.DrawFn, n_gpus: st.SearchStrategy[int] | None = None) -> tuple[Room, list[Room]]:
+    """A host and some GPUs, on which the same layer may take other bytes."""
+    n_layers = draw(N_LAYERS)
+
+    def room(name: str) -> Room:
+        layers = draw(st.lists(sizes, min_size=n_layers, max_size=n_layers))
+        free, cache, embedding, output, scratch, logits = draw(st.tuples(st.integers(-10, 500), *[sizes] * 5))
+        return Room(name, free, layers, cache, embedding, output, scratch, logits)
+
+    n = draw(st.integers(0, 3) if n_gpus is None else n_gpus)
+    return room("cpu"), [room(f"cuda:{i}") for i in range(n)]
+
+
+def counts_of(shares: Sequence[Share], devices: Sequence[Room]) -> list[int]:
+    """How many layers each device has."""
+    return [sum(len(share.layers) for share in shares if share.room is device) for device in devices]
+
+
+def check(shares: Sequence[Share], host: Room, gpus: Sequence[Room]) -> None:
+    """Every layer once, in contiguous ranges in the order of the devices; and no GPU beyond its memory."""
+    assert [i for share in shares for i in share.layers] == list(range(len(host.layers)))
+    order = [[host, *gpus].index(share.room) for share in shares]
+    assert order == sorted({*order})
+    assert [share.embeds for share in shares] == [True, *[False] * (len(shares) - 1)]
+    assert [share.outputs for share in shares] == [*[False] * (len(shares) - 1), True]
+    for share in shares:
+        assert share.layers
+        assert share.room is host or share.total <= share.room.free
+
+
+def needed(room: Room, layers: range, n_layers: int, *, tied: bool) -> int:
+    """Bytes of some layers on a device, with what comes before the first and behind the last."""
+    total = room.scratch + sum(room.layers[i] + room.cache for i in layers)
+    if layers.stop == n_layers:
+        total += room.output + room.logits
+    if layers.start == 0 and not (tied and layers.stop == n_layers):
+        total += room.embedding
+    return total
+
+
+def fits_somehow(gpus: Sequence[Room], n_layers: int, n: int, *, tied: bool) -> bool:
+    """Whether there is any way to cut the last ``n`` layers in ranges that fit on the GPUs."""
+    for cuts in combinations_with_replacement(range(n_layers - n, n_layers + 1), len(gpus) - 1):
+        ends = (n_layers - n, *cuts, n_layers)
+        ranges = [range(*ends_) for ends_ in pairwise(ends)]
+        if all(
+            not layers or needed(gpu, layers, n_layers, tied=tied) <= gpu.free
+            for gpu, layers in zip(gpus, ranges, strict=True)
+        ):
+            return True
+    return False
+
+
+@given(given_rooms=rooms(), tied=st.booleans())
+def test_every_plan_is_sound(given_rooms: tuple[Room, list[Room]], tied: bool) -> None:
+    host, gpus = given_rooms
+    shares = plan_layers(host, gpus, tied=tied)
+    check(shares, host, gpus)
+    for share in shares:
+        assert share.total == needed(share.room, share.layers, len(host.layers), tied=tied)
+
+
+@given(given_rooms=rooms(st.integers(1, 3)), tied=st.booleans())
+def test_as_many_layers_go_to_gpus_as_fit(given_rooms: tuple[Room, list[Room]], tied: bool) -> None:
+    host, gpus = given_rooms
+    n_layers = len(host.layers)
+    n = sum(counts_of(plan_layers(host, gpus, tied=tied), gpus))
+    assert not any(fits_somehow(gpus, n_layers, more, tied=tied) for more in range(n + 1, n_layers + 1))
+
+
+@given(given_rooms=rooms(st.integers(1, 3)), n=st.integers(0, 12), tied=st.booleans())
+def test_a_number_of_layers_is_kept_or_refused(given_rooms: tuple[Room, list[Room]], n: int, tied: bool) -> None:
+    host, gpus = given_rooms
+    n_layers = len(host.layers)
+    wanted = min(n, n_layers)
+    most = sum(counts_of(plan_layers(host, gpus, tied=tied), gpus))
+    if not fits_somehow(gpus, n_layers, wanted, tied=tied):
+        with pytest.raises(NotEnoughMemoryError, match=f"n_gpu_layers={most} fits" if most else "not one of them"):
+            plan_layers(host, gpus, tied=tied, n_gpu_layers=n)
+        return
+    shares = plan_layers(host, gpus, tied=tied, n_gpu_layers=n)
+    check(shares, host, gpus)
+    assert sum(counts_of(shares, gpus)) == wanted
+
+
+@given(given_rooms=rooms(st.integers(1, 3)), data=st.data())
+def test_the_proportion_is_kept_within_a_layer(given_rooms: tuple[Room, list[Room]], data: st.DataObject) -> None:
+    host, gpus = given_rooms
+    weight = st.one_of(st.integers(0, 5), st.floats(0.01, 100))
+    weights = data.draw(st.lists(weight, min_size=len(gpus), max_size=len(gpus)).filter(any))
+    shares = plan_layers(host, gpus, tensor_split=weights)
+    check(shares, host, gpus)
+    counts = counts_of(shares, gpus)
+    for count, x in zip(counts, weights, strict=True):
+        assert abs(count - sum(counts) * x / sum(weights)) < 1 + 1e-9
+    assert counts == in_proportion(sum(counts), weights)
+
+
+def test_proportions() -> None:
+    assert in_proportion(20, [3, 1]) == [15, 5]
+    assert in_proportion(22, [1, 1, 1]) == [7, 8, 7]
+    assert in_proportion(3, [0, 1, 0]) == [0, 3, 0]
+    assert in_proportion(3, [0, 0]) == [0, 3]
+    assert in_proportion(0, [1, 2]) == [0, 0]
+    assert in_proportion(5, []) == []
+
+
+def room(name: str, free: int, n_layers: int = 10) -> Room:
+    """Layers of 1 GB with 0.1 GB of cache, 2 GB of embedding and of output, 0.5 GB of scratch and of logits."""
+    gb = 10**9
+    return Room(name, free * gb, [gb] * n_layers, gb // 10, 2 * gb, 2 * gb, gb // 2, gb // 2)
+
+
+def test_gpus_share_in_proportion_to_their_memory_where_that_fits() -> None:
+    shares = plan_layers(room("cpu", 0), [room("cuda:0", 60), room("cuda:1", 20)])
+    assert [(s.room.name, s.layers) for s in shares] == [("cuda:0", range(8)), ("cuda:1", range(8, 10))]
+    # The second has the output too: of the 9 layers that fit, 4.5 and 4.5 would be its share of them.
+    shares = plan_layers(room("cpu", 0), [room("cuda:0", 7), room("cuda:1", 7)])
+    assert [(s.room.name, len(s.layers)) for s in shares] == [("cpu", 2), ("cuda:0", 5), ("cuda:1", 3)]
+
+
+def test_an_explicit_number_that_does_not_fit_is_refused_with_the_numbers() -> None:
+    gpus = [room("cuda:0", 7), room("cuda:1", 7)]
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        plan_layers(room("cpu", 0), gpus, n_gpu_layers=9)
+    message = str(caught.value)
+    assert "9 layers on GPUs need 6.00 GB on cuda:0, which has 7.00 GB free, 7.40 GB on cuda:1, which" in message
+    assert "n_gpu_layers=8 fits" in message
+    assert len(plan_layers(room("cpu", 0), gpus, n_gpu_layers=8)) == 3
+    with pytest.raises(NotEnoughMemoryError, match=r"leave tensor_split out"):
+        plan_layers(room("cpu", 0), gpus, n_gpu_layers=8, tensor_split=[1, 9])
+    with pytest.raises(NotEnoughMemoryError, match=r"not one of them fits: leave the GPU out"):
+        plan_layers(room("cpu", 0), [room("cuda:0", 1)], n_gpu_layers=1)
+
+
+def test_what_is_asked_of_gpus_that_are_not_there() -> None:
+    with pytest.raises(UsageError, match="n_gpu_layers is 3, but no GPU was chosen"):
+        plan_layers(room("cpu", 0), n_gpu_layers=3)
+    [share] = plan_layers(room("cpu", 0), n_gpu_layers=0)
+    assert share.layers == range(10)
+    with pytest.raises(
+        UsageError, match="tensor_split is '3,1', but needs a number for each GPU, of which there is 1"
+    ):
+        plan_layers(room("cpu", 0), [room("cuda:0", 50)], tensor_split=[3, 1])
+    with pytest.raises(UsageError, match="of which there are 0"):
+        plan_layers(room("cpu", 0), tensor_split=[1.0])

@@ -1,0 +1,268 @@
+"""Whole models over several devices: the same text, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import localllm
+from localllm.devices import Device, cuda_indices, open_devices
+from localllm.errors import DeviceError, NotEnoughMemoryError, UsageError
+from localllm.kernels.cpu.ops import CPUOps
+from localllm.kernels.ops import Backend
+from localllm.kernels.reference import ReferenceOps
+from localllm.llm import LLM
+from localllm.quant.types import GGMLType
+from tests.helpers import tiny_models
+from tests.helpers.command_line import run_main
+from tests.helpers.data import shared_data
+
+#: A prompt of more tokens than a micro-batch has.
+PROMPT = [int(i) for i in np.random.default_rng(2).integers(3, 300, 200)]
+
+Make = Callable[[], Backend]
+
+
+def cpu_ops() -> CPUOps:
+    return CPUOps(threads=1)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("split")
+    return tiny_models.tiny_gguf(folder / "model.gguf", type=GGMLType.Q8_0, max_position_embeddings=512)
+
+
+class Machine:
+    """What `open_devices` finds: a host, and devices with memory of their own.
+
+    Attributes:
+        closed: the devices whose threads were ended.
+    """
+
+    def __init__(self, make: Make, *free: int) -> None:
+        self._make, self._free = make, free
+        self.closed: list[str] = []
+
+    def __call__(self, name: str, **_: Any) -> tuple[Device, ...]:
+        names = ["host", *(f"device {i}" for i in range(len(self._free)))]
+        free = [None, *((lambda n=n: n) for n in self._free)]
+        return tuple(self._device(name, room) for name, room in zip(names, free, strict=True))
+
+    def _device(self, name: str, free: Callable[[], int] | None) -> Device:
+        return Device(name, f"kernels of {name}", 1, 1, self._make(), lambda: self.closed.append(name), free)
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+    """Loads a model on a `Machine`."""
+    opened: list[LLM] = []
+
+    def load_on(machine: Machine, path: Path, **options: Any) -> LLM:
+        monkeypatch.setattr("localllm.loading.open_devices", machine)
+        opened.append(localllm.load(path, **options))
+        return opened[-1]
+
+    yield load_on
+    for llm in opened:
+        llm.close()
+
+
+def greedy(llm: LLM, prompt: Any = PROMPT, n: int = 24) -> tuple[int, ...]:
+    return llm.generate(prompt, temperature=0, max_tokens=n, ignore_eos=True).ids
+
+
+@pytest.mark.parametrize("make", [ReferenceOps, cpu_ops], ids=["reference", "cpu"])
+def test_a_split_model_writes_the_same_text(make: Make, path: Path, load: Callable[..., LLM]) -> None:
+    alone = load(Machine(make), path)
+    expected, logits = greedy(alone), alone.logits(PROMPT)
+    plenty = 1 << 40
+    for machine, options, layers in (
+        (Machine(make, plenty), {"n_gpu_layers": 1}, {"host": 2, "device 0": 1}),
+        (Machine(make, plenty, plenty), {"n_gpu_layers": 2}, {"host": 1, "device 0": 1, "device 1": 1}),
+        (Machine(make, plenty, plenty), {"tensor_split": [2, 1]}, {"device 0": 2, "device 1": 1}),
+        (Machine(make, plenty), {}, {"device 0": 3}),
+    ):
+        llm = load(machine, path, **options)
+        placement = llm.info.placement
+        assert {device: placement.layers_on(device) for device in placement.devices} == layers
+        assert greedy(llm) == expected
+        np.testing.assert_array_equal(llm.logits(PROMPT), logits)
+
+
+def test_stories260k_on_two_devices_writes_the_expected_text(load: Callable[..., LLM]) -> None:
+    path = shared_data("models/stories260K/stories260K.gguf")
+    expected = greedy(load(Machine(cpu_ops), path), "Once upon a time", 60)
+    assert greedy(load(Machine(cpu_ops, 1 << 40), path, n_gpu_layers=3), "Once upon a time", 60) == expected
+
+
+def test_what_is_known_of_a_split_model(
+    path: Path, load: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "localllm")
+    machine = Machine(ReferenceOps, 1 << 40)
+    with load(machine, path, n_gpu_layers=2, context=64) as llm:
+        info = llm.info
+    assert (info.device, info.kernels) == ("host + device 0", "kernels of host + kernels of device 0")
+    assert [(group.name, group.device, group.kernels) for group in info.placement.groups] == [
+        ("embedding", "host", "kernels of host"),
+        ("layers 0-0", "host", "kernels of host"),
+        ("layers 1-2", "device 0", "kernels of device 0"),
+        ("output", "device 0", "kernels of device 0"),
+    ]
+    assert all(group.formats and group.weights for group in info.placement.groups)
+    assert info.placement.kv_cache == 3 * 64 * 2 * 2 * 16 * 2
+    assert "layers 1-2 on device 0 (kernels of device 0): Q8_0 read as F32" in caplog.text
+    assert machine.closed == ["host", "device 0"]
+
+
+def test_a_tied_matrix_is_loaded_for_both_its_devices(load: Callable[..., LLM], tmp_path: Path) -> None:
+    path = tiny_models.tiny_gguf(tmp_path / "tied.gguf", "qwen2", tie_word_embeddings=True)
+    alone, split = (load(Machine(ReferenceOps, 1 << 40), path, n_gpu_layers=n) for n in (0, 1))
+    table = 4 * 300 * 64
+    assert split.info.placement.weights == alone.info.placement.weights + table
+    assert [(g.name, g.weights) for g in split.info.placement.groups if not g.layers] == [
+        ("embedding", table),
+        ("output", table + 4 * 64),
+    ]
+    assert greedy(split, PROMPT[:50]) == greedy(alone, PROMPT[:50])
+
+
+def test_what_does_not_fit_goes_to_the_host_and_that_is_said(path: Path, load: Callable[..., LLM]) -> None:
+    needed = load(Machine(ReferenceOps, 1 << 40), path, n_gpu_layers=2).info.placement.on("device 0").total
+    with pytest.warns(UserWarning, match="room for not more than 2 layers of the model: 1 of 3 run on the host"):
+        llm = load(Machine(ReferenceOps, needed), path)
+    assert llm.info.placement.layers_on("device 0") == 2
+    with pytest.warns(UserWarning, match="room for no layer of the model: 3 of 3 run on the host"):
+        llm = load(Machine(ReferenceOps, 1000), path)
+    assert (llm.info.device, llm.info.placement.devices) == ("host", ("host",))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(Machine(ReferenceOps, needed), path, n_gpu_layers=2)
+        load(Machine(ReferenceOps, 1 << 40), path)
+
+
+def test_a_draft_model_beside_a_split_one(path: Path, load: Callable[..., LLM]) -> None:
+    expected = greedy(load(Machine(ReferenceOps), path))
+    llm = load(Machine(ReferenceOps, 1 << 40), path, n_gpu_layers=2, draft_model=path)
+    assert llm.info.draft is not None
+    assert (llm.info.device, llm.info.draft.device) == ("host + device 0", "device 0")
+    assert greedy(llm) == expected
+    host_only = load(Machine(ReferenceOps, 1 << 40), path, n_gpu_layers=0, draft_model=path)
+    assert host_only.info.draft is not None
+    assert (host_only.info.device, host_only.info.draft.device) == ("host", "host")
+
+
+def test_a_request_that_does_not_fit_ends_the_devices(path: Path, load: Callable[..., LLM]) -> None:
+    machine = Machine(ReferenceOps, 10_000)
+    with pytest.raises(NotEnoughMemoryError, match=r"2 layers on GPUs need .* on device 0"):
+        load(machine, path, n_gpu_layers=2)
+    assert machine.closed == ["host", "device 0"]
+
+
+def test_arguments_are_checked(path: Path) -> None:
+    for options, words in (
+        ({"n_gpu_layers": -1}, "n_gpu_layers is -1, but must be a whole number of at least 0"),
+        ({"n_gpu_layers": 1.5}, "n_gpu_layers is 1.5"),
+        ({"n_gpu_layers": 2}, "n_gpu_layers is 2, but no GPU was chosen"),
+        ({"tensor_split": "3,1"}, "tensor_split is '3,1', but must be a list of numbers"),
+        ({"tensor_split": [0, 0]}, "not all of them 0"),
+        ({"tensor_split": []}, "not all of them 0"),
+        ({"tensor_split": [1, -1]}, "numbers of at least 0"),
+        ({"tensor_split": [1, float("nan")]}, "numbers of at least 0"),
+        ({"tensor_split": [1, True]}, "numbers of at least 0"),
+        ({"tensor_split": 3}, "tensor_split is 3"),
+        ({"tensor_split": [1, 1]}, "needs a number for each GPU, of which there are 0"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            localllm.load(path, device="reference", **options)
+
+
+def test_names_of_gpus() -> None:
+    for name in ("cuda", "cuda:0", "cuda:1,0", "gpu"):
+        with pytest.raises(
+            DeviceError, match=f"device '{name}' cannot be used: .* no CUDA backend; use device='cpu'"
+        ):
+            open_devices(name)
+    with pytest.raises(DeviceError, match="'cuda:1,0,1' names a GPU twice"):
+        open_devices("cuda:1,0,1")
+    for name in ("cuda:", "cuda:x", "cuda:0,", "cuda:-1", "cuda0", "vulkan"):
+        with pytest.raises(DeviceError, match=f"there is no device '{name}': choose one of 'auto', 'cpu', 'cuda'"):
+            open_devices(name)
+    assert (cuda_indices(None), cuda_indices("2"), cuda_indices("1,0")) == (None, (2,), (1, 0))
+
+
+# -- The command line ----------------------------------------------------------------------------------------------
+
+
+def test_the_plan_without_loading(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    machine = Machine(ReferenceOps, 1 << 40)
+    monkeypatch.setattr("localllm.loading.open_devices", machine)
+    monkeypatch.setattr("localllm.loading.load_model", None)
+    outcome = run_main(capfdbinary, "inspect", path, "--plan", "-ngl", 2, "-c", 64)
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = outcome.out.splitlines()
+    assert lines[2:5] == ["64 tokens of context", "", "embedding        host (kernels of host): 20.4 kB weights"]
+    assert [line.split(":")[0] for line in lines[5:8]] == [
+        "layers 0-0       host (kernels of host)",
+        "layers 1-2       device 0 (kernels of device 0)",
+        "output           device 0 (kernels of device 0)",
+    ]
+    assert [line[:16].strip() for line in lines[8:]] == ["scratch", "on host", "on device 0", "in all"]
+    assert machine.closed == ["host", "device 0"]
+    plan = json.loads(run_main(capfdbinary, "inspect", path, "--plan", "-ngl", 2, "--json").out)["plan"]
+    assert (plan["context"], [group["device"] for group in plan["groups"]]) == (512, ["host"] * 2 + ["device 0"] * 2)
+    assert sum(plan["devices"].values()) == plan["total"]
+
+
+def test_a_plan_that_leaves_something_to_be_desired(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.setattr("localllm.loading.open_devices", Machine(ReferenceOps, 1000))
+    outcome = run_main(capfdbinary, "inspect", path, "--plan")
+    assert outcome.code == 0
+    assert "warning: the GPU has room for no layer" in outcome.err
+    assert "and -ngl 0 says that it is meant so" in outcome.err
+    outcome = run_main(capfdbinary, "inspect", path, "--plan", "-ngl", 1)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert "1 layers on GPUs need" in outcome.error()
+
+
+def test_flags(path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    monkeypatch.setattr("localllm.loading.open_devices", Machine(ReferenceOps, 1 << 40, 1 << 40))
+    generate = ("generate", "-m", path, "-p", "the", "-n", 3, "--temp", 0, "-c", 64)
+    expected = run_main(capfdbinary, *generate, "-ngl", 0)
+    assert "host (kernels of host)" in expected.err
+    outcome = run_main(capfdbinary, *generate, "--gpu-layers", 2, "--tensor-split", "3,1")
+    assert (outcome.code, outcome.out) == (0, expected.out)
+    named = [line[2:19].strip() for line in outcome.err.splitlines() if line.startswith("  ")]
+    assert named == ["embedding", "layers 0-0", "layers 1-2", "output", "scratch", "on host", "on device 0", "in all"]
+    for flags, words in (
+        (["-ngl", "x"], "'x' is not a whole number of at least 0"),
+        (["-ts", "3;1"], "'3;1' is not a list of numbers, such as 3,1"),
+        (["-ts", "1"], "-ts is '1', but needs a number for each GPU, of which there are 2"),
+        (["-ts", "0,0"], "-ts is [0.0, 0.0], but must be"),
+        (["-sm", "row"], "there is no flag -sm: a model is split by layers"),
+        (["-mg", "1"], "there is no flag -mg: GPUs are named in their order with --device"),
+    ):
+        outcome = run_main(capfdbinary, *generate, *flags)
+        assert outcome.code == 2
+        assert words in outcome.error()
+
+
+@pytest.mark.parametrize(
+    "flags", [["-c", 64], ["--device", "cpu"], ["-ngl", 0], ["-ts", "1"], ["--cache-type", "q8_0"]]
+)
+def test_flags_of_the_plan_alone(flags: list[Any], path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    outcome = run_main(capfdbinary, "inspect", path, *flags)
+    assert outcome.code == 2
+    assert "is for the plan of where a model would go: give --plan as well" in outcome.error()
