@@ -19,7 +19,7 @@ from localllm.engine import Engine
 from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
-from localllm.kernels.cpu.host import available_memory
+from localllm.kernels.cpu.host import available_memory, memory_advice
 from localllm.kernels.ops import CACHE_TYPES, CacheType
 from localllm.models.config import ModelConfig, read_config
 from localllm.models.registry import builder, load_model
@@ -262,7 +262,7 @@ def _load(source: _Source, device: Device, placement: Placement, options: LoadOp
             raise
         raise NotEnoughMemoryError(
             f"memory ran out while {file.path} was loaded, which takes {placement.total / 1e9:.2f} GB: "
-            "choose a smaller context or a smaller quantisation of the model"
+            f"{memory_advice()}, or choose a smaller context or a smaller quantisation of the model"
         ) from error
     info = _info(source, device, placement.loaded(model.weights))
     file.check_unchanged()

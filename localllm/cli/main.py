@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from localllm.cli.flags import check_command, check_flags, in_flags, unknown_wor
 from localllm.cli.parser import make_parsers
 from localllm.cli.terminal import discard, is_terminal, prepare_streams, say, visible_line, warn
 from localllm.errors import ContextLengthError, DeviceError, LocalLLMError, NotEnoughMemoryError, UsageError
+from localllm.kernels.cpu.host import LEAST_ADDRESS_SPACE, address_space_limit, memory_advice
 
 DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 #: What a shell reports of a program that wrote into a closed pipe (128 + SIGPIPE).
@@ -142,8 +144,14 @@ def _sentence(error: BaseException) -> str:
         return _in_flags(str(error))
     if isinstance(error, LocalLLMError):
         return str(error)
-    if isinstance(error, MemoryError):
-        return "memory ran out: choose a smaller context or a smaller model, or close other programs"
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return f"memory ran out: {memory_advice()}, or choose a smaller context or a smaller model"
+    limit = address_space_limit()
+    if isinstance(error, OSError | ImportError) and limit is not None and limit < LEAST_ADDRESS_SPACE:
+        return (
+            f"the address space of this process is limited to {limit / 1e9:.2f} GB (ulimit -v), which is too little "
+            f"to start in: raise the limit to {LEAST_ADDRESS_SPACE >> 10} or more"
+        )
     if isinstance(error, OSError):
         return f"the system refused: {error}"
     return (

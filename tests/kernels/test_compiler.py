@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import localllm
-from localllm.errors import KernelError
+from localllm.errors import KernelError, NotEnoughMemoryError
 from localllm.kernels.cpu.codes import load_bits, lut_op
 from localllm.kernels.cpu.compiler import (
     Variant,
@@ -119,6 +119,23 @@ def test_a_failure_leaves_the_others_alone() -> None:
 
 
 # -- Instruction sets ----------------------------------------------------------------------------------------------
+
+
+@kernel
+def compiled_with_little_memory(begin, end, x):
+    store_f32(x, 2.0)
+
+
+def test_nothing_is_compiled_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLVM would end the process."""
+    wanted = [variant(compiled_with_little_memory, choose())]
+    monkeypatch.setattr("localllm.kernels.cpu.host._system_memory", lambda: 40 << 20)
+    with pytest.raises(NotEnoughMemoryError, match=r"^to compile kernels .* takes .* is available: "):
+        addresses(wanted)
+    monkeypatch.undo()
+    there = addresses(wanted)
+    monkeypatch.setattr("localllm.kernels.cpu.host._system_memory", lambda: 0)
+    assert addresses(wanted) == there
 
 
 @kernel
