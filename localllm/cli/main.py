@@ -20,11 +20,12 @@ from typing import Any, NoReturn
 
 from localllm.cli.flags import check_command, check_flags, in_flags, unknown_words
 from localllm.cli.parser import make_parsers
+from localllm.cli.start import INTERRUPTED, end_at_once
 from localllm.cli.terminal import discard, is_terminal, prepare_streams, say, visible_line, warn
 from localllm.errors import ContextLengthError, DeviceError, LocalLLMError, NotEnoughMemoryError, UsageError
 from localllm.kernels.cpu.host import LEAST_ADDRESS_SPACE, address_space_limit, memory_advice
 
-DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, BAD_USAGE = 0, 1, 2
 #: What a shell reports of a program that wrote into a closed pipe (128 + SIGPIPE).
 BROKEN_PIPE = 141
 
@@ -67,7 +68,8 @@ def _main(argv: list[str]) -> int:
 @contextlib.contextmanager
 def _interrupts() -> Iterator[None]:
     """In a process of our own Ctrl-C ends the command in order, and another one at once, both with `INTERRUPTED`."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # it is ignored, or somebody else's
+    if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, end_at_once):
+        # It is ignored, or somebody else's.
         yield
         return
     signal.signal(signal.SIGINT, _interrupt)
@@ -77,12 +79,8 @@ def _interrupts() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
-    signal.signal(signal.SIGINT, _end_at_once)
+    signal.signal(signal.SIGINT, end_at_once)
     raise KeyboardInterrupt
-
-
-def _end_at_once(number: int, frame: object) -> NoReturn:
-    os._exit(INTERRUPTED)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -114,8 +112,10 @@ def _failure(error: BaseException, debug: bool) -> int:
         discard(sys.stdout)
     if isinstance(error, SystemExit):  # --help, --version
         return error.code if isinstance(error.code, int) else FAILED
-    if isinstance(error, KeyboardInterrupt):
-        if signal.getsignal(signal.SIGINT) is _end_at_once:
+    was_interrupted = signal.getsignal(signal.SIGINT) is end_at_once
+    # numpy makes an ImportError of an interrupt while it is imported.
+    if isinstance(error, KeyboardInterrupt) or was_interrupted:
+        if was_interrupted:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # at the interpreter's end no handler works
         _end_line()
         return INTERRUPTED
