@@ -136,10 +136,10 @@ def _sentence(error: BaseException) -> str:
                 f"the last message alone makes a prompt of {error.n_tokens:,} tokens but the context holds "
                 f"{error.context:,}: shorten it or the system's, or give a larger context with -c"
             )
-        return (
-            f"the prompt has {error.n_tokens:,} tokens but the context holds {error.context:,}: shorten it, give a "
-            "larger context with -c, or --overflow truncate"
-        )
+        ways = "shorten it, give a larger context with -c, or --overflow truncate"
+        if not error.truncatable:
+            ways = "shorten it, or give a larger context with -c"
+        return f"the prompt has {error.n_tokens:,} tokens but the context holds {error.context:,}: {ways}"
     if isinstance(error, UsageError | DeviceError | NotEnoughMemoryError):
         return _in_flags(str(error))
     if isinstance(error, LocalLLMError):
