@@ -46,6 +46,8 @@ DIGEST = 32
 #: Bytes of memory without which no kernel is compiled, and without which numba is not even loaded: LLVM ends the
 #: process where it gets none.  (Measured: 16 and 70 MiB.)
 COMPILING_BYTES, LOADING_BYTES = 48 << 20, 128 << 20
+#: Bytes of one model's object code, generously.
+MODEL_BYTES = 512 << 10
 #: Folders of the cache, one for each version of what kernels depend on, are kept so long after their last use.
 KEPT_SECONDS = 30 * 24 * 60 * 60
 _FOLDER_NAME = re.compile("[0-9a-f]{16}")
@@ -269,17 +271,18 @@ def cache_root() -> Path | None:
     return base / "localllm" / "kernels"
 
 
-def cache_is_writable() -> bool:
-    """Whether kernels that are compiled now will be there for the next process."""
+def cache_fault() -> str | None:
+    """Why kernels that are compiled now will not be there for the next process; None if they will."""
     folder = _folder()
     if folder is None:
-        return False
+        return "this user has no home"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(MODEL_BYTES))  # on a full disk there is a file, but nothing in it
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def _folder() -> Path | None:

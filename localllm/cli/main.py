@@ -29,6 +29,9 @@ DONE, FAILED, BAD_USAGE = 0, 1, 2
 #: What a shell reports of a program that wrote into a closed pipe (128 + SIGPIPE).
 BROKEN_PIPE = 141
 
+#: What the system says where a file cannot grow: the disk is full, or the user's part of it, or a limit is reached.
+NO_ROOM = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+
 #: Environment variable that makes errors show where they happened.
 DEBUG_VARIABLE = "LOCALLLM_DEBUG"
 
@@ -151,6 +154,12 @@ def _sentence(error: BaseException) -> str:
         return (
             f"the address space of this process is limited to {limit / 1e9:.2f} GB (ulimit -v), which is too little "
             f"to start in: raise the limit to {LEAST_ADDRESS_SPACE >> 10} or more"
+        )
+    if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
+        # Of all that is written only the result cannot be done without.
+        return (
+            f"standard output cannot be written ({error.strerror}): make room where it goes, or send it to another "
+            "place"
         )
     if isinstance(error, OSError):
         return f"the system refused: {error}"
