@@ -19,7 +19,7 @@ from localllm.engine import Engine
 from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
-from localllm.kernels.cpu.host import available_memory
+from localllm.kernels.cpu.host import available_memory, memory_advice
 from localllm.kernels.ops import CACHE_TYPES, CacheType, Ops
 from localllm.kernels.split import SplitOps
 from localllm.models.config import ModelConfig, read_config
@@ -329,7 +329,7 @@ def _load(
             raise
         raise NotEnoughMemoryError(
             f"memory ran out while {file.path} was loaded, which takes {placement.total / 1e9:.2f} GB: "
-            "choose a smaller context or a smaller quantisation of the model"
+            f"{memory_advice()}, or choose a smaller context or a smaller quantisation of the model"
         ) from error
     info = _info(source, devices, placement.loaded(model.weights))
     file.check_unchanged()
