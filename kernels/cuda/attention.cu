@@ -16,12 +16,12 @@
 // Compiled for: HEAD_DIM; Q8_0 (0 or 1), the cache's type; SOFT_CAP, SINKS (0 or 1); WEIGHT_PARTS (1 or 2); and for the
 // launch geometry that attention.py chooses: WARPS and BUFFERS of `attention_prefill`, STAGES of `attention_split`.
 //
-// What bounds it on an H200 (4.3 TB/s; 132 SMs at 1.75 GHz; taken to do 2,500 operations a clock and SM by mma.sync, so
-// 580 TFLOP/s; all predictions, nothing is measured yet): per row and key of 128 values there are 256 operations for the score and as many for each
-// part of the weight.  Prefill of 16k tokens counts 4 * 128 operations a visible key: with one part the products allow
-// 580 TFLOP/s, with two 390.  A warp reads 32 KiB of shared memory per 16 rows and page, 256 clocks of an SM's port,
-// for products that take 210 clocks (one part) or 310 (two): 470 TFLOP/s at most by that.  A tile of 128 rows reads
-// 32 KiB of L2 a page in at least 8 * 256 clocks: 16 bytes a clock, which L2 gives.
+// What bounds it on an H200 (4.3 TB/s; 132 SMs at 1.75 GHz, taken to do 2,500 operations a clock by mma.sync, so 580
+// TFLOP/s; predictions, of which nothing is measured yet): per row and key of 128 values there are 256 operations for
+// the score and as many for each part of the weight.  Prefill of 16k tokens counts 4 * 128 operations a visible key:
+// with one part the products allow 580 TFLOP/s, with two 390.  A warp reads 32 KiB of shared memory per 16 rows and
+// page, 256 clocks of an SM's port, for products that take 210 clocks (one part) or 310 (two): 470 TFLOP/s at most by
+// that.  A tile of 128 rows reads 32 KiB of L2 a page in at least 8 * 256 clocks: 16 bytes a clock, which L2 gives.
 // Decode reads 512 bytes a key (Q8_0: 272), so 32k positions of 8 key heads take 134 MB or 31 us; its products, for 16
 // rows whether they are used or not, take a sixth of that.
 #include "attention.cuh"
