@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from localllm.errors import ClosedError as ClosedError
     from localllm.errors import ContextLengthError as ContextLengthError
     from localllm.errors import DeviceError as DeviceError
+    from localllm.errors import DeviceLostError as DeviceLostError
+    from localllm.errors import DeviceMemoryError as DeviceMemoryError
     from localllm.errors import GGUFError as GGUFError
     from localllm.errors import KernelError as KernelError
     from localllm.errors import LocalLLMError as LocalLLMError
@@ -57,6 +59,8 @@ _HOMES = {
     "Completion": "completion",
     "ContextLengthError": "errors",
     "DeviceError": "errors",
+    "DeviceLostError": "errors",
+    "DeviceMemoryError": "errors",
     "Drafts": "drafting",
     "GGUFError": "errors",
     "GGUFFile": "gguf",
@@ -87,6 +91,8 @@ __all__ = [
     "Completion",
     "ContextLengthError",
     "DeviceError",
+    "DeviceLostError",
+    "DeviceMemoryError",
     "Drafts",
     "GGUFError",
     "GGUFFile",

@@ -59,6 +59,33 @@ class DeviceError(LocalLLMError):
     """A device was asked for that is not there or cannot be used; says why."""
 
 
+class DeviceLostError(DeviceError):
+    """A device failed while it worked: a kernel went wrong, or the hardware did.
+
+    Nothing more can be done with it in this process, and what was in its memory is gone.
+    """
+
+
+class DeviceMemoryError(NotEnoughMemoryError):
+    """A device's memory is full.
+
+    Attributes:
+        device: the device's number.
+        n_bytes: what was asked for; None if that is not known, as where a driver wants memory of its own.
+        free_bytes: what was free then.
+    """
+
+    def __init__(self, device: int, n_bytes: int | None, free_bytes: int, total_bytes: int) -> None:
+        wanted = "memory" if n_bytes is None else f"{n_bytes:,} bytes"
+        super().__init__(
+            f"CUDA device {device} has no room for {wanted}: {free_bytes:,} of its {total_bytes:,} bytes are free; "
+            f"use a smaller context or model, put fewer layers on it, or end other programs that use it"
+        )
+        self.device = device
+        self.n_bytes = n_bytes
+        self.free_bytes = free_bytes
+
+
 class KernelError(LocalLLMError):
     """No kernel fits the shapes or formats at hand, or one could not be compiled."""
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
+
+import pytest
 
 from tests.helpers.data import ROOT
 
@@ -32,3 +37,26 @@ def test_rooms_are_linked_into_the_package() -> None:
         link = ROOT / "localllm" / room
         assert link.is_symlink()
         assert link.readlink() == Path("..") / room
+
+
+def cuda_sources() -> set[str]:
+    return {path.name for path in (ROOT / "kernels" / "cuda").iterdir() if path.suffix not in (".py", "")}
+
+
+def test_cuda_sources_are_package_data() -> None:
+    # They are data to setuptools, which leaves out what no pattern names.
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert "common.cuh" in cuda_sources()
+    for name in cuda_sources():
+        assert any(fnmatch(name, pattern) for pattern in patterns["localllm.kernels.cuda"]), name
+
+
+def test_cuda_sources_are_built(tmp_path: Path) -> None:
+    """By the step that a wheel is made of: it puts every file where the wheel has it."""
+    pytest.importorskip("setuptools")
+    setup = [sys.executable, "-c", "from setuptools import setup; setup()"]
+    subprocess.run(
+        [*setup, "-q", "build_py", "--build-lib", str(tmp_path)], cwd=ROOT, capture_output=True, check=True
+    )
+    built = tmp_path / "localllm" / "kernels" / "cuda"
+    assert {path.name for path in built.iterdir() if path.suffix not in (".py", "")} == cuda_sources()

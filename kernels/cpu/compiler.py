@@ -35,12 +35,11 @@ import llvmlite
 import llvmlite.binding as llvm
 
 from localllm.errors import KernelError
+from localllm.kernels.code_cache import KEPT_SECONDS, cache_root, write_aside
 from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.templates import Device, Template
 
-#: Environment variable that names another folder for compiled kernels.
-CACHE_VARIABLE = "LOCALLLM_CACHE"
 #: Bytes of the digest that a cached file begins with.
 DIGEST = 32
 #: Bytes of memory without which no kernel is compiled, and without which numba is not even loaded: LLVM ends the
@@ -48,8 +47,6 @@ DIGEST = 32
 COMPILING_BYTES, LOADING_BYTES = 48 << 20, 128 << 20
 #: Bytes of one model's object code, generously.
 MODEL_BYTES = 512 << 10
-#: Folders of the cache, one for each version of what kernels depend on, are kept so long after their last use.
-KEPT_SECONDS = 30 * 24 * 60 * 60
 _FOLDER_NAME = re.compile("[0-9a-f]{16}")
 #: Modules outside this package whose constants become part of machine code.  (Look-up tables of `localllm.quant` are
 #: part of the names of the operations that use them.)
@@ -252,25 +249,6 @@ def assembly(v: Variant, triple: str | None = None) -> str:
 # -- The cache -----------------------------------------------------------------------------------------------------
 
 
-def cache_root() -> Path | None:
-    """The folder for compiled kernels: ``LOCALLLM_CACHE``, or the platform's place for caches; None if there is none.
-
-    (A folder for temporary files will not do: what lies there may be others' code.)
-    """
-    if named := os.environ.get(CACHE_VARIABLE):
-        return Path(named)
-    try:
-        if sys.platform == "win32":
-            base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-        elif sys.platform == "darwin":
-            base = Path.home() / "Library" / "Caches"
-        else:
-            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # no variable names a home, and the system does not know the user
-        return None
-    return base / "localllm" / "kernels"
-
-
 def cache_fault() -> str | None:
     """Why kernels that are compiled now will not be there for the next process; None if they will."""
     folder = _folder()
@@ -342,19 +320,6 @@ def _cached(v: Variant) -> bytes | None:
     _mark_used(folder)
     code = content[DIGEST:]
     return code if content[:DIGEST] == _digest(v, code) else None
-
-
-def write_aside(path: Path, content: bytes) -> None:
-    """Writes a file of the cache if it can: aside, and then into place, so that nobody ever reads half of it."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as out:
-                out.write(content)
-            os.replace(scratch, path)
-        except OSError:
-            os.unlink(scratch)
 
 
 def _digest(v: Variant, code: bytes) -> bytes:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from localllm.kernels.cpu.compiler import cache_root, write_aside
+from localllm.kernels.code_cache import cache_root, write_aside
 from localllm.kernels.cpu.control_groups import cpu_quota
 from localllm.kernels.cpu.host import (
     OTHER_CPUS,

@@ -35,7 +35,8 @@ def disturbance(other_cpus: float, scatter: float) -> str | None:
 
 def unwritable_cache() -> str | None:
     """What is to be said of the folder for compiled kernels, if it cannot be written."""
-    from localllm.kernels.cpu.compiler import CACHE_VARIABLE, cache_fault, cache_root
+    from localllm.kernels.code_cache import CACHE_VARIABLE, cache_root
+    from localllm.kernels.cpu.compiler import cache_fault
 
     fault = cache_fault()
     if fault is None:

@@ -22,13 +22,13 @@ import pytest
 
 import localllm
 from localllm.errors import KernelError, NotEnoughMemoryError
+from localllm.kernels.code_cache import cache_root
 from localllm.kernels.cpu.codes import load_bits, lut_op
 from localllm.kernels.cpu.compiler import (
     Variant,
     addresses,
     assembly,
     cache_fault,
-    cache_root,
     kernel,
     variant,
 )

@@ -20,6 +20,8 @@ PUBLIC = [
     "Completion",
     "ContextLengthError",
     "DeviceError",
+    "DeviceLostError",
+    "DeviceMemoryError",
     "Drafts",
     "GGUFError",
     "GGUFFile",

@@ -1,0 +1,743 @@
+// Flash attention over the paged cache (Dao et al., arXiv:2205.14135), for prefill and decode alike.
+//
+// A row is a token and one of the `group_size` query heads that share a key head; row number t * group_size + h of a
+// sequence is its token t and head h.  Rows are computed 16 at once, as matrix products have it.
+//
+// The cache is cut into spans of SPAN_PAGES pages.  A row's sums over a span begin with a fresh state (largest score,
+// total of the weights, weighted sum of values), which pages are added to in order; the spans' states are then merged
+// in order.  `attention_prefill` does all of it for many rows; where there are few rows, `attention_split` gives spans
+// to different blocks and `attention_merge` puts them together.  Each element of a product is summed up in the same
+// order in both, and a position that a row does not see adds exactly nothing: so a row has the same bits whatever
+// shares its tile and its batch.
+//
+// Queries are rounded to float16 after multiplication by a power of two that brings a row's largest near 2^14; scores
+// are float32 and in units of log 2.  Weights are rounded to WEIGHT_PARTS halves: with two, to 22 bits.
+//
+// Compiled for: HEAD_DIM; Q8_0 (0 or 1), the cache's type; SOFT_CAP, SINKS (0 or 1); WEIGHT_PARTS (1 or 2); and for the
+// launch geometry that attention.py chooses: WARPS and BUFFERS of `attention_prefill`, STAGES of `attention_split`.
+//
+// What bounds it on an H200 (4.3 TB/s; 132 SMs at 1.75 GHz, taken to do 2,500 operations a clock by mma.sync, so 580
+// TFLOP/s; predictions, of which nothing is measured yet): per row and key of 128 values there are 256 operations for
+// the score and as many for each part of the weight.  Prefill of 16k tokens counts 4 * 128 operations a visible key:
+// with one part the products allow 580 TFLOP/s, with two 390.  A warp reads 32 KiB of shared memory per 16 rows and
+// page, 256 clocks of an SM's port, for products that take 210 clocks (one part) or 310 (two): 470 TFLOP/s at most by
+// that.  A tile of 128 rows reads 32 KiB of L2 a page in at least 8 * 256 clocks: 16 bytes a clock, which L2 gives.
+// Decode reads 512 bytes a key (Q8_0: 272), so 32k positions of 8 key heads take 134 MB or 31 us; its products, for 16
+// rows whether they are used or not, take a sixth of that.
+#include "attention.cuh"
+
+#define HEAD ((HEAD_DIM + 15) / 16 * 16)
+#define HEAD_STEPS (HEAD / 16)
+#define GROUPS ((HEAD + PER_SCALE - 1) / PER_SCALE)
+#define STRIDE (HEAD + 8)  // halves from row to row in shared memory: eight rows lie in different banks
+#define KEY_TILES (PAGE / 8)
+#define PAIRS_PER_SCALE (PER_SCALE / 16)  // pairs of tiles of values
+#define ROWS 16
+
+#define LOG2_E 1.4426950408889634f
+// A masked score, and where the largest score starts: above a masked one, so that 2^(masked - largest) is 0.
+#define MASKED -3e38f
+#define LOWEST -1e30f
+
+// -- Rows and tiles ---------------------------------------------------------------------------------------------------
+
+// The new tokens of a batch's sequences.
+struct Batch {
+  const int *header, *query_starts, *kv_lengths, *block_tables;
+  int block_stride;  // entries of a block table
+};
+
+struct Tile {
+  int sequence, first_token, first_position, first_row, n_rows;  // no rows: there is no such tile
+};
+
+// Tile `number` of `rows` rows of the sequences that have least ... most tokens.  A sequence's last tiles, which see
+// most, come first.
+DEVICE Tile find_tile(const Batch& batch, int number, int rows, int group_size, int least, int most) {
+  for (int s = 0; s < batch.header[N_SEQUENCES]; s++) {
+    const int start = batch.query_starts[s], n_tokens = batch.query_starts[s + 1] - start;
+    if (n_tokens < least || n_tokens > most) continue;
+    const int n_rows = n_tokens * group_size, n_tiles = (n_rows + rows - 1) / rows;
+    if (number < n_tiles) {
+      const int first_row = (n_tiles - 1 - number) * rows;
+      return {s, start, batch.kv_lengths[s] - n_tokens, first_row, min(rows, n_rows - first_row)};
+    }
+    number -= n_tiles;
+  }
+  return {0, 0, 0, 0, 0};
+}
+
+// The position of a row's token, the last that it sees; rows beyond the tile's count as its last.
+DEVICE int position_of(const Tile& tile, int row, int group_size) {
+  return tile.first_position + (tile.first_row + min(row, tile.n_rows - 1)) / group_size;
+}
+
+// The positions that a row, or a tile, sees.
+struct Sight {
+  int first, last;
+  __device__ __forceinline__ bool has(int position) const { return first <= position && position <= last; }
+};
+
+DEVICE Sight sight_of(const Tile& tile, int rows, int group_size, int window) {
+  return {max(0, position_of(tile, 0, group_size) - window + 1), position_of(tile, rows, group_size)};
+}
+
+DEVICE size_t place_of(const Tile& tile, int row, int kv_head, int group_size, int stride) {
+  const int number = tile.first_row + row;
+  const int head = kv_head * group_size + number % group_size;
+  return (size_t)(tile.first_token + number / group_size) * stride + head * HEAD_DIM;
+}
+
+// Row `row` of a tile as halves, padded with zeros; a warp does it together.  Returns what scores of it are to be
+// multiplied with.  16 rows of halves cost one read of 4 * HEAD_DIM bytes a row.
+DEVICE float load_query(const float* q, int n, uint16_t* to) {
+  const int lane = threadIdx.x % 32;
+  float largest = 0.0f;
+  for (int i = lane; i < n; i += 32) largest = fmaxf(largest, fabsf(q[i]));
+  const int exponent = __float_as_int(warp_max(largest)) >> 23;
+  const int power = min(14 + 254 - exponent, 253);
+  const float factor = __int_as_float(power << 23);
+  for (int i = lane; i < HEAD; i += 32) to[i] = i < n ? float_to_half(q[i] * factor) : 0;
+  return __int_as_float((254 - power) << 23);
+}
+
+// -- Pages ------------------------------------------------------------------------------------------------------------
+
+// Keys or values of a layer: halves [pages, key heads, PAGE, HEAD]; or codes of that shape, and scales, halves
+// [pages, key heads, GROUPS, PAGE].
+struct Pages {
+  const uint8_t* entries;
+  const uint16_t* scales;
+};
+
+#if Q8_0
+#define LOAD_BYTES (PAGE * HEAD + 2 * PAGE * GROUPS)
+#define FACTOR_BYTES (4 * PAGE * GROUPS)
+#else
+#define LOAD_BYTES (2 * PAGE * STRIDE)
+#define FACTOR_BYTES 0
+#endif
+
+// Begins to copy a page to `buffer`.  Halves outside the tile's sight become zeros: whatever is there must not matter,
+// and 0 * NaN is NaN.
+template <int THREADS>
+DEVICE void load_page(uint8_t* buffer, const Pages& pages, size_t block, int position,
+                                          const Sight& sight) {
+#if Q8_0
+  const uint8_t* codes = pages.entries + block * (PAGE * HEAD);
+#pragma unroll 4
+  for (int i = threadIdx.x; i < PAGE * HEAD / 16; i += THREADS) copy16_or_zeros(buffer + 16 * i, codes + 16 * i, true);
+  const uint8_t* scales = (const uint8_t*)(pages.scales + block * (PAGE * GROUPS));
+  for (int i = threadIdx.x; i < PAGE * GROUPS / 8; i += THREADS)
+    copy16_or_zeros(buffer + PAGE * HEAD + 16 * i, scales + 16 * i, true);
+#else
+  const uint8_t* halves = pages.entries + block * (2 * PAGE * HEAD);
+#pragma unroll 4
+  for (int i = threadIdx.x; i < PAGE * HEAD / 8; i += THREADS) {
+    const int row = i / (HEAD / 8), column = i % (HEAD / 8);
+    copy16_or_zeros(buffer + 2 * STRIDE * row + 16 * column, halves + 16 * i, sight.has(position + row));
+  }
+#endif
+  commit_copies();
+}
+
+#if Q8_0
+// Two codes as halves, exactly: 0x6400 + b is 1024 + b.
+DEVICE uint32_t codes_to_halves(uint32_t word, uint32_t selector, uint32_t power) {
+  const uint32_t biased = __byte_perm(word ^ 0x80808080u, 0x64646464u, selector);
+  return multiply_halves(subtract_halves(biased, 0x64806480u), power);
+}
+
+// Turns codes to halves [PAGE, STRIDE], times a power of two near the scale, exactly, and leaves the rest of the scale
+// to `factors` [GROUPS, PAGE]: from 1 to 2, but for the largest scales and zero.  So weights times factors can be
+// rounded to halves whatever the scales are.
+template <int THREADS>
+DEVICE void widen_page(const uint8_t* buffer, uint16_t* page, float* factors, int position,
+                                           const Sight& sight) {
+  const uint16_t* scales = (const uint16_t*)(buffer + PAGE * HEAD);
+#pragma unroll 2
+  for (int i = threadIdx.x; i < PAGE * HEAD / 16; i += THREADS) {
+    const int row = i / (HEAD / 16), column = i % (HEAD / 16), group = column / (PER_SCALE / 16);
+    const float scale = half_to_float(scales[group * PAGE + row]);
+    const int exponent = min(max((__float_as_int(scale) >> 23) - 127, -24), 9);
+    const uint32_t half_power = exponent < -14 ? 1u << (exponent + 24) : (uint32_t)(exponent + 15) << 10;
+    const uint32_t power = half_power | half_power << 16;
+    const uint4 codes = *(const uint4*)(buffer + 16 * i);
+    uint4* to = (uint4*)(page + STRIDE * row + 16 * column);
+    to[0] = make_uint4(codes_to_halves(codes.x, 0x4140, power), codes_to_halves(codes.x, 0x4342, power),
+                           codes_to_halves(codes.y, 0x4140, power), codes_to_halves(codes.y, 0x4342, power));
+    to[1] = make_uint4(codes_to_halves(codes.z, 0x4140, power), codes_to_halves(codes.z, 0x4342, power),
+                           codes_to_halves(codes.w, 0x4140, power), codes_to_halves(codes.w, 0x4342, power));
+    if (column % (PER_SCALE / 16) == 0)
+      factors[group * PAGE + row] = sight.has(position + row) ? scale * __int_as_float((127 - exponent) << 23) : 0.0f;
+  }
+}
+#endif
+
+// -- Products ---------------------------------------------------------------------------------------------------------
+
+// 16 rows of queries, in registers where they fit.
+#define QUERY_REGISTERS (HEAD <= (Q8_0 ? 64 : 128))
+struct Queries {
+  const uint16_t* row;  // of this lane, as ldmatrix asks for it
+#if QUERY_REGISTERS
+  uint32_t a[HEAD_STEPS][4];
+#endif
+  __device__ __forceinline__ explicit Queries(const uint16_t* rows) {
+    const int lane = threadIdx.x % 32;
+    row = rows + STRIDE * (lane % 16) + lane / 16 * 8;
+#if QUERY_REGISTERS
+#pragma unroll
+    for (int step = 0; step < HEAD_STEPS; step++) load_matrices(a[step], row + 16 * step);
+#endif
+  }
+};
+
+// sums += queries @ keys.T over 16 values of the head; `row` is this lane's in the first two tiles of keys.
+template <int TILES>
+DEVICE void add_scores(float (&sums)[TILES][4], const Queries& q, int step, const uint16_t* row) {
+#if QUERY_REGISTERS
+  const uint32_t(&words)[4] = q.a[step];
+#else
+  uint32_t words[4];
+  load_matrices(words, q.row + 16 * step);
+#endif
+  const uint4 a = make_uint4(words[0], words[1], words[2], words[3]);
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile += 2) {
+    uint32_t keys[4];
+    load_matrices(keys, row + 8 * tile * STRIDE + 16 * step);
+    mma_f16(sums[tile], a, keys[0], keys[1]);
+    mma_f16(sums[tile + 1], a, keys[2], keys[3]);
+  }
+}
+
+// Products of the queries with TILES tiles of eight keys, from `first_tile` on.
+template <int TILES>
+DEVICE void score_page(float (&scores)[TILES][4], const Queries& q, const uint16_t* page,
+                                           const float* factors, int first_tile) {
+  const int lane = threadIdx.x % 32;
+  const uint16_t* row = page + (8 * first_tile + lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8;
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) scores[tile][i] = 0.0f;
+#if Q8_0
+  // A few tiles at once: sums of a group of values are in registers beside the scores.
+  constexpr int SOME = TILES < 4 ? TILES : 4;
+#pragma unroll
+  for (int first = 0; first < TILES; first += SOME) {
+#pragma unroll QUERY_REGISTERS ? 8 : 1
+    for (int group = 0; group < GROUPS; group++) {
+      float part[SOME][4] = {};
+#pragma unroll
+      for (int step = 2 * group; step < 2 * group + 2; step++)
+        if (step < HEAD_STEPS) add_scores(part, q, step, row + 8 * first * STRIDE);
+#pragma unroll
+      for (int tile = 0; tile < SOME; tile++) {
+        const int key = 8 * (first_tile + first + tile) + lane % 4 * 2;
+        const float2 factor = *(const float2*)(factors + group * PAGE + key);
+        float(&score)[4] = scores[first + tile];
+#pragma unroll
+        for (int i = 0; i < 4; i++) score[i] = fmaf(part[tile][i], i % 2 ? factor.y : factor.x, score[i]);
+      }
+    }
+  }
+#else
+#pragma unroll QUERY_REGISTERS ? 8 : 2
+  for (int step = 0; step < HEAD_STEPS; step++) add_scores(scores, q, step, row);
+#endif
+}
+
+// Weights of 16 keys as halves, and what the halves lose.
+struct Halves {
+  uint32_t high[4];
+#if WEIGHT_PARTS == 2
+  uint32_t low[4];
+#endif
+  __device__ __forceinline__ void set(int i, float first, float second) {
+    high[i] = to_halves(first, second);
+#if WEIGHT_PARTS == 2
+    low[i] = to_halves(first - half_to_float(high[i]), second - half_to_float(high[i] >> 16));
+#endif
+  }
+  __device__ __forceinline__ Halves(const float (&near)[4], const float (&far)[4], float2 near_factor,
+                                      float2 far_factor) {
+    set(0, near[0] * near_factor.x, near[1] * near_factor.y);
+    set(1, near[2] * near_factor.x, near[3] * near_factor.y);
+    set(2, far[0] * far_factor.x, far[1] * far_factor.y);
+    set(3, far[2] * far_factor.x, far[3] * far_factor.y);
+  }
+  __device__ __forceinline__ void add_product(float (&sums)[4], uint32_t b0, uint32_t b1) const {
+    mma_f16(sums, make_uint4(high[0], high[1], high[2], high[3]), b0, b1);
+#if WEIGHT_PARTS == 2
+    mma_f16(sums, make_uint4(low[0], low[1], low[2], low[3]), b0, b1);
+#endif
+  }
+};
+
+// sums += weights @ values for PAIRS times 16 values of the head, from pair `first_pair` on; total += the weights' sum,
+// in columns that are all alike.
+template <int PAIRS>
+DEVICE void add_values(float (&sums)[2 * PAIRS][4], float (&total)[4],
+                                           const float (&weights)[KEY_TILES][4], const uint16_t* page,
+                                           const float* factors, int first_pair) {
+  const int lane = threadIdx.x % 32;
+  const uint16_t* row = page + lane % 16 * STRIDE + lane / 16 * 8 + 16 * first_pair;
+  const float2 one = {1.0f, 1.0f};
+  const uint32_t ones = 0x3C003C00;
+#pragma unroll
+  for (int step = 0; step < PAGE / 16; step++) {
+    const float(&near)[4] = weights[2 * step], (&far)[4] = weights[2 * step + 1];
+    const Halves plain(near, far, one, one);
+    plain.add_product(total, ones, ones);
+#pragma unroll
+    for (int group = 0; group < PAIRS; group += PAIRS_PER_SCALE) {
+      if (first_pair + group >= HEAD_STEPS) continue;
+#if Q8_0
+      const float* of = factors + (first_pair + group) / PAIRS_PER_SCALE * PAGE + 16 * step + lane % 4 * 2;
+      const Halves halves(near, far, *(const float2*)of, *(const float2*)(of + 8));
+#else
+      const Halves& halves = plain;
+#endif
+#pragma unroll
+      for (int pair = group; pair < group + PAIRS_PER_SCALE && pair < PAIRS; pair++) {
+        if (first_pair + pair >= HEAD_STEPS) continue;
+        uint32_t values[4];
+        load_transposed(values, row + 16 * step * STRIDE + 16 * pair);
+        halves.add_product(sums[2 * pair], values[0], values[1]);
+        halves.add_product(sums[2 * pair + 1], values[2], values[3]);
+      }
+    }
+  }
+}
+
+// -- Softmax ----------------------------------------------------------------------------------------------------------
+
+// How products become scores: with soft-cap, cap * tanh(score / cap).
+struct Scoring {
+  float factor, cap;
+  __device__ __forceinline__ Scoring(float scale, float soft_cap)
+    : factor(SOFT_CAP ? 2.0f * LOG2_E * scale / soft_cap : LOG2_E * scale), cap(LOG2_E * soft_cap) {}
+  __device__ __forceinline__ float score(float product, float row_factor) const {
+    const float x = product * row_factor;
+    return SOFT_CAP ? cap - 2.0f * cap * reciprocal(exp2_of(x) + 1.0f) : x;
+  }
+};
+
+// A row's largest score and its weights' total.
+struct State {
+  float top, total;
+};
+
+// A row's position, and what products with its query are to be multiplied with.
+struct Row {
+  int position;
+  float factor;
+};
+
+// What sums and totals are multiplied with, when two states become one.
+struct Merge {
+  float keep, add;
+  __device__ __forceinline__ Merge(State& ours, const State& theirs) {
+    const float top = fmaxf(ours.top, theirs.top);
+    keep = exp2_of(ours.top - top), add = exp2_of(theirs.top - top);
+    ours = {top, sum(ours.total, theirs.total)};
+  }
+  __device__ __forceinline__ float sum(float ours, float theirs) const {
+    return fmaf(theirs, add, __fmul_rn(ours, keep));
+  }
+};
+
+// What a row's sums are multiplied with at the end; a sink is one more score, of no value.
+DEVICE float share_of(State state, const float* sinks, int head) {
+#if SINKS
+  const Merge merge(state, {LOG2_E * sinks[head], 1.0f});
+  return merge.keep / state.total;
+#else
+  return 1.0f / state.total;
+#endif
+}
+
+#define PARAMETERS                                                                                                     \
+  const int *__restrict__ header, const int *__restrict__ query_starts, const int *__restrict__ kv_lengths,          \
+    const int *__restrict__ block_tables, int block_stride, int n_kv_heads, int group_size, int least, int most,   \
+    int window
+#define CACHE_PARAMETERS                                                                                               \
+  const uint8_t *__restrict__ keys, const uint16_t *__restrict__ key_scales, const uint8_t *__restrict__ values,     \
+    const uint16_t *__restrict__ value_scales
+
+// -- Prefill ----------------------------------------------------------------------------------------------------------
+
+#define PREFILL_THREADS (32 * WARPS)
+// Large heads: two warps share 16 rows, each for half of the head's values, whose sums fill the registers else.
+#define HEAD_PARTS (HEAD > 128 ? 2 : 1)
+#define PREFILL_ROWS (ROWS * WARPS / HEAD_PARTS)
+#define PREFILL_PAIRS (HEAD_PARTS == 1 ? HEAD_STEPS : (HEAD_STEPS + 3) / 4 * 2)
+#define PREFILL_SUMS (8 * PREFILL_PAIRS)  // of a thread
+#define PREFILL_PAGES (BUFFERS * LOAD_BYTES + Q8_0 * 2 * PAGE * STRIDE + FACTOR_BYTES)
+
+// out = softmax(scale * q @ keys.T, over visible positions) @ values, for the sequences of least ... most tokens.
+// Grid: (at least as many as there are tiles of PREFILL_ROWS rows, key heads).  q, out: float32, so many values a token
+// as their strides say.  Each warp has 16 rows, all the scores of them, and all or half of their sums.  Keys are fetched
+// while values are added, and values while keys are scored; where one buffer serves both (BUFFERS 1, without scales),
+// nothing is fetched meanwhile.
+extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
+  attention_prefill(PARAMETERS, CACHE_PARAMETERS, const float* __restrict__ q, int q_stride, float* __restrict__ out,
+                      int out_stride, const float* __restrict__ sinks, float scale, float soft_cap) {
+  extern __shared__ __align__(16) uint8_t shared[];
+  __shared__ Row rows[PREFILL_ROWS];
+  const Batch batch = {header, query_starts, kv_lengths, block_tables, block_stride};
+  const Tile tile = find_tile(batch, blockIdx.x, PREFILL_ROWS, group_size, least, most);
+  if (tile.n_rows == 0) return;
+  const int kv_head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  // Shared memory: pages; sums of the spans so far, float32 [PREFILL_SUMS, threads]; rows of queries, which lie in the
+  // sums' place if they go to registers at once.
+  uint8_t* const load_keys = shared;
+  uint8_t* const load_values = shared + (BUFFERS - 1) * LOAD_BYTES;
+  float* const spans = (float*)(shared + PREFILL_PAGES) + threadIdx.x;
+  uint16_t* const query_rows =
+    (uint16_t*)(shared + PREFILL_PAGES + (QUERY_REGISTERS ? 0 : 4 * PREFILL_SUMS * PREFILL_THREADS));
+#if Q8_0
+  float* const factors = (float*)(shared + BUFFERS * LOAD_BYTES);
+  uint16_t* const page_keys = (uint16_t*)(shared + BUFFERS * LOAD_BYTES + FACTOR_BYTES);
+  uint16_t* const page_values = page_keys;
+#else
+  float* const factors = nullptr;
+  uint16_t* const page_keys = (uint16_t*)load_keys;
+  uint16_t* const page_values = (uint16_t*)load_values;
+#endif
+
+  const int warp_row = ROWS * (warp / HEAD_PARTS), first_pair = warp % HEAD_PARTS * PREFILL_PAIRS;
+  const bool has_rows = warp_row < tile.n_rows;
+  const Sight tile_sight = sight_of(tile, PREFILL_ROWS, group_size, window);
+  const Pages all_keys = {keys, key_scales}, all_values = {values, value_scales};
+  const int* table = block_tables + (size_t)tile.sequence * block_stride;
+  const int stop = tile_sight.last / PAGE + 1;
+  int page = tile_sight.first / PAGE;
+  load_page<PREFILL_THREADS>(load_keys, all_keys, (size_t)table[page] * n_kv_heads + kv_head, PAGE * page, tile_sight);
+
+  const Scoring scoring(scale, soft_cap);
+  for (int row = ROWS / HEAD_PARTS * warp; row < ROWS / HEAD_PARTS * (warp + 1); row++) {
+    const float* query = q + place_of(tile, min(row, tile.n_rows - 1), kv_head, group_size, q_stride);
+    const float factor = load_query(query, HEAD_DIM, query_rows + STRIDE * row) * scoring.factor;
+    if (lane == 0) rows[row] = {position_of(tile, row, group_size), factor};
+  }
+  __syncwarp();
+  const Queries queries(query_rows + STRIDE * warp_row);
+
+  State total[2] = {{LOWEST, 0.0f}, {LOWEST, 0.0f}};
+  float top[2] = {LOWEST, LOWEST}, weight_sums[4] = {}, sums[2 * PREFILL_PAIRS][4] = {};
+  bool is_first_span = true;
+  for (; page < stop; page++) {
+    const int position = PAGE * page;
+    const size_t block = (size_t)table[page] * n_kv_heads + kv_head;
+    // Keys have come, and nobody reads values any more.
+    wait_for_copies<0>();
+    __syncthreads();
+    const int low = rows[warp_row].position, high = rows[warp_row + ROWS - 1].position;
+    const bool is_seen = has_rows && low - window < position + PAGE - 1 && position <= high;
+    const bool is_masked = position <= high - window || low < position + PAGE - 1;
+#if Q8_0
+    widen_page<PREFILL_THREADS>(load_keys, page_keys, factors, position, tile_sight);
+    __syncthreads();
+#endif
+#if Q8_0 || BUFFERS == 2
+    load_page<PREFILL_THREADS>(load_values, all_values, block, position, tile_sight);
+#endif
+    float scores[KEY_TILES][4];
+    if (is_seen) {
+      score_page(scores, queries, page_keys, factors, 0);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const Row row = rows[warp_row + 8 * half + lane / 4];
+#pragma unroll
+        for (int i = 0; i < 2 * KEY_TILES; i++) {
+          float& score = scores[i / 2][2 * half + i % 2];
+          score = scoring.score(score, row.factor);
+        }
+        if (is_masked) {
+          const int last = row.position - position - lane % 4 * 2;
+#pragma unroll
+          for (int i = 0; i < 2 * KEY_TILES; i++) {
+            const int at = i / 2 * 8 + i % 2;
+            if (at <= last - window || last < at) scores[i / 2][2 * half + i % 2] = MASKED;
+          }
+        }
+        float largest = LOWEST;
+#pragma unroll
+        for (int i = 0; i < 2 * KEY_TILES; i++) largest = fmaxf(largest, scores[i / 2][2 * half + i % 2]);
+        largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, 2));
+        const float new_top = fmaxf(top[half], largest), keep = exp2_of(top[half] - new_top);
+        top[half] = new_top;
+#pragma unroll
+        for (int i = 0; i < 2 * KEY_TILES; i++) {
+          float& score = scores[i / 2][2 * half + i % 2];
+          score = exp2_of(score - new_top);
+        }
+        weight_sums[2 * half] *= keep, weight_sums[2 * half + 1] *= keep;
+#pragma unroll
+        for (int tile = 0; tile < 2 * PREFILL_PAIRS; tile++)
+          sums[tile][2 * half] *= keep, sums[tile][2 * half + 1] *= keep;
+      }
+    }
+#if !Q8_0 && BUFFERS == 1
+    __syncthreads();
+    load_page<PREFILL_THREADS>(load_values, all_values, block, position, tile_sight);
+#endif
+    // Values have come, and nobody reads keys any more.
+    wait_for_copies<0>();
+    __syncthreads();
+#if Q8_0
+    widen_page<PREFILL_THREADS>(load_values, page_values, factors, position, tile_sight);
+    __syncthreads();
+#endif
+    const size_t next = page + 1 < stop ? (size_t)table[page + 1] * n_kv_heads + kv_head : 0;
+#if Q8_0 || BUFFERS == 2
+    if (page + 1 < stop) load_page<PREFILL_THREADS>(load_keys, all_keys, next, position + PAGE, tile_sight);
+#endif
+    if (is_seen) add_values<PREFILL_PAIRS>(sums, weight_sums, scores, page_values, factors, first_pair);
+#if !Q8_0 && BUFFERS == 1
+    __syncthreads();
+    if (page + 1 < stop) load_page<PREFILL_THREADS>(load_keys, all_keys, next, position + PAGE, tile_sight);
+#endif
+
+    if ((page + 1) % SPAN_PAGES == 0 || page + 1 == stop) {
+      const Merge merges[2] = {{total[0], {top[0], weight_sums[0]}}, {total[1], {top[1], weight_sums[2]}}};
+#pragma unroll
+      for (int i = 0; i < PREFILL_SUMS; i++) {
+        float& sum = spans[i * PREFILL_THREADS];
+        sum = merges[i / 2 % 2].sum(is_first_span ? 0.0f : sum, sums[i / 4][i % 4]);
+        sums[i / 4][i % 4] = 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) weight_sums[i] = 0.0f;
+      top[0] = top[1] = LOWEST;
+      is_first_span = false;
+    }
+  }
+
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int row = warp_row + lane / 4 + 8 * half;
+    if (row >= tile.n_rows) continue;
+    const float share = share_of(total[half], sinks, kv_head * group_size + (tile.first_row + row) % group_size);
+    float* to = out + place_of(tile, row, kv_head, group_size, out_stride);
+#pragma unroll
+    for (int i = 0; i < PREFILL_SUMS / 2; i++) {
+      const int column = 16 * first_pair + i / 2 * 8 + lane % 4 * 2 + i % 2;
+      if (column < HEAD_DIM) to[column] = spans[(i / 2 * 4 + 2 * half + i % 2) * PREFILL_THREADS] * share;
+    }
+  }
+}
+
+// -- Decode -----------------------------------------------------------------------------------------------------------
+
+#define SPLIT_WARPS 4
+#define SPLIT_THREADS (32 * SPLIT_WARPS)
+#define SCORE_STRIDE (PAGE + 4)
+// Pairs of tiles of values that a warp adds up: one, or as many as share scales.
+#define SPLIT_PAIRS (HEAD_STEPS <= SPLIT_WARPS ? 1 : (HEAD_STEPS + 2 * SPLIT_WARPS - 1) / (2 * SPLIT_WARPS) * 2)
+
+// The pages that a block of `attention_split` reads: those of every gridDim.x-th span, of each the keys and the values.
+struct Walk {
+  int page, low, high, stop;  // of the span: its pages low ... high; of all: those before `stop`
+  bool is_value;
+  __device__ __forceinline__ Walk(int first, int stop, int span) : stop(stop), is_value(false) { enter(span, first); }
+  __device__ __forceinline__ void enter(int span, int first) {
+    low = page = max(first, span * SPAN_PAGES), high = min(stop, (span + 1) * SPAN_PAGES);
+  }
+  __device__ __forceinline__ bool is_over() const { return page >= stop; }
+  __device__ __forceinline__ bool begins_span() const { return page == low && !is_value; }
+  __device__ __forceinline__ void advance() {
+    page += is_value;
+    is_value = !is_value;
+    if (page == high) enter(low / SPAN_PAGES + gridDim.x, 0);
+  }
+};
+
+// Those pages as they come to shared memory, STAGES - 1 of them on their way: places for STAGES of them, then what they
+// are widened to where they have scales.
+struct Stream {
+  const Pages keys, values;
+  const int* table;
+  const int kv_head, n_kv_heads;
+  const Sight sight;
+  uint8_t* const shared;
+  Walk ahead;
+  int load_stage, stage;
+  __device__ __forceinline__ void load_next() {
+    if (ahead.is_over()) {
+      commit_copies();  // of nothing, so that groups can be counted
+      return;
+    }
+    const size_t block = (size_t)table[ahead.page] * n_kv_heads + kv_head;
+    const Pages pages = {ahead.is_value ? values.entries : keys.entries, ahead.is_value ? values.scales : keys.scales};
+    load_page<SPLIT_THREADS>(shared + load_stage * LOAD_BYTES, pages, block, PAGE * ahead.page, sight);
+    load_stage = load_stage + 1 == STAGES ? 0 : load_stage + 1;
+    ahead.advance();
+  }
+  __device__ __forceinline__ float* factors() const { return (float*)(shared + STAGES * LOAD_BYTES); }
+  // Page number `number`, once it has come and nobody reads the one before any more.
+  __device__ __forceinline__ const uint16_t* next(int number) {
+    wait_for_copies<STAGES - 2>();
+    __syncthreads();
+    const uint8_t* const buffer = shared + stage * LOAD_BYTES;
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    load_next();
+#if Q8_0
+    uint16_t* const page = (uint16_t*)(shared + STAGES * LOAD_BYTES + FACTOR_BYTES);
+    widen_page<SPLIT_THREADS>(buffer, page, factors(), PAGE * number, sight);
+    __syncthreads();
+    return page;
+#else
+    return (const uint16_t*)buffer;
+#endif
+  }
+};
+
+// The state of each row after each span: part_sums float32 [tiles, key heads, max_parts, part_rows, HEAD] and
+// part_states [tiles, key heads, max_parts, part_rows] of (largest score, total); a tile has at most part_rows rows
+// and sees at most max_parts spans.  Grid: (blocks that share the spans of a tile, key
+// heads, at least as many as there are tiles).  A tile of 16 rows: four warps share the keys of a page to score them
+// and the head's values to add them up, so that no sum is made in another order than in `attention_prefill`.
+extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
+  attention_split(PARAMETERS, CACHE_PARAMETERS, const float* __restrict__ q, int q_stride,
+          float* __restrict__ part_sums, float2* __restrict__ part_states, int max_parts, int part_rows,
+          float scale, float soft_cap) {
+  extern __shared__ __align__(16) uint8_t shared[];
+  __shared__ Row rows[ROWS];
+  __shared__ float tops[ROWS], keeps[ROWS];
+  __shared__ __align__(16) float scores[ROWS * SCORE_STRIDE];  // of a page, then the weights
+  const Batch batch = {header, query_starts, kv_lengths, block_tables, block_stride};
+  const Tile tile = find_tile(batch, blockIdx.z, ROWS, group_size, least, most);
+  if (tile.n_rows == 0) return;
+  const Sight tile_sight = sight_of(tile, ROWS, group_size, window);
+  const int first_page = tile_sight.first / PAGE, first_span = first_page / SPAN_PAGES;
+  Walk walk(first_page, tile_sight.last / PAGE + 1, first_span + blockIdx.x);
+  if (walk.is_over()) return;
+
+  const int kv_head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int* table = block_tables + (size_t)tile.sequence * block_stride;
+  Stream stream = {{keys, key_scales}, {values, value_scales}, table, kv_head, n_kv_heads, tile_sight, shared, walk,
+                     0,                  0};
+  // Behind the pages: queries.
+  uint16_t* const query_rows =
+    (uint16_t*)(shared + STAGES * LOAD_BYTES + Q8_0 * 2 * PAGE * STRIDE + FACTOR_BYTES);
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) stream.load_next();
+
+  const Scoring scoring(scale, soft_cap);
+  for (int row = warp; row < ROWS; row += SPLIT_WARPS) {
+    const float* query = q + place_of(tile, min(row, tile.n_rows - 1), kv_head, group_size, q_stride);
+    const float factor = load_query(query, HEAD_DIM, query_rows + STRIDE * row) * scoring.factor;
+    if (lane == 0) rows[row] = {position_of(tile, row, group_size), factor};
+  }
+  __syncthreads();
+  const Queries queries(query_rows);
+
+  // In the softmax, eight threads have a row: thread c of them the keys 4 c ... 4 c + 3 and 32 + 4 c ... 32 + 4 c + 3.
+  const int row = threadIdx.x / 8, column = threadIdx.x % 8 * 4;
+  float* const row_scores = scores + row * SCORE_STRIDE + column;
+  float top = LOWEST, weight_sums[4] = {}, sums[2 * SPLIT_PAIRS][4] = {};
+  while (!walk.is_over()) {
+    const uint16_t* page = stream.next(walk.page);
+    float products[2][4];
+    score_page(products, queries, page, stream.factors(), 2 * warp);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float* to = scores + (lane / 4 + i / 2 * 8) * SCORE_STRIDE + 16 * warp + i % 2 * 8 + lane % 4 * 2;
+      *(float2*)to = make_float2(products[i % 2][i / 2 * 2], products[i % 2][i / 2 * 2 + 1]);
+    }
+    __syncthreads();
+
+    float largest = LOWEST;
+    float mine[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int at = PAGE * walk.page + i / 4 * 32 + column + i % 4, last = rows[row].position;
+      mine[i] = scoring.score(row_scores[i / 4 * 32 + i % 4], rows[row].factor);
+      if (at <= last - window || last < at) mine[i] = MASKED;
+      largest = fmaxf(largest, mine[i]);
+    }
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, step));
+    const float new_top = fmaxf(top, largest);
+#pragma unroll
+    for (int i = 0; i < 8; i++) row_scores[i / 4 * 32 + i % 4] = exp2_of(mine[i] - new_top);
+    if (column == 0) keeps[row] = exp2_of(top - new_top), tops[row] = new_top;
+    top = new_top;
+
+    walk.advance();
+    page = stream.next(walk.page);
+    float weights[KEY_TILES][4];
+#pragma unroll
+    for (int i = 0; i < 2 * KEY_TILES; i++) {
+      const float2 two = *(const float2*)(scores + (lane / 4 + i % 2 * 8) * SCORE_STRIDE + i / 2 * 8 + lane % 4 * 2);
+      weights[i / 2][i % 2 * 2] = two.x, weights[i / 2][i % 2 * 2 + 1] = two.y;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float keep = keeps[lane / 4 + 8 * half];
+      weight_sums[2 * half] *= keep, weight_sums[2 * half + 1] *= keep;
+#pragma unroll
+      for (int tile = 0; tile < 2 * SPLIT_PAIRS; tile++)
+        sums[tile][2 * half] *= keep, sums[tile][2 * half + 1] *= keep;
+    }
+    add_values<SPLIT_PAIRS>(sums, weight_sums, weights, page, stream.factors(), SPLIT_PAIRS * warp);
+
+    const int part = walk.low / SPAN_PAGES - first_span;
+    walk.advance();
+    if (!walk.begins_span()) continue;
+    const size_t part_row = (((size_t)blockIdx.z * n_kv_heads + kv_head) * max_parts + part) * part_rows;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int r = lane / 4 + 8 * half;
+      if (warp == 0 && lane % 4 == 0 && r < tile.n_rows)
+        part_states[part_row + r] = make_float2(tops[r], weight_sums[2 * half]);
+      weight_sums[2 * half] = weight_sums[2 * half + 1] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 2 * SPLIT_PAIRS; i++) {
+        const int at = 2 * SPLIT_PAIRS * warp + i;
+        if (at < 2 * HEAD_STEPS && r < tile.n_rows)
+          *(float2*)(part_sums + (part_row + r) * HEAD + 8 * at + lane % 4 * 2) =
+            make_float2(sums[i][2 * half], sums[i][2 * half + 1]);
+        sums[i][2 * half] = sums[i][2 * half + 1] = 0.0f;
+      }
+    }
+    top = LOWEST;
+  }
+}
+
+// Merges the spans' states of each row, in order, and writes the row.  Grid: (4, key heads, tiles); a warp has a row.
+// Reads (HEAD + 2) * 4 bytes a row and span: an eightieth of what `attention_split` reads, at four rows.
+extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
+  attention_merge(PARAMETERS, const float* __restrict__ part_sums, const float2* __restrict__ part_states,
+          int max_parts, int part_rows, float* __restrict__ out, int out_stride,
+          const float* __restrict__ sinks) {
+  const Batch batch = {header, query_starts, kv_lengths, block_tables, block_stride};
+  const Tile tile = find_tile(batch, blockIdx.z, ROWS, group_size, least, most);
+  const int kv_head = blockIdx.y, row = SPLIT_WARPS * blockIdx.x + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (row >= tile.n_rows) return;
+  const Sight sight = sight_of(tile, ROWS, group_size, window);
+  const int first_span = sight.first / PAGE / SPAN_PAGES, n_parts = sight.last / PAGE / SPAN_PAGES + 1 - first_span;
+  const size_t first = ((size_t)blockIdx.z * n_kv_heads + kv_head) * max_parts * part_rows + row;
+
+  State total = {LOWEST, 0.0f};
+  float sums[(HEAD + 31) / 32] = {};
+  for (int part = 0; part < n_parts; part++) {
+    const size_t at = first + (size_t)part * part_rows;
+    const float2 state = part_states[at];
+    const Merge merge(total, {state.x, state.y});
+#pragma unroll
+    for (int i = 0; i < (HEAD + 31) / 32; i++)
+      if (32 * i + lane < HEAD) sums[i] = merge.sum(sums[i], part_sums[at * HEAD + 32 * i + lane]);
+  }
+  const float share = share_of(total, sinks, kv_head * group_size + (tile.first_row + row) % group_size);
+  float* to = out + place_of(tile, row, kv_head, group_size, out_stride);
+#pragma unroll
+  for (int i = 0; i < (HEAD + 31) / 32; i++)
+    if (32 * i + lane < HEAD_DIM) to[32 * i + lane] = sums[i] * share;
+}

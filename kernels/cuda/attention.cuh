@@ -1,0 +1,75 @@
+// What attention.cu is written in beside mma.cuh, and for sm_75, which has no asynchronous copies, instead of it.
+#pragma once
+#include "batch.cuh"
+#include "mma.cuh"
+
+// Two values in a register, the first in its low half.
+DEVICE uint32_t to_halves(float first, float second) {
+#if __CUDA_ARCH__ >= 800
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(second), "f"(first));
+  return y;
+#else
+  return float_to_half(first) | (uint32_t)float_to_half(second) << 16;
+#endif
+}
+
+DEVICE uint32_t subtract_halves(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+DEVICE uint32_t multiply_halves(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("mul.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+// 2 ** x, within 2 units in the last place; 0 where it would be subnormal.
+DEVICE float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+#if __CUDA_ARCH__ < 800
+DEVICE uint32_t shared_address(const void* place) { return (uint32_t)__cvta_generic_to_shared(place); }
+
+DEVICE void load_matrices(uint32_t (&words)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+DEVICE void commit_copies() {}
+
+template <int N>
+DEVICE void wait_for_copies() {}
+#endif
+
+// As load_matrices, each matrix of 8 x 8 halves transposed: rows 2 t and 2 t + 1 of column g.
+DEVICE void load_transposed(uint32_t (&words)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// Copies 16 bytes of global memory, or 16 zeros where they are not wanted.
+DEVICE void copy16_or_zeros(void* shared, const void* global, bool wanted) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(wanted ? 16 : 0)
+               : "memory");
+#else
+  *(uint4*)shared = wanted ? *(const uint4*)global : make_uint4(0, 0, 0, 0);
+#endif
+}

@@ -1,0 +1,259 @@
+"""Which kernels of `attention.cu` compute a batch's attention, how they are compiled and launched.
+
+Sequences of few tokens are split: blocks take spans of what they see, and a second kernel merges those.  The others
+are prefilled: a block takes a tile of rows through all that it sees.  Both give the same bits, so this is a matter
+of speed alone.  A kernel takes the sequences whose number of tokens lies in its range, and finds its tiles by the
+batch's tables in device memory: a captured launch stays valid for every batch within the `Work` it was made for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from localllm.errors import KernelError
+from localllm.kernels.cuda.cache import PAGE, padded_head
+from localllm.kernels.ops import VALUES_PER_SCALE, CacheType
+
+#: Pages in a span, after which sums begin anew.  With fewer, more blocks share a short cache; prefill merges more.
+SPAN_PAGES = 4
+SPAN = SPAN_PAGES * PAGE
+#: Rows that are computed at once.
+ROWS = 16
+#: Where there is no window.
+NO_WINDOW = 1 << 30
+#: More tokens than any sequence of a batch has.
+MOST_TOKENS = (1 << 31) - 1
+#: Sequences of at most so many rows (tokens times query heads of a key head) may be split.
+SPLIT_ROWS = 256
+
+_SPLIT_WARPS = 4
+#: Bytes of shared memory that the kernels declare themselves, and of each row in prefill.
+_SPLIT_STATIC = ROWS * 4 * (PAGE + 4) + ROWS * 16
+_ROW_STATIC = 8
+#: Values of the head in front of which a tile's rows are padded by eight, so that they lie in different banks.
+_PADDING = 8
+#: Heads of more values: two warps share rows.
+_SHARED_ROWS = 128
+#: The dynamic shared memory that `_stages` aims at: that two blocks fit beside each other on most devices.
+_STAGED_BYTES = 56 << 10
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel's launch geometry."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What `attention.cu` is compiled for.
+
+    Attributes:
+        head_dim, cache_type: of the cache.
+        soft_cap: whether scores are capped.
+        sinks: whether each query head has a sink.
+        weight_parts: halves that a weight is rounded to: 2 for 22 bits, 1 for 11 bits and a third fewer products.
+        warps, buffers: of `attention_prefill`.
+        stages: of `attention_split`.
+    """
+
+    head_dim: int
+    cache_type: CacheType
+    soft_cap: bool
+    sinks: bool
+    weight_parts: int
+    warps: int
+    buffers: int
+    stages: int
+
+    @property
+    def defines(self) -> dict[str, int | str]:
+        return {
+            "HEAD_DIM": self.head_dim,
+            "Q8_0": int(self.cache_type == "q8_0"),
+            "SOFT_CAP": int(self.soft_cap),
+            "SINKS": int(self.sinks),
+            "WEIGHT_PARTS": self.weight_parts,
+            "WARPS": self.warps,
+            "BUFFERS": self.buffers,
+            "STAGES": self.stages,
+            "SPAN_PAGES": SPAN_PAGES,
+        }
+
+    @property
+    def head(self) -> int:
+        return padded_head(self.head_dim)
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile of `attention_prefill`."""
+        return ROWS * self.warps // self._head_parts
+
+    @property
+    def _head_parts(self) -> int:
+        return 2 if self.head > _SHARED_ROWS else 1
+
+    @property
+    def _page_bytes(self) -> int:
+        """Of a page of halves in shared memory."""
+        return 2 * PAGE * (self.head + _PADDING)
+
+    @property
+    def _load_bytes(self) -> int:
+        """Of a page as it comes from the cache."""
+        groups = -(-self.head // VALUES_PER_SCALE)
+        return PAGE * (self.head + 2 * groups) if self.cache_type == "q8_0" else self._page_bytes
+
+    @property
+    def _widened_bytes(self) -> int:
+        """Of what pages with scales are widened to."""
+        groups = -(-self.head // VALUES_PER_SCALE)
+        return self._page_bytes + 4 * PAGE * groups if self.cache_type == "q8_0" else 0
+
+    @property
+    def prefill_bytes(self) -> int:
+        """Dynamic shared memory of `attention_prefill`."""
+        steps = self.head // 16
+        pairs = steps if self._head_parts == 1 else (steps + 3) // 4 * 2
+        sums = 4 * 8 * pairs * 32 * self.warps
+        # Queries lie in the sums' place if they go to registers at once.
+        in_registers = self.head <= (_SHARED_ROWS // 2 if self.cache_type == "q8_0" else _SHARED_ROWS)
+        queries = 0 if in_registers else 2 * self.tile_rows * (self.head + _PADDING)
+        return self.buffers * self._load_bytes + self._widened_bytes + sums + queries
+
+    @property
+    def split_bytes(self) -> int:
+        """Dynamic shared memory of `attention_split`."""
+        return self.stages * self._load_bytes + self._widened_bytes + 2 * ROWS * (self.head + _PADDING)
+
+    @property
+    def largest_block_bytes(self) -> int:
+        """The shared memory that a block needs, all in all."""
+        return max(self.prefill_bytes + _ROW_STATIC * self.tile_rows, self.split_bytes + _SPLIT_STATIC)
+
+
+def choose_variant(
+    head_dim: int,
+    cache_type: CacheType,
+    shared_bytes: int,
+    *,
+    soft_cap: bool = False,
+    sinks: bool = False,
+    weight_parts: int = 2,
+) -> Variant:
+    """The fastest variant for a device that gives a block ``shared_bytes`` of shared memory.
+
+    Raises:
+        KernelError: heads are too large for that.
+    """
+    if not 1 <= head_dim <= 256:
+        raise KernelError(f"attention on CUDA takes heads of 1 to 256 values, not {head_dim}: use device='cpu'")
+    for warps, buffers in ((8, 2), (8, 1), (4, 2), (4, 1), (2, 2), (2, 1)):
+        if buffers == 2 and cache_type == "q8_0":
+            continue  # what pages are widened to is the second buffer
+        for stages in (4, 3, 2):
+            variant = Variant(head_dim, cache_type, soft_cap, sinks, weight_parts, warps, buffers, stages)
+            staged = stages == 2 or stages * variant._load_bytes <= _STAGED_BYTES
+            if staged and variant.largest_block_bytes <= shared_bytes:
+                return variant
+    raise KernelError(
+        f"attention over heads of {head_dim} values in a {cache_type} cache needs {variant.largest_block_bytes} "
+        f"bytes of shared memory a block, but the device gives {shared_bytes}: use device='cpu', or another device"
+    )
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a model's attention, and how far it looks back (`NO_WINDOW`: to the beginning)."""
+
+    n_kv_heads: int
+    group_size: int
+    window: int = NO_WINDOW
+
+
+@dataclass(frozen=True)
+class Work:
+    """What attention's launches must have room for.
+
+    Attributes:
+        split_tokens: sequences of at most so many tokens are split; 0: none is.
+        prefill_tiles, split_tiles: tiles of either kind, at most; 0 if no such launch is needed.
+        max_parts: spans that a tile which is split sees, at most.
+        part_rows: rows that it has, at most.
+    """
+
+    split_tokens: int
+    prefill_tiles: int
+    split_tiles: int
+    max_parts: int
+    part_rows: int
+
+    def part_floats(self, heads: Heads, variant: Variant) -> tuple[int, int]:
+        """Sizes of ``part_sums`` and ``part_states``, in float32 values."""
+        rows = self.split_tiles * heads.n_kv_heads * self.max_parts * self.part_rows
+        return rows * variant.head, rows * 2
+
+
+def work_of_bucket(n_tokens: int, longest: int, heads: Heads) -> Work:
+    """For every batch of at most ``n_tokens`` tokens, in sequences of at most ``longest``: all of it is split."""
+    tiles = n_tokens * -(-heads.group_size // ROWS)
+    rows = min(ROWS, n_tokens * heads.group_size)
+    return Work(MOST_TOKENS, 0, tiles, _most_parts(n_tokens, longest, heads), rows)
+
+
+def work_of_batch(sequences: Iterable[tuple[int, int]], heads: Heads, variant: Variant, part_bytes: int) -> Work:
+    """For one batch.
+
+    Args:
+        sequences: of each, its tokens in the batch and its length in the cache with them.
+        part_bytes: memory that ``part_sums`` and ``part_states`` may take.
+    """
+    tokens = [(n, length) for n, length in sequences]
+    # Fewer and fewer are split, until their parts fit.
+    for limit in (*(SPLIT_ROWS // share // heads.group_size for share in (1, 2, 4, 8, 16)), 1, 0):
+        split = [(n, length) for n, length in tokens if n <= limit]
+        rows = sorted(n * heads.group_size for n, _ in split)
+        work = Work(
+            limit,
+            sum(-(-n * heads.group_size // variant.tile_rows) for n, _ in tokens if n > limit),
+            sum(-(-n // ROWS) for n in rows),
+            max((_most_parts(n, length, heads) for n, length in split), default=0),
+            min(ROWS, rows[-1]) if rows else 0,
+        )
+        if 4 * sum(work.part_floats(heads, variant)) <= part_bytes:
+            break
+    return work
+
+
+def _most_parts(n_tokens: int, longest: int, heads: Heads) -> int:
+    """Spans that a tile of a sequence sees, at most: its rows are of at most ``n_tokens`` tokens."""
+    seen = min(heads.window - 1, longest) + min(n_tokens, ROWS)
+    return min(-(-longest // SPAN), -(-seen // SPAN) + 1)
+
+
+def launches(work: Work, heads: Heads, variant: Variant, n_multiprocessors: int) -> list[Launch]:
+    """The launches for some work, in order: of `attention_prefill`, `attention_split` and `attention_merge`."""
+    result = []
+    if work.prefill_tiles:
+        grid = (work.prefill_tiles, heads.n_kv_heads, 1)
+        result.append(Launch("attention_prefill", grid, (32 * variant.warps, 1, 1), variant.prefill_bytes))
+    if work.split_tiles:
+        # Enough blocks for every multiprocessor to have several; where there are more spans, blocks take several.
+        tiles = heads.n_kv_heads * work.split_tiles
+        shares = min(work.max_parts, -(-4 * n_multiprocessors // tiles))
+        block = (32 * _SPLIT_WARPS, 1, 1)
+        grid = (shares, heads.n_kv_heads, work.split_tiles)
+        result.append(Launch("attention_split", grid, block, variant.split_bytes))
+        rows = -(-work.part_rows // _SPLIT_WARPS)
+        result.append(Launch("attention_merge", (rows, heads.n_kv_heads, work.split_tiles), block))
+    return result
+
+
+def token_range(launch: Launch, work: Work) -> tuple[int, int]:
+    """``least`` and ``most``, the kernel's arguments: the sequences that it takes have so many tokens."""
+    return (work.split_tokens + 1, MOST_TOKENS) if launch.kernel == "attention_prefill" else (1, work.split_tokens)

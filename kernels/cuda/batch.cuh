@@ -1,0 +1,8 @@
+// How kernels see a batch and the cache (cache.py).
+#pragma once
+
+// Places in the batch's header, int32 in device memory, so that a captured launch serves every batch.
+enum { N_TOKENS, N_OUTPUTS, N_SEQUENCES };
+
+constexpr int PAGE = 64;       // tokens in a page of the cache
+constexpr int PER_SCALE = 32;  // values of a head that share a scale, where the cache has scales

@@ -1,0 +1,57 @@
+// What every kernel needs: integer types, conversions that are exact, and collectives of whole warps.
+#pragma once
+
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+
+#define DEVICE static __device__ __forceinline__
+
+constexpr int WARP = 32;
+constexpr uint32_t FULL_MASK = 0xffffffffu;
+
+DEVICE float half_to_float(uint16_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+DEVICE float low_half(uint32_t word) { return half_to_float((uint16_t)word); }
+
+DEVICE float high_half(uint32_t word) { return half_to_float((uint16_t)(word >> 16)); }
+
+DEVICE float bfloat_to_float(uint16_t bits) { return __int_as_float((int)((uint32_t)bits << 16)); }
+
+// The nearest number of 16 bits, ties to even; beyond the range it is infinite.
+DEVICE uint16_t float_to_half(float value) {
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+DEVICE uint16_t float_to_bfloat(float value) {
+  const uint32_t bits = (uint32_t)__float_as_int(value);
+  if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);  // a NaN stays one
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// The sum over the 32 lanes of a warp, in all of them; the same bits in each, in an order that never changes.
+template <class T>
+DEVICE T warp_sum(T value) {
+#pragma unroll
+  for (int distance = WARP / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(FULL_MASK, value, distance);
+  return value;
+}
+
+// The largest over the 32 lanes of a warp, in all of them; a NaN counts only where there is nothing else.
+DEVICE float warp_max(float value) {
+#pragma unroll
+  for (int distance = WARP / 2; distance > 0; distance /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(FULL_MASK, value, distance));
+  }
+  return value;
+}

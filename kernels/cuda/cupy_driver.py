@@ -1,0 +1,463 @@
+"""`localllm.kernels.cuda.driver.Driver` over CuPy: thin, since CUDA does the work.
+
+CuPy's own memory pool, arrays and compiler are not used, only its binding of CUDA's runtime: memory is cudaMalloc's
+and given back at once, streams are those made here, and the current device of the calling program is left as it was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import (
+    DeviceError,
+    DeviceLostError,
+    DeviceMemoryError,
+    KernelError,
+    LocalLLMError,
+    NotEnoughMemoryError,
+    UsageError,
+)
+from localllm.kernels.cuda import driver as interface
+from localllm.kernels.cuda.driver import (
+    FREE_SHARED_BYTES,
+    CompileProgress,
+    Defines,
+    DeviceMemory,
+    DeviceProperties,
+    MemoryInfo,
+    check_arguments,
+    check_capability,
+    check_device,
+    check_sizes,
+    host_array,
+    launch_shape,
+)
+from localllm.kernels.cuda.installation import count_devices, import_cupy
+from localllm.kernels.cuda.module import FOLDER, ModuleCompiler
+
+# Numbers of CUDA's errors (cudaError_t; those of the driver API are the same).
+_OUT_OF_MEMORY = 2
+_INITIALISATION = 3
+_PEER_ACCESS_UNSUPPORTED = 217
+_NO_BINARY = {200, 209, 218, 222}
+_NOT_FOUND = 500
+_PEER_ACCESS_ALREADY_ENABLED = 704
+_LAUNCH_OUT_OF_RESOURCES = 701
+_ILLEGAL_STATE = 401
+_CAPTURE = {_ILLEGAL_STATE, *range(900, 911)}
+#: After these nothing works any more in the process: memory errors of the hardware, illegal accesses and
+#: instructions, assertions, time limits, a device that fell off its bus.
+_LOST = {214, 219, 220, 226, 700, 702, 710, 713, 714, 715, 716, 717, 718, 719, 721}
+
+
+@dataclass(frozen=True, eq=False)
+class _Handle:
+    """Something of CuPy's and the device that it is of."""
+
+    device: int
+    cupy: Any
+
+
+@dataclass(frozen=True, eq=False)
+class _Event(_Handle):
+    has_timing: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Module(_Handle):
+    name: str
+    #: Functions by kernel, and the dynamic shared memory that the driver lets each have.
+    functions: dict[str, Any] = field(default_factory=dict)
+    shared_bytes: dict[str, int] = field(default_factory=dict)
+
+
+class CupyDriver:
+    """The CUDA devices of this machine.
+
+    Args:
+        folder: where the kernels' sources are.
+
+    Raises:
+        DeviceError: there is no device, no driver, no CuPy, no NVRTC, or they do not fit together; says what to do.
+    """
+
+    def __init__(self, folder: Path = FOLDER) -> None:
+        self._cupy = import_cupy()
+        self._runtime = self._cupy.cuda.runtime
+        self._count = count_devices(self._cupy)
+        self._compiler = ModuleCompiler(self._cupy, folder)
+        #: The device last used: what belongs to none in particular is done by it, lest CUDA wake another one.
+        self._home = 0
+        self._properties: dict[int, DeviceProperties] = {}
+        self._modules: dict[tuple[int, str, frozenset[tuple[str, int | str]]], _Module] = {}
+        #: Pairs (device, peer) with access.
+        self._peers: set[tuple[int, int]] = set()
+        #: The threads that capture, and what became garbage meanwhile: to free anything would break a capture.
+        self._capturing: list[int] = []
+        self._garbage: deque[tuple[int, Callable[[int], None], int]] = deque()
+
+    # -- Devices ---------------------------------------------------------------------------------------------------
+
+    @property
+    def device_count(self) -> int:
+        return self._count
+
+    def properties(self, device: int) -> DeviceProperties:
+        check_device(device, self._count)
+        if device not in self._properties:
+            with self._calls(device, "read the properties of it"):
+                found = self._runtime.getDeviceProperties(device)
+                bus_id = self._runtime.deviceGetPCIBusId(device)
+            self._properties[device] = DeviceProperties(
+                found["name"].decode(errors="replace"),
+                (found["major"], found["minor"]),
+                found["multiProcessorCount"],
+                found["totalGlobalMem"],
+                found["sharedMemPerBlockOptin"],
+                bus_id,
+            )
+        return self._properties[device]
+
+    def memory_info(self, device: int) -> MemoryInfo:
+        check_device(device, self._count)
+        with self._on(device, "ask for its memory"):
+            return MemoryInfo(*self._runtime.memGetInfo())
+
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        for each in (device, peer):
+            check_device(each, self._count)
+        if device == peer:
+            return False
+        with self._calls(device, "ask about peers"):
+            return bool(self._runtime.deviceCanAccessPeer(device, peer))
+
+    def enable_peer_access(self, device: int, peer: int) -> None:
+        if not self.can_access_peer(device, peer):
+            raise DeviceError(f"CUDA device {device} has no access to the memory of device {peer}")
+        if (device, peer) in self._peers:
+            return
+        with self._on(device, f"get access to device {peer}"):
+            try:
+                self._runtime.deviceEnablePeerAccess(peer)
+            except self._runtime.CUDARuntimeError as error:
+                if error.status != _PEER_ACCESS_ALREADY_ENABLED:  # by another library in this process
+                    raise
+        self._peers.add((device, peer))
+
+    # -- Memory ----------------------------------------------------------------------------------------------------
+
+    def allocate(self, device: int, n_bytes: int) -> DeviceMemory:
+        self._check(device)
+        self._not_capturing("memory is allocated")
+        if n_bytes <= 0:
+            raise UsageError(f"{n_bytes} bytes of device memory: at least one has to be asked for")
+        with self._on(device, "allocate memory", n_bytes):
+            address = int(self._runtime.malloc(n_bytes))
+        owner = _Owner()
+        self._free_with(owner, device, self._runtime.free, address)
+        return DeviceMemory(device, address, n_bytes, owner)
+
+    def pinned(self, n_bytes: int) -> NDArray[np.uint8]:
+        self._not_capturing("host memory is locked")
+        if n_bytes <= 0:
+            raise UsageError(f"{n_bytes} bytes of pinned memory: at least one has to be asked for")
+        runtime = self._runtime
+        try:
+            with self._on(self._home, "lock host memory"):
+                address = int(runtime.hostAlloc(n_bytes, runtime.hostAllocPortable))
+        except DeviceMemoryError as error:
+            raise NotEnoughMemoryError(
+                f"the system has no {n_bytes:,} bytes of host memory to lock for copies to CUDA devices"
+            ) from error
+        buffer = (ctypes.c_uint8 * n_bytes).from_address(address)
+        self._free_with(buffer, self._home, runtime.freeHost, address)
+        return np.ctypeslib.as_array(buffer)
+
+    def _free_with(self, owner: object, device: int, free: Callable[[int], None], address: int) -> None:
+        """Frees memory when its owner is garbage; at the process's end the system does it."""
+        weakref.finalize(owner, self._free, device, free, address).atexit = False
+
+    def _free(self, device: int, free: Callable[[int], None], address: int) -> None:
+        if self._capturing:
+            self._garbage.append((device, free, address))
+            return
+        try:
+            with self._on(device, "free memory"):
+                free(address)
+        except LocalLLMError:
+            pass  # the device is lost, and its memory with it
+
+    # -- Streams and events ----------------------------------------------------------------------------------------
+
+    def stream(self, device: int) -> _Handle:
+        self._check(device)
+        with self._on(device, "make a stream"):
+            return _Handle(device, self._cupy.cuda.Stream(non_blocking=True))
+
+    def event(self, device: int, *, timing: bool = False) -> _Event:
+        self._check(device)
+        with self._on(device, "make an event"):
+            return _Event(device, self._cupy.cuda.Event(disable_timing=not timing), timing)
+
+    def record(self, event: interface.Event, stream: interface.Stream) -> None:
+        if event.device != stream.device:
+            raise UsageError(f"an event of device {event.device} recorded in a stream of device {stream.device}")
+        with self._calls(stream.device, "record an event"):
+            _cupy(event).record(_cupy(stream))
+
+    def wait(self, stream: interface.Stream, event: interface.Event) -> None:
+        with self._calls(stream.device, "wait for an event"):
+            _cupy(stream).wait_event(_cupy(event))
+
+    def synchronize(self, what: interface.Stream | interface.Event) -> None:
+        with self._calls(what.device, "finish its work"):
+            _cupy(what).synchronize()
+
+    def elapsed_seconds(self, begin: interface.Event, end: interface.Event) -> float:
+        for event in (begin, end):
+            if not (isinstance(event, _Event) and event.has_timing):
+                raise UsageError("the time between events that were made without timing=True")
+        with self._calls(end.device, "take the time"):
+            return float(self._cupy.cuda.get_elapsed_time(_cupy(begin), _cupy(end))) / 1000
+
+    # -- Copies ----------------------------------------------------------------------------------------------------
+
+    def upload(self, destination: DeviceMemory, source: NDArray[Any], stream: interface.Stream) -> None:
+        check_sizes(destination.n_bytes, host_array(source, written=False).nbytes)
+        self._check_access(destination, stream)
+        kind = self._runtime.memcpyHostToDevice
+        with self._on(stream.device, "copy to it"):
+            self._runtime.memcpyAsync(destination.address, source.ctypes.data, source.nbytes, kind, _cupy(stream).ptr)
+
+    def download(self, destination: NDArray[Any], source: DeviceMemory, stream: interface.Stream) -> None:
+        check_sizes(host_array(destination, written=True).nbytes, source.n_bytes)
+        self._check_access(source, stream)
+        kind = self._runtime.memcpyDeviceToHost
+        with self._on(stream.device, "copy from it"):
+            self._runtime.memcpyAsync(
+                destination.ctypes.data, source.address, source.n_bytes, kind, _cupy(stream).ptr
+            )
+
+    def copy(self, destination: DeviceMemory, source: DeviceMemory, stream: interface.Stream) -> None:
+        check_sizes(destination.n_bytes, source.n_bytes)
+        for memory in (destination, source):
+            self._check_access(memory, stream)
+        runtime, to, n_bytes, queue = self._runtime, destination, source.n_bytes, _cupy(stream).ptr
+        with self._on(stream.device, "copy"):
+            if to.device == source.device:
+                runtime.memcpyAsync(to.address, source.address, n_bytes, runtime.memcpyDeviceToDevice, queue)
+            else:
+                runtime.memcpyPeerAsync(to.address, to.device, source.address, source.device, n_bytes, queue)
+
+    def fill(self, destination: DeviceMemory, byte: int, stream: interface.Stream) -> None:
+        if not 0 <= byte <= 255:
+            raise UsageError(f"memory cannot be filled with {byte}: it is no byte")
+        self._check_access(destination, stream)
+        with self._on(stream.device, "fill memory"):
+            self._runtime.memsetAsync(destination.address, byte, destination.n_bytes, _cupy(stream).ptr)
+
+    # -- Kernels ---------------------------------------------------------------------------------------------------
+
+    def compile_modules(
+        self, device: int, modules: Iterable[tuple[str, Defines]], progress: CompileProgress | None = None
+    ) -> None:
+        self._compiler.compile(modules, self._architecture(device), progress)
+
+    def load_module(self, device: int, name: str, defines: Defines | None = None) -> _Module:
+        key = (device, name, frozenset((defines or {}).items()))
+        if key not in self._modules:
+            self._not_capturing("a module is loaded")
+            code = self._compiler.binary(name, defines or {}, self._architecture(device))
+            with self._on(device, f"load the kernels of {name}"):
+                module = self._cupy.cuda.Module()
+                module.load(code)
+            self._modules[key] = _Module(device, module, name)
+        return self._modules[key]
+
+    def _architecture(self, device: int) -> str:
+        self._check(device)
+        return self._compiler.architecture(self.properties(device).capability)
+
+    def launch(
+        self,
+        module: interface.Module,
+        kernel: str,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        arguments: Sequence[DeviceMemory | np.number[Any]],
+        stream: interface.Stream,
+        shared_bytes: int = 0,
+    ) -> None:
+        if module.device != stream.device:
+            raise UsageError(f"kernels of device {module.device} launched in a stream of device {stream.device}")
+        full_grid, full_block = launch_shape(kernel, grid, block, shared_bytes, self.properties(stream.device))
+        check_arguments(kernel, arguments)
+        values: list[np.number[Any]] = []
+        for argument in arguments:
+            if isinstance(argument, DeviceMemory):
+                self._check_access(argument, stream)
+                values.append(np.uint64(argument.address))
+            else:
+                values.append(argument)
+        with self._on(stream.device, f"launch the kernel {kernel}"):
+            function = self._function(module, kernel, shared_bytes)
+            function(full_grid, full_block, tuple(values), shared_mem=shared_bytes, stream=_cupy(stream))
+
+    def _function(self, module: interface.Module, kernel: str, shared_bytes: int) -> Any:
+        """A kernel that may have so much dynamic shared memory."""
+        if not isinstance(module, _Module):
+            raise UsageError(f"{module!r} is no module of this driver")
+        if kernel not in module.functions:
+            module.functions[kernel] = module.cupy.get_function(kernel)
+        function = module.functions[kernel]
+        if shared_bytes > module.shared_bytes.get(kernel, FREE_SHARED_BYTES):
+            driver = self._cupy.cuda.driver
+            attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            driver.funcSetAttribute(function.ptr, attribute, shared_bytes)
+            module.shared_bytes[kernel] = shared_bytes
+        return function
+
+    # -- Graphs ----------------------------------------------------------------------------------------------------
+
+    def begin_capture(self, stream: interface.Stream) -> None:
+        with self._on(stream.device, "begin a capture"):
+            # Relaxed, so that neither kernels that the driver loads now nor other threads of the program are errors.
+            _cupy(stream).begin_capture(self._runtime.streamCaptureModeRelaxed)
+        self._capturing.append(threading.get_ident())
+
+    def end_capture(self, stream: interface.Stream) -> _Handle:
+        if threading.get_ident() not in self._capturing:
+            raise KernelError("CUDA graph capture: it ends in a thread that began none")
+        try:
+            with self._on(stream.device, "end a capture"):
+                return _Handle(stream.device, _cupy(stream).end_capture())
+        finally:
+            self._capturing.remove(threading.get_ident())
+            while self._garbage and not self._capturing:
+                self._free(*self._garbage.popleft())
+
+    def replay(self, graph: interface.Graph, stream: interface.Stream) -> None:
+        if graph.device != stream.device:
+            raise UsageError(f"a graph of device {graph.device} replayed in a stream of device {stream.device}")
+        with self._on(stream.device, "replay a graph"):
+            _cupy(graph).launch(_cupy(stream))
+
+    # -- Checks and errors -----------------------------------------------------------------------------------------
+
+    def _check(self, device: int) -> None:
+        check_capability(device, self.properties(device))
+        self._home = device
+
+    def _not_capturing(self, what: str) -> None:
+        if threading.get_ident() in self._capturing:
+            raise KernelError(f"CUDA graph capture: {what} in the thread that captures")
+
+    def _check_access(self, memory: DeviceMemory, stream: interface.Stream) -> None:
+        if memory.device != stream.device and (stream.device, memory.device) not in self._peers:
+            raise DeviceError(
+                f"a stream of CUDA device {stream.device} was given memory of device {memory.device}, to which it "
+                f"has no access: see enable_peer_access"
+            )
+
+    def _memory(self, device: int) -> MemoryInfo:
+        """What is free; nothing where not even that can be found out."""
+        runtime = self._runtime
+        try:
+            previous = runtime.getDevice()
+            runtime.setDevice(device)
+            info = MemoryInfo(*runtime.memGetInfo())
+            runtime.setDevice(previous)
+        except RuntimeError:
+            return MemoryInfo(0, self.properties(device).total_bytes)
+        return info
+
+    def _calls(self, device: int, doing: str) -> _Calls:
+        """Turns CUDA's errors into ours."""
+        return _Calls(self, device, doing, None, is_current=False)
+
+    def _on(self, device: int, doing: str, n_bytes: int | None = None) -> _Calls:
+        """The same, with ``device`` as CUDA's current one, which the calling program has again afterwards."""
+        return _Calls(self, device, doing, n_bytes, is_current=True)
+
+    def _error(self, error: Any, device: int, doing: str, n_bytes: int | None = None) -> LocalLLMError:
+        """What one of CUDA's errors means."""
+        status = getattr(error, "status", None)
+        failed = f"CUDA device {device} could not {doing}: {error}"
+        if status == _OUT_OF_MEMORY:
+            return DeviceMemoryError(device, n_bytes, *self._memory(device))
+        if status in _LOST:
+            return DeviceLostError(
+                f"{failed}; the device failed, here or in earlier work, and is lost to this process: start it again "
+                f"(if that repeats, `nvidia-smi -q` shows faults of the hardware; else please report it)"
+            )
+        if status == _INITIALISATION:
+            return DeviceError(f"{failed}; CUDA does not work in a forked process: start processes by spawning them")
+        if status in _NO_BINARY:
+            return DeviceError(f"{failed}; NVIDIA's driver is older than the NVRTC installed: install a newer driver")
+        if status in (_NOT_FOUND, _LAUNCH_OUT_OF_RESOURCES) or status in _CAPTURE:
+            return KernelError(failed)
+        return DeviceError(failed)
+
+
+def open_driver(folder: Path = FOLDER) -> interface.Driver:
+    """The CUDA devices of this machine; see `CupyDriver`."""
+    return CupyDriver(folder)
+
+
+class _Owner:
+    """What keeps an allocation: it is freed when this is garbage."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Calls:
+    """A stretch of calls of CUDA for one device.  (A class: contextlib's way costs more than a launch.)"""
+
+    __slots__ = ("_device", "_doing", "_driver", "_is_current", "_n_bytes", "_previous")
+
+    def __init__(self, driver: CupyDriver, device: int, doing: str, n_bytes: int | None, *, is_current: bool) -> None:
+        self._driver, self._device, self._doing, self._n_bytes = driver, device, doing, n_bytes
+        self._is_current = is_current
+        self._previous = device
+
+    def __enter__(self) -> None:
+        if not self._is_current:
+            return
+        runtime = self._driver._runtime
+        try:
+            self._previous = runtime.getDevice()
+            if self._previous != self._device:
+                runtime.setDevice(self._device)
+        except RuntimeError as error:
+            raise self._driver._error(error, self._device, self._doing, self._n_bytes) from error
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._previous != self._device:
+            try:
+                self._driver._runtime.setDevice(self._previous)
+            except RuntimeError:
+                if error is None:
+                    raise
+        # CuPy's errors of CUDA's runtime and of its driver are RuntimeErrors with a status.
+        if isinstance(error, RuntimeError) and hasattr(error, "status"):
+            raise self._driver._error(error, self._device, self._doing, self._n_bytes) from error
+
+
+def _cupy(handle: object) -> Any:
+    """CuPy's object behind one of ours."""
+    if not isinstance(handle, _Handle):
+        raise UsageError(f"{handle!r} is not of this driver")
+    return handle.cupy

@@ -1,0 +1,72 @@
+// The order of additions, which is one for all kernels, so that a token has the same bits in every batch.
+//
+// The columns are cut into *chunks* of whole tiles, as many for all matrices of one width (matmul.py: `n_chunks`).
+// Within a chunk, blocks of 32 columns are added one after the other, as `add_block` says; then the chunks' sums, to
+// zero, first to last.  The integer products of a block are summed exactly, in whatever order.
+#pragma once
+#include "activations.cuh"
+
+// A sum of integers that begins at MAGIC is, as the bits of a float, 3 * 2^22 and the sum, which so takes no
+// conversion.  It must stay below 2^22; a block's is at most 32 * 128 * 127.
+constexpr int MAGIC = 0x4b400000;
+
+DEVICE float magic_to_float(int sum) { return __int_as_float(sum) - 12582912.0f; }
+
+// acc += a block of a row times a token's.
+//
+// dots: the codes' products, of the whole block or of each 16 columns.  d, d_sum: the activations' scales.  half_sums:
+// the sums of the activations' codes in each 16 columns, where a format has a minimum for each.
+template <int SCALES, int MINIMA>
+DEVICE float add_block(float acc, const BlockScales<SCALES, MINIMA>& w, const float (&dots)[SCALES], float d, float d_sum,
+                       const float (&half_sums)[2]) {
+  float total = dots[0] * w.d[0];
+  if constexpr (SCALES == 2) total = fmaf(dots[1], w.d[1], total);
+  acc = fmaf(total, d, acc);
+  if constexpr (MINIMA == 1) acc = fmaf(w.m[0], d_sum, acc);
+  if constexpr (MINIMA == 2) acc = fmaf(fmaf(half_sums[1], w.m[1], half_sums[0] * w.m[0]), d, acc);
+  return acc;
+}
+
+// Chunk i of n_chunks begins at this tile.
+DEVICE int chunk_begin(int i, int n_chunks, int n_tiles) { return (int)((int64_t)i * n_tiles / n_chunks); }
+
+// One matrix of those that a launch multiplies with the same activations.
+struct Matrix {
+  const uint8_t* weights;
+  const float* bias;      // [n_out], or null
+  const float* residual;  // [T, stride], or null; may be y
+  float* y;               // [T, stride]
+  int n_out, stride;
+};
+
+DEVICE int n_groups(int n_out) { return (int)((uint32_t)(n_out + GROUP - 1) / GROUP); }
+
+// Up to three matrices, of which those that are not there have n_out 0, as parameters of a kernel.
+#define MATRIX_PARAMETERS(i)                                                                                     \
+  const uint8_t *__restrict__ weights##i, const float *__restrict__ bias##i, const float *residual##i, float *y##i, \
+      int n_out##i, int stride##i
+#define MATRIX(i) \
+  Matrix { weights##i, bias##i, residual##i, y##i, n_out##i, stride##i }
+
+// Which of the matrices has this group of rows among those of all; the group becomes its number in that one.  To be
+// chosen once more where results are stored costs less than registers that hold a whole Matrix until then.
+#define CHOOSE_MATRIX(group) choose_matrix(n_out0, n_out1, group)
+#define CHOSEN_WEIGHTS(which) (which == 0 ? weights0 : which == 1 ? weights1 : weights2)
+#define CHOSEN_MATRIX(which) (which == 0 ? MATRIX(0) : which == 1 ? MATRIX(1) : MATRIX(2))
+
+DEVICE int choose_matrix(int n_out0, int n_out1, int& group) {
+  if (group < n_groups(n_out0)) return 0;
+  group -= n_groups(n_out0);
+  if (group < n_groups(n_out1)) return 1;
+  group -= n_groups(n_out1);
+  return 2;
+}
+
+// y = total (+ bias) (+ residual).
+DEVICE void store_result(const Matrix& matrix, float total, int token, int row) {
+  if (row >= matrix.n_out) return;
+  const int64_t place = (int64_t)token * matrix.stride + row;
+  if (matrix.bias) total += matrix.bias[row];
+  if (matrix.residual) total += matrix.residual[place];
+  matrix.y[place] = total;
+}

@@ -1,0 +1,367 @@
+"""The narrow interface to CUDA devices that the rest of the backend is written against.
+
+`localllm.kernels.cuda.cupy_driver` is it over CuPy.  The tests have another one, which emulates several devices on
+the CPU, runs streams as late or in as odd an order as their events allow, and so finds what a GPU hides mostly.
+
+**What is asynchronous.**  `record`, `wait`, `upload`, `download`, `copy`, `fill`, `launch` and `replay` put work into
+a stream and return.  The work of one stream is done in order.  Between streams, also of one device, nothing is
+ordered but by `record` of an event in one and then `wait` for it in the other; between the host and a stream nothing
+but by `synchronize`.  All other methods have done their work when they return.
+
+**What must be kept alive.**  Until a stream is known to be past the work that uses it: the `DeviceMemory` (one slice
+of an allocation is enough), and the host array of an upload or download, whose contents must not change, or be read,
+until then.  A captured graph uses the same memory at each replay: it and the host arrays must outlive the graph.
+Nothing here keeps them.
+
+**Threads.**  All methods may be called from several threads, but one stream from one thread at a time, and a capture
+belongs to the thread that began it.
+
+**Errors.**  Every method that takes a device, or something of one, raises `DeviceError` where there is no such device
+or localllm cannot use it; `DeviceLostError` where it failed, now or in earlier work: kernels run behind the host's
+back, so an illegal access shows at some later call, mostly at `synchronize`; and `DeviceMemoryError` where it has no
+memory left, which any call may need a little of.  Arguments that contradict each other are a `UsageError`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import DeviceError, KernelError, UsageError
+
+#: The oldest devices that the kernels are written for: Turing, whose tensor cores multiply integers.
+MINIMUM_CAPABILITY = (7, 5)
+#: Threads of a block, and blocks of a grid along each dimension, that every device has.
+MAX_BLOCK_THREADS = 1024
+MAX_BLOCK = (1024, 1024, 64)
+MAX_GRID = (2**31 - 1, 65535, 65535)
+#: Shared memory that a block may have without asking the driver first.
+FREE_SHARED_BYTES = 48 << 10
+
+#: Macros that choose the variants of a module's kernels: ``-DNAME=VALUE``.
+Defines = Mapping[str, int | str]
+#: Called with (modules compiled, modules to compile).
+CompileProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What a device is.
+
+    Attributes:
+        name: the product's, as "NVIDIA H200".
+        capability: its compute capability, (9, 0) for sm_90.
+        n_multiprocessors: how many run blocks.
+        total_bytes: the size of its memory.
+        shared_bytes: the shared memory that one block can have.
+        bus_id: where it is plugged in, "0000:17:00.0": its name to other programs.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    n_multiprocessors: int
+    total_bytes: int
+    shared_bytes: int
+    bus_id: str
+
+
+class MemoryInfo(NamedTuple):
+    """A device's memory at one moment, in bytes."""
+
+    free: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A stretch of a device's memory.
+
+    The allocation is given back when its last slice is garbage.  Where work still uses it then, that work goes
+    wrong: see above.
+
+    Attributes:
+        device: whose it is.
+        address: where it begins, on the device.
+        n_bytes: its length.
+        owner: what keeps the allocation.
+    """
+
+    device: int
+    address: int
+    n_bytes: int
+    owner: object
+
+    def at(self, offset: int, n_bytes: int) -> DeviceMemory:
+        """``n_bytes`` of it that begin ``offset`` bytes in.  UsageError where that leaves it."""
+        if offset < 0 or n_bytes < 0 or offset + n_bytes > self.n_bytes:
+            raise UsageError(f"{n_bytes} bytes at {offset} do not lie in device memory of {self.n_bytes} bytes")
+        return DeviceMemory(self.device, self.address + offset, n_bytes, self.owner)
+
+
+class _OfDevice(Protocol):
+    @property
+    def device(self) -> int: ...
+
+
+class Stream(_OfDevice, Protocol):
+    """A queue of work of one device."""
+
+
+class Event(_OfDevice, Protocol):
+    """A place in the work of a stream, once it is recorded; waiting for one that never was is no wait."""
+
+
+class Graph(_OfDevice, Protocol):
+    """Captured work, which a stream of the device replays as a whole."""
+
+
+class Module(_OfDevice, Protocol):
+    """Kernels in a device's memory."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Driver(Protocol):
+    """Devices, their memory, streams and kernels.  Devices are numbered from 0."""
+
+    @property
+    def device_count(self) -> int: ...
+
+    def properties(self, device: int) -> DeviceProperties:
+        """Also of a device that is too old to be used."""
+        ...
+
+    def memory_info(self, device: int) -> MemoryInfo:
+        """What is free now; other programs take and give as they like."""
+        ...
+
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        """Whether ``device`` can reach into the memory of ``peer``."""
+        ...
+
+    def enable_peer_access(self, device: int, peer: int) -> None:
+        """Lets ``device`` reach into the memory of ``peer``, one way; doing so again is fine.
+
+        Raises:
+            DeviceError: it cannot.
+        """
+        ...
+
+    def allocate(self, device: int, n_bytes: int) -> DeviceMemory:
+        """New memory, at a multiple of 256 bytes; what is in it is undefined.  Not while this thread captures.
+
+        Raises:
+            DeviceMemoryError: so much is not free in one piece.
+        """
+        ...
+
+    def pinned(self, n_bytes: int) -> NDArray[np.uint8]:
+        """Page-locked host memory, undefined contents.  Copies from and to it are asynchronous and at full speed;
+        other host memory may, or may not, be copied before `upload` or `download` returns, and cannot be captured.
+        Not while this thread captures.
+
+        Raises:
+            NotEnoughMemoryError: the system does not lock so much.
+        """
+        ...
+
+    def stream(self, device: int) -> Stream:
+        """A new stream, which takes no part in the order of CUDA's default stream."""
+        ...
+
+    def event(self, device: int, *, timing: bool = False) -> Event:
+        """A new event.  ``timing``: it takes the time, for `elapsed_seconds`, which costs a little."""
+        ...
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """From here on the event means: what the stream was given up to now.  They are of one device."""
+        ...
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """The stream's later work begins after the event as it was recorded last; of any device.
+
+        The stream joins the capture in which the event was recorded, and must be waited for in turn, in the stream
+        that began it, before that ends.
+        """
+        ...
+
+    def synchronize(self, what: Stream | Event) -> None:
+        """Waits, on the host, for a stream's work or for an event.  Not while it is captured."""
+        ...
+
+    def elapsed_seconds(self, begin: Event, end: Event) -> float:
+        """Device time between two events of one device that were made with ``timing`` and that have come."""
+        ...
+
+    def upload(self, destination: DeviceMemory, source: NDArray[Any], stream: Stream) -> None:
+        """Host to device; as many bytes as the destination has, contiguous."""
+        ...
+
+    def download(self, destination: NDArray[Any], source: DeviceMemory, stream: Stream) -> None:
+        """Device to host; as many bytes as the source has, contiguous."""
+        ...
+
+    def copy(self, destination: DeviceMemory, source: DeviceMemory, stream: Stream) -> None:
+        """Device to device, as many bytes in both, which do not overlap.
+
+        The stream is of one of the two devices.  Between two, that one must have access to the other
+        (`enable_peer_access`); without, the way leads through pinned host memory.
+        """
+        ...
+
+    def fill(self, destination: DeviceMemory, byte: int, stream: Stream) -> None:
+        """Sets every byte, to 0 … 255."""
+        ...
+
+    def compile_modules(
+        self, device: int, modules: Iterable[tuple[str, Defines]], progress: CompileProgress | None = None
+    ) -> None:
+        """Compiles those (name, defines) that are not in the cache, so that `load_module` of them takes no time.
+
+        Args:
+            progress: called, if any has to be compiled, with the modules compiled so far and those to compile.
+
+        Raises:
+            KernelError: one does not compile; with the compiler's words.
+        """
+        ...
+
+    def load_module(self, device: int, name: str, defines: Defines | None = None) -> Module:
+        """The kernels of ``name``.cu with these macros.  The same again for the same again; that also while this
+        thread captures, but nothing new.
+
+        Raises:
+            KernelError: it does not compile, or there is no such file.
+        """
+        ...
+
+    def launch(
+        self,
+        module: Module,
+        kernel: str,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        arguments: Sequence[DeviceMemory | np.number[Any]],
+        stream: Stream,
+        shared_bytes: int = 0,
+    ) -> None:
+        """Runs a kernel.
+
+        Args:
+            grid: blocks along x, y, z; one where it says nothing.
+            block: threads along x, y, z.
+            arguments: device memory, and numpy scalars of the very types of the kernel's parameters: a device takes
+                what it is given byte by byte (the emulated one compares them).  Memory of another device only with
+                `enable_peer_access`.
+            stream: of the module's device.
+            shared_bytes: dynamic shared memory of each block, up to the device's.
+
+        Raises:
+            KernelError: the module has no such kernel, or no device can run so large a launch.
+        """
+        ...
+
+    def begin_capture(self, stream: Stream) -> None:
+        """What the stream, and those that join it, are given from now on is not done but kept for a graph.
+
+        Until it ends this thread must not allocate, or load a module that was not loaded before: KernelError.  Nor
+        must it wait for one of the streams or their events, or copy host memory that is not pinned: that is the end
+        of the capture, with a KernelError here or where it ends (emulated devices notice all of it).  To run the
+        work once before capturing it is wise: CUDA loads kernels when they are first used.
+        """
+        ...
+
+    def end_capture(self, stream: Stream) -> Graph:
+        """The graph of what was captured since `begin_capture`, of the same stream.
+
+        Raises:
+            KernelError: something was done in between that cannot be captured, or a stream that joined was not
+                waited for.  The capture has ended then, too.
+        """
+        ...
+
+    def replay(self, graph: Graph, stream: Stream) -> None:
+        """Does the graph's work in the place where it stands in this stream: all of it after what came before.
+
+        The graph runs one replay at a time, also if they are in several streams.
+        """
+        ...
+
+
+# -- What all drivers check ----------------------------------------------------------------------------------------
+
+
+def check_device(device: int, count: int) -> None:
+    """Raises DeviceError where there is no device of that number."""
+    if not 0 <= device < count:
+        here = "there is only device 0" if count == 1 else f"there are {count}, 0 to {count - 1}"
+        raise DeviceError(
+            f"there is no CUDA device {device}: {here} (the environment variable CUDA_VISIBLE_DEVICES hides others)"
+        )
+
+
+def check_capability(device: int, properties: DeviceProperties) -> None:
+    """Raises DeviceError where a device is older than `MINIMUM_CAPABILITY`."""
+    if properties.capability < MINIMUM_CAPABILITY:
+        have, need = (".".join(map(str, c)) for c in (properties.capability, MINIMUM_CAPABILITY))
+        raise DeviceError(
+            f"CUDA device {device}, {properties.name}, has compute capability {have}, but the kernels need {need} "
+            f"(a GPU of 2018 or later): use another device, or device='cpu'"
+        )
+
+
+def check_sizes(destination: int, source: int) -> None:
+    """Raises UsageError where a copy's two sides differ."""
+    if destination != source:
+        raise UsageError(f"a copy of {source} bytes to a place of {destination}")
+
+
+def host_array(array: NDArray[Any], *, written: bool) -> NDArray[Any]:
+    """A host array that a device may copy; UsageError where it has gaps, or would be written but must not be."""
+    if not array.flags.c_contiguous:
+        raise UsageError(
+            f"an array of strides {array.strides} is not contiguous, and cannot be copied to or from a device"
+        )
+    if written and not array.flags.writeable:
+        raise UsageError("the array that a download writes to is read-only")
+    return array
+
+
+def launch_shape(
+    kernel: str, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int, properties: DeviceProperties
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """A launch's grid and block in three dimensions; KernelError where the device cannot run them."""
+    full_grid, full_block = _three(grid), _three(block)
+    fits = (
+        all(1 <= n <= limit for n, limit in zip(full_grid, MAX_GRID, strict=True))
+        and all(1 <= n <= limit for n, limit in zip(full_block, MAX_BLOCK, strict=True))
+        and math.prod(full_block) <= MAX_BLOCK_THREADS
+        and 0 <= shared_bytes <= properties.shared_bytes
+    )
+    if not fits:
+        raise KernelError(
+            f"kernel {kernel} cannot be launched with grid {grid}, block {block} and {shared_bytes} bytes of shared "
+            f"memory on {properties.name}, which gives a block {properties.shared_bytes} bytes"
+        )
+    return full_grid, full_block
+
+
+def _three(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    x, y, z = (*shape, 1, 1)[:3]
+    return x, y, z
+
+
+def check_arguments(kernel: str, arguments: Sequence[object]) -> None:
+    """Raises KernelError where a kernel is given what is neither device memory nor a numpy number."""
+    for i, argument in enumerate(arguments):
+        if not isinstance(argument, (DeviceMemory, np.number)):
+            raise KernelError(
+                f"argument {i} of kernel {kernel} is a {type(argument).__name__}: kernels take DeviceMemory and "
+                f"numpy numbers of their parameters' types, such as numpy.int32(3)"
+            )

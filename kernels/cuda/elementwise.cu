@@ -1,0 +1,224 @@
+// What a forward pass does beside products and attention: norms, gates, and the choice of tokens.
+//
+// Rows of float32 begin at multiples of 16 bytes, strides are in values and multiples of 4.  What a matrix product reads
+// next can be left as codes and scales at once (activations.cuh), with the bits that `quantise` would make of the row.
+//
+// All of it is bound by memory: on an H200 (4.3 TB/s) a norm of 4,096 values reads and writes 32 KiB, 8 ns a token, a
+// gate over 14,336 values 172 KiB (quantised: 131), 40 ns; so one token takes a launch and the latency of two reads,
+// and 4,096 tokens 31 and 164 us.  The largest of 128k logits: 513 KB, which one block reads at about 100 GB/s in 5 us;
+// the k largest are found by 63 blocks.
+#include "activations.cuh"
+#include "batch.cuh"
+
+#define ROW_THREADS 512
+#define ROW_WARPS (ROW_THREADS / WARP)
+
+// Columns column ... column + 3 of a row, with zeros from n on.
+DEVICE float4 load_four(const float* row, int column, int n) {
+  if (column >= n) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  float4 v = *(const float4*)(row + column);
+  if (column + 1 >= n) v.y = 0.0f;
+  if (column + 2 >= n) v.z = 0.0f;
+  if (column + 3 >= n) v.w = 0.0f;
+  return v;
+}
+
+// -- RMS norm ---------------------------------------------------------------------------------------------------------
+
+// 1 / sqrt(mean of the row's squares + eps), in all threads of a block.  Each thread adds up its columns, a warp its
+// lanes, the block its warps, always in the same order.
+DEVICE float scale_of_row(const float* row, int n, float eps) {
+  __shared__ float parts[ROW_WARPS];
+  float squares = 0.0f;
+  for (int column = 4 * threadIdx.x; column < n; column += 4 * ROW_THREADS) {
+    const float4 v = load_four(row, column, n);
+    squares = fmaf(v.x, v.x, squares);
+    squares = fmaf(v.y, v.y, squares);
+    squares = fmaf(v.z, v.z, squares);
+    squares = fmaf(v.w, v.w, squares);
+  }
+  squares = warp_sum(squares);
+  if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = squares;
+  __syncthreads();
+  float total = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < ROW_WARPS; warp++) total += parts[warp];
+  return 1.0f / sqrtf(total / (float)n + eps);
+}
+
+DEVICE float4 normed(const float* row, const float* weight, int column, int n, float scale) {
+  const float4 v = load_four(row, column, n), w = load_four(weight, column, n);
+  return make_float4(v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w);
+}
+
+// y = x / sqrt(mean(x^2) + eps) * weight, over rows of n values.  Grid: (rows).  weight: readable to a multiple of 4.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+    rms_norm(const int* __restrict__ header, const float* __restrict__ x, int stride, int n,
+             const float* __restrict__ weight, float eps, float* __restrict__ y, int y_stride) {
+  if (blockIdx.x >= header[N_TOKENS]) return;
+  const float* row = x + (size_t)blockIdx.x * stride;
+  const float scale = scale_of_row(row, n, eps);
+  for (int column = 4 * threadIdx.x; column < n; column += 4 * ROW_THREADS)
+    *(float4*)(y + (size_t)blockIdx.x * y_stride + column) = normed(row, weight, column, n, scale);
+}
+
+// The same, as codes and scales laid out for n_rows rows.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+    rms_norm_quantised(const int* __restrict__ header, const float* __restrict__ x, int stride, int n,
+                       const float* __restrict__ weight, float eps, int8_t* __restrict__ units,
+                       float2* __restrict__ scales, int n_rows) {
+  if (blockIdx.x >= header[N_TOKENS]) return;
+  const float* row = x + (size_t)blockIdx.x * stride;
+  const float scale = scale_of_row(row, n, eps);
+  for (int run = threadIdx.x / WARP; RUN * run < n; run += ROW_WARPS) {
+    const float4 v = normed(row, weight, RUN * run + threadIdx.x % WARP * 4, n, scale);
+    store_codes(v, units, scales, run, blockIdx.x, n_rows);
+  }
+}
+
+// -- Gated activations ------------------------------------------------------------------------------------------------
+
+// Of large -x, expf is infinite and x / infinity -0, as it should be.
+struct Silu {
+  static __device__ __forceinline__ float of(float x) { return x / (1.0f + expf(-x)); }
+};
+
+// The tanh form: x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
+struct Gelu {
+  static __device__ __forceinline__ float of(float x) {
+    const float inner = 1.5957691216057308f * fmaf(0.044715f * x * x, x, x);
+    return x / (1.0f + expf(-inner));
+  }
+};
+
+template <class Activation>
+DEVICE float4 gated(const float* gate, const float* up, size_t row, int column, int n) {
+  const float4 g = load_four(gate + row, column, n), u = load_four(up + row, column, n);
+  return make_float4(Activation::of(g.x) * u.x, Activation::of(g.y) * u.y, Activation::of(g.z) * u.z,
+                     Activation::of(g.w) * u.w);
+}
+
+#define GATE_WARPS 4
+
+// y = activation(gate) * up, over rows of n values.  Grid: (blocks of 512 columns, rows).
+#define GATED(name, Activation)                                                                                        \
+  extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)                                                      \
+      name(const int* __restrict__ header, const float* __restrict__ gate, const float* __restrict__ up, int stride,   \
+           int n, float* __restrict__ y, int y_stride) {                                                               \
+    const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);                         \
+    if (row >= header[N_TOKENS] || column >= n) return;                                                                \
+    *(float4*)(y + (size_t)row * y_stride + column) = gated<Activation>(gate, up, (size_t)row * stride, column, n);    \
+  }                                                                                                                    \
+  extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)                                                      \
+      name##_quantised(const int* __restrict__ header, const float* __restrict__ gate, const float* __restrict__ up,   \
+                       int stride, int n, int8_t* __restrict__ units, float2* __restrict__ scales, int n_rows) {       \
+    const int row = blockIdx.y, run = blockIdx.x * GATE_WARPS + threadIdx.x / WARP;                                    \
+    if (row >= header[N_TOKENS] || RUN * run >= n) return;                                                             \
+    const int column = RUN * run + threadIdx.x % WARP * 4;                                                             \
+    const float4 v = gated<Activation>(gate, up, (size_t)row * stride, column, n);                                     \
+    store_codes(v, units, scales, run, row, n_rows);                                                                   \
+  }
+
+GATED(gated_silu, Silu)
+GATED(gated_gelu, Gelu)
+
+// -- Rows whose logits are wanted -------------------------------------------------------------------------------------
+
+// Row i of y is row rows[i] of x.  Grid: (blocks of 512 columns, rows of y).
+extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
+    gather_rows(const int* __restrict__ header, const int* __restrict__ rows, const float* __restrict__ x, int stride,
+                int n, float* __restrict__ y, int y_stride) {
+  const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
+  if (row >= header[N_OUTPUTS] || column >= n) return;
+  *(float4*)(y + (size_t)row * y_stride + column) = load_four(x + (size_t)rows[row] * stride, column, n);
+}
+
+// -- Choice of tokens -------------------------------------------------------------------------------------------------
+
+// Logits and their ids as integers of which the largest is the best: the largest logit, of equals the lowest id.  A NaN
+// is worse than any number.  No key is 0.
+DEVICE uint64_t key_of(float logit, int id) {
+  const uint32_t bits = logit == 0.0f ? 0u : (uint32_t)__float_as_int(logit);  // -0 equals 0
+  const uint32_t rank = logit != logit ? 0u : bits >> 31 ? ~bits : bits | 0x80000000u;
+  return (uint64_t)rank << 32 | (0xFFFFFFFFu - (uint32_t)id);
+}
+
+DEVICE int id_of(uint64_t key) { return (int)(0xFFFFFFFFu - (uint32_t)key); }
+
+#define SORT_THREADS 1024
+#define SORTED (2 * SORT_THREADS)
+
+// ids[i] = the best of row i of logits [N, n].  Grid: (rows).
+extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
+    argmax(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int* __restrict__ ids) {
+  __shared__ uint64_t parts[SORT_THREADS / WARP];
+  if (blockIdx.x >= header[N_OUTPUTS]) return;
+  const float* row = logits + (size_t)blockIdx.x * stride;
+  uint64_t best = 0;
+  for (int column = 4 * threadIdx.x; column < n; column += 4 * SORT_THREADS) {
+    const float4 v = load_four(row, column, n);
+    const float four[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (column + i < n) best = max(best, key_of(four[i], column + i));
+  }
+#pragma unroll
+  for (int step = WARP / 2; step; step /= 2) best = max(best, __shfl_xor_sync(FULL_MASK, best, step));
+  if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = best;
+  __syncthreads();
+  if (threadIdx.x >= WARP) return;
+  best = parts[threadIdx.x];
+#pragma unroll
+  for (int step = WARP / 2; step; step /= 2) best = max(best, __shfl_xor_sync(FULL_MASK, best, step));
+  if (threadIdx.x == 0) ids[blockIdx.x] = id_of(best);
+}
+
+// Sorts keys [SORTED], the largest first (bitonic: Batcher, 1968).  All threads of the block; they have written them.
+DEVICE void sort_keys(uint64_t* keys) {
+  for (int size = 2; size <= SORTED; size *= 2) {
+    for (int step = size / 2; step; step /= 2) {
+      __syncthreads();
+      const int i = 2 * threadIdx.x - (threadIdx.x & (step - 1));
+      const uint64_t a = keys[i], b = keys[i + step];
+      const bool is_falling = (i & size) == 0;
+      if ((a < b) == is_falling) keys[i] = b, keys[i + step] = a;
+    }
+  }
+  __syncthreads();
+}
+
+// parts [rows, gridDim.x, k] = the keys of the k best of each SORTED columns.  Grid: (all columns / SORTED, rows).
+extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
+    top_parts(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int k,
+              uint64_t* __restrict__ parts) {
+  __shared__ uint64_t keys[SORTED];
+  if (blockIdx.y >= header[N_OUTPUTS]) return;
+  const float* row = logits + (size_t)blockIdx.y * stride;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int i = half * SORT_THREADS + threadIdx.x, column = SORTED * blockIdx.x + i;
+    keys[i] = column < n ? key_of(row[column], column) : 0;
+  }
+  sort_keys(keys);
+  if (threadIdx.x < k) parts[((size_t)blockIdx.y * gridDim.x + blockIdx.x) * k + threadIdx.x] = keys[threadIdx.x];
+}
+
+// ids, values [rows, k] = the k best of each row, best first, of n_keys = k * (blocks of `top_parts`) keys; where a row
+// has fewer, the last ids are -1.  Grid: (rows).  k: 1 ... SORT_THREADS.
+extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
+    top_merge(const int* __restrict__ header, const uint64_t* __restrict__ parts, int n_keys, int k,
+              const float* __restrict__ logits, int stride, int* __restrict__ ids, float* __restrict__ values) {
+  __shared__ uint64_t keys[SORTED];
+  if (blockIdx.x >= header[N_OUTPUTS]) return;
+  const uint64_t* row = parts + (size_t)blockIdx.x * n_keys;
+  if (threadIdx.x < k) keys[threadIdx.x] = 0;
+  for (int first = 0; first < n_keys; first += SORTED - k) {
+    for (int i = threadIdx.x; i < SORTED - k; i += SORT_THREADS) keys[k + i] = first + i < n_keys ? row[first + i] : 0;
+    sort_keys(keys);
+  }
+  if (threadIdx.x >= k) return;
+  const uint64_t key = keys[threadIdx.x];
+  const size_t to = (size_t)blockIdx.x * k + threadIdx.x;
+  ids[to] = key ? id_of(key) : -1;
+  values[to] = key ? logits[(size_t)blockIdx.x * stride + id_of(key)] : 0.0f;
+}

@@ -1,0 +1,131 @@
+"""What has to be installed before a CUDA device can be used, and what is missing of it.
+
+Three things: NVIDIA's driver, which is the system's; CuPy, which talks to it; and NVRTC, NVIDIA's compiler as a
+library.  The last two come with ``pip install 'localllm[cuda13]'``, or ``[cuda12]`` for older drivers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import sys
+from typing import Any
+
+from localllm.errors import DeviceError
+
+#: The oldest CUDA that CuPy works with.
+OLDEST_CUDA = (12, 0)
+# Errors of cudaGetDeviceCount.
+_NO_DEVICE = 100
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest version of CUDA that NVIDIA's driver here runs; None without one."""
+    library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    version = ctypes.c_int()
+    try:
+        if ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(version)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def import_cupy() -> Any:
+    """The package cupy.
+
+    Raises:
+        DeviceError: it is missing or broken, or there is no driver that it could work with; says what to install.
+    """
+    cuda = driver_cuda()
+    if cuda is None:
+        raise DeviceError(
+            "no CUDA device can be used: NVIDIA's driver is not installed here; install it, or use device='cpu'"
+        )
+    if cuda < OLDEST_CUDA:
+        raise DeviceError(
+            f"no CUDA device can be used: NVIDIA's driver here runs CUDA up to {_dotted(cuda)}, but localllm needs "
+            f"{_dotted(OLDEST_CUDA)}: install a newer driver, or use device='cpu'"
+        )
+    try:
+        return importlib.import_module("cupy")
+    except ModuleNotFoundError as error:
+        if error.name != "cupy":
+            raise _broken(error) from error
+        raise DeviceError(
+            f"no CUDA device can be used: CuPy is not installed; pip install 'localllm[{extra(cuda)}]', or use "
+            f"device='cpu'"
+        ) from error
+    except Exception as error:  # a library that it needs, a folder that it cannot make, …
+        raise _broken(error) from error
+
+
+def count_devices(cupy: Any) -> int:
+    """How many CUDA devices there are, at least one.
+
+    Raises:
+        DeviceError: there is none, or the driver is too old for the CuPy that is installed; says what to do.
+    """
+    runtime = cupy.cuda.runtime
+    try:
+        count = int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as error:
+        if error.status != _NO_DEVICE:
+            raise _unusable(runtime, error) from error
+        count = 0
+    if count == 0:
+        raise DeviceError(
+            "no CUDA device can be used: NVIDIA's driver finds none (`nvidia-smi` lists them, the environment "
+            "variable CUDA_VISIBLE_DEVICES hides them); use device='cpu'"
+        )
+    return count
+
+
+def _unusable(runtime: Any, error: Exception) -> DeviceError:
+    """What a driver means that does not count its devices."""
+    cuda, built = driver_cuda(), _version(runtime.runtimeGetVersion())
+    if cuda is not None and cuda[0] < built[0]:
+        return DeviceError(
+            f"no CUDA device can be used: the CuPy installed is for CUDA {_dotted(built)}, but NVIDIA's driver here "
+            f"runs up to {_dotted(cuda)}: install a newer driver, or pip uninstall cupy-cuda{built[0]}x and "
+            f"pip install 'localllm[{extra(cuda)}]'"
+        )
+    return DeviceError(f"no CUDA device can be used: {error}; `nvidia-smi` may say more; or use device='cpu'")
+
+
+def import_nvrtc(cupy: Any) -> Any:
+    """CuPy's binding of NVRTC, which needs no driver.
+
+    Raises:
+        DeviceError: NVIDIA's library is missing or broken; says what to install.
+    """
+    nvrtc = cupy.cuda.nvrtc
+    try:
+        nvrtc.getVersion()
+    except Exception as error:
+        raise DeviceError(
+            f"CUDA kernels cannot be compiled: NVRTC is missing; pip install "
+            f"'localllm[{extra(_version(cupy.cuda.runtime.runtimeGetVersion()))}]' ({error})"
+        ) from error
+    return nvrtc
+
+
+def extra(cuda: tuple[int, int]) -> str:
+    """The extra of localllm for a version of CUDA."""
+    return "cuda13" if cuda >= (13, 0) else "cuda12"
+
+
+def _broken(error: Exception) -> DeviceError:
+    return DeviceError(
+        f"no CUDA device can be used: CuPy is installed but does not work; install localllm's extra again, or use "
+        f"device='cpu' ({error})"
+    )
+
+
+def _version(number: int) -> tuple[int, int]:
+    """CUDA's way to write 13.2 is 13020."""
+    return number // 1000, number % 1000 // 10
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,327 @@
+"""Matrix products on CUDA devices: how large things are, and how kernels are launched.  Pure functions.
+
+What lies where is drawn beside the kernels: packed weights in formats.cuh and codes.cuh, activations in
+activations.cuh, the order of additions in dots.cuh.  Which kernel multiplies:
+
+===================  =============================================  ===================  ======
+rows of activations  weights of integers                            F16, BF16            F32
+===================  =============================================  ===================  ======
+1, 2, 4              matvec: a lane is a row                        matmul_few, as of 8  matvec
+8, 16, 24, 32        matmul_few: tensor cores, chunks side by side  matmul_few           matvec
+more                 matmul: tensor cores, tiles in shared memory   matmul               matvec
+===================  =============================================  ===================  ======
+
+Before sm_80 integers go through matvec, 8 rows at a time, F16 through matmul_few, and BF16 is kept as F32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from localllm.errors import KernelError
+from localllm.kernels.cuda.driver import DeviceMemory
+from localllm.quant.iquants import IQ4_VALUES
+from localllm.quant.lut import KernelType, LUTType, block_size
+from localllm.quant.packing import LAYOUTS
+from localllm.quant.types import GGMLType
+
+#: Rows of weights that lie side by side; columns whose codes do, and that share activations' scales.
+GROUP, RUN, BLOCK = 32, 128, 32
+#: Bytes of a row that lie together.
+UNIT = 16
+#: Chunks of columns that are summed apart, at most: warps of a block.
+MAX_CHUNKS = 16
+#: The first compute capability whose tensor cores multiply what matmul_few and matmul want.
+TENSOR_CORES = (8, 0)
+#: Rows of activations that matvec takes at once; those that matmul_few takes, in all; matrices of one launch.
+VECTOR_ROWS, FEW_ROWS, MAX_MATRICES = (1, 2, 4), 32, 3
+#: matmul's warps along the rows, rows of activations that a block takes, the larger first, and stages at most.
+ROW_WARPS, TILE_ROWS, MAX_STAGES = 4, (128, 64), 4
+
+#: Formats of which matmul_few takes 8 rows at once instead of 16, and matmul 64 instead of 128, as their scales and
+#: the rest of their codes take registers that there are not.
+_FEW_AT_ONCE = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K}
+_SMALL_TILES = _FEW_AT_ONCE | {GGMLType.Q4_K, GGMLType.Q5_1}
+
+_WARP = 32
+_PACK_WARPS, _ROW_THREADS, _MATMUL_THREADS = 4, 256, 256
+_FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """A format of weights as kernels read it.
+
+    Attributes:
+        type: what `localllm.quant.repack.repack_target` names.
+        columns: of a tile.
+        code_bytes, scale_bytes: of a group's codes in 128 columns, and of its scales in a tile.
+        input_columns: columns in a unit of activations.
+        defines: macros that choose it.
+    """
+
+    type: KernelType
+    columns: int
+    code_bytes: int
+    scale_bytes: int
+    input_columns: int
+    defines: Mapping[str, int | str]
+
+    @property
+    def name(self) -> str:
+        return self.type.name
+
+    @property
+    def is_float(self) -> bool:
+        return self.type in _FLOATS
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.columns // RUN * self.code_bytes + self.scale_bytes
+
+    def n_tiles(self, n_in: int) -> int:
+        """Tiles along a row."""
+        return -(-n_in // self.columns)
+
+    def n_chunks(self, n_in: int) -> int:
+        """Chunks of columns that are summed apart: the same for all kernels."""
+        return min(MAX_CHUNKS, self.n_tiles(n_in))
+
+    def packed_bytes(self, n_out: int, n_in: int) -> int:
+        """Bytes of a packed matrix; groups of rows follow each other."""
+        return n_groups(n_out) * self.n_tiles(n_in) * self.tile_bytes
+
+    # -- Activations -----------------------------------------------------------------------------------------------
+
+    def input_rows(self, n_tokens: int) -> int:
+        """Rows that activations of up to ``n_tokens`` tokens are laid out for."""
+        if not self.is_tensor_float:
+            for rows in VECTOR_ROWS:
+                if n_tokens <= rows:
+                    return rows
+        return -(-n_tokens // 8) * 8
+
+    def unit_bytes(self, n_in: int, n_rows: int) -> int:
+        """Bytes of the units of activations."""
+        return -(-n_in // RUN) * (RUN // self.input_columns) * UNIT * n_rows
+
+    def input_scale_bytes(self, n_in: int, n_rows: int) -> int:
+        """Bytes of the scales beside them; never none, so that they can be allocated."""
+        return 4 * n_rows if self.is_float else -(-n_in // RUN) * (RUN // BLOCK) * 8 * n_rows
+
+    @property
+    def is_tensor_float(self) -> bool:
+        """Whether tensor cores multiply it as floats."""
+        return self.is_float and self.type is not GGMLType.F32
+
+
+def _table_defines(table: Sequence[int]) -> dict[str, int | str]:
+    words = np.array(table, np.int8).view("<u4").tolist()
+    return {f"TABLE_{i}": f"0x{word:08x}u" for i, word in enumerate(words)}
+
+
+def _packed_format(type: KernelType) -> PackedFormat:
+    size = block_size(type)
+    if type in _FLOATS:
+        return PackedFormat(type, RUN, GROUP * RUN * size.n_bytes, 0, UNIT // size.n_bytes, {"FORMAT": type.name})
+    columns = max(RUN, size.length)
+    bits = 8 * size.n_bytes // size.length  # the scales take less than a bit a column
+    scale_bytes = size.n_bytes * columns // size.length - bits * columns // 8
+    defines: dict[str, int | str] = {"FORMAT": type.name}
+    if isinstance(type, LUTType):
+        defines = {"FORMAT": f"LUT_{type.scale_length}", **_table_defines(type.table)}
+    elif type is GGMLType.IQ4_NL:
+        defines = {"FORMAT": "LUT_32", **_table_defines(IQ4_VALUES.tolist())}
+    return PackedFormat(type, columns, GROUP * RUN * bits // 8, GROUP * scale_bytes, UNIT, defines)
+
+
+#: All formats that kernels read.
+PACKED_FORMATS: dict[KernelType, PackedFormat] = {type: _packed_format(type) for type in LAYOUTS}
+
+
+def packed_format(type: KernelType, capability: tuple[int, int]) -> PackedFormat:
+    """How a device keeps weights of ``type``, which is one that kernels read."""
+    if type is GGMLType.BF16 and capability < TENSOR_CORES:
+        return PACKED_FORMATS[GGMLType.F32]
+    return PACKED_FORMATS[type]
+
+
+def n_groups(n_out: int) -> int:
+    """Groups of rows of a matrix."""
+    return -(-n_out // GROUP)
+
+
+# -- Launches ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What `Driver.launch` needs beside a kernel's arguments.
+
+    Attributes:
+        kernel: its name, which is its module's too.
+    """
+
+    kernel: str
+    defines: Mapping[str, int | str]
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix of a launch, as arguments of a kernel.
+
+    Attributes:
+        weights: packed.
+        y: float32 [T, stride], where the products go.
+        bias: float32 [n_out].
+        residual: float32 [T, stride], what is added; it may be ``y``.
+    """
+
+    weights: DeviceMemory
+    y: DeviceMemory
+    n_out: int
+    stride: int
+    bias: DeviceMemory | None = None
+    residual: DeviceMemory | None = None
+
+    def arguments(self) -> list[DeviceMemory | np.number[Any]]:
+        """MATRIX_PARAMETERS of dots.cuh."""
+        bias = np.uint64(0) if self.bias is None else self.bias
+        residual = np.uint64(0) if self.residual is None else self.residual
+        return [self.weights, bias, residual, self.y, np.int32(self.n_out), np.int32(self.stride)]
+
+
+_NO_PRODUCT = [np.uint64(0)] * 4 + [np.int32(0)] * 2
+
+
+def pack_launch(format: PackedFormat, n_rows: int, n_in: int) -> Launch:
+    """`pack` of ``n_rows`` rows, of which the first begins a group.
+
+    Arguments: rows, packed, int32 n_rows, int64 bytes of a row, int32 n_in, int32 tiles.
+    """
+    blocks = -(-format.n_tiles(n_in) // _PACK_WARPS)
+    return Launch("pack", format.defines, (blocks, n_groups(n_rows)), (_PACK_WARPS * _WARP,))
+
+
+def quantise_launch(format: PackedFormat, n_rows: int) -> Launch:
+    """`quantise` of activations that are laid out for ``n_rows``.
+
+    Arguments: x, int32 stride (a multiple of 4), int32 n_in, n_tokens (int32 in memory), units, scales, int32 n_rows.
+    """
+    return Launch("quantise", _input_defines(format), (n_rows,), (_ROW_THREADS,))
+
+
+def _input_defines(format: PackedFormat) -> dict[str, int | str]:
+    """One module for all formats that read the same activations."""
+    return {"FORMAT": format.name if format.is_float else GGMLType.Q8_0.name}
+
+
+def embed_launch(format: PackedFormat, n_rows: int) -> Launch:
+    """`embed` of up to ``n_rows`` tokens.
+
+    Arguments: weights, int32 n_in, int32 tiles, ids (int32), n_tokens (int32 in memory), float32 scale, y, int32
+    stride.
+    """
+    return Launch("embed", format.defines, (n_rows,), (_ROW_THREADS,))
+
+
+def product_launch(
+    format: PackedFormat,
+    n_outs: Sequence[int],
+    n_in: int,
+    n_rows: int,
+    *,
+    capability: tuple[int, int],
+    shared_bytes: int,
+    tile_rows: Sequence[int] = TILE_ROWS,
+) -> Launch:
+    """The product of activations, laid out for ``n_rows`` (`PackedFormat.input_rows`), with one or several matrices.
+
+    Args:
+        n_outs: rows of the matrices: up to `MAX_MATRICES`; one if `takes_one_matrix`.
+        capability, shared_bytes: the device's.
+        tile_rows: rows of activations that a block of matmul may take, the larger first; multiples of 16.
+
+    Raises:
+        KernelError: so many matrices do not go in one launch.
+    """
+    limit = 1 if takes_one_matrix(format, n_rows, capability) else MAX_MATRICES
+    if not 1 <= len(n_outs) <= limit:
+        raise KernelError(f"{len(n_outs)} matrices in one launch, which takes up to {limit}: launch them apart")
+    if limit == 1:
+        return _matmul_launch(format, n_outs[0], n_rows, shared_bytes, tile_rows)
+    uses_lanes = not format.is_tensor_float and (
+        n_rows in VECTOR_ROWS or format.type is GGMLType.F32 or capability < TENSOR_CORES
+    )
+    kernel = "matvec" if uses_lanes else "matmul_few"
+    rows = _few_rows(format, n_rows) if kernel == "matmul_few" else min(n_rows, 8)
+    grid = (-(-n_rows // rows), sum(map(n_groups, n_outs)))
+    # Where one block takes all rows, their number is known when the kernel is compiled, and addresses are too.
+    defines = {**format.defines, "TOKENS": rows, "ROWS": rows if rows == n_rows else 0}
+    return Launch(kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
+
+
+def takes_one_matrix(format: PackedFormat, n_rows: int, capability: tuple[int, int]) -> bool:
+    """Whether a launch of `product_launch` takes one matrix only."""
+    return n_rows > FEW_ROWS and capability >= TENSOR_CORES and format.type is not GGMLType.F32
+
+
+def product_arguments(
+    launch: Launch,
+    format: PackedFormat,
+    n_in: int,
+    n_rows: int,
+    inputs: tuple[DeviceMemory, DeviceMemory],
+    n_tokens: DeviceMemory,
+    products: Sequence[Product],
+) -> list[DeviceMemory | np.number[Any]]:
+    """The arguments of a launch from `product_launch`.
+
+    Args:
+        inputs: units and scales of the activations.
+        n_tokens: int32, how many rows of them there are.
+        products: a matrix each, in the order of that launch.
+    """
+    n_tiles = np.int32(format.n_tiles(n_in))
+    arguments: list[DeviceMemory | np.number[Any]] = [*inputs, np.int32(n_rows), n_tokens, n_tiles]
+    if launch.kernel == "matmul":
+        return [*arguments, np.int32(format.n_chunks(n_in)), *products[0].arguments()]
+    for product in products:
+        arguments += product.arguments()
+    return arguments + _NO_PRODUCT * (MAX_MATRICES - len(products))
+
+
+def _few_rows(format: PackedFormat, n_rows: int) -> int:
+    """Rows that a block of matmul_few takes."""
+    return 16 if n_rows % 16 == 0 and format.type not in _FEW_AT_ONCE else 8
+
+
+def stage_bytes(format: PackedFormat, tile_rows: int) -> int:
+    """Shared memory of a stage of matmul: 4 groups' codes of 128 columns and scales of a tile, and activations."""
+    scales = 0 if format.is_float else RUN // BLOCK * 8 * tile_rows
+    units = RUN // format.input_columns * UNIT * tile_rows
+    return ROW_WARPS * (format.code_bytes + format.scale_bytes) + units + scales
+
+
+def _matmul_launch(
+    format: PackedFormat, n_out: int, n_rows: int, shared_bytes: int, tile_rows: Sequence[int]
+) -> Launch:
+    is_small = format.type in _SMALL_TILES or (isinstance(format.type, LUTType) and format.type.n_scales > 1)
+    most = min(tile_rows[0], 64) if is_small else tile_rows[0]
+    fitting = [rows for rows in tile_rows if rows <= most and 2 * stage_bytes(format, rows) <= shared_bytes]
+    rows = next((rows for rows in fitting if rows <= n_rows), fitting[-1])
+    stages = min(MAX_STAGES, shared_bytes // stage_bytes(format, rows))
+    return Launch(
+        "matmul",
+        {**format.defines, "TOKENS": rows, "STAGES": stages},
+        (-(-n_rows // rows), -(-n_groups(n_out) // ROW_WARPS)),
+        (_MATMUL_THREADS,),
+        stages * stage_bytes(format, rows),
+    )

@@ -1,0 +1,267 @@
+"""From a ``.cu`` file to code for a device.
+
+    matvec.cu + *.cuh ──flatten──▶ one source ──NVRTC, for an architecture──▶ cubin ──▶ cache on disk
+                                        └ #line: errors name the real file
+
+NVRTC sees one flat source, so that a hash of it is a hash of all that the code depends on: that, the options and
+NVRTC's version name the file in the cache (`localllm.kernels.code_cache`).  Compiling needs no GPU and no driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from localllm.errors import DeviceError, KernelError
+from localllm.kernels.code_cache import KEPT_SECONDS, cache_root, write_aside
+from localllm.kernels.cuda.driver import CompileProgress, Defines
+from localllm.kernels.cuda.installation import import_nvrtc
+
+#: Where the sources are.
+FOLDER = Path(__file__).parent
+#: Options of every module.  Numbers below the normal ones are zero; the rest of float arithmetic is IEEE's.
+OPTIONS = ("--std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo")
+#: Bytes of the digest that a cached file begins with.
+_DIGEST = 32
+#: What a compiler's message quotes: so many errors.
+_MOST_ERRORS = 3
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]*)"')
+_CONDITION = re.compile(r"\s*#\s*(if|endif)")
+_PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
+_DIAGNOSTIC = re.compile(r"^\S.*(error|warning|remark)\b.*:", re.MULTILINE)
+
+
+# -- The source ----------------------------------------------------------------------------------------------------
+
+
+def flat_source(name: str, folder: Path = FOLDER) -> str:
+    """``name``.cu with all that it includes by ``#include "…"`` in its place, each file once.
+
+    Raises:
+        KernelError: a file is not there, or included under an ``#if``.
+    """
+    if not _NAME.fullmatch(name):
+        raise KernelError(f"{name!r} is no name of a CUDA module")
+    return "".join(_flatten(f"{name}.cu", folder, seen=set()))
+
+
+def _flatten(file: str, folder: Path, seen: set[str]) -> Iterable[str]:
+    seen.add(file)
+    try:
+        text = (folder / file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise KernelError(f"the CUDA source {file} cannot be read: {error}") from error
+    shown = f"{folder.parent.name}/{folder.name}/{file}"
+    depth = 0
+    yield f'#line 1 "{shown}"\n'
+    for number, line in enumerate(text.splitlines(), start=1):
+        if condition := _CONDITION.match(line):
+            depth += 1 if condition[1] == "if" else -1
+        if include := _INCLUDE.match(line):
+            if depth:
+                raise KernelError(
+                    f'{shown}({number}): #include "{include[1]}" stands under an #if, but all are included'
+                )
+            if include[1] not in seen:
+                yield from _flatten(include[1], folder, seen)
+            yield f'#line {number + 1} "{shown}"\n'
+        else:
+            yield "\n" if _PRAGMA_ONCE.match(line) else f"{line}\n"
+
+
+def options(defines: Defines, architecture: str) -> tuple[str, ...]:
+    """NVRTC's options for a module.
+
+    Args:
+        architecture: "sm_80" for machine code of that one, "compute_80" for PTX.
+    """
+    return (*OPTIONS, f"-arch={architecture}", *(f"-D{key}={value}" for key, value in sorted(defines.items())))
+
+
+def architecture(capability: tuple[int, int], supported: Sequence[int]) -> str:
+    """What to compile for, given what NVRTC supports: a device's own code, or PTX that its driver translates.
+
+    Args:
+        supported: compute capabilities as NVRTC writes them, 80 for 8.0.
+
+    Raises:
+        DeviceError: NVRTC is too new for the device.
+    """
+    own = capability[0] * 10 + capability[1]
+    if own in supported:
+        return f"sm_{own}"
+    older = [known for known in supported if known < own]
+    if not older:
+        raise DeviceError(
+            f"the NVRTC installed compiles for compute capability {min(supported) / 10:.1f} and above, but the "
+            f"device has {own / 10:.1f}: install an older one, with localllm[cuda12] or localllm[cuda13]"
+        )
+    return f"compute_{max(older)}"
+
+
+# -- Compiling -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """NVRTC's result.
+
+    Attributes:
+        binary: a cubin, or the PTX as text where that was asked for.
+        log: what the compiler said, warnings and the like.
+    """
+
+    binary: bytes
+    log: str
+
+
+def compile_source(source: str, name: str, options: Sequence[str], nvrtc: Any) -> Compiled:
+    """Compiles a flat source.
+
+    Args:
+        name: the module's, for messages.
+        nvrtc: CuPy's binding (`localllm.kernels.cuda.installation.import_nvrtc`).
+
+    Raises:
+        KernelError: it does not compile; with the first of the compiler's messages.
+    """
+    program = nvrtc.createProgram(source, f"{name}.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, tuple(options))
+        is_ptx = any(option.startswith("-arch=compute_") for option in options)
+        binary = nvrtc.getPTX(program) if is_ptx else nvrtc.getCUBIN(program)
+        return Compiled(binary, nvrtc.getProgramLog(program))
+    except nvrtc.NVRTCError as error:
+        version = ".".join(map(str, nvrtc.getVersion()))
+        said = first_errors(nvrtc.getProgramLog(program)) or str(error)
+        raise KernelError(
+            f"the CUDA module {name} does not compile with NVRTC {version} and {' '.join(options)}:\n{said}"
+        ) from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def first_errors(log: str) -> str:
+    """The first errors of a compiler's log, without its warnings; its beginning where no line looks like one."""
+    begins = [match.start() for match in _DIAGNOSTIC.finditer(log)]
+    parts = [log[i:j].strip() for i, j in pairwise([*begins, len(log)])]
+    errors = [part for part in parts if "error" in part.partition("\n")[0]]
+    return "\n".join(errors[:_MOST_ERRORS]) or log.strip()[:2000]
+
+
+class ModuleCompiler:
+    """Compiles modules for architectures, unless they are in the cache.
+
+    Args:
+        cupy: the package, for its binding of NVRTC.
+        folder: where the sources are.
+
+    Raises:
+        DeviceError: there is no NVRTC.
+    """
+
+    def __init__(self, cupy: Any, folder: Path = FOLDER) -> None:
+        self._nvrtc = import_nvrtc(cupy)
+        self._folder = folder
+        #: What was compiled and not fetched yet, by file name, for where the cache cannot be written.
+        self._compiled: dict[str, bytes] = {}
+
+    def architecture(self, capability: tuple[int, int]) -> str:
+        """What to compile for to run on a device; see `architecture`."""
+        return architecture(capability, self._nvrtc.getSupportedArchs())
+
+    def compile(
+        self, modules: Iterable[tuple[str, Defines]], architecture: str, progress: CompileProgress | None = None
+    ) -> None:
+        """Compiles those (name, defines) that are not in the cache.
+
+        Args:
+            progress: called, if there are any, with the modules compiled so far and those to compile.
+
+        Raises:
+            KernelError: one does not compile.
+        """
+        wanted = {s.file: s for s in (self._source(name, defines, architecture) for name, defines in modules)}
+        missing = [s for s in wanted.values() if s.file not in self._compiled and _cached(s.file) is None]
+        for done, source in enumerate(missing):
+            if progress:
+                progress(done, len(missing))
+            self._compiled[source.file] = self._compile(source)
+        if missing and progress:
+            progress(len(missing), len(missing))
+
+    def binary(self, name: str, defines: Defines, architecture: str) -> bytes:
+        """A module's code, for a driver to load.
+
+        Raises:
+            KernelError: it does not compile.
+        """
+        source = self._source(name, defines, architecture)
+        ready = self._compiled.pop(source.file, None) or _cached(source.file)
+        return self._compile(source) if ready is None else ready
+
+    def _source(self, name: str, defines: Defines, architecture: str) -> _Source:
+        text, chosen = flat_source(name, self._folder), options(defines, architecture)
+        digest = hashlib.sha256("\0".join((text, *chosen, str(self._nvrtc.getVersion()))).encode()).hexdigest()
+        return _Source(name, text, chosen, f"{name}-{architecture}-{digest[:32]}.bin")
+
+    def _compile(self, source: _Source) -> bytes:
+        code = compile_source(source.text, source.name, source.options, self._nvrtc).binary
+        if (folder := _cache_folder()) is not None:
+            write_aside(folder / source.file, hashlib.sha256(code).digest() + code)
+            _prune(folder)
+        return code
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A module to compile, and the name of its file in the cache."""
+
+    name: str
+    text: str
+    options: tuple[str, ...]
+    file: str
+
+
+# -- The cache on disk ---------------------------------------------------------------------------------------------
+
+
+def _cache_folder() -> Path | None:
+    root = cache_root()
+    return None if root is None else root / "cuda"
+
+
+def _cached(file: str) -> bytes | None:
+    """A file of the cache, noted as used; None where it has none or a damaged one."""
+    folder = _cache_folder()
+    if folder is None:
+        return None
+    try:
+        content = (folder / file).read_bytes()
+    except OSError:
+        return None
+    code = content[_DIGEST:]
+    if content[:_DIGEST] != hashlib.sha256(code).digest():
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(folder / file)
+    return code
+
+
+@functools.cache
+def _prune(folder: Path) -> None:
+    """Removes, once in a process, what nobody has used for `KEPT_SECONDS`."""
+    with contextlib.suppress(OSError):
+        for file in folder.glob("*.bin"):
+            if time.time() - file.stat().st_mtime > KEPT_SECONDS:
+                file.unlink()

@@ -1,0 +1,73 @@
+// Rows of float32 to the units of activations.cuh, for weights of FORMAT.
+#include "activations.cuh"
+
+// Columns 4 i ... 4 i + 3 of a row whose address is a multiple of 16 bytes; zeros beyond n_in.
+DEVICE float4 load_columns(const float* row, int column, int n_in) {
+  if (column >= n_in) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  float4 v = *(const float4*)(row + column);
+  if (column + 1 >= n_in) v.y = 0.0f;
+  if (column + 2 >= n_in) v.z = 0.0f;
+  if (column + 3 >= n_in) v.w = 0.0f;
+  return v;
+}
+
+// A power of two with which a row's values are at most 2^15, and so is what is left of them in f16; 1 where the largest
+// is no finite number, or nothing.
+DEVICE float power_for_half(int largest_bits) {
+  const int exponent = largest_bits >> 23;  // 127 for 1 ... 2
+  if (exponent == 0 || exponent == 255) return 1.0f;
+  return __int_as_float(min(max(127 + 14 + 127 - exponent, 1), 253) << 23);
+}
+
+// The largest magnitude of a row, as bits, in all threads of the block.
+DEVICE int largest_of_row(const float* row, int n_in) {
+  __shared__ int largest;
+  if (threadIdx.x == 0) largest = 0;
+  __syncthreads();
+  int mine = 0;
+  for (int column = 4 * threadIdx.x; column < n_in; column += 4 * blockDim.x)
+    mine = max(mine, largest_magnitude(load_columns(row, column, n_in)));
+  atomicMax(&largest, mine);
+  __syncthreads();
+  return largest;
+}
+
+template <class F>
+DEVICE void store_floats(float4 v, void* units, int column, int row, int n_rows) {
+  if constexpr (F::BITS == 16) {
+    const uint2 words = make_uint2(F::from_float(v.x) | (uint32_t)F::from_float(v.y) << 16,
+                                   F::from_float(v.z) | (uint32_t)F::from_float(v.w) << 16);
+    ((uint2*)units)[((int64_t)(column / 8) * n_rows + row) * 2 + column % 8 / 4] = words;
+  } else {
+    ((float4*)units)[(int64_t)(column / 4) * n_rows + row] = v;
+  }
+}
+
+// A row of n_in columns, of which n_there are there: all or none.
+template <class F>
+DEVICE void quantise_row(const float* row, int n_there, int n_in, void* units, void* scales, int index, int n_rows) {
+  const int n_columns = (n_in + RUN - 1) / RUN * RUN;  // whole warps stay together
+  float power = 1.0f;
+  if constexpr (IS_SAME<F, F16>) {
+    power = power_for_half(largest_of_row(row, n_there));
+    if (threadIdx.x == 0) ((float*)scales)[index] = 1.0f / power;
+  }
+  for (int column = 4 * threadIdx.x; column < n_columns; column += 4 * blockDim.x) {
+    float4 v = load_columns(row, column, n_there);
+    if constexpr (IS_FLOAT<F>) {
+      v = make_float4(v.x * power, v.y * power, v.z * power, v.w * power);
+      store_floats<F>(v, units, column, index, n_rows);
+    } else {
+      store_codes(v, (int8_t*)units, (float2*)scales, column / RUN, index, n_rows);
+    }
+  }
+}
+
+// x: float32 rows of `stride` values, a multiple of 4.  n_tokens: how many rows there are.
+// units, scales: laid out for n_rows, those that are not there of zeros.  One block a row.
+extern "C" __global__ void __launch_bounds__(256)
+    quantise(const float* __restrict__ x, int stride, int n_in, const int* __restrict__ n_tokens,
+             void* __restrict__ units, void* __restrict__ scales, int n_rows) {
+  const int row = blockIdx.x, n_there = row < *n_tokens ? n_in : 0;
+  quantise_row<FORMAT>(x + (int64_t)row * stride, n_there, n_in, units, scales, row, n_rows);
+}

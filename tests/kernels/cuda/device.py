@@ -1,0 +1,137 @@
+"""One device, and matrices on it: what the tests of kernels for matrix products share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.kernels.cuda import matmul
+from localllm.kernels.cuda.driver import DeviceMemory, Driver
+from localllm.kernels.cuda.matmul import Launch, PackedFormat, Product
+from localllm.quant.lut import KernelType
+
+Floats = NDArray[np.float32]
+
+
+class Device:
+    """Device 0 of a driver, and a stream.
+
+    Args:
+        tile_rows: what matmul may take at once; on emulated devices little, because g++ is long over more.
+    """
+
+    def __init__(self, driver: Driver, tile_rows: Sequence[int] = matmul.TILE_ROWS) -> None:
+        self.driver = driver
+        self.tile_rows = tile_rows
+        self.stream = driver.stream(0)
+        properties = driver.properties(0)
+        self.capability, self.shared_bytes = properties.capability, properties.shared_bytes
+
+    def upload(self, array: NDArray[Any]) -> DeviceMemory:
+        memory = self.empty(array.nbytes)
+        self.driver.upload(memory, np.ascontiguousarray(array), self.stream)
+        self.driver.synchronize(self.stream)
+        return memory
+
+    def empty(self, n_bytes: int) -> DeviceMemory:
+        return self.driver.allocate(0, n_bytes)
+
+    def download(self, memory: DeviceMemory, dtype: Any, *shape: int) -> NDArray[Any]:
+        array = np.zeros(shape, dtype)
+        self.driver.download(array, memory.at(0, array.nbytes), self.stream)
+        self.driver.synchronize(self.stream)
+        return array
+
+    def run(self, launch: Launch, arguments: Sequence[DeviceMemory | np.number[Any]]) -> None:
+        module = self.driver.load_module(0, launch.kernel, launch.defines)
+        self.driver.launch(
+            module, launch.kernel, launch.grid, launch.block, arguments, self.stream, launch.shared_bytes
+        )
+        self.driver.synchronize(self.stream)  # until then the arguments must live
+
+    def count(self, n: int) -> DeviceMemory:
+        return self.upload(np.array([n], np.int32))
+
+
+@dataclass
+class Weights:
+    """A packed matrix."""
+
+    format: PackedFormat
+    n_out: int
+    n_in: int
+    memory: DeviceMemory
+
+
+def load(device: Device, rows: NDArray[np.uint8], type: KernelType, n_in: int) -> Weights:
+    """Packs rows of blocks."""
+    format = matmul.packed_format(type, device.capability)
+    packed = device.empty(format.packed_bytes(len(rows), n_in))
+    sizes = np.int32(len(rows)), np.int64(rows.shape[1]), np.int32(n_in), np.int32(format.n_tiles(n_in))
+    device.run(matmul.pack_launch(format, len(rows), n_in), [device.upload(rows), packed, *sizes])
+    return Weights(format, len(rows), n_in, packed)
+
+
+def padded(x: Floats) -> Floats:
+    """Rows whose length is a multiple of 4, with NaN where there is nothing."""
+    wide = np.full((len(x), -(-x.shape[1] // 4) * 4), np.nan, np.float32)
+    wide[:, : x.shape[1]] = x
+    return wide
+
+
+def quantise(
+    device: Device, x: Floats, format: PackedFormat, n_rows: int = 0
+) -> tuple[DeviceMemory, DeviceMemory, int]:
+    """Units and scales of activations, and for how many rows they are laid out."""
+    n_rows = n_rows or format.input_rows(len(x))
+    wide = padded(x)
+    units = device.empty(format.unit_bytes(x.shape[1], n_rows))
+    scales = device.empty(format.input_scale_bytes(x.shape[1], n_rows))
+    sizes = np.int32(wide.shape[1]), np.int32(x.shape[1])
+    device.run(
+        matmul.quantise_launch(format, n_rows),
+        [device.upload(wide), *sizes, device.count(len(x)), units, scales, np.int32(n_rows)],
+    )
+    return units, scales, n_rows
+
+
+def multiply(
+    device: Device,
+    x: Floats,
+    weights: Sequence[Weights],
+    bias: Floats | None = None,
+    residual: Floats | None = None,
+    n_rows: int = 0,
+) -> list[Floats]:
+    """x @ W.T (+ bias) (+ residual) of several matrices in one launch."""
+    format, n_in = weights[0].format, x.shape[1]
+    units, scales, n_rows = quantise(device, x, format, n_rows)
+    launch = matmul.product_launch(
+        format,
+        [w.n_out for w in weights],
+        n_in,
+        n_rows,
+        capability=device.capability,
+        shared_bytes=device.shared_bytes,
+        tile_rows=device.tile_rows,
+    )
+    products = [
+        Product(
+            w.memory,
+            device.empty(4 * len(x) * w.n_out) if residual is None else device.upload(residual),
+            w.n_out,
+            w.n_out,
+            None if bias is None else device.upload(bias),
+        )
+        for w in weights
+    ]
+    if residual is not None:  # in place
+        products = [Product(p.weights, p.y, p.n_out, p.stride, p.bias, p.y) for p in products]
+    tokens = device.count(len(x))
+    arguments = matmul.product_arguments(launch, format, n_in, n_rows, (units, scales), tokens, products)
+    device.run(launch, arguments)
+    return [device.download(p.y, np.float32, len(x), p.n_out) for p in products]

@@ -1,0 +1,229 @@
+"""Norms of heads, rotation and the writing of the cache, against the formulas in float64."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localllm.kernels.cuda.cache import PAGE, CacheLayout
+from localllm.kernels.cuda.rope import phases
+from localllm.kernels.ops import CacheShape, CacheType, Rope
+from localllm.kernels.reference import in_q8_0, in_range
+from tests.cuda_on_cpu import build, nvrtc
+from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
+from tests.cuda_on_cpu.module import ORDERS
+from tests.kernels.cuda.device import Device
+
+Array = NDArray[Any]
+N_HEADS, N_KV_HEADS, N_TOKENS, N_PAGES = 3, 2, 5, 4
+POSITIONS = np.array([0, 1, 70, 5000, 1_000_000], np.int32)
+SLOTS = np.array([64, 65, 255, 3, 130], np.int32)
+EPS = 0.01
+
+
+def random(*shape: int, seed: int) -> NDArray[np.float32]:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
+
+
+class Written:
+    """What the kernel leaves of q, and of the keys and values of layer 1, where all was bytes of 0xFF before."""
+
+    def __init__(
+        self,
+        device: Device,
+        head_dim: int,
+        cache_type: CacheType,
+        rope: Rope | None,
+        qkv: tuple[Array, Array, Array],
+        norms: tuple[Array | None, Array | None] = (None, None),
+        n_tokens: int = N_TOKENS,
+    ) -> None:
+        self.layout = CacheLayout(CacheShape(2, N_KV_HEADS, head_dim, cache_type), N_PAGES)
+        self.cache_type, self.head_dim = cache_type, head_dim
+        q, k, v = (device.upload(x) for x in qkv)
+        whole = np.full(self.layout.n_bytes, 0xFF, np.uint8)
+        memory = device.upload(whole)
+        layers = [memory.at(*part.layer(1)) for part in self.layout.parts]
+        frequencies = np.zeros(1, np.float32) if rope is None else rope.frequencies
+        weights = [device.upload(np.zeros(1, np.float32) if w is None else w) for w in norms]
+        which = sum(1 << i for i, w in enumerate(norms) if w is not None)
+        arguments: list[Any] = [
+            *(device.upload(x) for x in (np.array([n_tokens, 0, 0], np.int32), SLOTS, POSITIONS)),
+            *(device.upload(phases(frequencies)), np.int32(0 if rope is None else len(frequencies))),
+            *(np.int32(rope is not None and rope.interleaved), np.float32(1 if rope is None else rope.magnitude)),
+            *(q, np.int32(N_HEADS * head_dim), k, v, np.int32(N_KV_HEADS * head_dim)),
+            *(np.int32(N_HEADS), np.int32(N_KV_HEADS), *weights, np.int32(which), np.float32(EPS)),
+            *(layers[i] for i in (0, 2, 1, 3)),
+        ]
+        module = device.driver.load_module(0, "append", {"HEAD_DIM": head_dim, "Q8_0": int(cache_type == "q8_0")})
+        grid = (-(-(N_HEADS + 2 * N_KV_HEADS) // 4), N_TOKENS)
+        device.driver.launch(module, "rope_append", grid, (128,), arguments, device.stream)
+        self.q = device.download(q, np.float32, N_TOKENS, N_HEADS, head_dim)
+        self.memory = device.download(memory, np.uint8, self.layout.n_bytes)
+
+    def part(self, number: int) -> Array:
+        """Part of the layer: entries [pages, heads, PAGE, head], or scales [pages, heads, groups, PAGE]."""
+        offset, n_bytes = self.layout.parts[number].layer(1)
+        raw = self.memory[offset : offset + n_bytes]
+        if number >= 2:
+            return raw.view(np.float16).reshape(N_PAGES, N_KV_HEADS, -1, PAGE)
+        raw = raw.view(np.float16 if self.cache_type == "f16" else np.int8)
+        return raw.reshape(N_PAGES, N_KV_HEADS, PAGE, self.layout.head)
+
+    def held(self, number: int) -> Array:
+        """The tokens' keys (0) or values (1), [T, heads, head], with what pads them."""
+        entries = self.part(number)[SLOTS // PAGE, :, SLOTS % PAGE].astype(np.float64)
+        if self.cache_type == "f16":
+            return entries
+        scales = self.part(2 + number)[SLOTS // PAGE, :, :, SLOTS % PAGE].astype(np.float64)
+        return entries * np.repeat(scales, 32, axis=-1)[..., : self.layout.head]
+
+
+def rotated(x: Array, rope: Rope | None) -> Array:
+    """Heads [T, n, head_dim], pairs turned as complex numbers."""
+    out = x.astype(np.float64)
+    if rope is None:
+        return out
+    n = len(rope.frequencies)
+    a, b = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if rope.interleaved else (slice(0, n), slice(n, 2 * n))
+    angles = POSITIONS[:, None, None] * rope.frequencies.astype(np.float64)
+    turned = (out[..., a] + 1j * out[..., b]) * rope.magnitude * np.exp(1j * angles)
+    out[..., a], out[..., b] = turned.real, turned.imag
+    return out
+
+
+def normed(x: Array, weight: Array | None) -> Array:
+    wide = x.astype(np.float64)
+    if weight is None:
+        return wide
+    out: Array = wide / np.sqrt(np.square(wide).mean(axis=-1, keepdims=True) + EPS) * weight
+    return out
+
+
+def heads_of(head_dim: int) -> tuple[Array, Array, Array]:
+    return (
+        random(N_TOKENS, N_HEADS * head_dim, seed=1),
+        random(N_TOKENS, N_KV_HEADS * head_dim, seed=2),
+        random(N_TOKENS, N_KV_HEADS * head_dim, seed=3),
+    )
+
+
+def split(x: Array, head_dim: int) -> Array:
+    return x.reshape(N_TOKENS, -1, head_dim)
+
+
+ROPES = {
+    "interleaved": Rope(0.7 ** np.arange(4, dtype=np.float32), True),
+    "halves": Rope(0.7 ** np.arange(4, dtype=np.float32), False),
+    "partial": Rope(np.array([1, 0.01, 3e-5], np.float32), False, 1.3),
+    "one pair": Rope(np.array([0.9999], np.float32), True, 0.8),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+@pytest.mark.parametrize("with_norms", [(False, False), (True, True), (True, False), (False, True)])
+def test_rotation_and_norms(device: Device, rope: Rope | None, with_norms: tuple[bool, bool]) -> None:
+    qkv = heads_of(8)
+    norms = tuple(random(8, seed=i) if given else None for i, given in enumerate(with_norms))
+    out = Written(device, 8, "f16", rope, qkv, (norms[0], norms[1]))
+    q, k, v = (split(x, 8) for x in qkv)
+    np.testing.assert_allclose(out.q, rotated(normed(q, norms[0]), rope), rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(out.held(0)[..., :8], rotated(normed(k, norms[1]), rope), rtol=6e-4, atol=1e-6)
+    np.testing.assert_array_equal(out.held(1)[..., :8], v.astype(np.float16))
+
+
+@pytest.mark.parametrize(("head_dim", "cache_type"), [(8, "f16"), (8, "q8_0"), (80, "q8_0"), (256, "f16")])
+def test_caches_of_heads_of_any_size(device: Device, head_dim: int, cache_type: CacheType) -> None:
+    """What pads a head is zero; what no token was written to is left alone."""
+    qkv = heads_of(head_dim)
+    out = Written(device, head_dim, cache_type, None, qkv)
+    rounded = in_range if cache_type == "f16" else in_q8_0
+    kind = np.dtype(np.float16 if cache_type == "f16" else np.float32)
+    for number in (0, 1):
+        expected = rounded(split(qkv[1 + number], head_dim), kind).astype(kind)
+        np.testing.assert_array_equal(out.held(number)[..., :head_dim], expected)
+        assert (out.held(number)[..., head_dim:] == 0).all()
+    changed = np.zeros(len(out.memory), bool)
+    for part in out.layout.parts:
+        offset, n_bytes = part.layer(1)
+        changed[offset : offset + n_bytes] = True
+    assert (out.memory[~changed] == 0xFF).all()
+    for number in range(4 if cache_type == "q8_0" else 2):
+        of_slot = np.moveaxis(out.part(number), 3 if number >= 2 else 2, 1).reshape(N_PAGES * PAGE, -1)
+        assert (np.delete(of_slot, SLOTS, axis=0).view(np.uint8) == 0xFF).all()
+
+
+@pytest.mark.parametrize(("cache_type", "largest"), [("f16", 65504.0), ("q8_0", 127 * 65504.0)])
+def test_values_beyond_the_range_become_the_largest(device: Device, cache_type: CacheType, largest: float) -> None:
+    big = np.full((N_TOKENS, N_KV_HEADS * 8), 1e9, np.float32)
+    big[1] = np.inf
+    big[2, ::2] = -1e30
+    out = Written(device, 8, cache_type, None, (heads_of(8)[0], big, -big))
+    for number, x in enumerate((big, -big)):
+        np.testing.assert_array_equal(out.held(number)[..., :8], np.sign(split(x, 8)) * largest)
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+def test_a_nan_stays_one_and_what_vanishes_is_zero(device: Device, cache_type: CacheType) -> None:
+    q, k, v = heads_of(8)
+    k[0, 3], v[1] = np.nan, 1e-37
+    out = Written(device, 8, cache_type, None, (q, k, v))
+    assert np.isnan(out.held(0)[0, 0, 3])
+    assert not np.isnan(out.held(0)[1:]).any()
+    assert (out.held(1)[1] == 0).all()
+
+
+def test_tokens_beyond_the_batch_are_left_alone(device: Device) -> None:
+    qkv = heads_of(8)
+    out = Written(device, 8, "f16", ROPES["halves"], qkv, n_tokens=2)
+    np.testing.assert_array_equal(out.q[2:], split(qkv[0], 8)[2:])
+    assert np.isnan(out.held(0)[2:]).all()
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+def test_no_access_is_wrong(cache_type: CacheType) -> None:
+    if reason := nvrtc.missing() or build.missing():
+        pytest.skip(reason)
+    first = None
+    for order in ORDERS:
+        device = Device(EmulatedDriver(mode="check", kernel_order=order))
+        norms = random(8, seed=1), random(8, seed=2)
+        out = Written(device, 8, cache_type, ROPES["partial"], heads_of(8), norms)
+        first = first or out
+        np.testing.assert_array_equal(out.memory, first.memory)
+        np.testing.assert_array_equal(out.q, first.q)
+
+
+def test_a_page_is_copied_in_all_layers(device: Device) -> None:
+    part = CacheLayout(CacheShape(3, 2, 8), 5).parts[0]
+    before = np.random.default_rng(0).integers(0, 256, (3, 5, part.page_bytes), np.uint8)
+    memory = device.upload(before)
+    module = device.driver.load_module(0, "append", {"HEAD_DIM": 8, "Q8_0": 0})
+    sizes = np.int32(part.page_bytes), np.int64(part.layer_bytes), np.int32(4), np.int32(1)
+    device.driver.launch(module, "copy_page", (1, 3), (256,), [memory, *sizes], device.stream)
+    after = device.download(memory, np.uint8, *before.shape)
+    before[:, 1] = before[:, 4]
+    np.testing.assert_array_equal(after, before)
+
+
+def test_phases_are_exact() -> None:
+    """Against pi by Machin's formula, in whole numbers."""
+
+    def arctan(inverse: int) -> int:
+        term = total = (1 << 320) // inverse
+        for i in range(1, 300):
+            term //= inverse**2
+            total += (-1) ** i * (term // (2 * i + 1))
+        return total
+
+    pi = Fraction(4 * (4 * arctan(5) - arctan(239)), 1 << 320)
+    frequencies = np.array([1, 0.7, 1e-6, 12345.678, 0], np.float32)
+    for phase, frequency in zip(phases(frequencies), frequencies, strict=True):
+        turns = Fraction(float(frequency)) / (2 * pi)
+        distance = (Fraction(int(phase), 2**64) - turns) % 1
+        assert min(distance, 1 - distance) < Fraction(1, 2**63)

@@ -1,0 +1,287 @@
+"""Attention over the paged cache, against the formula in float64 over the values that the cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localllm.errors import KernelError
+from localllm.kernels.cuda import attention
+from localllm.kernels.cuda.attention import Heads, Variant, Work, choose_variant
+from localllm.kernels.cuda.cache import PAGE, CacheLayout, padded_head
+from localllm.kernels.cuda.driver import DeviceMemory
+from localllm.kernels.ops import CacheShape
+from tests.cuda_on_cpu import build, nvrtc
+from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
+from tests.cuda_on_cpu.errors import KernelFault
+from tests.cuda_on_cpu.module import ORDERS, Order
+from tests.kernels.cuda.device import Device
+
+Floats = NDArray[Any]
+#: A sequence: its new tokens, and its length in the cache with them.
+Lengths = Sequence[tuple[int, int]]
+#: Enough to have whole and partial tiles, spans and pages, one token and many, and no past.
+RAGGED: Lengths = ((5, 700), (1, 300), (70, 70), (1, 1), (3, 260))
+PARTS = 1 << 24
+
+
+def variant_of(head_dim: int, kind: str = "f16", device: Device | None = None, **more: Any) -> Variant:
+    shared = 99 << 10 if device is None else device.shared_bytes
+    return choose_variant(head_dim, "q8_0" if kind == "q8_0" else "f16", shared, **more)
+
+
+@dataclass
+class Talk:
+    """Sequences with random queries, and a cache that is NaN wherever none of their tokens lies.
+
+    keys, values: what the cache holds, float64 [length, key heads, head_dim] of each sequence.
+    """
+
+    device: Device
+    variant: Variant
+    lengths: Lengths = RAGGED
+    heads: Heads = field(default_factory=lambda: Heads(2, 3))
+    scale: float = 0.3
+    soft_cap: float = 2.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        dim, n_kv = self.variant.head_dim, self.heads.n_kv_heads
+        n_pages = [-(-length // PAGE) for _, length in self.lengths]
+        shape = CacheShape(1, n_kv, dim, self.variant.cache_type)
+        self.layout = CacheLayout(shape, sum(n_pages) + 1)
+        pages = rng.permutation(self.layout.n_pages)
+        self.tables = np.full((len(n_pages), max(n_pages)), -1, np.int32)
+        self.starts = np.cumsum([0, *(n for n, _ in self.lengths)], dtype=np.int32)
+        self.q = rng.standard_normal((self.starts[-1], n_kv * self.heads.group_size * dim), np.float32)
+        self.q = self.q.astype(np.float16).astype(np.float32)
+        self.sinks = rng.standard_normal(n_kv * self.heads.group_size).astype(np.float32)
+        whole = (self.layout.n_pages, n_kv)
+        self.entries, self.scales, self.held = [], [], []
+        for _ in range(2):
+            entries, scales, held = (self._f16 if shape.type == "f16" else self._q8_0)(whole, rng)
+            self.entries.append(entries)
+            self.scales.append(scales)
+            self.held.append(held)
+        seen = np.zeros((*whole, PAGE), bool)
+        for s, (_, length) in enumerate(self.lengths):
+            first = sum(n_pages[:s])
+            self.tables[s, : n_pages[s]] = pages[first : first + n_pages[s]]
+            for p in range(length):
+                seen[self.tables[s, p // PAGE], :, p % PAGE] = True
+        for entries, scales in zip(self.entries, self.scales, strict=True):
+            if shape.type == "f16":
+                entries[~seen] = np.nan
+            else:
+                scales.transpose(0, 1, 3, 2)[~seen] = np.nan
+
+    def _f16(self, whole: tuple[int, int], rng: np.random.Generator) -> tuple[Floats, Floats, Floats]:
+        held = rng.standard_normal((*whole, PAGE, self.variant.head_dim)).astype(np.float16)
+        pad = padded_head(self.variant.head_dim) - self.variant.head_dim
+        return np.pad(held, [(0, 0)] * 3 + [(0, pad)]), np.zeros(1, np.float16), held.astype(np.float64)
+
+    def _q8_0(self, whole: tuple[int, int], rng: np.random.Generator) -> tuple[Floats, Floats, Floats]:
+        """Scales of all sizes that float16 has, but for those that would make all else vanish; zero, too."""
+        dim = self.variant.head_dim
+        codes = rng.integers(-127, 128, (*whole, PAGE, dim)).astype(np.int8)
+        scales = (2.0 ** rng.uniform(-9, -5, (*whole, self.layout.groups, PAGE))).astype(np.float16)
+        scales[:, :, :, 3::17] = 0
+        scales[:, :, :, 5::17] = 2.0**-24
+        scales[:, :, -1, 6::17] = 3.0**-9
+        held = codes * np.repeat(scales.transpose(0, 1, 3, 2).astype(np.float64), 32, axis=3)[..., :dim]
+        return np.pad(codes, [(0, 0)] * 3 + [(0, padded_head(dim) - dim)]), scales, held
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.starts[-1])
+
+    def work_of_bucket(self) -> Work:
+        return attention.work_of_bucket(self.n_tokens, max(n for _, n in self.lengths), self.heads)
+
+    def work(self, part_bytes: int) -> Work:
+        return attention.work_of_batch(self.lengths, self.heads, self.variant, part_bytes)
+
+    def run(self, work: Work) -> Floats:
+        """float32 [T, query heads, head_dim]; NaN where nothing was written."""
+        device, heads = self.device, self.heads
+        lengths = np.array([length for _, length in self.lengths], np.int32)
+        header = np.array([self.n_tokens, 0, len(lengths)], np.int32)
+        q, out = device.upload(self.q), device.upload(np.full_like(self.q, np.nan))
+        sums, states = (device.empty(max(16, 4 * n)) for n in work.part_floats(heads, self.variant))
+        tables = [device.upload(array) for array in (header, self.starts, lengths, self.tables)]
+        cache: list[DeviceMemory] = []
+        for entries, scales in zip(self.entries, self.scales, strict=True):
+            cache += [device.upload(entries), device.upload(scales)]
+        stride, sinks = np.int32(self.q.shape[1]), device.upload(self.sinks)
+        parts = [np.int32(work.max_parts), np.int32(work.part_rows)]
+        scoring = [np.float32(self.scale), np.float32(self.soft_cap)]
+        own: dict[str, list[Any]] = {
+            "attention_prefill": [*cache, q, stride, out, stride, sinks, *scoring],
+            "attention_split": [*cache, q, stride, sums, states, *parts, *scoring],
+            "attention_merge": [sums, states, *parts, out, stride, sinks],
+        }
+        module = device.driver.load_module(0, "attention", self.variant.defines)
+        for launch in attention.launches(work, heads, self.variant, n_multiprocessors=4):
+            numbers = (self.tables.shape[1], heads.n_kv_heads, heads.group_size)
+            limits = (*attention.token_range(launch, work), heads.window)
+            arguments = [*tables, *map(np.int32, (*numbers, *limits)), *own[launch.kernel]]
+            device.driver.launch(
+                module, launch.kernel, launch.grid, launch.block, arguments, device.stream, launch.shared_bytes
+            )
+        return device.download(out, np.float32, self.n_tokens, len(self.sinks), self.variant.head_dim)
+
+    def expected(self) -> Floats:
+        variant, group = self.variant, self.heads.group_size
+        q = self.q.reshape(self.n_tokens, -1, variant.head_dim).astype(np.float64)
+        out = np.empty(q.shape)
+        for s, (n, length) in enumerate(self.lengths):
+            for t in range(n):
+                last = length - n + t
+                seen = np.arange(max(0, last - self.heads.window + 1), last + 1)
+                keys, values = (held[self.tables[s, seen // PAGE], :, seen % PAGE] for held in self.held)
+                for h, query in enumerate(q[self.starts[s] + t]):
+                    scores = keys[:, h // group] @ query * self.scale
+                    if variant.soft_cap:
+                        scores = self.soft_cap * np.tanh(scores / self.soft_cap)
+                    weights = np.exp(scores - scores.max())
+                    sink = np.exp(self.sinks[h] - scores.max()) if variant.sinks else 0
+                    out[self.starts[s] + t, h] = weights @ values[:, h // group] / (weights.sum() + sink)
+        return out
+
+
+def assert_close(out: Floats, expected: Floats) -> None:
+    """As tests/kernels/test_ops.py wants it of every backend."""
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=2e-6)
+
+
+def assert_right(talk: Talk) -> Floats:
+    """Split, prefilled, and some of both: the same bits, and the formula's values."""
+    out = talk.run(talk.work_of_bucket())
+    assert_close(out, talk.expected())
+    for part_bytes in (0, PARTS):
+        np.testing.assert_array_equal(talk.run(talk.work(part_bytes)), out)
+    return out
+
+
+#: Each takes g++ some seconds: one whose queries stay in registers, one with scales and a group of 16 values, and one
+#: of which two warps share rows.
+KINDS = [(8, "f16"), (72, "q8_0"), (136, "f16")]
+
+
+@pytest.mark.parametrize(("head_dim", "kind"), KINDS)
+@pytest.mark.parametrize("window", [None, 1, 65, 300])
+def test_ragged_batches(device: Device, head_dim: int, kind: str, window: int | None) -> None:
+    heads = Heads(2, 3, window or attention.NO_WINDOW)
+    assert_right(Talk(device, variant_of(head_dim, kind, device), heads=heads, scale=head_dim**-0.5))
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 7, 8, 16])
+def test_groups_of_any_size(device: Device, group_size: int) -> None:
+    assert_right(Talk(device, variant_of(8, device=device), ((9, 150), (1, 70)), Heads(2, group_size)))
+
+
+def test_soft_cap_and_sinks_with_weights_of_one_half(device: Device) -> None:
+    variant = variant_of(8, device=device, soft_cap=True, sinks=True, weight_parts=1)
+    talk = Talk(device, variant, ((20, 300), (1, 10)), scale=1.0)
+    out = talk.run(talk.work_of_bucket())
+    np.testing.assert_allclose(out, talk.expected(), rtol=2e-3, atol=1e-3)
+    np.testing.assert_array_equal(talk.run(talk.work(0)), out)
+    plain = Talk(device, variant_of(8, device=device), talk.lengths, scale=1.0)
+    assert np.abs(plain.expected() - talk.expected()).max() > 0.1
+
+
+@pytest.mark.parametrize("power", [-70, 20, 70])
+def test_queries_of_any_size(device: Device, power: int) -> None:
+    talk = Talk(device, variant_of(8, device=device), ((3, 100),), scale=0.3 * 2.0**-power)
+    talk.q *= np.float32(2.0**power)
+    assert_right(talk)
+
+
+def test_a_token_alone_has_the_bits_that_it_has_in_a_batch(device: Device) -> None:
+    whole = Talk(device, variant_of(8, device=device), ((400, 400), (30, 60)))
+    expected = whole.run(whole.work(0))
+    for t in (0, 15, 255, 256, 399):
+        one = replace(whole, lengths=((400, 400), (30, 60)))
+        one.lengths, one.starts, one.q = ((1, t + 1), (1, 31)), np.array([0, 1, 2], np.int32), one.q[[t, 400]]
+        np.testing.assert_array_equal(one.run(one.work_of_bucket()), expected[[t, 400]])
+
+
+def test_one_launch_serves_every_length(device: Device) -> None:
+    """What is captured once holds for every length up to the context, and for fewer sequences."""
+    work = attention.work_of_bucket(4, 2000, Heads(2, 3))
+    for lengths in (((1, 1), (1, 1900), (2, 3)), ((1, 255),), ((4, 600),)):
+        talk = Talk(device, variant_of(8, device=device), lengths)
+        assert_close(talk.run(work), talk.expected())
+
+
+def test_turing(monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := nvrtc.missing() or build.missing():
+        pytest.skip(reason)
+    device = Device(EmulatedDriver(capability=(7, 5), shared_bytes=64 << 10))
+    assert_right(Talk(device, variant_of(8, device=device), ((5, 300), (1, 10)), Heads(1, 3)))
+
+
+CHECKED: Lengths = ((20, 330), (1, 70), (1, 1))
+
+
+@pytest.mark.parametrize(("head_dim", "kind"), [(8, "f16"), (24, "q8_0")])
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_no_access_is_wrong(head_dim: int, kind: str, order: Order) -> None:
+    """Bounds, initialised memory, races: with every order of threads and of copies."""
+    if reason := nvrtc.missing() or build.missing():
+        pytest.skip(reason)
+    device = Device(EmulatedDriver(mode="check", kernel_order=order))
+    talk = Talk(device, variant_of(head_dim, kind, device), CHECKED, Heads(1, 2, 200))
+    assert_right(talk)
+
+
+# -- The plan ------------------------------------------------------------------------------------------------------
+
+SHARED = {(7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (9, 0): 227 << 10, (12, 0): 99 << 10}
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+def test_variants_fit_into_every_device(capability: tuple[int, int], cache_type: Any) -> None:
+    for head_dim in (8, 16, 64, 80, 96, 128):
+        variant = choose_variant(head_dim, cache_type, SHARED[capability])
+        assert variant.largest_block_bytes <= SHARED[capability]
+        assert variant.warps >= 2
+    if capability == (7, 5):
+        with pytest.raises(KernelError, match=r"256 values in a .* needs \d+ bytes"):
+            choose_variant(256, cache_type, SHARED[capability])
+    else:
+        assert choose_variant(256, cache_type, SHARED[capability]).tile_rows >= 16
+
+
+@pytest.mark.parametrize("head_dim", [0, 257])
+def test_heads_of_other_sizes_are_refused(head_dim: int) -> None:
+    with pytest.raises(KernelError, match=f"not {head_dim}"):
+        choose_variant(head_dim, "f16", 227 << 10)
+
+
+def test_parts_that_do_not_fit_are_prefilled() -> None:
+    heads, variant = Heads(8, 4), choose_variant(128, "f16", 227 << 10)
+    lengths = [(1, 32768)] * 4 + [(20, 1000), (600, 600)]
+    roomy, tight, none = (attention.work_of_batch(lengths, heads, variant, n) for n in (1 << 30, 1 << 24, 1 << 10))
+    assert (roomy.split_tokens, roomy.prefill_tiles, roomy.split_tiles) == (64, 19, 9)
+    assert 1 <= tight.split_tokens < 20
+    assert 4 * sum(tight.part_floats(heads, variant)) <= 1 << 24
+    assert (none.split_tokens, none.split_tiles, none.prefill_tiles) == (0, 0, 4 + 1 + 19)
+
+
+def test_a_launch_that_cannot_be_right_is_noticed() -> None:
+    """The check itself: a page that is not in the cache."""
+    if reason := nvrtc.missing() or build.missing():
+        pytest.skip(reason)
+    device = Device(EmulatedDriver(mode="check"))
+    talk = Talk(device, variant_of(8, device=device), CHECKED, Heads(1, 2))
+    talk.tables[1, 0] = 1000
+    with pytest.raises(KernelFault):
+        talk.run(talk.work_of_bucket())

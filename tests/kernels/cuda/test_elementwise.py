@@ -1,0 +1,203 @@
+"""Norms, gates and the choice of tokens, against the formulas in float64 and numpy's order."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localllm.kernels.cuda import matmul
+from localllm.kernels.cuda.driver import DeviceMemory
+from localllm.quant.types import GGMLType
+from tests.cuda_on_cpu import build, nvrtc
+from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
+from tests.cuda_on_cpu.module import ORDERS, Order
+from tests.kernels.cuda.device import Device, padded, quantise
+
+Array = NDArray[Any]
+T = GGMLType
+ROW_THREADS, SORTED = 512, 2048
+#: Beyond what exp can hold on either side.
+LARGE = np.array([0, -0.0, 1e-30, -1e-30, 20, -20, 87, -87, 89, -89, 104, -104, 1e4, -1e4], np.float32)
+
+
+def random(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
+
+
+@pytest.fixture(params=[None, *ORDERS], ids=str)
+def checked(request: pytest.FixtureRequest) -> Device:
+    """In every order of threads, and with every access to memory judged; and without."""
+    if reason := nvrtc.missing() or build.missing():
+        pytest.skip(reason)
+    order: Order | None = request.param
+    return Device(EmulatedDriver() if order is None else EmulatedDriver(mode="check", kernel_order=order))
+
+
+def launch(device: Device, kernel: str, grid: tuple[int, ...], threads: int, arguments: list[Any]) -> None:
+    module = device.driver.load_module(0, "elementwise")
+    device.driver.launch(module, kernel, grid, (threads,), arguments, device.stream)
+    device.driver.synchronize(device.stream)
+
+
+def header(device: Device, n_tokens: int = 0, n_outputs: int = 0) -> DeviceMemory:
+    return device.upload(np.array([n_tokens, n_outputs, 0], np.int32))
+
+
+def row_launch(device: Device, kernel: str, n_rows: int, width: int, inputs: list[Any], is_norm: bool) -> Array:
+    """What a kernel makes of rows, of which the last is not in the batch: it stays NaN."""
+    grid = (n_rows,) if is_norm else (-(-width // 512), n_rows)
+    stride = -(-width // 4) * 4
+    y = device.upload(np.full((n_rows, stride), np.nan, np.float32))
+    head = header(device, n_rows - 1)
+    launch(device, kernel, grid, ROW_THREADS if is_norm else 128, [head, *inputs, y, np.int32(stride)])
+    out = device.download(y, np.float32, n_rows, stride)[:, :width]
+    assert np.isnan(out[-1]).all()
+    return out[:-1]
+
+
+def quantised_launch(
+    device: Device, kernel: str, x: Array, width: int, inputs: list[Any], is_norm: bool
+) -> tuple[Array, Array]:
+    """The codes and scales that a kernel leaves, and those that `quantise` makes of the rows ``x``."""
+    format = matmul.PACKED_FORMATS[T.Q4_0]
+    n_rows = format.input_rows(len(x))
+    sizes = format.unit_bytes(width, n_rows), format.input_scale_bytes(width, n_rows)
+    units, scales = (device.upload(np.zeros(n, np.uint8)) for n in sizes)
+    grid = (n_rows,) if is_norm else (-(-width // 512), n_rows)
+    head = header(device, len(x))
+    arguments = [head, *inputs, units, scales, np.int32(n_rows)]
+    launch(device, kernel, grid, ROW_THREADS if is_norm else 128, arguments)
+    plain = quantise(device, x, format, n_rows)[:2]
+    found: list[Array] = []
+    wanted: list[Array] = []
+    for memory, other, n in zip((units, scales), plain, sizes, strict=True):
+        for result, m in ((found, memory), (wanted, other)):
+            rows = device.download(m, np.uint8, n).reshape(-1, n_rows, 16 if m in (units, plain[0]) else 8)
+            result.append(rows[:, : len(x)].ravel())
+    return np.concatenate(found), np.concatenate(wanted)
+
+
+def norm_inputs(device: Device, x: Array, weight: Array, eps: float) -> list[Any]:
+    wide, weights = padded(x), device.upload(padded(weight[None]))
+    return [device.upload(wide), np.int32(wide.shape[1]), np.int32(x.shape[1]), weights, np.float32(eps)]
+
+
+@pytest.mark.parametrize("width", [1, 5, 100, 2176])
+def test_rms_norm(checked: Device, width: int) -> None:
+    x, weight = random(3, width), random(width, seed=1)
+    x[1] *= 1e-4
+    out = row_launch(checked, "rms_norm", 3, width, norm_inputs(checked, x, weight, 1e-6), True)
+    wide = x[:-1].astype(np.float64)
+    expected = wide / np.sqrt(np.square(wide).mean(axis=1, keepdims=True) + 1e-6) * weight
+    np.testing.assert_allclose(out, expected, rtol=2e-6)
+
+
+@pytest.mark.parametrize("width", [32, 173, 2176])
+def test_a_norm_is_quantised_as_by_itself(device: Device, width: int) -> None:
+    x, weight = random(3, width), random(width, seed=1)
+    inputs = norm_inputs(device, np.concatenate([x, x[:1]]), weight, 1e-6)
+    y = row_launch(device, "rms_norm", 4, width, inputs, True)
+    np.testing.assert_array_equal(*quantised_launch(device, "rms_norm_quantised", y, width, inputs, True))
+
+
+def gate_inputs(device: Device, gate: Array, up: Array) -> list[Any]:
+    wide = padded(gate)
+    return [device.upload(wide), device.upload(padded(up)), np.int32(wide.shape[1]), np.int32(gate.shape[1])]
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("width", [14, 521])
+def test_gated(checked: Device, activation: str, width: int) -> None:
+    gate, up = 3 * random(3, width), random(3, width, seed=1)
+    gate[0, :14] = LARGE
+    out = row_launch(checked, f"gated_{activation}", 3, width, gate_inputs(checked, gate, up), False)
+    wide, other = gate[:-1].astype(np.float64), up[:-1]
+    if activation == "silu":
+        with np.errstate(over="ignore"):
+            expected = wide / (1 + np.exp(-wide)) * other
+        np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-30)
+    else:
+        inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
+        np.testing.assert_allclose(out, 0.5 * wide * (1 + np.tanh(inner)) * other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_a_gate_is_quantised_as_by_itself(device: Device, activation: str) -> None:
+    gate, up = 3 * random(4, 653), random(4, 653, seed=1)
+    inputs = gate_inputs(device, gate, up)
+    y = row_launch(device, f"gated_{activation}", 4, 653, inputs, False)
+    np.testing.assert_array_equal(*quantised_launch(device, f"gated_{activation}_quantised", y, 653, inputs, False))
+
+
+def test_rows_are_gathered(checked: Device) -> None:
+    x, rows = random(5, 530), np.array([4, 0, 0, 1], np.int32)
+    y = checked.upload(np.full((4, 532), np.nan, np.float32))
+    inputs = [checked.upload(rows), checked.upload(padded(x)), np.int32(532), np.int32(530)]
+    launch(checked, "gather_rows", (2, 4), 128, [header(checked, 5, 3), *inputs, y, np.int32(532)])
+    out = checked.download(y, np.float32, 4, 532)
+    np.testing.assert_array_equal(out[:3, :530], x[rows[:3]])
+    assert np.isnan(out[3]).all()
+
+
+def logits(n: int) -> Array:
+    """Rows with many ties; a largest at the end; zeros of both signs; NaN and infinities."""
+    x = np.random.default_rng(n).integers(-20, 20, (6, n)).astype(np.float32)
+    x[1, -1] = 1e30
+    x[2], x[2, n // 2] = -0.0, 0.0
+    x[3] = -np.inf
+    x[4, ::2], x[4, 1] = np.nan, -1e30
+    x[5] = np.random.default_rng(n).standard_normal(n)
+    return x
+
+
+def best(x: Array, k: int) -> Array:
+    """The first k of each row by numpy's stable sort; NaN last."""
+    return np.argsort(-np.where(np.isnan(x), -np.inf, x), axis=1, kind="stable")[:, :k]
+
+
+@pytest.mark.parametrize("n", [2, 31, 5000])
+def test_argmax(checked: Device, n: int) -> None:
+    x = logits(n)
+    ids = checked.upload(np.full(7, -7, np.int32))
+    wide = padded(np.concatenate([x, x[:1]]))
+    launch(
+        checked,
+        "argmax",
+        (7,),
+        1024,
+        [header(checked, 0, 6), checked.upload(wide), np.int32(wide.shape[1]), np.int32(n), ids],
+    )
+    found = checked.download(ids, np.int32, 7)
+    assert found[6] == -7
+    np.testing.assert_array_equal(found[:6], best(x, 1)[:, 0])
+
+
+@pytest.mark.parametrize(("n", "k"), [(2, 1), (5000, 3), (5000, 700), (2049, 1024)])
+def test_top_k(device: Device, n: int, k: int) -> None:
+    x = logits(n)
+    x[4] = x[0]  # equal NaN and infinities are ordered by id alone, which numpy's sort cannot show
+    wide, chunks = padded(x), -(-n // SORTED)
+    head, rows, stride = header(device, 0, 6), device.upload(wide), np.int32(wide.shape[1])
+    parts = device.empty(8 * 6 * chunks * k)
+    ids, values = device.empty(4 * 6 * k), device.empty(4 * 6 * k)
+    launch(device, "top_parts", (chunks, 6), 1024, [head, rows, stride, np.int32(n), np.int32(k), parts])
+    sizes = np.int32(chunks * k), np.int32(k)
+    launch(device, "top_merge", (6,), 1024, [head, parts, *sizes, rows, stride, ids, values])
+    found = device.download(ids, np.int32, 6, k)
+    np.testing.assert_array_equal(found, best(x, k))
+    np.testing.assert_array_equal(device.download(values, np.float32, 6, k), np.take_along_axis(x, found, 1))
+
+
+def test_fewer_than_k(device: Device) -> None:
+    x = padded(random(1, 3))
+    head, rows, parts = header(device, 0, 1), device.upload(x), device.empty(8 * 5)
+    ids, values = device.empty(20), device.empty(20)
+    launch(device, "top_parts", (1, 1), 1024, [head, rows, np.int32(4), np.int32(3), np.int32(5), parts])
+    launch(device, "top_merge", (1,), 1024, [head, parts, np.int32(5), np.int32(5), rows, np.int32(4), ids, values])
+    found = device.download(ids, np.int32, 5)
+    np.testing.assert_array_equal(found[:3], best(x[:, :3], 3)[0])
+    np.testing.assert_array_equal(found[3:], -1)

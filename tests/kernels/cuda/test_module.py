@@ -1,0 +1,276 @@
+"""From CUDA sources to code: flat sources, options, errors, and the cache on disk."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from localllm.errors import DeviceError, KernelError
+from localllm.kernels.cuda import module as loader
+from localllm.kernels.cuda.module import (
+    FOLDER,
+    ModuleCompiler,
+    architecture,
+    compile_source,
+    first_errors,
+    flat_source,
+    options,
+)
+from tests.cuda_on_cpu import nvrtc
+from tests.cuda_on_cpu.fake_cupy import FakeNVRTC
+from tests.kernels.cuda.conftest import SOURCES
+
+CONSTANT = 'extern "C" __global__ void constant(int* x) { *x = VALUE; }\n'
+
+
+def write(folder: Path, **files: str) -> Path:
+    """Writes sources; ``name_cu`` is the file name.cu."""
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("_", ".")).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    folder = tmp_path / "room" / "cuda"
+    folder.parent.mkdir()
+    return folder
+
+
+@pytest.fixture
+def binding() -> Any:
+    """CuPy's binding of NVRTC."""
+    if reason := nvrtc.missing():
+        pytest.skip(reason)
+    from cupy.cuda import nvrtc as found
+
+    return found
+
+
+# -- The source ----------------------------------------------------------------------------------------------------
+
+
+def test_a_flat_source(sources: Path) -> None:
+    write(
+        sources,
+        a_cu='#include "b.cuh"\nint a;\n  #  include "c.cuh"  // again\nint end;\n',
+        b_cuh='#pragma once\n#include "c.cuh"\nint b;',
+        c_cuh="#pragma once\n#if 1\nint c;\n#endif\n",
+    )
+    assert flat_source("a", sources).splitlines() == [
+        '#line 1 "room/cuda/a.cu"',
+        '#line 1 "room/cuda/b.cuh"',
+        "",
+        '#line 1 "room/cuda/c.cuh"',
+        "",
+        "#if 1",
+        "int c;",
+        "#endif",
+        '#line 3 "room/cuda/b.cuh"',
+        "int b;",
+        '#line 2 "room/cuda/a.cu"',
+        "int a;",
+        '#line 4 "room/cuda/a.cu"',
+        "int end;",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('#include "none.cuh"', "the CUDA source none.cuh cannot be read"),
+        ('\n#ifdef X\n#include "b.cuh"\n#endif', r'room/cuda/a.cu\(3\): #include "b.cuh" stands under an #if'),
+    ],
+)
+def test_sources_that_cannot_be_flat(sources: Path, text: str, why: str) -> None:
+    write(sources, a_cu=text, b_cuh="")
+    with pytest.raises(KernelError, match=why):
+        flat_source("a", sources)
+
+
+@pytest.mark.parametrize("name", ["../a", "a.cu", "", "A"])
+def test_names_of_modules(sources: Path, name: str) -> None:
+    with pytest.raises(KernelError, match="is no name of a CUDA module"):
+        flat_source(name, sources)
+
+
+def test_options() -> None:
+    chosen = options({"TOKENS": 4, "FORMAT": "Q4_0"}, "sm_86")
+    assert chosen[-3:] == ("-arch=sm_86", "-DFORMAT=Q4_0", "-DTOKENS=4")
+    assert set(chosen[:-3]) == set(loader.OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("capability", "supported", "expected"),
+    [
+        ((8, 6), (75, 80, 86, 90), "sm_86"),
+        ((12, 1), (75, 80, 90, 120), "compute_120"),  # a driver translates PTX for what came later
+        ((8, 9), (75, 80, 90), "compute_80"),
+    ],
+)
+def test_the_architecture_for_a_device(
+    capability: tuple[int, int], supported: tuple[int, ...], expected: str
+) -> None:
+    assert architecture(capability, supported) == expected
+
+
+def test_a_device_that_nvrtc_has_forgotten() -> None:
+    with pytest.raises(DeviceError, match=r"for compute capability 8\.0 and above, but the device has 7\.5"):
+        architecture((7, 5), (80, 90))
+
+
+# -- NVRTC ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_source_of_ours_is_flat() -> None:
+    names = sorted(path.stem for path in FOLDER.glob("*.cu"))
+    for name in names:
+        assert "#include" not in flat_source(name), name
+
+
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
+def test_it_compiles(binding: Any, architecture: str) -> None:
+    source = flat_source("arithmetic", SOURCES)
+    compiled = compile_source(source, "arithmetic", options({}, architecture), binding)
+    assert compiled.binary.startswith(b"\x7fELF")
+    assert compiled.log == ""
+
+
+def test_common_compiles_alone(binding: Any) -> None:
+    """And is all that a source needs, whose functions nobody has to use."""
+    source = "".join(loader._flatten("common.cuh", FOLDER, set()))
+    compiled = compile_source(source + CONSTANT, "common", options({"VALUE": 1}, "sm_75"), binding)
+    assert compiled.log == ""
+
+
+def test_ptx_and_the_log(binding: Any) -> None:
+    source = flat_source("arithmetic", SOURCES)
+    ptx = compile_source(source, "arithmetic", options({"STEP": 3}, "compute_80"), binding).binary.decode()
+    assert ".target sm_80" in ptx
+    assert 'sources/arithmetic.cu"' in ptx  # lines of the real file
+    log = compile_source(source, "a", (*options({}, "sm_80"), "--ptxas-options=-v"), binding).log
+    assert "Compiling entry function 'reverse' for 'sm_80'" in log
+
+
+def test_errors_name_the_real_file(sources: Path, binding: Any) -> None:
+    wrong = "\n".join(f"int f{i}() {{ return unknown{i}; }}" for i in range(5))
+    write(sources, a_cu='#include "b.cuh"\n\nint x = ;\n', b_cuh=f"// first\nstatic int unused;\n{wrong}\n")
+    with pytest.raises(KernelError) as caught:
+        compile_source(flat_source("a", sources), "a", options({}, "sm_80"), binding)
+    text = str(caught.value)
+    assert text.startswith("the CUDA module a does not compile with NVRTC 1")
+    assert "-arch=sm_80" in text
+    assert 'room/cuda/b.cuh(3): error: identifier "unknown0" is undefined' in text
+    assert "unknown2" in text
+    assert "unknown3" not in text  # the first three do
+    assert "warning" not in text
+
+
+def test_the_first_errors_of_a_log() -> None:
+    log = 'a.cu(1): warning #177-D: variable "x"\n  int x;\n\na.cu(2): error: that\n   y\n   ^\n\n1 error detected.\n'
+    assert first_errors(log) == "a.cu(2): error: that\n   y\n   ^\n\n1 error detected."
+    assert first_errors("no such option\n") == "no such option"
+    assert len(first_errors("x" * 5000)) == 2000
+    assert first_errors("nvrtc: error: failed to open libnvrtc-builtins.so\n").startswith("nvrtc: error: failed")
+
+
+# -- The cache -----------------------------------------------------------------------------------------------------
+
+
+class CountingNVRTC(FakeNVRTC):
+    """Counts what it compiles."""
+
+    def __init__(self, version: int = 0) -> None:
+        super().__init__()
+        self.version = version
+
+    def getVersion(self) -> tuple[int, int]:
+        return 13, self.version
+
+
+def compiler(folder: Path, version: int = 0) -> tuple[ModuleCompiler, CountingNVRTC]:
+    binding = CountingNVRTC(version)
+    return ModuleCompiler(SimpleNamespace(cuda=SimpleNamespace(nvrtc=binding)), folder), binding
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+    loader._prune.cache_clear()
+    return tmp_path / "cache" / "cuda"
+
+
+def test_code_is_kept(sources: Path, cache: Path) -> None:
+    write(sources, a_cu='#include "b.cuh"\n' + CONSTANT, b_cuh="")
+    code = {}
+    for _ in range(2):
+        for value in (1, 2):
+            code[value] = compiler(sources)[0].binary("a", {"VALUE": value}, "sm_80")
+    assert code == {1: b"a VALUE=1", 2: b"a VALUE=2"}
+    assert len(list(cache.iterdir())) == 2
+    again, binding = compiler(sources)
+    again.binary("a", {"VALUE": 1}, "sm_80")
+    assert not binding.programs
+    # All that the code depends on counts: an included file, the architecture, the compiler.
+    write(sources, b_cuh="// changed")
+    again.binary("a", {"VALUE": 1}, "sm_80")
+    again.binary("a", {"VALUE": 1}, "sm_90")
+    assert len(binding.programs) == 2
+    newer, binding = compiler(sources, version=1)
+    newer.binary("a", {"VALUE": 1}, "sm_80")
+    assert len(binding.programs) == 1
+    assert len(list(cache.iterdir())) == 5
+
+
+def test_damaged_code_is_compiled_anew(sources: Path, cache: Path) -> None:
+    write(sources, a_cu=CONSTANT)
+    compiler(sources)[0].binary("a", {"VALUE": 1}, "sm_80")
+    (file,) = cache.iterdir()
+    for damage in (b"", file.read_bytes()[:-1], file.read_bytes() + b"x"):
+        file.write_bytes(damage)
+        assert compiler(sources)[0].binary("a", {"VALUE": 1}, "sm_80") == b"a VALUE=1"
+        assert file.read_bytes().endswith(b"a VALUE=1")
+
+
+def test_without_a_cache_all_is_compiled_once(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "file"))
+    write(sources, a_cu=CONSTANT)
+    once, binding = compiler(sources)
+    once.compile([("a", {"VALUE": 1}), ("a", {"VALUE": 2}), ("a", {"VALUE": 1})], "sm_80")
+    assert once.binary("a", {"VALUE": 2}, "sm_80") == b"a VALUE=2"
+    assert len(binding.programs) == 2
+
+
+def test_progress(sources: Path, cache: Path) -> None:
+    write(sources, a_cu=CONSTANT)
+    steps: list[tuple[int, int]] = []
+    modules = [("a", {"VALUE": value}) for value in range(3)]
+    compiler(sources)[0].compile(modules[:1], "sm_80", lambda *step: steps.append(step))
+    assert steps == [(0, 1), (1, 1)]
+    compiler(sources)[0].compile(modules, "sm_80", lambda *step: steps.append(step))
+    assert steps[2:] == [(0, 2), (1, 2), (2, 2)]
+    compiler(sources)[0].compile(modules, "sm_80", lambda *step: steps.append(step))
+    assert len(steps) == 5
+
+
+def test_what_was_not_used_for_a_month_is_removed(sources: Path, cache: Path) -> None:
+    write(sources, a_cu=CONSTANT)
+    for value in (1, 2):
+        compiler(sources)[0].binary("a", {"VALUE": value}, "sm_80")
+    (cache / "notes.txt").write_text("somebody's")
+    long_ago = time.time() - 31 * 24 * 60 * 60
+    for file in cache.iterdir():
+        os.utime(file, (long_ago, long_ago))
+    compiler(sources)[0].binary("a", {"VALUE": 2}, "sm_80")  # used
+    loader._prune.cache_clear()
+    compiler(sources)[0].binary("a", {"VALUE": 3}, "sm_80")
+    left = sorted(file.read_bytes()[-9:] for file in cache.glob("*.bin"))
+    assert left == [b"a VALUE=2", b"a VALUE=3"]
+    assert (cache / "notes.txt").exists()

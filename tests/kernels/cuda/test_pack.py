@@ -1,0 +1,76 @@
+"""Packed weights: the layout against one made in numpy, and rows read back from it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from localllm.kernels.cuda import matmul
+from localllm.quant.formats import dequantize
+from localllm.quant.lut import LUT_E2M1_32, LUT_IQ1_16, KernelType, LUTType, block_size, dequantize_lut
+from localllm.quant.types import GGMLType
+from tests.helpers import packed
+from tests.helpers.blocks import random_rows
+from tests.kernels.cuda.device import Device, load
+
+T = GGMLType
+
+#: Tables differ in numbers only: one with a scale for 32 columns, and one for 16.
+TYPES: list[KernelType] = [*(t for t in matmul.PACKED_FORMATS if not isinstance(t, LUTType)), LUT_E2M1_32, LUT_IQ1_16]
+every_type = pytest.mark.parametrize("type", TYPES, ids=lambda type: type.name)
+
+
+def columns(type: KernelType) -> int:
+    """Of a row that ends within a tile, where a format's blocks allow it."""
+    length = block_size(type).length
+    return {1: 141, 32: 160, 256: 512}[length]
+
+
+@every_type
+def test_packing(device: Device, type: KernelType) -> None:
+    for n_out, n_in in ((37, columns(type)), (32, 256)):
+        rows = random_rows(type, n_out, n_in)
+        weights = load(device, rows, type, n_in)
+        expected = packed.pack(rows, type, n_in)
+        assert weights.memory.n_bytes == expected.nbytes
+        np.testing.assert_array_equal(device.download(weights.memory, np.uint8, *expected.shape), expected)
+
+
+@every_type
+def test_rows_are_decoded_as_from_the_file(device: Device, type: KernelType) -> None:
+    """With the same bits."""
+    n_out, n_in = 70, columns(type)
+    rows = random_rows(type, n_out, n_in)
+    weights = load(device, rows, type, n_in)
+    ids = np.array([0, 69, 33, 33, 31, 5], np.int32)
+    y = device.upload(np.full((len(ids), n_in + 4), np.nan, np.float32))
+    tiles, stride = np.int32(weights.format.n_tiles(n_in)), np.int32(n_in + 4)
+    device.run(
+        matmul.embed_launch(weights.format, 8),
+        [
+            weights.memory,
+            np.int32(n_in),
+            tiles,
+            device.upload(ids),
+            device.count(len(ids)),
+            np.float32(2.5),
+            y,
+            stride,
+        ],
+    )
+    found = device.download(y, np.float32, len(ids), n_in + 4)
+    values = dequantize_lut(rows, type) if isinstance(type, LUTType) else dequantize(rows, type)
+    np.testing.assert_array_equal(found[:, :n_in], values[ids] * np.float32(2.5))
+    assert np.isnan(found[:, n_in:]).all()
+
+
+@pytest.mark.parametrize("type", matmul.PACKED_FORMATS, ids=lambda type: type.name)
+def test_a_format_takes_the_bits_that_it_has_in_files(type: KernelType) -> None:
+    size = block_size(type)
+    n_out, n_in = 64, 512
+    assert matmul.PACKED_FORMATS[type].packed_bytes(n_out, n_in) == n_out * size.row_bytes(n_in)
+
+
+def test_what_pads_is_counted() -> None:
+    format = matmul.PACKED_FORMATS[T.Q4_0]
+    assert format.packed_bytes(33, 160) == 64 * 256 // 32 * 18
