@@ -15,10 +15,8 @@
 What is named here is loaded when it is first used: the import itself costs nothing.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING
+# Type checkers take it for true.  What `typing` has of that name would take longer to import than all else here.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate as ChatTemplate
@@ -121,10 +119,13 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'localllm' has no attribute {name!r}")
+    # Imported here, so that it is not among the package's names.
+    from importlib import import_module
+
     value = getattr(import_module(f"localllm.{home}"), name)
     globals()[name] = value  # so that it is looked up once
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__} - {"TYPE_CHECKING"})

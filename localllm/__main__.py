@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from localllm.cli.main import main
+from localllm.cli.start import main
 
 if __name__ == "__main__":
     sys.exit(main())

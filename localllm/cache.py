@@ -11,6 +11,7 @@ Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAtten
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from localllm.kernels.ops import KVCache
@@ -45,6 +46,12 @@ class PageAllocator:
 
     def owners(self, page: int) -> int:
         return self._owners[page]
+
+    def recount(self, held: Iterable[int]) -> None:
+        """Begins anew with these pages held, each once for every time that it is named."""
+        counts = Counter(held)
+        self._owners = [counts[page] for page in range(len(self._owners))]
+        self._free = [page for page in reversed(range(len(self._owners))) if not self._owners[page]]
 
 
 class CachedSequence:
@@ -196,6 +203,15 @@ class PagedCache:
         for sequence in self._kept:
             self.truncate(sequence, 0)
         self._kept.clear()
+
+    def mend(self, active: Iterable[CachedSequence]) -> None:
+        """Puts itself in order after one of its methods was interrupted: only these sequences are in use.
+
+        What a sequence says of its own pages holds at any line; who else holds them is made from that.
+        """
+        self._active = list(active)
+        self._kept = [sequence for sequence in self._kept if sequence not in self._active and sequence.ids]
+        self._pages.recount(page for sequence in (*self._active, *self._kept) for page in sequence.pages)
 
     def _pages_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.page_size)

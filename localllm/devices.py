@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from localllm.errors import DeviceError, UsageError
+from localllm.kernels.cpu.host import LLVM_BYTES, check_memory
 from localllm.kernels.cuda.driver import Driver
 from localllm.kernels.ops import Backend
 
@@ -97,6 +99,8 @@ def cuda_indices(numbers: str | None) -> tuple[int, ...] | None:
 
 
 def _cpu(threads: int | None, isa: str | None, progress: Callable[[int, int], None] | None) -> Device:
+    if "llvmlite.binding" not in sys.modules:
+        check_memory(LLVM_BYTES, "to load LLVM, which compiles kernels,")
     # Imported here: numba takes a third of a second.
     from localllm.kernels.cpu.ops import CPUOps
 

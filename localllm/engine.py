@@ -155,7 +155,10 @@ class Engine:
         self._open: tuple[PagedCache, Step] | None = (PagedCache(kv), step)
         self._process = Process()
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        #: Of each thread that waits for a change, what wakes it: held until then.
+        self._bells: dict[int, threading.Lock] = {}
+        #: Whether the last change of runs and cache came to its end: an interrupt may have cut it short.
+        self._is_whole = True
         self._runs: list[Run] = []  # oldest first
         self._finished: deque[tuple[Run, bool]] = deque()
         #: The runs of the last batch, and until when a step waits for them.
@@ -176,12 +179,13 @@ class Engine:
         self._process.check()
         self._check_tokens(tokens)
         with self._lock:
-            cache, _ = self._opened()
+            cache, _ = self._begin_change()
             self._settle_finished()
             sequence = cache.begin([] if all_logits else tokens[:-1])
             n = len(sequence)
             run = Run(list(tokens), sequence, all_logits, n_cached=n, position=n, n_agreed=n)
             self._runs.append(run)
+            self._is_whole = True
             return run
 
     def advance(self, *runs: Run, wait: bool = True) -> bool:
@@ -207,22 +211,19 @@ class Engine:
         try:
             for run in runs:
                 run.waiting, run.thread = True, threading.get_ident()
-            with self._lock:
-                self._note_return(runs)
-                while any(run.waiting and run.n_missing for run in runs):
-                    cache, step = self._opened()
-                    self._check_running(runs)
-                    self._settle_finished()
-                    if wait and self._wait_for_company():
-                        continue
-                    parts = self._assemble(cache, runs)
-                    if parts:
-                        self._take_step(cache, step, parts)
-                    elif wait:
-                        self._changed.wait(_POLL_SECONDS)
-                    if not wait:
-                        break
-                return not any(run.waiting for run in runs)
+            is_back = True
+            while True:
+                # To wait for the lock again, as a condition variable does, is no good: interrupted there, it would
+                # be let go of by one that has not got it.
+                with self._lock:
+                    if is_back:
+                        self._note_return(runs)
+                        is_back = False
+                    seconds = self._go_on(runs, wait)
+                    if not seconds:
+                        return not any(run.waiting for run in runs)
+                    bell = self._new_bell()
+                bell.acquire(timeout=seconds)
         finally:
             for run in runs:
                 run.waiting = False
@@ -236,7 +237,12 @@ class Engine:
         self._finished.append((run, keep))
         if self._lock.acquire(blocking=False):
             try:
-                self._settle_finished()
+                if self._open is None:
+                    self._finished.clear()
+                else:
+                    self._begin_change()
+                    self._settle_finished()
+                    self._is_whole = True
             finally:
                 self._lock.release()
 
@@ -261,9 +267,10 @@ class Engine:
         """Drops the finished sequences, so that the next prompts are evaluated from their beginning."""
         self._process.check()
         with self._lock:
-            cache, _ = self._opened()
+            cache, _ = self._begin_change()
             self._settle_finished()
             cache.forget()
+            self._is_whole = True
 
     def close(self) -> None:
         """Waits for the step under way and lets model and cache go.  Runs fail from now on."""
@@ -275,12 +282,34 @@ class Engine:
             self._runs.clear()
             self._company.clear()
             self._finished.clear()
-            self._changed.notify_all()
+            self._wake_all()
 
     def _opened(self) -> tuple[PagedCache, Step]:
         if self._open is None:
             raise ClosedError("the model was closed: load it again to go on")
         return self._open
+
+    def _begin_change(self) -> tuple[PagedCache, Step]:
+        """What is open, whole again should the last change have been cut short.  The lock is held.
+
+        ``_is_whole`` says that this one is through.
+        """
+        cache, step = self._opened()
+        if not self._is_whole:
+            cache.mend([run.sequence for run in self._runs])
+        self._is_whole = False
+        return cache, step
+
+    def _new_bell(self) -> threading.Lock:
+        """What this thread can wait for, without the lock: it can be acquired once something changed."""
+        bell = threading.Lock()
+        bell.acquire()
+        self._bells[threading.get_ident()] = bell
+        return bell
+
+    def _wake_all(self) -> None:
+        while self._bells:
+            self._bells.popitem()[1].release()
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         if not tokens:
@@ -299,13 +328,14 @@ class Engine:
     def _settle_finished(self) -> None:
         """Hands the sequences of finished runs back to the cache.  The lock is held."""
         while self._finished:
-            run, keep = self._finished.popleft()
+            run, keep = self._finished[0]
             if run in self._runs:
                 cache, _ = self._opened()
                 self._runs.remove(run)
                 cache.truncate(run.sequence, min(run.n_agreed, len(run.tokens)))
                 (cache.keep if keep else cache.free)(run.sequence)
-                self._changed.notify_all()
+                self._wake_all()
+            self._finished.popleft()  # now that it is done, should this be interrupted
 
     def _note_return(self, runs: Sequence[Run]) -> None:
         """Notes how soon after the last step the callers of these runs are back.  The lock is held."""
@@ -314,8 +344,30 @@ class Engine:
             if run in self._company:
                 run.is_quick = now < self._wait_until
 
-    def _wait_for_company(self) -> bool:
-        """Waits for runs of the last batch that may be back soon, without the lock; says whether it did."""
+    def _go_on(self, runs: Sequence[Run], wait: bool) -> float:
+        """Takes a step for these runs, if they need one and can have it.  The lock is held.
+
+        Returns:
+            For how many seconds to wait for a change before trying again; 0 if there is nothing to wait for.
+        """
+        while any(run.waiting and run.n_missing for run in runs):
+            cache, step = self._begin_change()
+            self._check_running(runs)
+            self._settle_finished()
+            seconds = self._company_seconds() if wait else 0.0
+            if not seconds:
+                parts = self._assemble(cache, runs)
+                if parts:
+                    self._take_step(cache, step, parts)
+                elif wait:
+                    seconds = _POLL_SECONDS
+            self._is_whole = True
+            if seconds or not wait:
+                return seconds
+        return 0.0
+
+    def _company_seconds(self) -> float:
+        """For how long to wait for runs of the last batch that may be back soon."""
         thread = threading.get_ident()
         missing = [
             run
@@ -324,11 +376,10 @@ class Engine:
         ]
         seconds = self._wait_until - time.monotonic()
         if missing and seconds > 0:
-            self._changed.wait(seconds)
-            return True
+            return seconds
         for run in missing:
             run.is_quick = False  # until it was back in time again
-        return False
+        return 0.0
 
     def _take_step(self, cache: PagedCache, step: Step, parts: Sequence[_Part]) -> None:
         begin = time.monotonic()
@@ -336,7 +387,7 @@ class Engine:
         end = time.monotonic()
         self._company = [part.run for part in parts]
         self._wait_until = end + min(_PART_OF_STEP * (end - begin), _MOST_SECONDS)
-        self._changed.notify_all()
+        self._wake_all()
 
     def _assemble(self, cache: PagedCache, own: Sequence[Run]) -> list[_Part]:
         """The next batch: the tokens of one's own runs, those that others wait for, and drafts in what is left."""

@@ -38,13 +38,17 @@ class ContextLengthError(LocalLLMError, ValueError):
         n_tokens: tokens in the prompt.
         context: tokens that fit.
         truncated: whether what may be left out of it was.
+        truncatable: whether it would fit if that was left out.
     """
 
-    def __init__(self, n_tokens: int, context: int, advice: str, *, truncated: bool = False) -> None:
+    def __init__(
+        self, n_tokens: int, context: int, advice: str, *, truncated: bool = False, truncatable: bool = False
+    ) -> None:
         super().__init__(f"the prompt has {n_tokens:,} tokens but the context holds {context:,}: {advice}")
         self.n_tokens = n_tokens
         self.context = context
         self.truncated = truncated
+        self.truncatable = truncatable
 
 
 class NotEnoughMemoryError(LocalLLMError, MemoryError):

@@ -184,7 +184,10 @@ class Generation:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        # Nobody is in a step, even if an interrupt left it looking so.
+        self._engine.finish(self._run)
+        if self._drafter is not None:
+            self._drafter.close()
 
     def _next(self) -> Choice | None:
         begin = time.perf_counter()

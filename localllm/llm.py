@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
@@ -303,7 +303,8 @@ class LLM:
         if request.overflow == "truncate":
             ids = truncate(ids, context - request.room(context), self._tokenizer.bos_id)
         # After a text its first space is part of what follows; after BOS alone, or a control token, it is not.
-        return self._start(ids, request, continuation=not self._tokenizer.is_special(ids[-1]))
+        continuation = not self._tokenizer.is_special(ids[-1])
+        return self._start(ids, request, continuation=continuation, truncatable=lambda: True)
 
     def _compiled_template(self, stacklevel: int) -> ChatTemplate:
         """The chat template; ``stacklevel`` is that of our caller's code, for warnings."""
@@ -345,14 +346,23 @@ class LLM:
         def encode(chosen: Sequence[Message]) -> list[int]:
             return encode_chat(self._tokenizer, template, chosen, tools=tools, **more)
 
+        def truncated(chosen: Sequence[Message], ids: list[int]) -> list[int]:
+            limit = context - request.room(context)
+            while len(ids) > limit and (shorter := without_oldest_turn(chosen)) is not None:
+                chosen, ids = shorter, encode(shorter)
+            return ids
+
         ids = encode(messages)
         if request.overflow == "truncate":
-            limit = context - request.room(context)
-            while len(ids) > limit and (shorter := without_oldest_turn(messages)) is not None:
-                messages, ids = shorter, encode(shorter)
-        return self._start(ids, request, continuation=False)
+            ids = truncated(messages, ids)
+        return self._start(
+            ids, request, continuation=False, truncatable=lambda: len(truncated(messages, ids)) <= context
+        )
 
-    def _start(self, ids: list[int], request: Request, *, continuation: bool) -> Stream:
+    def _start(
+        self, ids: list[int], request: Request, *, continuation: bool, truncatable: Callable[[], bool]
+    ) -> Stream:
+        """Begins a generation; ``truncatable`` tells whether a prompt that is too long would fit truncated."""
         engine, tokenizer = self._opened(), self._tokenizer
         sampling = request.sampling
         if request.ignore_eos:
@@ -360,13 +370,7 @@ class LLM:
             sampling = sampling.replace(logit_bias={**sampling.logit_bias, **banned})
         decoder = StreamDecoder(tokenizer, request.stop, continuation=continuation)
         if len(ids) > engine.context:
-            truncated = request.overflow == "truncate"
-            advice = (
-                "the last message alone does not fit: shorten it or the system's, or choose a larger context"
-                if truncated
-                else "shorten it, load the model with a larger context, or pass overflow='truncate'"
-            )
-            raise ContextLengthError(len(ids), engine.context, advice, truncated=truncated)
+            raise _too_long(len(ids), engine.context, request.overflow == "truncate", truncatable)
         sampler = make_sampler(sampling, engine.n_vocab, prompt_ids=ids, token_bytes=tokenizer.token_bytes)
         drafter = self._drafter(request)
         generation = Generation(
@@ -392,6 +396,16 @@ class LLM:
                 "speculate='lookup'"
             )
         return ModelDrafter(self._draft_engine, self._costs, request.draft_max)
+
+
+def _too_long(n_tokens: int, context: int, truncated: bool, truncatable: Callable[[], bool]) -> ContextLengthError:
+    if truncated:
+        advice = "the last message alone does not fit: shorten it or the system's, or choose a larger context"
+        return ContextLengthError(n_tokens, context, advice, truncated=True)
+    if truncatable():
+        advice = "shorten it, load the model with a larger context, or pass overflow='truncate'"
+        return ContextLengthError(n_tokens, context, advice, truncatable=True)
+    return ContextLengthError(n_tokens, context, "shorten it or load the model with a larger context")
 
 
 def template_variables(value: object) -> dict[str, object]:

@@ -19,7 +19,7 @@ from localllm.engine import Engine
 from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
-from localllm.kernels.cpu.host import available_memory
+from localllm.kernels.cpu.host import available_memory, memory_advice
 from localllm.kernels.ops import CACHE_TYPES, CacheType, Ops
 from localllm.kernels.split import SplitOps
 from localllm.models.config import ModelConfig, read_config
@@ -74,7 +74,7 @@ class LoadOptions:
             object.__setattr__(self, "n_gpu_layers", whole_number("n_gpu_layers", self.n_gpu_layers, 0))
         if self.tensor_split is not None:
             object.__setattr__(self, "tensor_split", proportions("tensor_split", self.tensor_split))
-        if self.cache_type not in CACHE_TYPES:
+        if not isinstance(self.cache_type, str) or self.cache_type not in CACHE_TYPES:
             types = ", ".join(map(repr, CACHE_TYPES))
             raise UsageError(f"cache_type is {self.cache_type!r:.80}, but must be one of {types}")
         if self.progress is not None and not callable(self.progress):
@@ -329,7 +329,7 @@ def _load(
             raise
         raise NotEnoughMemoryError(
             f"memory ran out while {file.path} was loaded, which takes {placement.total / 1e9:.2f} GB: "
-            "choose a smaller context or a smaller quantisation of the model"
+            f"{memory_advice()}, or choose a smaller context or a smaller quantisation of the model"
         ) from error
     info = _info(source, devices, placement.loaded(model.weights))
     file.check_unchanged()

@@ -112,10 +112,10 @@ class Request:
         """
         _check_names(options)
         overflow = options.get("overflow", "error")
-        if overflow not in _OVERFLOWS:
+        if not isinstance(overflow, str) or overflow not in _OVERFLOWS:
             raise UsageError(f"overflow is {overflow!r}, but must be one of {', '.join(map(repr, _OVERFLOWS))}")
         speculate = options.get("speculate", "auto")
-        if speculate is not None and speculate not in _SPECULATES:
+        if speculate is not None and (not isinstance(speculate, str) or speculate not in _SPECULATES):
             raise UsageError(
                 f"speculate is {speculate!r:.80}, but must be one of {', '.join(map(repr, _SPECULATES))}, or None"
             )
@@ -130,9 +130,9 @@ class Request:
             max_tokens=None if max_tokens is None else whole_number("max_tokens", max_tokens, 0),
             stop=_stop_strings(options.get("stop", ())),
             ignore_eos=flag("ignore_eos", options.get("ignore_eos", False)),
-            overflow=cast(Overflow, overflow),
+            overflow=overflow,
             progress=cast("Callable[[int, int], object] | None", progress),
-            speculate=cast("Speculate | None", speculate),
+            speculate=speculate,
             draft_max=draft_max,
         )
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from localllm.engine import MAX_TOKENS, max_outputs, n_cache_pages
 from localllm.errors import NotEnoughMemoryError
+from localllm.kernels.cpu.host import memory_advice
 from localllm.kernels.ops import CacheShape, CacheType, Place, Weight
 from localllm.layers import Room, Share, plan_layers
 from localllm.models.config import ModelConfig
@@ -380,7 +381,7 @@ def plan_with_draft(
     raise NotEnoughMemoryError(
         f"{demand.name} needs {_gigabytes(model.on(model.host).total)} of memory and {draft.name} "
         f"{_gigabytes(drafting.on(drafting.host).total)}, but {_gigabytes(available)} is available, which is enough "
-        f"for one of them: leave the draft model out, {_advice(fitting)}"
+        f"for one of them: leave the draft model out, {_advice(fitting, both=True)}"
     )
 
 
@@ -422,10 +423,11 @@ def _too_large(name: str, placement: Placement, available: int, fitting: int) ->
     )
 
 
-def _advice(fitting: int) -> str:
-    """What to do where memory is short, and ``fitting`` tokens of context would fit."""
-    smaller = "close other programs or choose a smaller quantisation of the model"
-    return f"load it with context={fitting:,} or less, or {smaller}" if fitting >= LEAST_CONTEXT else smaller
+def _advice(fitting: int, *, both: bool = False) -> str:
+    """What to do where memory is short for a model, or for ``both``, and ``fitting`` tokens of context would fit."""
+    smaller = f"{memory_advice()} or choose a smaller quantisation of the model"
+    it = "both" if both else "it"
+    return f"load {it} with context={fitting:,} or less, or {smaller}" if fitting >= LEAST_CONTEXT else smaller
 
 
 def _gigabytes(n_bytes: int) -> str:

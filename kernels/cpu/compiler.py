@@ -22,6 +22,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import sys
 import tempfile
 import threading
 import time
@@ -34,15 +35,18 @@ import llvmlite
 import llvmlite.binding as llvm
 
 from localllm.errors import KernelError
-from localllm.kernels.code_cache import CACHE_VARIABLE as CACHE_VARIABLE
-from localllm.kernels.code_cache import KEPT_SECONDS
-from localllm.kernels.code_cache import cache_root as cache_root
-from localllm.kernels.code_cache import write_aside as write_aside
+from localllm.kernels.code_cache import KEPT_SECONDS, cache_root, write_aside
+from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.templates import Device, Template
 
 #: Bytes of the digest that a cached file begins with.
 DIGEST = 32
+#: Bytes of memory without which no kernel is compiled, and without which numba is not even loaded: LLVM ends the
+#: process where it gets none.  (Measured: 16 and 70 MiB.)
+COMPILING_BYTES, LOADING_BYTES = 48 << 20, 128 << 20
+#: Bytes of one model's object code, generously.
+MODEL_BYTES = 512 << 10
 _FOLDER_NAME = re.compile("[0-9a-f]{16}")
 #: Modules outside this package whose constants become part of machine code.  (Look-up tables of `localllm.quant` are
 #: part of the names of the operations that use them.)
@@ -190,6 +194,8 @@ def llvm_ir(v: Variant, triple: str | None = None) -> llvm.ModuleRef:
         cpu_target.target_context.refresh()
         try:
             inner = frontend.kernel(v.kernel)
+        except MemoryError:
+            raise
         except Exception as error:
             raise KernelError(f"the kernel {v.symbol} does not compile: {error}") from error
     machine = v.target.machine(triple)
@@ -243,17 +249,18 @@ def assembly(v: Variant, triple: str | None = None) -> str:
 # -- The cache -----------------------------------------------------------------------------------------------------
 
 
-def cache_is_writable() -> bool:
-    """Whether kernels that are compiled now will be there for the next process."""
+def cache_fault() -> str | None:
+    """Why kernels that are compiled now will not be there for the next process; None if they will."""
     folder = _folder()
     if folder is None:
-        return False
+        return "this user has no home"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(MODEL_BYTES))  # on a full disk there is a file, but nothing in it
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def _folder() -> Path | None:
@@ -388,6 +395,10 @@ def addresses(variants: Iterable[Variant], progress: Callable[[int, int], None] 
     Args:
         variants: what is needed; duplicates are fine.
         progress: called with (kernels compiled, kernels to compile) if any has to be compiled.
+
+    Raises:
+        KernelError: a kernel does not compile.
+        NotEnoughMemoryError: one has to be compiled, and memory is short.
     """
     wanted = dict.fromkeys(variants)
     with _lock:
@@ -398,6 +409,8 @@ def addresses(variants: Iterable[Variant], progress: Callable[[int, int], None] 
             progress(done, len(to_compile))
         with _lock:
             if not _is_ready(v):  # another thread may have compiled it meanwhile
+                is_loaded = "numba.core.compiler" in sys.modules
+                check_memory(COMPILING_BYTES if is_loaded else LOADING_BYTES, "to compile kernels for this processor")
                 _objects[v.symbol] = _compile(v)
     if to_compile and progress:
         progress(len(to_compile), len(to_compile))

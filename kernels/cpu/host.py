@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.cpu.control_groups import cpu_quota, memory_room
 from localllm.kernels.cpu.system_files import text_of
 
@@ -22,11 +23,18 @@ PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE = 43
 #: Processors that other programs may keep busy before what is measured means little.
 OTHER_CPUS = 0.5
 
+#: Bytes of memory, addresses more than all else, that LLVM takes, which every kernel needs.  (Measured: 163 MiB.)
+LLVM_BYTES = 192 << 20
+
+#: A limit of the address space below which hardly anything runs.
+LEAST_ADDRESS_SPACE = 1 << 30
+
 #: Most threads that anybody may ask for: so many for each processor, or this many where there are few.
 THREADS_PER_CPU, FEW_THREADS = 4, 64
 
 _CPUS = Path("/sys/devices/system/cpu")
 _MEMORY = Path("/proc/meminfo")
+_OWN_MEMORY = Path("/proc/self/statm")
 
 
 # -- The processor -------------------------------------------------------------------------------------------------
@@ -144,9 +152,59 @@ def _other_seconds() -> float:
 
 
 def available_memory() -> int:
-    """Bytes that this process can still take: what the system has, or less where a control group limits it."""
-    available, room = _system_memory(), memory_room()
-    return available if room is None else min(available, room)
+    """Bytes that this process can still take: what the system has, or less where something limits it."""
+    return _least_room()[0]
+
+
+def memory_advice() -> str:
+    """What to do where memory is short, beginning with a verb: it depends on what there is least of."""
+    return _least_room()[1]
+
+
+def check_memory(n_bytes: int, what: str) -> None:
+    """Makes sure that there is memory for something that does not survive without.
+
+    Args:
+        n_bytes: how much it takes.
+        what: what takes it, for the message.
+
+    Raises:
+        NotEnoughMemoryError: there is less.
+    """
+    available, advice = _least_room()
+    if n_bytes > available:
+        raise NotEnoughMemoryError(
+            f"{what} takes {n_bytes / 1e6:,.0f} MB of memory, but {available / 1e6:,.0f} MB is available: {advice}"
+        )
+
+
+def address_space_limit() -> int | None:
+    """Bytes of addresses that this process may have (``ulimit -v``); None where nothing limits them.
+
+    What is reserved counts, used or not: stacks of threads, the file of a model while it is read.
+    """
+    if sys.platform != "linux":  # others do not heed it, or have none
+        return None
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _least_room() -> tuple[int, str]:
+    """Bytes that this process can still take, and what to do if they are too few."""
+    rooms = [(_system_memory(), "close other programs")]
+    if (granted := memory_room()) is not None:
+        rooms.append((granted, "raise the memory limit of the container or service that this runs in"))
+    if (limit := address_space_limit()) is not None:
+        advice = f"raise the limit of the address space, which is {limit / 1e9:.2f} GB (ulimit -v)"
+        rooms.append((max(0, limit - _address_space_used()), advice))
+    return min(rooms)
+
+
+def _address_space_used() -> int:
+    pages = text_of(_OWN_MEMORY).split()
+    return int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
 
 
 def _system_memory() -> int:

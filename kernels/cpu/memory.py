@@ -84,11 +84,18 @@ def aligned_zeros(shape: int | tuple[int, ...], kind: type, *, huge: bool = Fals
 
 
 def _pages(n_bytes: int, *, huge: bool) -> mmap.mmap:
-    """Memory of the system's, in huge pages if it can."""
-    if os.name == "nt":
-        return mmap.mmap(-1, n_bytes)
-    # Private: a forked child computes in memory of its own.
-    memory = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Memory of the system's, in huge pages if it can.
+
+    Raises:
+        MemoryError: there is none.
+    """
+    try:
+        if os.name == "nt":
+            return mmap.mmap(-1, n_bytes)
+        # Private: a forked child computes in memory of its own.
+        memory = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system gives no {n_bytes:,} bytes of memory ({error})") from error
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without them
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -20,6 +20,7 @@ import numpy as np
 
 from localllm.errors import DeviceError, KernelError
 from localllm.kernels.cpu.compiler import Variant, addresses, kernel, variant
+from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.cpu.simd import call_kernel, call_nap, fetch_add, load_atomic, load_i64, pause, store_atomic
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.process import Process
@@ -33,6 +34,9 @@ SPINS = 5000
 NAP = 1
 #: Pieces that an instruction's work is cut into, for each thread: more balance better, fewer cost less.
 PIECES = 4
+
+#: Bytes of memory from which on it was not for want of them that a thread could not be started.
+STACK_BYTES = 16 << 20
 
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
@@ -226,6 +230,7 @@ class Workers:
         Raises:
             What a part of the job raised; KeyboardInterrupt, but only when the job is done, since buffers are in use.
             DeviceError: a thread cannot be started; or they were made before this process was forked.
+            NotEnoughMemoryError: a thread cannot be started because there is no room for its stack.
         """
         self._process.check()
         with self._lock:
@@ -272,6 +277,7 @@ class Workers:
                 threading.Thread(target=_work, args=(i, mail), name=f"localllm-{i}", daemon=True).start()
             except RuntimeError as error:
                 self._end()
+                check_memory(STACK_BYTES, f"to start {self.n} threads")
                 raise DeviceError(
                     f"{i or 'none'} of {self.n} threads could be started: the system limits how many this process or "
                     "user may have; ask for fewer"

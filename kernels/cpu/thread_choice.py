@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from localllm.kernels.cpu.compiler import cache_root, write_aside
+from localllm.kernels.code_cache import cache_root, write_aside
 from localllm.kernels.cpu.control_groups import cpu_quota
 from localllm.kernels.cpu.host import (
     OTHER_CPUS,
@@ -188,7 +188,7 @@ def _load(key: str, cores: int) -> ThreadChoice | None:
         choice = ThreadChoice(
             int(found["decode"]), cores, curve, float(found["measured"]), float(found["other_cpus"])
         )
-    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
     return choice if 1 <= choice.decode <= cores else None
 

@@ -16,12 +16,12 @@
 // Compiled for: HEAD_DIM; Q8_0 (0 or 1), the cache's type; SOFT_CAP, SINKS (0 or 1); WEIGHT_PARTS (1 or 2); and for the
 // launch geometry that attention.py chooses: WARPS and BUFFERS of `attention_prefill`, STAGES of `attention_split`.
 //
-// What bounds it on an H200 (4.3 TB/s; about 2,500 multiply-adds' operations a clock and SM by mma.sync, 132 SMs at
-// 1.75 GHz, so 580 TFLOP/s): per row and key of 128 values there are 256 operations for the score and as many for each
-// part of the weight.  Prefill of 16k tokens counts 4 * 128 operations a visible key: with one part the products allow
-// 580 TFLOP/s, with two 390.  A warp reads 32 KiB of shared memory per 16 rows and page, 256 clocks of an SM's port,
-// for products that take 210 clocks (one part) or 310 (two): 470 TFLOP/s at most by that.  A tile of 128 rows reads
-// 32 KiB of L2 a page in at least 8 * 256 clocks: 16 bytes a clock, which L2 gives.
+// What bounds it on an H200 (4.3 TB/s; 132 SMs at 1.75 GHz, taken to do 2,500 operations a clock by mma.sync, so 580
+// TFLOP/s; predictions, of which nothing is measured yet): per row and key of 128 values there are 256 operations for
+// the score and as many for each part of the weight.  Prefill of 16k tokens counts 4 * 128 operations a visible key:
+// with one part the products allow 580 TFLOP/s, with two 390.  A warp reads 32 KiB of shared memory per 16 rows and
+// page, 256 clocks of an SM's port, for products that take 210 clocks (one part) or 310 (two): 470 TFLOP/s at most by
+// that.  A tile of 128 rows reads 32 KiB of L2 a page in at least 8 * 256 clocks: 16 bytes a clock, which L2 gives.
 // Decode reads 512 bytes a key (Q8_0: 272), so 32k positions of 8 key heads take 134 MB or 31 us; its products, for 16
 // rows whether they are used or not, take a sixth of that.
 #include "attention.cuh"
@@ -148,9 +148,9 @@ DEVICE uint32_t codes_to_halves(uint32_t word, uint32_t selector, uint32_t power
   return multiply_halves(subtract_halves(biased, 0x64806480u), power);
 }
 
-// Turns codes to halves [PAGE, STRIDE], times a power of two near the scale so that they stay exact, and leaves the rest
-// of the scale to `factors` [GROUPS, PAGE]: from 1 to 2, but for the largest scales and zero.  So weights times factors
-// can be rounded to halves whatever the scales are.
+// Turns codes to halves [PAGE, STRIDE], times a power of two near the scale, exactly, and leaves the rest of the scale
+// to `factors` [GROUPS, PAGE]: from 1 to 2, but for the largest scales and zero.  So weights times factors can be
+// rounded to halves whatever the scales are.
 template <int THREADS>
 DEVICE void widen_page(const uint8_t* buffer, uint16_t* page, float* factors, int position,
                                            const Sight& sight) {
@@ -378,10 +378,11 @@ DEVICE float share_of(State state, const float* sinks, int head) {
 #define PREFILL_PAGES (BUFFERS * LOAD_BYTES + Q8_0 * 2 * PAGE * STRIDE + FACTOR_BYTES)
 
 // out = softmax(scale * q @ keys.T, over visible positions) @ values, for the sequences of least ... most tokens.
-// Grid: (at least as many as there are tiles of PREFILL_ROWS rows, key heads).  q, out: float32, `stride` values a token.
-// Each warp has 16 rows, all the scores of them, and all or half of their sums.  Keys are fetched while values are added, and values while keys are scored; where
-// one buffer serves both (BUFFERS 1, without scales), nothing is fetched meanwhile.
-extern "C" __global__ void __launch_bounds__(PREFILL_THREADS)
+// Grid: (at least as many as there are tiles of PREFILL_ROWS rows, key heads).  q, out: float32, so many values a token
+// as their strides say.  Each warp has 16 rows, all the scores of them, and all or half of their sums.  Keys are fetched
+// while values are added, and values while keys are scored; where one buffer serves both (BUFFERS 1, without scales),
+// nothing is fetched meanwhile.
+extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   attention_prefill(PARAMETERS, CACHE_PARAMETERS, const float* __restrict__ q, int q_stride, float* __restrict__ out,
                       int out_stride, const float* __restrict__ sinks, float scale, float soft_cap) {
   extern __shared__ __align__(16) uint8_t shared[];

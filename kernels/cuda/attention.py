@@ -1,9 +1,9 @@
 """Which kernels of `attention.cu` compute a batch's attention, how they are compiled and launched.
 
 Sequences of few tokens are split: blocks take spans of what they see, and a second kernel merges those.  The others
-are prefilled: a block takes a tile of rows through all that it sees.  Both give the same bits, so this is a matter of
-speed alone.  A kernel takes the sequences whose number of tokens lies in its range, and finds its tiles by the batch's
-tables in device memory: a captured launch stays valid for every batch within the `Work` that it was made for.
+are prefilled: a block takes a tile of rows through all that it sees.  Both give the same bits, so this is a matter
+of speed alone.  A kernel takes the sequences whose number of tokens lies in its range, and finds its tiles by the
+batch's tables in device memory: a captured launch stays valid for every batch within the `Work` it was made for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from localllm.errors import KernelError
 from localllm.kernels.cuda.cache import PAGE, padded_head
 from localllm.kernels.ops import VALUES_PER_SCALE, CacheType
 
-#: Pages in a span, after which sums begin anew.  Fewer let more blocks share a short cache; prefill merges more often.
+#: Pages in a span, after which sums begin anew.  With fewer, more blocks share a short cache; prefill merges more.
 SPAN_PAGES = 4
 SPAN = SPAN_PAGES * PAGE
 #: Rows that are computed at once.
@@ -162,8 +162,8 @@ def choose_variant(
             if staged and variant.largest_block_bytes <= shared_bytes:
                 return variant
     raise KernelError(
-        f"attention over heads of {head_dim} values in a {cache_type} cache needs {variant.largest_block_bytes} bytes "
-        f"of shared memory a block, but the device gives {shared_bytes}: use device='cpu', or another device"
+        f"attention over heads of {head_dim} values in a {cache_type} cache needs {variant.largest_block_bytes} "
+        f"bytes of shared memory a block, but the device gives {shared_bytes}: use device='cpu', or another device"
     )
 
 

@@ -4,10 +4,10 @@ One allocation has four parts, each for all layers, pages and key/value heads; o
 
     keys, values             f16    float16 [PAGE, head]
                              q8_0   int8 [PAGE, head], codes
-    key and value scales     q8_0   float16 [groups, PAGE]: of each 32 values of the head (the last group may be of 16)
+    key and value scales     q8_0   float16 [groups, PAGE]: of each 32 values of the head (the last may be of 16)
 
-where ``head`` is the head size rounded up to whole 16 values.  `append.cu` writes what pads a head as zeros.  Of a page
-that is not full, the rest is whatever it was: attention reads none of it.
+where ``head`` is the head size rounded up to whole 16 values.  `append.cu` writes what pads a head as zeros.  Of a
+page that is not full, the rest is whatever it was: attention reads none of it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ _INVERSE_TURN = 0x28BE60DB9391054A7F09D5F47D4D377036D8A5664F10E410
 def phases(frequencies: NDArray[np.float32]) -> NDArray[np.uint64]:
     """Turns a position, in units of 2^-64, without whole ones.
 
-    The product of a position and a phase, modulo 2^64, is then the angle's part of a turn, to 2^-64 times the position.
+    The product of a position and a phase, modulo 2^64, is then the angle's part of a turn, to position * 2^-64.
 
     Args:
         frequencies: radians a position.

@@ -261,14 +261,15 @@ def _cores() -> str:
 
 
 def _kernels(progress: LoadStatus | None) -> Iterator[Finding]:
-    from localllm.kernels.cpu.compiler import CACHE_VARIABLE, cache_is_writable, cache_root
+    from localllm.kernels.code_cache import CACHE_VARIABLE, cache_root
+    from localllm.kernels.cpu.compiler import cache_fault
     from localllm.kernels.cpu.target import choose
 
-    folder, writable = cache_root(), cache_is_writable()
-    advice = f"make it writable, or name another folder in the environment variable {CACHE_VARIABLE}"
+    folder, fault = cache_root(), cache_fault()
+    advice = f"make it writable, or room in it, or name another folder in the environment variable {CACHE_VARIABLE}"
     place = "a folder in the home that this user lacks" if folder is None else str(folder)
-    state = "" if writable else ", which cannot be written: kernels are compiled anew in every process"
-    yield Finding("kernels", "cache", f"{place}{state}", None if writable else advice)
+    state = f", which cannot be written ({fault}): kernels are compiled anew in every process" if fault else ""
+    yield Finding("kernels", "cache", f"{place}{state}", advice if fault else None)
     yield Finding("kernels", "cache size", quantity(0 if folder is None else _folder_size(folder), "B"))
     try:
         target = choose()

@@ -35,12 +35,14 @@ def disturbance(other_cpus: float, scatter: float) -> str | None:
 
 def unwritable_cache() -> str | None:
     """What is to be said of the folder for compiled kernels, if it cannot be written."""
-    from localllm.kernels.cpu.compiler import CACHE_VARIABLE, cache_is_writable, cache_root
+    from localllm.kernels.code_cache import CACHE_VARIABLE, cache_root
+    from localllm.kernels.cpu.compiler import cache_fault
 
-    if cache_is_writable():
+    fault = cache_fault()
+    if fault is None:
         return None
-    folder = cache_root() or "this user's home, which is not there"
+    folder = cache_root() or "a folder in the home"
     return (
-        f"compiled kernels cannot be saved in {folder}, so every start compiles them: name a folder that can "
-        f"be written in the environment variable {CACHE_VARIABLE}"
+        f"compiled kernels cannot be saved in {folder} ({fault}), so every start compiles them: make room there if "
+        f"it is full, or name a folder that can be written in the environment variable {CACHE_VARIABLE}"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -19,12 +20,17 @@ from typing import Any, NoReturn
 
 from localllm.cli.flags import check_command, check_flags, in_flags, unknown_words
 from localllm.cli.parser import make_parsers
+from localllm.cli.start import INTERRUPTED, end_at_once
 from localllm.cli.terminal import discard, is_terminal, prepare_streams, say, visible_line, warn
 from localllm.errors import ContextLengthError, DeviceError, LocalLLMError, NotEnoughMemoryError, UsageError
+from localllm.kernels.cpu.host import LEAST_ADDRESS_SPACE, address_space_limit, memory_advice
 
-DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, BAD_USAGE = 0, 1, 2
 #: What a shell reports of a program that wrote into a closed pipe (128 + SIGPIPE).
 BROKEN_PIPE = 141
+
+#: What the system says where a file cannot grow: the disk is full, or the user's part of it, or a limit is reached.
+NO_ROOM = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 #: Environment variable that makes errors show where they happened.
 DEBUG_VARIABLE = "LOCALLLM_DEBUG"
@@ -65,7 +71,8 @@ def _main(argv: list[str]) -> int:
 @contextlib.contextmanager
 def _interrupts() -> Iterator[None]:
     """In a process of our own Ctrl-C ends the command in order, and another one at once, both with `INTERRUPTED`."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # it is ignored, or somebody else's
+    if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, end_at_once):
+        # It is ignored, or somebody else's.
         yield
         return
     signal.signal(signal.SIGINT, _interrupt)
@@ -75,12 +82,8 @@ def _interrupts() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
-    signal.signal(signal.SIGINT, _end_at_once)
+    signal.signal(signal.SIGINT, end_at_once)
     raise KeyboardInterrupt
-
-
-def _end_at_once(number: int, frame: object) -> NoReturn:
-    os._exit(INTERRUPTED)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -112,8 +115,10 @@ def _failure(error: BaseException, debug: bool) -> int:
         discard(sys.stdout)
     if isinstance(error, SystemExit):  # --help, --version
         return error.code if isinstance(error.code, int) else FAILED
-    if isinstance(error, KeyboardInterrupt):
-        if signal.getsignal(signal.SIGINT) is _end_at_once:
+    was_interrupted = signal.getsignal(signal.SIGINT) is end_at_once
+    # numpy makes an ImportError of an interrupt while it is imported.
+    if isinstance(error, KeyboardInterrupt) or was_interrupted:
+        if was_interrupted:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # at the interpreter's end no handler works
         _end_line()
         return INTERRUPTED
@@ -134,16 +139,28 @@ def _sentence(error: BaseException) -> str:
                 f"the last message alone makes a prompt of {error.n_tokens:,} tokens but the context holds "
                 f"{error.context:,}: shorten it or the system's, or give a larger context with -c"
             )
-        return (
-            f"the prompt has {error.n_tokens:,} tokens but the context holds {error.context:,}: shorten it, give a "
-            "larger context with -c, or --overflow truncate"
-        )
+        ways = "shorten it, give a larger context with -c, or --overflow truncate"
+        if not error.truncatable:
+            ways = "shorten it, or give a larger context with -c"
+        return f"the prompt has {error.n_tokens:,} tokens but the context holds {error.context:,}: {ways}"
     if isinstance(error, UsageError | DeviceError | NotEnoughMemoryError):
         return _in_flags(str(error))
     if isinstance(error, LocalLLMError):
         return str(error)
-    if isinstance(error, MemoryError):
-        return "memory ran out: choose a smaller context or a smaller model, or close other programs"
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return f"memory ran out: {memory_advice()}, or choose a smaller context or a smaller model"
+    limit = address_space_limit()
+    if isinstance(error, OSError | ImportError) and limit is not None and limit < LEAST_ADDRESS_SPACE:
+        return (
+            f"the address space of this process is limited to {limit / 1e9:.2f} GB (ulimit -v), which is too little "
+            f"to start in: raise the limit to {LEAST_ADDRESS_SPACE >> 10} or more"
+        )
+    if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
+        # Of all that is written only the result cannot be done without.
+        return (
+            f"standard output cannot be written ({error.strerror}): make room where it goes, or send it to another "
+            "place"
+        )
     if isinstance(error, OSError):
         return f"the system refused: {error}"
     return (

@@ -102,15 +102,15 @@ def no_harness() -> str | None:
 def _cuda() -> Iterator[Backend]:
     """The CUDA backend, in the harness with heads of few sizes, and on a real device."""
     # Activations are rounded to float16 too, and scales of tables that are repacked.
-    errors = {"half_error": 2**-11, "table_error": 2**-11}
+    error = 2**-11
     if no_harness() is None:
-        yield Backend("cuda-emulated", emulated_cuda, _spoil_cuda, (16,), (16,), **errors, is_slow=True)
+        yield Backend("cuda-emulated", emulated_cuda, _spoil_cuda, (16,), (16,), False, error, error, is_slow=True)
     try:
         driver: Driver = open_driver()
     except DeviceError:
         return
     make = lambda: CUDAOps(driver, 0)  # noqa: E731
-    yield Backend("cuda", make, _spoil_cuda, ALL_HEAD_DIMS, ALL_HEAD_DIMS, **errors)
+    yield Backend("cuda", make, _spoil_cuda, ALL_HEAD_DIMS, ALL_HEAD_DIMS, False, error, error)
 
 
 BACKENDS = [

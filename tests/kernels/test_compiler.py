@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib
 import math
 import os
@@ -20,14 +21,14 @@ import numpy as np
 import pytest
 
 import localllm
-from localllm.errors import KernelError
+from localllm.errors import KernelError, NotEnoughMemoryError
+from localllm.kernels.code_cache import cache_root
 from localllm.kernels.cpu.codes import load_bits, lut_op
 from localllm.kernels.cpu.compiler import (
     Variant,
     addresses,
     assembly,
-    cache_is_writable,
-    cache_root,
+    cache_fault,
     kernel,
     variant,
 )
@@ -119,6 +120,23 @@ def test_a_failure_leaves_the_others_alone() -> None:
 
 
 # -- Instruction sets ----------------------------------------------------------------------------------------------
+
+
+@kernel
+def compiled_with_little_memory(begin, end, x):
+    store_f32(x, 2.0)
+
+
+def test_nothing_is_compiled_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLVM would end the process."""
+    wanted = [variant(compiled_with_little_memory, choose())]
+    monkeypatch.setattr("localllm.kernels.cpu.host._system_memory", lambda: 40 << 20)
+    with pytest.raises(NotEnoughMemoryError, match=r"^to compile kernels .* takes .* is available: "):
+        addresses(wanted)
+    monkeypatch.undo()
+    there = addresses(wanted)
+    monkeypatch.setattr("localllm.kernels.cpu.host._system_memory", lambda: 0)
+    assert addresses(wanted) == there
 
 
 @kernel
@@ -323,9 +341,25 @@ def test_progress_that_raises_loses_nothing(tmp_path: Path, monkeypatch: pytest.
 
 def test_whether_the_cache_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no folder")
-    for place, writable in (("new/cache", True), ("file", False), ("file/cache", False)):
+    for place, fault in (("new/cache", None), ("file", "Not a directory"), ("file/cache", "Not a directory")):
         monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / place))
-        assert cache_is_writable() is writable
+        found = cache_fault()
+        assert found == fault if sys.platform == "linux" else bool(found) is bool(fault)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits are of POSIX")
+def test_a_full_disk_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on the size of files stands for it: they can be made, but not filled."""
+    import resource
+
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    try:
+        assert cache_fault() == os.strerror(errno.EFBIG)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert cache_fault() is None
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +370,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     assert cache_root() is None
-    assert not cache_is_writable()
+    assert cache_fault() == "this user has no home"
     x = np.ones(3, np.float32)
     call(variant(scale_and_add, choose(), N=40), x.ctypes.data, x.ctypes.data, 2.0, 1.0, end=3)
     np.testing.assert_array_equal(x, 42)

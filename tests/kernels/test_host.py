@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.cpu import host
 
 NEOVERSE = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs"
@@ -122,6 +123,34 @@ def test_available_memory_of_systems_other_than_linux(monkeypatch: pytest.Monkey
     monkeypatch.setattr(host, "memory_room", lambda: None)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=12345))
     assert host.available_memory() == 12345
+
+
+def test_available_memory_counts_the_limit_of_the_address_space(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "statm").write_text(f"{(3 << 20) // os.sysconf('SC_PAGE_SIZE')} 20 10 1 0 5 0\n")
+    monkeypatch.setattr(host, "_OWN_MEMORY", tmp_path / "statm")
+    monkeypatch.setattr(host, "address_space_limit", lambda: 8 << 20)
+    assert host.available_memory() == 5 << 20
+    assert host.memory_advice() == "raise the limit of the address space, which is 0.01 GB (ulimit -v)"
+    monkeypatch.setattr(host, "address_space_limit", lambda: 2 << 20)
+    assert host.available_memory() == 0
+
+
+@pytest.mark.parametrize(
+    ("granted", "advice"), [(None, "close other programs"), (0, "raise the memory limit of the container")]
+)
+def test_what_to_do_where_memory_is_short(monkeypatch: pytest.MonkeyPatch, granted: int | None, advice: str) -> None:
+    monkeypatch.setattr(host, "_system_memory", lambda: 5_000_000)
+    monkeypatch.setattr(host, "memory_room", lambda: granted)
+    monkeypatch.setattr(host, "address_space_limit", lambda: None)
+    available = host.available_memory()
+    host.check_memory(available, "this")
+    with pytest.raises(
+        NotEnoughMemoryError,
+        match=f"^this takes 6 MB of memory, but {available // 1_000_000} MB is available: {advice}",
+    ):
+        host.check_memory(6_000_000, "this")
 
 
 def test_programs_that_fail_print_nothing() -> None:

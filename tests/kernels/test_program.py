@@ -13,7 +13,7 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from localllm.errors import DeviceError, KernelError
+from localllm.errors import DeviceError, KernelError, NotEnoughMemoryError
 from localllm.kernels.cpu import program as program_module
 from localllm.kernels.cpu.compiler import kernel, variant
 from localllm.kernels.cpu.program import Instruction, Job, Program, Workers
@@ -354,6 +354,16 @@ def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, started
     assert not log.parts
     assert_working(workers)
     workers.close()
+
+
+def test_threads_without_room_for_their_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr("localllm.kernels.cpu.host._system_memory", lambda: 1 << 20)
+    with pytest.raises(NotEnoughMemoryError, match="to start 3 threads takes"):
+        Workers(3).run(Log().job())
 
 
 def test_forgetting_workers_ends_the_threads() -> None:

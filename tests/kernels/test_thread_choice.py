@@ -103,7 +103,18 @@ def test_old_and_disturbed_measurements_are_made_again(
 
 @pytest.mark.parametrize(
     "damage",
-    [b"", b"no json", b"[]", b"{}", {"decode": 0}, {"decode": 9}, {"decode": "x"}, {"curve": [1]}, {"measured": []}],
+    [
+        b"",
+        b"no json",
+        b"[]",
+        b"[" * 100_000,
+        b"{}",
+        {"decode": 0},
+        {"decode": 9},
+        {"decode": "x"},
+        {"curve": [1]},
+        {"measured": []},
+    ],
 )
 def test_a_damaged_file_is_measured_anew(
     machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damage: bytes | dict[str, Any]

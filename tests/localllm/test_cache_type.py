@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import localllm
-from localllm import LLM
+from localllm import LLM, UsageError
 from localllm.kernels.ops import CacheType
 from tests.helpers.command_line import run_main
 from tests.helpers.data import shared_data
@@ -92,3 +92,9 @@ def test_the_command_line(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     outcome = run_main(capfdbinary, *flags, "q4_1")
     assert outcome.code != 0
     assert "--cache-type is 'q4_1', but must be one of 'f16', 'q8_0'" in outcome.err
+
+
+@pytest.mark.parametrize("value", ["Q8_0", None, ["f16"], np.array(["f16", "q8_0"])])
+def test_other_types_are_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"cache_type is .*, but must be one of 'f16', 'q8_0'"):
+        localllm.load(cache_type=value)

@@ -81,9 +81,21 @@ def test_a_driver_that_does_not_work_is_spoken_of(machine: Machine, tmp_path: Pa
     with pytest.raises(DeviceError, match="CuPy is not installed"):
         open_devices("cuda")
     path = tiny_models.tiny_gguf(tmp_path / "tiny.gguf")
-    options = {"n_gpu_layers": None, "tensor_split": None, "context": None, "threads": 1, "isa": None, "parallel": 1}
-    more = {"cache_type": "f16", "chat_template": None, "draft_model": None, "progress": None}
-    placement, said = plan_file(LoadOptions(path, "auto", **options, **more))
+    options = LoadOptions(
+        path,
+        device="auto",
+        n_gpu_layers=None,
+        tensor_split=None,
+        context=None,
+        threads=1,
+        isa=None,
+        parallel=1,
+        cache_type="f16",
+        chat_template=None,
+        draft_model=None,
+        progress=None,
+    )
+    placement, said = plan_file(options)
     assert placement.devices == ("cpu",)
     assert said == (cpu.note,)
 
@@ -100,11 +112,12 @@ def test_devices_that_are_too_old(machine: Machine) -> None:
 
 
 def test_what_is_known_of_a_device(machine: Machine) -> None:
-    machine(EmulatedDriver(memory=1 << 30))
+    driver = EmulatedDriver(memory=1 << 30)
+    machine(driver)
     _, gpu = open_devices("cuda", threads=1)
     assert (gpu.name, gpu.kernels, gpu.threads) == ("cuda:0", "CUDA kernels for emulated GPU", 1)
     assert gpu.free_memory is not None
     assert gpu.free_memory() == (1 << 30) - GPU_OVERHEAD_BYTES
-    kept = gpu.ops.driver.allocate(0, (1 << 30) - 1)
+    kept = driver.allocate(0, (1 << 30) - 1)
     assert gpu.free_memory() == 0
     del kept

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import gc
+import linecache
+import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localllm.cache import PagedCache
 from localllm.devices import Device, open_devices
 from localllm.engine import Engine, Run, max_outputs
 from localllm.errors import ClosedError, ContextLengthError, UsageError
@@ -178,7 +184,7 @@ def test_any_schedule_over_too_few_pages_decodes_what_each_run_decodes_alone(
 ) -> None:
     """All runs are this thread's, so each is idle while another goes on, and loses its pages to it at once."""
     engine, _ = fake_engine(context=32, max_tokens=8)
-    engine._changed.wait = lambda timeout=None: pytest.fail("a run waits for room")  # type: ignore[method-assign]
+    engine._new_bell = lambda: pytest.fail("a run waits for room")  # type: ignore[method-assign]
     runs = [engine.start(prompt) for prompt in prompts]
     for i, action in schedule:
         i %= len(runs)
@@ -378,6 +384,105 @@ def test_a_failed_step_of_one_thread_is_done_again_by_those_that_wait() -> None:
 
     in_threads(work, range(2))
     assert sorted(results) == [False, True]
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signals here")
+def test_an_interrupt_while_waiting_takes_the_lock_from_nobody() -> None:
+    """Ctrl-C comes when the wait for room is over, and that for another thread's step is not."""
+    engine, ops = fake_engine(context=8)
+    is_full, in_step, go_on = threading.Event(), threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def of_other_thread() -> None:
+        try:
+            run = engine.start(range(7))
+            decode(engine, run, 1)
+            is_full.set()
+            while not engine._bells:  # until somebody waits for room
+                time.sleep(0.001)
+            ops.before_step = lambda batch: (in_step.set(), go_on.wait(10))  # type: ignore[func-returns-value]
+            evaluate(engine, run)
+            engine.finish(run)
+        except BaseException as error:
+            errors.append(error)
+
+    def interrupt(*_: object) -> None:
+        assert in_step.is_set()
+        raise KeyboardInterrupt
+
+    other = threading.Thread(target=of_other_thread)
+    other.start()
+    is_full.wait(10)
+    younger = engine.start([1, 2])
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            engine.advance(younger)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert engine._lock.locked()
+    go_on.set()
+    other.join()
+    assert not errors
+    assert np.array_equal(evaluate(engine, younger), logits_after([1, 2]))
+
+
+@pytest.mark.parametrize("file", ["engine.py", "cache.py"])
+def test_an_interrupt_at_any_line_loses_no_page(file: str) -> None:
+    """What was lost would be missed for ever, and in the end nobody would have room."""
+
+    class Interrupt(BaseException):
+        pass
+
+    def work(engine: Engine) -> None:
+        first = engine.start([1, 2, 3, 4, 5, 6])
+        second = engine.start([1, 2, 3, 4, 5, 7])
+        for run in (first, second):
+            decode(engine, run, 3)
+        engine.finish(first)
+        decode(engine, second, 2)
+        engine.finish(second)
+        engine.finish(engine.start(second.tokens[:9]))
+
+    def interrupted_at(n: int) -> bool:
+        """Whether there were so many lines."""
+        engine, _ops = fake_engine(context=16)
+        count = 0
+
+        def trace(frame: FrameType, event: str, _argument: object) -> Any:
+            nonlocal count
+            code = frame.f_code
+            # A signal does not come between a lock and its ``with``, nor here while one is let go of.
+            if not code.co_filename.endswith(f"localllm/{file}") or code.co_name == "finish":
+                return None
+            if event == "line" and "with self._lock" not in linecache.getline(code.co_filename, frame.f_lineno):
+                count += 1
+                if count == n:
+                    raise Interrupt
+            return trace
+
+        tracing = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            work(engine)
+            return False
+        except Interrupt:
+            return True
+        finally:
+            sys.settrace(tracing)
+            assert not engine._lock.locked()
+            for run in list(engine._runs):
+                engine.finish(run)
+            engine.forget()
+            cache = cast("tuple[PagedCache, object]", engine._open)[0]
+            assert cache.n_free_pages == cache.n_pages, f"interrupted at line {n} that is executed"
+            assert decode(engine, engine.start(range(14)), 1) == greedy_after(range(14), 1)
+
+    n = 1
+    while interrupted_at(n):
+        n += 1
+    assert n > 100
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers() -> None:

@@ -297,7 +297,7 @@ def test_which_of_the_two_does_not_fit_is_said() -> None:
 
 def test_a_context_with_which_both_would_fit_is_advised() -> None:
     available = demand().at(1008).total + DRAFT.as_draft(1008).total
-    with pytest.raises(NotEnoughMemoryError, match="leave the draft model out, load it with context=1,008 or less"):
+    with pytest.raises(NotEnoughMemoryError, match="leave the draft model out, load both with context=1,008 or less"):
         plan_with_draft(demand(), DRAFT, available, 2048)
 
 

@@ -47,6 +47,8 @@ PUBLIC = [
 def test_public_names_are_pinned() -> None:
     assert localllm.__all__ == PUBLIC
     assert set(PUBLIC) <= set(dir(localllm))
+    submodules = {name.split(".")[1] for name in sys.modules if name.startswith("localllm.")}
+    assert {name for name in dir(localllm) if not name.startswith("_")} - submodules == {*PUBLIC} - {"__version__"}
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -518,6 +518,8 @@ def test_a_draft_model_is_used_unless_something_else_is_asked_for(
         ({"speculate": "ngram"}, "speculate is 'ngram', but must be one of 'auto', 'lookup', 'draft', or None"),
         ({"speculate": 1}, "speculate is 1"),
         ({"speculate": ["lookup"]}, "speculate is"),
+        ({"speculate": np.array(["lookup", "draft"])}, "speculate is"),
+        ({"overflow": np.array(["error", "truncate"])}, "overflow is"),
         ({"draft_max": 0}, "draft_max is 0, but must be a whole number of at least 1"),
         ({"draft_max": 2.5}, "draft_max is 2.5"),
         ({"draft_max": MOST_DRAFTS + 1}, "draft_max is 65, but must be at most 64"),

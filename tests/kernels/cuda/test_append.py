@@ -51,7 +51,7 @@ class Written:
         frequencies = np.zeros(1, np.float32) if rope is None else rope.frequencies
         weights = [device.upload(np.zeros(1, np.float32) if w is None else w) for w in norms]
         which = sum(1 << i for i, w in enumerate(norms) if w is not None)
-        arguments = [
+        arguments: list[Any] = [
             *(device.upload(x) for x in (np.array([n_tokens, 0, 0], np.int32), SLOTS, POSITIONS)),
             *(device.upload(phases(frequencies)), np.int32(0 if rope is None else len(frequencies))),
             *(np.int32(rope is not None and rope.interleaved), np.float32(1 if rope is None else rope.magnitude)),
@@ -59,9 +59,7 @@ class Written:
             *(np.int32(N_HEADS), np.int32(N_KV_HEADS), *weights, np.int32(which), np.float32(EPS)),
             *(layers[i] for i in (0, 2, 1, 3)),
         ]
-        module = device.driver.load_module(
-            0, "append", {"HEAD_DIM": head_dim, "Q8_0": int(cache_type == "q8_0")}
-        )
+        module = device.driver.load_module(0, "append", {"HEAD_DIM": head_dim, "Q8_0": int(cache_type == "q8_0")})
         grid = (-(-(N_HEADS + 2 * N_KV_HEADS) // 4), N_TOKENS)
         device.driver.launch(module, "rope_append", grid, (128,), arguments, device.stream)
         self.q = device.download(q, np.float32, N_TOKENS, N_HEADS, head_dim)
@@ -102,7 +100,8 @@ def normed(x: Array, weight: Array | None) -> Array:
     wide = x.astype(np.float64)
     if weight is None:
         return wide
-    return wide / np.sqrt(np.square(wide).mean(axis=-1, keepdims=True) + EPS) * weight
+    out: Array = wide / np.sqrt(np.square(wide).mean(axis=-1, keepdims=True) + EPS) * weight
+    return out
 
 
 def heads_of(head_dim: int) -> tuple[Array, Array, Array]:
@@ -154,8 +153,8 @@ def test_caches_of_heads_of_any_size(device: Device, head_dim: int, cache_type: 
         offset, n_bytes = part.layer(1)
         changed[offset : offset + n_bytes] = True
     assert (out.memory[~changed] == 0xFF).all()
-    for part in range(4 if cache_type == "q8_0" else 2):
-        of_slot = np.moveaxis(out.part(part), 3 if part >= 2 else 2, 1).reshape(N_PAGES * PAGE, -1)
+    for number in range(4 if cache_type == "q8_0" else 2):
+        of_slot = np.moveaxis(out.part(number), 3 if number >= 2 else 2, 1).reshape(N_PAGES * PAGE, -1)
         assert (np.delete(of_slot, SLOTS, axis=0).view(np.uint8) == 0xFF).all()
 
 

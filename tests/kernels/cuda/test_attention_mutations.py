@@ -92,7 +92,7 @@ def mutations(kernel: str) -> list[mutate.Mutation]:
     """All barriers and waits; and one of each other kind."""
     found = mutate.mutations(ptx_of(kernel), kernel)
     chosen = [m for m in found if m.kind in ("barrier", "wait")]
-    for kind in ("operands", "fragments", "comparison"):
+    for kind in ("operands", "fragments"):
         chosen += [m for m in found if m.kind == kind][:1]
     return chosen
 

@@ -72,7 +72,8 @@ def quantised_launch(
     arguments = [head, *inputs, units, scales, np.int32(n_rows)]
     launch(device, kernel, grid, ROW_THREADS if is_norm else 128, arguments)
     plain = quantise(device, x, format, n_rows)[:2]
-    found, wanted = [], []
+    found: list[Array] = []
+    wanted: list[Array] = []
     for memory, other, n in zip((units, scales), plain, sizes, strict=True):
         for result, m in ((found, memory), (wanted, other)):
             rows = device.download(m, np.uint8, n).reshape(-1, n_rows, 16 if m in (units, plain[0]) else 8)

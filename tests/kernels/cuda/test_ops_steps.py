@@ -268,7 +268,8 @@ def test_hidden_states_that_do_not_fit() -> None:
     batch = make_batch([(range(3), 0, [0])], outputs=[])
     with pytest.raises(KernelError, match="begins with hidden states of 40, but was given none"):
         part(batch, None)
-    for wrong in (np.zeros((2, 40), np.float32), np.zeros((3, 41), np.float32), np.zeros((3, 40))):
+    wrongs: list[Any] = [np.zeros((2, 40), np.float32), np.zeros((3, 41), np.float32), np.zeros((3, 40))]
+    for wrong in wrongs:
         with pytest.raises(KernelError, match=r"needs \[3, 40\] in float32"):
             part(batch, HostHidden(wrong))
     before = part(make_batch([(range(2), 0, [0])], outputs=[]), HostHidden(np.zeros((2, 40), np.float32)))

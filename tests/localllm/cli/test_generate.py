@@ -481,6 +481,32 @@ def test_an_interrupt_on_a_terminal_leaves_a_clean_line(plain: Path) -> None:
     assert re.fullmatch(r"localllm: warning: [^\n]*\r\nz+\r\n", seen.decode())
 
 
+#: A program that sends itself a SIGINT when it imports a module, and runs a command line.
+INTERRUPTED_IMPORT = """
+import signal, sys
+from localllm.cli.start import main
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "{module}":
+            signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Finder())
+sys.argv = ["localllm", "doctor"]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("module", ["argparse", "localllm.cli.parser", "numpy", "localllm.cli.doctor"])
+def test_an_interrupt_while_modules_are_imported(module: str) -> None:
+    code = INTERRUPTED_IMPORT.format(module=module)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, timeout=LIMIT
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are sent otherwise on Windows")
 def test_interrupts_that_come_thick_and_fast(plain: Path) -> None:
     """Whenever the next one comes, while the first is dealt with or as the interpreter ends, the exit code is 130."""

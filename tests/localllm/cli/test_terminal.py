@@ -125,8 +125,9 @@ def test_kernels_that_cannot_be_kept(no_cache: str, capsys: pytest.CaptureFixtur
         progress("kernels", 2, 2)
     warning, *lines = capsys.readouterr().err.splitlines()
     assert warning == (
-        f"localllm: warning: compiled kernels cannot be saved in {no_cache}, so every start compiles them: name a "
-        "folder that can be written in the environment variable LOCALLLM_CACHE"
+        f"localllm: warning: compiled kernels cannot be saved in {no_cache} (Not a directory), so every start "
+        "compiles them: make room there if it is full, or name a folder that can be written in the environment "
+        "variable LOCALLLM_CACHE"
     )
     assert lines == ["localllm: compiling 2 kernels for this processor", "localllm: compiled 2 kernels in 0 s"] * 2
 
