@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import localllm
-from localllm.devices import Device
+from localllm.devices import GPU_OVERHEAD_BYTES, Device
 from localllm.errors import DeviceError
 from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cuda.cupy_driver import open_driver
@@ -27,6 +27,7 @@ from tests.helpers import tiny_models
 from tests.helpers.backends import emulated_cuda, no_harness
 from tests.helpers.data import shared_data
 from tests.helpers.run_model import Runner
+from tests.kernels.cuda.watched import KernellessDriver
 
 T = GGMLType
 #: Tokens of prompts: a short one is a bucket's; a long one takes tensor cores' tiles.
@@ -212,6 +213,21 @@ def test_a_cpu_behind_a_device(tmp_path: Path) -> None:
         if len(c):
             assert_near(a, c)
             assert_near(b, c)
+
+
+@pytest.mark.parametrize(("context", "n_vocab"), [(64, 300), (2048, 20000)])
+def test_a_model_takes_the_memory_that_was_planned(
+    load: Callable[..., LLM], tmp_path: Path, context: int, n_vocab: int
+) -> None:
+    """And what is kept free beside it; which takes a small part of that."""
+    changes = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": n_vocab, "num_hidden_layers": 2}
+    path = small(tmp_path, max_position_embeddings=2048, **changes)
+    driver = KernellessDriver(memory=1 << 32)
+    llm = load(path, CUDAOps(driver, 0), context=context)
+    llm.logits(IDS[:60])
+    info = driver.memory_info(0)
+    planned = llm.info.placement.on("cuda:0").total
+    assert 0.9 * planned < info.total - info.free < planned + GPU_OVERHEAD_BYTES / 2
 
 
 # -- Company -------------------------------------------------------------------------------------------------------
