@@ -189,7 +189,7 @@ def test_arguments_are_checked(path: Path) -> None:
 def test_names_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "driver_cuda", lambda: None)
     for name in ("cuda", "cuda:0", "cuda:1,0", "gpu"):
-        with pytest.raises(DeviceError, match="no CUDA device can be used: .* use device='cpu'"):
+        with pytest.raises(DeviceError, match=r"no CUDA device can be used: .* use device='cpu'"):
             open_devices(name)
     with pytest.raises(DeviceError, match="'cuda:1,0,1' names a GPU twice"):
         open_devices("cuda:1,0,1")

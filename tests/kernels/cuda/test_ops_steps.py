@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from localllm.errors import KernelError
+from localllm.kernels.cuda import cupy_driver
 from localllm.kernels.cuda import program as programs
 from localllm.kernels.cuda import recording as recordings
 from localllm.kernels.cuda.driver import DeviceMemory
@@ -17,7 +18,9 @@ from localllm.kernels.cuda.operations import Gate, Norm
 from localllm.kernels.cuda.ops import CUDAOps
 from localllm.kernels.cuda.program import CUDAStep, Program
 from localllm.kernels.ops import CacheShape, HostHidden
+from localllm.kernels.split import SplitOps
 from localllm.quant.types import GGMLType
+from tests.cuda_on_cpu import fake_cupy
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.helpers import tiny_models
 from tests.helpers.backends import emulated_cuda, no_harness
@@ -144,6 +147,40 @@ def test_what_a_batch_is_not_counted_in_stays_alone(tmp_path: Path) -> None:
     assert out.shape == (0, 300)
     assert driver.kernels["gather_rows"] == 0
     assert driver.kernels["matmul"] == 3 * 7
+
+
+class _AnyKernel(dict[str, Any]):
+    """Modules, or a module's kernels, of any name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> Any:
+        return lambda defines: _AnyKernel()
+
+
+class _NoFunction(fake_cupy.FakeFunction):
+    """A kernel that does nothing, in its stream's order."""
+
+    def __call__(
+        self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int, stream: Any
+    ) -> None:
+        assert shared_mem <= self.shared_limit
+        stream.put(lambda: None)
+
+
+def test_what_the_backend_asks_of_cupy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading, plain and captured steps of several sizes, and hidden states between devices, through `CupyDriver`."""
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fake_cupy, "FakeFunction", _NoFunction)
+    monkeypatch.setattr(cupy_driver, "import_cupy", lambda: fake_cupy.FakeCupy([1 << 28] * 2, _AnyKernel()))
+    driver = cupy_driver.CupyDriver()
+    split = SplitOps([(CUDAOps(driver, i), n) for i, n in ((0, 1), (1, 2))], micro_batch=32)
+    path = small(tmp_path)
+    for runner in (Runner(path, split, 8), Runner(path, CUDAOps(driver, 1), 8)):
+        for n in (1, 1, 1, 5, 5, 100, 100):
+            assert runner.run((IDS[:n], 0, [0, 1])).shape == (n, 300)
+        runner.cache.copy_page(0, 1)
 
 
 # -- Memory --------------------------------------------------------------------------------------------------------
