@@ -128,7 +128,7 @@ DEVICE void add_chunks(const Matrix& matrix, int group, const Sums<N>& acc, cons
 }
 
 // As `matvec`; n_rows is a multiple of TOKENS, and that of 8.
-extern "C" __global__ void __launch_bounds__(MAX_CHUNKS* WARP, 1)
+extern "C" __global__ void __launch_bounds__(BOUNDS)
     matmul_few(const void* __restrict__ units, const void* __restrict__ scales, int n_rows,
                const int* __restrict__ n_tokens, int n_tiles, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
                MATRIX_PARAMETERS(2)) {
