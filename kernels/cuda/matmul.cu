@@ -148,7 +148,7 @@ DEVICE void multiply(const Matrix& matrix, const Sources& from, int n_chunks) {
 // units, scales: activations (activations.cuh), laid out for n_rows, a multiple of 8, of which n_tokens are there.  n_tiles: tiles along
 // a row of weights, in n_chunks chunks.  Grid (TOKENS tokens each, 4 groups of rows each); dynamic shared memory:
 // STAGES stages.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     matmul(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
            const int* __restrict__ n_tokens, int n_tiles, int n_chunks, MATRIX_PARAMETERS(0)) {
   const int first_token = blockIdx.x * TOKENS, n = *n_tokens;

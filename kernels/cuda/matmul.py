@@ -42,10 +42,12 @@ VECTOR_ROWS, FEW_ROWS, MAX_MATRICES = (1, 2, 4), 32, 3
 #: matmul's warps along the rows, rows of activations that a block takes, the larger first, and stages at most.
 ROW_WARPS, TILE_ROWS, MAX_STAGES = 4, (128, 64), 4
 
-#: Formats of which matmul_few takes 8 rows at once instead of 16, and matmul 64 instead of 128: their scales and the
-#: rest of their codes take the registers for more.
-_FEW_AT_ONCE = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K}
-_SMALL_TILES = _FEW_AT_ONCE | {GGMLType.Q5_1}
+#: Formats of which matmul_few takes 8 rows at once instead of 16, and matmul 64 instead of 128: their scales and
+#: codes take the registers for more.  Q2_K, with most scales of all, goes through matvec instead of matmul_few.
+_FEW_AT_ONCE = {GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K}
+_SMALL_TILES = _FEW_AT_ONCE | {GGMLType.Q2_K, GGMLType.Q5_1, GGMLType.Q8_0}
+#: Launch bounds of matvec by FORMAT and rows, where those of `_vector_bounds` are not good.
+_BOUNDS: dict[tuple[int | str, int], int | str] = {("Q5_0", 4): "512,1", ("Q8_0", 1): 640, ("LUT_32", 2): 640}
 
 _WARP = 32
 _PACK_WARPS, _ROW_THREADS, _MATMUL_THREADS = 4, 256, 256
@@ -258,15 +260,14 @@ def product_launch(
     if limit == 1:
         return _matmul_launch(format, n_outs[0], n_rows, shared_bytes, tile_rows)
     uses_lanes = not format.is_tensor_float and (
-        n_rows in VECTOR_ROWS or format.type is GGMLType.F32 or capability < TENSOR_CORES
+        n_rows in VECTOR_ROWS or format.type in (GGMLType.F32, GGMLType.Q2_K) or capability < TENSOR_CORES
     )
     kernel = "matvec" if uses_lanes else "matmul_few"
     rows = _vector_rows(n_rows, capability) if uses_lanes else _few_rows(format, n_rows)
     grid = (-(-n_rows // rows), sum(map(n_groups, n_outs)))
     # Of few rows the number is known when the kernel is compiled, and addresses are too.
     defines = {**format.defines, "TOKENS": rows, "ROWS": n_rows if n_rows <= FEW_ROWS else 0}
-    if kernel == "matvec":
-        defines["BOUNDS"] = _bounds(format, rows)
+    defines["BOUNDS"] = _vector_bounds(format, rows) if uses_lanes else _few_bounds(format, rows)
     return Launch(kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
 
 
@@ -301,11 +302,11 @@ def product_arguments(
 
 
 def _vector_rows(n_rows: int, capability: tuple[int, int]) -> int:
-    """Rows that a block of matvec takes.  For sm_75 ptxas is wasteful with registers, and spills some of more than two."""
+    """Rows that a block of matvec takes.  For sm_75 ptxas spills registers of more than two."""
     return min(n_rows, 2 if capability < TENSOR_CORES else 8)
 
 
-def _bounds(format: PackedFormat, rows: int) -> int | str:
+def _vector_bounds(format: PackedFormat, rows: int) -> int | str:
     """Launch bounds of matvec.
 
     Blocks have up to 512 threads, but ptxas, told so, spills some registers to get by with the 64 with which two
@@ -313,9 +314,12 @@ def _bounds(format: PackedFormat, rows: int) -> int | str:
     """
     if format.is_float:
         return 512
-    if rows == 4 and format.type is GGMLType.Q5_0:
-        return "512,1"
-    return 704 if rows < 4 else 640
+    return _BOUNDS.get((format.defines["FORMAT"], rows), 704 if rows < 4 else 640)
+
+
+def _few_bounds(format: PackedFormat, rows: int) -> int | str:
+    """The same of matmul_few."""
+    return "512,1" if format.type is GGMLType.Q4_0 and rows == 8 else 512
 
 
 def _few_rows(format: PackedFormat, n_rows: int) -> int:

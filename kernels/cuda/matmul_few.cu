@@ -26,7 +26,7 @@ template <class F, int N>
 DEVICE void multiply_chunk(Sums<N>& acc, const uint8_t* tiles, int begin, int end, const uint8_t* units,
                            const float2* x_scales, int n_rows, int lane) {
   // Blocks whose codes are in registers or asked for; fewer where they, or the sums, take more.
-  constexpr int AHEAD = F::MINIMA == 2 ? 1 : F::Codes::ROW_WORDS || N > 1 ? 2 : 4;
+  constexpr int AHEAD = F::Codes::ROW_WORDS || N > 1 ? 2 : 4;
   const uint8_t* tile = tiles + begin * tile_bytes<F>();
   units += (int64_t)begin * F::RUNS * (RUN / 16) * UNIT * n_rows;
   x_scales += (int64_t)begin * F::RUNS * RUN_BLOCKS * n_rows;
@@ -128,7 +128,7 @@ DEVICE void add_chunks(const Matrix& matrix, int group, const Sums<N>& acc, cons
 }
 
 // As `matvec`; n_rows is a multiple of TOKENS, and that of 8.
-extern "C" __global__ void __launch_bounds__(MAX_CHUNKS* WARP)
+extern "C" __global__ void __launch_bounds__(BOUNDS)
     matmul_few(const void* __restrict__ units, const void* __restrict__ scales, int n_rows,
                const int* __restrict__ n_tokens, int n_tiles, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
                MATRIX_PARAMETERS(2)) {
