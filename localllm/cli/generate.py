@@ -34,6 +34,8 @@ from localllm.placement import Format
 
 #: Seconds after which somebody who may not know that a prompt is awaited is told.
 _PATIENCE_SECONDS = 1.0
+#: Characters of the longest name of a detail, "embedding and output".
+_DETAIL_WIDTH = 20
 #: A prompt of more bytes than this fits into no context; what never ends, as /dev/zero, is not read on.
 _MAX_PROMPT_BYTES = 64 << 20
 
@@ -277,13 +279,23 @@ def _show_prefill(status: StatusLine) -> Callable[[int, int], None]:
 def _describe(info: ModelInfo, *, verbose: bool) -> None:
     """Says what runs where."""
     say(model_line(info))
+    if verbose:
+        _list_parts(info)
+    total, included = info.placement.total, "Python and kernels"
     if info.draft is not None:
         say(f"draft model {model_line(info.draft)}")
-    if not verbose:
-        return
-    say(f"  {'file':<16} {visible_line(str(info.path))}")
+        if verbose:
+            _list_parts(info.draft)
+        total, included = total + info.draft.placement.total, "draft model, Python and kernels"
+    if verbose:
+        _say_detail("in all", f"{quantity(total, 'B')}, {included} included")
+
+
+def _list_parts(info: ModelInfo) -> None:
+    """Says what a model consists of, and the bytes that its parts take."""
+    _say_detail("file", visible_line(str(info.path)))
     if formats := info.formats:
-        say(f"  {'formats':<16} {formats_line(formats)}")
+        _say_detail("formats", formats_line(formats))
     for group in info.placement.groups:
         parts = [
             f"{quantity(n_bytes, 'B')} {what}"
@@ -293,9 +305,12 @@ def _describe(info: ModelInfo, *, verbose: bool) -> None:
             )
             if n_bytes
         ]
-        say(f"  {group.name:<16} {group.device}: {', '.join(parts)}")
-    say(f"  {'scratch':<16} {quantity(info.placement.scratch, 'B')}")
-    say(f"  {'in all':<16} {quantity(info.placement.total, 'B')}, Python and kernels included")
+        _say_detail(group.name, f"{group.device}: {', '.join(parts)}")
+    _say_detail("scratch", quantity(info.placement.scratch, "B"))
+
+
+def _say_detail(name: str, text: str) -> None:
+    say(f"  {name:<{_DETAIL_WIDTH}} {text}")
 
 
 def formats_line(formats: Iterable[Format]) -> str:
@@ -311,13 +326,16 @@ def _report(stream: Stream, *, verbose: bool) -> None:
         f"answer {_tokens(usage.completion_tokens)}, {timings.decode_rate:.1f} tok/s"
     )
     if (drafts := stream.drafts) is not None:
-        say(f"guessed {_tokens(drafts.drafted)}, {drafts.accepted:,} of them right ({drafts.share:.0%})")
+        if drafts.drafted:
+            say(f"guessed {_tokens(drafts.drafted)}, {drafts.accepted:,} of them right ({drafts.share:.0%})")
+        else:
+            say("guessed nothing: this text gave no reason to expect that it would be faster so")
     if verbose:
-        say(f"  {'ended by':<16} {stream.finish_reason}")
-        say(f"  {'prefill':<16} {timings.prefill_s:.3f} s, {_tokens(timings.prefill_tokens)}")
-        say(f"  {'first token':<16} after {timings.first_token_s:.3f} s")
+        _say_detail("ended by", f"{stream.finish_reason}")
+        _say_detail("prefill", f"{timings.prefill_s:.3f} s, {_tokens(timings.prefill_tokens)}")
+        _say_detail("first token", f"after {timings.first_token_s:.3f} s")
         steps = "" if drafts is None else f" in {drafts.steps:,} steps"
-        say(f"  {'decode':<16} {timings.decode_s:.3f} s, {_tokens(timings.decode_tokens)}{steps}")
+        _say_detail("decode", f"{timings.decode_s:.3f} s, {_tokens(timings.decode_tokens)}{steps}")
 
 
 def _tokens(n: int) -> str:
