@@ -1,4 +1,4 @@
-"""Makes numba know the vectors and operations of `localllm.kernels.cpu.instructions`; imported when kernels are compiled."""
+"""Makes numba know the vectors and operations of `localllm.kernels.cpu.instructions`; imported to compile kernels."""
 
 from __future__ import annotations
 
