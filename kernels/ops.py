@@ -13,7 +13,8 @@ the number of tokens of the batch at hand; those it sees only through the operat
 
 **Every token stands alone.**  What an operation computes for a token depends on that token, its position and the
 cache, never on which other tokens share the batch.  A backend keeps the order of its additions independent of T,
-so that a token decoded alone has the same bits as one that was prefilled in a batch of hundreds.
+so that a token decoded alone has the same bits as one that was prefilled in a batch of hundreds.  (All values are
+finite, that is to say: a backend may multiply those that a token does not see by zero.)
 
 **A model may lie on several backends**, each with some of its layers (`localllm.kernels.split`).  Each then runs a
 *part* of the forward pass, which begins and ends with hidden states, and may still compute when it was called.

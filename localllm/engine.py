@@ -66,6 +66,8 @@ class Run:
             or None while it was not reached; with ``all_logits`` for every token of the chunk.
         position: after `Engine.advance`: where the chunk ended, drafts not counted.
         n_agreed: tokens of ``sequence`` that are not known to be wrong drafts.
+        step_s: seconds that the last step for it took, without any waiting.
+        n_company: how many other runs that step was for as well.
         is_quick: whether its caller went on soon after the last step: then it is worth waiting for.
     """
 
@@ -81,6 +83,8 @@ class Run:
     thread: int = field(default_factory=threading.get_ident)
     last_used: float = field(default_factory=time.monotonic)
     is_quick: bool = True
+    step_s: float = 0.0
+    n_company: int = 0
 
     @property
     def n_missing(self) -> int:
@@ -382,11 +386,13 @@ class Engine:
         return 0.0
 
     def _take_step(self, cache: PagedCache, step: Step, parts: Sequence[_Part]) -> None:
-        begin = time.monotonic()
+        begin = time.perf_counter()
         _evaluate(cache, step, parts)
-        end = time.monotonic()
+        seconds = time.perf_counter() - begin
         self._company = [part.run for part in parts]
-        self._wait_until = end + min(_PART_OF_STEP * (end - begin), _MOST_SECONDS)
+        for run in self._company:
+            run.step_s, run.n_company = seconds, len(parts) - 1
+        self._wait_until = time.monotonic() + min(_PART_OF_STEP * seconds, _MOST_SECONDS)
         self._wake_all()
 
     def _assemble(self, cache: PagedCache, own: Sequence[Run]) -> list[_Part]:

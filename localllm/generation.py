@@ -228,9 +228,7 @@ class Generation:
         """Evaluates the next chunk of what is missing; with its end the first row of logits is there."""
         run = self._run
         is_decode = run.n_missing == 1 and self._n_chosen > 0
-        begin = time.perf_counter()
         self._engine.advance(run)
-        seconds = time.perf_counter() - begin
         if self._progress is not None and not self._n_chosen:
             self._progress(run.position, self._n_prompt)
         if run.logits is None:
@@ -238,8 +236,8 @@ class Generation:
         self._row = 0
         self._n_steps += self._n_chosen > 0
         self._n_drafted += len(run.drafts)
-        if is_decode and self._drafter is not None:
-            self._drafter.measured(1 + len(run.drafts), seconds)
+        if is_decode and not run.n_company and self._drafter is not None:
+            self._drafter.measured(1 + len(run.drafts), run.step_s)
 
     def _propose(self, drafter: Drafter) -> list[int]:
         """Drafts, as many as are of use: up to the end of the context, and one less than tokens are still wanted."""

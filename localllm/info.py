@@ -96,6 +96,20 @@ class ModelInfo:
     config: ModelConfig
     draft: ModelInfo | None = None
 
+    def __str__(self) -> str:
+        """What runs where, and the bytes that it takes."""
+        threads = f"{self.threads} threads, {self.decode_threads} to decode"
+        lines = [
+            f"{self.path.name}: {self.architecture}, {self.n_parameters:,} parameters, {self.file_type}",
+            f"  {self.device} ({self.kernels}), {threads}, {self.context:,} tokens of context",
+        ]
+        for group in self.placement.groups:
+            cache = f", {self.cache_type} KV cache {_megabytes(group.kv_cache)}" if group.kv_cache else ""
+            lines.append(f"  {group.name} on {group.device}: weights {_megabytes(group.weights)}{cache}")
+        included = ", Python and kernels included" if self.placement.overhead else ""  # a draft model adds none
+        lines.append(f"  in all {_megabytes(self.placement.total)}{included}")
+        return "\n".join(lines if self.draft is None else [*lines, f"draft model {self.draft}"])
+
     @property
     def cache_type(self) -> CacheType:
         """What keys and values are kept in."""
@@ -108,6 +122,10 @@ class ModelInfo:
         ``placement.groups`` have the same for each group of layers.
         """
         return sum_formats(format for group in self.placement.groups for format in group.formats)
+
+
+def _megabytes(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:,.1f} MB"
 
 
 def file_type_name(metadata: Mapping[str, Any], tensors: Iterable[Weight]) -> str:

@@ -395,7 +395,10 @@ class LLM:
                 "speculate is 'draft', but there is no draft model: load the model with draft_model=..., or choose "
                 "speculate='lookup'"
             )
-        return ModelDrafter(self._draft_engine, self._costs, request.draft_max)
+        # Steps over one token take as long as reading the weights.
+        draft = self._info if self._info.draft is None else self._info.draft
+        expected_cost = draft.placement.multiplied / max(1, self._info.placement.multiplied)
+        return ModelDrafter(self._draft_engine, self._costs, request.draft_max, expected_cost=expected_cost)
 
 
 def _too_long(n_tokens: int, context: int, truncated: bool, truncatable: Callable[[], bool]) -> ContextLengthError:

@@ -35,6 +35,9 @@ from localllm.tokenizer.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
 
+#: What the warning of a long context is known by, for `warnings.filterwarnings`.
+LONG_CONTEXT = ".* was trained on [0-9,]+ tokens of context: "
+
 _log = logging.getLogger("localllm")
 
 

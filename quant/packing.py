@@ -114,12 +114,6 @@ class TileLayout:
                 data = part.folding.fold(data)
             place = _transpose(data, tiles, place, np.dtype(f"<u{part.unit}"))
 
-    def unpack(self, packed: Bytes, n: int) -> Bytes:
-        """The raw blocks, uint8 [n, bytes per row], that `pack` was given."""
-        groups = -(-n // GROUP)
-        k = packed.size // (groups * self.tile_bytes) * self.columns
-        return self.unpack_rows(packed, k, np.arange(n))
-
     def unpack_rows(self, packed: Bytes, k: int, rows: NDArray[np.integer]) -> Bytes:
         """The raw blocks, uint8 [len(rows), bytes per row], of single rows of a packed matrix with ``k`` columns."""
         tiles = packed.reshape(-1, k // self.columns, self.tile_bytes)

@@ -15,7 +15,7 @@ head values, for keys, and of the weights, for values: that takes fewer operatio
 Each span is summed up for itself, and the sums are merged in order, with each row's largest score.  So a few rows
 that look far back can be shared by many threads, a span each (as in Flash-Decoding, Dao et al., 2023): which thread
 did what changes no bit.  Nor does what else is in the batch: positions are taken in order, and a masked one adds
-exactly nothing.
+exactly nothing, if its values are finite.
 """
 
 from __future__ import annotations

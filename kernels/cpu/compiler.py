@@ -184,7 +184,7 @@ def llvm_ir(v: Variant, triple: str | None = None) -> llvm.ModuleRef:
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
 
-    from localllm.kernels.cpu.llvm import lowering_for
+    from localllm.kernels.cpu.instructions import lowering_for
     from localllm.kernels.cpu.numba_types import register_operations
 
     frontend = _Frontend(dict(v.constants))

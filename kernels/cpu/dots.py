@@ -8,7 +8,7 @@ from typing import Any
 from llvmlite import ir
 
 from localllm.kernels.cpu.codes import high_number, low_number
-from localllm.kernels.cpu.llvm import (
+from localllm.kernels.cpu.instructions import (
     broadcast,
     constant,
     dot_kind,

@@ -1,4 +1,4 @@
-"""Makes numba know the vectors and operations of `localllm.kernels.cpu.llvm`; imported when kernels are compiled."""
+"""Makes numba know the vectors and operations of `localllm.kernels.cpu.instructions`; imported to compile kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, ConcreteTemplate, builtin_registry, infer_global
 from numba.extending import lower_builtin, register_model
 
-from localllm.kernels.cpu.llvm import OPERATIONS, OPERATORS, VECTORS, Kind, Operation, literal
+from localllm.kernels.cpu.instructions import OPERATIONS, OPERATORS, VECTORS, Kind, Operation, literal
 
 
 class Vector(types.Type):

@@ -8,6 +8,7 @@ batch, because kernels read the number of tokens when they run.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -428,12 +429,17 @@ class CPUOps(Backend):
         packer = self._packer(kind)
         kept_rows = PACKED_ROWS * max(1, KEPT_BYTES // (PACKED_ROWS * rows.shape[1]))
         firsts = itertools.count(0, PACKED_ROWS)  # taking the next one is one step of Python's: threads may share it
+        given_up = threading.Event()
 
         def share(*_: int) -> None:
-            while (first := next(firsts)) < n_out:
+            while (first := next(firsts)) < n_out and not given_up.is_set():
                 if first % kept_rows == 0:
                     weight.drop_pages()  # what a thread still reads comes back from the file
-                part = repack(rows[first : first + PACKED_ROWS], weight.type, kind)
+                try:
+                    part = repack(rows[first : first + PACKED_ROWS], weight.type, kind)
+                except ScaleRangeError:
+                    given_up.set()
+                    raise
                 start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(part)))
                 packer.pack(part, packed[start:stop])
 

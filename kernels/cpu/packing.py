@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from localllm.kernels.cpu.codes import folded_word, load_bits, load_bits_raised
 from localllm.kernels.cpu.compiler import addresses, kernel, variant
-from localllm.kernels.cpu.llvm import i16, i32, i64, intp, load, op, store, void
+from localllm.kernels.cpu.instructions import i16, i32, i64, intp, load, op, store, void
 from localllm.kernels.cpu.simd import load_i64, stack, store_i8x64
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.templates import Template, device, static_range

@@ -12,7 +12,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from localllm.kernels.cpu.llvm import (
+from localllm.kernels.cpu.instructions import (
     OPERATORS,
     Kind,
     broadcast,

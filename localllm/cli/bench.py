@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from localllm.kernels.cpu.target import choose
 from localllm.kernels.cpu.tiles import TILES
 from localllm.kernels.ops import CacheShape, Weight
 from localllm.llm import LLM, load
+from localllm.loading import LONG_CONTEXT
 from localllm.quant.repack import repack_target
 
 #: Bytes that a test of the bandwidth reads at most, and the part of the free memory that it takes at most.
@@ -49,7 +51,7 @@ _COLUMNS = "{:<18} {:>7} {:>18} {:>11} {:>11} {:>6}"
 def run(arguments: argparse.Namespace) -> int:
     """Measures what the command line asks for."""
     tests = make_tests(arguments.prompts, arguments.generations, arguments.depths)
-    if not arguments.quiet and arguments.threads and (complaint := too_many_threads(max(arguments.threads))):
+    if arguments.threads and (complaint := too_many_threads(max(arguments.threads))):
         warn(complaint)
     measured: list[Measurement] = []
     others = OtherLoad()
@@ -57,12 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
         with _load(arguments, threads, tests) as llm:
             info = llm.info
             if not measured:
-                print(model_line(info), "", _COLUMNS.format(*_HEAD), sep="\n", flush=True)
+                print(model_line(info, arguments.threads or ()), "", _COLUMNS.format(*_HEAD), sep="\n", flush=True)
             for test in tests:
                 measured.append(_measure(llm, test, arguments.repetitions, arguments))
                 print(measured[-1].line(), flush=True)
     other_cpus = others.cpus()
-    if not arguments.quiet and (complaint := disturbance(other_cpus, max(m.scatter for m in measured))):
+    if complaint := disturbance(other_cpus, max(m.scatter for m in measured)):
         warn(complaint)
     if arguments.json:
         print(json.dumps(as_json(info, measured, other_cpus), ensure_ascii=False, allow_nan=False))
@@ -215,11 +217,11 @@ class Measurement:
 
     def line(self) -> str:
         """A line of the table."""
-        spread = statistics.stdev(self.rates) if len(self.rates) > 1 else 0.0
+        spread = f" ± {statistics.stdev(self.rates):,.2f}" if len(self.rates) > 1 else ""
         return _COLUMNS.format(
             self.test.name,
             self.threads,
-            f"{statistics.median(self.rates):,.2f} ± {spread:,.2f}",
+            f"{statistics.median(self.rates):,.2f}{spread}",
             quantity(statistics.median(self.achieved), self.unit),
             quantity(statistics.median(self.ceilings), self.unit) if self.ceilings else "-",
             "-" if self.share is None else f"{self.share:.0%}",
@@ -266,6 +268,8 @@ def as_json(info: ModelInfo, measured: Sequence[Measurement], other_cpus: float)
 
 def _load(arguments: argparse.Namespace, threads: int | None, tests: Sequence[Test]) -> LLM:
     progress = LoadStatus(enabled=not arguments.quiet)
+    # That a model was trained on a shorter context matters to its answers, not to its speed.
+    warnings.filterwarnings("ignore", LONG_CONTEXT)
     try:
         return load(
             arguments.model,

@@ -12,6 +12,8 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,10 +28,13 @@ from localllm.cli.terminal import LoadStatus, quantity, visible_line
 from localllm.errors import LocalLLMError
 from localllm.kernels.cpu.control_groups import cpu_quota
 from localllm.kernels.cpu.host import (
+    LEAST_ADDRESS_SPACE,
+    address_space_limit,
     available_memory,
     cpu_model,
     default_threads,
     features,
+    memory_advice,
     program_output,
     usable_cpus,
 )
@@ -55,8 +60,8 @@ PACKAGES = {
 EXTRAS = {
     "cuda12": ("cupy-cuda12x",),
     "cuda13": ("cupy-cuda13x",),
-    "dev": ("pytest", "hypothesis", "mypy", "ruff"),
-    "reference": ("torch", "transformers"),
+    "dev": ("pytest", "pytest-xdist", "hypothesis", "mypy", "ruff"),
+    "reference": ("torch", "transformers", "safetensors"),
 }
 
 #: Those of them that this version makes no use of.
@@ -139,7 +144,8 @@ def findings(progress: LoadStatus | None = None) -> Iterator[Finding]:
         try:
             yield from check()
         except Exception as error:
-            yield Finding(group, "check", f"failed: {_words(error)}", _reinstall(), broken=True)
+            advice = memory_advice() if _is_cramped() else _reinstall()
+            yield Finding(group, "check", f"failed: {_words(error)}", advice, broken=True)
 
 
 def _words(error: Exception) -> str:
@@ -160,14 +166,25 @@ def _checkout() -> Path | None:
 
 
 def _pip(what: str) -> str:
-    return f"{Path(sys.executable).name} -m pip install {what}"
+    return f"{_python()} -m pip install {what}"
+
+
+def _python() -> str:
+    """What to type for the Python that runs this, as short as it can be: a virtual environment has its own."""
+    path, checkout = Path(sys.executable), _checkout()
+    for name in ("python", path.name):
+        if (found := shutil.which(name)) is not None and Path(found) == path:
+            return name
+    if checkout is not None and path.is_relative_to(checkout):  # which advice says to go to
+        path = path.relative_to(checkout)
+    return shlex.quote(str(path)) if os.name == "posix" else str(path)
 
 
 # -- Software ------------------------------------------------------------------------------------------------------
 
 
 def _software() -> Iterator[Finding]:
-    yield Finding("software", "localllm", f"{__version__}, in {Path(__file__).parent}")
+    yield Finding("software", "localllm", f"{__version__}, in {Path(__file__).parents[1]}")
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
     yield Finding("software", "Python", f"{platform.python_version()} ({platform.python_implementation()}), {system}")
     demo = resources.files("localllm") / "data" / "demo.gguf"
@@ -186,9 +203,17 @@ def _packages() -> Iterator[Finding]:
         except Exception as error:  # a binary package can fail in any way
             state = "missing" if version is None else f"{version}, which cannot be imported ({_words(error)})"
             advice = _pip(distribution if version is None else f"--force-reinstall {distribution}")
+            if _is_cramped():
+                advice = memory_advice()
             yield Finding("packages", distribution, state, advice, broken=True)
         else:
             yield Finding("packages", distribution, version or "there, of unknown version")
+
+
+def _is_cramped() -> bool:
+    """Whether addresses are so short that libraries cannot be loaded."""
+    limit = address_space_limit()
+    return limit is not None and limit < LEAST_ADDRESS_SPACE
 
 
 def _version(distribution: str) -> str | None:
@@ -336,7 +361,7 @@ def _memory() -> Iterator[Finding]:
     from localllm.placement import OVERHEAD_BYTES
 
     total, available = psutil.virtual_memory().total, available_memory()
-    advice = "close other programs: hardly any model fits into this" if available < 2 * OVERHEAD_BYTES else None
+    advice = f"{memory_advice()}: hardly any model fits into this" if available < 2 * OVERHEAD_BYTES else None
     yield Finding(
         "memory", "memory", f"{quantity(total, 'B')}, of which {quantity(available, 'B')} is available", advice
     )

@@ -16,6 +16,7 @@ from localllm.cli.main import DONE, options_of
 from localllm.cli.terminal import (
     LoadStatus,
     StatusLine,
+    detail,
     is_terminal,
     model_line,
     placement_lines,
@@ -280,15 +281,32 @@ def _show_prefill(status: StatusLine) -> Callable[[int, int], None]:
 def _describe(info: ModelInfo, *, verbose: bool) -> None:
     """Says what runs where."""
     say(model_line(info))
+    if verbose:
+        _list_parts(info)
+    total, included = info.placement.total, "Python and kernels"
     if info.draft is not None:
         say(f"draft model {model_line(info.draft)}")
+        if verbose:
+            _list_parts(info.draft)
+        total, included = total + info.draft.placement.total, "draft model, Python and kernels"
     if verbose:
-        say(f"  {'file':<16} {visible_line(str(info.path))}")
-        if formats := info.formats:
-            say(f"  {'formats':<16} {formats_line(formats)}")
-    if verbose or len(info.placement.devices) > 1:
+        _say_detail("in all", f"{quantity(total, 'B')}, {included} included")
+    elif len(info.placement.devices) > 1:
         for line in placement_lines(info.placement):
             say(f"  {line}")
+
+
+def _list_parts(info: ModelInfo) -> None:
+    """Says what a model consists of, and the bytes that its parts take."""
+    _say_detail("file", visible_line(str(info.path)))
+    if formats := info.formats:
+        _say_detail("formats", formats_line(formats))
+    for line in placement_lines(info.placement):
+        say(f"  {line}")
+
+
+def _say_detail(name: str, text: str) -> None:
+    say(f"  {detail(name, text)}")
 
 
 def formats_line(formats: Iterable[Format]) -> str:
@@ -304,13 +322,16 @@ def _report(stream: Stream, *, verbose: bool) -> None:
         f"answer {_tokens(usage.completion_tokens)}, {timings.decode_rate:.1f} tok/s"
     )
     if (drafts := stream.drafts) is not None:
-        say(f"guessed {_tokens(drafts.drafted)}, {drafts.accepted:,} of them right ({drafts.share:.0%})")
+        if drafts.drafted:
+            say(f"guessed {_tokens(drafts.drafted)}, {drafts.accepted:,} of them right ({drafts.share:.0%})")
+        else:
+            say("guessed nothing: this text gave no reason to expect that it would be faster so")
     if verbose:
-        say(f"  {'ended by':<16} {stream.finish_reason}")
-        say(f"  {'prefill':<16} {timings.prefill_s:.3f} s, {_tokens(timings.prefill_tokens)}")
-        say(f"  {'first token':<16} after {timings.first_token_s:.3f} s")
+        _say_detail("ended by", f"{stream.finish_reason}")
+        _say_detail("prefill", f"{timings.prefill_s:.3f} s, {_tokens(timings.prefill_tokens)}")
+        _say_detail("first token", f"after {timings.first_token_s:.3f} s")
         steps = "" if drafts is None else f" in {drafts.steps:,} steps"
-        say(f"  {'decode':<16} {timings.decode_s:.3f} s, {_tokens(timings.decode_tokens)}{steps}")
+        _say_detail("decode", f"{timings.decode_s:.3f} s, {_tokens(timings.decode_tokens)}{steps}")
 
 
 def _tokens(n: int) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from localllm.cli.flags import in_flags
 from localllm.cli.main import DONE
 from localllm.cli.parser import make_parsers
-from localllm.cli.terminal import is_terminal, placement_lines, quantity, short_count, visible_line, warn
+from localllm.cli.terminal import detail, is_terminal, placement_lines, quantity, short_count, visible_line, warn
 from localllm.errors import GGUFError, UsageError
 from localllm.gguf import GGUFFile, StringArray, TensorInfo
 from localllm.info import file_type_name
@@ -93,6 +93,7 @@ def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
             f"{placement.context:,} tokens of context",
             "",
             *placement_lines(placement),
+            detail("in all", f"{quantity(placement.total, 'B')}, Python and kernels included"),
         ):
             print(clean(line))
     for message in warnings:

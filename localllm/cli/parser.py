@@ -124,7 +124,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "-t",
         "--threads",
-        type=whole(1),
+        type=whole(1, "a whole number of at least 1; leave -t out for one a physical core"),
         metavar="N",
         help="threads (default: one a physical core; to decode, as many as doctor shows)",
     )
@@ -136,7 +136,7 @@ def _add_context(group: argparse._ActionsContainer) -> None:
         "--ctx-size",
         "--context",
         dest="context",
-        type=whole(1),
+        type=whole(1, "a whole number of at least 1; leave -c out for as many as the model was trained on"),
         metavar="N",
         help="tokens of context (default: as many as the model was trained on, at most 4,096)",
     )

@@ -121,13 +121,17 @@ class StatusLine:
 
 
 class LoadStatus:
-    """What `localllm.load` reports, for people: kernels that are compiled for the first time, weights packed."""
+    """What `localllm.load` reports, for people: kernels that are compiled for the first time, weights packed.
+
+    Kernels come in several lots, of which none knows of the next: they are counted through, without a total.
+    """
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._enabled = enabled
         self._status = StatusLine(enabled=enabled)
-        self._began = time.monotonic()
         self._kept: bool | None = None  # whether compiled kernels are; None before any is
+        self._began = self._seconds = 0.0
+        self._compiled = 0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage == "weights":
@@ -136,16 +140,19 @@ class LoadStatus:
             self._compiling(done, total)
 
     def _compiling(self, done: int, total: int) -> None:
+        is_first = self._kept is None
         if self._kept is None:
             self._kept = self._warn_of_cache()
         once = ", which happens once" if self._kept else ""
-        if self._status.live:
-            self._status.show(f"compiling kernels for this processor{once}: {done} of {total}")
-        elif done == 0:
+        if is_first and not self._status.live:
+            say(f"localllm: compiling kernels for this processor{once}")
+        if done == 0:
             self._began = time.monotonic()
-            say(f"localllm: compiling {_kernels(total)} for this processor{once}")
-        elif done == total:
-            say(f"localllm: compiled {_kernels(total)} in {time.monotonic() - self._began:.0f} s")
+        if done < total:
+            self._status.show(f"compiling kernel {self._compiled + done + 1} for this processor{once}")
+        else:
+            self._compiled += total
+            self._seconds += time.monotonic() - self._began
 
     def _warn_of_cache(self) -> bool:
         """Says if kernels cannot be kept for the next start; returns whether they can."""
@@ -155,7 +162,11 @@ class LoadStatus:
         return complaint is None
 
     def close(self) -> None:
+        """Wipes the progress; where none was to be seen, says what was done."""
         self._status.clear()
+        if self._compiled and not self._status.live:
+            say(f"localllm: compiled {_kernels(self._compiled)} in {self._seconds:.0f} s")
+        self._compiled = 0
 
 
 def _kernels(n: int) -> str:
@@ -179,20 +190,27 @@ def _scaled(n: float, prefixes: Sequence[str]) -> tuple[str, str]:
     return f"{n:.3g}", prefixes[power]
 
 
-def model_line(info: ModelInfo) -> str:
-    """What runs where, in one line."""
+def model_line(info: ModelInfo, threads: Sequence[int] = ()) -> str:
+    """What runs where, in one line; ``threads``: how many compute, one after the other, if not always as many."""
     name = visible_line(info.name or info.path.name)
-    threads = f"{info.threads} thread{'s' * (info.threads != 1)}"
+    shown = f"{info.threads} thread{'s' * (info.threads != 1)}"
     if info.decode_threads != info.threads:
-        threads += f" ({info.decode_threads} to decode)"
+        shown += f" ({info.decode_threads} to decode)"
+    if len(threads) > 1:
+        shown = f"{', '.join(map(str, threads))} threads"
     return (
         f"{name}: {info.architecture}, {short_count(info.n_parameters)} parameters, {info.file_type}; {info.device} "
-        f"({info.kernels}), {threads}, {info.context:,} tokens of context"
+        f"({info.kernels}), {shown}, {info.context:,} tokens of context"
     )
 
 
+def detail(name: str, text: str) -> str:
+    """A line of a list of what is known of a model."""
+    return f"{name:<20} {text}"
+
+
 def placement_lines(placement: Placement) -> Iterator[str]:
-    """What lies where, and what it takes."""
+    """What lies where, and what it takes; without the total."""
     for group in placement.groups:
         parts = [
             f"{quantity(n_bytes, 'B')} {what}"
@@ -202,9 +220,8 @@ def placement_lines(placement: Placement) -> Iterator[str]:
             )
             if n_bytes
         ]
-        yield f"{group.name:<16} {group.device} ({group.kernels}): {', '.join(parts)}"
-    yield f"{'scratch':<16} {quantity(placement.scratch, 'B')}"
+        yield detail(group.name, f"{group.device} ({group.kernels}): {', '.join(parts)}")
+    yield detail("scratch", quantity(placement.scratch, "B"))
     if len(placement.devices) > 1:
         for device in placement.devices:
-            yield f"{'on ' + device:<16} {quantity(placement.on(device).total, 'B')}"
-    yield f"{'in all':<16} {quantity(placement.total, 'B')}, Python and kernels included"
+            yield detail(f"on {device}", quantity(placement.on(device).total, "B"))

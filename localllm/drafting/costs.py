@@ -30,10 +30,11 @@ class StepCosts:
 
     Attributes:
         single_s: seconds of a step over one token; 0 until one was measured.
+        draft_s: seconds of a step of the model that drafts, if there is one; 0 until one was measured.
     """
 
     def __init__(self) -> None:
-        self.single_s = 0.0
+        self.single_s = self.draft_s = 0.0
         self._since_single = self._since_drafts = 0
         self._forget()
 

@@ -48,7 +48,7 @@ class Drafter(Protocol):
         ...
 
     def measured(self, n_tokens: int, seconds: float) -> None:
-        """Told of each of the model's steps that went on with the text: over how many tokens, how long it took."""
+        """Told of the model's steps that went on with this text alone: over how many tokens, how long it took."""
         ...
 
     def close(self) -> None:

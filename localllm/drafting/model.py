@@ -26,6 +26,9 @@ _FIRST_SHARE = 0.7
 #: Where drafts do not pay: tokens until they are tried again, at first and at most, and how many then.
 _FIRST_PAUSE, _LONGEST_PAUSE, _TRIED = 16, 512, 4
 
+#: Where drafts are not even expected to pay: tokens of an answer until they are tried.
+_FIRST_TRY = 64
+
 #: Tokens that a draft model may have missed, for the time of its step to be that of any other.
 _FEW = 8
 
@@ -36,16 +39,24 @@ _WEIGHT = 0.25
 class ModelDrafter:
     """Drafts the most likely tokens of a model that has an engine, and so a cache and a context, of its own."""
 
-    def __init__(self, engine: Engine, costs: StepCosts, most: int = DEFAULT_DRAFTS) -> None:
-        """``costs``: of the large model's steps; ``most``: drafts a step at most."""
+    def __init__(
+        self, engine: Engine, costs: StepCosts, most: int = DEFAULT_DRAFTS, *, expected_cost: float = 0.0
+    ) -> None:
+        """Drafts with the small model's engine.
+
+        Args:
+            costs: of the large model's steps.
+            most: drafts a step at most.
+            expected_cost: of a step of the small model, in steps of the large one, until it is measured.
+        """
         self._engine = engine
         self._costs = costs
         self._most = most
         self._run: Run | None = None
         self._share = _FIRST_SHARE
-        self._draft_s = 0.0
+        self._expected_cost = expected_cost
         self._pause = _FIRST_PAUSE
-        self._resume_at = 0
+        self._resume_at: int | None = None
         self._n_before = 0
         self._guess: list[int] = []
         self._gave_up = self._is_behind = False
@@ -83,9 +94,11 @@ class ModelDrafter:
             return 0
         if self._is_behind:
             return min(most, _TRIED)
-        n = self._costs.best(self._share, most, self._draft_s)
+        n = self._costs.best(self._share, most, self._costs.draft_s or self._expected_cost * self._costs.single_s)
         if n:
             self._pause = _FIRST_PAUSE
+        elif self._resume_at is None:  # the first time it would have to evaluate all of the prompt
+            self._resume_at = n_tokens + _FIRST_TRY
         elif n_tokens >= self._resume_at:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
             n = min(most, _TRIED)
@@ -129,7 +142,8 @@ class ModelDrafter:
             run.tokens.append(id_)
         if n_steps and is_typical:
             seconds = (time.perf_counter() - begin) / n_steps
-            self._draft_s += (_WEIGHT if self._draft_s else 1.0) * (seconds - self._draft_s)
+            known = self._costs.draft_s
+            self._costs.draft_s += (_WEIGHT if known else 1.0) * (seconds - known)
         return ids
 
 

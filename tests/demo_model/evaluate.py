@@ -9,7 +9,11 @@ import random
 from pathlib import Path
 
 import sentencepiece
-import torch
+
+try:
+    import torch
+except ImportError as error:
+    raise SystemExit(f"measuring needs PyTorch ({error}): pip install '.[reference]' installs it") from None
 import torch.nn.functional as F
 
 from tests.demo_model.corpus.arithmetic import arithmetic_turn

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from localllm.errors import KernelError
 from localllm.kernels.cpu import dots
 from localllm.kernels.cpu.host import family
-from localllm.kernels.cpu.llvm import intrinsic
+from localllm.kernels.cpu.instructions import intrinsic
 from localllm.kernels.cpu.matmul import MOST_TOKENS
 from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cpu.target import available

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from localllm.errors import DeviceError, KernelError, UsageError
 from localllm.kernels.cpu import host
@@ -18,6 +20,7 @@ from localllm.kernels.cpu.target import available
 from localllm.kernels.ops import CacheShape, Rope
 from localllm.kernels.reference import ReferenceOps
 from localllm.quant.packing import LAYOUTS
+from localllm.quant.repack import ScaleRangeError
 from localllm.quant.types import GGMLType
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import f32, one_sequence, run
@@ -325,7 +328,27 @@ def test_pages_of_large_matrices_are_dropped_while_they_are_packed(
     monkeypatch.setattr(weight, "drop_pages", lambda: dropped.append(None))
     packed = CPUOps(threads=2).load_linear(weight)
     assert len(dropped) == drops
-    np.testing.assert_array_equal(LAYOUTS[GGMLType.F32].unpack(packed.packed, 1024)[:1000].view(np.float32), matrix)
+    unpacked = LAYOUTS[GGMLType.F32].unpack_rows(packed.packed, 32, np.arange(1000))
+    np.testing.assert_array_equal(unpacked.view(np.float32), matrix)
+
+
+def test_a_scale_that_does_not_fit_stops_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one thread finds makes the work of the others useless."""
+    repacked: list[None] = []
+
+    def repack(rows: NDArray[np.uint8], *_: object) -> NDArray[np.uint8]:
+        if not repacked:
+            repacked.append(None)
+            raise ScaleRangeError
+        repacked.append(None)
+        time.sleep(0.01)
+        return rows
+
+    monkeypatch.setattr(cpu_ops, "repack", repack)
+    ops = CPUOps(threads=2)
+    with pytest.raises(ScaleRangeError):
+        ops._pack(f32(random(100 * cpu_ops.PACKED_ROWS, 32)), GGMLType.F32)
+    assert len(repacked) < 20
 
 
 def test_a_closed_backend_starts_again(ops: CPUOps) -> None:

@@ -140,6 +140,11 @@ def test_several_runs_in_one_batch() -> None:
     for run, prompt in zip(runs, prompts, strict=True):
         assert run.logits is not None
         assert np.array_equal(run.logits, [logits_after(prompt)])
+        assert (run.n_company, run.step_s) == (2, runs[0].step_s)
+    runs[0].tokens.append(4)
+    evaluate(engine, runs[0])
+    assert [run.n_company for run in runs] == [0, 2, 2]
+    assert runs[0].step_s > 0
 
 
 def test_runs_that_do_not_fit_into_one_batch_take_turns() -> None:

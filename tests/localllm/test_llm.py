@@ -640,6 +640,10 @@ def test_info(llm: LLM, tiny_path: Path, device: str) -> None:
     assert info.n_bytes == 4 * info.n_parameters
     assert 1 <= info.decode_threads <= info.threads
     assert info.placement.context == CONTEXT
+    shown = str(info).splitlines()
+    assert shown[0].startswith(f"{tiny_path.name}: llama, ")
+    assert [line.split(" on ")[0] for line in shown[2:5]] == ["  embedding", "  layers 0-2", "  output"]
+    assert len(shown) == 6
     assert [group.name for group in info.placement.groups] == ["embedding", "layers 0-2", "output"]
 
 

@@ -171,11 +171,26 @@ def test_a_busy_machine_is_told(
 ) -> None:
     seen: list[tuple[float, float]] = []
     monkeypatch.setattr(bench, "disturbance", lambda *given: seen.append(given) or "too much noise")
-    flags = ("--device", "reference", "-p", "4", "-n", "0", "-r", "1", "--json")
+    flags = ("--device", "reference", "-p", "4", "-n", "0", "-r", "1", "--json", "-q")
     outcome = run_main(capfdbinary, "bench", path, *flags)
     assert outcome.err == "localllm: warning: too much noise\n"
     assert json.loads(outcome.out.splitlines()[-1])["other_cpus"] == seen[0][0]
     assert seen[0][1] == 1
+
+
+def test_a_context_longer_than_trained_on_is_no_matter(capfdbinary: pytest.CaptureFixture[bytes], path: Path) -> None:
+    """Nor is there a flag -c to set it with.  One repetition has no spread, and -q hides no warning of noise."""
+    flags = ("--device", "reference", "-p", "200", "-n", "0", "-r", "1", "-q")
+    outcome = run_main(capfdbinary, "bench", path, *flags)
+    assert outcome.err == ""
+    assert "±" not in outcome.out
+
+
+def test_several_numbers_of_threads_are_all_in_the_head(
+    capfdbinary: pytest.CaptureFixture[bytes], path: Path
+) -> None:
+    outcome = run_main(capfdbinary, "bench", path, "-t", "1,2", "-p", "4", "-n", "0", "-r", "1")
+    assert ", 1, 2 threads, " in outcome.out.splitlines()[0]
 
 
 def test_what_a_test_costs() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import re
+import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from localllm.cli import doctor
-from localllm.cli.doctor import EXTRAS, PACKAGES, Finding, findings, nvidia_gpus
+from localllm.cli.doctor import EXTRAS, PACKAGES, UNUSED, Finding, findings, nvidia_gpus
 from localllm.kernels.cpu import thread_choice
 from localllm.kernels.cpu.target import available
 from localllm.kernels.cpu.thread_choice import ThreadChoice
@@ -71,7 +73,10 @@ def test_every_dependency_is_looked_at() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     required = {requirement.split(">=")[0] for requirement in project["dependencies"]}
     assert required | {"llvmlite"} == set(PACKAGES)  # llvmlite comes with numba
-    assert set(project["optional-dependencies"]) == set(EXTRAS)
+    extras = project["optional-dependencies"]
+    assert set(extras) == set(EXTRAS)
+    for extra in set(EXTRAS) - set(UNUSED):
+        assert [re.split("[>=]", requirement)[0] for requirement in extras[extra]] == list(EXTRAS[extra])
 
 
 def test_a_missing_package(run: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +99,7 @@ def test_a_missing_package(run: Doctor, monkeypatch: pytest.MonkeyPatch) -> None
     outcome = run()
     assert outcome.code == 1
     text = " ".join(outcome.out.split())
-    assert "x sentencepiece missing -> python" in text
-    assert "-m pip install sentencepiece" in text
+    assert f"x sentencepiece missing -> {doctor._python()} -m pip install sentencepiece" in text
     assert "which cannot be imported (ImportError: libfoo.so: cannot open shared object file)" in text
     assert "-m pip install --force-reinstall tokenizers" in text
     assert outcome.out.splitlines()[-1] == "localllm cannot run here: 2 of these are broken (x)"
@@ -109,8 +113,26 @@ def extras(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_extras_of_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     found = extras(monkeypatch)
     assert found["cuda13"] == "without cupy-cuda13x (this version uses none)"
-    assert found["reference"].startswith(f"torch 2.13, without transformers (optional: in {ROOT}, python")
+    assert found["reference"].startswith(f"torch 2.13, without transformers, safetensors (optional: in {ROOT}, ")
     assert found["reference"].endswith("-m pip install -e '.[reference]')")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="paths of POSIX")
+@pytest.mark.parametrize(
+    ("executable", "on_path", "typed"),
+    [
+        ("/venv/bin/python3", {"python": "/venv/bin/python3", "python3": "/venv/bin/python3"}, "python"),
+        ("/venv/bin/python3", {"python": "/usr/bin/python", "python3": "/venv/bin/python3"}, "python3"),
+        (f"{ROOT}/.venv/bin/python", {"python": "/usr/bin/python"}, ".venv/bin/python"),
+        ("/my venv/bin/python", {}, "'/my venv/bin/python'"),
+    ],
+)
+def test_the_python_that_is_meant(
+    monkeypatch: pytest.MonkeyPatch, executable: str, on_path: dict[str, str], typed: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    monkeypatch.setattr("shutil.which", on_path.get)
+    assert doctor._python() == typed
 
 
 def test_extras_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -118,8 +140,8 @@ def test_extras_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "another"\n')
     monkeypatch.setattr(doctor, "__file__", str(tmp_path / "localllm" / "cli" / "doctor.py"))
     found = extras(monkeypatch)
-    assert found["reference"].endswith("-m pip install transformers)")
-    assert found["dev"].endswith("-m pip install pytest hypothesis mypy ruff)")
+    assert found["reference"].endswith("-m pip install transformers safetensors)")
+    assert found["dev"].endswith("-m pip install pytest pytest-xdist hypothesis mypy ruff)")
     assert doctor._reinstall() == "install localllm again"
 
 

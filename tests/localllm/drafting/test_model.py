@@ -77,6 +77,24 @@ def test_it_pauses_where_drafts_are_wrong_and_goes_on_where_they_are_right() -> 
     assert max(drafted) == 7
 
 
+def test_what_is_not_expected_to_pay_is_not_tried_at_once() -> None:
+    """To find out it would have to evaluate the prompt; and what it cost once is known to the next text."""
+    engine, ops = fake_engine(context=400, max_tokens=100)
+    costs = cheap()
+    for expected, first_try in ((0.9, 64), (0.01, 0)):
+        drafter = ModelDrafter(engine, costs, expected_cost=expected)
+        tokens = [1, 2, 3]
+        for n in range(80):
+            assert bool(drafter.propose(tokens, 100)) == (n >= first_try)
+            if n >= first_try:
+                break
+            assert not ops.batches
+            tokens.append(5)
+        drafter.close()
+    costs.draft_s = 0.9 * costs.single_s
+    assert not ModelDrafter(engine, costs, expected_cost=0.01).propose([1, 2, 3], 100)
+
+
 def test_a_text_beyond_its_context_gets_no_drafts() -> None:
     engine, _ = fake_engine(context=16, max_tokens=16)
     drafter = ModelDrafter(engine, cheap(), most=4)
