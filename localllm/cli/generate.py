@@ -281,26 +281,25 @@ def _show_prefill(status: StatusLine) -> Callable[[int, int], None]:
 def _describe(info: ModelInfo, *, verbose: bool) -> None:
     """Says what runs where."""
     say(model_line(info))
-    if verbose:
-        _list_parts(info)
+    detailed = verbose or len(info.placement.devices) > 1
+    if detailed:
+        _list_parts(info, verbose=verbose)
     total, included = info.placement.total, "Python and kernels"
     if info.draft is not None:
         say(f"draft model {model_line(info.draft)}")
-        if verbose:
-            _list_parts(info.draft)
+        if detailed:
+            _list_parts(info.draft, verbose=verbose)
         total, included = total + info.draft.placement.total, "draft model, Python and kernels"
-    if verbose:
+    if detailed:
         _say_detail("in all", f"{quantity(total, 'B')}, {included} included")
-    elif len(info.placement.devices) > 1:
-        for line in placement_lines(info.placement):
-            say(f"  {line}")
 
 
-def _list_parts(info: ModelInfo) -> None:
+def _list_parts(info: ModelInfo, *, verbose: bool) -> None:
     """Says what a model consists of, and the bytes that its parts take."""
-    _say_detail("file", visible_line(str(info.path)))
-    if formats := info.formats:
-        _say_detail("formats", formats_line(formats))
+    if verbose:
+        _say_detail("file", visible_line(str(info.path)))
+        if formats := info.formats:
+            _say_detail("formats", formats_line(formats))
     for line in placement_lines(info.placement):
         say(f"  {line}")
 

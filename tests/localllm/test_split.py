@@ -211,13 +211,13 @@ def test_the_plan_without_loading(
     outcome = run_main(capfdbinary, "inspect", path, "--plan", "-ngl", 2, "-c", 64)
     assert (outcome.code, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
-    assert lines[2:5] == ["64 tokens of context", "", "embedding        host (kernels of host): 20.4 kB weights"]
+    assert lines[2:5] == ["64 tokens of context", "", "embedding            host (kernels of host): 20.4 kB weights"]
     assert [line.split(":")[0] for line in lines[5:8]] == [
-        "layers 0-0       host (kernels of host)",
-        "layers 1-2       device 0 (kernels of device 0)",
-        "output           device 0 (kernels of device 0)",
+        "layers 0-0           host (kernels of host)",
+        "layers 1-2           device 0 (kernels of device 0)",
+        "output               device 0 (kernels of device 0)",
     ]
-    assert [line[:16].strip() for line in lines[8:]] == ["scratch", "on host", "on device 0", "in all"]
+    assert [line[:20].strip() for line in lines[8:]] == ["scratch", "on host", "on device 0", "in all"]
     assert machine.closed == ["host", "device 0"]
     plan = json.loads(run_main(capfdbinary, "inspect", path, "--plan", "-ngl", 2, "--json").out)["plan"]
     assert (plan["context"], [group["device"] for group in plan["groups"]]) == (512, ["host"] * 2 + ["device 0"] * 2)
@@ -244,7 +244,7 @@ def test_flags(path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.
     assert "host (kernels of host)" in expected.err
     outcome = run_main(capfdbinary, *generate, "--gpu-layers", 2, "--tensor-split", "3,1")
     assert (outcome.code, outcome.out) == (0, expected.out)
-    named = [line[2:19].strip() for line in outcome.err.splitlines() if line.startswith("  ")]
+    named = [line[2:22].strip() for line in outcome.err.splitlines() if line.startswith("  ")]
     assert named == ["embedding", "layers 0-0", "layers 1-2", "output", "scratch", "on host", "on device 0", "in all"]
     for flags, words in (
         (["-ngl", "x"], "'x' is not a whole number of at least 0"),
