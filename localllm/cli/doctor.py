@@ -58,22 +58,17 @@ PACKAGES = {
 
 #: Optional parts of localllm, and the distributions that tell whether they are there.
 EXTRAS = {
-    "cuda12": ("cupy-cuda12x",),
-    "cuda13": ("cupy-cuda13x",),
+    "cuda12": ("cupy-cuda12x", "cuda-toolkit"),
+    "cuda13": ("cupy-cuda13x", "cuda-toolkit"),
     "dev": ("pytest", "pytest-xdist", "hypothesis", "mypy", "ruff"),
     "reference": ("torch", "transformers", "safetensors"),
 }
-
-#: Those of them that this version makes no use of.
-UNUSED = ("cuda12", "cuda13")
 
 #: Processor features, by LLVM's names, that kernels use or could use.
 FEATURES = (
     *("avx", "avx2", "fma", "f16c", "bmi2", "avxvnni", "avx512f", "avx512bw", "avx512vl", "avx512vnni", "avx512bf16"),
     *("amx-int8", "neon", "dotprod", "i8mm", "fullfp16", "sve", "sve2"),
 )
-
-_GPUS_UNUSED = "nothing to do: this version of localllm computes on the CPU only, CUDA is not in it"
 
 
 @dataclass(frozen=True)
@@ -229,15 +224,18 @@ def _extras() -> Iterator[Finding]:
         shown = ", ".join(f"{name} {version}" for name, version in versions.items())
         missing = [name for name in distributions if name not in versions]
         if missing:
-            remark = f"optional: {_installing(extra, missing)}" if extra not in UNUSED else "this version uses none"
-            shown = ", ".join(filter(None, (shown, f"without {', '.join(missing)} ({remark})")))
+            without = f"without {', '.join(missing)} (optional: {_installing(extra, missing)})"
+            shown = ", ".join(filter(None, (shown, without)))
         yield Finding("extras", extra, shown)
 
 
 def _installing(extra: str, distributions: list[str]) -> str:
     """The command that installs an extra: the package index does not have localllm, but what it needs."""
     checkout = _checkout()
-    return "in {}, {}".format(checkout, _pip(f"-e '.[{extra}]'")) if checkout else _pip(" ".join(distributions))
+    if checkout:
+        return "in {}, {}".format(checkout, _pip(f"-e '.[{extra}]'"))
+    toolkit = f"'cuda-toolkit[nvrtc,cudart]=={extra.removeprefix('cuda')}.*'"
+    return _pip(" ".join(toolkit if name == "cuda-toolkit" else name for name in distributions))
 
 
 # -- Processor -----------------------------------------------------------------------------------------------------
@@ -370,13 +368,18 @@ def _memory() -> Iterator[Finding]:
 def _gpus() -> Iterator[Finding]:
     names = nvidia_gpus()
     for name in names:
-        yield Finding("GPUs", "NVIDIA GPU", name, _GPUS_UNUSED)
+        yield Finding("GPUs", "NVIDIA GPU", name, _gpu_advice())
     if not names and has_nvidia_driver():
-        yield Finding("GPUs", "NVIDIA driver", "there, but nvidia-smi lists no GPU", _GPUS_UNUSED)
+        yield Finding("GPUs", "NVIDIA driver", "there, but nvidia-smi lists no GPU")
     if not names and not has_nvidia_driver():
-        yield Finding(
-            "GPUs", "NVIDIA GPU", "none found (this version of localllm would not use it: no CUDA in it yet)"
-        )
+        yield Finding("GPUs", "NVIDIA GPU", "none found")
+
+
+def _gpu_advice() -> str | None:
+    """What a GPU needs to be computed on; None if that is there."""
+    if any(all(_version(name) for name in EXTRAS[extra]) for extra in ("cuda12", "cuda13")):
+        return None
+    return f"to compute on it: {_installing('cuda13', list(EXTRAS['cuda13']))} (or cuda12, for drivers before 580)"
 
 
 def nvidia_gpus() -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from localllm.cli import doctor
-from localllm.cli.doctor import EXTRAS, PACKAGES, UNUSED, Finding, findings, nvidia_gpus
+from localllm.cli.doctor import EXTRAS, PACKAGES, Finding, findings, nvidia_gpus
 from localllm.kernels.cpu import thread_choice
 from localllm.kernels.cpu.target import available
 from localllm.kernels.cpu.thread_choice import ThreadChoice
@@ -75,8 +75,8 @@ def test_every_dependency_is_looked_at() -> None:
     assert required | {"llvmlite"} == set(PACKAGES)  # llvmlite comes with numba
     extras = project["optional-dependencies"]
     assert set(extras) == set(EXTRAS)
-    for extra in set(EXTRAS) - set(UNUSED):
-        assert [re.split("[>=]", requirement)[0] for requirement in extras[extra]] == list(EXTRAS[extra])
+    for extra in EXTRAS:
+        assert [re.split(r"[>=\[]", requirement)[0] for requirement in extras[extra]] == list(EXTRAS[extra])
 
 
 def test_a_missing_package(run: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def extras(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def test_extras_of_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     found = extras(monkeypatch)
-    assert found["cuda13"] == "without cupy-cuda13x (this version uses none)"
+    assert found["cuda13"].startswith(f"without cupy-cuda13x, cuda-toolkit (optional: in {ROOT}, ")
     assert found["reference"].startswith(f"torch 2.13, without transformers, safetensors (optional: in {ROOT}, ")
     assert found["reference"].endswith("-m pip install -e '.[reference]')")
 
@@ -256,9 +256,16 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     listing = "NVIDIA H100 80GB HBM3, 555.42, 81559 MiB\nNVIDIA H100 80GB HBM3, 555.42, 81559 MiB\nFailed: x"
     monkeypatch.setattr(doctor, "program_output", lambda *command: listing if command[0] == "nvidia-smi" else "")
     assert nvidia_gpus() == listing.splitlines()[:2]
-    gpus = [f for f in findings() if f.group == "GPUs"]
+    monkeypatch.setattr(doctor, "_version", {}.get)
+    gpus = list(doctor._gpus())
     assert [f.value for f in gpus] == listing.splitlines()[:2]
-    assert all(f.advice is not None and "CUDA is not in it" in f.advice and not f.broken for f in gpus)
+    assert all(f.advice is not None and "-e '.[cuda13]'" in f.advice and not f.broken for f in gpus)
+    monkeypatch.setattr(doctor, "_checkout", lambda: None)
+    advice = doctor._gpu_advice()
+    assert advice is not None
+    assert "install cupy-cuda13x 'cuda-toolkit[nvrtc,cudart]==13.*' (or" in advice
+    monkeypatch.setattr(doctor, "_version", {"cupy-cuda12x": "14", "cuda-toolkit": "12"}.get)
+    assert [f.advice for f in doctor._gpus()] == [None, None]
 
 
 def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
