@@ -1,7 +1,7 @@
 """CUDA source to PTX, and the resources that each kernel takes, by NVRTC and without a GPU.
 
-The options are those that CuPy's ``RawModule`` compiles with (``compile_using_nvrtc``), and ``-lineinfo``, which
-changes no code.
+The options are those that modules are compiled with (`localllm.kernels.cuda.module`), and what CuPy adds to find
+CUDA's own headers, which tests may include and modules may not.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
+from localllm.errors import KernelError
+from localllm.kernels.cuda.module import OPTIONS, Compiled, compile_source
 from tests.cuda_on_cpu.errors import BuildError
 
 
@@ -46,7 +47,7 @@ def architectures() -> list[int]:
 
 def compile_ptx(source: str, architecture: int = 80, options: Sequence[str] = (), name: str = "kernel.cu") -> str:
     """The PTX of a CUDA source for ``compute_<architecture>``.  Raises BuildError with NVRTC's log."""
-    text = _compile(source, "ptx", (*options, f"-arch=compute_{architecture}", "-lineinfo"), name)[0]
+    text = _compile(source, (*options, f"-arch=compute_{architecture}"), name).binary
     return text.decode().rstrip("\0")
 
 
@@ -54,7 +55,7 @@ def resources(
     source: str, architecture: int = 80, options: Sequence[str] = (), name: str = "kernel.cu"
 ) -> dict[str, Resources]:
     """What each kernel takes when it is compiled for ``sm_<architecture>``."""
-    log = _compile(source, "cubin", (*options, f"-arch=sm_{architecture}", "--ptxas-options=-v"), name)[1]
+    log = _compile(source, (*options, f"-arch=sm_{architecture}", "--ptxas-options=-v"), name).log
     found = {}
     for part in re.split(r"Compiling entry function '", log)[1:]:
         kernel = part[: part.index("'")]
@@ -72,26 +73,15 @@ def _number(pattern: str, text: str) -> int:
     return int(match[1]) if match else 0
 
 
-class _Log:
-    def __init__(self) -> None:
-        self.text = ""
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-
-def _compile(source: str, method: str, options: tuple[str, ...], name: str) -> tuple[bytes, str]:
+def _compile(source: str, options: Sequence[str], name: str) -> Compiled:
     reason = missing()
     if reason is not None:
         raise BuildError(reason)
     from cupy._core import core
-    from cupy.cuda import compiler
+    from cupy.cuda import nvrtc
 
-    of_cupy: tuple[str, ...] = core.assemble_cupy_compiler_options(tuple(options))
-    program: Any = compiler._NVRTCProgram(source, name, method=method)
-    log = _Log()
+    headers = [option for option in core.assemble_cupy_compiler_options(()) if option.startswith("-I")]
     try:
-        binary, _ = program.compile((*of_cupy, "-ftz=true", "--device-as-default-execution-space"), log)
-    except compiler.CompileException as error:
-        raise BuildError(f"NVRTC refused {name}: {error}") from error
-    return bytes(binary), log.text
+        return compile_source(source, name.removesuffix(".cu"), (*OPTIONS, *options, *headers), nvrtc)
+    except KernelError as error:
+        raise BuildError(str(error)) from error
