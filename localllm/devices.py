@@ -6,11 +6,14 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from localllm.errors import DeviceError, UsageError
 from localllm.kernels.cpu.host import LLVM_BYTES, check_memory
-from localllm.kernels.cuda.driver import Driver
 from localllm.kernels.ops import Backend
+
+if TYPE_CHECKING:
+    from localllm.kernels.cuda.driver import Driver
 
 #: Names that `open_devices` knows.
 DEVICES = ("auto", "cpu", "cuda", "cuda:0,1", "reference")

@@ -21,7 +21,6 @@ from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
 from localllm.kernels.cpu.host import available_memory, memory_advice
 from localllm.kernels.ops import CACHE_TYPES, CacheType, Ops
-from localllm.kernels.split import SplitOps
 from localllm.models.config import ModelConfig, read_config
 from localllm.models.registry import builder, load_model
 from localllm.models.weights import LoadedWeight
@@ -315,7 +314,12 @@ def _spare_bytes(devices: Sequence[Device], placements: Sequence[Placement]) -> 
 def _ops(devices: Sequence[Device], placement: Placement) -> Ops:
     """What a model placed so runs on."""
     parts = [(device.ops, n) for device in devices if (n := placement.layers_on(device.name))]
-    return parts[0][0] if len(parts) == 1 else SplitOps(parts)
+    if len(parts) == 1:
+        return parts[0][0]
+    # Imported here: few models are split.
+    from localllm.kernels.split import SplitOps
+
+    return SplitOps(parts)
 
 
 def _load(
