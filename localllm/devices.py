@@ -101,6 +101,23 @@ def cuda_indices(numbers: str | None) -> tuple[int, ...] | None:
     return indices
 
 
+def gpu_memory(name: str) -> int:
+    """Bytes that models can have now on the GPUs that a device's name means; 0 where it means none that works."""
+    from localllm.kernels.cuda.installation import driver_cuda
+
+    found = _CUDA.fullmatch("cuda" if name == "auto" else name)
+    if found is None or driver_cuda() is None:
+        return 0
+    try:
+        from localllm.kernels.cuda.cupy_driver import open_driver
+
+        driver = open_driver()
+        indices = cuda_indices(found[1]) or range(driver.device_count)
+        return sum(max(0, driver.memory_info(index).free - GPU_OVERHEAD_BYTES) for index in indices)
+    except DeviceError:
+        return 0
+
+
 def _cpu(threads: int | None, isa: str | None, progress: Callable[[int, int], None] | None) -> Device:
     if "llvmlite.binding" not in sys.modules:
         check_memory(LLVM_BYTES, "to load LLVM, which compiles kernels,")
