@@ -270,8 +270,9 @@ def _check_sampling(table: object) -> tuple[dict[str, Any], list[str]]:
         if name not in names:
             problems.append(_unknown(name, names, where=f" in [{SAMPLING}]"))
             continue
+        setting: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value}
         try:
-            good[name] = getattr(Sampling(**{name: tuple(value) if isinstance(value, list) else value}), name)
+            good[name] = getattr(Sampling(**setting), name)
         except UsageError as error:
             problems.append(f"{SAMPLING}.{error}")
     return good, problems

@@ -129,13 +129,12 @@ def _variables() -> dict[str, str]:
 
 
 def _as_json(path: Path, settings: Settings, problems: list[str]) -> dict[str, Any]:
+    values = {key: {"value": value, "source": source} for key, value, source in _in_force(settings)}
+    values["model_folders"]["value"] = list(map(str, settings.model_folders))
     return {
         "path": str(path),
         "exists": path.exists(),
-        "settings": {
-            key: {"value": [str(each) for each in value] if key == "model_folders" else value, "source": source}
-            for key, value, source in _in_force(settings)
-        },
+        "settings": values,
         "variables": _variables(),
         "problems": problems,
     }

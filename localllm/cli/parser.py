@@ -138,7 +138,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "--model",
         type=model_file,
         metavar="FILE",
-        help="a GGUF file, or ORG/REPO[:QUANT] (default: the demo model)",
+        help="a GGUF file, or ORG/REPO[:QUANT] of one that was pulled (default: the demo model)",
     )
     _add_context(group)
     _add_device(group)

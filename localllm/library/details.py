@@ -68,13 +68,12 @@ class DetailsReader:
         root = cache_root()
         self._store = None if root is None else root / "models.json"
         self._kept: dict[str, Any] = {} if self._store is None else _read_store(self._store)
-        self._new: dict[str, Any] = {}
+        self._is_changed = False
 
     def read(self, path: Path) -> Details:
         """The details of a file; of a split model's first file those of all.  A broken one's tell the error."""
         stamp, key = _stamp(path), str(path)
         if stamp is not None and (kept := _kept_details(self._kept.get(key), stamp)) is not None:
-            self._new[key] = self._kept[key]
             return kept
         try:
             with GGUFFile.open(path) as file:
@@ -82,15 +81,16 @@ class DetailsReader:
         except GGUFError as error:
             return Details(error=str(error))
         if stamp is not None:
-            self._new[key] = self._kept[key] = {"stamp": stamp, **asdict(details)}
+            self._kept.pop(key, None)  # so that it comes last
+            self._kept[key] = {"stamp": stamp, **asdict(details)}
+            self._is_changed = True
         return details
 
     def save(self) -> None:
         """Keeps what was read for the next program, if there is a place for it."""
-        if self._store is None or not self._new:
+        if self._store is None or not self._is_changed:
             return
-        older = {key: entry for key, entry in self._kept.items() if key not in self._new}
-        files = dict([*self._new.items(), *older.items()][:_MOST_KEPT])
+        files = dict(list(self._kept.items())[-_MOST_KEPT:])
         write_aside(self._store, json.dumps({"version": _VERSION, "files": files}).encode())
 
 
@@ -147,7 +147,7 @@ def _text(file: GGUFFile, key: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _memory(file: GGUFFile) -> dict[str, int]:
+def _memory(file: GGUFFile) -> dict[str, Any]:
     """The context that a model gets, and what it then takes."""
     # Imported here: a file that is remembered needs neither models nor numba.
     from localllm.kernels.cpu.ops import CPUOps
