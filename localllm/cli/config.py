@@ -193,7 +193,7 @@ def _value(key: str, text: str, folder: Path) -> object:
         if not problems:
             return value
         complaints += problems
-    raise UsageError(complaints[0])
+    raise UsageError(f"nothing was set: {complaints[0]}")
 
 
 def _readings(text: str) -> Iterator[object]:

@@ -141,10 +141,10 @@ class _Search:
                         self.problems.append(f"{folder} and more have over {MOST_ENTRIES:,} entries: name less")
                     if self._n_entries >= MOST_ENTRIES:
                         return
-                    if entry.name.lower().endswith(".gguf") and not entry.is_dir():
-                        yield Path(entry.path)
-                    elif entry.is_dir() and not entry.name.startswith("."):
+                    if _is_folder(entry):
                         yield from self._files(Path(entry.path), depth + 1)
+                    elif entry.name.lower().endswith(".gguf"):
+                        yield Path(entry.path)
         except OSError as error:
             self._complain(folder, error)
 
@@ -169,3 +169,11 @@ class _Search:
 
     def _complain(self, folder: Path, error: OSError) -> None:
         self.problems.append(f"{folder} cannot be searched ({error.strerror or error})")
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder to be searched; hidden ones are not."""
+    try:
+        return entry.is_dir() and not entry.name.startswith(".")
+    except OSError:  # a link to itself
+        return False

@@ -133,7 +133,7 @@ def choose(name: HubName, groups: Sequence[FileGroup], where: str) -> FileGroup:
 def matching(choice: str, groups: Iterable[FileGroup]) -> list[FileGroup]:
     """The groups that ``choice`` names: by file; else by quantisation; else by another word of the name."""
     wanted = choice.lower()
-    word = re.compile(rf"(?<![a-z0-9]){re.escape(choice)}(?![a-z0-9_])", re.IGNORECASE)
+    word = re.compile(rf"(?<![a-z0-9_]){re.escape(choice)}(?![a-z0-9_])", re.IGNORECASE)
 
     def is_file(group: FileGroup) -> bool:
         whole = {name.lower() for name in (*group.names, group.stem, f"{group.stem}.gguf")}
