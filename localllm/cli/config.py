@@ -106,7 +106,7 @@ def _in_force(settings: Settings) -> Iterator[tuple[str, object, str]]:
 
 
 def _lines(path: Path, settings: Settings) -> Iterator[str]:
-    yield f"{path}" + ("" if path.exists() else " (not there: everything is as by default)")
+    yield f"{path}" + ("" if os.path.exists(path) else " (not there: everything is as by default)")
     yield ""
     for key, value, source in _in_force(settings):
         yield f"{key:<30} {source:<8} {_shown(key, value)}"
@@ -133,7 +133,7 @@ def _as_json(path: Path, settings: Settings, problems: list[str]) -> dict[str, A
     values["model_folders"]["value"] = list(map(str, settings.model_folders))
     return {
         "path": str(path),
-        "exists": path.exists(),
+        "exists": os.path.exists(path),
         "settings": values,
         "variables": _variables(),
         "problems": problems,

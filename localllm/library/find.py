@@ -28,7 +28,7 @@ def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
         return name
     for folder in folders:
         for path in (folder / name, folder / f"{name}.gguf"):
-            if path.is_file():
+            if os.path.isfile(path):  # Path.is_file raises where it may not look
                 return path
     hub_name = HubName.parse(name)
     return name if hub_name is None else find_cached(hub_name)

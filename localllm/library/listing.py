@@ -113,7 +113,7 @@ class _Search:
 
     def folder(self, folder: Path) -> None:
         """Adds what a folder has, at any depth."""
-        if not folder.is_dir():
+        if not os.path.isdir(folder):  # Path.is_dir raises where it may not look
             self.problems.append(f"{folder} is no folder, or may not be read: see the setting model_folders")
             return
         sizes: dict[str, int] = {}
