@@ -13,16 +13,13 @@ _FOR_FLAGS = ("device", "cache_type", "context", "threads")
 #: Those that hold for the device beside them alone.
 _WITH_DEVICE = ("n_gpu_layers", "tensor_split")
 
-#: What names the model that comes with localllm, where the settings name another.
-DEMO = "demo"
-
 
 def settle(arguments: argparse.Namespace, *, skip: Collection[str] = ()) -> Settings:
     """Fills in what the command line did not say, but for ``skip``, and finds the files of the models that it named.
 
     Raises:
         SettingsError: see `load_settings`.
-        ModelNotFoundError, UsageError: see `localllm.library.find`.
+        ModelNotFoundError, UsageError: see `localllm.library.find.find`.
     """
     settings = load_settings()
     names = _FOR_FLAGS if vars(arguments).get("device") is not None else (*_FOR_FLAGS, *_WITH_DEVICE)
@@ -31,14 +28,12 @@ def settle(arguments: argparse.Namespace, *, skip: Collection[str] = ()) -> Sett
             setattr(arguments, name, getattr(settings, name))
     for name in ("model", "draft_model"):
         given = vars(arguments).get(name) or (settings.model if name == "model" else None)
-        setattr(arguments, name, _file(given, settings))
+        setattr(arguments, name, None if given is None else _path(given, settings))
     return settings
 
 
-def _file(name: str | None, settings: Settings) -> str | Path | None:
-    if name is None or (name == DEMO and not Path(name).exists()):
-        return None
-    # Imported here: most starts have no name to look up, or one that is a file's.
-    from localllm.library.find import find
+def _path(name: str, settings: Settings) -> str | Path | None:
+    # Imported here: many starts name no model.
+    from localllm.library.find import model_path
 
-    return find(name, settings.model_folders)
+    return model_path(name, settings.model_folders)

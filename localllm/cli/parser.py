@@ -92,9 +92,11 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
 
 
 GENERATE_DETAILS = """\
-Without -m the small demo model that comes with localllm writes.  Without -p and -f the prompt is read from
-standard input, unless that is a terminal; the empty prompt lets the model begin by itself.  One line end at the
-end of a prompt from a file or from standard input is dropped.
+Without -m the model that the settings name writes (localllm config), or else the small demo model that comes with
+localllm, which -m demo names.  What the settings say holds wherever no flag says otherwise.
+
+Without -p and -f the prompt is read from standard input, unless that is a terminal; the empty prompt lets the model
+begin by itself.  One line end at the end of a prompt from a file or from standard input is dropped.
 
 If the model has a chat template, the prompt is given to it as a user's message, and the model answers; --no-chat
 lets it go on with the text instead.  The empty prompt is never a message.

@@ -8,7 +8,19 @@ from pathlib import Path
 
 from localllm.errors import ModelNotFoundError
 from localllm.library.hub_cache import cached_models, hub_cache, where_cached
-from localllm.library.names import HubName, choices, choose, matching
+from localllm.library.names import DEMO, HubName, choices, choose, matching
+
+
+def model_path(name: str | None, folders: Iterable[Path] = ()) -> str | Path | None:
+    """What `localllm.load` takes for a name: a file as `find` has it, or None for the demo model.
+
+    Raises:
+        ModelNotFoundError, UsageError: see `find`.
+    """
+    if name is None:
+        return None
+    found = find(name, folders)
+    return None if found == DEMO and not os.path.lexists(DEMO) else found
 
 
 def find(name: str, folders: Iterable[Path] = ()) -> str | Path:

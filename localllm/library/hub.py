@@ -159,7 +159,7 @@ def import_hub() -> Any:
                 f"the package huggingface_hub lacks one that it needs ({error}): install it again"
             ) from error
         raise HubError(
-            "downloading needs the package huggingface_hub, which is not installed: pip install 'localllm[hub]'"
+            "downloading needs the package huggingface_hub, which is not installed: pip install huggingface_hub"
         ) from None
     except ValueError as error:  # an environment variable that it reads while it is imported
         raise HubError(

@@ -14,14 +14,11 @@ from pathlib import Path
 
 from localllm.library.details import Details, DetailsReader
 from localllm.library.hub_cache import cached_models, cached_repos, hub_cache
-from localllm.library.names import FileGroup, group_files, label
+from localllm.library.names import DEMO, FileGroup, group_files, label
 
 #: How deep folders are searched, and how many entries in all: whoever names a folder of models means no whole disk.
 MOST_DEPTH = 8
 MOST_ENTRIES = 100_000
-
-#: What the model that comes with localllm is called.
-DEMO = "demo"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ from localllm.errors import UsageError
 #: What is taken where a repository has several files and nobody chose.
 DEFAULT_QUANT = "Q4_K_M"
 
+#: What names the model that comes with localllm, where no file has this name.
+DEMO = "demo"
+
 _NAME = re.compile(r"(?P<repo>[a-z0-9][\w.-]*/[a-z0-9_][\w.-]*)(:(?P<choice>.+))?", re.ASCII | re.IGNORECASE)
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 _QUANT = re.compile(
