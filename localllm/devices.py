@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Callable
@@ -108,14 +109,19 @@ def gpu_memory(name: str) -> int:
     found = _CUDA.fullmatch("cuda" if name == "auto" else name)
     if found is None or driver_cuda() is None:
         return 0
-    try:
-        from localllm.kernels.cuda.cupy_driver import open_driver
+    from localllm.kernels.cuda.cupy_driver import open_driver
+    from localllm.kernels.cuda.driver import check_capability
 
+    free = 0
+    try:
         driver = open_driver()
-        indices = cuda_indices(found[1]) or range(driver.device_count)
-        return sum(max(0, driver.memory_info(index).free - GPU_OVERHEAD_BYTES) for index in indices)
+        for index in cuda_indices(found[1]) or range(driver.device_count):
+            with contextlib.suppress(DeviceError):  # it is too old, or not there
+                check_capability(index, driver.properties(index))
+                free += max(0, driver.memory_info(index).free - GPU_OVERHEAD_BYTES)
     except DeviceError:
         return 0
+    return free
 
 
 def _cpu(threads: int | None, isa: str | None, progress: Callable[[int, int], None] | None) -> Device:

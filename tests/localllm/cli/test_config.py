@@ -232,3 +232,12 @@ def test_generating_imports_nothing_of_settings_or_the_hub() -> None:
         [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["0"]
+
+
+def test_settings_hold_for_bench(path: Path, capfdbinary: Capture) -> None:
+    write(path, 'device = "cpu"\nthreads = 1\ncache_type = "q8_0"\n')
+    outcome = run_main(capfdbinary, "bench", "-q", "--json", "-p", "8", "-n", "2", "-r", "1")
+    assert outcome.code == 0, outcome.err
+    result = json.loads(outcome.out.splitlines()[-1])
+    assert (result["device"], result["cache_type"]) == ("cpu", "q8_0")
+    assert {each["threads"] for each in result["results"]} == {1}
