@@ -214,7 +214,8 @@ class CPUOps(Backend):
             self._packers[kind] = Packer(LAYOUTS[kind], self.target, self._progress)
         return self._packers[kind]
 
-    def packed_bytes(self, weight: Weight) -> int:
+    @staticmethod
+    def packed_bytes(weight: Weight) -> int:
         if len(weight.shape) < 2:
             return 4 * padded(weight.shape[0])
         n_out, n_in = weight.shape
@@ -237,7 +238,8 @@ class CPUOps(Backend):
         keys, values = (aligned_zeros(size, np.uint8, huge=huge) for _ in range(2))
         return CPUCache(keys, values, shape, self.workers)
 
-    def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
+    @staticmethod
+    def cache_bytes(shape: CacheShape, n_pages: int) -> int:
         block_bytes = CACHE_LAYOUTS[shape.type].block_bytes(shape.head_dim)
         return 2 * shape.n_layers * n_pages * shape.n_kv_heads * block_bytes
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from localllm import __version__
 from localllm.checks import whole_number
+from localllm.cli.defaults import settle
 from localllm.cli.machine import disturbance, too_many_threads
 from localllm.cli.main import DONE
 from localllm.cli.terminal import LoadStatus, StatusLine, model_line, quantity, warn
@@ -50,12 +51,14 @@ _COLUMNS = "{:<18} {:>7} {:>18} {:>11} {:>11} {:>6}"
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures what the command line asks for."""
+    settings = settle(arguments, skip=["threads"])  # which are a list here
     tests = make_tests(arguments.prompts, arguments.generations, arguments.depths)
-    if arguments.threads and (complaint := too_many_threads(max(arguments.threads))):
+    threads_of_tests = arguments.threads or [settings.threads]
+    if complaint := too_many_threads(max(n or 1 for n in threads_of_tests)):
         warn(complaint)
     measured: list[Measurement] = []
     others = OtherLoad()
-    for threads in arguments.threads or [None]:
+    for threads in threads_of_tests:
         with _load(arguments, threads, tests) as llm:
             info = llm.info
             if not measured:
