@@ -106,12 +106,12 @@ class Profiler:
 
     Args:
         repetitions: how often a graph is timed.
-        least_launches: that it has.
+        least_launches: that it has; by default `LEAST_LAUNCHES`.
     """
 
-    def __init__(self, repetitions: int = 5, least_launches: int = LEAST_LAUNCHES) -> None:
+    def __init__(self, repetitions: int = 5, least_launches: int = 0) -> None:
         self.profiles: dict[int, Profile] = {}
-        self._repetitions, self._least_launches = repetitions, least_launches
+        self._repetitions, self._least_launches = repetitions, least_launches or LEAST_LAUNCHES
 
     def run(self, program: Program, batch: Batch, extent: Extent) -> None:
         profile = self.profiles.setdefault(program.stream.device, Profile())
@@ -160,7 +160,7 @@ def operation_seconds(
     extent: Extent,
     *,
     repetitions: int,
-    least_launches: int = LEAST_LAUNCHES,
+    least_launches: int,
 ) -> float:
     """Seconds that operations of a program take on their own, one after the other; what they work on is spoiled."""
     n_launches = sum(1 for operation in operations for _ in operation.calls(extent))

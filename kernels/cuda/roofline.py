@@ -44,14 +44,14 @@ class CUDARoofline:
 
     Args:
         n_bytes: how much is copied or read at once; by default a lot.
-        rounds: of products in a launch.
+        rounds: of products in a launch; by default `ROUNDS`.
 
     Raises:
         DeviceError, DeviceMemoryError: there is no such device, or it has no memory left.
     """
 
-    def __init__(self, driver: Driver, device: int, *, n_bytes: int = 0, rounds: int = ROUNDS) -> None:
-        self._driver, self._device, self._rounds = driver, device, rounds
+    def __init__(self, driver: Driver, device: int, *, n_bytes: int = 0, rounds: int = 0) -> None:
+        self._driver, self._device, self._rounds = driver, device, rounds or ROUNDS
         self._properties = driver.properties(device)
         n_bytes = n_bytes or min(MOST_BYTES, driver.memory_info(device).free // PART_OF_MEMORY)
         self.n_bytes = n_bytes // 16 * 16
