@@ -15,8 +15,8 @@
 | several | with two GPUs: copies between them, and a split model |
 | sanitizer | the tests under compute-sanitizer, if --sanitizer asks for it |
 
-The tables are written to gpu.md and gpu.json in the folder that --out names.  The exit code is 1 if an output is wrong,
-a test or a section fails, and 2 if there is no GPU.
+The tables are written to gpu.md and gpu.json in the folder that --out names.  The exit code is 1 if an output is
+wrong, a test or a section fails, and 2 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ def _sections(devices: Machine, given: argparse.Namespace) -> dict[str, Section]
     finders: dict[str, Callable[[float], Iterator[Row]]] = {
         "environment": of(machine.environment),
         "ceilings": of(machine.ceilings),
-        "tests": lambda seconds: correctness.tests(seconds, suites),
+        "tests": lambda seconds: correctness.run_tests(seconds, suites),
         "products": of(kernels.products),
         "attention": of(kernels.attention),
         "models": of(models.models),
         "several": of(models.several),
-        "sanitizer": lambda seconds: correctness.sanitized(tools, seconds, suites),
+        "sanitizer": lambda seconds: correctness.sanitize(tools, seconds, suites),
     }
     return {name: Section(name, find, SECONDS[name]) for name, find in finders.items()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import os
 import shutil
 import subprocess
 import sys
@@ -12,8 +12,10 @@ from importlib.util import find_spec
 from tests.benchmarks.gpu.sections import Row
 from tests.helpers.data import ROOT
 
-#: What pytest is given.  Tests that run on every device there is have a parameter for the real one.
-SUITES: tuple[tuple[str, tuple[str, ...]], ...] = (
+#: A name, and what pytest is given.
+Suite = tuple[str, Sequence[str]]
+#: All of them.  Tests that run on every device there is have a parameter for the real one.
+SUITES: tuple[Suite, ...] = (
     ("kernels and models", ("tests/kernels/cuda", "-k", "real")),
     ("operations", ("tests/kernels/test_ops.py", "-k", "cuda and not emulated")),
 )
@@ -23,16 +25,14 @@ _WORKERS = 4
 _NO_TESTS = 5
 
 
-def tests(seconds: float, suites: Sequence[tuple[str, Sequence[str]]] = SUITES) -> Iterator[Row]:
+def run_tests(seconds: float, suites: Sequence[Suite]) -> Iterator[Row]:
     """Every suite; each may take an equal part of the time."""
     workers = ("-n", str(_WORKERS)) if find_spec("xdist") and suites is SUITES else ()
     for name, arguments in suites:
         yield _suite(name, (*_pytest(), *workers, *arguments), seconds / len(suites))
 
 
-def sanitized(
-    tools: Sequence[str], seconds: float, suites: Sequence[tuple[str, Sequence[str]]] = SUITES
-) -> Iterator[Row]:
+def sanitize(tools: Sequence[str], seconds: float, suites: Sequence[Suite]) -> Iterator[Row]:
     """The same under each tool: memcheck, racecheck, initcheck, synccheck."""
     if shutil.which(SANITIZER) is None:
         yield {"tests": "all", "result": f"not run: {SANITIZER} is not on the PATH"}
@@ -49,7 +49,15 @@ def _pytest() -> tuple[str, ...]:
 
 def _suite(name: str, command: Sequence[str], seconds: float) -> Row:
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "COLUMNS": "400"},  # or pytest shortens what it says of failures
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return {"tests": name, "result": f"stopped after {seconds:.0f} s, with no result"}
     lines = [line for line in done.stdout.splitlines() if line.strip()]
@@ -57,8 +65,8 @@ def _suite(name: str, command: Sequence[str], seconds: float) -> Row:
     if done.returncode == _NO_TESTS:
         row["fault"] = f"{name}: no test ran"
     elif done.returncode:
-        failed = [line for line in lines if re.match(r"(FAILED|ERROR) |=+ ", line)] or lines
-        row["fault"] = f"{name}: {'; '.join(failed[-5:])} {done.stderr.strip()[-300:]}".strip()
+        failed = [line for line in lines if line.startswith(("FAILED", "ERROR", "=========     "))] or lines[-1:]
+        row["fault"] = f"{name}: {'; '.join(failed[:5])} {done.stderr.strip()[-300:]}".strip()
     elif " passed" not in row["result"]:
         row["fault"] = f"{name}: nothing passed, all was skipped"
     return row

@@ -1,11 +1,12 @@
 """Kernels one by one: the floor, what is hoped for, what came out, and whether it is right.
 
-A kernel is timed as the profile does it, in a graph of several launches that read different memory.  What is hoped for
-is the floor over the share of the device that we want to use.
+A kernel is timed as the profile does it, in a graph of several launches that read different memory.  What is hoped
+for is the floor over the share of the device that we want to use.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +32,9 @@ from tests.helpers.weights import NO_CACHE, blocks
 PAGE = 64
 #: Rows of random weights; larger matrices repeat them.
 POOL = 512
-#: Columns of products, and heads of attention, that are checked; and the largest ‖error‖ / ‖reference‖.
+#: Rows of inputs that differ; more repeat them.
+DIFFERENT = 64
+#: Rows and columns of products, and heads of attention, that are checked; and the largest ‖error‖ / ‖reference‖.
 CHECKED, CHECKED_HEADS = 48, 2
 TOLERANCES = {"F16": 2e-3, "BF16": 1e-2}
 TOLERANCE, ATTENTION_TOLERANCE = 1e-3, {"f16": 2e-3, "q8_0": 1e-2}
@@ -88,6 +91,7 @@ def products(machine: Machine) -> Iterator[Row]:
     for format in machine.sizes.formats:
         for name, n_outs, n_in in machine.sizes.products:
             yield from _products(machine, format, name, n_outs, n_in)
+            gc.collect()  # gives the device's memory back
 
 
 def _products(machine: Machine, format: GGMLType, name: str, n_outs: Sequence[int], n_in: int) -> Iterator[Row]:
@@ -115,7 +119,7 @@ def _products(machine: Machine, format: GGMLType, name: str, n_outs: Sequence[in
     cache = ops.new_cache(NO_CACHE, -(-most // PAGE))
     program = ops.compile_part(forward, cache, max_tokens=most, max_outputs=1)
     for n in machine.sizes.rows:
-        x = np.random.default_rng(n).normal(0, 1, (n, n_in)).astype(np.float32)
+        x = _repeated(np.random.default_rng(n).normal(0, 1, (min(n, DIFFERENT), n_in)).astype(np.float32), n)
         timed = Timed(machine, Multiply)
         with watching(timed):
             y = program(make_batch([([0] * n, 0, range(cache.n_pages))], [0]), HostHidden(x)).host()
@@ -125,7 +129,7 @@ def _products(machine: Machine, format: GGMLType, name: str, n_outs: Sequence[in
         yield timed.row(decode if n <= 8 else PREFILL, error, TOLERANCES.get(format.name, TOLERANCE), what)
 
 
-def _repeated(pool: NDArray[np.uint8], n: int) -> NDArray[np.uint8]:
+def _repeated(pool: NDArray[Any], n: int) -> NDArray[Any]:
     return np.ascontiguousarray(np.resize(pool, (n, pool.shape[1])))
 
 
@@ -133,6 +137,8 @@ def _product_error(y: NDArray[Any], x: NDArray[Any], pool: NDArray[np.uint8], fo
     """Of some columns of the products with the last matrix, whose rows are the pool's again and again."""
     columns = np.random.default_rng(1).choice(y.shape[1], min(CHECKED, y.shape[1]), replace=False)
     weights = dequantize(pool[columns % POOL], format).astype(np.float64)
+    tokens = np.random.default_rng(2).choice(len(x), min(CHECKED, len(x)), replace=False)
+    x, y = x[tokens], y[tokens]
     is_float = format in (GGMLType.F16, GGMLType.BF16)
     expected = (x.astype(np.float64) if is_float else _rounded(x)) @ weights.T
     return _relative_error(y[:, columns], expected)
@@ -159,6 +165,7 @@ def attention(machine: Machine) -> Iterator[Row]:
             yield _attention(machine, cache_type, n_sequences, 1, length)
         for n in machine.sizes.prefill:
             yield _attention(machine, cache_type, 1, n, n)
+        gc.collect()
 
 
 def _attention(machine: Machine, cache_type: CacheType, n_sequences: int, n: int, length: int) -> Row:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -138,7 +139,9 @@ class Machine:
         return DeviceCeilings(most.copy_bandwidth(), most.read_bandwidth(), rates)
 
     def load(self, path: Path, device: str, **options: Any) -> LLM:
-        return localllm.load(path, device=device, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # contexts longer than the model was trained on
+            return localllm.load(path, device=device, **options)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,6 @@ CHECKED = 40
 
 def models(machine: Machine) -> Iterator[Row]:
     """A model in each file type; the first one against the CPU too."""
-    warnings.simplefilter("ignore", UserWarning)  # contexts longer than a random model was trained on
     for i, file_type in enumerate(machine.sizes.file_types):
         if not i:
             yield _against_the_cpu(machine, file_type)
@@ -231,7 +229,7 @@ def _split(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
     sizes = machine.sizes
     n_prompt, logits = max(sizes.prompts), []
     for devices in ("cuda:0", "cuda:0,1"):
-        with machine.load(path, devices, context=n_prompt + sizes.generated + 2) as llm:
+        with machine.load(path, devices, context=max(n_prompt, CHECKED) + sizes.generated + 2) as llm:
             logits.append(llm.logits(_ids(llm, CHECKED)))
             for test in (Test("pp", n_prompt, 0), Test("tg", sizes.generated, 0)):
                 yield {"what": f"{file_type} on {devices}", **_at_work(llm, test)}
