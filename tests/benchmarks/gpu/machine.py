@@ -120,6 +120,7 @@ class Machine:
     make_ops: Callable[[Driver, int], CUDAOps]
     repetitions: int = 5
     least_launches: int = 16
+    is_emulated: bool = False
     _ceilings: dict[int, DeviceCeilings] = field(default_factory=dict)
 
     @property
@@ -178,7 +179,7 @@ def emulated(scratch: Path, n_devices: int = 2) -> Iterator[Machine]:
             "localllm.cli.bench_profile._REPETITIONS": 1,
         }.items():
             stack.enter_context(patch(name, value))
-        yield Machine(driver, TINY, scratch, emulated_cuda, repetitions=1, least_launches=1)
+        yield Machine(driver, TINY, scratch, emulated_cuda, repetitions=1, least_launches=1, is_emulated=True)
 
 
 # -- Sections ------------------------------------------------------------------------------------------------------
@@ -228,7 +229,7 @@ def ceilings(machine: Machine) -> Iterator[Row]:
         for kind, rate in most.rates.items():
             yield {"device": name, "what": f"mma.sync, {kind}", "FLOP/s": rate}
         yield from _bus(machine, device)
-    if (rate := _library_rate()) is not None:
+    if not machine.is_emulated and (rate := _library_rate()) is not None:
         yield {
             "device": "cuda:0",
             "what": "bf16 product of 8192 x 8192 x 8192 by cuBLAS, through torch",
