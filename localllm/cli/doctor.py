@@ -62,7 +62,7 @@ EXTRAS = {
     "cuda12": ("cupy-cuda12x", "cuda-toolkit"),
     "cuda13": ("cupy-cuda13x", "cuda-toolkit"),
     "hub": ("huggingface_hub",),
-    "dev": ("huggingface_hub", "pytest", "pytest-xdist", "hypothesis", "mypy", "ruff"),
+    "dev": ("setuptools", "huggingface_hub", "pytest", "pytest-xdist", "hypothesis", "mypy", "ruff"),
     "reference": ("torch", "transformers", "safetensors"),
 }
 

@@ -110,7 +110,12 @@ BENCH_DETAILS = """\
 generation of 128 tokens, one after the other, and @ d1024 means that 1,024 tokens stand before them.
 
 The share of the machine compares each result with a ceiling that is measured in turn with it, on as many threads:
-for tg how fast they read as many bytes as a token needs, for pp how fast they multiply.
+for tg how fast they read as many bytes as a token needs, for pp how fast they multiply.  On a GPU that is how fast
+it copies in its memory (bytes read and written), and how fast its tensor cores multiply.
+
+--profile adds for each test, and each GPU, what the kernels of a step take, by operation: its launches, its time and
+its share, the bytes and operations that it cannot do without a second, and how near that is to the GPU's ceilings.
+"at work" is the part of the time in which the GPU had any of this to do.
 """
 
 MODELS_DETAILS = """\
@@ -395,6 +400,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("-r", "--repetitions", type=whole(1), metavar="N", default=5, help="repetitions (default: 5)")
     _add_device(parser)
+    parser.add_argument("--profile", action="store_true", help="show what the time on GPUs goes to, by operation")
     parser.add_argument("--json", action="store_true", help="print one line of JSON after the table")
     parser.add_argument("-q", "--quiet", action="store_true", help="show no progress")
 
