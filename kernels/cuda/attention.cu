@@ -444,7 +444,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
     const int position = PAGE * page;
     const size_t block = (size_t)table[page] * n_kv_heads + kv_head;
     // Keys have come, and nobody reads values any more.
-    wait_for_copies<0>();
+    if (BUFFERS) wait_for_copies<0>();
     __syncthreads();
     const int low = rows[warp_row].position, high = rows[warp_row + ROWS - 1].position;
     const bool is_seen = has_rows && low - window < position + PAGE - 1 && position <= high;
@@ -499,7 +499,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
     load_page<PREFILL_THREADS>(load_values, all_values, block, position, tile_sight);
 #endif
     // Values have come, and nobody reads keys any more.
-    wait_for_copies<0>();
+    if (BUFFERS) wait_for_copies<0>();
     __syncthreads();
 #if Q8_0
     const Pages from_values = BUFFERS ? loaded(load_values) : all_values.at(block);

@@ -34,6 +34,10 @@ SMALL, WIDENED = smallest(VARIANT), smallest(choose_variant(8, "q8_0", 99 << 10)
 LENGTHS = ((20, 330), (1, 70))
 HEADS = Heads(1, 2, 300)
 
+BARRIERS = frozenset({"barrier"})
+ORDERING = BARRIERS | {"wait"}
+ALL = ORDERING | {"operands", "fragments"}
+
 
 def split(device: Device, variant: Variant = VARIANT) -> Array:
     talk = Talk(device, variant, LENGTHS, HEADS)
@@ -57,22 +61,25 @@ def norm(device: Device) -> Array:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel, the macros of its module, and what it is judged by."""
+    """A kernel, the macros of its module, what it is judged by, and the kinds of mistakes that are planted."""
 
     kernel: str
     module: str
     defines: Defines
     run: Callable[[Device], Array]
+    kinds: frozenset[str]
 
 
 CASES = {
-    "split": Case("attention_split", "attention", VARIANT.defines, split),
-    "split small": Case("attention_split", "attention", SMALL.defines, partial(split, variant=SMALL)),
-    "split widened": Case("attention_split", "attention", WIDENED.defines, partial(split, variant=WIDENED)),
-    "prefill": Case("attention_prefill", "attention", VARIANT.defines, prefill),
-    "prefill widened": Case("attention_prefill", "attention", WIDENED.defines, partial(prefill, variant=WIDENED)),
-    "rope_append": Case("rope_append", "append", {"HEAD_DIM": 24, "Q8_0": 1}, append),
-    "rms_norm": Case("rms_norm", "elementwise", {}, norm),
+    "split": Case("attention_split", "attention", VARIANT.defines, split, ALL),
+    "split small": Case("attention_split", "attention", SMALL.defines, partial(split, variant=SMALL), ORDERING),
+    "split widened": Case("attention_split", "attention", WIDENED.defines, partial(split, variant=WIDENED), BARRIERS),
+    "prefill": Case("attention_prefill", "attention", VARIANT.defines, prefill, ALL),
+    "prefill widened": Case(
+        "attention_prefill", "attention", WIDENED.defines, partial(prefill, variant=WIDENED), BARRIERS
+    ),
+    "rope_append": Case("rope_append", "append", {"HEAD_DIM": 24, "Q8_0": 1}, append, BARRIERS | {"operands"}),
+    "rms_norm": Case("rms_norm", "elementwise", {}, norm, BARRIERS | {"operands"}),
 }
 
 
@@ -96,10 +103,10 @@ def ptx_of(name: str) -> str:
 
 
 def mutations(name: str) -> list[mutate.Mutation]:
-    """All barriers and waits; and one of each other kind."""
+    """All barriers and waits; and one of each other kind that is wanted."""
     found = mutate.mutations(ptx_of(name), CASES[name].kernel)
-    chosen = [m for m in found if m.kind in ("barrier", "wait")]
-    for kind in ("operands", "fragments"):
+    chosen = [m for m in found if m.kind in ORDERING]
+    for kind in CASES[name].kinds - ORDERING:
         chosen += [m for m in found if m.kind == kind][:1]
     return chosen
 
@@ -126,9 +133,7 @@ def test_mistakes_are_caught(name: str) -> None:
     if reason := nvrtc.missing() or build.missing():
         pytest.skip(reason)
     chosen = mutations(name)
-    assert {"barrier", "operands"} <= {m.kind for m in chosen}
-    assert any(m.kind == "wait" for m in chosen) == (name in ("split", "split small", "prefill"))
-    assert any(m.kind == "fragments" for m in chosen) == name.startswith(("split", "prefill"))
+    assert {m.kind for m in chosen} == CASES[name].kinds
     assert not is_caught(name, ptx_of(name))
     missed = [m.description for m in chosen if not is_caught(name, m.ptx)]
     assert not missed
