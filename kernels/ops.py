@@ -379,8 +379,8 @@ class Ops(Protocol):
         """Causal attention of q [T, H * head_dim] over the cache, of the last ``window`` positions if given.
 
         A token sees the positions max(0, p - window + 1) … p of its sequence.  With ``softcap``, scores s (scaled)
-        become softcap * tanh(s / softcap).  With ``sinks`` [H], as `load_vector` keeps them, the softmax of each query
-        head has one more score, that one, which takes its share and adds no value.
+        become softcap * tanh(s / softcap).  With ``sinks`` [H], as `load_vector` keeps them, the softmax of each
+        query head has one more score, that one, which takes its share and adds no value.
 
         Sources: arXiv:2205.14135; soft-cap: Gemma 2, arXiv:2408.00118; sinks: gpt-oss, after arXiv:2309.17453.
         """
