@@ -57,6 +57,8 @@ from localllm.kernels.ops import (
     Tensor,
     Weight,
     Widening,
+    check_sinks,
+    check_softcap,
 )
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import KernelType
@@ -444,12 +446,26 @@ class CPUOps(Backend):
                 f"{len(rope.frequencies)} pairs of values cannot be turned in heads of {shape.head_dim}"
             )
 
-    def attention(self, q: Buffer, layer: int, *, scale: float, window: int | None = None) -> Buffer:
+    def attention(
+        self,
+        q: Buffer,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: CPUVector | None = None,
+    ) -> Buffer:
         recording, cache = self._now, self._now.cache
         heads, head_dim = cache.shape.n_kv_heads, cache.shape.head_dim
         self._check_tensors(q, slot=N_TOKENS)
         self._check_layer(layer)
         self._check_heads("queries", q, heads)
+        check_softcap(softcap)
+        if sinks is not None:
+            check_sinks(sinks.n, q.width // head_dim)
+            recording.operands.append(sinks)
+        sink_values = 0 if sinks is None else sinks.address
         group_size = q.width // head_dim // heads
         recording.use_groups_of(group_size)
         # The kernel writes heads, not the padding beyond them.
@@ -463,23 +479,30 @@ class CPUOps(Backend):
                 *(q.address, q.stride, head_dim),
                 *(a.ctypes.data for a in (recording.starts, recording.positions, recording.block_tables)),
                 *(recording.block_tables.shape[1], window or cache.n_pages * PAGE),
-                *(cache.keys[layer].ctypes.data, cache.values[layer].ctypes.data, out.address, parts, float(scale)),
+                *(cache.keys[layer].ctypes.data, cache.values[layer].ctypes.data, out.address, parts, sink_values),
+                *(float(scale) / (softcap or 1.0), float(softcap or 0)),
             ),
             heads,
             N_TILES,
-            **attention_kernels.constants(cache.layout, cache.head, wide=self.target.wide),
+            **attention_kernels.constants(
+                cache.layout,
+                cache.head,
+                wide=self.target.wide,
+                soft_cap=softcap is not None,
+                sinks=sinks is not None,
+            ),
         )
         if recording.max_parts:
             arguments = (
                 *(header + 8 * N_MERGED, recording.merged.ctypes.data, heads, group_size, head_dim),
-                *(recording.starts.ctypes.data, parts, out.address, out.stride),
+                *(recording.starts.ctypes.data, parts, sink_values, out.address, out.stride),
             )
             self._add(
                 attention_kernels.merge_parts,
                 arguments,
                 heads,
                 N_MERGED,
-                **attention_kernels.state_constants(cache.head),
+                **attention_kernels.state_constants(cache.head, sinks=sinks is not None),
             )
         return out
 
@@ -494,6 +517,14 @@ class CPUOps(Backend):
         y = Buffer(recording, gate.slot, gate.width)
         arguments = (gate.address, up.address, gate.stride // 4, gate.stride, y.address)
         self._add(kernels[activation], arguments, 1, gate.slot)
+        return y
+
+    def softcap(self, x: Buffer, cap: float) -> Buffer:
+        check_softcap(cap)
+        self._check_tensors(x)
+        y = Buffer(self._now, x.slot, x.width)
+        arguments = (x.address, x.stride // 4, x.stride, y.address, float(cap), 1 / float(cap))
+        self._add(elementwise.softcap, arguments, 1, x.slot)
         return y
 
     def outputs(self, x: Buffer) -> Buffer:

@@ -115,6 +115,7 @@ def test_operations_outside_a_forward_pass_are_refused(ops: CPUOps) -> None:
         lambda: ops.rope_append(x, x, x, None, 0),
         lambda: ops.attention(x, 0, scale=1.0),
         lambda: ops.gated(x, x, "silu"),
+        lambda: ops.softcap(x, 1.0),
         lambda: ops.outputs(x),
     ]
     for call in calls:
