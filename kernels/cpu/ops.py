@@ -56,6 +56,7 @@ from localllm.kernels.ops import (
     Step,
     Tensor,
     Weight,
+    WholeStep,
     Widening,
 )
 from localllm.quant.formats import dequantize
@@ -250,7 +251,7 @@ class CPUOps(Backend):
             return result
 
         part = self.compile_part(logits, cache, max_tokens=max_tokens, max_outputs=max_outputs)
-        return lambda batch: part(batch, None).host()
+        return WholeStep(part)
 
     def compile_part(
         self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int

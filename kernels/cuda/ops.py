@@ -15,6 +15,7 @@ from localllm.kernels.cuda.cache import PAGE, CacheLayout
 from localllm.kernels.cuda.driver import CompileProgress, Driver
 from localllm.kernels.cuda.matmul import TILE_ROWS, PackedFormat
 from localllm.kernels.cuda.operations import (
+    MOST_CHOICES,
     Attention,
     Embed,
     Gate,
@@ -24,10 +25,22 @@ from localllm.kernels.cuda.operations import (
     Quantise,
     RopeAppend,
 )
-from localllm.kernels.cuda.program import CUDAStep, Program
+from localllm.kernels.cuda.program import Program
 from localllm.kernels.cuda.recording import N_OUTPUTS, N_TOKENS, Buffer, CUDACache, Inputs, Operation, Recording, Rows
 from localllm.kernels.cuda.weights import CHUNK_BYTES, CUDALinear, CUDAVector, WeightLoader
-from localllm.kernels.ops import Backend, CacheShape, KVCache, Linear, Part, Rope, Tensor, Weight, Widening
+from localllm.kernels.ops import (
+    Backend,
+    CacheShape,
+    KVCache,
+    Linear,
+    Part,
+    Rope,
+    Step,
+    Tensor,
+    Weight,
+    WholeStep,
+    Widening,
+)
 
 _GATES = {"silu": "gated_silu", "gelu": "gated_gelu"}
 _ROWS = {N_TOKENS: "each token", N_OUTPUTS: "each output"}
@@ -51,6 +64,7 @@ class CUDAOps(Backend):
 
     name = "cuda"
     page_size = PAGE
+    most_choices = MOST_CHOICES
 
     def __init__(
         self,
@@ -105,15 +119,13 @@ class CUDAOps(Backend):
 
     # -- Compiling -------------------------------------------------------------------------------------------------
 
-    def compile(
-        self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int
-    ) -> CUDAStep:
+    def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
         def logits() -> Buffer:
             result: Buffer = forward()
             self._check_tensors(result, slot=N_OUTPUTS)
             return result
 
-        return CUDAStep(self._program(logits, cache, max_tokens, max_outputs))
+        return WholeStep(self._program(logits, cache, max_tokens, max_outputs))
 
     def compile_part(
         self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int

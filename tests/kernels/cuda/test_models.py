@@ -3,18 +3,15 @@ however a model lies on devices and whatever shares a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import localllm
-from localllm.devices import GPU_OVERHEAD_BYTES, Device
+from localllm.devices import GPU_OVERHEAD_BYTES
 from localllm.errors import DeviceError
-from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cuda.cupy_driver import open_driver
 from localllm.kernels.cuda.ops import CUDAOps
 from localllm.kernels.ops import Backend
@@ -27,6 +24,7 @@ from tests.helpers import tiny_models
 from tests.helpers.backends import emulated_cuda, no_harness
 from tests.helpers.data import shared_data
 from tests.helpers.run_model import Runner
+from tests.kernels.cuda.conftest import cpu
 from tests.kernels.cuda.watched import KernellessDriver
 
 T = GGMLType
@@ -34,7 +32,6 @@ T = GGMLType
 SHORT, LONG = 5, 75
 #: Tokens that are written, each of which must be ahead of all others by so much: rounding moves logits by a third.
 N_WRITTEN, AHEAD = 8, 0.05
-PLENTY = 1 << 40
 IDS = [int(i) for i in np.random.default_rng(2).integers(3, 300, LONG)]
 
 
@@ -57,33 +54,9 @@ def harness() -> None:
         pytest.skip(reason)
 
 
-@cache
-def cpu() -> CPUOps:
-    return CPUOps(threads=1)
-
-
 def small(path: Path, kind: str = "llama", type: GGMLType = T.Q4_0, **changes: Any) -> Path:
     """A tiny model whose heads have 16 values: kernels for one size are compiled once."""
     return tiny_models.tiny_gguf(path / "model.gguf", kind, type=type, **{"head_dim": 16} | changes)
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
-    """Loads a model on the CPU and other backends."""
-    opened: list[LLM] = []
-
-    def load_on(path: Path, *backends: Backend, **options: Any) -> LLM:
-        host = Device("cpu", "kernels", 1, 1, cpu(), lambda: None)
-        gpus = [
-            Device(f"cuda:{i}", "kernels", 1, 1, ops, lambda: None, lambda: PLENTY) for i, ops in enumerate(backends)
-        ]
-        monkeypatch.setattr("localllm.loading.open_devices", lambda *_, **__: (host, *gpus))
-        opened.append(localllm.load(path, **options))
-        return opened[-1]
-
-    yield load_on
-    for llm in opened:
-        llm.close()
 
 
 def greedy(llm: LLM, prompt: Any, n: int = N_WRITTEN) -> tuple[int, ...]:
