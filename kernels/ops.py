@@ -123,6 +123,39 @@ class CacheShape:
         return self.n_layers * self.n_kv_heads * 2 * head
 
 
+@dataclass(frozen=True)
+class StepSizes:
+    """What decides how much memory a compiled step takes beside weights and cache.
+
+    Attributes:
+        n_embd, n_ff, n_vocab: values of a hidden state, of a gate, and logits.
+        n_heads, n_kv_heads, head_dim, cache_type: of attention.
+        n_tokens, n_outputs: in a batch, at most.
+        n_pages: of the cache.
+    """
+
+    n_embd: int
+    n_ff: int
+    n_vocab: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    cache_type: CacheType
+    n_tokens: int
+    n_outputs: int
+    n_pages: int
+
+
+def check_head_norm(n_weights: int, head_dim: int) -> None:
+    """Makes sure that a norm of heads has a weight for each value of a head.
+
+    Raises:
+        KernelError: it has not.
+    """
+    if n_weights != head_dim:
+        raise KernelError(f"a norm of {n_weights} weights cannot be taken of heads of {head_dim}")
+
+
 class KVCache(Protocol):
     """Keys and values, in pages of ``page_size`` tokens that sequences name in their block tables.
 
@@ -427,6 +460,11 @@ class Backend(Ops, Loader, Protocol):
     """
 
     most_choices: int = 0
+
+    def step_bytes(self, sizes: StepSizes) -> tuple[int, int] | None:
+        """Bytes of the device's own memory that a step takes: for its layers, and for its logits where the output
+        matrix is.  None of a backend in memory of the host."""
+        return None
 
     def at(self, place: Place) -> Self:
         """Itself: here all places lie side by side."""

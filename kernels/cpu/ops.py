@@ -58,6 +58,7 @@ from localllm.kernels.ops import (
     Weight,
     WholeStep,
     Widening,
+    check_head_norm,
 )
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import KernelType
@@ -404,8 +405,7 @@ class CPUOps(Backend):
         self._check_append(q, k, v, rope, layer)
         for x, norm in ((q, q_norm), (k, k_norm)):
             if norm is not None:
-                if norm.n != head_dim:
-                    raise KernelError(f"a norm of {norm.n} weights cannot be taken of heads of {head_dim}")
+                check_head_norm(norm.n, head_dim)
                 recording.operands.append(norm)
                 arguments = (x.address, norm.address, x.width // head_dim, head_dim, x.stride, float(eps))
                 self._add(elementwise.head_norm, arguments, 1, N_TOKENS)

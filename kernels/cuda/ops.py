@@ -27,6 +27,7 @@ from localllm.kernels.cuda.operations import (
 )
 from localllm.kernels.cuda.program import Program
 from localllm.kernels.cuda.recording import N_OUTPUTS, N_TOKENS, Buffer, CUDACache, Inputs, Operation, Recording, Rows
+from localllm.kernels.cuda.sizes import activation_bytes, logits_bytes
 from localllm.kernels.cuda.weights import CHUNK_BYTES, CUDALinear, CUDAVector, WeightLoader
 from localllm.kernels.ops import (
     Backend,
@@ -36,10 +37,12 @@ from localllm.kernels.ops import (
     Part,
     Rope,
     Step,
+    StepSizes,
     Tensor,
     Weight,
     WholeStep,
     Widening,
+    check_head_norm,
 )
 
 _GATES = {"silu": "gated_silu", "gelu": "gated_gelu"}
@@ -112,6 +115,9 @@ class CUDAOps(Backend):
 
     def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
         return CacheLayout(shape, n_pages).n_bytes
+
+    def step_bytes(self, sizes: StepSizes) -> tuple[int, int]:
+        return activation_bytes(sizes, self.driver.properties(self.device)), logits_bytes(sizes)
 
     def close(self) -> None:
         """Ends the threads that read files."""
@@ -290,8 +296,7 @@ class CUDAOps(Backend):
         head_dim = recording.cache.layout.shape.head_dim
         for norm in (q_norm, k_norm):
             if norm is not None:
-                if norm.n != head_dim:
-                    raise KernelError(f"a norm of {norm.n} weights cannot be taken of heads of {head_dim}")
+                check_head_norm(norm.n, head_dim)
                 recording.operands.append(norm)
         if rope is not None:
             recording.phases(rope)  # uploaded now

@@ -94,10 +94,12 @@ def test_a_driver_that_does_not_work_is_spoken_of(machine: Machine, tmp_path: Pa
         chat_template=None,
         draft_model=None,
         progress=None,
+        planned=None,
     )
-    placement, said = plan_file(options)
-    assert placement.devices == ("cpu",)
-    assert said == (cpu.note,)
+    plan = plan_file(options)
+    assert plan.placement.devices == ("cpu",)
+    assert plan.said == (cpu.note,)
+    assert not plan.has_gpus
 
 
 def test_devices_that_are_too_old(machine: Machine) -> None:

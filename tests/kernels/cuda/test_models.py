@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localllm.devices import GPU_OVERHEAD_BYTES
 from localllm.errors import DeviceError
 from localllm.kernels.cuda.cupy_driver import open_driver
 from localllm.kernels.cuda.ops import CUDAOps
@@ -188,19 +187,32 @@ def test_a_cpu_behind_a_device(tmp_path: Path) -> None:
             assert_near(b, c)
 
 
-@pytest.mark.parametrize(("context", "n_vocab"), [(64, 300), (2048, 20000)])
+LARGER = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "type", "context", "changes"),
+    [
+        ("llama", T.Q4_0, 64, {}),
+        ("llama", T.Q4_0, 2048, {"vocab_size": 20000, "num_hidden_layers": 6, "head_dim": 64} | LARGER),
+        ("qwen2", T.Q4_K, 4096, {"num_hidden_layers": 4, "tie_word_embeddings": True} | LARGER),
+        ("qwen3", T.F16, 1024, {"num_hidden_layers": 6, "head_dim": 128} | LARGER),
+        ("llama", T.F32, 256, {"num_hidden_layers": 6} | LARGER),
+    ],
+)
 def test_a_model_takes_the_memory_that_was_planned(
-    load: Callable[..., LLM], tmp_path: Path, context: int, n_vocab: int
+    load: Callable[..., LLM], tmp_path: Path, kind: str, type: GGMLType, context: int, changes: dict[str, Any]
 ) -> None:
-    """And what is kept free beside it; which takes a small part of that."""
-    changes = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": n_vocab, "num_hidden_layers": 2}
-    path = small(tmp_path, max_position_embeddings=2048, **changes)
+    """No more, and little less, after texts that took all there is."""
+    path = small(tmp_path, kind, type, max_position_embeddings=4096, **changes)
     driver = KernellessDriver(memory=1 << 32)
     llm = load(path, CUDAOps(driver, 0), context=context)
     llm.logits(IDS[:60])
+    for options in ({"temperature": 0}, {}):
+        llm.generate(IDS[:60], max_tokens=2, **options)
     info = driver.memory_info(0)
-    planned = llm.info.placement.on("cuda:0").total
-    assert 0.9 * planned < info.total - info.free < planned + GPU_OVERHEAD_BYTES / 2
+    planned, used = llm.info.placement.on("cuda:0").total, info.total - info.free
+    assert used <= planned < 1.1 * used + (4 << 20)
 
 
 # -- Company -------------------------------------------------------------------------------------------------------
