@@ -127,7 +127,11 @@ def load_parts(options: LoadOptions) -> Parts:
         found = _plan(source, draft_source, devices, options)
         if options.planned is not None:
             options.planned(found)
-        loaded, draft = _load_both(source, draft_source, devices, (found.placement, found.draft), options)
+        try:
+            loaded, draft = _load_both(source, draft_source, devices, (found.placement, found.draft), options)
+        except MemoryError as error:
+            _let_go(error)
+            raise
         on_failure.pop_all()
     _log_info(loaded.info)
     if draft is not None:
@@ -157,6 +161,14 @@ def plan_file(options: LoadOptions) -> Plan:
             return _plan(source, None, devices, options)
         finally:
             _close(devices)
+
+
+def _let_go(error: BaseException) -> None:
+    """Drops the frames that an error came through: what was loaded shall not stay for as long as it is handled."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
 
 
 # -- Reading -------------------------------------------------------------------------------------------------------

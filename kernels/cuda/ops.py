@@ -147,10 +147,12 @@ class CUDAOps(Backend):
         try:
             result: Buffer = forward()
             self._check_tensors(result)
+            # The weights live as long as what refers to them: the forward function.
+            program = Program(recording, result, forward)
         finally:
             self._recording = None
-        # The weights live as long as what refers to them: the forward function.
-        program = Program(recording, result, forward)
+            # They refer to the recording: memory shall go with the last reference, not when cycles are collected.
+            recording.operations.clear()
         if self._compiles_ahead:
             program.compile(self._progress)
         return program

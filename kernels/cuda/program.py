@@ -269,7 +269,7 @@ class Program:
         most = min(next(most for most in _CHOICES if k <= most), n_vocab)
         if most not in self._choosers:
             self._choosers[most] = _Chooser(self, most)
-        ids, logits = self._choosers[most].choose(extent, n)
+        ids, logits = self._choosers[most].choose(self, extent, n)
         return Best(ids[:, :k], logits[:, :k])
 
     def send(self, n: int, to: DeviceMemory, stream: Stream) -> None:
@@ -339,14 +339,14 @@ class _Chooser:
     def __init__(self, program: Program, k: int) -> None:
         recording, logits = program.recording, program.rows
         n = recording.max_outputs
-        self._program, self._k = program, k
+        self._k = k
         self._best = recording.new(8 * n * k)  # ids, and behind those of a batch their logits
         self._parts = recording.new(8 * n * k * -(-logits.width // SORTED)) if k > 1 else None
         self._host = program._pinned(8 * n * k)
 
-    def choose(self, extent: Extent, n: int) -> Best:
-        """Of the first ``n`` rows of the result of a batch of that extent."""
-        program, n_bytes = self._program, 4 * n * self._k
+    def choose(self, program: Program, extent: Extent, n: int) -> Best:
+        """Of the first ``n`` rows of the program's result, of a batch of that extent."""
+        n_bytes = 4 * n * self._k
         if n:
             ids, logits = (self._best.at(begin, n_bytes) for begin in (0, n_bytes))
             choose = Choose(program.recording.batch, program.rows, self._k, ids, logits, self._parts)
