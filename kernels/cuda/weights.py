@@ -69,7 +69,7 @@ class CUDALinear:
 
 @dataclass(frozen=True, eq=False)
 class _Staging:
-    """A buffer on either side of the bus.  The host's is free again once it was uploaded, the device's once packed."""
+    """A buffer on either side of the bus: the host's is free again once it was uploaded, the device's once packed."""
 
     host: NDArray[np.uint8]
     device: DeviceMemory
