@@ -34,6 +34,7 @@ from localllm.kernels.ops import (
     Step,
     Tensor,
     Weight,
+    WholeStep,
     Widening,
     check_sinks,
     check_softcap,
@@ -128,7 +129,7 @@ class ReferenceOps(Backend):
 
     def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
         part = self.compile_part(forward, cache, max_tokens=max_tokens, max_outputs=max_outputs)
-        return lambda batch: part(batch, None).host()
+        return WholeStep(part)
 
     def compile_part(
         self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int

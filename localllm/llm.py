@@ -25,7 +25,7 @@ from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.ops import CacheType
 from localllm.loading import LoadOptions, Parts, compile_template, load_parts
 from localllm.options import Options, Request
-from localllm.progress import LoadProgress, default_progress
+from localllm.progress import LoadPlan, LoadProgress, default_progress
 from localllm.sampling import make_sampler
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.stream import StreamDecoder
@@ -54,6 +54,7 @@ def load(
     chat_template: str | None = None,
     draft_model: str | os.PathLike[str] | None = None,
     progress: LoadProgress | None = None,
+    planned: LoadPlan | None = None,
 ) -> LLM:
     """Loads a model.
 
@@ -84,6 +85,7 @@ def load(
         progress: called while kernels are compiled, which the first start on a machine has to do, and weights
             packed: with "kernels" or "weights", how many kernels or bytes are done, and of how many.  By default,
             if standard error is a terminal, one line there says so when compiling takes long.
+        planned: called once with the `localllm.placement.Plan`, before anything is loaded.
 
     Raises:
         GGUFError: the file is missing, not a GGUF, or damaged.
@@ -107,6 +109,7 @@ def load(
         chat_template=chat_template,
         draft_model=draft_model,
         progress=default_progress() if progress is None else progress,
+        planned=planned,
     )
     parts = load_parts(options)
     for message in parts.warnings:

@@ -56,7 +56,9 @@ from localllm.kernels.ops import (
     Step,
     Tensor,
     Weight,
+    WholeStep,
     Widening,
+    check_head_norm,
     check_sinks,
     check_softcap,
 )
@@ -254,7 +256,7 @@ class CPUOps(Backend):
             return result
 
         part = self.compile_part(logits, cache, max_tokens=max_tokens, max_outputs=max_outputs)
-        return lambda batch: part(batch, None).host()
+        return WholeStep(part)
 
     def compile_part(
         self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int
@@ -407,8 +409,7 @@ class CPUOps(Backend):
         self._check_append(q, k, v, rope, layer)
         for x, norm in ((q, q_norm), (k, k_norm)):
             if norm is not None:
-                if norm.n != head_dim:
-                    raise KernelError(f"a norm of {norm.n} weights cannot be taken of heads of {head_dim}")
+                check_head_norm(norm.n, head_dim)
                 recording.operands.append(norm)
                 arguments = (x.address, norm.address, x.width // head_dim, head_dim, x.stride, float(eps))
                 self._add(elementwise.head_norm, arguments, 1, N_TOKENS)

@@ -147,10 +147,10 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
 // -- Choice of tokens -------------------------------------------------------------------------------------------------
 
 // Logits and their ids as integers of which the largest is the best: the largest logit, of equals the lowest id.  A NaN
-// is worse than any number.  No key is 0.
+// is better than any number: it must not be missed.  No key is 0.
 DEVICE uint64_t key_of(float logit, int id) {
   const uint32_t bits = logit == 0.0f ? 0u : (uint32_t)__float_as_int(logit);  // -0 equals 0
-  const uint32_t rank = logit != logit ? 0u : bits >> 31 ? ~bits : bits | 0x80000000u;
+  const uint32_t rank = logit != logit ? 0xFFFFFFFFu : bits >> 31 ? ~bits : bits | 0x80000000u;
   return (uint64_t)rank << 32 | (0xFFFFFFFFu - (uint32_t)id);
 }
 
@@ -159,9 +159,10 @@ DEVICE int id_of(uint64_t key) { return (int)(0xFFFFFFFFu - (uint32_t)key); }
 #define SORT_THREADS 1024
 #define SORTED (2 * SORT_THREADS)
 
-// ids[i] = the best of row i of logits [N, n].  Grid: (rows).
+// ids[i] = the best of row i of logits [N, n], and values[i] that logit.  Grid: (rows).
 extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
-    argmax(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int* __restrict__ ids) {
+    argmax(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int* __restrict__ ids,
+           float* __restrict__ values) {
   __shared__ uint64_t parts[SORT_THREADS / WARP];
   if (blockIdx.x >= header[N_OUTPUTS]) return;
   const float* row = logits + (size_t)blockIdx.x * stride;
@@ -181,7 +182,9 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
   best = parts[threadIdx.x];
 #pragma unroll
   for (int step = WARP / 2; step; step /= 2) best = max(best, __shfl_xor_sync(FULL_MASK, best, step));
-  if (threadIdx.x == 0) ids[blockIdx.x] = id_of(best);
+  if (threadIdx.x) return;
+  ids[blockIdx.x] = id_of(best);
+  values[blockIdx.x] = row[id_of(best)];
 }
 
 // Sorts keys [SORTED], the largest first (bitonic: Batcher, 1968).  All threads of the block; they have written them.

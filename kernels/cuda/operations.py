@@ -318,28 +318,26 @@ class Attention:
 
 
 @dataclass(frozen=True, eq=False)
-class Best:
-    """The k best of each row of logits: ids, best first, and their logits; without logits if it is only one."""
+class Choose:
+    """The k best of each row of logits: ids, best first, and their logits."""
 
     batch: DeviceBatch
     logits: Rows
     k: int
     ids: DeviceMemory
-    values: DeviceMemory | None
+    values: DeviceMemory
     parts: DeviceMemory | None
 
     def calls(self, extent: Extent) -> Iterator[Call]:
         logits, header, n = self.logits, self.batch.header, extent.n_outputs
-        if self.values is None or self.parts is None:
-            yield from _elementwise("argmax", (n,), _SORT_THREADS, header, *_row_arguments(logits), self.ids)
+        rows, best = _row_arguments(logits), (self.ids, self.values)
+        if self.parts is None:
+            yield from _elementwise("argmax", (n,), _SORT_THREADS, header, *rows, *best)
             return
         n_parts, k = -(-logits.width // SORTED), np.int32(self.k)
-        yield from _elementwise(
-            "top_parts", (n_parts, n), _SORT_THREADS, header, *_row_arguments(logits), k, self.parts
-        )
-        to = logits.memory, np.int32(logits.stride), self.ids, self.values
+        yield from _elementwise("top_parts", (n_parts, n), _SORT_THREADS, header, *rows, k, self.parts)
         keys = np.int32(n_parts * self.k)
-        yield from _elementwise("top_merge", (n,), _SORT_THREADS, header, self.parts, keys, k, *to)
+        yield from _elementwise("top_merge", (n,), _SORT_THREADS, header, self.parts, keys, k, *rows[:2], *best)
 
 
 # -- Fusion --------------------------------------------------------------------------------------------------------

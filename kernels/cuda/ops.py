@@ -15,6 +15,7 @@ from localllm.kernels.cuda.cache import PAGE, CacheLayout
 from localllm.kernels.cuda.driver import CompileProgress, Driver
 from localllm.kernels.cuda.matmul import TILE_ROWS, PackedFormat
 from localllm.kernels.cuda.operations import (
+    MOST_CHOICES,
     Attention,
     Embed,
     Gate,
@@ -25,8 +26,9 @@ from localllm.kernels.cuda.operations import (
     RopeAppend,
     SoftCap,
 )
-from localllm.kernels.cuda.program import CUDAStep, Program
+from localllm.kernels.cuda.program import Program
 from localllm.kernels.cuda.recording import N_OUTPUTS, N_TOKENS, Buffer, CUDACache, Inputs, Operation, Recording, Rows
+from localllm.kernels.cuda.sizes import activation_bytes, logits_bytes
 from localllm.kernels.cuda.weights import CHUNK_BYTES, CUDALinear, CUDAVector, WeightLoader
 from localllm.kernels.ops import (
     Backend,
@@ -35,9 +37,13 @@ from localllm.kernels.ops import (
     Linear,
     Part,
     Rope,
+    Step,
+    StepSizes,
     Tensor,
     Weight,
+    WholeStep,
     Widening,
+    check_head_norm,
     check_sinks,
     check_softcap,
 )
@@ -64,6 +70,7 @@ class CUDAOps(Backend):
 
     name = "cuda"
     page_size = PAGE
+    most_choices = MOST_CHOICES
 
     def __init__(
         self,
@@ -112,21 +119,22 @@ class CUDAOps(Backend):
     def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
         return CacheLayout(shape, n_pages).n_bytes
 
+    def step_bytes(self, sizes: StepSizes) -> tuple[int, int]:
+        return activation_bytes(sizes, self.driver.properties(self.device)), logits_bytes(sizes)
+
     def close(self) -> None:
         """Ends the threads that read files."""
         self._loader.close()
 
     # -- Compiling -------------------------------------------------------------------------------------------------
 
-    def compile(
-        self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int
-    ) -> CUDAStep:
+    def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
         def logits() -> Buffer:
             result: Buffer = forward()
             self._check_tensors(result, slot=N_OUTPUTS)
             return result
 
-        return CUDAStep(self._program(logits, cache, max_tokens, max_outputs))
+        return WholeStep(self._program(logits, cache, max_tokens, max_outputs))
 
     def compile_part(
         self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int
@@ -142,10 +150,12 @@ class CUDAOps(Backend):
         try:
             result: Buffer = forward()
             self._check_tensors(result)
+            # The weights live as long as what refers to them: the forward function.
+            program = Program(recording, result, forward)
         finally:
             self._recording = None
-        # The weights live as long as what refers to them: the forward function.
-        program = Program(recording, result, forward)
+            # They refer to the recording: memory shall go with the last reference, not when cycles are collected.
+            recording.operations.clear()
         if self._compiles_ahead:
             program.compile(self._progress)
         return program
@@ -291,8 +301,7 @@ class CUDAOps(Backend):
         head_dim = recording.cache.layout.shape.head_dim
         for norm in (q_norm, k_norm):
             if norm is not None:
-                if norm.n != head_dim:
-                    raise KernelError(f"a norm of {norm.n} weights cannot be taken of heads of {head_dim}")
+                check_head_norm(norm.n, head_dim)
                 recording.operands.append(norm)
         if rope is not None:
             recording.phases(rope)  # uploaded now

@@ -197,7 +197,7 @@ class BatchLayout:
         )
         self.tables = bounds[-1]
         self.table_stride = max(1, n_pages)
-        self.n_words = self.tables + max_tokens * self.table_stride
+        self.n_words: int = self.tables + max_tokens * self.table_stride
 
     def fill(self, words: NDArray[np.int32], batch: Batch) -> int:
         """Writes a batch that was checked; returns the words that it takes."""
@@ -399,9 +399,7 @@ class Recording:
     @cached_property
     def part_bytes(self) -> int:
         """What the parts of any batch may take: no more than is of use."""
-        longest = max(1, self.cache.n_pages) * PAGE
-        wanted = max((self._bucket_bytes(BUCKETS[-1], longest, heads) for heads in self.heads), default=0)
-        return min(MOST_PART_BYTES, wanted)
+        return part_bytes(self.heads, self.variant, max(1, self.cache.n_pages) * PAGE)
 
     @property
     def usable_part_bytes(self) -> int:
@@ -410,10 +408,17 @@ class Recording:
 
     def bucket_work(self, n_tokens: int, longest: int) -> tuple[tuple[Heads, Work], ...] | None:
         """For batches of at most ``n_tokens``, in sequences of at most ``longest``; None if parts take too much."""
-        if any(self._bucket_bytes(n_tokens, longest, heads) > self.part_bytes for heads in self.heads):
+        if any(_bucket_bytes(n_tokens, longest, heads, self.variant) > self.part_bytes for heads in self.heads):
             return None
         return tuple((heads, work_of_bucket(n_tokens, longest, heads)) for heads in self.heads)
 
-    def _bucket_bytes(self, n_tokens: int, longest: int, heads: Heads) -> int:
-        floats = sum(work_of_bucket(n_tokens, longest, heads).part_floats(heads, self.variant))
-        return 4 * floats + _PART_ALIGNMENT
+
+def part_bytes(all_heads: Iterable[Heads], variant: Variant, longest: int) -> int:
+    """What the parts of any batch may take, in sequences of at most ``longest``: no more than is of use."""
+    wanted = max((_bucket_bytes(BUCKETS[-1], longest, heads, variant) for heads in all_heads), default=0)
+    return min(MOST_PART_BYTES, wanted)
+
+
+def _bucket_bytes(n_tokens: int, longest: int, heads: Heads, variant: Variant) -> int:
+    floats = sum(work_of_bucket(n_tokens, longest, heads).part_floats(heads, variant))
+    return 4 * floats + _PART_ALIGNMENT

@@ -3,8 +3,9 @@
     file ──threads──▶ pinned memory ──bus──▶ raw rows ──`pack`──▶ packed matrix
                       two buffers            two buffers
 
-While the device takes one buffer, the host reads the next rows into the other; the file's pages are dropped behind
-it.  So neither the host nor the device ever holds more of a tensor in its file's form than two buffers.
+Uploads and packing have a stream each.  While one buffer's rows are packed, the other's go up, and the host reads the
+next ones as soon as it has been copied; the file's pages are dropped behind.  So neither the host nor the device ever
+holds more of a tensor in its file's form than two buffers.
 """
 
 from __future__ import annotations
@@ -69,11 +70,12 @@ class CUDALinear:
 
 @dataclass(frozen=True, eq=False)
 class _Staging:
-    """A buffer on either side of the bus, and when the device was through with both."""
+    """A buffer on either side of the bus: the host's is free again once it was uploaded, the device's once packed."""
 
     host: NDArray[np.uint8]
     device: DeviceMemory
-    free: Event
+    uploaded: Event
+    packed: Event
 
 
 class WeightLoader:
@@ -88,6 +90,7 @@ class WeightLoader:
         self._device = device
         self._capability = driver.properties(device).capability
         self._stream = driver.stream(device)
+        self._uploads = driver.stream(device)
         self._chunk_bytes = chunk_bytes
         self._staging: tuple[_Staging, ...] = ()
         self._readers: ThreadPoolExecutor | None = None
@@ -136,27 +139,30 @@ class WeightLoader:
         Raises:
             ScaleRangeError: it cannot be written in this format.
         """
-        n_out, n_in = weight.shape
+        driver, (n_out, n_in) = self._driver, weight.shape
         rows = weight.data.reshape(n_out, -1)
         row_bytes = block_size(format.type).row_bytes(n_in)
-        packed = self._driver.allocate(self._device, format.packed_bytes(n_out, n_in))
-        module = self._driver.load_module(self._device, "pack", format.defines)
+        packed = driver.allocate(self._device, format.packed_bytes(n_out, n_in))
+        module = driver.load_module(self._device, "pack", format.defines)
         chunk_rows = max(1, self._chunk_bytes // (GROUP * row_bytes)) * GROUP
         staging = self._staging_of(min(chunk_rows, n_out) * row_bytes)
         kept_rows = chunk_rows * max(1, KEPT_BYTES // (chunk_rows * row_bytes))
         try:
             for i, first in enumerate(range(0, n_out, chunk_rows)):
                 place, n = staging[i % 2], min(chunk_rows, n_out - first)
-                self._driver.synchronize(place.free)
+                driver.synchronize(place.uploaded)
                 self._read(weight, format, rows[first : first + n], place.host[: n * row_bytes].reshape(n, -1))
                 if (first + n) % kept_rows == 0:
                     weight.drop_pages()
                 raw = place.device.at(0, n * row_bytes)
-                self._driver.upload(raw, place.host[: n * row_bytes], self._stream)
+                driver.wait(self._uploads, place.packed)
+                driver.upload(raw, place.host[: n * row_bytes], self._uploads)
+                driver.record(place.uploaded, self._uploads)
+                driver.wait(self._stream, place.uploaded)
                 launch = pack_launch(format, n, n_in)
                 begin, end = (format.packed_bytes(rows, n_in) for rows in (first, first + n))
                 sizes = np.int32(n), np.int64(row_bytes), np.int32(n_in), np.int32(format.n_tiles(n_in))
-                self._driver.launch(
+                driver.launch(
                     module,
                     launch.kernel,
                     launch.grid,
@@ -164,9 +170,10 @@ class WeightLoader:
                     [raw, packed.at(begin, end - begin), *sizes],
                     self._stream,
                 )
-                self._driver.record(place.free, self._stream)
+                driver.record(place.packed, self._stream)
         finally:
-            self._driver.synchronize(self._stream)  # nobody may let go of the memory before
+            for stream in (self._uploads, self._stream):
+                driver.synchronize(stream)  # nobody may let go of the memory before
         return packed
 
     def _staging_of(self, n_bytes: int) -> tuple[_Staging, ...]:
@@ -176,7 +183,12 @@ class WeightLoader:
             n_bytes = max(n_bytes, self._chunk_bytes)
             driver, device = self._driver, self._device
             self._staging = tuple(
-                _Staging(driver.pinned(n_bytes), driver.allocate(device, n_bytes), driver.event(device))
+                _Staging(
+                    driver.pinned(n_bytes),
+                    driver.allocate(device, n_bytes),
+                    driver.event(device),
+                    driver.event(device),
+                )
                 for _ in range(2)
             )
         return self._staging

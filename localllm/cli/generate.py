@@ -33,7 +33,7 @@ from localllm.errors import UsageError
 from localllm.info import ModelInfo
 from localllm.llm import LLM, load
 from localllm.options import Request, SamplingOptions
-from localllm.placement import Format
+from localllm.placement import Format, Placement, Plan
 from localllm.settings import Settings
 
 #: Seconds after which somebody who may not know that a prompt is awaited is told.
@@ -53,6 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.quiet and arguments.threads and (complaint := too_many_threads(arguments.threads)):
         warn(complaint)
     progress = LoadStatus(enabled=not arguments.quiet)
+
+    def show_plan(plan: Plan) -> None:
+        if plan.has_gpus and not arguments.quiet:
+            progress.close()
+            _show_plan(plan)
+
     try:
         llm = load(
             arguments.model,
@@ -65,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             cache_type=arguments.cache_type,
             draft_model=arguments.draft_model,
             progress=progress,
+            planned=show_plan,
         )
     finally:
         progress.close()
@@ -285,28 +292,42 @@ def _show_prefill(status: StatusLine) -> Callable[[int, int], None]:
     return show
 
 
+def _show_plan(plan: Plan) -> None:
+    """Says what will lie where."""
+    say(f"the plan, with {plan.placement.context:,} tokens of context:")
+    for placement in (plan.placement, plan.draft):
+        if placement is not None:
+            if placement is plan.draft:
+                say("draft model:")
+            for line in placement_lines(placement, plan.free):
+                say(f"  {line}")
+    _say_total(plan.placement, plan.draft)
+
+
 def _describe(info: ModelInfo, *, verbose: bool) -> None:
     """Says what runs where."""
     say(model_line(info))
-    detailed = verbose or len(info.placement.devices) > 1
-    if detailed:
-        _list_parts(info, verbose=verbose)
-    total, included = info.placement.total, "Python and kernels"
+    if verbose:
+        _list_parts(info)
     if info.draft is not None:
         say(f"draft model {model_line(info.draft)}")
-        if detailed:
-            _list_parts(info.draft, verbose=verbose)
-        total, included = total + info.draft.placement.total, "draft model, Python and kernels"
-    if detailed:
-        _say_detail("in all", f"{quantity(total, 'B')}, {included} included")
-
-
-def _list_parts(info: ModelInfo, *, verbose: bool) -> None:
-    """Says what a model consists of, and the bytes that its parts take."""
+        if verbose:
+            _list_parts(info.draft)
     if verbose:
-        _say_detail("file", visible_line(str(info.path)))
-        if formats := info.formats:
-            _say_detail("formats", formats_line(formats))
+        _say_total(info.placement, None if info.draft is None else info.draft.placement)
+
+
+def _say_total(placement: Placement, draft: Placement | None) -> None:
+    included = "Python and kernels" if draft is None else "draft model, Python and kernels"
+    total = placement.total + (0 if draft is None else draft.total)
+    _say_detail("in all", f"{quantity(total, 'B')}, {included} included")
+
+
+def _list_parts(info: ModelInfo) -> None:
+    """Says what a model consists of, and the bytes that its parts take."""
+    _say_detail("file", visible_line(str(info.path)))
+    if formats := info.formats:
+        _say_detail("formats", formats_line(formats))
     for line in placement_lines(info.placement):
         say(f"  {line}")
 
