@@ -124,7 +124,6 @@ class EmulatedModule:
         ptx_text: as NVRTC gives it (see nvrtc.py).
         mode: ``fast`` or ``check``.
         folder: where compiled libraries are kept; the temporary folder if None.
-        optimise: whether g++ should; without, it is done sooner, and kernels run several times slower.
         step_limit: backward jumps that one thread may make in a block before its loop counts as endless.
 
     Raises:
@@ -138,17 +137,16 @@ class EmulatedModule:
         mode: Mode = "fast",
         *,
         folder: Path | None = None,
-        optimise: bool = True,
         step_limit: int = 1 << 22,
     ) -> None:
         module = ptx.parse(ptx_text)
-        translation = translate(module, checking=mode == "check")
+        translation = translate(module)
         self.mode = mode
         self.kernels: dict[str, KernelSignature] = translation.kernels
         self._sites: list[Site] = translation.sites
         self._architecture = int(re.sub(r"\D", "", module.target))
         self._step_limit = step_limit
-        path = build.build_module(translation.source, folder or build.default_folder(), optimise=optimise)
+        path = build.build_module(translation.source, folder or build.default_folder(), checking=mode == "check")
         self._library = ctypes.CDLL(str(path))
         self._library.launch_error.restype = ctypes.c_char_p
         self._library.register_variables()

@@ -78,7 +78,7 @@ def survivors(ptx: str, chosen: Sequence[Mutation], is_right: Trial) -> list[str
 
     ``is_right(module, kernel, order)`` launches the kernel of that name and says whether its results are right.
     """
-    module = EmulatedModule(combine(ptx, chosen), "check", optimise=False)
+    module = EmulatedModule(combine(ptx, chosen), "check")
     names = [name_in_combination(mutation, i) for i, mutation in enumerate(chosen)]
     return [
         mutation.description

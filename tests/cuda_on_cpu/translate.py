@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from tests.cuda_on_cpu.denormals import flushed_registers
 from tests.cuda_on_cpu.errors import PtxError, UnsupportedInstruction
 from tests.cuda_on_cpu.instructions import HANDLERS
-from tests.cuda_on_cpu.instructions.table import C_TYPES, Names, Operation, mangle
+from tests.cuda_on_cpu.instructions.table import C_TYPES, Names, Operation, mangle, register_type
 from tests.cuda_on_cpu.ptx import TYPE_BYTES, BranchTargets, Function, Instruction, Label, Module, Parameter, Variable
 
 DYNAMIC_ALIGN = 16
@@ -43,9 +44,9 @@ class Translation:
     kernels: dict[str, KernelSignature]
 
 
-def translate(module: Module, *, checking: bool) -> Translation:
+def translate(module: Module) -> Translation:
     """C++ for a module.  Raises UnsupportedInstruction for what has no translation."""
-    return _Translator(module, checking).run()
+    return _Translator(module).run()
 
 
 def _align(offset: int, align: int) -> int:
@@ -69,9 +70,8 @@ class _Layout:
 
 
 class _Translator:
-    def __init__(self, module: Module, checking: bool) -> None:
+    def __init__(self, module: Module) -> None:
         self._module = module
-        self._checking = checking
         self._sites: list[Site] = []
         # Device functions may be called from any kernel, so their shared variables lie where the module's own do.
         self._shared = _Layout()
@@ -87,7 +87,6 @@ class _Translator:
     def run(self) -> Translation:
         functions = [self._function(function) for function in self._module.functions]
         parts = [
-            "#define CHECKING" if self._checking else "",
             '#include "kernel.h"',
             '#define EXPORT extern "C" __attribute__((visibility("default")))',
             *map(_definition, self._global_variables),
@@ -123,7 +122,7 @@ class _Translator:
 
     # ---- one function
     def _names(self, function: Function) -> Names:
-        names = Names(function.registers)
+        names = Names(function.registers, flushed=flushed_registers(function))
         names.shared.update(self._shared.offsets)
         if function.is_kernel:
             names.shared.update(self._kernel_shared(function).offsets)
@@ -189,8 +188,7 @@ def _declarations(function: Function) -> list[str]:
     lines = []
     for type_ in sorted(set(function.registers.values())):
         names = [mangle(name) for name, kind in function.registers.items() if kind == type_]
-        c_type = "bool" if type_ == "pred" else f"u{max(16, 8 * TYPE_BYTES[type_])}"
-        lines.append(f"{c_type} {', '.join(f'{name} = 0' for name in names)};")
+        lines.append(f"{register_type(type_)} {', '.join(f'{name} = 0' for name in names)};")
     for variable in function.variables:
         if variable.space in ("local", "param"):
             lines.append(f"alignas({max(8, variable.align)}) u8 {mangle(variable.name)}[{variable.n_bytes}];")
