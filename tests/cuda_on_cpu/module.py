@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tests.cuda_on_cpu import build, ptx
 from tests.cuda_on_cpu.errors import KernelFault, LaunchError
-from tests.cuda_on_cpu.translate import KernelSignature, Site, translate
+from tests.cuda_on_cpu.translate import KernelSignature, Planted, Site, translate
 
 Mode = Literal["fast", "check"]
 Argument = np.generic | bytes
@@ -114,6 +114,7 @@ class _Launch(ctypes.Structure):
         ("n_ranges", ctypes.c_uint64),
         ("checking", ctypes.c_uint32),
         ("counting", ctypes.c_uint32),
+        ("mutation", ctypes.c_uint32),
     )
 
 
@@ -125,6 +126,10 @@ class EmulatedModule:
         mode: ``fast`` or ``check``.
         folder: where compiled libraries are kept; the temporary folder if None.
         step_limit: backward jumps that one thread may make in a block before its loop counts as endless.
+        planted: mistakes (mutate.py).
+
+    Attributes:
+        mutation: the number of the planted mistake that is made; 0: none.
 
     Raises:
         PtxError, UnsupportedInstruction: the PTX cannot be translated.
@@ -138,10 +143,12 @@ class EmulatedModule:
         *,
         folder: Path | None = None,
         step_limit: int = 1 << 22,
+        planted: Planted | None = None,
     ) -> None:
         module = ptx.parse(ptx_text)
-        translation = translate(module)
+        translation = translate(module, planted)
         self.mode = mode
+        self.mutation = 0
         self.kernels: dict[str, KernelSignature] = translation.kernels
         self._sites: list[Site] = translation.sites
         self._architecture = int(re.sub(r"\D", "", module.target))
@@ -199,6 +206,7 @@ class EmulatedModule:
             len(c_ranges),
             self.mode == "check",
             count_traffic,
+            self.mutation,
         )
         if self._library.run_launch(ctypes.byref(launch)):
             kind, _, text = self._library.launch_error().decode().partition("|")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.cuda_on_cpu.denormals import flushed_registers
@@ -12,6 +13,10 @@ from tests.cuda_on_cpu.instructions.table import C_TYPES, Names, Operation, mang
 from tests.cuda_on_cpu.ptx import TYPE_BYTES, BranchTargets, Function, Instruction, Label, Module, Parameter, Variable
 
 DYNAMIC_ALIGN = 16
+
+#: Mistakes for tests to make: by the span of an instruction, what may stand in its place (None: nothing), each with
+#: a number.  The one that `EmulatedModule.mutation` names does.
+Planted = Mapping[tuple[int, int], Sequence[tuple[int, Instruction | None]]]
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,9 @@ class Translation:
     kernels: dict[str, KernelSignature]
 
 
-def translate(module: Module) -> Translation:
+def translate(module: Module, planted: Planted | None = None) -> Translation:
     """C++ for a module.  Raises UnsupportedInstruction for what has no translation."""
-    return _Translator(module).run()
+    return _Translator(module, planted or {}).run()
 
 
 def _align(offset: int, align: int) -> int:
@@ -70,8 +75,9 @@ class _Layout:
 
 
 class _Translator:
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, planted: Planted) -> None:
         self._module = module
+        self._planted = planted
         self._sites: list[Site] = []
         # Device functions may be called from any kernel, so their shared variables lie where the module's own do.
         self._shared = _Layout()
@@ -149,12 +155,25 @@ class _Translator:
                 seen.add(item.name)
                 lines.append(f"{names.labels[item.name]}:;")
             elif isinstance(item, Instruction):
-                lines.append(self._instruction(function, item, names, seen))
+                lines.append(self._with_mistakes(function, item, names, seen))
         return "\n".join([*lines, "}"])
 
-    def _instruction(self, function: Function, instruction: Instruction, names: Names, seen: set[str]) -> str:
+    def _with_mistakes(self, function: Function, instruction: Instruction, names: Names, seen: set[str]) -> str:
         site = len(self._sites)
         self._sites.append(Site(function.name, instruction))
+        statement = self._instruction(function, instruction, names, seen, site)
+        others = self._planted.get(instruction.span)
+        if others is None:
+            return statement
+        cases = [
+            f"case {number}: {self._instruction(function, other, names, seen, site) if other else ''} break;"
+            for number, other in others
+        ]
+        return f"switch (mutation) {{ {' '.join(cases)} default: {statement} }}"
+
+    def _instruction(
+        self, function: Function, instruction: Instruction, names: Names, seen: set[str], site: int
+    ) -> str:
         operation = Operation(instruction, names, site, seen.__contains__)
         handler = HANDLERS.get(instruction.opcode)
         if handler is None:
