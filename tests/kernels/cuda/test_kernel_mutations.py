@@ -51,8 +51,8 @@ Array = NDArray[Any]
 ORDERS = (Order(), Order("reverse", "early"))
 #: Rows, columns, and tokens that a block of matmul takes.
 N_OUT, N_IN, TILE_ROWS = 37, 768, 16
-#: Instructions of a kernel whose inputs are swapped, from all over it: one must be caught.  Some swaps change nothing,
-#: as where a number that is never negative is rounded towards zero.
+#: Instructions of a kernel whose inputs are swapped, from all over it: one must be caught.  Some change nothing, as
+#: where a number that is never negative is rounded towards zero.
 N_SWAPPED = 5
 
 
