@@ -2,6 +2,7 @@
 
 python -m tests.kernels.cuda.registers          compiles all variants for all architectures; fails where one spills or
                                                 takes more registers than its budget
+python -m tests.kernels.cuda.registers 75 90    for these only
 python -m tests.kernels.cuda.registers --write  keeps what they take, the most over the architectures, as the budget
 """
 
@@ -113,12 +114,15 @@ def problems(case: Case, budgets: Budgets, found: dict[str, Resources]) -> list[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("architectures", nargs="*", type=int)
     parser.add_argument("--write", action="store_true")
-    is_written = parser.parse_args().write
-    cases = everything()
+    given = parser.parse_args()
+    if given.write and given.architectures:
+        parser.error("a budget holds for all architectures")
+    cases = [case for case in everything() if case.architecture in (given.architectures or SHARED_BYTES)]
     with ProcessPoolExecutor() as pool:  # NVRTC compiles one module at a time in a process
         all_found = list(pool.map(Case.resources, cases, chunksize=8))
-    if is_written:
+    if given.write:
         taken: dict[str, Counter[str]] = {}
         for case, found in zip(cases, all_found, strict=True):
             taken.setdefault(case.name, Counter())

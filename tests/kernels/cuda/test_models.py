@@ -220,7 +220,12 @@ def test_a_model_takes_the_memory_that_was_planned(
     load: Callable[..., LLM], tmp_path: Path, context: int, n_vocab: int
 ) -> None:
     """And what is kept free beside it; which takes a small part of that."""
-    changes = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": n_vocab, "num_hidden_layers": 2}
+    changes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "vocab_size": n_vocab,
+        "num_hidden_layers": 2,
+    }
     path = small(tmp_path, max_position_embeddings=2048, **changes)
     driver = KernellessDriver(memory=1 << 32)
     llm = load(path, CUDAOps(driver, 0), context=context)
