@@ -1,14 +1,20 @@
-"""g++ runs here: the runtime is compiled once, each translated module into a library of its own; both are cached."""
+"""g++ runs here: the runtime and its headers are compiled once, each translated module into a library of its own.
+
+All is cached, and processes that want the same wait for the one that builds it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 
 from tests.cuda_on_cpu.errors import BuildError
@@ -24,8 +30,8 @@ _COMMON = (
     "-w",
 )
 _RUNTIME_FLAGS = ("-O2",)
-# By whether to optimise.  -O2 takes a third longer to compile than -O1, and the kernels of tests are soon done.
-_MODULE_FLAGS = {True: ("-O1",), False: ("-O0",)}
+# By whether accesses are checked.  Kernels of tests are soon done: more optimisation takes g++ longer than it saves.
+_MODULE_FLAGS = {False: ("-Og",), True: ("-O0", "-DCHECKING")}
 
 
 def missing() -> str | None:
@@ -41,17 +47,20 @@ def default_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"cuda_on_cpu-{os.getuid()}"
 
 
-def build_module(source: str, folder: Path, *, optimise: bool) -> Path:
+def build_module(source: str, folder: Path, *, checking: bool) -> Path:
     """The library of a translated module, from the cache where it is there.  Raises BuildError."""
-    flags = (*_COMMON, *_MODULE_FLAGS[optimise])
-    library = folder / f"module-{_key(source, repr(flags), runtime_key())}.so"
-    if not library.exists():
-        runtime = _build_runtime(folder)
+    flags = (*_COMMON, *_MODULE_FLAGS[checking])
+
+    def build(target: Path) -> None:
+        # g++ takes a precompiled header that lies before the header itself.
+        include = [f"-I{_precompiled_header(folder, flags).parent}", f"-I{RUNTIME}"]
         with tempfile.TemporaryDirectory() as scratch:
             code = Path(scratch) / "module.cpp"
             code.write_text(source)
-            _run(["g++", *flags, f"-I{RUNTIME}", "-shared", "-Wl,-Bsymbolic", str(code), *map(str, runtime)], library)
-    return library
+            objects = map(str, _build_runtime(folder))
+            _run(["g++", *flags, *include, "-shared", "-Wl,-Bsymbolic", str(code), *objects], target)
+
+    return _once(folder / f"module-{_key(source, repr(flags), runtime_key())}.so", build)
 
 
 @cache
@@ -61,13 +70,38 @@ def runtime_key() -> str:
 
 
 def _build_runtime(folder: Path) -> list[Path]:
-    objects = []
-    for source in sorted(RUNTIME.glob("*.cpp")):
-        target = folder / f"{source.stem}-{runtime_key()}.o"
-        if not target.exists():
-            _run(["g++", *_COMMON, *_RUNTIME_FLAGS, "-c", str(source)], target)
-        objects.append(target)
-    return objects
+    def build(source: Path, target: Path) -> None:
+        _run(["g++", *_COMMON, *_RUNTIME_FLAGS, "-c", str(source)], target)
+
+    return [
+        _once(folder / f"{source.stem}-{runtime_key()}.o", partial(build, source))
+        for source in sorted(RUNTIME.glob("*.cpp"))
+    ]
+
+
+def _precompiled_header(folder: Path, flags: tuple[str, ...]) -> Path:
+    header = RUNTIME / "kernel.h"
+    target = folder / f"headers-{_key(repr(flags), runtime_key())}" / f"{header.name}.gch"
+    return _once(target, lambda path: _run(["g++", *flags, "-x", "c++-header", str(header)], path))
+
+
+def _once(target: Path, build: Callable[[Path], None]) -> Path:
+    """Builds a file that is not there, in one process at a time."""
+    if not target.exists():
+        with _locked(target):
+            if not target.exists():
+                build(target)
+    return target
+
+
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    path = target.with_name(f"{target.name}.lock")
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        path.unlink(missing_ok=True)
 
 
 def _key(*texts: str) -> str:
@@ -80,13 +114,12 @@ def _compiler_version() -> str:
 
 
 def _run(command: list[str], target: Path) -> None:
-    """Runs the compiler into a file of its own first: other processes may build the same."""
+    """Runs the compiler into a file of its own first: what is there is whole."""
     reason = missing()
     if reason is not None:
         raise BuildError(reason)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{target.stem}.{os.getpid()}.partial{target.suffix}")
-    done = subprocess.run([*command, "-o", str(partial)], capture_output=True, text=True, check=False)
+    unfinished = target.with_name(f"{target.stem}.{os.getpid()}.partial{target.suffix}")
+    done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BuildError(f"g++ refused the translation: {done.stderr[:4000]}")
-    partial.replace(target)
+    unfinished.replace(target)

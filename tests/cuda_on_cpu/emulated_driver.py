@@ -34,7 +34,15 @@ from localllm.kernels.cuda.driver import (
     launch_shape,
 )
 from localllm.kernels.cuda.module import FOLDER, ModuleCompiler
-from tests.cuda_on_cpu.emulated_kernels import Argument, Kernels, PythonKernel, PythonKernels, TranslatedKernels
+from tests.cuda_on_cpu import module as emulator
+from tests.cuda_on_cpu.emulated_kernels import (
+    Argument,
+    Kernels,
+    PythonKernel,
+    PythonKernels,
+    TranslatedKernels,
+    translated,
+)
 from tests.cuda_on_cpu.emulated_memory import HostMemory, Memories, Slice
 from tests.cuda_on_cpu.emulated_streams import (
     Capture,
@@ -317,9 +325,15 @@ class EmulatedDriver:
     def _kernels(self, name: str, defines: Defines) -> Kernels:
         if name in self._python:
             return PythonKernels(name, self._python[name](defines))
+        return TranslatedKernels(self._translated(self.ptx(name, defines)), self._kernel_order)
+
+    def ptx(self, name: str, defines: Defines) -> str:
+        """A module's code, as for devices of this capability."""
         architecture = f"compute_{self._capability[0] * 10 + self._capability[1]}"
-        ptx = _compiler(self._folder).binary(name, defines, architecture).decode().rstrip("\0")
-        return TranslatedKernels(ptx, self._mode, self._kernel_order)
+        return _compiler(self._folder).binary(name, defines, architecture).decode().rstrip("\0")
+
+    def _translated(self, ptx: str) -> emulator.EmulatedModule:
+        return translated(ptx, self._mode)
 
     def launch(
         self,

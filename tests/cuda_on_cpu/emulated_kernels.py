@@ -93,8 +93,8 @@ class TranslatedKernels:
         order: the order in which a kernel's threads run and its asynchronous copies land.
     """
 
-    def __init__(self, ptx: str, mode: Mode, order: Order) -> None:
-        self._module = _translated(ptx, mode)
+    def __init__(self, module: EmulatedModule, order: Order) -> None:
+        self._module = module
         self._order = order
 
     def check(self, kernel: str, arguments: Sequence[DeviceMemory | np.number[Any]]) -> None:
@@ -118,7 +118,7 @@ class TranslatedKernels:
 
 
 @functools.cache
-def _translated(ptx: str, mode: Mode) -> EmulatedModule:
+def translated(ptx: str, mode: Mode) -> EmulatedModule:
     return EmulatedModule(ptx, mode)
 
 

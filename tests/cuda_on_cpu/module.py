@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tests.cuda_on_cpu import build, ptx
 from tests.cuda_on_cpu.errors import KernelFault, LaunchError
-from tests.cuda_on_cpu.translate import KernelSignature, Site, translate
+from tests.cuda_on_cpu.translate import KernelSignature, Planted, Site, translate
 
 Mode = Literal["fast", "check"]
 Argument = np.generic | bytes
@@ -114,6 +114,7 @@ class _Launch(ctypes.Structure):
         ("n_ranges", ctypes.c_uint64),
         ("checking", ctypes.c_uint32),
         ("counting", ctypes.c_uint32),
+        ("mutation", ctypes.c_uint32),
     )
 
 
@@ -124,8 +125,11 @@ class EmulatedModule:
         ptx_text: as NVRTC gives it (see nvrtc.py).
         mode: ``fast`` or ``check``.
         folder: where compiled libraries are kept; the temporary folder if None.
-        optimise: whether g++ should; without, it is done sooner, and kernels run several times slower.
         step_limit: backward jumps that one thread may make in a block before its loop counts as endless.
+        planted: mistakes (mutate.py).
+
+    Attributes:
+        mutation: the number of the planted mistake that is made; 0: none.
 
     Raises:
         PtxError, UnsupportedInstruction: the PTX cannot be translated.
@@ -138,17 +142,18 @@ class EmulatedModule:
         mode: Mode = "fast",
         *,
         folder: Path | None = None,
-        optimise: bool = True,
         step_limit: int = 1 << 22,
+        planted: Planted | None = None,
     ) -> None:
         module = ptx.parse(ptx_text)
-        translation = translate(module, checking=mode == "check")
+        translation = translate(module, planted)
         self.mode = mode
+        self.mutation = 0
         self.kernels: dict[str, KernelSignature] = translation.kernels
         self._sites: list[Site] = translation.sites
         self._architecture = int(re.sub(r"\D", "", module.target))
         self._step_limit = step_limit
-        path = build.build_module(translation.source, folder or build.default_folder(), optimise=optimise)
+        path = build.build_module(translation.source, folder or build.default_folder(), checking=mode == "check")
         self._library = ctypes.CDLL(str(path))
         self._library.launch_error.restype = ctypes.c_char_p
         self._library.register_variables()
@@ -201,6 +206,7 @@ class EmulatedModule:
             len(c_ranges),
             self.mode == "check",
             count_traffic,
+            self.mutation,
         )
         if self._library.run_launch(ctypes.byref(launch)):
             kind, _, text = self._library.launch_error().decode().partition("|")

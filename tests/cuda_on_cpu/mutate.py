@@ -1,12 +1,12 @@
 """Kernels with one mistake planted: each must be caught by the kernel's tests, by a wrong result or in check mode.
 
-A mutation is made in the PTX, so that nothing of the kernel's source has to be known.  ``survivors`` does the whole
-work for a kernel whose test can be written as one function.
+A mistake is made in the PTX, so that nothing of the kernel's source has to be known.  One build has all mistakes of a
+module, and a number that says which one is made (`EmulatedModule.mutation`).  ``survivors`` does the whole work for a
+kernel whose test can be written as one function.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,18 +20,27 @@ _COMPARISONS = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt", "eq": "ne", "ne"
 _COMPARISONS |= {"lo": "ls", "ls": "lo", "hi": "hs", "hs": "hi"}
 
 
+#: Of a kernel that may never end.
+STEP_LIMIT = 1 << 14
+
 Trial = Callable[[EmulatedModule, str, Order], bool]
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A module's PTX with one mistake; ``kind``: ``barrier wait operands fragments comparison``."""
+    """A mistake; ``kind``: ``barrier wait operands fragments comparison``.
+
+    ``after`` stands in the place of the instruction ``before``; None: nothing does.
+    """
 
     kind: str
     kernel: str
-    description: str
-    ptx: str
-    function: str  # the text of the mutated kernel alone
+    change: str
+    before: Instruction
+    after: Instruction | None
+
+    def __str__(self) -> str:
+        return f"{self.change} in `{self.before.text}` ({self.before.location or self.kernel})"
 
 
 def mutations(ptx: str, kernel: str | None = None) -> list[Mutation]:
@@ -43,34 +52,22 @@ def mutations(ptx: str, kernel: str | None = None) -> list[Mutation]:
     * registers of the A and B fragments of each ``mma`` swapped;
     * the comparison of each ``setp`` made the one beside it (< and <=, == and !=).
     """
-    found = []
-    for function in parse(ptx).functions:
-        if kernel is not None and function.name != kernel:
-            continue
-        for instruction in function.instructions():
-            for kind, change, text in _mistakes(instruction):
-                where = f"{instruction.location or function.name}"
-                description = f"{change} in `{instruction.text}` ({where})"
-                start, end = instruction.span
-                before, after = ptx[:start] + text, ptx[end:]
-                first, last = function.span
-                mutated = before[first:] + ptx[end:last]
-                found.append(Mutation(kind, function.name, description, before + after, mutated))
-    return found
-
-
-def combine(ptx: str, chosen: Sequence[Mutation]) -> str:
-    """One module, and so one build, with the mutated kernels beside the right ones; see ``name_in_combination``."""
-    copies = [
-        re.sub(rf"\b{mutation.kernel}\b(?!\w)", name_in_combination(mutation, i), mutation.function, count=1)
-        for i, mutation in enumerate(chosen)
+    return [
+        Mutation(kind, function.name, change, instruction, after)
+        for function in parse(ptx).functions
+        if kernel in (None, function.name)
+        for instruction in function.instructions()
+        for mistake in _MISTAKES
+        for kind, change, after in mistake(instruction)
     ]
-    end = max(function.span[1] for function in parse(ptx).functions)
-    return "\n".join([ptx[:end], *copies, ptx[end:]])
 
 
-def name_in_combination(mutation: Mutation, index: int) -> str:
-    return f"{mutation.kernel}_mutation_{index}"
+def plant(ptx: str, chosen: Sequence[Mutation]) -> EmulatedModule:
+    """A module in check mode with mutations, which are numbered from 1 on."""
+    planted: dict[tuple[int, int], list[tuple[int, Instruction | None]]] = {}
+    for number, mutation in enumerate(chosen, start=1):
+        planted.setdefault(mutation.before.span, []).append((number, mutation.after))
+    return EmulatedModule(ptx, "check", planted=planted, step_limit=STEP_LIMIT)
 
 
 def survivors(ptx: str, chosen: Sequence[Mutation], is_right: Trial) -> list[str]:
@@ -78,13 +75,12 @@ def survivors(ptx: str, chosen: Sequence[Mutation], is_right: Trial) -> list[str
 
     ``is_right(module, kernel, order)`` launches the kernel of that name and says whether its results are right.
     """
-    module = EmulatedModule(combine(ptx, chosen), "check", optimise=False)
-    names = [name_in_combination(mutation, i) for i, mutation in enumerate(chosen)]
-    return [
-        mutation.description
-        for mutation, name in zip(chosen, names, strict=True)
-        if all(_passes(module, name, order, is_right) for order in ORDERS)
-    ]
+    module = plant(ptx, chosen)
+    found = []
+    for module.mutation, mutation in enumerate(chosen, start=1):
+        if all(_passes(module, mutation.kernel, order, is_right) for order in ORDERS):
+            found.append(str(mutation))
+    return found
 
 
 def _passes(module: EmulatedModule, kernel: str, order: Order, is_right: Trial) -> bool:
@@ -94,76 +90,54 @@ def _passes(module: EmulatedModule, kernel: str, order: Order, is_right: Trial) 
         return False
 
 
-def _mistakes(instruction: Instruction) -> Iterator[tuple[str, str, str]]:
-    """(kind, what was done, the text in its place)"""
-    for mistake in _MISTAKES:
-        yield from mistake(instruction)
+#: (kind, what was done, the instruction in its place)
+Mistake = tuple[str, str, Instruction | None]
 
 
-def _write(instruction: Instruction, name: str, operands: list[str]) -> str:
-    predicate = ""
-    if instruction.predicate is not None:
-        predicate = instruction.text.split(maxsplit=1)[0] + " "
-    return f"{predicate}{name} {', '.join(operands)};"
-
-
-def _name(instruction: Instruction) -> str:
-    return ".".join((instruction.opcode, *instruction.modifiers))
-
-
-def _operands(instruction: Instruction) -> list[str]:
-    """As they stand in the text (those of the record are renamed)."""
-    text = instruction.text
-    if instruction.predicate is not None:
-        text = text.split(maxsplit=1)[1]
-    return split_operands(text.partition(" ")[2])
-
-
-def _dropped_barrier(instruction: Instruction) -> Iterator[tuple[str, str, str]]:
+def _dropped_barrier(instruction: Instruction) -> Iterator[Mistake]:
     if instruction.opcode in ("bar", "barrier") and "sync" in instruction.modifiers:
-        yield "barrier", "dropped", ";"
+        yield "barrier", "dropped", None
 
 
-def _weaker_wait(instruction: Instruction) -> Iterator[tuple[str, str, str]]:
+def _weaker_wait(instruction: Instruction) -> Iterator[Mistake]:
     if instruction.opcode != "cp":
         return
     if "wait_all" in instruction.modifiers:
-        yield "wait", "dropped", ";"
+        yield "wait", "dropped", None
     if "wait_group" in instruction.modifiers:
-        left = int(instruction.operands[0], 0)
-        yield "wait", f"waits for all but {left + 1}", _write(instruction, _name(instruction), [str(left + 1)])
+        left = int(instruction.operands[0], 0) + 1
+        yield "wait", f"waits for all but {left}", replace(instruction, operands=(str(left),))
 
 
-def _swapped_operands(instruction: Instruction) -> Iterator[tuple[str, str, str]]:
-    operands = _operands(instruction)
-    if instruction.opcode not in _NOT_COMMUTATIVE or operands[1] == operands[2]:
+def _swapped_operands(instruction: Instruction) -> Iterator[Mistake]:
+    if instruction.opcode not in _NOT_COMMUTATIVE:
         return
-    operands[1], operands[2] = operands[2], operands[1]
-    yield "operands", "inputs swapped", _write(instruction, _name(instruction), operands)
+    result, a, b, *rest = instruction.operands
+    if a != b:
+        yield "operands", "inputs swapped", replace(instruction, operands=(result, b, a, *rest))
 
 
-def _swapped_fragments(instruction: Instruction) -> Iterator[tuple[str, str, str]]:
+def _swapped_fragments(instruction: Instruction) -> Iterator[Mistake]:
     if instruction.opcode != "mma":
         return
-    operands = _operands(instruction)
     for index, matrix in ((1, "A"), (2, "B")):
-        registers = split_operands(operands[index].strip("{}"))
-        if len(registers) < 2 or registers[0] == registers[1]:
+        operands = list(instruction.operands)
+        first, *others = split_operands(operands[index].strip("{}"))
+        if not others or first == others[0]:
             continue
-        registers[0], registers[1] = registers[1], registers[0]
-        changed = [*operands[:index], "{" + ", ".join(registers) + "}", *operands[index + 1 :]]
-        yield "fragments", f"registers of {matrix} swapped", _write(instruction, _name(instruction), changed)
+        operands[index] = "{" + ", ".join((others[0], first, *others[1:])) + "}"
+        yield "fragments", f"registers of {matrix} swapped", replace(instruction, operands=tuple(operands))
 
 
-def _other_comparison(instruction: Instruction) -> Iterator[tuple[str, str, str]]:
+def _other_comparison(instruction: Instruction) -> Iterator[Mistake]:
     if instruction.opcode != "setp" or instruction.modifiers[0] not in _COMPARISONS:
         return
     comparison = _COMPARISONS[instruction.modifiers[0]]
     changed = replace(instruction, modifiers=(comparison, *instruction.modifiers[1:]))
-    yield "comparison", f"made {comparison}", _write(instruction, _name(changed), _operands(instruction))
+    yield "comparison", f"made {comparison}", changed
 
 
-_MISTAKES: tuple[Callable[[Instruction], Iterator[tuple[str, str, str]]], ...] = (
+_MISTAKES: tuple[Callable[[Instruction], Iterator[Mistake]], ...] = (
     _dropped_barrier,
     _weaker_wait,
     _swapped_operands,

@@ -147,4 +147,4 @@ def test_what_has_no_translation_is_refused(instruction: str) -> None:
     )
     module = parse(kernel(registers + ".loc 1 7 3\n" + instruction))
     with pytest.raises(UnsupportedInstruction, match=r"k\.cu:7"):
-        translate(module, checking=False)
+        translate(module)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tests.cuda_on_cpu.denormals import flushed_registers
 from tests.cuda_on_cpu.errors import PtxError, UnsupportedInstruction
 from tests.cuda_on_cpu.instructions import HANDLERS
-from tests.cuda_on_cpu.instructions.table import C_TYPES, Names, Operation, mangle
+from tests.cuda_on_cpu.instructions.table import C_TYPES, Names, Operation, mangle, register_type
 from tests.cuda_on_cpu.ptx import TYPE_BYTES, BranchTargets, Function, Instruction, Label, Module, Parameter, Variable
 
 DYNAMIC_ALIGN = 16
+
+#: Mistakes for tests to make: by the span of an instruction, what may stand in its place (None: nothing), each with
+#: a number.  The one that `EmulatedModule.mutation` names does.
+Planted = Mapping[tuple[int, int], Sequence[tuple[int, Instruction | None]]]
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,9 @@ class Translation:
     kernels: dict[str, KernelSignature]
 
 
-def translate(module: Module, *, checking: bool) -> Translation:
+def translate(module: Module, planted: Planted | None = None) -> Translation:
     """C++ for a module.  Raises UnsupportedInstruction for what has no translation."""
-    return _Translator(module, checking).run()
+    return _Translator(module, planted or {}).run()
 
 
 def _align(offset: int, align: int) -> int:
@@ -69,9 +75,9 @@ class _Layout:
 
 
 class _Translator:
-    def __init__(self, module: Module, checking: bool) -> None:
+    def __init__(self, module: Module, planted: Planted) -> None:
         self._module = module
-        self._checking = checking
+        self._planted = planted
         self._sites: list[Site] = []
         # Device functions may be called from any kernel, so their shared variables lie where the module's own do.
         self._shared = _Layout()
@@ -87,7 +93,6 @@ class _Translator:
     def run(self) -> Translation:
         functions = [self._function(function) for function in self._module.functions]
         parts = [
-            "#define CHECKING" if self._checking else "",
             '#include "kernel.h"',
             '#define EXPORT extern "C" __attribute__((visibility("default")))',
             *map(_definition, self._global_variables),
@@ -123,7 +128,7 @@ class _Translator:
 
     # ---- one function
     def _names(self, function: Function) -> Names:
-        names = Names(function.registers)
+        names = Names(function.registers, flushed=flushed_registers(function))
         names.shared.update(self._shared.offsets)
         if function.is_kernel:
             names.shared.update(self._kernel_shared(function).offsets)
@@ -150,12 +155,25 @@ class _Translator:
                 seen.add(item.name)
                 lines.append(f"{names.labels[item.name]}:;")
             elif isinstance(item, Instruction):
-                lines.append(self._instruction(function, item, names, seen))
+                lines.append(self._with_mistakes(function, item, names, seen))
         return "\n".join([*lines, "}"])
 
-    def _instruction(self, function: Function, instruction: Instruction, names: Names, seen: set[str]) -> str:
+    def _with_mistakes(self, function: Function, instruction: Instruction, names: Names, seen: set[str]) -> str:
         site = len(self._sites)
         self._sites.append(Site(function.name, instruction))
+        statement = self._instruction(function, instruction, names, seen, site)
+        others = self._planted.get(instruction.span)
+        if others is None:
+            return statement
+        cases = [
+            f"case {number}: {self._instruction(function, other, names, seen, site) if other else ''} break;"
+            for number, other in others
+        ]
+        return f"switch (mutation) {{ {' '.join(cases)} default: {statement} }}"
+
+    def _instruction(
+        self, function: Function, instruction: Instruction, names: Names, seen: set[str], site: int
+    ) -> str:
         operation = Operation(instruction, names, site, seen.__contains__)
         handler = HANDLERS.get(instruction.opcode)
         if handler is None:
@@ -189,8 +207,7 @@ def _declarations(function: Function) -> list[str]:
     lines = []
     for type_ in sorted(set(function.registers.values())):
         names = [mangle(name) for name, kind in function.registers.items() if kind == type_]
-        c_type = "bool" if type_ == "pred" else f"u{max(16, 8 * TYPE_BYTES[type_])}"
-        lines.append(f"{c_type} {', '.join(f'{name} = 0' for name in names)};")
+        lines.append(f"{register_type(type_)} {', '.join(f'{name} = 0' for name in names)};")
     for variable in function.variables:
         if variable.space in ("local", "param"):
             lines.append(f"alignas({max(8, variable.align)}) u8 {mangle(variable.name)}[{variable.n_bytes}];")

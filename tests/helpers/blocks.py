@@ -109,11 +109,11 @@ def values_of(rows: NDArray[np.uint8], type: KernelType) -> NDArray[np.float64]:
     """The values of rows, by the gguf package, or for the kernels' own formats by their definition."""
     with np.errstate(all="ignore"):
         if not isinstance(type, LUTType):
-            return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(type)).astype(np.float64)
+            return np.asarray(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(type)), np.float64)
         blocks = rows.reshape(-1, type.size.n_bytes)
         n_scales = 32 // type.scale_length
         scales = np.ascontiguousarray(blocks[:, : 2 * n_scales]).view("<f2").astype(np.float64)
         nibbles = blocks[:, 2 * n_scales :]
         codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=1)  # two planes of 16
         values = np.array(type.table, np.float64)[codes].reshape(len(blocks), n_scales, -1) * scales[:, :, None]
-        return values.reshape(len(rows), -1)
+        return np.asarray(values.reshape(len(rows), -1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.cuda_on_cpu.instructions.floats import FLOAT_TYPES, float_arithmetic
 from tests.cuda_on_cpu.instructions.table import C_TYPES, Operation, translates
+from tests.cuda_on_cpu.ptx import TYPE_BYTES
 
 _INTS = ("u16", "s16", "u32", "s32", "u64", "s64")
 _BITS = ("b16", "b32", "b64")
@@ -139,7 +140,11 @@ def lop3(op: Operation) -> str:
 def shift(op: Operation) -> str:
     type_ = op.type(*_BITS, *_INTS)
     op.count(3)
-    function = "shift_left" if op.instruction.opcode == "shl" else "shift_right"
+    left = op.instruction.opcode == "shl"
+    count = op.number(2)
+    if count is not None and count < 8 * TYPE_BYTES[type_]:
+        return op.result(type_, f"{op.read(1, type_)} {'<<' if left else '>>'} {count}")
+    function = "shift_left" if left else "shift_right"
     return op.result(type_, f"{function}<{C_TYPES[type_]}>({op.read(1, type_)}, {op.read(2, 'u32')})")
 
 

@@ -21,6 +21,7 @@ _ORDERED = {
     "hs": ">=",
 }
 _UNORDERED = ("equ", "neu", "ltu", "leu", "gtu", "geu")
+_OPPOSITE = {"equ": "ne", "ltu": "ge", "leu": "gt", "gtu": "le", "geu": "lt"}
 _COMBINE = {"and": "&&", "or": "||", "xor": "!="}
 
 
@@ -86,12 +87,14 @@ def _as_number(value: str, type_: str) -> str:
 def _compare(name: str, a: str, b: str, is_float: bool) -> str:
     if not is_float:
         return f"({a} {_ORDERED[name]} {b})"
-    nan = f"(std::isnan({a}) || std::isnan({b}))"
     if name in ("num", "nan"):
-        return nan if name == "nan" else f"!{nan}"
-    if name in _UNORDERED:
-        return f"({nan} || {a} {_ORDERED[name[:2]]} {b})"
-    return f"(!{nan} && {a} {_ORDERED[name]} {b})"
+        return f"{'!' if name == 'num' else ''}std::isunordered({a}, {b})"
+    # Comparisons of C++ are false for NaN, but for !=.
+    if name == "ne":
+        return f"({a} < {b} || {a} > {b})"
+    if name in _UNORDERED and name != "neu":
+        return f"!{_compare(_OPPOSITE[name], a, b, True)}"
+    return f"({a} {_ORDERED[name[:2]]} {b})"
 
 
 @translates("setp")

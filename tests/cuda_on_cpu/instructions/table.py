@@ -39,6 +39,7 @@ _SPECIAL_REGISTERS = {
     "%total_smem_size": "(u32)shared_bytes",
     "WARP_SZ": "32u",
 }
+_INTEGER = re.compile(r"(\d+|0[xX][0-9a-fA-F]+)U?")
 _SPECIAL_VECTORS = {"tid": "current->id", "ntid": "block_size", "ctaid": "block_id", "nctaid": "grid_size"}
 
 
@@ -52,11 +53,17 @@ class Names:
     labels: dict[str, str] = field(default_factory=dict)
     functions: dict[str, str] = field(default_factory=dict)
     branch_targets: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    flushed: frozenset[str] = frozenset()  # registers that never hold a denormal f32
 
 
 def mangle(name: str) -> str:
     """A C++ identifier that no other name in the generated code can be."""
     return "v_" + re.sub(r"\W", lambda match: f"_{ord(match[0]):x}_", name.lstrip("%"))
+
+
+def register_type(type_: str) -> str:
+    """The C++ type of a register; "" of what is none."""
+    return "bool" if type_ == "pred" else f"u{max(16, 8 * TYPE_BYTES[type_])}" if type_ else ""
 
 
 def _float_bits(number: float, type_: str) -> int:
@@ -126,11 +133,18 @@ class Operation:
             return f"f32_of({raw})"
         if type_ == "f64":
             return f"f64_of({raw})"
-        return raw if type_ == "pred" else f"(({C_TYPES[type_]})({raw}))"
+        has_type = type_ == "pred" or C_TYPES[type_] == register_type(self.names.registers.get(operand, ""))
+        return raw if has_type else f"(({C_TYPES[type_]})({raw}))"
 
     def read(self, index: int, type_: str, flush: bool = False) -> str:
-        value = self.value(self.operands[index], type_)
-        return f"flush({value})" if flush else value
+        operand = self.operands[index]
+        value = self.value(operand, type_)
+        return f"flush({value})" if flush and operand not in self.names.flushed else value
+
+    def number(self, index: int) -> int | None:
+        """An integer that is written out, or None."""
+        match = _INTEGER.fullmatch(self.operands[index])
+        return int(match[1], 0) if match else None
 
     def _raw(self, name: str) -> str:
         if name in self.names.registers:

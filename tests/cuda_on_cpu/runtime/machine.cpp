@@ -14,6 +14,7 @@
 #include "fiber.h"
 
 Thread* current;
+u32 mutation;
 Dim grid_size, block_size, block_id;
 u8* shared_memory;
 u64 shared_bytes, static_shared_bytes;
@@ -432,6 +433,7 @@ bool check::is_local(u64 address, u64 n_bytes) { return stacks.contains(current-
 // Runs a launch to its end.  Returns 0, or 1 with an error that launch_error() tells.
 EXPORT int run_launch(const Launch* wanted) {
   launch = *wanted;
+  mutation = launch.mutation;
   grid_size = {launch.grid[0], launch.grid[1], launch.grid[2]};
   block_size = {launch.block[0], launch.block[1], launch.block[2]};
   block_id = {0, 0, 0};

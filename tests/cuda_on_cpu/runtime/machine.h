@@ -29,6 +29,7 @@ struct Launch {
   const MemoryRange* ranges;
   u64 n_ranges;
   u32 checking, counting;
+  u32 mutation;  // the number of the planted mistake to make (mutate.py); 0: none
 };
 
 // ---- threads
@@ -45,6 +46,7 @@ struct Thread {
   struct AsyncCopies* copies;  // those it has under way
 };
 extern Thread* current;
+extern u32 mutation;
 extern Dim grid_size, block_size, block_id;
 extern u8* shared_memory;  // of the running block; shared addresses count from here
 extern u64 shared_bytes, static_shared_bytes;  // the first counts dynamic ones too, which come last

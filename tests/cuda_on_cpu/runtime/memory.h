@@ -1,4 +1,4 @@
-// Loads, stores and atomics of generated code.  CHECKING is set by the translator in check mode.
+// Loads, stores and atomics of generated code.  CHECKING is set for modules in check mode.
 #pragma once
 #include "access.h"
 #include "machine.h"
@@ -8,10 +8,14 @@ using check::Space;
 
 inline u64 shared_address(u64 offset) { return (u64)shared_memory + (u32)offset; }
 
+// Functions that are not inlined, here and in other headers, are so because g++ would be long over all their copies.
+[[gnu::noinline, noreturn]] inline void misaligned(Access access, u32 n_bytes, int site) {
+  fail("misaligned", "%s of %u bytes at an address that is no multiple of that, at <site %d>",
+       access == Access::read || access == Access::atomic_read ? "read" : "write", n_bytes, site);
+}
+
 inline void before_access(Space space, Access access, u64 address, u32 n_bytes, int site) {
-  if (__builtin_expect(address & (n_bytes - 1), 0))
-    fail("misaligned", "%s of %u bytes at an address that is no multiple of that, at <site %d>",
-         access == Access::read || access == Access::atomic_read ? "read" : "write", n_bytes, site);
+  if (__builtin_expect(address & (n_bytes - 1), 0)) misaligned(access, n_bytes, site);
 #ifdef CHECKING
   check::access(space, access, address, n_bytes, site);
 #else

@@ -8,7 +8,7 @@
 enum class Round { nearest, zero, down, up };
 
 // a + b, rounded to odd.
-inline f64 add_to_odd(f64 a, f64 b) {
+[[gnu::noinline]] inline f64 add_to_odd(f64 a, f64 b) {
   const f64 sum = a + b;
   const f64 b_part = sum - a;
   const f64 lost = (a - (sum - b_part)) + (b - b_part);  // Knuth's TwoSum: a + b = sum + lost, exactly
@@ -18,7 +18,7 @@ inline f64 add_to_odd(f64 a, f64 b) {
 }
 
 // An f64 as f32, rounded to odd.
-inline f32 f32_to_odd(f64 value) {
+[[gnu::noinline]] inline f32 f32_to_odd(f64 value) {
   const f32 near = (f32)value;
   if ((f64)near == value || std::isnan(value) || std::isinf(value)) return near;
   const u32 bits = bits_of(near);
@@ -39,14 +39,14 @@ constexpr u16 F16_NAN = 0x7fff;
 inline f32 f16_value(u16 bits) { return (f32)bit_cast<_Float16>(bits); }
 
 template <Round mode = Round::nearest>
-inline u16 f16_from(f32 value) {
+[[gnu::noinline]] inline u16 f16_from(f32 value) {
   static_assert(mode == Round::nearest || mode == Round::zero, "f16 is rounded to nearest or to zero");
   if (value != value) return F16_NAN;
   const u16 near = bit_cast<u16>((_Float16)value);
   return mode == Round::zero && std::fabs(f16_value(near)) > std::fabs(value) ? (u16)(near - 1) : near;
 }
 template <Round mode = Round::nearest>
-inline u16 f16_from(f64 value) {
+[[gnu::noinline]] inline u16 f16_from(f64 value) {
   return f16_from<mode>(f32_to_odd(value));
 }
 

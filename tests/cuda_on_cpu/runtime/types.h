@@ -31,5 +31,5 @@ inline u64 bits_of(f64 value) { return bit_cast<u64>(value); }
 // .ftz: a denormal f32 becomes a zero of its sign.
 inline f32 flush(f32 value) {
   const u32 bits = bits_of(value);
-  return f32_of(bits & 0x7f800000u ? bits : bits & 0x80000000u);
+  return f32_of(bits & (0x80000000u | -(u32)((bits & 0x7f800000u) != 0)));
 }

@@ -1,82 +1,139 @@
-"""Registers of the kernels for matrix products: what ptxas says, and the budget kept in registers.json.
+"""Registers of all kernels: what ptxas says, and the budget kept in registers.json.
 
-python -m tests.kernels.cuda.registers          compiles all for all architectures and lists what spills
-python -m tests.kernels.cuda.registers --write  and keeps the registers, the most over the architectures
+python -m tests.kernels.cuda.registers          compiles all variants for all architectures; fails where one spills or
+                                                takes more registers than its budget
+python -m tests.kernels.cuda.registers 75 90    for these only
+python -m tests.kernels.cuda.registers --write  keeps what they take, the most over the architectures, as the budget
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.kernels.cuda import matmul
+from localllm.kernels.cuda.attention import choose_variant
+from localllm.kernels.cuda.driver import Defines
 from localllm.kernels.cuda.matmul import PACKED_FORMATS, Launch
 from localllm.kernels.cuda.module import flat_source
-from localllm.quant.lut import LUT_E2M1_16, LUT_E2M1_32, KernelType, LUTType
+from localllm.kernels.ops import CACHE_TYPES, CacheType
+from localllm.quant.lut import KernelType
 from tests.cuda_on_cpu import nvrtc
 from tests.cuda_on_cpu.nvrtc import Resources
+
+#: Registers by variant and kernel.
+Budgets = dict[str, dict[str, int]]
 
 BUDGETS = Path(__file__).with_name("registers.json")
 #: Shared memory that a block may have, by architecture.
 SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
-#: Tables differ in numbers only.
-TYPES: list[KernelType] = [
-    *(t for t in PACKED_FORMATS if not isinstance(t, LUTType)),
-    LUT_E2M1_32,
-    LUT_E2M1_16,
-]
 #: Rows of activations: one for each variant of a kernel.
-ROWS = (1, 2, 4, 8, 16, 64, 512)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 64, 512)
+HEAD_DIMS = (16, 64, 80, 96, 128, 256)
 
 
-def launches(type: KernelType, architecture: int) -> dict[str, Launch]:
-    """All variants of all kernels that a device uses for a format, by name."""
+@dataclass(frozen=True)
+class Case:
+    """A module as a device uses it.  Variants of different architectures share a name, and a budget."""
+
+    name: str
+    module: str
+    architecture: int
+    defines: Defines
+
+    def resources(self) -> dict[str, Resources]:
+        options = ("--std=c++17", *(f"-D{key}={value}" for key, value in self.defines.items()))
+        return nvrtc.resources(flat_source(self.module), self.architecture, options, f"{self.module}.cu")
+
+
+def everything() -> list[Case]:
+    """Each variant of each module that the product asks for, for each architecture."""
+    cases: dict[tuple[str, int], Case] = {}
+    for architecture in SHARED_BYTES:
+        for type in PACKED_FORMATS:
+            cases |= {(case.name, architecture): case for case in _of_format(type, architecture)}
+        for cache_type in CACHE_TYPES:
+            for head_dim in HEAD_DIMS:
+                cases |= {(case.name, architecture): case for case in _of_heads(head_dim, cache_type, architecture)}
+        for module in ("elementwise", "ceilings"):
+            cases[module, architecture] = Case(module, module, architecture, {})
+    return list(cases.values())
+
+
+def _of_format(type: KernelType, architecture: int) -> Iterator[Case]:
+    """Tables differ in numbers only: formats that have one share variants."""
     capability = divmod(architecture, 10)
     format = matmul.packed_format(type, capability)
-    found = [matmul.pack_launch(format, 64, 4096), matmul.embed_launch(format, 8), matmul.quantise_launch(format, 8)]
+    launches = [
+        matmul.pack_launch(format, 64, 4096),
+        matmul.embed_launch(format, 8),
+        matmul.quantise_launch(format, 8),
+    ]
     for rows in sorted({format.input_rows(n) for n in ROWS}):
-        found.append(
-            matmul.product_launch(
-                format, [4096], 4096, rows, capability=capability, shared_bytes=SHARED_BYTES[architecture]
-            )
-        )
-    return {name(format.name, launch): launch for launch in found}
+        shared = SHARED_BYTES[architecture]
+        launches.append(matmul.product_launch(format, [4096], 4096, rows, capability=capability, shared_bytes=shared))
+    for launch in launches:
+        yield Case(_name(launch), launch.kernel, architecture, launch.defines)
 
 
-def name(format: str, launch: Launch) -> str:
-    """Of a kernel's variant; stages of shared memory take no registers."""
-    return " ".join(
-        str(part) for part in (launch.kernel, format, *map(launch.defines.get, ("TOKENS", "ROWS"))) if part
-    )
+def _name(launch: Launch) -> str:
+    """Stages of shared memory take no registers."""
+    parts = (launch.kernel, *(launch.defines.get(key) for key in ("FORMAT", "TOKENS", "ROWS")))
+    return " ".join(str(part) for part in parts if part is not None)
 
 
-def resources(launch: Launch, architecture: int) -> Resources:
-    options = ("--std=c++17", *(f"-D{key}={value}" for key, value in launch.defines.items()))
-    return nvrtc.resources(flat_source(launch.kernel), architecture, options, f"{launch.kernel}.cu")[launch.kernel]
+def _of_heads(head_dim: int, cache_type: CacheType, architecture: int) -> Iterator[Case]:
+    """Capped: with soft-cap and sinks."""
+    name = f"{cache_type} {head_dim}"
+    append: Defines = {"HEAD_DIM": head_dim, "Q8_0": int(cache_type == "q8_0")}
+    yield Case(f"append {name}", "append", architecture, append)
+    for capped in (False, True):
+        variant = choose_variant(head_dim, cache_type, SHARED_BYTES[architecture], soft_cap=capped, sinks=capped)
+        yield Case(f"attention {name}{' capped' if capped else ''}", "attention", architecture, variant.defines)
 
 
-def everything(architectures: Sequence[int]) -> Iterator[tuple[str, int, Resources]]:
-    for architecture in architectures:
-        for type in TYPES:
-            for variant, launch in launches(type, architecture).items():
-                yield variant, architecture, resources(launch, architecture)
+def problems(case: Case, budgets: Budgets, found: dict[str, Resources]) -> list[str]:
+    """What is wrong with a case's kernels."""
+    wrong = []
+    for kernel, taken in found.items():
+        where = f"{kernel} of {case.name} for sm_{case.architecture}"
+        if taken.spill_bytes or taken.stack_bytes:
+            wrong.append(f"{where} spills {taken.spill_bytes} bytes, and has a stack of {taken.stack_bytes}")
+        budget = budgets.get(case.name, {}).get(kernel)
+        if budget is None:
+            wrong.append(f"{where} has no budget")
+        elif taken.registers > budget:
+            wrong.append(f"{where} takes {taken.registers} registers, and its budget is {budget}")
+    return wrong
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("architectures", nargs="*", type=int, default=list(SHARED_BYTES))
+    parser.add_argument("architectures", nargs="*", type=int)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    budgets: dict[str, int] = json.loads(BUDGETS.read_text()) if BUDGETS.exists() else {}
-    for variant, architecture, found in everything(given.architectures):
-        budgets[variant] = max(budgets.get(variant, 0), found.registers)
-        if found.spill_bytes or found.stack_bytes:
-            print(f"{variant}, sm_{architecture}: {found}", flush=True)
+    if given.write and given.architectures:
+        parser.error("a budget holds for all architectures")
+    cases = [case for case in everything() if case.architecture in (given.architectures or SHARED_BYTES)]
+    with ProcessPoolExecutor() as pool:  # NVRTC compiles one module at a time in a process
+        all_found = list(pool.map(Case.resources, cases, chunksize=8))
     if given.write:
-        BUDGETS.write_text(json.dumps(budgets, indent=1, sort_keys=True) + "\n")
+        taken: dict[str, Counter[str]] = {}
+        for case, found in zip(cases, all_found, strict=True):
+            taken.setdefault(case.name, Counter())
+            taken[case.name] |= Counter({kernel: resources.registers for kernel, resources in found.items()})
+        BUDGETS.write_text(json.dumps(taken, indent=1, sort_keys=True) + "\n")
+    budgets: Budgets = json.loads(BUDGETS.read_text())
+    wrong = [p for case, found in zip(cases, all_found, strict=True) for p in problems(case, budgets, found)]
+    print("\n".join([*wrong, f"{len(cases)} modules compiled, {len(wrong)} problems"]))
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localllm.kernels.cuda.cache import PAGE, CacheLayout
+from localllm.kernels.cuda.cache import PAGE, CacheLayout, Part
 from localllm.kernels.cuda.rope import phases
 from localllm.kernels.ops import CacheShape, CacheType, Rope
 from localllm.kernels.reference import in_q8_0, in_range
@@ -199,16 +199,28 @@ def test_no_access_is_wrong(cache_type: CacheType) -> None:
         np.testing.assert_array_equal(out.q, first.q)
 
 
-def test_a_page_is_copied_in_all_layers(device: Device) -> None:
-    part = CacheLayout(CacheShape(3, 2, 8), 5).parts[0]
-    before = np.random.default_rng(0).integers(0, 256, (3, 5, part.page_bytes), np.uint8)
+def pages(part: Part) -> Array:
+    """What all pages of three layers hold: uint8 [3, 5, bytes]."""
+    return np.random.default_rng(0).integers(0, 256, (3, 5, part.page_bytes), np.uint8)
+
+
+def copied_page(device: Device, part: Part) -> Array:
+    """`pages`, and page 4 copied to 1."""
+    before = pages(part)
     memory = device.upload(before)
     module = device.driver.load_module(0, "append", {"HEAD_DIM": 8, "Q8_0": 0})
     sizes = np.int32(part.page_bytes), np.int64(part.layer_bytes), np.int32(4), np.int32(1)
     device.driver.launch(module, "copy_page", (1, 3), (256,), [memory, *sizes], device.stream)
-    after = device.download(memory, np.uint8, *before.shape)
-    before[:, 1] = before[:, 4]
-    np.testing.assert_array_equal(after, before)
+    return device.download(memory, np.uint8, *before.shape)
+
+
+PART = CacheLayout(CacheShape(3, 2, 8), 5).parts[0]
+
+
+def test_a_page_is_copied_in_all_layers(device: Device) -> None:
+    expected = pages(PART)
+    expected[:, 1] = expected[:, 4]
+    np.testing.assert_array_equal(copied_page(device, PART), expected)
 
 
 def test_phases_are_exact() -> None:

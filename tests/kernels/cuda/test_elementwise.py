@@ -104,12 +104,15 @@ def test_a_norm_is_quantised_as_by_itself(device: Device, width: int) -> None:
     np.testing.assert_array_equal(*quantised_launch(device, "rms_norm_quantised", y, width, inputs, True))
 
 
+def cap_inputs(device: Device, x: Array, cap: float) -> list[Any]:
+    wide = padded(x)
+    return [device.upload(wide), np.int32(wide.shape[1]), np.int32(x.shape[1]), np.float32(cap)]
+
+
 @pytest.mark.parametrize("width", [5, 700])
 def test_softcap(checked: Device, width: int) -> None:
     x = 40 * random(3, width)
-    wide = padded(x)
-    inputs = [checked.upload(wide), np.int32(wide.shape[1]), np.int32(width), np.float32(30)]
-    out = row_launch(checked, "softcap", 3, width, inputs, False)
+    out = row_launch(checked, "softcap", 3, width, cap_inputs(checked, x, 30), False)
     np.testing.assert_allclose(out, 30 * np.tanh(x[:-1].astype(np.float64) / 30), rtol=1e-6)
 
 
@@ -142,12 +145,17 @@ def test_a_gate_is_quantised_as_by_itself(device: Device, activation: str) -> No
     np.testing.assert_array_equal(*quantised_launch(device, f"gated_{activation}_quantised", y, 653, inputs, False))
 
 
+def gathered(device: Device, x: Array, rows: Array) -> Array:
+    """float32 [4, 532], of which three rows of 530 are wanted."""
+    y = device.upload(np.full((4, 532), np.nan, np.float32))
+    inputs = [device.upload(rows), device.upload(padded(x)), np.int32(532), np.int32(530)]
+    launch(device, "gather_rows", (2, 4), 128, [header(device, 5, 3), *inputs, y, np.int32(532)])
+    return device.download(y, np.float32, 4, 532)
+
+
 def test_rows_are_gathered(checked: Device) -> None:
     x, rows = random(5, 530), np.array([4, 0, 0, 1], np.int32)
-    y = checked.upload(np.full((4, 532), np.nan, np.float32))
-    inputs = [checked.upload(rows), checked.upload(padded(x)), np.int32(532), np.int32(530)]
-    launch(checked, "gather_rows", (2, 4), 128, [header(checked, 5, 3), *inputs, y, np.int32(532)])
-    out = checked.download(y, np.float32, 4, 532)
+    out = gathered(checked, x, rows)
     np.testing.assert_array_equal(out[:3, :530], x[rows[:3]])
     assert np.isnan(out[3]).all()
 
@@ -169,45 +177,48 @@ def best(x: Array, k: int) -> Array:
     return np.array(rows)[:, :k]
 
 
+def largest(device: Device, x: Array) -> tuple[Array, Array]:
+    """int32 [rows + 1], the ids and -7; and float32 [rows + 1], their values and -7."""
+    n_rows, n = x.shape
+    ids, values = (device.upload(np.full(n_rows + 1, -7, dtype)) for dtype in (np.int32, np.float32))
+    wide = padded(np.concatenate([x, x[:1]]))
+    arguments = [header(device, 0, n_rows), device.upload(wide), np.int32(wide.shape[1]), np.int32(n), ids, values]
+    launch(device, "argmax", (n_rows + 1,), 1024, arguments)
+    return device.download(ids, np.int32, n_rows + 1), device.download(values, np.float32, n_rows + 1)
+
+
 @pytest.mark.parametrize("n", [2, 31, 5000])
 def test_argmax(checked: Device, n: int) -> None:
     x = logits(n)
-    ids, values = checked.upload(np.full(7, -7, np.int32)), checked.upload(np.full(7, -7, np.float32))
-    wide = padded(np.concatenate([x, x[:1]]))
-    launch(
-        checked,
-        "argmax",
-        (7,),
-        1024,
-        [header(checked, 0, 6), checked.upload(wide), np.int32(wide.shape[1]), np.int32(n), ids, values],
-    )
-    found = checked.download(ids, np.int32, 7)
-    assert found[6] == -7
+    found, values = largest(checked, x)
+    assert (found[6], values[6]) == (-7, -7)
     np.testing.assert_array_equal(found[:6], best(x, 1)[:, 0])
-    np.testing.assert_array_equal(checked.download(values, np.float32, 6), x[range(6), found[:6]])
+    np.testing.assert_array_equal(values[:6], x[range(6), found[:6]])
+
+
+def top(device: Device, x: Array, k: int) -> tuple[Array, Array]:
+    """Ids and values of the largest, [rows, k]."""
+    n_rows, n = x.shape
+    wide, chunks = padded(x), -(-n // SORTED)
+    head, rows, stride = header(device, 0, n_rows), device.upload(wide), np.int32(wide.shape[1])
+    parts = device.empty(8 * n_rows * chunks * k)
+    ids, values = device.empty(4 * n_rows * k), device.empty(4 * n_rows * k)
+    launch(device, "top_parts", (chunks, n_rows), 1024, [head, rows, stride, np.int32(n), np.int32(k), parts])
+    sizes = np.int32(chunks * k), np.int32(k)
+    launch(device, "top_merge", (n_rows,), 1024, [head, parts, *sizes, rows, stride, ids, values])
+    return device.download(ids, np.int32, n_rows, k), device.download(values, np.float32, n_rows, k)
 
 
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (5000, 3), (5000, 700), (2049, 1024)])
 def test_top_k(device: Device, n: int, k: int) -> None:
     x = logits(n)
-    wide, chunks = padded(x), -(-n // SORTED)
-    head, rows, stride = header(device, 0, 6), device.upload(wide), np.int32(wide.shape[1])
-    parts = device.empty(8 * 6 * chunks * k)
-    ids, values = device.empty(4 * 6 * k), device.empty(4 * 6 * k)
-    launch(device, "top_parts", (chunks, 6), 1024, [head, rows, stride, np.int32(n), np.int32(k), parts])
-    sizes = np.int32(chunks * k), np.int32(k)
-    launch(device, "top_merge", (6,), 1024, [head, parts, *sizes, rows, stride, ids, values])
-    found = device.download(ids, np.int32, 6, k)
+    found, values = top(device, x, k)
     np.testing.assert_array_equal(found, best(x, k))
-    np.testing.assert_array_equal(device.download(values, np.float32, 6, k), np.take_along_axis(x, found, 1))
+    np.testing.assert_array_equal(values, np.take_along_axis(x, found, 1))
 
 
 def test_fewer_than_k(device: Device) -> None:
-    x = padded(random(1, 3))
-    head, rows, parts = header(device, 0, 1), device.upload(x), device.empty(8 * 5)
-    ids, values = device.empty(20), device.empty(20)
-    launch(device, "top_parts", (1, 1), 1024, [head, rows, np.int32(4), np.int32(3), np.int32(5), parts])
-    launch(device, "top_merge", (1,), 1024, [head, parts, np.int32(5), np.int32(5), rows, np.int32(4), ids, values])
-    found = device.download(ids, np.int32, 5)
-    np.testing.assert_array_equal(found[:3], best(x[:, :3], 3)[0])
-    np.testing.assert_array_equal(found[3:], -1)
+    x = random(1, 3)
+    found, _ = top(device, x, 5)
+    np.testing.assert_array_equal(found[0, :3], best(x, 3)[0])
+    np.testing.assert_array_equal(found[0, 3:], -1)

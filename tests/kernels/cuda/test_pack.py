@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from localllm.kernels.cuda import matmul
 from localllm.quant.formats import dequantize
@@ -36,29 +40,26 @@ def test_packing(device: Device, type: KernelType) -> None:
         np.testing.assert_array_equal(device.download(weights.memory, np.uint8, *expected.shape), expected)
 
 
+def decoded(
+    device: Device, rows: NDArray[np.uint8], type: KernelType, n_in: int, ids: Sequence[int]
+) -> NDArray[np.float32]:
+    """Some rows, packed and read, times 2.5: [ids, n_in + 4], NaN where nothing was written."""
+    weights = load(device, rows, type, n_in)
+    y = device.upload(np.full((len(ids), n_in + 4), np.nan, np.float32))
+    wanted = device.upload(np.array(ids, np.int32)), device.count(len(ids))
+    tiles, stride = np.int32(weights.format.n_tiles(n_in)), np.int32(n_in + 4)
+    arguments: list[Any] = [weights.memory, np.int32(n_in), tiles, *wanted, np.float32(2.5), y, stride]
+    device.run(matmul.embed_launch(weights.format, 8), arguments)
+    return device.download(y, np.float32, len(ids), n_in + 4)
+
+
 @every_type
 def test_rows_are_decoded_as_from_the_file(device: Device, type: KernelType) -> None:
     """With the same bits."""
     n_out, n_in = 70, columns(type)
     rows = random_rows(type, n_out, n_in)
-    weights = load(device, rows, type, n_in)
-    ids = np.array([0, 69, 33, 33, 31, 5], np.int32)
-    y = device.upload(np.full((len(ids), n_in + 4), np.nan, np.float32))
-    tiles, stride = np.int32(weights.format.n_tiles(n_in)), np.int32(n_in + 4)
-    device.run(
-        matmul.embed_launch(weights.format, 8),
-        [
-            weights.memory,
-            np.int32(n_in),
-            tiles,
-            device.upload(ids),
-            device.count(len(ids)),
-            np.float32(2.5),
-            y,
-            stride,
-        ],
-    )
-    found = device.download(y, np.float32, len(ids), n_in + 4)
+    ids = [0, 69, 33, 33, 31, 5]
+    found = decoded(device, rows, type, n_in, ids)
     values = dequantize_lut(rows, type) if isinstance(type, LUTType) else dequantize(rows, type)
     np.testing.assert_array_equal(found[:, :n_in], values[ids] * np.float32(2.5))
     assert np.isnan(found[:, n_in:]).all()

@@ -1,6 +1,6 @@
-"""Kernels for matrix products keep to their budget of registers and spill none, on all architectures.
+"""Kernels keep to their budget of registers and spill none.
 
-All formats and all architectures have their turn, but not each with each: `registers` does that by hand.
+One variant of each module here, of each on another architecture; `registers` compiles all of them for all.
 """
 
 from __future__ import annotations
@@ -9,42 +9,38 @@ import json
 
 import pytest
 
-from localllm.quant.lut import KernelType
-from localllm.quant.types import GGMLType
+from localllm.kernels.cuda.module import FOLDER
 from tests.cuda_on_cpu import nvrtc
-from tests.kernels.cuda.registers import BUDGETS, SHARED_BYTES, TYPES, launches, resources
+from tests.cuda_on_cpu.nvrtc import Resources
+from tests.kernels.cuda.registers import BUDGETS, SHARED_BYTES, Budgets, Case, everything, problems
 
-T = GGMLType
-
-ARCHITECTURES = list(SHARED_BYTES)
-CASES = [
-    *((type, ARCHITECTURES[i % 6], ("matvec",)) for i, type in enumerate(TYPES)),
-    (T.Q4_K, 90, ("pack", "embed", "quantise")),
-    (T.Q4_0, 80, ("matmul", "matmul_few")),
-    (T.Q5_K, 86, ("matmul_few",)),
-    (T.Q6_K, 89, ("matmul_few",)),
-    (T.Q2_K, 90, ("matmul",)),
-    (T.Q8_0, 120, ("matmul",)),
-    (T.F16, 75, ("matmul_few",)),
-    (T.BF16, 120, ("matmul_few", "matmul")),
-]
+CASES = everything()
+MODULES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 
 
-@pytest.mark.parametrize(
-    ("type", "architecture", "kernels"), CASES, ids=lambda v: v.name if hasattr(v, "name") else str(v)
-)
-def test_registers(type: KernelType, architecture: int, kernels: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("module", MODULES)
+def test_registers(module: str) -> None:
     if reason := nvrtc.missing():
         pytest.skip(reason)
-    budgets = json.loads(BUDGETS.read_text())
-    chosen = {name: v for name, v in launches(type, architecture).items() if v.kernel in kernels}
-    for name, launch in list(chosen.items())[-2:]:  # the largest variants
-        found = resources(launch, architecture)
-        assert found.registers <= budgets[name], name
-        assert found.spill_bytes == found.stack_bytes == 0, name
+    architecture = list(SHARED_BYTES)[MODULES.index(module) % len(SHARED_BYTES)]
+    case = max((c for c in CASES if (c.module, c.architecture) == (module, architecture)), key=lambda c: c.name)
+    budgets: Budgets = json.loads(BUDGETS.read_text())
+    found = case.resources()
+    assert set(found) == set(budgets[case.name])
+    assert not problems(case, budgets, found)
 
 
 def test_every_variant_has_a_budget() -> None:
-    budgets = json.loads(BUDGETS.read_text())
-    variants = {name for type in TYPES for arch in ARCHITECTURES for name in launches(type, arch)}
-    assert set(budgets) == variants
+    assert set(json.loads(BUDGETS.read_text())) == {case.name for case in CASES}
+
+
+@pytest.mark.parametrize(
+    ("registers", "spilled", "words"),
+    [(40, 0, ()), (41, 0, ("takes 41 registers, and its budget is 40",)), (40, 8, ("spills 8 bytes",))],
+)
+def test_problems_are_seen(registers: int, spilled: int, words: tuple[str, ...]) -> None:
+    case, found = Case("some variant", "some", 80, {}), {"kernel": Resources(registers, spilled, 0, 0)}
+    seen = problems(case, {"some variant": {"kernel": 40}}, found)
+    assert len(seen) == len(words)
+    assert all(word in text for word, text in zip(words, seen, strict=True))
+    assert problems(case, {}, {"kernel": Resources(1, 0, 0, 0)}) == ["kernel of some variant for sm_80 has no budget"]

@@ -1,0 +1,306 @@
+"""Mistakes planted in every kernel: each must be caught, by another result or in check mode.
+
+Each barrier and each wait of the sources is dropped; the inputs of an instruction are swapped, and registers of
+tensor cores too.  What is right is what a kernel gives without a mistake: other tests compare that with references.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localllm.kernels.cuda import matmul
+from localllm.kernels.cuda.attention import Heads, Variant, choose_variant
+from localllm.kernels.cuda.driver import Defines
+from localllm.kernels.cuda.matmul import PACKED_FORMATS
+from localllm.kernels.cuda.module import FOLDER
+from localllm.kernels.cuda.roofline import KINDS, CUDARoofline, Kind
+from localllm.kernels.ops import Rope
+from localllm.quant.types import GGMLType
+from tests.cuda_on_cpu import build, mutate, nvrtc
+from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
+from tests.cuda_on_cpu.errors import KernelFault
+from tests.cuda_on_cpu.module import EmulatedModule, Order
+from tests.cuda_on_cpu.mutate import Mutation
+from tests.cuda_on_cpu.ptx import Location
+from tests.helpers.blocks import random_rows
+from tests.kernels.cuda.device import Device, load, multiply, quantise
+from tests.kernels.cuda.test_append import PART, Written, copied_page, heads_of
+from tests.kernels.cuda.test_attention import Talk, smallest
+from tests.kernels.cuda.test_elementwise import (
+    cap_inputs,
+    gate_inputs,
+    gathered,
+    largest,
+    logits,
+    norm_inputs,
+    quantised_launch,
+    random,
+    row_launch,
+    top,
+)
+from tests.kernels.cuda.test_pack import decoded
+
+T = GGMLType
+Array = NDArray[Any]
+ORDERS = (Order(), Order("reverse", "early"))
+#: Rows, columns, and tokens that a block of matmul takes.
+N_OUT, N_IN, TILE_ROWS = 37, 768, 16
+#: Instructions of a kernel whose inputs are swapped, from all over it: one must be caught.  Some change nothing, as
+#: where a number that is never negative is rounded towards zero.
+N_SWAPPED = 5
+#: Bytes that a ceiling's kernel reads: the last load of a thread is beyond them.
+N_READ = 4 * 256 * 16 * 3 + 16 * 5
+ON_TENSOR_CORES = (
+    *("matmul_few", "matmul", "attention_split", "attention_prefill"),
+    *("multiply_int8", "multiply_f16", "multiply_bf16"),
+)
+
+
+#: Of the kinds of mistakes, those of which one must be caught: the sum of a whole product is what it is in whatever
+#: order its rows are.
+MAY_BE_EQUIVALENT = defaultdict(lambda: {"operands"}, ceilings={"operands", "fragments"})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel, its module and the macros, and a run whose results are all that it leaves."""
+
+    kernel: str
+    module: str
+    defines: Defines
+    run: Callable[[Device], Array]
+
+
+def pack(device: Device) -> Array:
+    weights = load(device, random_rows(T.Q6_K, N_OUT, 512), T.Q6_K, 512)
+    return device.download(weights.memory, np.uint8, weights.memory.n_bytes)
+
+
+def embed(device: Device) -> Array:
+    return decoded(device, random_rows(T.Q6_K, N_OUT, 512), T.Q6_K, 512, [0, 36, 5])
+
+
+def quantised(type: GGMLType) -> Case:
+    def run(device: Device) -> Array:
+        units, scales, _ = quantise(device, random(5, 300), PACKED_FORMATS[type], 8)
+        return np.concatenate([device.download(m, np.uint8, m.n_bytes) for m in (units, scales)])
+
+    return Case("quantise", "quantise", matmul.quantise_launch(PACKED_FORMATS[type], 8).defines, run)
+
+
+def product(type: GGMLType, n_tokens: int) -> Case:
+    def run(device: Device) -> Array:
+        weights = load(device, random_rows(type, N_OUT, N_IN), type, N_IN)
+        return multiply(device, random(n_tokens, N_IN), [weights])[0]
+
+    device: dict[str, Any] = {"capability": (8, 0), "shared_bytes": 99 << 10, "tile_rows": (TILE_ROWS,)}
+    launch = matmul.product_launch(PACKED_FORMATS[type], [N_OUT], N_IN, n_tokens, **device)
+    return Case(launch.kernel, launch.kernel, launch.defines, run)
+
+
+def attention(kernel: str, variant: Variant) -> Case:
+    """Rows enough for two tiles of two warps."""
+
+    def run(device: Device) -> Array:
+        talk = Talk(device, variant, ((20, 330), (1, 70)), Heads(1, 2, 300))
+        return talk.run(talk.work(0) if kernel == "attention_prefill" else talk.work_of_bucket())
+
+    return Case(kernel, "attention", variant.defines, run)
+
+
+def append(device: Device) -> Array:
+    rope = Rope(np.array([0.7, 0.01], np.float32), False, 1.3)
+    out = Written(device, 24, "q8_0", rope, heads_of(24), (random(24, seed=1), random(24, seed=2)))
+    return np.concatenate([out.q.view(np.uint8).ravel(), out.memory])
+
+
+def rows(kernel: str) -> Case:
+    """Of norms and gates."""
+    is_norm, is_quantised = kernel.startswith("rms_norm"), kernel.endswith("quantised")
+
+    def run(device: Device) -> Array:
+        x, other = random(3, 2176), random(3, 2176, seed=1)
+        inputs = norm_inputs(device, x, other[0], 1e-6) if is_norm else gate_inputs(device, x, other)
+        if is_quantised:
+            return quantised_launch(device, kernel, x, 2176, inputs, is_norm)[0]
+        return row_launch(device, kernel, 3, 2176, inputs, is_norm)
+
+    return Case(kernel, "elementwise", {}, run)
+
+
+def elementwise(kernel: str, run: Callable[[Device], Array]) -> Case:
+    return Case(kernel, "elementwise", {}, run)
+
+
+def soft_capped(device: Device) -> Array:
+    return row_launch(device, "softcap", 3, 700, cap_inputs(device, 40 * random(3, 700), 30), False)
+
+
+def ceiling(kernel: str) -> Case:
+    def run(device: Device) -> Array:
+        roofline = CUDARoofline(device.driver, 0, n_bytes=N_READ, rounds=3)
+        kinds: dict[str, Kind] = {f"multiply_{kind}": kind for kind in KINDS}
+        return roofline.sums(kinds[kernel]) if kernel in kinds else np.array(roofline.total())
+
+    return Case(kernel, "ceilings", {}, run)
+
+
+WANTED = np.array([4, 0, 0, 1], np.int32)
+F16 = replace(choose_variant(8, "f16", 99 << 10), warps=2)
+Q8_0 = replace(choose_variant(8, "q8_0", 99 << 10), warps=2)
+CASES = {
+    "pack": Case("pack", "pack", PACKED_FORMATS[T.Q6_K].defines, pack),
+    "embed": Case("embed", "embed", PACKED_FORMATS[T.Q6_K].defines, embed),
+    "quantise": quantised(T.Q4_0),
+    "quantise F16": quantised(T.F16),
+    "matvec": product(T.Q4_0, 1),
+    "matmul_few": product(T.Q4_0, 16),
+    "matmul": product(T.Q4_0, 40),
+    "attention_split": attention("attention_split", F16),
+    "attention_merge": attention("attention_merge", F16),
+    "attention_prefill": attention("attention_prefill", F16),
+    "attention_prefill, one buffer": attention("attention_prefill", replace(F16, buffers=1)),
+    # Which fetch nothing ahead, as where shared memory is short.
+    "attention_split, small": attention("attention_split", smallest(F16)),
+    "attention_split Q8_0, small": attention("attention_split", smallest(Q8_0)),
+    "attention_prefill Q8_0, small": attention("attention_prefill", smallest(Q8_0)),
+    "attention_split Q8_0": attention("attention_split", Q8_0),
+    "attention_prefill Q8_0": attention("attention_prefill", Q8_0),
+    "rope_append": Case("rope_append", "append", {"HEAD_DIM": 24, "Q8_0": 1}, append),
+    "copy_page": Case("copy_page", "append", {"HEAD_DIM": 8, "Q8_0": 0}, lambda d: copied_page(d, PART)),
+    **{name: rows(name) for name in ("rms_norm", "gated_silu", "gated_gelu")},
+    **{name: rows(name) for name in ("rms_norm_quantised", "gated_silu_quantised", "gated_gelu_quantised")},
+    "softcap": elementwise("softcap", soft_capped),
+    "gather_rows": elementwise("gather_rows", lambda d: gathered(d, random(5, 530), WANTED)),
+    "argmax": elementwise("argmax", lambda d: largest(d, logits(5000))[0]),
+    "top_parts": elementwise("top_parts", lambda d: top(d, logits(4000)[:1], 700)[0]),
+    "top_merge": elementwise("top_merge", lambda d: top(d, logits(4000)[:1], 700)[0]),
+    **{name: ceiling(name) for name in ("read_words", "multiply_int8", "multiply_f16", "multiply_bf16")},
+}
+
+
+# -- The mistakes --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PlantedModule:
+    module: EmulatedModule
+    mutations: list[Mutation]
+
+
+@functools.cache
+def planted(ptx: str) -> PlantedModule:
+    """A module with the mistakes of all its kernels."""
+    found = mutate.mutations(ptx)
+    mutations: list[Mutation] = []
+    for kernel in dict.fromkeys(m.kernel for m in found):
+        mutations += chosen([m for m in found if m.kernel == kernel])
+    return PlantedModule(mutate.plant(ptx, mutations), mutations)
+
+
+def chosen(mutations: list[Mutation]) -> Iterator[Mutation]:
+    """Of a kernel's: barriers and waits, where a loop is unrolled the first and the last; and some others."""
+    places: dict[tuple[str, Location | None], list[Mutation]] = {}
+    for m in mutations:
+        if m.kind in ("barrier", "wait"):
+            places.setdefault((m.kind, m.before.location), []).append(m)
+    for copies in places.values():
+        yield from {m.before.span: m for m in (copies[0], copies[-1])}.values()
+    for kind, n in (("operands", N_SWAPPED), ("fragments", 1)):
+        some = [m for m in mutations if m.kind == kind]
+        yield from some[:: -(-len(some) // n) or 1]
+
+
+class PlantedDriver(EmulatedDriver):
+    def __init__(self, order: Order = ORDERS[0]) -> None:
+        super().__init__(mode="check", kernel_order=order)
+
+    def _translated(self, ptx: str) -> EmulatedModule:
+        return planted(ptx).module
+
+
+@functools.cache
+def module_of(name: str) -> PlantedModule:
+    case = CASES[name]
+    return planted(PlantedDriver().ptx(case.module, case.defines))
+
+
+@functools.cache
+def right(name: str) -> bytes:
+    return run(name, ORDERS[0])
+
+
+def run(name: str, order: Order) -> bytes:
+    return CASES[name].run(Device(PlantedDriver(order), tile_rows=(TILE_ROWS,))).tobytes()
+
+
+def is_caught(name: str, number: int) -> bool:
+    """Whether a planted mistake is; no mistake has the number 0."""
+    module = module_of(name).module
+    for order in ORDERS:
+        expected = right(name)
+        module.mutation = number
+        try:
+            if run(name, order) != expected:
+                return True
+        except KernelFault:
+            return True
+        finally:
+            module.mutation = 0
+    return False
+
+
+@pytest.fixture(autouse=True)
+def harness() -> None:
+    if reason := nvrtc.missing() or build.missing():
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mistakes_are_caught(name: str) -> None:
+    assert not is_caught(name, 0)
+    mutations = module_of(name).mutations
+    own = {number: m for number, m in enumerate(mutations, start=1) if m.kernel == CASES[name].kernel}
+    swapped = [number for number, m in own.items() if m.kind in MAY_BE_EQUIVALENT[CASES[name].module]]
+    missed = [str(m) for number, m in own.items() if number not in swapped and not is_caught(name, number)]
+    assert not missed
+    assert any(is_caught(name, number) for number in swapped)
+
+
+def test_every_kernel_has_mistakes() -> None:
+    kinds: dict[str, set[str]] = {kernel: set() for name in CASES for kernel in module_of(name).module.kernels}
+    assert set(kinds) == {case.kernel for case in CASES.values()}
+    assert {case.module for case in CASES.values()} == {path.stem for path in FOLDER.glob("*.cu")}
+    for name, case in CASES.items():
+        kinds[case.kernel] |= {m.kind for m in module_of(name).mutations if m.kernel == case.kernel}
+    for kernel, found in kinds.items():
+        assert "operands" in found, kernel
+        assert ("fragments" in found) == (kernel in ON_TENSOR_CORES), kernel
+
+
+def test_every_barrier_and_wait_of_the_sources_is_dropped() -> None:
+    call = re.compile(r"__sync(threads|warp)\(\)|wait_for_copies<.*>\(\)")
+    wanted = {
+        f"{path.name}:{number}"
+        for path in FOLDER.glob("*.cu*")
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if call.search(line)
+    }
+    dropped: set[str] = set()
+    for name, case in CASES.items():
+        for mutation in module_of(name).mutations:
+            place = mutation.before.location if mutation.kernel == case.kernel else None
+            while mutation.kind in ("barrier", "wait") and place is not None:
+                dropped.add(f"{place.file}:{place.line}")
+                place = place.inlined_at
+    assert len(wanted) > 20
+    assert not wanted - dropped
