@@ -286,7 +286,7 @@ def _room(config: ModelConfig, tensors: Mapping[str, Weight], device: DeviceSize
 
     def n_bytes(tensor: Weight) -> int:
         # No model has tensors of other shapes; loading will say so.
-        return device.packed_bytes(tensor) if len(tensor.shape) in (1, 2) else 0
+        return device.packed_bytes(tensor) if len(tensor.shape) in (1, 2, 3) else 0
 
     layers = [0] * config.n_layers
     output = 0
@@ -396,7 +396,10 @@ def _fits(placed: Callable[[], Iterable[Placement]], available: int) -> bool:
 def activation_bytes(config: ModelConfig, context: int) -> int:
     """Bytes of one step's activations: the widest operation's operands, in float32."""
     q_width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    width = 2 * config.n_embd + max(2 * (q_width + kv_width), 3 * config.n_ff)
+    experts = config.experts
+    # With experts, a row for each that a token goes to, and of integers once more where rows are put side by side.
+    mlp = 3 * config.n_ff if experts is None else experts.n_used * (3 * experts.n_ff + 2 * config.n_embd)
+    width = 2 * config.n_embd + max(2 * (q_width + kv_width), mlp)
     return 4 * min(MAX_TOKENS, context) * width
 
 
