@@ -17,7 +17,7 @@ Before sm_80 integers go through matvec, 2 rows at a time, F16 through matmul_fe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -271,6 +271,43 @@ def product_launch(
     return Launch(kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
 
 
+def expert_launch(
+    format: PackedFormat,
+    n_outs: Sequence[int],
+    n_in: int,
+    n_tokens: int,
+    n_pairs: int,
+    n_products: int,
+    product_rows: int,
+    *,
+    capability: tuple[int, int],
+    shared_bytes: int,
+) -> Launch:
+    """The product of rows with matrices of their experts: `product_launch`, with tokens of one expert side by side.
+
+    Args:
+        n_pairs: of tokens and experts.
+        n_products, product_rows: what the pairs are cut into, rows of one expert each; 8 or what matmul takes.
+    """
+    groups = sum(map(n_groups, n_outs))
+    if takes_pairs(format, n_tokens, product_rows, capability):
+        defines = {**format.defines, "BOUNDS": _vector_bounds(format, 1)}
+        return Launch("matvec_experts", defines, (n_pairs, groups), (_WARP * format.n_chunks(n_in),))
+    if product_rows == 8:
+        defines = {**format.defines, "BOUNDS": _few_bounds(format, 8)}
+        return Launch("matmul_few_experts", defines, (n_products, groups), (_WARP * format.n_chunks(n_in),))
+    launch = _matmul_launch(format, n_outs[0], product_rows, shared_bytes, (product_rows,))
+    return replace(launch, kernel="matmul_experts", grid=(n_products, launch.grid[1]))
+
+
+def takes_pairs(format: PackedFormat, n_tokens: int, product_rows: int, capability: tuple[int, int]) -> bool:
+    """Whether rows are multiplied one by one."""
+    if format.is_tensor_float:
+        return False
+    few = n_tokens <= VECTOR_ROWS[-1] or (product_rows == 8 and format.type is GGMLType.Q2_K)
+    return few or format.type is GGMLType.F32 or capability < TENSOR_CORES
+
+
 def takes_one_matrix(format: PackedFormat, n_rows: int, capability: tuple[int, int]) -> bool:
     """Whether a launch of `product_launch` takes one matrix only."""
     return n_rows > FEW_ROWS and capability >= TENSOR_CORES and format.type is not GGMLType.F32
@@ -296,8 +333,12 @@ def product_arguments(
     arguments: list[DeviceMemory | np.number[Any]] = [*inputs, np.int32(n_rows), n_tokens, n_tiles]
     if launch.kernel == "matmul":
         return [*arguments, np.int32(format.n_chunks(n_in)), *products[0].arguments()]
-    for product in products:
-        arguments += product.arguments()
+    return arguments + matrix_arguments(products)
+
+
+def matrix_arguments(products: Sequence[Product]) -> list[DeviceMemory | np.number[Any]]:
+    """Those of up to `MAX_MATRICES` matrices."""
+    arguments = [argument for product in products for argument in product.arguments()]
     return arguments + _NO_PRODUCT * (MAX_MATRICES - len(products))
 
 
