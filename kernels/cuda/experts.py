@@ -59,8 +59,8 @@ class ChosenExperts:
         self._memory: list[DeviceMemory] = []
         if mixture.n > MAX_EXPERTS or mixture.k > MAX_CHOSEN:
             raise KernelError(
-                f"a mixture of {mixture.n} experts of which a token goes to {mixture.k} does not run on CUDA devices, "
-                f"which take up to {MAX_EXPERTS} and {MAX_CHOSEN}"
+                f"{mixture.n} experts, of which a token goes to {mixture.k}, are more than CUDA kernels know, which "
+                f"is {MAX_EXPERTS} and {MAX_CHOSEN}: run the model's layers on the CPU"
             )
         recording.use_mixture(mixture)
         self.recording, self.mixture = recording, mixture

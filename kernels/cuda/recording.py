@@ -376,10 +376,9 @@ class Recording:
         return choose_variant(shape.head_dim, shape.type, self.properties.shared_bytes)
 
     def most_rows(self, slot: int) -> int:
-        # As many tokens as an extent may have.
-        return self.extent(
-            -(-self.max_tokens // 8) * 8 if slot == N_PLACES else self.max_tokens, self.max_outputs
-        ).rows(slot)
+        if slot == N_PLACES:  # of as many tokens as an extent may have
+            return self.extent(-(-self.max_tokens // 8) * 8, 0).n_places
+        return self.max_tokens if slot == N_TOKENS else self.max_outputs
 
     def extent(self, n_tokens: int, n_outputs: int, work: tuple[tuple[Heads, Work], ...] = ()) -> Extent:
         n_places = 0 if self.mixture is None else self.mixture.n_places(n_tokens)

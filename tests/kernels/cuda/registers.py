@@ -42,6 +42,16 @@ def launches(type: KernelType, architecture: int) -> dict[str, Launch]:
                 format, [4096], 4096, rows, capability=capability, shared_bytes=SHARED_BYTES[architecture]
             )
         )
+    for rows in (8, 64):
+        for n_tokens in (1, 512):
+            found.append(
+                matmul.expert_launch(
+                    format,
+                    *([4096], 4096, n_tokens, n_tokens, n_tokens, rows),
+                    capability=capability,
+                    shared_bytes=SHARED_BYTES[architecture],
+                )
+            )
     return {name(format.name, launch): launch for launch in found}
 
 
