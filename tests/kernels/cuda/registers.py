@@ -42,7 +42,7 @@ def launches(type: KernelType, architecture: int) -> dict[str, Launch]:
                 format, [4096], 4096, rows, capability=capability, shared_bytes=SHARED_BYTES[architecture]
             )
         )
-    for rows in (8, 64):
+    for rows in (8, 64) if capability >= matmul.TENSOR_CORES else (8,):
         for n_tokens in (1, 512):
             found.append(
                 matmul.expert_launch(

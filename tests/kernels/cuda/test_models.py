@@ -126,6 +126,15 @@ def test_the_text_is_the_cpus(
     assert_same_text(on_cuda, on_cpu, SHORT)
 
 
+@pytest.mark.parametrize(("kind", "type"), [("mixtral", T.Q4_0), ("qwen3_moe", T.Q8_0)], ids=str)
+@pytest.mark.parametrize("n", [SHORT, LONG])
+def test_a_mixture_of_experts(
+    make: Callable[[], CUDAOps], load: Callable[..., LLM], tmp_path: Path, kind: str, type: GGMLType, n: int
+) -> None:
+    path = small(tmp_path, kind, type, num_hidden_layers=2)
+    assert_same_text(load(path, make()), load(path), n)
+
+
 @pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
 def test_a_long_prompt(
     make: Callable[[], CUDAOps], load: Callable[..., LLM], tmp_path: Path, cache_type: str
@@ -195,6 +204,15 @@ def test_layers_split_over_devices_give_the_same_bits(
     assert_same(conversation(Runner(path, SplitOps(parts, micro_batch=32), 8)), expected)
 
 
+def test_a_mixture_split_over_devices_gives_the_same_bits(tmp_path: Path) -> None:
+    harness()
+    path = small(tmp_path, "mixtral")
+    expected = conversation(Runner(path, emulated_cuda(), 8))
+    driver = EmulatedDriver(2, peers=False, order="random")
+    parts: list[tuple[Backend, int]] = [(emulated_cuda(driver, i), n) for i, n in enumerate((1, 2))]
+    assert_same(conversation(Runner(path, SplitOps(parts, micro_batch=32), 8)), expected)
+
+
 def test_half_of_the_layers_on_the_cpu(make: Callable[[], CUDAOps], load: Callable[..., LLM], tmp_path: Path) -> None:
     path = small(tmp_path, num_hidden_layers=4)
     llm = load(path, make(), n_gpu_layers=2)
@@ -215,13 +233,15 @@ def test_a_cpu_behind_a_device(tmp_path: Path) -> None:
             assert_near(b, c)
 
 
-@pytest.mark.parametrize(("context", "n_vocab"), [(64, 300), (2048, 20000)])
+@pytest.mark.parametrize(
+    ("kind", "context", "n_vocab"), [("llama", 64, 300), ("llama", 2048, 20000), ("mixtral", 512, 300)]
+)
 def test_a_model_takes_the_memory_that_was_planned(
-    load: Callable[..., LLM], tmp_path: Path, context: int, n_vocab: int
+    load: Callable[..., LLM], tmp_path: Path, kind: str, context: int, n_vocab: int
 ) -> None:
     """And what is kept free beside it; which takes a small part of that."""
     changes = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": n_vocab, "num_hidden_layers": 2}
-    path = small(tmp_path, max_position_embeddings=2048, **changes)
+    path = small(tmp_path, kind, max_position_embeddings=2048, **changes)
     driver = KernellessDriver(memory=1 << 32)
     llm = load(path, CUDAOps(driver, 0), context=context)
     llm.logits(IDS[:60])
@@ -233,12 +253,14 @@ def test_a_model_takes_the_memory_that_was_planned(
 # -- Company -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("type", [T.Q4_0, T.F16], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    ("kind", "type"), [("llama", T.Q4_0), ("llama", T.F16), ("mixtral", T.Q4_0), ("mixtral", T.F16)], ids=str
+)
 def test_decoded_tokens_have_the_bits_of_prefilled_ones(
-    make: Callable[[], CUDAOps], tmp_path: Path, type: GGMLType
+    make: Callable[[], CUDAOps], tmp_path: Path, kind: str, type: GGMLType
 ) -> None:
     """One by one, in buckets of every size, and all at once."""
-    path = small(tmp_path, type=type, num_hidden_layers=1)
+    path = small(tmp_path, kind, type, num_hidden_layers=1)
     runner = Runner(path, make(), 8)
     at_once = runner.run((IDS[:44], 0, [3, 0]))
     first = 0
