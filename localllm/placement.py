@@ -110,6 +110,7 @@ class Placement:
         overhead: bytes that the program itself takes, beside any model.
         host: the device whose memory that is.
         left_over: layers that are there because no GPU had room for them, not because somebody asked for it.
+        idle: bytes of the experts that a token does not go to.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -119,6 +120,7 @@ class Placement:
     overhead: int = OVERHEAD_BYTES
     host: str = "cpu"
     left_over: int = 0
+    idle: int = 0
 
     @property
     def weights(self) -> int:
@@ -140,8 +142,9 @@ class Placement:
 
     @property
     def multiplied(self) -> int:
-        """Bytes of the weights that every token is multiplied with: all but a table that only its row is taken of."""
-        return sum(group.weights for group in self.groups if group.name != "embedding")
+        """Bytes of the weights that a token is multiplied with: all but the experts that it does not go to, and a table
+        that only its row is taken of."""
+        return sum(group.weights for group in self.groups if group.name != "embedding") - self.idle
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -197,6 +200,7 @@ class Demand:
         cache_type: what keys and values are kept in.
         tied: whether the embedding is the output matrix.
         n_gpu_layers, tensor_split: see `localllm.layers.plan_layers`.
+        idle: as of a `Placement`.
     """
 
     name: str
@@ -209,6 +213,7 @@ class Demand:
     tied: bool
     n_gpu_layers: int | None
     tensor_split: tuple[float, ...] | None
+    idle: int = 0
 
     @classmethod
     def of(
@@ -235,6 +240,7 @@ class Demand:
             tied="output.weight" not in tensors,
             n_gpu_layers=n_gpu_layers,
             tensor_split=tensor_split,
+            idle=_idle_bytes(config, tensors, devices[0]),
         )
 
     @property
@@ -261,7 +267,7 @@ class Demand:
         )
         kernels = {device.name: device.kernels for device in self.devices}
         groups = tuple(group for share in shares for group in _groups(share, kernels[share.room.name]))
-        placement = Placement(groups, context, self.parallel, self.cache_type, host=self.host)
+        placement = Placement(groups, context, self.parallel, self.cache_type, host=self.host, idle=self.idle)
         as_wanted = not gpus or self.n_gpu_layers is not None
         return placement if as_wanted else replace(placement, left_over=placement.layers_on(self.host))
 
@@ -301,6 +307,14 @@ def _room(config: ModelConfig, tensors: Mapping[str, Weight], device: DeviceSize
         output -= n_bytes(embedding)
     table_bytes = 0 if embedding is None else embedding.data.nbytes
     return Room(device.name, device.free, tuple(layers), 0, table_bytes, output, 0, 0)
+
+
+def _idle_bytes(config: ModelConfig, tensors: Mapping[str, Weight], device: DeviceSizes) -> int:
+    """Bytes of the experts that a token does not go to."""
+    if config.experts is None:
+        return 0
+    n_bytes = sum(device.packed_bytes(tensor) for tensor in tensors.values() if len(tensor.shape) == 3)
+    return n_bytes * (config.experts.n - config.experts.n_used) // config.experts.n
 
 
 def _groups(share: Share, kernels: str) -> Iterator[LayerGroup]:

@@ -56,10 +56,14 @@ def test_a_mixture_is_loaded_and_planned_as_other_models_are(tmp_path: Path) -> 
     path = tiny_models.tiny_gguf(tmp_path / "model.gguf", "qwen3_moe", type=T.Q8_0)
     with localllm.load(path, context=64) as llm:
         assert len(llm.generate(IDS[:20], max_tokens=5, ignore_eos=True).ids) == 5
+        placed = llm.info.placement
     weights = {weight.name: weight for weight in Runner(path, cpu()).model.weights}
     for i in range(3):
         assert weights[f"blk.{i}.ffn_up_exps.weight"].place == i
     assert all(weight.unplanned_bytes == 0 for weight in weights.values())
+    experts = sum(weight.n_bytes for name, weight in weights.items() if "_exps" in name)
+    others = sum(weight.n_bytes for name, weight in weights.items() if name != "token_embd.weight") - experts
+    assert placed.multiplied == others + experts - experts * 6 // 9
 
 
 def test_the_plan_has_room_for_what_experts_compute(tmp_path: Path) -> None:
