@@ -142,8 +142,8 @@ class Placement:
 
     @property
     def multiplied(self) -> int:
-        """Bytes of the weights that a token is multiplied with: all but the experts that it does not go to, and a table
-        that only its row is taken of."""
+        """Bytes of the weights that a token is multiplied with: all but the experts that it does not go to, and a
+        table that only its row is taken of."""
         return sum(group.weights for group in self.groups if group.name != "embedding") - self.idle
 
     @property

@@ -10,7 +10,8 @@ up to 8 to an expert   matmul_few_experts, 8 of one expert   matmul_few_experts 
 more                   matmul_experts, a tile of one expert  matmul_experts      matvec_experts
 =====================  ====================================  ==================  ==============
 
-Before sm_80 integers go through matvec_experts, and F16 through matmul_few_experts.
+Before sm_80 integers go through matvec_experts, and F16 through matmul_few_experts.  Q2_K, Q3_K, Q5_K and Q6_K go
+through matmul_experts instead of matmul_few_experts, which has no registers for them.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class ChosenExperts:
         few = extent.n_tokens * mixture.k <= _FEW_ROWS * mixture.n
         if few or recording.properties.capability < matmul.TENSOR_CORES:
             return _FEW_ROWS
-        return min(recording.tile_rows)
+        return recording.tile_rows[-1]
 
     def __del__(self) -> None:
         if self._memory:
@@ -137,8 +138,8 @@ class MultiplyExperts:
     def calls(self, extent: Extent) -> Iterator[Call]:
         format, recording = self.weights[0].packed, self.chosen.recording
         rows, capability = self.chosen.product_rows(extent), recording.properties.capability
-        many = rows > _FEW_ROWS and not matmul.takes_pairs(format, extent.n_tokens, rows, capability)
-        step = 1 if many else MAX_MATRICES
+        kernel = matmul.expert_kernel(format, extent.n_tokens, rows, capability)
+        step = 1 if kernel == "matmul_experts" else MAX_MATRICES
         pairs = list(zip(self.weights, self.results, strict=True))
         for i in range(0, len(pairs), step):
             yield self._call(pairs[i : i + step], extent, rows)
@@ -156,6 +157,7 @@ class MultiplyExperts:
             product_rows,
             capability=properties.capability,
             shared_bytes=properties.shared_bytes,
+            tile_rows=chosen.recording.tile_rows,
         )
         products = [Product(w.memory, y.memory, w.n_out, y.stride) for w, y in pairs]
         inputs = self.inputs.units, self.inputs.scales, np.int32(extent.n_places)

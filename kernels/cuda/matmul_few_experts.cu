@@ -8,17 +8,15 @@
 // last.  Grid (products, groups of rows of all matrices).  The rest is as of `matmul_few`.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     matmul_few_experts(const void* __restrict__ units, const void* __restrict__ scales, int n_rows,
-                       const int* __restrict__ n_products, int n_tiles, const int* __restrict__ products,
+                       const int* __restrict__ n_products, int n_tiles, const int4* __restrict__ products,
                        MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1), MATRIX_PARAMETERS(2)) {
   if (blockIdx.x >= *n_products) return;
-  const int* product = products + 4 * blockIdx.x;
+  const int4 product = products[blockIdx.x];
   int group = blockIdx.y;
   const int which = CHOOSE_MATRIX(group);
-  const int64_t first_group = (int64_t)product[0] * n_groups(CHOSEN_ROWS(which));
+  const int64_t first_group = (int64_t)product.x * n_groups(CHOSEN_ROWS(which));
   const uint8_t* tiles = CHOSEN_WEIGHTS(which) + (first_group + group) * n_tiles * tile_bytes<FORMAT>();
   Sums<1> acc = {};
-  multiply<FORMAT, 1>(acc, tiles, (const uint8_t*)units, scales, n_rows, product[1], n_tiles);
-  // Read once more: there are no registers to keep them in.
-  const volatile int* again = product;
-  add_chunks<FORMAT, 1>(CHOSEN_MATRIX(which), group, acc, (const float*)scales, again[1], again[2]);
+  multiply<FORMAT, 1>(acc, tiles, (const uint8_t*)units, scales, n_rows, product.y, n_tiles);
+  add_chunks<FORMAT, 1>(CHOSEN_MATRIX(which), group, acc, (const float*)scales, product.y, product.z);
 }

@@ -184,8 +184,8 @@ def test_each_token_is_multiplied_with_its_experts(
     assert (np.abs(mix.run() - expected) < (error + 1e-6) * bound).all()
 
 
-@pytest.mark.parametrize("type", [T.F32, T.F16, T.Q4_0, T.Q4_K], ids=lambda t: t.name)
-def test_a_token_has_the_same_bits_in_any_company(backend: Backend, ops: Ops, type: GGMLType) -> None:
+@pytest.mark.parametrize("type", [T.F32, T.F16, T.Q4_0, T.Q4_K, T.Q6_K], ids=lambda t: t.name)
+def test_a_token_has_the_same_bits_in_any_company(ops: Ops, type: GGMLType) -> None:
     """Alone, with a few, and among so many that experts have tiles of rows."""
     n = 150
     mix = mixture(ops, experts_of(type, N_OUT, 256, n=3), n)

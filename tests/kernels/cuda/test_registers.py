@@ -27,6 +27,9 @@ CASES = [
     (T.Q8_0, 120, ("matmul",)),
     (T.F16, 75, ("matmul_few",)),
     (T.BF16, 120, ("matmul_few", "matmul")),
+    (T.Q4_K, 80, ("matvec_experts", "matmul_few_experts", "matmul_experts")),
+    (T.Q6_K, 120, ("matvec_experts", "matmul_experts")),
+    (T.F16, 75, ("matmul_few_experts",)),
 ]
 
 
