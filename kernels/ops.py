@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,29 @@ Tensor = Any
 
 #: What `Ops.route` returns: a backend's own handle of the k experts that each token goes to, and their shares.
 Routing = Any
+
+
+#: What a soft-cap may be.  Beyond, float32 could not hold scores divided by it, or would not tell it from none.
+LEAST_SOFTCAP, MOST_SOFTCAP = 1e-6, 1e6
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raises:
+    KernelError: scores cannot be capped so.
+    """
+    if softcap is not None and not LEAST_SOFTCAP <= softcap <= MOST_SOFTCAP:
+        raise KernelError(
+            f"a soft-cap is {softcap}, but must lie between {LEAST_SOFTCAP:g} and {MOST_SOFTCAP:g}; without one, "
+            "nothing is capped"
+        )
+
+
+def check_sinks(n_sinks: int, n_heads: int) -> None:
+    """Raises:
+    KernelError: not every query head has one sink.
+    """
+    if n_sinks != n_heads:
+        raise KernelError(f"{n_sinks} sinks do not fit {n_heads} query heads: each has one")
 
 
 class Weight(Protocol):
@@ -147,6 +170,42 @@ class CacheShape:
         return self.n_layers * self.n_kv_heads * 2 * head
 
 
+@dataclass(frozen=True)
+class StepSizes:
+    """What decides how much memory a compiled step takes beside weights and cache.
+
+    Attributes:
+        n_embd, n_ff, n_vocab: values of a hidden state, of a gate (of each expert), and logits.
+        n_heads, n_kv_heads, head_dim, cache_type: of attention.
+        n_tokens, n_outputs: in a batch, at most.
+        n_pages: of the cache.
+        n_experts, n_chosen: of a layer, and how many of them a token goes to; 0 without a mixture.
+    """
+
+    n_embd: int
+    n_ff: int
+    n_vocab: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    cache_type: CacheType
+    n_tokens: int
+    n_outputs: int
+    n_pages: int
+    n_experts: int = 0
+    n_chosen: int = 0
+
+
+def check_head_norm(n_weights: int, head_dim: int) -> None:
+    """Makes sure that a norm of heads has a weight for each value of a head.
+
+    Raises:
+        KernelError: it has not.
+    """
+    if n_weights != head_dim:
+        raise KernelError(f"a norm of {n_weights} weights cannot be taken of heads of {head_dim}")
+
+
 class KVCache(Protocol):
     """Keys and values, in pages of ``page_size`` tokens that sequences name in their block tables.
 
@@ -219,9 +278,43 @@ class Batch:
             raise KernelError(f"a batch wants the logits of a row that is none of its {n_tokens} tokens")
 
 
-#: A compiled forward pass: takes a batch, returns logits, float32 [N, n_vocab].  The array is the backend's own
-#: and good until the next call.
-Step = Callable[[Batch], NDArray[np.float32]]
+class Best(NamedTuple):
+    """The k largest of each row of logits, those first; of equals the lowest id, and NaN before any number.
+
+    Attributes:
+        ids: int32 [N, k].
+        logits: float32 [N, k].
+    """
+
+    ids: NDArray[np.int32]
+    logits: NDArray[np.float32]
+
+    def row(self, i: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Ids and logits [k] of one row."""
+        return self.ids[i], self.logits[i]
+
+    def copy(self, rows: slice, k: int) -> Best:
+        """The ``k`` largest of some rows, in memory of their own."""
+        return Best(self.ids[rows, :k].copy(), self.logits[rows, :k].copy())
+
+
+def best_of(logits: NDArray[np.float32], k: int) -> Best:
+    """The ``k`` largest of each row of logits [N, n_vocab]."""
+    is_nan = np.isnan(logits)
+    ids = np.lexsort((np.where(is_nan, 0, -logits), ~is_nan))[:, :k].astype(np.int32)
+    return Best(ids, np.take_along_axis(logits, ids, axis=1))
+
+
+class Step(Protocol):
+    """A compiled forward pass.  The arrays that it gives are the backend's own and good until the next call."""
+
+    def __call__(self, batch: Batch) -> NDArray[np.float32]:
+        """Runs a batch, and gives the logits, float32 [N, n_vocab]."""
+        ...
+
+    def best(self, batch: Batch, k: int) -> Best:
+        """Runs a batch, and gives the ``k`` largest logits alone; see `Ops.most_choices`."""
+        ...
 
 
 class Hidden(Protocol):
@@ -234,6 +327,10 @@ class Hidden(Protocol):
         """
         ...
 
+    def best(self, k: int) -> Best:
+        """Of logits, waits and gives the ``k`` largest; the arrays are as those of `host`."""
+        ...
+
 
 @dataclass(frozen=True)
 class HostHidden(Hidden):
@@ -243,6 +340,9 @@ class HostHidden(Hidden):
 
     def host(self) -> NDArray[np.float32]:
         return self.rows
+
+    def best(self, k: int) -> Best:
+        return best_of(self.rows, k)
 
 
 def hidden_rows(hidden: Hidden | None, n_tokens: int, width: int) -> NDArray[np.float32]:
@@ -275,6 +375,20 @@ def check_choice(k: int, n_experts: int) -> None:
 #: batch, and what `Hidden.host` gave.  Backends that hand hidden states over in memory of their own see to it that
 #: these are read before the part that made them, called again, overwrites them.
 Part = Callable[[Batch, Hidden | None], Hidden]
+
+
+@dataclass(frozen=True)
+class WholeStep(Step):
+    """The step of a part that is all of a forward pass."""
+
+    part: Part
+
+    def __call__(self, batch: Batch) -> NDArray[np.float32]:
+        return self.part(batch, None).host()
+
+    def best(self, batch: Batch, k: int) -> Best:
+        return self.part(batch, None).best(k)
+
 
 #: Where a tensor belongs in a model: in the layer of that number, or before or behind all of them.
 Place = int | Literal["embedding", "output"]
@@ -335,6 +449,12 @@ class Ops(Protocol):
         """Tokens in a page of the KV cache."""
         ...
 
+    @property
+    def most_choices(self) -> int:
+        """Largest logits that `Step.best` finds on a device, so that only they come from there; 0 where all logits
+        lie in memory of the host anyway."""
+        ...
+
     def at(self, place: Place) -> Loader:
         """What loads the tensors of a place; the same object for places whose tensors lie side by side."""
         ...
@@ -383,10 +503,23 @@ class Ops(Protocol):
         """
         ...
 
-    def attention(self, q: Tensor, layer: int, *, scale: float, window: int | None = None) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Any | None = None,
+    ) -> Tensor:
         """Causal attention of q [T, H * head_dim] over the cache, of the last ``window`` positions if given.
 
-        A token sees the positions max(0, p - window + 1) … p of its sequence.  Source: arXiv:2205.14135.
+        A token sees the positions max(0, p - window + 1) … p of its sequence.  With ``softcap``, scores s (scaled)
+        become softcap * tanh(s / softcap).  With ``sinks`` [H], as `load_vector` keeps them, the softmax of each
+        query head has one more score, that one, which takes its share and adds no value.
+
+        Sources: arXiv:2205.14135; soft-cap: Gemma 2, arXiv:2408.00118; sinks: gpt-oss, after arXiv:2309.17453.
         """
         ...
 
@@ -417,6 +550,10 @@ class Ops(Protocol):
         """
         ...
 
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap), of logits: [N, n_vocab].  Source: Gemma 2, arXiv:2408.00118."""
+        ...
+
     def outputs(self, x: Tensor) -> Tensor:
         """The rows of x [T, d] whose logits are wanted: [N, d]."""
         ...
@@ -427,6 +564,13 @@ class Backend(Ops, Loader, Protocol):
 
     With the operations goes one more, which only the forward function of a part uses, and first of all.
     """
+
+    most_choices: int = 0
+
+    def step_bytes(self, sizes: StepSizes) -> tuple[int, int] | None:
+        """Bytes of the device's own memory that a step takes: for its layers, and for its logits where the output
+        matrix is.  None of a backend in memory of the host."""
+        return None
 
     def at(self, place: Place) -> Self:
         """Itself: here all places lie side by side."""

@@ -28,6 +28,7 @@ from localllm.errors import KernelError
 from localllm.kernels.ops import (
     Backend,
     Batch,
+    Best,
     CacheShape,
     Experts,
     Hidden,
@@ -294,6 +295,10 @@ class SplitOps(Ops):
     def page_size(self) -> int:
         return lcm(*(backend.page_size for backend in self.backends))
 
+    @property
+    def most_choices(self) -> int:
+        return self.backends[-1].most_choices
+
     # -- Loading ---------------------------------------------------------------------------------------------------
 
     def at(self, place: Place) -> PlacedLoader:
@@ -343,22 +348,9 @@ class SplitOps(Ops):
         finally:
             self._trace = None
         stages = [self._stage(piece, cache, max_tokens, max_outputs) for piece in trace.pieces]
-        logits = np.empty((max_outputs, result.width), np.float32)
-
-        def step(batch: Batch) -> NDArray[np.float32]:
-            if len(batch.ids) > max_tokens or len(batch.outputs) > max_outputs:
-                raise KernelError(
-                    f"a batch of {len(batch.ids)} tokens and {len(batch.outputs)} outputs is larger than this step "
-                    f"was compiled for, {max_tokens} and {max_outputs}"
-                )
-            batch.check(cache.page_size, cache.n_pages)
-            if len(batch.ids) <= self._micro_batch:
-                return _through(stages, batch).host()
-            _pipeline(stages, micro_batches(batch, self._micro_batch), logits)
-            rows: NDArray[np.float32] = logits[: len(batch.outputs)]
-            return rows
-
-        return step
+        return _SplitStep(
+            stages, cache, self._micro_batch, max_tokens, np.empty((max_outputs, result.width), np.float32)
+        )
 
     def _stage(self, piece: _Piece, cache: SplitCache, max_tokens: int, max_outputs: int) -> Part:
         """A piece, compiled; it takes batches that name pages of the split cache."""
@@ -451,9 +443,23 @@ class SplitOps(Ops):
         self._add([q, k, v], [q_norm, k_norm], [y], run)
         return y
 
-    def attention(self, q: Traced, layer: int, *, scale: float, window: int | None = None) -> Traced:
+    def attention(
+        self,
+        q: Traced,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Placed | None = None,
+    ) -> Traced:
         own, y = self._check_layer(layer), _like(q)
-        self._add([q], [], [y], lambda ops, given: [ops.attention(given[0], own, scale=scale, window=window)])
+        held = None if sinks is None else sinks.held
+
+        def run(ops: Backend, given: Sequence[Tensor]) -> list[Tensor]:
+            return [ops.attention(given[0], own, scale=scale, window=window, softcap=softcap, sinks=held)]
+
+        self._add([q], [sinks], [y], run)
         return y
 
     def gated(self, gate: Traced, up: Traced, activation: str) -> Traced:
@@ -478,6 +484,11 @@ class SplitOps(Ops):
         self._add(
             [h, routing, residual], [matrix], [y], lambda ops, x: [ops.expert_output(x[0], matrix.held, *x[1:])]
         )
+        return y
+
+    def softcap(self, x: Traced, cap: float) -> Traced:
+        y = _like(x)
+        self._add([x], [], [y], lambda ops, given: [ops.softcap(given[0], cap)])
         return y
 
     def outputs(self, x: Traced) -> Traced:
@@ -562,21 +573,77 @@ def _through(stages: Sequence[Part], batch: Batch, hidden: Hidden | None = None)
     return hidden
 
 
-def _pipeline(stages: Sequence[Part], batches: Sequence[MicroBatch], logits: NDArray[np.float32]) -> None:
-    """Sends micro-batches through all stages, and puts what comes out into ``logits``."""
+class _SplitStep(Step):
+    """The stages of a forward pass, one after the other.
+
+    Args:
+        logits: float32 [most outputs, n_vocab], for those of several micro-batches.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Part],
+        cache: SplitCache,
+        micro_batch: int,
+        max_tokens: int,
+        logits: NDArray[np.float32],
+    ) -> None:
+        self._stages, self._cache, self._logits = stages, cache, logits
+        self._micro_batch, self._max_tokens = micro_batch, max_tokens
+
+    def __call__(self, batch: Batch) -> NDArray[np.float32]:
+        self._check(batch)
+        if len(batch.ids) <= self._micro_batch:
+            return _through(self._stages, batch).host()
+        logits = self._logits
+
+        def take(rows: NDArray[np.int64], result: Hidden) -> None:
+            logits[rows] = result.host()
+
+        _pipeline(self._stages, micro_batches(batch, self._micro_batch), take)
+        whole: NDArray[np.float32] = logits[: len(batch.outputs)]
+        return whole
+
+    def best(self, batch: Batch, k: int) -> Best:
+        self._check(batch)
+        n = len(batch.outputs)
+        best = Best(np.empty((n, k), np.int32), np.empty((n, k), np.float32))
+
+        def take(rows: NDArray[np.int64], result: Hidden) -> None:
+            best.ids[rows], best.logits[rows] = result.best(k)
+
+        _pipeline(self._stages, micro_batches(batch, self._micro_batch), take)
+        return best
+
+    def _check(self, batch: Batch) -> None:
+        n_tokens, n_outputs, most_outputs = len(batch.ids), len(batch.outputs), len(self._logits)
+        if n_tokens > self._max_tokens or n_outputs > most_outputs:
+            raise KernelError(
+                f"a batch of {n_tokens} tokens and {n_outputs} outputs is larger than this step was compiled for, "
+                f"{self._max_tokens} and {most_outputs}"
+            )
+        batch.check(self._cache.page_size, self._cache.n_pages)
+
+
+#: Takes what came out for a micro-batch, whose rows are these of the whole batch's outputs.
+Take = Callable[[NDArray[np.int64], Hidden], None]
+
+
+def _pipeline(stages: Sequence[Part], batches: Sequence[MicroBatch], take: Take) -> None:
+    """Sends micro-batches through all stages."""
     *first, last = stages
     under_way: tuple[MicroBatch, Hidden] | None = None
     for micro in batches:
         hidden = _through(first, micro.batch) if first else None
         # The last stage overwrites what it gave before: that is taken only now, for until then nobody had to wait.
         if under_way is not None:
-            _take(*under_way, logits)
+            _take(*under_way, take)
         under_way = micro, last(micro.batch, hidden)
     if under_way is not None:
-        _take(*under_way, logits)
+        _take(*under_way, take)
 
 
-def _take(micro: MicroBatch, result: Hidden, logits: NDArray[np.float32]) -> None:
+def _take(micro: MicroBatch, result: Hidden, take: Take) -> None:
     """Waits for the logits of a micro-batch, if it has any."""
     if len(micro.rows):
-        logits[micro.rows] = result.host()
+        take(micro.rows, result)

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from localllm.cache import CachedSequence, PagedCache
 from localllm.checks import in_vocabulary
 from localllm.errors import ClosedError, ContextLengthError, UsageError
-from localllm.kernels.ops import Batch, CacheType, Ops, Step
+from localllm.kernels.ops import Batch, Best, CacheType, Ops, Step
 from localllm.kernels.process import Process
 from localllm.models.blocks import Model
 
@@ -62,8 +62,10 @@ class Run:
         n_cached: how many of them were in the cache when the run began.
         drafts: tokens guessed to follow ``tokens``, to be evaluated with the last of these.  The step that does it
             leaves those for which there was room.
-        logits: after `Engine.advance`: float32 [n, n_vocab], the caller's own.  For the last token and each draft,
-            or None while it was not reached; with ``all_logits`` for every token of the chunk.
+        n_best: how many of the largest logits are enough for the caller, where a device finds them; 0 for all.
+        logits: after `Engine.advance`: float32 [n, n_vocab], or the ``n_best`` largest; the caller's own.  For the
+            last token and each draft, or None while it was not reached; with ``all_logits`` for every token of the
+            chunk.
         position: after `Engine.advance`: where the chunk ended, drafts not counted.
         n_agreed: tokens of ``sequence`` that are not known to be wrong drafts.
         step_s: seconds that the last step for it took, without any waiting.
@@ -76,7 +78,8 @@ class Run:
     all_logits: bool = False
     n_cached: int = 0
     drafts: list[int] = field(default_factory=list)
-    logits: NDArray[np.float32] | None = None
+    n_best: int = 0
+    logits: NDArray[np.float32] | Best | None = None
     position: int = 0
     n_agreed: int = 0
     waiting: bool = False
@@ -156,6 +159,7 @@ class Engine:
         shape = replace(model.cache_shape, type=cache_type)
         kv = ops.new_cache(shape, n_cache_pages(context, parallel, ops.page_size))
         step = ops.compile(lambda: model.forward(ops), kv, max_tokens=self.max_tokens, max_outputs=self._max_outputs)
+        self._most_choices = ops.most_choices
         self._open: tuple[PagedCache, Step] | None = (PagedCache(kv), step)
         self._process = Process()
         self._lock = threading.Lock()
@@ -261,7 +265,7 @@ class Engine:
             logits = np.empty((len(tokens), self.n_vocab), np.float32)
             while run.position < len(tokens):
                 self.advance(run)
-                if run.logits is not None:
+                if isinstance(run.logits, np.ndarray):
                     logits[run.position - len(run.logits) : run.position] = run.logits
             return logits
         finally:
@@ -387,7 +391,7 @@ class Engine:
 
     def _take_step(self, cache: PagedCache, step: Step, parts: Sequence[_Part]) -> None:
         begin = time.perf_counter()
-        _evaluate(cache, step, parts)
+        _evaluate(cache, step, parts, _n_best(parts, self._most_choices))
         seconds = time.perf_counter() - begin
         self._company = [part.run for part in parts]
         for run in self._company:
@@ -448,14 +452,26 @@ def max_outputs(n_vocab: int, max_tokens: int) -> int:
     return max(1, min(max_tokens, MAX_LOGITS_BYTES // (4 * n_vocab)))
 
 
-def _evaluate(cache: PagedCache, step: Step, parts: Sequence[_Part]) -> None:
+def _n_best(parts: Sequence[_Part], most: int) -> int:
+    """How many of the largest logits serve all parts of a batch; 0 if one needs all, or more than ``most``."""
+    wanted = [part.run.n_best for part in parts if part.n_outputs]
+    n = max(wanted, default=0) if all(wanted) else 0
+    return n if n <= most else 0
+
+
+def _evaluate(cache: PagedCache, step: Step, parts: Sequence[_Part], n_best: int) -> None:
     """One step over a batch whose room is reserved.  If it fails, the sequences are as before."""
-    logits = step(_batch(parts, cache.page_size))
+    batch = _batch(parts, cache.page_size)
+    logits = step.best(batch, n_best) if n_best else step(batch)
     row = 0
     for part in parts:
         run, ids, stop, n_rows = part.run, part.ids, part.stop, part.n_outputs
+        rows = slice(row, row + n_rows)
         # The logits before the tokens: should an interrupt come in between, they are just evaluated again.
-        run.logits = logits[row : row + n_rows].copy() if n_rows else None
+        if not n_rows:
+            run.logits = None
+        else:
+            run.logits = logits.copy(rows, run.n_best) if isinstance(logits, Best) else logits[rows].copy()
         if part.reaches_end:
             del run.drafts[part.n_drafts :]
         run.position = stop

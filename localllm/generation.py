@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from localllm.drafting.drafter import Drafter, Drafts
 from localllm.engine import Engine, Run
 from localllm.errors import UsageError
+from localllm.kernels.ops import Best
 from localllm.sampling import Choice, Sampler
 
 #: Why a generation ended: the model or a stop string ended it; it reached ``max_tokens`` or the end of the
@@ -109,6 +110,7 @@ class Generation:
         self._max_tokens = max_tokens
         self._stop_ids = stop_ids
         self._progress = progress
+        run.n_best = sampler.n_enough
         self._n_prompt = len(run.tokens)
         self._ended = False
         self._in_step = threading.Lock()
@@ -199,7 +201,8 @@ class Generation:
             self._prefill_s = evaluated - begin
             self._end("length")
             return None
-        choice = self._sampler(logits)
+        row = self._row
+        choice = self._sampler.among(*logits.row(row)) if isinstance(logits, Best) else self._sampler(logits[row])
         now = time.perf_counter()
         if self._n_chosen:
             self._decode_s += now - begin
@@ -216,13 +219,13 @@ class Generation:
             self._end("length")
         return choice
 
-    def _evaluate(self) -> NDArray[np.float32] | None:
-        """Logits [n_vocab] after the last token; None if it was closed meanwhile."""
+    def _evaluate(self) -> NDArray[np.float32] | Best | None:
+        """Logits, or the largest, whose row `_row` follows the last token; None if it was closed meanwhile."""
         if self._row < 0 and self._drafter is not None and self._n_chosen:
             self._run.drafts = self._propose(self._drafter)
         while self._row < 0 and not self._ended:
             self._step()
-        return None if self._run.logits is None or self._row < 0 else self._run.logits[self._row]
+        return None if self._row < 0 else self._run.logits
 
     def _step(self) -> None:
         """Evaluates the next chunk of what is missing; with its end the first row of logits is there."""

@@ -25,7 +25,7 @@ from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.ops import CacheType
 from localllm.loading import LoadOptions, Parts, compile_template, load_parts
 from localllm.options import Options, Request
-from localllm.progress import LoadProgress, default_progress
+from localllm.progress import LoadPlan, LoadProgress, default_progress
 from localllm.sampling import make_sampler
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.stream import StreamDecoder
@@ -54,11 +54,14 @@ def load(
     chat_template: str | None = None,
     draft_model: str | os.PathLike[str] | None = None,
     progress: LoadProgress | None = None,
+    planned: LoadPlan | None = None,
 ) -> LLM:
     """Loads a model.
 
     Args:
-        path: a GGUF file, any one of a split model's, or None for the small demo model that comes with localllm.
+        path: a GGUF file, any one of a split model's; or "ORG/REPO", "ORG/REPO:QUANT" or "ORG/REPO:FILE" for one in
+            the cache of the Hugging Face hub, where ``localllm pull`` puts it; or None for the small demo model that
+            comes with localllm.
         device: "cpu"; "cuda", all GPUs, or "cuda:0,1", these ones, and the CPU for layers that they have no room
             for; "auto", "cuda" where there is a GPU that works, else "cpu"; or "reference", plain numpy, slow and
             exact.
@@ -82,9 +85,11 @@ def load(
         progress: called while kernels are compiled, which the first start on a machine has to do, and weights
             packed: with "kernels" or "weights", how many kernels or bytes are done, and of how many.  By default,
             if standard error is a terminal, one line there says so when compiling takes long.
+        planned: called once with the `localllm.placement.Plan`, before anything is loaded.
 
     Raises:
         GGUFError: the file is missing, not a GGUF, or damaged.
+        ModelNotFoundError: no file has this name, and the hub's cache does not have it either.
         UnsupportedArchitectureError, ModelError: it holds no model that localllm runs, or a broken one.
         TokenizerError, TemplateError: its vocabulary, or the template given, is broken.
         DeviceError: the device is not there, or does not execute the instruction set.
@@ -104,6 +109,7 @@ def load(
         chat_template=chat_template,
         draft_model=draft_model,
         progress=default_progress() if progress is None else progress,
+        planned=planned,
     )
     parts = load_parts(options)
     for message in parts.warnings:

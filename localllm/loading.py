@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -24,8 +24,8 @@ from localllm.kernels.ops import CACHE_TYPES, CacheType, Ops
 from localllm.models.config import ModelConfig, read_config
 from localllm.models.registry import builder, load_model
 from localllm.models.weights import LoadedWeight
-from localllm.placement import Demand, DeviceSizes, Placement, plan, plan_with_draft
-from localllm.progress import LoadProgress, of_stage
+from localllm.placement import Demand, DeviceSizes, Placement, Plan, plan, plan_with_draft
+from localllm.progress import LoadPlan, LoadProgress, of_stage
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import Vocabulary
 
@@ -60,6 +60,7 @@ class LoadOptions:
     chat_template: str | None
     draft_model: str | os.PathLike[str] | None
     progress: LoadProgress | None
+    planned: LoadPlan | None
 
     def __post_init__(self) -> None:
         text("device", self.device)
@@ -81,6 +82,8 @@ class LoadOptions:
             raise UsageError(f"cache_type is {self.cache_type!r:.80}, but must be one of {types}")
         if self.progress is not None and not callable(self.progress):
             raise UsageError(f"progress is {self.progress!r:.80}, but must be a function of a stage and two numbers")
+        if self.planned is not None and not callable(self.planned):
+            raise UsageError(f"planned is {self.planned!r:.80}, but must be a function of a plan")
 
 
 @dataclass(frozen=True)
@@ -121,8 +124,14 @@ def load_parts(options: LoadOptions) -> Parts:
             _check_vocabulary(draft_source.file, tokenizer)
         devices = _open_devices(options)
         on_failure.callback(_close, devices)
-        placements = _plan(source, draft_source, devices, options)
-        loaded, draft = _load_both(source, draft_source, devices, placements, options)
+        found = _plan(source, draft_source, devices, options)
+        if options.planned is not None:
+            options.planned(found)
+        try:
+            loaded, draft = _load_both(source, draft_source, devices, (found.placement, found.draft), options)
+        except MemoryError as error:
+            _let_go(error)
+            raise
         on_failure.pop_all()
     _log_info(loaded.info)
     if draft is not None:
@@ -140,8 +149,8 @@ def load_parts(options: LoadOptions) -> Parts:
     )
 
 
-def plan_file(options: LoadOptions) -> tuple[Placement, tuple[str, ...]]:
-    """Where `localllm.load` would put a model, and what it would say of that; no weight is read.
+def plan_file(options: LoadOptions) -> Plan:
+    """Where `localllm.load` would put a model; no weight is read.
 
     Raises:
         As `localllm.load`.
@@ -149,10 +158,17 @@ def plan_file(options: LoadOptions) -> tuple[Placement, tuple[str, ...]]:
     with _source(options.path) as source:
         devices = _open_devices(options)
         try:
-            placement, _ = _plan(source, None, devices, options)
+            return _plan(source, None, devices, options)
         finally:
             _close(devices)
-        return placement, _notes(devices) + _said_of(source.name, source.config, placement)
+
+
+def _let_go(error: BaseException) -> None:
+    """Drops the frames that an error came through: what was loaded shall not stay for as long as it is handled."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
 
 
 # -- Reading -------------------------------------------------------------------------------------------------------
@@ -175,15 +191,31 @@ class _Source:
 @contextmanager
 def _source(path: str | os.PathLike[str] | None, *, is_draft: bool = False) -> Iterator[_Source]:
     """A file, or that of the demo model, open for as long as the context lasts."""
-    with _open_demo() if path is None else GGUFFile.open(path) as file:
-        builder(file.metadata)  # raises for an architecture that is not supported
-        if not any(name.startswith("blk.") for name in file.tensors):
-            raise ModelError(
-                f"{file.path} holds only a vocabulary, no weights: choose the file of the whole model, which is "
-                "larger"
-            )
+    with _open_demo() if path is None else GGUFFile.open(_file(path)) as file:
+        check_runs(file)
         name = f"the draft model {file.path}" if is_draft else "the model"
         yield _Source(name, file, read_config(file.metadata, file.tensors))
+
+
+def check_runs(file: GGUFFile) -> None:
+    """Raises:
+    UnsupportedArchitectureError, ModelError: it holds no model that localllm runs.
+    """
+    builder(file.metadata)
+    if not any(name.startswith("blk.") for name in file.tensors):
+        raise ModelError(
+            f"{file.path} holds only a vocabulary, no weights: choose the file of the whole model, which is larger"
+        )
+
+
+def _file(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The file of a name; one on the hub is a str, and no path that exists."""
+    if not isinstance(path, str) or os.path.lexists(path):
+        return path
+    # Imported here: most name a file.
+    from localllm.library.find import find
+
+    return find(path)
 
 
 def _open_demo() -> GGUFFile:
@@ -247,20 +279,30 @@ def _close(devices: Sequence[Device]) -> None:
         device.close()
 
 
-def _plan(
-    source: _Source, draft_source: _Source | None, devices: Sequence[Device], options: LoadOptions
-) -> tuple[Placement, Placement | None]:
+def _plan(source: _Source, draft_source: _Source | None, devices: Sequence[Device], options: LoadOptions) -> Plan:
     """Where the model goes, and the one that drafts for it, if any."""
     available = available_memory()
-    demand = _demand(source, devices, options, options.n_gpu_layers)
+    free = {each.name: available if each.free_memory is None else each.free_memory() for each in devices}
+    demand = _demand(source, devices, free, options, options.n_gpu_layers)
+    draft_placement = None
+    said = _notes(devices)
     if draft_source is None:
-        return plan(demand, available, options.context), None
-    # The number of layers is the model's: of the draft model as many go to a GPU as fit, unless none are to.
-    draft = _demand(draft_source, devices, options, 0 if options.n_gpu_layers == 0 else None)
-    return plan_with_draft(demand, draft, available, options.context)
+        placement = plan(demand, available, options.context)
+    else:
+        # The number of layers is the model's: of the draft model as many go to a GPU as fit, unless none are to.
+        draft = _demand(draft_source, devices, free, options, 0 if options.n_gpu_layers == 0 else None)
+        placement, draft_placement = plan_with_draft(demand, draft, available, options.context)
+    said += _said_of(source.name, source.config, placement)
+    return Plan(placement, draft_placement, free, said)
 
 
-def _demand(source: _Source, devices: Sequence[Device], options: LoadOptions, n_gpu_layers: int | None) -> Demand:
+def _demand(
+    source: _Source,
+    devices: Sequence[Device],
+    free: Mapping[str, int],
+    options: LoadOptions,
+    n_gpu_layers: int | None,
+) -> Demand:
     return Demand.of(
         source.config,
         source.file.tensors,
@@ -270,8 +312,9 @@ def _demand(source: _Source, devices: Sequence[Device], options: LoadOptions, n_
                 device.ops.packed_bytes,
                 device.ops.cache_bytes,
                 device.ops.page_size,
-                0 if device.free_memory is None else device.free_memory(),
+                0 if device.free_memory is None else free[device.name],
                 device.kernels,
+                device.ops.step_bytes,
             )
             for device in devices
         ],

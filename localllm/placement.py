@@ -16,7 +16,7 @@ from typing import NamedTuple
 from localllm.engine import MAX_TOKENS, max_outputs, n_cache_pages
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.cpu.host import memory_advice
-from localllm.kernels.ops import CacheShape, CacheType, Place, Weight
+from localllm.kernels.ops import CacheShape, CacheType, Place, StepSizes, Weight
 from localllm.layers import Room, Share, plan_layers
 from localllm.models.config import ModelConfig
 from localllm.models.weights import LoadedWeight
@@ -154,7 +154,9 @@ class Placement:
     def on(self, device: str) -> Placement:
         """What lies on one device."""
         groups = tuple(group for group in self.groups if group.device == device)
-        return replace(self, groups=groups, overhead=self.overhead if device == self.host else 0)
+        n_layers = sum(len(group.layers) for group in self.groups)
+        idle = self.idle * self.layers_on(device) // max(1, n_layers)
+        return replace(self, groups=groups, overhead=self.overhead if device == self.host else 0, idle=idle)
 
     def layers_on(self, device: str) -> int:
         """How many layers a device has."""
@@ -163,6 +165,28 @@ class Placement:
     def loaded(self, weights: Sequence[LoadedWeight]) -> Placement:
         """The same with the formats and bytes of the weights as they were loaded."""
         return replace(self, groups=tuple(group.loaded(weights) for group in self.groups))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where models go, before they are loaded.
+
+    Attributes:
+        placement: of the model.
+        draft: of the one that drafts for it, if any.
+        free: bytes that can be had on each device: of the host's memory, and of GPUs that have their own.
+        said: what the plan leaves to be desired.
+    """
+
+    placement: Placement
+    draft: Placement | None
+    free: Mapping[str, int]
+    said: tuple[str, ...]
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether there are devices beside the host."""
+        return any(device != self.placement.host for device in self.free)
 
 
 @dataclass(frozen=True)
@@ -176,6 +200,7 @@ class DeviceSizes:
         page_size: tokens in such a page.
         free: bytes that can be had on a device with memory of its own.
         kernels: which kernels run there, in words.
+        step_bytes: of a step's activations and logits as the backend will make them (`Backend.step_bytes`).
     """
 
     name: str
@@ -184,6 +209,7 @@ class DeviceSizes:
     page_size: int
     free: int = 0
     kernels: str = ""
+    step_bytes: Callable[[StepSizes], tuple[int, int] | None] = lambda sizes: None
 
 
 @dataclass(frozen=True)
@@ -254,13 +280,7 @@ class Demand:
             UsageError, NotEnoughMemoryError: as `localllm.layers.plan_layers`.
         """
         host, *gpus = (
-            replace(
-                room,
-                cache=self._layer_cache(device, context),
-                scratch=activation_bytes(self.config, context),
-                logits=logits_bytes(self.config, context),
-            )
-            for room, device in zip(self.rooms, self.devices, strict=True)
+            self._room_at(room, device, context) for room, device in zip(self.rooms, self.devices, strict=True)
         )
         shares = plan_layers(
             host, gpus, tied=self.tied, n_gpu_layers=self.n_gpu_layers, tensor_split=self.tensor_split
@@ -280,11 +300,29 @@ class Demand:
         rooms = tuple(replace(room, free=room.free - other.on(room.name).total) for room in self.rooms)
         return replace(self, rooms=rooms)
 
-    def _layer_cache(self, device: DeviceSizes, context: int) -> int:
-        """Bytes of the cache of one layer on a device."""
-        shape = CacheShape(1, self.config.n_kv_heads, self.config.head_dim, self.cache_type)
+    def _room_at(self, room: Room, device: DeviceSizes, context: int) -> Room:
+        """A room with the bytes of the cache of one layer, and of a step."""
+        config, experts = self.config, self.config.experts
         n_pages = n_cache_pages(context, self.parallel, self.page_size) * (self.page_size // device.page_size)
-        return device.cache_bytes(shape, n_pages)
+        shape = CacheShape(1, config.n_kv_heads, config.head_dim, self.cache_type)
+        n_tokens = min(MAX_TOKENS, context)
+        sizes = StepSizes(
+            n_embd=config.n_embd,
+            n_ff=config.n_ff if experts is None else experts.n_ff,
+            n_vocab=config.n_vocab,
+            n_heads=config.n_heads,
+            n_kv_heads=config.n_kv_heads,
+            head_dim=config.head_dim,
+            cache_type=self.cache_type,
+            n_tokens=n_tokens,
+            n_outputs=max_outputs(config.n_vocab, n_tokens),
+            n_pages=n_pages,
+            n_experts=0 if experts is None else experts.n,
+            n_chosen=0 if experts is None else experts.n_used,
+        )
+        own = device.step_bytes(sizes)
+        scratch, logits = own or (activation_bytes(config, context), logits_bytes(config, context))
+        return replace(room, cache=device.cache_bytes(shape, n_pages), scratch=scratch, logits=logits)
 
 
 def _room(config: ModelConfig, tensors: Mapping[str, Weight], device: DeviceSizes) -> Room:

@@ -6,10 +6,17 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from localllm.placement import Plan
 
 #: Called while a model is loaded: "weights" with the bytes packed and the bytes of all, and "kernels" with the
 #: kernels compiled and those to compile, which the first start on a machine has to do.
 LoadProgress = Callable[[str, int, int], object]
+
+#: Called once before a model is loaded, with where it will lie.
+LoadPlan = Callable[["Plan"], object]
 
 #: Seconds of compiling after which somebody at a terminal is told.
 NOTICE_SECONDS = 2.0

@@ -3,10 +3,10 @@
 #include "common.cuh"
 
 // Logits and their ids as integers of which the largest is the best: the largest logit, of equals the lowest id.  A NaN
-// is worse than any number.  No key is 0.
+// is better than any number: it must not be missed.  No key is 0.
 DEVICE uint64_t key_of(float logit, int id) {
   const uint32_t bits = logit == 0.0f ? 0u : (uint32_t)__float_as_int(logit);  // -0 equals 0
-  const uint32_t rank = logit != logit ? 0u : bits >> 31 ? ~bits : bits | 0x80000000u;
+  const uint32_t rank = logit != logit ? 0xFFFFFFFFu : bits >> 31 ? ~bits : bits | 0x80000000u;
   return (uint64_t)rank << 32 | (0xFFFFFFFFu - (uint32_t)id);
 }
 

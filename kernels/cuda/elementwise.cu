@@ -123,6 +123,17 @@ DEVICE float4 gated(const float* gate, const float* up, size_t row, int column, 
 GATED(gated_silu, Silu)
 GATED(gated_gelu, Gelu)
 
+// y = cap * tanh(x / cap), over rows of n values.  Grid: (blocks of 512 columns, rows).
+extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
+    softcap(const int* __restrict__ header, const float* __restrict__ x, int stride, int n, float cap,
+            float* __restrict__ y, int y_stride) {
+  const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
+  if (row >= header[N_TOKENS] || column >= n) return;
+  const float4 v = load_four(x + (size_t)row * stride, column, n);
+  *(float4*)(y + (size_t)row * y_stride + column) = make_float4(
+      cap * tanhf(v.x / cap), cap * tanhf(v.y / cap), cap * tanhf(v.z / cap), cap * tanhf(v.w / cap));
+}
+
 // -- Rows whose logits are wanted -------------------------------------------------------------------------------------
 
 // Row i of y is row rows[i] of x.  Grid: (blocks of 512 columns, rows of y).
@@ -139,9 +150,10 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
 #define SORT_THREADS 1024
 #define SORTED (2 * SORT_THREADS)
 
-// ids[i] = the best of row i of logits [N, n].  Grid: (rows).
+// ids[i] = the best of row i of logits [N, n], and values[i] that logit.  Grid: (rows).
 extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
-    argmax(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int* __restrict__ ids) {
+    argmax(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int* __restrict__ ids,
+           float* __restrict__ values) {
   __shared__ uint64_t parts[SORT_THREADS / WARP];
   if (blockIdx.x >= header[N_OUTPUTS]) return;
   const float* row = logits + (size_t)blockIdx.x * stride;
@@ -158,7 +170,9 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
   __syncthreads();
   if (threadIdx.x >= WARP) return;
   best = best_of_warp(parts[threadIdx.x]);
-  if (threadIdx.x == 0) ids[blockIdx.x] = id_of(best);
+  if (threadIdx.x) return;
+  ids[blockIdx.x] = id_of(best);
+  values[blockIdx.x] = row[id_of(best)];
 }
 
 // Sorts keys [SORTED], the largest first (bitonic: Batcher, 1968).  All threads of the block; they have written them.

@@ -16,13 +16,13 @@ extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
   const int token = blockIdx.x * ROUTE_WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
   if (token >= header[N_TOKENS]) return;
   const float* row = logits + (size_t)token * stride;
-  uint64_t last = ~(uint64_t)0;
+  uint64_t last = 0;
   int id = 0;  // lane i has the expert of rank i
   for (int rank = 0; rank < k; rank++) {
     uint64_t best = 0;
     for (int expert = lane; expert < n; expert += WARP) {
       const uint64_t key = key_of(row[expert], expert);
-      if (key < last) best = max(best, key);
+      if (rank == 0 || key < last) best = max(best, key);
     }
     last = best_of_warp(best);
     if (lane == rank) id = id_of(last);

@@ -47,6 +47,12 @@ _ROUTE_THREADS, _ROUTE_TOKENS, _GROUP_THREADS, _SUM_THREADS, _SUM_COLUMNS = 128,
 _FEW_ROWS = 8
 
 
+def routing_bytes(mixture: Mixture, max_tokens: int) -> tuple[int, ...]:
+    """Bytes of the products, of how many there are, of ids, of shares, of places, and of their tokens."""
+    n_pairs, n_places = max_tokens * mixture.k, mixture.most_places(max_tokens)
+    return 16 * mixture.n_products(max_tokens, _FEW_ROWS), 16, 4 * n_pairs, 4 * n_pairs, 4 * n_pairs, 4 * n_places
+
+
 class ChosenExperts:
     """The experts that each token goes to, and what is made of that: see experts.cu.
 
@@ -65,9 +71,7 @@ class ChosenExperts:
             )
         recording.use_mixture(mixture)
         self.recording, self.mixture = recording, mixture
-        n_pairs, n_places = recording.max_tokens * mixture.k, recording.most_rows(N_PLACES)
-        n_products = mixture.n_products(recording.max_tokens, _FEW_ROWS)
-        sizes = (16 * n_products, 16, 4 * n_pairs, 4 * n_pairs, 4 * n_pairs, 4 * n_places)
+        sizes = routing_bytes(mixture, recording.max_tokens)
         memory = recording.take(sum(sizes))
         self._memory.append(memory)
         bounds = pairwise(accumulate(sizes, initial=0))

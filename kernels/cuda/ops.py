@@ -17,6 +17,7 @@ from localllm.kernels.cuda.experts import AddExperts, ChosenExperts, MultiplyExp
 from localllm.kernels.cuda.experts import Gather as GatherExperts
 from localllm.kernels.cuda.matmul import TILE_ROWS, PackedFormat
 from localllm.kernels.cuda.operations import (
+    MOST_CHOICES,
     Attention,
     Embed,
     Gate,
@@ -25,8 +26,9 @@ from localllm.kernels.cuda.operations import (
     Norm,
     Quantise,
     RopeAppend,
+    SoftCap,
 )
-from localllm.kernels.cuda.program import CUDAStep, Program
+from localllm.kernels.cuda.program import Program
 from localllm.kernels.cuda.recording import (
     N_OUTPUTS,
     N_PLACES,
@@ -42,6 +44,7 @@ from localllm.kernels.cuda.recording import (
     input_kind,
     inputs_in,
 )
+from localllm.kernels.cuda.sizes import activation_bytes, logits_bytes
 from localllm.kernels.cuda.weights import CHUNK_BYTES, CUDAExperts, CUDALinear, CUDAVector, WeightLoader
 from localllm.kernels.ops import (
     Backend,
@@ -52,10 +55,16 @@ from localllm.kernels.ops import (
     Part,
     Rope,
     Routing,
+    Step,
+    StepSizes,
     Tensor,
     Weight,
+    WholeStep,
     Widening,
     check_choice,
+    check_head_norm,
+    check_sinks,
+    check_softcap,
 )
 
 _GATES = {"silu": "gated_silu", "gelu": "gated_gelu"}
@@ -80,6 +89,7 @@ class CUDAOps(Backend):
 
     name = "cuda"
     page_size = PAGE
+    most_choices = MOST_CHOICES
 
     def __init__(
         self,
@@ -131,21 +141,22 @@ class CUDAOps(Backend):
     def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
         return CacheLayout(shape, n_pages).n_bytes
 
+    def step_bytes(self, sizes: StepSizes) -> tuple[int, int]:
+        return activation_bytes(sizes, self.driver.properties(self.device)), logits_bytes(sizes)
+
     def close(self) -> None:
         """Ends the threads that read files."""
         self._loader.close()
 
     # -- Compiling -------------------------------------------------------------------------------------------------
 
-    def compile(
-        self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int
-    ) -> CUDAStep:
+    def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
         def logits() -> Buffer:
             result: Buffer = forward()
             self._check_tensors(result, slot=N_OUTPUTS)
             return result
 
-        return CUDAStep(self._program(logits, cache, max_tokens, max_outputs))
+        return WholeStep(self._program(logits, cache, max_tokens, max_outputs))
 
     def compile_part(
         self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int
@@ -161,10 +172,12 @@ class CUDAOps(Backend):
         try:
             result: Buffer = forward()
             self._check_tensors(result)
+            # The weights live as long as what refers to them: the forward function.
+            program = Program(recording, result, forward)
         finally:
             self._recording = None
-        # The weights live as long as what refers to them: the forward function.
-        program = Program(recording, result, forward)
+            # They refer to the recording: memory shall go with the last reference, not when cycles are collected.
+            recording.operations.clear()
         if self._compiles_ahead:
             program.compile(self._progress)
         return program
@@ -310,8 +323,7 @@ class CUDAOps(Backend):
         head_dim = recording.cache.layout.shape.head_dim
         for norm in (q_norm, k_norm):
             if norm is not None:
-                if norm.n != head_dim:
-                    raise KernelError(f"a norm of {norm.n} weights cannot be taken of heads of {head_dim}")
+                check_head_norm(norm.n, head_dim)
                 recording.operands.append(norm)
         if rope is not None:
             recording.phases(rope)  # uploaded now
@@ -319,17 +331,30 @@ class CUDAOps(Backend):
         self._add(RopeAppend(recording, *rows, rope, layer, (q_norm, k_norm), eps))
         return q.changed()
 
-    def attention(self, q: Buffer, layer: int, *, scale: float, window: int | None = None) -> Buffer:
+    def attention(
+        self,
+        q: Buffer,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: CUDAVector | None = None,
+    ) -> Buffer:
         recording = self._now
         shape = recording.cache.layout.shape
         self._check_tensors(q, slot=N_TOKENS)
         self._check_layer(layer)
         self._check_heads("queries", q, shape.n_kv_heads)
+        check_softcap(softcap)
+        if sinks is not None:
+            check_sinks(sinks.n, q.width // shape.head_dim)
+            recording.operands.append(sinks)
         group_size = q.width // shape.head_dim // shape.n_kv_heads
         heads = Heads(shape.n_kv_heads, group_size, NO_WINDOW if window is None else min(window, NO_WINDOW))
         recording.use_heads(heads)
         y = Buffer(recording, N_TOKENS, q.width)
-        self._add(Attention(recording, heads, layer, scale, q.read(), y.written))
+        self._add(Attention(recording, heads, layer, scale, softcap, sinks, q.read(), y.written))
         return y
 
     def gated(self, gate: Buffer, up: Buffer, activation: str) -> Buffer:
@@ -400,6 +425,13 @@ class CUDAOps(Backend):
             to = [results[i].written for i in own]
             self._add(MultiplyExperts(routing, inputs[own[0]], [weights[i] for i in own], to))
         return results
+
+    def softcap(self, x: Buffer, cap: float) -> Buffer:
+        check_softcap(cap)
+        self._check_tensors(x)
+        y = Buffer(self._now, x.slot, x.width)
+        self._add(SoftCap(self._now.batch, x.read(), cap, y.written))
+        return y
 
     def outputs(self, x: Buffer) -> Buffer:
         recording = self._now

@@ -12,7 +12,9 @@ import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +23,19 @@ from localllm.errors import KernelError, LocalLLMError
 from localllm.kernels.cuda.attention import work_of_batch
 from localllm.kernels.cuda.cache import PAGE
 from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, Driver, Event, Graph, Module, Stream
-from localllm.kernels.cuda.operations import MOST_CHOICES, SORTED, Best, fused
-from localllm.kernels.cuda.recording import BUCKETS, N_TOKENS, SHORTEST, Argument, Buffer, Call, Extent, Recording
-from localllm.kernels.ops import Batch, Hidden, hidden_rows
+from localllm.kernels.cuda.operations import MOST_CHOICES, SORTED, Choose, fused
+from localllm.kernels.cuda.recording import (
+    BUCKETS,
+    N_TOKENS,
+    SHORTEST,
+    Argument,
+    Buffer,
+    Call,
+    Extent,
+    Operation,
+    Recording,
+)
+from localllm.kernels.ops import Batch, Best, Hidden, hidden_rows
 
 #: Batches that may be on their way to the device.
 _IN_FLIGHT = 4
@@ -52,6 +64,18 @@ class _Slot:
     words: NDArray[np.int32]
     event: Event
     rows: NDArray[np.uint8] | None = None
+
+
+class Watch(Protocol):
+    """What runs programs in their place, to see what they do; see `localllm.kernels.cuda.profile`."""
+
+    def run(self, program: Program, batch: Batch, extent: Extent) -> None:
+        """Called when a batch is on its way to the device: `Program.launch` computes it."""
+        ...
+
+
+#: What watches the programs that this thread runs, if something does.
+WATCH: ContextVar[Watch | None] = ContextVar("WATCH", default=None)
 
 
 class Program:
@@ -102,19 +126,9 @@ class Program:
 
     def __call__(self, batch: Batch, hidden: Hidden | None) -> CUDAHidden:
         """Runs a batch; returns before the device has."""
-        self._run(batch, hidden)
+        extent = self._run(batch, hidden)
         n = len(batch.ids) if self.rows.slot == N_TOKENS else len(batch.outputs)
-        return CUDAHidden(self, n)
-
-    def best(self, batch: Batch, k: int) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
-        """Runs a batch; of each output the ``k`` best ids, best first, [N, k], and their logits unless k is 1."""
-        n_vocab = self.rows.width
-        if not 1 <= k <= min(MOST_CHOICES, n_vocab):
-            raise KernelError(f"{k} of {n_vocab} logits cannot be chosen: 1 to {min(MOST_CHOICES, n_vocab)} can")
-        if k not in self._choosers:
-            self._choosers[k] = _Chooser(self, k)
-        extent = self._run(batch, None)
-        return self._choosers[k].choose(extent, len(batch.outputs))
+        return CUDAHidden(self, n, extent)
 
     def _run(self, batch: Batch, hidden: Hidden | None) -> Extent:
         recording, driver = self.recording, self.driver
@@ -167,13 +181,21 @@ class Program:
 
     def _compute(self, batch: Batch) -> Extent:
         extent = self._bucket(batch) or self._whole(batch)
+        if (watch := WATCH.get()) is None:
+            self.launch(extent)
+        else:
+            watch.run(self, batch, extent)
+        return extent
+
+    def launch(self, extent: Extent) -> None:
+        """Computes the batch of that extent which is in the device's memory."""
         if extent not in self._graphs and extent not in self._launches:
-            launches = self._loaded(extent)
+            launches = self._loaded(self.operations, extent)
             self._launch(launches)
             self._launches[extent] = launches
             if len(self._launches) > _MOST_LAUNCHES:
                 self._launches.popitem(last=False)
-            return extent
+            return
         if extent not in self._graphs:
             self._graphs[extent] = self._captured(self._launches.pop(extent))
             if len(self._graphs) > _MOST_GRAPHS:
@@ -181,7 +203,10 @@ class Program:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(extent)
         self.driver.replay(self._graphs[extent], self.stream)
-        return extent
+
+    def graph(self, operations: Sequence[Operation], extent: Extent) -> Graph:
+        """A graph of some of the operations, for that extent."""
+        return self._captured(self._loaded(operations, extent))
 
     def _bucket(self, batch: Batch) -> Extent | None:
         """That of a bucket which a batch fits into, if any."""
@@ -229,15 +254,12 @@ class Program:
         )
         for extent in (*buckets, *large):
             if extent is not None:
-                for call in self._calls(extent):
+                for call in _calls(self.operations, extent):
                     modules[f"{call.module} {sorted(call.defines.items())}"] = call.module, call.defines
         self.driver.compile_modules(recording.device, modules.values(), progress)
 
-    def _calls(self, extent: Extent) -> list[Call]:
-        return [call for operation in self.operations for call in operation.calls(extent)]
-
-    def _loaded(self, extent: Extent) -> list[_Launch]:
-        return [self._load(call) for call in self._calls(extent)]
+    def _loaded(self, operations: Sequence[Operation], extent: Extent) -> list[_Launch]:
+        return [self._load(call) for call in _calls(operations, extent)]
 
     def _load(self, call: Call) -> _Launch:
         module = self.driver.load_module(self.recording.device, call.module, call.defines)
@@ -271,6 +293,17 @@ class Program:
         self.driver.synchronize(self.stream)
         return self._host_rows[:n, : rows.width]
 
+    def best(self, extent: Extent, n: int, k: int) -> Best:
+        """Waits, and gives the ``k`` best of the first ``n`` rows of the result, of a batch of that extent."""
+        n_vocab = self.rows.width
+        if not 1 <= k <= min(MOST_CHOICES, n_vocab):
+            raise KernelError(f"{k} of {n_vocab} logits cannot be chosen: 1 to {min(MOST_CHOICES, n_vocab)} can")
+        most = min(next(most for most in _CHOICES if k <= most), n_vocab)
+        if most not in self._choosers:
+            self._choosers[most] = _Chooser(self, most)
+        ids, logits = self._choosers[most].choose(self, extent, n)
+        return Best(ids[:, :k], logits[:, :k])
+
     def send(self, n: int, to: DeviceMemory, stream: Stream) -> None:
         """Brings the first ``n`` rows of the result to another device, in whose stream they are copied."""
         driver, own = self.driver, self.recording.device
@@ -292,8 +325,14 @@ class Program:
         self._readers.append(read)
 
 
+#: Numbers of choices that there is memory for: for another one the next larger is made.
+_CHOICES = (1, 64, 256, MOST_CHOICES)
 #: Batches beyond the buckets whose kernels are compiled ahead.
 _LARGE = (24, 40, 512)
+
+
+def _calls(operations: Sequence[Operation], extent: Extent) -> list[Call]:
+    return [call for operation in operations for call in operation.calls(extent)]
 
 
 def _rounded(n: int) -> int:
@@ -313,6 +352,7 @@ class CUDAHidden(Hidden):
 
     program: Program
     n: int
+    extent: Extent
 
     @property
     def width(self) -> int:
@@ -320,6 +360,9 @@ class CUDAHidden(Hidden):
 
     def host(self) -> NDArray[np.float32]:
         return self.program.download(self.n)
+
+    def best(self, k: int) -> Best:
+        return self.program.best(self.extent, self.n, k)
 
     def copy_to(self, memory: DeviceMemory, stream: Stream) -> None:
         """Copies the rows, with their padding, in the stream of the memory's device."""
@@ -332,48 +375,20 @@ class _Chooser:
     def __init__(self, program: Program, k: int) -> None:
         recording, logits = program.recording, program.rows
         n = recording.max_outputs
-        self.program, self._k = program, k
-        ids = recording.new(4 * n * k)
-        values = recording.new(4 * n * k) if k > 1 else None
-        parts = recording.new(8 * n * k * -(-logits.width // SORTED)) if k > 1 else None
-        self._best = Best(recording.batch, logits, k, ids, values, parts)
-        self._ids = program._pinned(4 * n * k).view(np.int32).reshape(n, k)
-        self._values = program._pinned(4 * n * k).view(np.float32).reshape(n, k) if k > 1 else None
+        self._k = k
+        self._best = recording.new(8 * n * k)  # ids, and behind those of a batch their logits
+        self._parts = recording.new(8 * n * k * -(-logits.width // SORTED)) if k > 1 else None
+        self._host = program._pinned(8 * n * k)
 
-    def choose(self, extent: Extent, n: int) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
-        program, best = self.program, self._best
-        program._launch([program._load(call) for call in best.calls(extent)])
+    def choose(self, program: Program, extent: Extent, n: int) -> Best:
+        """Of the first ``n`` rows of the program's result, of a batch of that extent."""
+        n_bytes = 4 * n * self._k
         if n:
-            program.driver.download(self._ids[:n], best.ids.at(0, 4 * n * self._k), program.stream)
-            if self._values is not None and best.values is not None:
-                program.driver.download(self._values[:n], best.values.at(0, 4 * n * self._k), program.stream)
+            ids, logits = (self._best.at(begin, n_bytes) for begin in (0, n_bytes))
+            choose = Choose(program.recording.batch, program.rows, self._k, ids, logits, self._parts)
+            program._launch([program._load(call) for call in choose.calls(extent)])
+            program.driver.download(self._host[: 2 * n_bytes], self._best.at(0, 2 * n_bytes), program.stream)
         program.driver.synchronize(program.stream)
-        return self._ids[:n], None if self._values is None else self._values[:n]
-
-
-class CUDAStep:
-    """A compiled forward pass; see `localllm.kernels.ops.Step`."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-
-    def __call__(self, batch: Batch) -> NDArray[np.float32]:
-        return self.program(batch, None).host()
-
-    def greedy(self, batch: Batch) -> NDArray[np.int32]:
-        """Runs a batch; of each output the id of the largest logit, of equals the lowest: [N].  Only these cross the
-        bus.  The array is the step's own and good until the next call."""
-        return self.program.best(batch, 1)[0][:, 0]
-
-    def best(self, batch: Batch, k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Runs a batch; of each output the ids of the ``k`` largest logits, the largest first, and these: [N, k].
-
-        ``k`` is at least 2.  The arrays are the step's own and good until the next call.
-
-        Raises:
-            KernelError: so many cannot be chosen.
-        """
-        ids, values = self.program.best(batch, k)
-        if values is None:
-            raise KernelError("the one best of a row of logits comes without its logit: see greedy()")
-        return ids, values
+        ids_there, logits_there = self._host[:n_bytes], self._host[n_bytes : 2 * n_bytes]
+        shape = n, self._k
+        return Best(ids_there.view(np.int32).reshape(shape), logits_there.view(np.float32).reshape(shape))

@@ -210,6 +210,10 @@ class Mixture:
         n_pairs = n_tokens * self.k
         return -(-(n_pairs + 7 * min(self.n, n_pairs)) // 8) * 8
 
+    def most_places(self, max_tokens: int) -> int:
+        """The same of batches of up to so many tokens, whose extents are rounded up."""
+        return self.n_places(-(-max_tokens // 8) * 8)
+
     def n_products(self, n_tokens: int, product_rows: int) -> int:
         """Products that they can be cut into."""
         n_pairs = n_tokens * self.k
@@ -234,7 +238,7 @@ class BatchLayout:
         )
         self.tables = bounds[-1]
         self.table_stride = max(1, n_pages)
-        self.n_words = self.tables + max_tokens * self.table_stride
+        self.n_words: int = self.tables + max_tokens * self.table_stride
 
     def fill(self, words: NDArray[np.int32], batch: Batch) -> int:
         """Writes a batch that was checked; returns the words that it takes."""
@@ -376,8 +380,8 @@ class Recording:
         return choose_variant(shape.head_dim, shape.type, self.properties.shared_bytes)
 
     def most_rows(self, slot: int) -> int:
-        if slot == N_PLACES:  # of as many tokens as an extent may have
-            return self.extent(-(-self.max_tokens // 8) * 8, 0).n_places
+        if slot == N_PLACES:
+            return 0 if self.mixture is None else self.mixture.most_places(self.max_tokens)
         return self.max_tokens if slot == N_TOKENS else self.max_outputs
 
     def extent(self, n_tokens: int, n_outputs: int, work: tuple[tuple[Heads, Work], ...] = ()) -> Extent:
@@ -454,9 +458,7 @@ class Recording:
     @cached_property
     def part_bytes(self) -> int:
         """What the parts of any batch may take: no more than is of use."""
-        longest = max(1, self.cache.n_pages) * PAGE
-        wanted = max((self._bucket_bytes(BUCKETS[-1], longest, heads) for heads in self.heads), default=0)
-        return min(MOST_PART_BYTES, wanted)
+        return part_bytes(self.heads, self.variant, max(1, self.cache.n_pages) * PAGE)
 
     @property
     def usable_part_bytes(self) -> int:
@@ -465,10 +467,17 @@ class Recording:
 
     def bucket_work(self, n_tokens: int, longest: int) -> tuple[tuple[Heads, Work], ...] | None:
         """For batches of at most ``n_tokens``, in sequences of at most ``longest``; None if parts take too much."""
-        if any(self._bucket_bytes(n_tokens, longest, heads) > self.part_bytes for heads in self.heads):
+        if any(_bucket_bytes(n_tokens, longest, heads, self.variant) > self.part_bytes for heads in self.heads):
             return None
         return tuple((heads, work_of_bucket(n_tokens, longest, heads)) for heads in self.heads)
 
-    def _bucket_bytes(self, n_tokens: int, longest: int, heads: Heads) -> int:
-        floats = sum(work_of_bucket(n_tokens, longest, heads).part_floats(heads, self.variant))
-        return 4 * floats + _PART_ALIGNMENT
+
+def part_bytes(all_heads: Iterable[Heads], variant: Variant, longest: int) -> int:
+    """What the parts of any batch may take, in sequences of at most ``longest``: no more than is of use."""
+    wanted = max((_bucket_bytes(BUCKETS[-1], longest, heads, variant) for heads in all_heads), default=0)
+    return min(MOST_PART_BYTES, wanted)
+
+
+def _bucket_bytes(n_tokens: int, longest: int, heads: Heads, variant: Variant) -> int:
+    floats = sum(work_of_bucket(n_tokens, longest, heads).part_floats(heads, variant))
+    return 4 * floats + _PART_ALIGNMENT

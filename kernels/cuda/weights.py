@@ -3,8 +3,9 @@
     file ──threads──▶ pinned memory ──bus──▶ raw rows ──`pack`──▶ packed matrix
                       two buffers            two buffers
 
-While the device takes one buffer, the host reads the next rows into the other; the file's pages are dropped behind
-it.  So neither the host nor the device ever holds more of a tensor in its file's form than two buffers.
+Uploads and packing have a stream each.  While one buffer's rows are packed, the other's go up, and the host reads the
+next ones as soon as it has been copied; the file's pages are dropped behind.  So neither the host nor the device ever
+holds more of a tensor in its file's form than two buffers.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ class CUDAVector:
 
 @dataclass(frozen=True, eq=False)
 class CUDALinear:
-    """A packed matrix: on a device's tiles, see `localllm.kernels.cuda.matmul`."""
+    """A packed matrix: on a device's tiles, see `localllm.kernels.cuda.matmul`.  ``name``: as the file has it."""
 
     memory: DeviceMemory
     packed: PackedFormat
     bias: CUDAVector | None
     n_in: int
     n_out: int
+    name: str
 
     @property
     def format(self) -> str:
@@ -70,13 +72,14 @@ class CUDALinear:
 
 @dataclass(frozen=True, eq=False)
 class CUDAExperts:
-    """Packed matrices of experts, one after the other."""
+    """Packed matrices of experts, one after the other.  ``name``: as the file has it."""
 
     memory: DeviceMemory
     packed: PackedFormat
     n_experts: int
     n_in: int
     n_out: int
+    name: str
 
     @property
     def format(self) -> str:
@@ -89,11 +92,12 @@ class CUDAExperts:
 
 @dataclass(frozen=True, eq=False)
 class _Staging:
-    """A buffer on either side of the bus, and when the device was through with both."""
+    """A buffer on either side of the bus: the host's is free again once it was uploaded, the device's once packed."""
 
     host: NDArray[np.uint8]
     device: DeviceMemory
-    free: Event
+    uploaded: Event
+    packed: Event
 
 
 class WeightLoader:
@@ -108,6 +112,7 @@ class WeightLoader:
         self._device = device
         self._capability = driver.properties(device).capability
         self._stream = driver.stream(device)
+        self._uploads = driver.stream(device)
         self._chunk_bytes = chunk_bytes
         self._staging: tuple[_Staging, ...] = ()
         self._readers: ThreadPoolExecutor | None = None
@@ -140,11 +145,12 @@ class WeightLoader:
         if bias is not None and bias.shape != (n_out,):
             raise KernelError(f"a matrix [{n_out}, {n_in}] cannot have a bias {list(bias.shape)}")
         memory, format = self._packed(weight, widening)
-        return CUDALinear(memory, format, None if bias is None else self.vector(bias), n_in, n_out)
+        return CUDALinear(memory, format, None if bias is None else self.vector(bias), n_in, n_out, weight.name)
 
     def experts(self, weight: Weight, widening: Widening | None) -> CUDAExperts:
         """Packed; see `localllm.kernels.ops.Loader.load_experts`."""
-        return CUDAExperts(*self._packed(weight, widening), weight.shape[0], weight.shape[2], weight.shape[1])
+        n_experts, n_out, n_in = weight.shape
+        return CUDAExperts(*self._packed(weight, widening), n_experts, n_in, n_out, weight.name)
 
     def _packed(self, weight: Weight, widening: Widening | None) -> tuple[DeviceMemory, PackedFormat]:
         """The tiles of one matrix or of several, and their format."""
@@ -172,25 +178,28 @@ class WeightLoader:
 
     def _pack_rows(self, weight: Weight, rows: NDArray[np.uint8], format: PackedFormat, packed: DeviceMemory) -> None:
         """Rows of a weight to tiles."""
-        n_out, n_in = len(rows), weight.shape[-1]
+        driver, n_out, n_in = self._driver, len(rows), weight.shape[-1]
         row_bytes = block_size(format.type).row_bytes(n_in)
-        module = self._driver.load_module(self._device, "pack", format.defines)
+        module = driver.load_module(self._device, "pack", format.defines)
         chunk_rows = max(1, self._chunk_bytes // (GROUP * row_bytes)) * GROUP
         staging = self._staging_of(min(chunk_rows, n_out) * row_bytes)
         kept_rows = chunk_rows * max(1, KEPT_BYTES // (chunk_rows * row_bytes))
         try:
             for i, first in enumerate(range(0, n_out, chunk_rows)):
                 place, n = staging[i % 2], min(chunk_rows, n_out - first)
-                self._driver.synchronize(place.free)
+                driver.synchronize(place.uploaded)
                 self._read(weight, format, rows[first : first + n], place.host[: n * row_bytes].reshape(n, -1))
                 if (first + n) % kept_rows == 0:
                     weight.drop_pages()
                 raw = place.device.at(0, n * row_bytes)
-                self._driver.upload(raw, place.host[: n * row_bytes], self._stream)
+                driver.wait(self._uploads, place.packed)
+                driver.upload(raw, place.host[: n * row_bytes], self._uploads)
+                driver.record(place.uploaded, self._uploads)
+                driver.wait(self._stream, place.uploaded)
                 launch = pack_launch(format, n, n_in)
                 begin, end = (format.packed_bytes(rows, n_in) for rows in (first, first + n))
                 sizes = np.int32(n), np.int64(row_bytes), np.int32(n_in), np.int32(format.n_tiles(n_in))
-                self._driver.launch(
+                driver.launch(
                     module,
                     launch.kernel,
                     launch.grid,
@@ -198,9 +207,10 @@ class WeightLoader:
                     [raw, packed.at(begin, end - begin), *sizes],
                     self._stream,
                 )
-                self._driver.record(place.free, self._stream)
+                driver.record(place.packed, self._stream)
         finally:
-            self._driver.synchronize(self._stream)  # nobody may let go of the memory before
+            for stream in (self._uploads, self._stream):
+                driver.synchronize(stream)  # nobody may let go of the memory before
 
     def _staging_of(self, n_bytes: int) -> tuple[_Staging, ...]:
         """Two buffers of at least ``n_bytes``."""
@@ -209,7 +219,12 @@ class WeightLoader:
             n_bytes = max(n_bytes, self._chunk_bytes)
             driver, device = self._driver, self._device
             self._staging = tuple(
-                _Staging(driver.pinned(n_bytes), driver.allocate(device, n_bytes), driver.event(device))
+                _Staging(
+                    driver.pinned(n_bytes),
+                    driver.allocate(device, n_bytes),
+                    driver.event(device),
+                    driver.event(device),
+                )
                 for _ in range(2)
             )
         return self._staging

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from localllm.cli.defaults import settle
 from localllm.cli.flags import in_flags
 from localllm.cli.main import DONE
 from localllm.cli.parser import make_parsers
@@ -26,7 +27,7 @@ from localllm.info import file_type_name
 from localllm.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:
-    from localllm.placement import Placement
+    from localllm.placement import Plan
 
 #: Elements of an array, and characters of a text, that are shown of a long one.
 _ELEMENTS = 8
@@ -38,6 +39,7 @@ _LONGEST_KEY = 50
 def run(arguments: argparse.Namespace) -> int:
     """Shows what the command line asks for."""
     _check_flags(arguments)
+    settle(arguments)
     with GGUFFile.open(arguments.model) as file:
         if arguments.plan:
             _show_plan(file, arguments)
@@ -72,10 +74,10 @@ def _on_one_line(text: str) -> str:
 def _check_flags(arguments: argparse.Namespace) -> None:
     given = {
         "-c": arguments.context is not None,
-        "--device": arguments.device != "auto",
+        "--device": arguments.device is not None,
         "-ngl": arguments.n_gpu_layers is not None,
         "--tensor-split": arguments.tensor_split is not None,
-        "--cache-type": arguments.cache_type != "f16",
+        "--cache-type": arguments.cache_type is not None,
     }
     if not arguments.plan and any(given.values()):
         flag = next(flag for flag, is_given in given.items() if is_given)
@@ -83,24 +85,25 @@ def _check_flags(arguments: argparse.Namespace) -> None:
 
 
 def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
-    placement, warnings = _plan(arguments)
+    plan = _plan(arguments)
+    placement = plan.placement
     if arguments.json:
-        print(json.dumps({"files": [str(path) for path in file.paths], "plan": plan_as_json(placement)}))
+        print(json.dumps({"files": [str(path) for path in file.paths], "plan": plan_as_json(plan)}))
     else:
         clean = _cleaner()
         for line in (
             *_heading(file),
             f"{placement.context:,} tokens of context",
             "",
-            *placement_lines(placement),
+            *placement_lines(placement, plan.free),
             detail("in all", f"{quantity(placement.total, 'B')}, Python and kernels included"),
         ):
             print(clean(line))
-    for message in warnings:
+    for message in plan.said:
         warn(in_flags(message, make_parsers()[1]["inspect"].flag_of))
 
 
-def _plan(arguments: argparse.Namespace) -> tuple[Placement, tuple[str, ...]]:
+def _plan(arguments: argparse.Namespace) -> Plan:
     # Imported here: kernels and tokenizers take much longer than to show what is in a file.
     from localllm.loading import LoadOptions, plan_file
 
@@ -118,12 +121,14 @@ def _plan(arguments: argparse.Namespace) -> tuple[Placement, tuple[str, ...]]:
             chat_template=None,
             draft_model=None,
             progress=None,
+            planned=None,
         )
     )
 
 
-def plan_as_json(placement: Placement) -> dict[str, Any]:
+def plan_as_json(plan: Plan) -> dict[str, Any]:
     """A plan as JSON values; sizes are in bytes."""
+    placement = plan.placement
     return {
         "context": placement.context,
         "cache_type": placement.cache_type,
@@ -139,6 +144,7 @@ def plan_as_json(placement: Placement) -> dict[str, Any]:
             for group in placement.groups
         ],
         "devices": {device: placement.on(device).total for device in placement.devices},
+        "free": dict(plan.free),
         "total": placement.total,
     }
 

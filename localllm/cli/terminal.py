@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from localllm.cli.machine import unwritable_cache
@@ -175,7 +175,7 @@ def _kernels(n: int) -> str:
 
 def quantity(n: float, unit: str) -> str:
     """A quantity in three figures with a decimal prefix: 1.23 GB."""
-    return "{} {}{}".format(*_scaled(n, ("", "k", "M", "G", "T")), unit)
+    return "{} {}{}".format(*_scaled(n, ("", "k", "M", "G", "T", "P")), unit)
 
 
 def short_count(n: int) -> str:
@@ -209,19 +209,26 @@ def detail(name: str, text: str) -> str:
     return f"{name:<20} {text}"
 
 
-def placement_lines(placement: Placement) -> Iterator[str]:
-    """What lies where, and what it takes; without the total."""
+def placement_lines(placement: Placement, free: Mapping[str, int] | None = None) -> Iterator[str]:
+    """What lies where, and what it takes; without the total.
+
+    Args:
+        free: bytes that can be had on each device, known while the model is not there.
+    """
     for group in placement.groups:
-        parts = [
-            f"{quantity(n_bytes, 'B')} {what}"
-            for n_bytes, what in (
-                (group.weights, "weights"),
-                (group.kv_cache, f"{placement.cache_type} KV cache"),
-            )
-            if n_bytes
-        ]
-        yield detail(group.name, f"{group.device} ({group.kernels}): {', '.join(parts)}")
+        parts = _parts(("weights", group.weights), (f"{placement.cache_type} KV cache", group.kv_cache))
+        yield detail(group.name, f"{group.device} ({group.kernels}): {parts}")
     yield detail("scratch", quantity(placement.scratch, "B"))
-    if len(placement.devices) > 1:
-        for device in placement.devices:
-            yield detail(f"on {device}", quantity(placement.on(device).total, "B"))
+    devices = dict.fromkeys((*placement.devices, *(free or ())))
+    if list(devices) == [placement.host]:
+        return
+    for device in devices:
+        on = placement.on(device)
+        room = f" of {quantity(free[device], 'B')} free" if free else ""
+        parts = _parts(("weights", on.weights), ("KV cache", on.kv_cache), ("scratch", on.scratch))
+        yield detail(f"on {device}", f"{quantity(on.total, 'B')}{room}{': ' * bool(parts)}{parts}")
+
+
+def _parts(*parts: tuple[str, int]) -> str:
+    """What something consists of, and the bytes."""
+    return ", ".join(f"{quantity(n_bytes, 'B')} {what}" for what, n_bytes in parts if n_bytes)

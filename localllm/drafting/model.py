@@ -16,6 +16,7 @@ from localllm.cache import common_prefix
 from localllm.drafting.costs import StepCosts, moved_share
 from localllm.drafting.drafter import DEFAULT_DRAFTS
 from localllm.engine import Engine, Run
+from localllm.kernels.ops import Best
 
 #: Drafting ends before a token that the draft model itself believes in less than this.
 LEAST_PROBABILITY = 0.4
@@ -31,6 +32,9 @@ _FIRST_TRY = 64
 
 #: Tokens that a draft model may have missed, for the time of its step to be that of any other.
 _FEW = 8
+
+#: Where a device finds the largest logits, a probability is that among so many: the rest adds little to it.
+_LARGEST = 64
 
 #: Weight of one measurement in the seconds that a draft takes.
 _WEIGHT = 0.25
@@ -118,6 +122,7 @@ class ModelDrafter:
             return None
         if self._run is None:
             self._run = self._engine.start(tokens)
+            self._run.n_best = min(_LARGEST, self._engine.n_vocab)
         else:
             self._run.cut(agreed)
             self._run.tokens += tokens[agreed:]
@@ -134,7 +139,7 @@ class ModelDrafter:
         begin, n_steps = time.perf_counter(), 0
         while len(ids) < n and self._engine.advance(run, wait=False) and run.logits is not None:
             n_steps += 1
-            id_, probability = likeliest(run.logits[-1])
+            id_, probability = _likeliest_of(run.logits)
             if not probability >= LEAST_PROBABILITY:  # a NaN is none either
                 self._gave_up = True
                 break
@@ -145,6 +150,14 @@ class ModelDrafter:
             known = self._costs.draft_s
             self._costs.draft_s += (_WEIGHT if known else 1.0) * (seconds - known)
         return ids
+
+
+def _likeliest_of(logits: NDArray[np.float32] | Best) -> tuple[int, float]:
+    """The most likely token after the last row, and its probability."""
+    if not isinstance(logits, Best):
+        return likeliest(logits[-1])
+    place, probability = likeliest(logits.logits[-1])
+    return int(logits.ids[-1, place]), probability
 
 
 def likeliest(logits: NDArray[np.float32]) -> tuple[int, float]:

@@ -247,17 +247,22 @@ class _Processor:
         return result
 
 
-def _highest_logit(logits: Logits, error: type[LocalLLMError], whose: str, advice: str) -> int:
-    """The position of the largest logit, the first of equal ones; it is finite, or ``error`` is raised."""
+def _highest_logit(
+    logits: Logits, error: type[LocalLLMError], whose: str, advice: str, ids: IntArray | None = None
+) -> int:
+    """The id of the largest logit, of equal ones the first; it is finite, or ``error`` is raised.
+
+    ``ids``: those of the logits, if these are not all.
+    """
     position = int(logits.argmax())  # of the first NaN, if there is one
-    peak = float(logits[position])
+    peak, id_ = float(logits[position]), position if ids is None else int(ids[position])
     if math.isnan(peak):
-        raise error(f"{whose} hold NaN, first for token {position}: {advice}")
+        raise error(f"{whose} hold NaN, first for token {id_}: {advice}")
     if peak == math.inf:
-        raise error(f"{whose} are infinite for token {position}: {advice}")
+        raise error(f"{whose} are infinite for token {id_}: {advice}")
     if peak == -math.inf:
         raise error(f"{whose} are -inf for every token, so that none can be chosen: {advice}")
-    return position
+    return id_
 
 
 class Choice(NamedTuple):
@@ -286,6 +291,7 @@ class Sampler:
         seed: what the random numbers were seeded with, also where the settings left it open: the same seed,
             settings, prompt and logits give the same ids again, on every platform (up to the rounding of
             ``exp``, which may differ in the last place).
+        n_enough: how many of the largest logits `among` needs; 0 if the settings look at all of them.
     """
 
     def __init__(
@@ -298,6 +304,7 @@ class Sampler:
         adjustments: Sequence[Callable[[Logits], Logits]],
         listeners: Sequence[Callable[[int], None]],
         choose: Callable[[Candidates], int] | None,
+        n_enough: int,
     ) -> None:
         self.sampling = sampling
         self.seed = seed
@@ -306,6 +313,7 @@ class Sampler:
         self._adjustments = tuple(adjustments)
         self._listeners = tuple(listeners)
         self._choose = choose  # None: take the largest logit
+        self.n_enough = n_enough
 
     def __call__(self, logits: npt.NDArray[Any]) -> Choice:
         """Chooses the next token.
@@ -320,18 +328,38 @@ class Sampler:
         raw: Logits = np.asarray(logits, dtype=np.float32)
         if raw.shape != self._ids.shape:
             raise UsageError(f"logits of shape {raw.shape} given to a sampler for {len(self._ids):,} tokens")
-        chosen = _highest_logit(raw, ModelError, "the model's logits", "its file may be damaged")
+        chosen = _highest_logit(raw, ModelError, *_MODELS)
         adjusted = raw
         for adjust in self._adjustments:
             adjusted = adjust(adjusted)
         if self._adjustments:
-            whose = "after logit_bias, processors, penalties and DRY the logits"
-            chosen = _highest_logit(adjusted, UsageError, whose, "use milder settings")
+            chosen = _highest_logit(adjusted, UsageError, *_ADJUSTED)
         if self._choose is not None:
             chosen = self._choose(Candidates(self._ids, adjusted))
         if self.sampling.logprobs is None:
             return Choice(chosen)
         return _with_logprobs(raw, chosen, self.sampling.logprobs)
+
+    def among(self, ids: IntArray, logits: Logits) -> Choice:
+        """Chooses the next token as it would from all logits, if it is given the `n_enough` largest or more.
+
+        Args:
+            ids: ``[n]``, any integers: those of the largest logits, of equal ones the lowest.  A NaN counts as
+                larger than any number.
+            logits: float32 ``[n]``, theirs.
+
+        Raises:
+            ModelError, UsageError: as calling it.
+        """
+        order = np.argsort(ids)
+        ids, logits = ids[order], logits[order]
+        chosen = _highest_logit(logits, ModelError, *_MODELS, ids)
+        if biases := self.sampling.logit_bias:
+            added = np.array([biases.get(id_, 0.0) for id_ in ids.tolist()])
+            with np.errstate(over="ignore"):
+                logits = (logits + added).astype(np.float32)
+            chosen = _highest_logit(logits, UsageError, *_ADJUSTED, ids)
+        return Choice(chosen if self._choose is None else self._choose(Candidates(ids, logits)))
 
     def accept(self, id_: int) -> None:
         """Appends a token to the history that penalties, DRY and processors see.
@@ -343,6 +371,29 @@ class Sampler:
         self._history.append(id_)
         for listener in self._listeners:
             listener(id_)
+
+
+#: Whose logits are wrong, and what to do, where they are the model's own and where settings made them so.
+_MODELS = "the model's logits", "its file may be damaged"
+_ADJUSTED = "after logit_bias, processors, penalties and DRY the logits", "use milder settings"
+
+
+def _n_enough(sampling: Sampling, n_vocab: int) -> int:
+    """How many of the largest logits make the choice if nothing but biases changes them; 0 if it may take all.
+
+    Biases that only lower logits bring at most as many others among the largest as there are of them.  Top-k gets one
+    more than it keeps, so that it orders them as it would out of all.
+    """
+    if sampling.logprobs is not None or any(bias > 0 for bias in sampling.logit_bias.values()):
+        return 0
+    if not sampling.temperature:
+        n_largest = 1
+    elif sampling.top_k and not sampling.mirostat:
+        n_largest = sampling.top_k + 1
+    else:
+        return 0
+    n = n_largest + len(sampling.logit_bias)
+    return n if n <= n_vocab else 0
 
 
 def _with_logprobs(logits: Logits, chosen: int, n_top: int) -> Choice:
@@ -391,6 +442,7 @@ def make_sampler(
         adjustments=adjustments,
         listeners=[tracker.accept for tracker in trackers],
         choose=_make_choose(sampling, uniform_numbers(seed)) if sampling.temperature > 0 else None,
+        n_enough=0 if trackers or sampling.processors else _n_enough(sampling, n_vocab),
     )
 
 

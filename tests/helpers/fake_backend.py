@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine import Engine
-from localllm.kernels.ops import Batch, CacheShape, Step
+from localllm.kernels.ops import Batch, Best, CacheShape, Hidden, HostHidden, Step, WholeStep
 
 N_VOCAB = 97
 PAGE_SIZE = 4
@@ -52,14 +53,18 @@ class FakeOps:
 
     Attributes:
         batches: every batch that was run.
+        chosen: for each of them how many of the largest logits were asked for; 0 for all.
+        most_choices: may be set before an engine is made.
         before_step: called with each batch before it is run; may raise.
     """
 
     name = "fake"
     page_size = PAGE_SIZE
+    most_choices = 0
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
+        self.chosen: list[int] = []
         self.before_step: Callable[[Batch], None] = lambda batch: None
         self.cache: FakeCache
 
@@ -73,7 +78,7 @@ class FakeOps:
     def compile(self, forward: Callable[[], Any], cache: FakeCache, *, max_tokens: int, max_outputs: int) -> Step:
         own = np.empty((max_outputs, N_VOCAB), np.float32)  # reused, as a backend may
 
-        def step(batch: Batch) -> NDArray[np.float32]:
+        def part(batch: Batch, hidden: Hidden | None) -> FakeLogits:
             assert 0 < len(batch.ids) <= max_tokens
             assert len(batch.outputs) <= max_outputs
             self.batches.append(batch)
@@ -81,9 +86,24 @@ class FakeOps:
             histories = _write_and_read(batch, cache)
             for n, row in enumerate(batch.outputs):
                 own[n] = logits_after(histories[row])
-            return own[: len(batch.outputs)]
+            return FakeLogits(own[: len(batch.outputs)], self.chosen)
 
-        return step
+        return WholeStep(part)
+
+
+@dataclass(frozen=True)
+class FakeLogits(HostHidden):
+    """Logits that note how many of them are asked for."""
+
+    chosen: list[int]
+
+    def host(self) -> NDArray[np.float32]:
+        self.chosen.append(0)
+        return super().host()
+
+    def best(self, k: int) -> Best:
+        self.chosen.append(k)
+        return super().best(k)
 
 
 def _write_and_read(batch: Batch, cache: FakeCache) -> list[NDArray[np.int32]]:
@@ -119,6 +139,9 @@ class FakeModel:
         raise AssertionError("the fake backend computes logits without a model")
 
 
-def fake_engine(context: int = 64, *, parallel: int = 1, max_tokens: int = 8) -> tuple[Engine, FakeOps]:
+def fake_engine(
+    context: int = 64, *, parallel: int = 1, max_tokens: int = 8, most_choices: int = 0
+) -> tuple[Engine, FakeOps]:
     ops = FakeOps()
+    ops.most_choices = most_choices
     return Engine(FakeModel(), ops, context=context, parallel=parallel, max_tokens=max_tokens), ops  # type: ignore[arg-type]

@@ -151,10 +151,11 @@ def test_logits_beyond_the_range_of_exp(ops: Ops) -> None:
         np.testing.assert_allclose(shown_shares(ops, logits, 2, normalise=normalise), expected, rtol=1e-5, atol=1e-30)
 
 
-def test_logits_that_are_no_numbers_harm_nobody_else(ops: Ops) -> None:
+@pytest.mark.parametrize("k", [2, 4])
+def test_logits_that_are_no_numbers_harm_nobody_else(ops: Ops, k: int) -> None:
     logits = np.array([[1, 2, 3, 4], [np.nan] * 4, [np.inf, np.nan, -np.inf, 1], [4, 3, 2, 1]], np.float32)
-    found = shown_shares(ops, logits, 2, normalise=True)
-    expected = shares_of(logits[[0, 3]], 2, normalise=True)
+    found = shown_shares(ops, logits, k, normalise=True)
+    expected = shares_of(logits[[0, 3]], k, normalise=True)
     np.testing.assert_allclose(found[[0, 3]], expected, rtol=1e-5)
 
 

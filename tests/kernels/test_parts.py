@@ -67,3 +67,22 @@ def test_hidden_states_that_do_not_fit_are_refused(ops: Backend) -> None:
 
 def test_all_places_of_a_backend_lie_side_by_side(ops: Backend) -> None:
     assert ops.at("embedding") is ops.at(3) is ops.at("output") is ops
+
+
+def test_the_largest_logits(ops: Backend) -> None:
+    """Of equals the lowest id, and NaN before all numbers."""
+    logits = random(4, 3000)
+    logits[1] = np.round(logits[1])
+    logits[2, [700, 30]], logits[2, 5] = np.nan, np.inf
+    logits[3], logits[3, 9] = -np.inf, -0.0
+    table = ops.load_embedding(f32(logits))
+    cache = ops.new_cache(NO_CACHE, 1)
+    step = ops.compile(lambda: ops.outputs(ops.embed(table)), cache, max_tokens=4, max_outputs=4)
+    for rows, k in (([0, 1, 2, 3], 1), ([3, 0], 7), ([1, 2, 1], 100), ([], 3)):
+        ids, found = step.best(make_batch([(range(4), 0, [0])], outputs=rows), k)
+        assert ids.shape == found.shape == (len(rows), k)
+        assert (ids.dtype, found.dtype) == (np.int32, np.float32)
+        for row, some, values in zip(rows, ids.tolist(), found, strict=True):
+            x = logits[row].tolist()
+            assert some == sorted(range(3000), key=lambda i, x=x: (x[i] == x[i], -x[i], i))[:k]
+            np.testing.assert_array_equal(values, logits[row, some])

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from localllm.devices import GPU_OVERHEAD_BYTES, open_devices
+from localllm.devices import GPU_OVERHEAD_BYTES, gpu_memory, open_devices
 from localllm.errors import DeviceError
-from localllm.kernels.cuda import cupy_driver, installation
 from localllm.kernels.cuda.driver import DeviceProperties, Driver
 from localllm.loading import LoadOptions, plan_file
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.helpers import tiny_models
+from tests.helpers.gpus import have_gpus
 
 Machine = Callable[[Driver | DeviceError | None], None]
 
@@ -21,19 +21,7 @@ Machine = Callable[[Driver | DeviceError | None], None]
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Makes this a machine with such devices; with a driver that does not work; or without one."""
-
-    def make(found: Driver | DeviceError | None) -> None:
-        def open_driver() -> Driver:
-            if isinstance(found, DeviceError):
-                raise found
-            if found is None:
-                raise DeviceError("no driver")
-            return found
-
-        monkeypatch.setattr(installation, "driver_cuda", lambda: None if found is None else (13, 0))
-        monkeypatch.setattr(cupy_driver, "open_driver", open_driver)
-
-    return make
+    return lambda found: have_gpus(monkeypatch, found)
 
 
 class MixedDriver(EmulatedDriver):
@@ -94,10 +82,12 @@ def test_a_driver_that_does_not_work_is_spoken_of(machine: Machine, tmp_path: Pa
         chat_template=None,
         draft_model=None,
         progress=None,
+        planned=None,
     )
-    placement, said = plan_file(options)
-    assert placement.devices == ("cpu",)
-    assert said == (cpu.note,)
+    plan = plan_file(options)
+    assert plan.placement.devices == ("cpu",)
+    assert plan.said == (cpu.note,)
+    assert not plan.has_gpus
 
 
 def test_devices_that_are_too_old(machine: Machine) -> None:
@@ -121,3 +111,16 @@ def test_what_is_known_of_a_device(machine: Machine) -> None:
     kept = driver.allocate(0, (1 << 30) - 1)
     assert gpu.free_memory() == 0
     del kept
+
+
+def test_memory_of_gpus_that_work(machine: Machine) -> None:
+    machine(None)
+    assert gpu_memory("auto") == 0
+    machine(DeviceError("broken"))
+    assert gpu_memory("cuda") == 0
+    machine(MixedDriver())
+    of_one = (1 << 34) - GPU_OVERHEAD_BYTES
+    assert gpu_memory("auto") == gpu_memory("cuda") == 2 * of_one
+    assert gpu_memory("cuda:0,2") == of_one
+    assert gpu_memory("cuda:1,7") == of_one
+    assert gpu_memory("cpu") == gpu_memory("reference") == 0

@@ -61,6 +61,31 @@ def test_prefill_in_chunks_then_decode() -> None:
     assert [len(batch.outputs) for batch in ops.batches] == [0, 0, 1] + [1] * 9
 
 
+def test_the_largest_logits_are_asked_for_where_they_serve_all_runs() -> None:
+    """The most that one of them wants; all, where one wants all, or more than the device can choose."""
+    engine, ops = fake_engine(max_tokens=8, most_choices=20)
+    a, b = engine.start([1, 2, 3]), engine.start(list(range(12)))
+
+    def advance(a_wants: int, b_wants: int) -> int:
+        a.n_best, b.n_best = a_wants, b_wants
+        assert engine.advance(a, b)
+        for run, k in ((a, a_wants), (b, b_wants)):
+            expected = logits_after(run.tokens)
+            if run.logits is not None and ops.chosen[-1]:
+                ids, logits = run.logits.row(0)  # type: ignore[union-attr]
+                assert ids.tolist() == np.argsort(-expected, kind="stable")[:k].tolist()
+                np.testing.assert_array_equal(logits, expected[ids])
+            elif run.logits is not None:
+                np.testing.assert_array_equal(run.logits[0], expected)
+            run.tokens += [5] * (run.n_missing == 0)
+        return ops.chosen[-1]
+
+    assert advance(3, 0) == 3, "the second one has not reached its end, and wants nothing yet"
+    assert b.logits is None
+    assert advance(1, 4) == 4
+    assert [advance(a, b) for a, b in ((1, 1), (20, 1), (21, 1), (0, 1), (0, 0))] == [1, 20, 0, 0, 0]
+
+
 def test_logits_of_every_token() -> None:
     engine, _ops = fake_engine()
     ids = [5, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -218,10 +219,16 @@ def test_the_plan_without_loading(
         "output               device 0 (kernels of device 0)",
     ]
     assert [line[:20].strip() for line in lines[8:]] == ["scratch", "on host", "on device 0", "in all"]
+    assert re.search(r"^on host +[\d.]+ MB of [\d.]+ GB free: [\d.]+ kB weights, ", lines[9])
+    assert re.search(
+        r"on device 0 +[\d.]+ kB of 1.1 TB free: [\d.]+ kB weights, [\d.]+ kB KV cache, [\d.]+ kB scratch$",
+        lines[10],
+    )
     assert machine.closed == ["host", "device 0"]
     plan = json.loads(run_main(capfdbinary, "inspect", path, "--plan", "-ngl", 2, "--json").out)["plan"]
     assert (plan["context"], [group["device"] for group in plan["groups"]]) == (512, ["host"] * 2 + ["device 0"] * 2)
     assert sum(plan["devices"].values()) == plan["total"]
+    assert plan["free"]["device 0"] == 1 << 40
 
 
 def test_a_plan_that_leaves_something_to_be_desired(
@@ -237,6 +244,30 @@ def test_a_plan_that_leaves_something_to_be_desired(
     assert "1 layers on GPUs need" in outcome.error()
 
 
+def test_the_plan_is_printed_before_anything_is_loaded(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Also where nothing fits on a GPU; not where nobody has one, or wants to hear of it."""
+
+    def load_model(*_: Any, **__: Any) -> None:
+        raise NotEnoughMemoryError("nothing is loaded here")
+
+    monkeypatch.setattr("localllm.loading.load_model", load_model)
+    generate = ("generate", "-m", path, "-p", "the", "-c", 64)
+    for machine, flags, said in (
+        (Machine(ReferenceOps, 1 << 40), (), "on device 0"),
+        (Machine(ReferenceOps, 1000), (), "on device 0          0 B of 1 kB free\n"),
+        (Machine(ReferenceOps, 1 << 40), ("--draft-model", path), "draft model:"),
+        (Machine(ReferenceOps, 1 << 40), ("--quiet",), None),
+        (Machine(ReferenceOps), (), None),
+    ):
+        monkeypatch.setattr("localllm.loading.open_devices", machine)
+        outcome = run_main(capfdbinary, *generate, *flags)
+        assert outcome.code == 1
+        assert ("the plan, with 64 tokens of context:" in outcome.err) == (said is not None)
+        assert said is None or said in outcome.err
+
+
 def test_flags(path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     monkeypatch.setattr("localllm.loading.open_devices", Machine(ReferenceOps, 1 << 40, 1 << 40))
     generate = ("generate", "-m", path, "-p", "the", "-n", 3, "--temp", 0, "-c", 64)
@@ -244,8 +275,11 @@ def test_flags(path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.
     assert "host (kernels of host)" in expected.err
     outcome = run_main(capfdbinary, *generate, "--gpu-layers", 2, "--tensor-split", "3,1")
     assert (outcome.code, outcome.out) == (0, expected.out)
+    plan, text = outcome.err.index("the plan, with 64 tokens of context:"), outcome.err.index("host + device 0")
+    assert plan < text, "the plan comes before the model is loaded"
+    on = ["on host", "on device 0", "on device 1"]
     named = [line[2:22].strip() for line in outcome.err.splitlines() if line.startswith("  ")]
-    assert named == ["embedding", "layers 0-0", "layers 1-2", "output", "scratch", "on host", "on device 0", "in all"]
+    assert named == ["embedding", "layers 0-0", "layers 1-2", "output", "scratch", *on, "in all"]
     for flags, words in (
         (["-ngl", "x"], "'x' is not a whole number of at least 0"),
         (["-ts", "3;1"], "'3;1' is not a list of numbers, such as 3,1"),

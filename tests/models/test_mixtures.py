@@ -64,6 +64,7 @@ def test_a_mixture_is_loaded_and_planned_as_other_models_are(tmp_path: Path) -> 
     experts = sum(weight.n_bytes for name, weight in weights.items() if "_exps" in name)
     others = sum(weight.n_bytes for name, weight in weights.items() if name != "token_embd.weight") - experts
     assert placed.multiplied == others + experts - experts * 6 // 9
+    assert placed.on("cpu").multiplied == placed.multiplied
 
 
 def test_the_plan_has_room_for_what_experts_compute(tmp_path: Path) -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+import localllm
+from localllm import devices
 from localllm.errors import DeviceError
+from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cuda import cupy_driver
 from localllm.kernels.cuda.cupy_driver import CupyDriver
 from localllm.kernels.cuda.driver import Driver
+from localllm.kernels.ops import Backend
+from localllm.llm import LLM
 from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.fake_cupy import FakeCupy
@@ -17,6 +27,7 @@ from tests.kernels.cuda.python_kernels import KERNELS
 
 #: CUDA sources of the tests' own.
 SOURCES = ROOT / "tests" / "kernels" / "cuda" / "sources"
+PLENTY = 1 << 40
 
 
 @pytest.fixture(params=["lazy", "eager", "random", "translated", "cupy without CUDA", "real"])
@@ -53,3 +64,28 @@ def device(request: pytest.FixtureRequest) -> Device:
         return Device(CupyDriver())
     except DeviceError as error:
         pytest.skip(str(error))
+
+
+@cache
+def cpu() -> CPUOps:
+    return CPUOps(threads=1)
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+    """Loads a model on the CPU and other backends."""
+    opened: list[LLM] = []
+
+    def load_on(path: Path, *backends: Backend, **options: Any) -> LLM:
+        host = devices.Device("cpu", "kernels", 1, 1, cpu(), lambda: None)
+        gpus = [
+            devices.Device(f"cuda:{i}", "kernels", 1, 1, ops, lambda: None, lambda: PLENTY)
+            for i, ops in enumerate(backends)
+        ]
+        monkeypatch.setattr("localllm.loading.open_devices", lambda *_, **__: (host, *gpus))
+        opened.append(localllm.load(path, **options))
+        return opened[-1]
+
+    yield load_on
+    for llm in opened:
+        llm.close()

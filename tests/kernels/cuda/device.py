@@ -32,9 +32,9 @@ class Device:
         self.capability, self.shared_bytes = properties.capability, properties.shared_bytes
 
     def upload(self, array: NDArray[Any]) -> DeviceMemory:
-        memory = self.empty(array.nbytes)
-        self.driver.upload(memory, np.ascontiguousarray(array), self.stream)
-        self.driver.synchronize(self.stream)
+        memory, contiguous = self.empty(array.nbytes), np.ascontiguousarray(array)
+        self.driver.upload(memory, contiguous, self.stream)
+        self.driver.synchronize(self.stream)  # until then the array must live
         return memory
 
     def empty(self, n_bytes: int) -> DeviceMemory:

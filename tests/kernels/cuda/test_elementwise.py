@@ -104,6 +104,15 @@ def test_a_norm_is_quantised_as_by_itself(device: Device, width: int) -> None:
     np.testing.assert_array_equal(*quantised_launch(device, "rms_norm_quantised", y, width, inputs, True))
 
 
+@pytest.mark.parametrize("width", [5, 700])
+def test_softcap(checked: Device, width: int) -> None:
+    x = 40 * random(3, width)
+    wide = padded(x)
+    inputs = [checked.upload(wide), np.int32(wide.shape[1]), np.int32(width), np.float32(30)]
+    out = row_launch(checked, "softcap", 3, width, inputs, False)
+    np.testing.assert_allclose(out, 30 * np.tanh(x[:-1].astype(np.float64) / 30), rtol=1e-6)
+
+
 def gate_inputs(device: Device, gate: Array, up: Array) -> list[Any]:
     wide = padded(gate)
     return [device.upload(wide), device.upload(padded(up)), np.int32(wide.shape[1]), np.int32(gate.shape[1])]
@@ -155,31 +164,32 @@ def logits(n: int) -> Array:
 
 
 def best(x: Array, k: int) -> Array:
-    """The first k of each row by numpy's stable sort; NaN last."""
-    return np.argsort(-np.where(np.isnan(x), -np.inf, x), axis=1, kind="stable")[:, :k]
+    """The first k of each row by Python's sort; NaN first."""
+    rows = [sorted(range(x.shape[1]), key=lambda i, r=row: (not np.isnan(r[i]), -r[i], i)) for row in x]
+    return np.array(rows)[:, :k]
 
 
 @pytest.mark.parametrize("n", [2, 31, 5000])
 def test_argmax(checked: Device, n: int) -> None:
     x = logits(n)
-    ids = checked.upload(np.full(7, -7, np.int32))
+    ids, values = checked.upload(np.full(7, -7, np.int32)), checked.upload(np.full(7, -7, np.float32))
     wide = padded(np.concatenate([x, x[:1]]))
     launch(
         checked,
         "argmax",
         (7,),
         1024,
-        [header(checked, 0, 6), checked.upload(wide), np.int32(wide.shape[1]), np.int32(n), ids],
+        [header(checked, 0, 6), checked.upload(wide), np.int32(wide.shape[1]), np.int32(n), ids, values],
     )
     found = checked.download(ids, np.int32, 7)
     assert found[6] == -7
     np.testing.assert_array_equal(found[:6], best(x, 1)[:, 0])
+    np.testing.assert_array_equal(checked.download(values, np.float32, 6), x[range(6), found[:6]])
 
 
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (5000, 3), (5000, 700), (2049, 1024)])
 def test_top_k(device: Device, n: int, k: int) -> None:
     x = logits(n)
-    x[4] = x[0]  # equal NaN and infinities are ordered by id alone, which numpy's sort cannot show
     wide, chunks = padded(x), -(-n // SORTED)
     head, rows, stride = header(device, 0, 6), device.upload(wide), np.int32(wide.shape[1])
     parts = device.empty(8 * 6 * chunks * k)

@@ -3,22 +3,18 @@ however a model lies on devices and whatever shares a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import localllm
-from localllm.devices import GPU_OVERHEAD_BYTES, Device
 from localllm.errors import DeviceError
-from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cuda.cupy_driver import open_driver
 from localllm.kernels.cuda.ops import CUDAOps
 from localllm.kernels.ops import Backend
-from localllm.kernels.split import SplitOps
+from localllm.kernels.split import MICRO_BATCH, SplitOps
 from localllm.llm import LLM
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
@@ -27,6 +23,7 @@ from tests.helpers import tiny_models
 from tests.helpers.backends import emulated_cuda, no_harness
 from tests.helpers.data import shared_data
 from tests.helpers.run_model import Runner
+from tests.kernels.cuda.conftest import cpu
 from tests.kernels.cuda.watched import KernellessDriver
 
 T = GGMLType
@@ -34,7 +31,6 @@ T = GGMLType
 SHORT, LONG = 5, 75
 #: Tokens that are written, each of which must be ahead of all others by so much: rounding moves logits by a third.
 N_WRITTEN, AHEAD = 8, 0.05
-PLENTY = 1 << 40
 IDS = [int(i) for i in np.random.default_rng(2).integers(3, 300, LONG)]
 
 
@@ -57,33 +53,9 @@ def harness() -> None:
         pytest.skip(reason)
 
 
-@cache
-def cpu() -> CPUOps:
-    return CPUOps(threads=1)
-
-
 def small(path: Path, kind: str = "llama", type: GGMLType = T.Q4_0, **changes: Any) -> Path:
     """A tiny model whose heads have 16 values: kernels for one size are compiled once."""
     return tiny_models.tiny_gguf(path / "model.gguf", kind, type=type, **{"head_dim": 16} | changes)
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
-    """Loads a model on the CPU and other backends."""
-    opened: list[LLM] = []
-
-    def load_on(path: Path, *backends: Backend, **options: Any) -> LLM:
-        host = Device("cpu", "kernels", 1, 1, cpu(), lambda: None)
-        gpus = [
-            Device(f"cuda:{i}", "kernels", 1, 1, ops, lambda: None, lambda: PLENTY) for i, ops in enumerate(backends)
-        ]
-        monkeypatch.setattr("localllm.loading.open_devices", lambda *_, **__: (host, *gpus))
-        opened.append(localllm.load(path, **options))
-        return opened[-1]
-
-    yield load_on
-    for llm in opened:
-        llm.close()
 
 
 def greedy(llm: LLM, prompt: Any, n: int = N_WRITTEN) -> tuple[int, ...]:
@@ -233,21 +205,51 @@ def test_a_cpu_behind_a_device(tmp_path: Path) -> None:
             assert_near(b, c)
 
 
+LARGER = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 2}
+
+
 @pytest.mark.parametrize(
-    ("kind", "context", "n_vocab"), [("llama", 64, 300), ("llama", 2048, 20000), ("mixtral", 512, 300)]
+    ("kind", "type", "context", "changes"),
+    [
+        ("llama", T.Q4_0, 64, {}),
+        ("llama", T.Q4_0, 2048, {"vocab_size": 20000, "num_hidden_layers": 6, "head_dim": 64} | LARGER),
+        ("qwen2", T.Q4_K, 4096, {"num_hidden_layers": 4, "tie_word_embeddings": True} | LARGER),
+        ("qwen3", T.F16, 1024, {"num_hidden_layers": 6, "head_dim": 128} | LARGER),
+        ("llama", T.F32, 256, {"num_hidden_layers": 6} | LARGER),
+        ("mixtral", T.Q4_0, 1024, {"num_hidden_layers": 8} | LARGER),
+        ("mixtral", T.F32, 256, LARGER),
+        (
+            "qwen3_moe",
+            T.Q4_K,
+            2048,
+            {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 256} | LARGER,
+        ),
+        ("qwen3_moe", T.F16, 64, {}),
+    ],
 )
 def test_a_model_takes_the_memory_that_was_planned(
-    load: Callable[..., LLM], tmp_path: Path, kind: str, context: int, n_vocab: int
+    load: Callable[..., LLM], tmp_path: Path, kind: str, type: GGMLType, context: int, changes: dict[str, Any]
 ) -> None:
-    """And what is kept free beside it; which takes a small part of that."""
-    changes = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": n_vocab, "num_hidden_layers": 2}
-    path = small(tmp_path, kind, max_position_embeddings=2048, **changes)
-    driver = KernellessDriver(memory=1 << 32)
-    llm = load(path, CUDAOps(driver, 0), context=context)
+    """No more, and little less, after texts that took all there is."""
+    path = small(tmp_path, kind, type, max_position_embeddings=4096, **changes)
+    assert_takes_what_was_planned(load, path, context, 1)
+
+
+def test_a_mixture_on_two_devices_takes_the_memory_that_was_planned(load: Callable[..., LLM], tmp_path: Path) -> None:
+    path = small(tmp_path, "mixtral", **LARGER)
+    assert_takes_what_was_planned(load, path, MICRO_BATCH, 2)
+
+
+def assert_takes_what_was_planned(load: Callable[..., LLM], path: Path, context: int, n_devices: int) -> None:
+    driver = KernellessDriver(n_devices, memory=1 << 32)
+    llm = load(path, *(CUDAOps(driver, i) for i in range(n_devices)), context=context)
     llm.logits(IDS[:60])
-    info = driver.memory_info(0)
-    planned = llm.info.placement.on("cuda:0").total
-    assert 0.9 * planned < info.total - info.free < planned + GPU_OVERHEAD_BYTES / 2
+    for options in ({"temperature": 0}, {}):
+        llm.generate(IDS[:60], max_tokens=2, **options)
+    for i in range(n_devices):
+        info = driver.memory_info(i)
+        planned, used = llm.info.placement.on(f"cuda:{i}").total, info.total - info.free
+        assert used <= planned < 1.1 * used + (4 << 20)
 
 
 # -- Company -------------------------------------------------------------------------------------------------------

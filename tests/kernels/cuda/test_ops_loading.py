@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,13 +41,13 @@ def rows_of(ops: Ops, table: object, ids: list[int]) -> np.ndarray:
 
 
 @needs_harness
-@pytest.mark.parametrize("order", ["lazy", "random"])
-def test_rows_go_up_in_chunks_through_two_buffers(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 96 rows and of a part of that; the last group of rows is not whole."""
+@pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("eager", 0), *(("random", seed) for seed in range(6))])
+def test_rows_go_up_in_chunks_through_two_buffers(order: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 96 rows and of a part of that; the last group of rows is not whole.  Whenever what was asked for is done."""
     monkeypatch.setattr("localllm.kernels.cuda.weights.KEPT_BYTES", 1 << 15)
     n_rows, n_in = 1000, 256
     rows = random_rows(T.Q4_0, n_rows, n_in)
-    driver = WatchedDriver(order=order)
+    driver = WatchedDriver(order=order, seed=seed)
     ops = CUDAOps(driver, 0, compiles_ahead=False, tile_rows=(32,), chunk_bytes=96 * rows.shape[1])
     tensor = Mapped(T.Q4_0, (n_rows, n_in), rows)
     linear = ops.load_linear(tensor)
@@ -56,6 +58,59 @@ def test_rows_go_up_in_chunks_through_two_buffers(order: str, monkeypatch: pytes
     table = ops.load_embedding(tensor, linear)
     ids = [0, 95, 96, 97, 500, 959, 960, 999]
     np.testing.assert_array_equal(rows_of(ops, table, ids), dequantize(rows, T.Q4_0)[ids])
+
+
+class OrderedDriver(KernellessDriver):
+    """Notes what must have been done before each upload and each launch: by what it waits for, or the host did.
+
+    Attributes:
+        needs: of "upload 0", "pack 0", …
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needs: dict[str, set[str]] = {}
+        self._before: defaultdict[object, set[str]] = defaultdict(set)
+
+    def record(self, event: Any, stream: Any) -> None:
+        self._before[event] = set(self._before[stream])
+        super().record(event, stream)
+
+    def wait(self, stream: Any, event: Any) -> None:
+        self._before[stream] |= self._before[event]
+        super().wait(stream, event)
+
+    def synchronize(self, what: Any) -> None:
+        self._before["host"] |= self._before[what]
+        super().synchronize(what)
+
+    def upload(self, destination: Any, source: Any, stream: Any) -> None:
+        self._note("upload", stream)
+        super().upload(destination, source, stream)
+
+    def launch(
+        self, module: Any, kernel: str, grid: Any, block: Any, arguments: Any, stream: Any, *more: Any
+    ) -> None:
+        self._note(kernel, stream)
+        super().launch(module, kernel, grid, block, arguments, stream, *more)
+
+    def _note(self, what: str, stream: object) -> None:
+        name = f"{what} {sum(what in known for known in self.needs)}"
+        self.needs[name] = self._before[stream] | self._before["host"]
+        self._before[stream] |= {name}
+
+
+def test_what_waits_for_what_while_rows_go_up() -> None:
+    """Packing for its rows, rows for a free buffer on either side; but rows not for the packing of those before."""
+    driver, n_chunks = OrderedDriver(), 7
+    ops = CUDAOps(driver, 0, compiles_ahead=False, chunk_bytes=32 * 4 * 64)
+    ops.load_linear(f32(np.ones((32 * n_chunks, 64))))
+    assert driver.pinned_bytes == 2 * 32 * 4 * 64
+    for i in range(n_chunks):
+        needs = driver.needs[f"upload {i}"]
+        assert f"upload {i}" in driver.needs[f"pack {i}"]
+        assert f"pack {i - 1}" not in needs
+        assert i < 2 or {f"upload {i - 2}", f"pack {i - 2}"} <= needs
 
 
 @needs_harness

@@ -16,8 +16,8 @@ from localllm.kernels.cuda import recording as recordings
 from localllm.kernels.cuda.driver import DeviceMemory
 from localllm.kernels.cuda.operations import Gate, Norm
 from localllm.kernels.cuda.ops import CUDAOps
-from localllm.kernels.cuda.program import CUDAStep, Program
-from localllm.kernels.ops import CacheShape, HostHidden
+from localllm.kernels.cuda.program import Program
+from localllm.kernels.ops import CacheShape, HostHidden, Step
 from localllm.kernels.split import SplitOps
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu import fake_cupy
@@ -197,7 +197,7 @@ def test_integers_of_a_norm_or_gate_lie_apart_from_what_it_reads(tmp_path: Path,
     step = ops.compile(
         lambda: model.forward(ops), ops.new_cache(model.cache_shape, 4), max_tokens=max_tokens, max_outputs=512
     )
-    fused = [o for o in step.program.operations if isinstance(o, Norm | Gate) and o.inputs is not None]
+    fused = [o for o in step.part.operations if isinstance(o, Norm | Gate) and o.inputs is not None]
     assert len(fused) == 3 * 3 + 1
     for operation in fused:
         assert operation.inputs is not None
@@ -220,7 +220,7 @@ def test_kernels_touch_nothing_that_is_not_theirs(tmp_path: Path) -> None:
 # -- Choice of tokens ----------------------------------------------------------------------------------------------
 
 
-def logits_step(ops: CUDAOps, logits: np.ndarray) -> CUDAStep:
+def logits_step(ops: CUDAOps, logits: np.ndarray) -> Step:
     """Whose logits are rows of a table."""
     table = ops.load_embedding(f32(logits))
     n = len(logits)
@@ -236,15 +236,19 @@ def test_the_best_ids_are_chosen_on_the_device() -> None:
     driver, ops = watched()
     step = logits_step(ops, logits)
     for rows in ([0, 1, 2, 3, 4, 5], [3], [5, 1]):
-        driver.forget()
-        ids = step.greedy(make_batch([(range(6), 0, [0])], outputs=rows))
-        expected = np.where(np.isnan(logits[rows]), -np.inf, logits[rows]).argmax(axis=1)
-        np.testing.assert_array_equal(ids, expected)
-        assert driver.calls["download"] == 1
-    ids, values = step.best(make_batch([(range(6), 0, [0])], outputs=[4, 1]), 50)
-    order = np.argsort(-logits[[4, 1]], axis=1, kind="stable")[:, :50]
-    np.testing.assert_array_equal(ids, order)
-    np.testing.assert_array_equal(values, np.take_along_axis(logits[[4, 1]], order, axis=1))
+        for k, n_bytes in ((1, 8), (2, 8 * 64), (64, 8 * 64), (65, 8 * 256)):
+            driver.forget()
+            ids, values = step.best(make_batch([(range(6), 0, [0])], outputs=rows), k)
+            expected = logits[rows].argmax(axis=1)  # the first NaN if there is one
+            np.testing.assert_array_equal(ids[:, 0], expected)
+            assert (driver.calls["download"], driver.downloaded_bytes) == (1, n_bytes * len(rows))
+            order = np.argsort(-logits[rows], axis=1, kind="stable")[:, :k]
+            for found, value, row, wanted in zip(ids, values, logits[rows], order, strict=True):
+                if not np.isnan(row).any():
+                    np.testing.assert_array_equal(found, wanted)
+                    np.testing.assert_array_equal(value, row[wanted])
+    ids, values = step.best(make_batch([(range(6), 0, [0])], outputs=[]), 5)
+    assert ids.shape == values.shape == (0, 5)
 
 
 def test_numbers_of_choices_out_of_range() -> None:
@@ -253,8 +257,6 @@ def test_numbers_of_choices_out_of_range() -> None:
     for k in (0, 41):
         with pytest.raises(KernelError, match=f"{k} of 40 logits cannot be chosen: 1 to 40 can"):
             step.best(batch, k)
-    with pytest.raises(KernelError, match="see greedy"):
-        step.best(batch, 1)
 
 
 # -- Parts ---------------------------------------------------------------------------------------------------------

@@ -25,17 +25,19 @@ class WatchedDriver(EmulatedDriver):
         calls: by method.
         kernels: of launches, by name.
         pinned_bytes: what was asked for.
+        downloaded_bytes: what came from devices.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.calls: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()
-        self.pinned_bytes = 0
+        self.pinned_bytes = self.downloaded_bytes = 0
 
     def forget(self) -> None:
         self.calls.clear()
         self.kernels.clear()
+        self.downloaded_bytes = 0
 
     def pinned(self, n_bytes: int) -> NDArray[np.uint8]:
         self.pinned_bytes += n_bytes
@@ -47,6 +49,7 @@ class WatchedDriver(EmulatedDriver):
 
     def download(self, destination: NDArray[Any], source: DeviceMemory, stream: interface.Stream) -> None:
         self.calls["download"] += 1
+        self.downloaded_bytes += source.n_bytes
         super().download(destination, source, stream)
 
     def launch(

@@ -1,0 +1,127 @@
+"""Tokens chosen on the device: the text that all logits give, though only ids and a few logits cross the bus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localllm.drafting import costs, model
+from localllm.drafting.drafter import Drafts
+from localllm.drafting.lookup import LookupDrafter
+from localllm.kernels.cuda.ops import CUDAOps
+from localllm.llm import LLM
+from localllm.quant.types import GGMLType
+from tests.helpers import tiny_models
+from tests.helpers.backends import emulated_cuda, no_harness
+from tests.kernels.cuda.watched import WatchedDriver
+
+pytestmark = pytest.mark.skipif(no_harness() is not None, reason="the CUDA harness does not run here")
+
+N_VOCAB, N_WRITTEN = 3000, 8
+PROMPT = [int(i) for i in np.random.default_rng(5).integers(3, N_VOCAB, 9)]
+#: Settings, and the bytes that come from the device for a token.
+SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
+    "greedy": ({"temperature": 0}, 8),
+    "greedy without an end": ({"temperature": 0, "ignore_eos": True}, 8 * 64),
+    "defaults": ({}, 8 * 64),
+    "a high temperature": ({"temperature": 5, "top_k": 100, "top_p": 1, "min_p": 0}, 8 * 256),
+    "XTC": ({"temperature": 2, "top_k": 20, "xtc_probability": 0.5}, 8 * 64),
+    "a penalty": ({"temperature": 0, "repeat_penalty": 1.2}, 4 * 3008),
+    "log-probabilities": ({"temperature": 0, "logprobs": 1}, 4 * 3008),
+    "all tokens": ({"top_k": 0}, 4 * 3008),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("selection")
+    return tiny_models.tiny_gguf(folder / "model.gguf", type=GGMLType.Q4_0, head_dim=16, vocab_size=N_VOCAB)
+
+
+@pytest.fixture
+def full(load: Callable[..., LLM], path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """The model on a device that gives all logits."""
+    with monkeypatch.context() as patched:
+        patched.setattr(CUDAOps, "most_choices", 0)
+        return load(path, emulated_cuda())
+
+
+def write(llm: LLM, options: dict[str, Any], **more: Any) -> tuple[int, ...]:
+    return llm.generate(PROMPT, max_tokens=N_WRITTEN, seed=3, **{**options, **more}).ids
+
+
+def test_the_text_is_that_of_all_logits(load: Callable[..., LLM], path: Path, full: LLM) -> None:
+    driver = WatchedDriver()
+    llm = load(path, emulated_cuda(driver))
+    for name, (options, n_bytes) in SETTINGS.items():
+        llm.forget()
+        driver.forget()
+        expected = write(full, options)
+        assert len(expected) == N_WRITTEN, "the model ended its text, so that little was compared"
+        assert write(llm, options) == expected, name
+        assert driver.downloaded_bytes == N_WRITTEN * n_bytes, name
+        assert driver.calls["download"] == N_WRITTEN
+
+
+@pytest.mark.parametrize(
+    "options", [{"tensor_split": (2, 1)}, {"n_gpu_layers": 2}], ids=["two devices", "the CPU too"]
+)
+def test_on_the_last_of_several_devices(
+    load: Callable[..., LLM], path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = WatchedDriver(2)
+
+    def load_split() -> LLM:
+        return load(path, *(emulated_cuda(driver, i) for i in range(1 + ("tensor_split" in options))), **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CUDAOps, "most_choices", 0)
+        full = load_split()
+    llm = load_split()
+    assert len(llm.info.placement.devices) == 2
+    for settings, n_bytes in (SETTINGS["greedy"], SETTINGS["defaults"]):
+        expected = write(full, settings)
+        llm.forget()
+        driver.forget()
+        assert write(llm, settings) == expected
+        assert driver.downloaded_bytes == N_WRITTEN * n_bytes
+
+
+def test_drafts_are_checked_with_a_choice_for_each(
+    load: Callable[..., LLM], path: Path, full: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which two are right and one is not."""
+    driver = WatchedDriver()
+    llm = load(path, emulated_cuda(driver))
+    for options, n_bytes in (SETTINGS["greedy"], SETTINGS["defaults"]):
+        expected = write(full, options)
+
+        def propose(_: object, tokens: list[int], most: int, expected: tuple[int, ...] = expected) -> list[int]:
+            return [*expected[len(tokens) - len(PROMPT) :][:2], 0][:most]
+
+        monkeypatch.setattr(LookupDrafter, "propose", propose)
+        llm.forget()
+        driver.forget()
+        drafted = llm.generate(PROMPT, max_tokens=N_WRITTEN, seed=3, speculate="lookup", **options)
+        assert (drafted.ids, drafted.drafts) == (expected, Drafts(drafted=6, accepted=4, steps=3))
+        assert driver.downloaded_bytes == n_bytes * (1 + 3 + 6)
+
+
+def test_a_draft_model_on_a_device(
+    load: Callable[..., LLM], path: Path, full: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It brings a few logits as well, for how sure it is of its drafts."""
+    monkeypatch.setattr(costs.StepCosts, "best", lambda self, share, most, draft_s=0.0: min(most, 3))
+    monkeypatch.setattr(model, "LEAST_PROBABILITY", 0)
+    driver = WatchedDriver()
+    llm = load(path, emulated_cuda(driver), draft_model=path)
+    written = llm.generate(PROMPT, max_tokens=N_WRITTEN, temperature=0, speculate="draft")
+    assert written.ids == write(full, {"temperature": 0})
+    assert written.drafts is not None
+    assert written.drafts.accepted == written.drafts.drafted > 0
+    checked = 8 * (1 + written.drafts.steps + written.drafts.drafted)
+    assert driver.downloaded_bytes == checked + 8 * 64 * written.drafts.drafted
