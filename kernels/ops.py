@@ -6,6 +6,7 @@ most about eight of them.  Shapes in the docstrings use
 
     T  tokens in the batch          S  sequences in the batch       N  rows whose logits are wanted
     d  hidden width                 H  query heads                  G  key/value heads (H is a multiple of G)
+    E  experts of a layer           k  experts that a token goes to
 
 **Forward passes are traced.**  A backend may call the forward function once, record what it does, and replay the
 record for every later batch.  So a forward function may branch on its configuration, but never on the values or
@@ -35,6 +36,9 @@ from localllm.quant.types import GGMLType
 
 #: What an operation takes and returns: a backend's own handle of a float32 matrix [T, width].
 Tensor = Any
+
+#: What `Ops.route` returns: a backend's own handle of the k experts that each token goes to, and their shares.
+Routing = Any
 
 
 #: What a soft-cap may be.  Beyond, float32 could not hold scores divided by it, or would not tell it from none.
@@ -100,6 +104,26 @@ class Linear(Protocol):
         ...
 
 
+class Experts(Protocol):
+    """The matrices of a layer's experts, packed for a backend: y = x @ W[expert].T."""
+
+    @property
+    def n_experts(self) -> int: ...
+    @property
+    def n_in(self) -> int: ...
+    @property
+    def n_out(self) -> int: ...
+    @property
+    def format(self) -> str:
+        """As `Linear.format`."""
+        ...
+
+    @property
+    def n_bytes(self) -> int:
+        """What all of them take in memory."""
+        ...
+
+
 @dataclass(frozen=True)
 class Rope:
     """Rotary position embedding of the first ``2 * len(frequencies)`` values of each head.
@@ -151,10 +175,11 @@ class StepSizes:
     """What decides how much memory a compiled step takes beside weights and cache.
 
     Attributes:
-        n_embd, n_ff, n_vocab: values of a hidden state, of a gate, and logits.
+        n_embd, n_ff, n_vocab: values of a hidden state, of a gate (of each expert), and logits.
         n_heads, n_kv_heads, head_dim, cache_type: of attention.
         n_tokens, n_outputs: in a batch, at most.
         n_pages: of the cache.
+        n_experts, n_chosen: of a layer, and how many of them a token goes to; 0 without a mixture.
     """
 
     n_embd: int
@@ -167,6 +192,8 @@ class StepSizes:
     n_tokens: int
     n_outputs: int
     n_pages: int
+    n_experts: int = 0
+    n_chosen: int = 0
 
 
 def check_head_norm(n_weights: int, head_dim: int) -> None:
@@ -335,6 +362,14 @@ def hidden_rows(hidden: Hidden | None, n_tokens: int, width: int) -> NDArray[np.
     return rows
 
 
+def check_choice(k: int, n_experts: int) -> None:
+    """Raises:
+    KernelError: ``k`` of ``n_experts`` cannot be chosen.
+    """
+    if not 1 <= k <= n_experts:
+        raise KernelError(f"{k} of {n_experts} experts cannot be chosen: 1 to {n_experts} can")
+
+
 #: A compiled part of a forward pass: takes a batch, and the hidden states that it begins with, or None if it begins
 #: with ids.  It may return before it has computed, but must have read then what lies in memory of the host: the
 #: batch, and what `Hidden.host` gave.  Backends that hand hidden states over in memory of their own see to it that
@@ -373,6 +408,14 @@ class Loader(Protocol):
 
         Raises:
             KernelError: no kernel reads the matrix's format.
+        """
+        ...
+
+    def load_experts(self, weight: Weight, *, widening: Widening | None = None) -> Experts:
+        """Packs the matrices [E, n_out, n_in] of a layer's experts.
+
+        Raises:
+            KernelError: no kernel reads their format.
         """
         ...
 
@@ -482,6 +525,29 @@ class Ops(Protocol):
 
     def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         """activation(gate) * up: [T, f]; ``activation`` is "silu" or "gelu" (tanh).  Source: arXiv:2002.05202."""
+        ...
+
+    def route(self, logits: Tensor, k: int, *, normalise: bool, scale: float = 1.0) -> Routing:
+        """The k experts that each token goes to: those of its largest logits [T, E], of equals the lowest first.
+
+        Their shares are the softmax over all experts, times ``scale``; or with ``normalise`` over those k alone.
+        All layers of a forward pass have the same E and k.  Source: arXiv:2401.04088 (Mixtral).
+        """
+        ...
+
+    def expert_linears(self, x: Tensor, weights: Sequence[Experts], routing: Routing) -> list[Tensor]:
+        """Each token of x [T, d] times several matrices, such as gate and up, of each expert that it goes to.
+
+        Returns a row for each token and expert, in an order of the backend's own, which `gated` and `expert_output`
+        can be given.
+        """
+        ...
+
+    def expert_output(self, h: Tensor, weight: Experts, routing: Routing, residual: Tensor) -> Tensor:
+        """Each row of h times the matrix of its expert; of each token the sum by shares, plus residual: [T, n_out].
+
+        ``residual`` is consumed.  A token's best expert is added up first.
+        """
         ...
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:

@@ -25,17 +25,20 @@ from localllm.kernels.ops import (
     Backend,
     Batch,
     CacheShape,
+    Experts,
     Hidden,
     HostHidden,
     KVCache,
     Linear,
     Part,
     Rope,
+    Routing,
     Step,
     Tensor,
     Weight,
     WholeStep,
     Widening,
+    check_choice,
     check_sinks,
     check_softcap,
     hidden_rows,
@@ -55,6 +58,22 @@ class ReferenceLinear:
     n_out: int
     format: str = "F32"
     n_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ReferenceExperts:
+    matrices: Array  # [E, n_out, n_in]
+    n_experts: int
+    n_in: int
+    n_out: int
+    format: str = "F32"
+    n_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ReferenceRouting:
+    ids: Array  # [T, k]
+    shares: Array
 
 
 @dataclass(frozen=True)
@@ -100,6 +119,11 @@ class ReferenceOps(Backend):
             n_out=matrix.shape[0],
             n_bytes=matrix.nbytes,
         )
+
+    def load_experts(self, weight: Weight, *, widening: Widening | None = None) -> Experts:
+        matrices = dequantize(weight.data, weight.type).reshape(weight.shape)
+        n_experts, n_out, n_in = matrices.shape
+        return ReferenceExperts(matrices, n_experts, n_in, n_out, n_bytes=matrices.nbytes)
 
     def packed_bytes(self, weight: Weight) -> int:
         return 4 * prod(weight.shape)
@@ -236,6 +260,24 @@ class ReferenceOps(Backend):
             raise KernelError(f"there is no activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[activation](gate) * up
 
+    def route(self, logits: Array, k: int, *, normalise: bool, scale: float = 1.0) -> ReferenceRouting:
+        check_choice(k, logits.shape[1])
+        ids = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+        shares = softmax(np.take_along_axis(logits, ids, axis=1) if normalise else logits)
+        return ReferenceRouting(ids, (shares if normalise else np.take_along_axis(shares, ids, axis=1)) * scale)
+
+    def expert_linears(self, x: Array, weights: Sequence[Experts], routing: Routing) -> list[Array]:
+        k = routing.ids.shape[1]
+        return [_expert_products(np.repeat(x, k, axis=0), weight, routing) for weight in weights]
+
+    def expert_output(self, h: Array, weight: Experts, routing: Routing, residual: Array) -> Array:
+        products = _expert_products(h, weight, routing).reshape(*routing.ids.shape, -1)  # [T, k, n_out]
+        total = np.zeros_like(residual)
+        for rank in range(routing.ids.shape[1]):
+            total += routing.shares[:, rank, None] * products[:, rank]
+        y: Array = total + residual
+        return y
+
     def softcap(self, x: Array, cap: float) -> Array:
         check_softcap(cap)
         return soft_capped(x, cap)
@@ -243,6 +285,15 @@ class ReferenceOps(Backend):
     def outputs(self, x: Array) -> Array:
         rows: Array = x[self._batch.outputs]
         return rows
+
+
+def _expert_products(rows: Array, weight: Experts, routing: ReferenceRouting) -> Array:
+    """Rows [T * k, n_in], each times the matrix of its expert."""
+    if not isinstance(weight, ReferenceExperts):
+        raise KernelError(f"the reference backend cannot use a {type(weight).__name__}")
+    pairs = zip(rows, routing.ids.reshape(-1), strict=True)
+    products = [weight.matrices[expert] @ row for row, expert in pairs]
+    return np.array(products, np.float32).reshape(len(rows), weight.n_out)
 
 
 def rotate(x: Array, positions: NDArray[np.int32], rope: Rope) -> Array:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import lcm
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from localllm.kernels.ops import (
     Batch,
     Best,
     CacheShape,
+    Experts,
     Hidden,
     KVCache,
     Linear,
@@ -38,6 +39,7 @@ from localllm.kernels.ops import (
     Part,
     Place,
     Rope,
+    Routing,
     Step,
     Tensor,
     Weight,
@@ -87,6 +89,34 @@ class PlacedLinear(Linear):
 
 
 @dataclass(frozen=True)
+class PlacedExperts(Experts):
+    """Matrices of experts as the backend of that number holds them."""
+
+    backend: int
+    held: Experts
+
+    @property
+    def n_experts(self) -> int:
+        return self.held.n_experts
+
+    @property
+    def n_in(self) -> int:
+        return self.held.n_in
+
+    @property
+    def n_out(self) -> int:
+        return self.held.n_out
+
+    @property
+    def format(self) -> str:
+        return self.held.format
+
+    @property
+    def n_bytes(self) -> int:
+        return self.held.n_bytes
+
+
+@dataclass(frozen=True)
 class PlacedLoader(Loader):
     """Loads into the backend of that number, and writes it on what it loads."""
 
@@ -97,6 +127,9 @@ class PlacedLoader(Loader):
         self, weight: Weight, bias: Weight | None = None, *, widening: Widening | None = None
     ) -> PlacedLinear:
         return PlacedLinear(self.backend, self.loader.load_linear(weight, bias, widening=widening))
+
+    def load_experts(self, weight: Weight, *, widening: Widening | None = None) -> PlacedExperts:
+        return PlacedExperts(self.backend, self.loader.load_experts(weight, widening=widening))
 
     def packed_bytes(self, weight: Weight) -> int:
         return self.loader.packed_bytes(weight)
@@ -135,7 +168,10 @@ class SplitCache:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A tensor of the forward pass that is traced: a row of so many values for each token, or each output."""
+    """A tensor of the forward pass that is traced: a row of so many values for each token, or for something else.
+
+    A routing is one too.
+    """
 
     width: int
     of_tokens: bool = True
@@ -337,7 +373,7 @@ class SplitOps(Ops):
     def _check_placed(self, *weights: Any) -> int | None:
         """The backend that all weights of an operation lie on; None without any."""
         placed = [weight for weight in weights if weight is not None]
-        if not all(isinstance(weight, Placed | PlacedLinear) for weight in placed):
+        if not all(isinstance(weight, Placed | PlacedLinear | PlacedExperts) for weight in placed):
             raise KernelError("a split model cannot use what no backend of it loaded: see at()")
         backends = {weight.backend for weight in placed}
         if len(backends) > 1:
@@ -373,14 +409,14 @@ class SplitOps(Ops):
         return y
 
     def linear(self, x: Traced, weight: Linear, residual: Traced | None = None) -> Traced:
-        matrix = _placed(weight)
+        matrix = _placed(weight, PlacedLinear)
         y = _like(x, matrix.n_out)
         inputs = [x] if residual is None else [x, residual]
         self._add(inputs, [matrix], [y], lambda ops, given: [ops.linear(given[0], matrix.held, *given[1:])])
         return y
 
     def linears(self, x: Traced, weights: Sequence[Linear]) -> list[Traced]:
-        matrices = [_placed(weight) for weight in weights]
+        matrices = [_placed(weight, PlacedLinear) for weight in weights]
         results = [_like(x, matrix.n_out) for matrix in matrices]
         held = [matrix.held for matrix in matrices]
         self._add([x], matrices, results, lambda ops, given: ops.linears(given[0], held))
@@ -431,6 +467,25 @@ class SplitOps(Ops):
         self._add([gate, up], [], [y], lambda ops, given: [ops.gated(given[0], given[1], activation)])
         return y
 
+    def route(self, logits: Traced, k: int, *, normalise: bool, scale: float = 1.0) -> Traced:
+        y = replace(_like(logits), of_tokens=False)
+        self._add([logits], [], [y], lambda ops, given: [ops.route(given[0], k, normalise=normalise, scale=scale)])
+        return y
+
+    def expert_linears(self, x: Traced, weights: Sequence[Experts], routing: Routing) -> list[Traced]:
+        matrices = [_placed(weight, PlacedExperts) for weight in weights]
+        results = [Traced(matrix.n_out, of_tokens=False) for matrix in matrices]
+        held = [matrix.held for matrix in matrices]
+        self._add([x, routing], matrices, results, lambda ops, given: ops.expert_linears(given[0], held, given[1]))
+        return results
+
+    def expert_output(self, h: Traced, weight: Experts, routing: Routing, residual: Traced) -> Traced:
+        matrix, y = _placed(weight, PlacedExperts), _like(residual)
+        self._add(
+            [h, routing, residual], [matrix], [y], lambda ops, x: [ops.expert_output(x[0], matrix.held, *x[1:])]
+        )
+        return y
+
     def softcap(self, x: Traced, cap: float) -> Traced:
         y = _like(x)
         self._add([x], [], [y], lambda ops, given: [ops.softcap(given[0], cap)])
@@ -449,8 +504,11 @@ def _like(x: Tensor, width: int | None = None) -> Traced:
     return replace(x, width=x.width if width is None else width)
 
 
-def _placed(weight: Linear) -> PlacedLinear:
-    if not isinstance(weight, PlacedLinear):
+_Matrix = TypeVar("_Matrix", PlacedLinear, PlacedExperts)
+
+
+def _placed(weight: Linear | Experts, kind: type[_Matrix]) -> _Matrix:
+    if not isinstance(weight, kind):
         raise KernelError(
             f"a split model cannot use a {type(weight).__name__}, which no backend of it loaded: see at()"
         )

@@ -110,6 +110,7 @@ class Placement:
         overhead: bytes that the program itself takes, beside any model.
         host: the device whose memory that is.
         left_over: layers that are there because no GPU had room for them, not because somebody asked for it.
+        idle: bytes of the experts that a token does not go to.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -119,6 +120,7 @@ class Placement:
     overhead: int = OVERHEAD_BYTES
     host: str = "cpu"
     left_over: int = 0
+    idle: int = 0
 
     @property
     def weights(self) -> int:
@@ -140,8 +142,9 @@ class Placement:
 
     @property
     def multiplied(self) -> int:
-        """Bytes of the weights that every token is multiplied with: all but a table that only its row is taken of."""
-        return sum(group.weights for group in self.groups if group.name != "embedding")
+        """Bytes of the weights that a token is multiplied with: all but the experts that it does not go to, and a
+        table that only its row is taken of."""
+        return sum(group.weights for group in self.groups if group.name != "embedding") - self.idle
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -151,7 +154,9 @@ class Placement:
     def on(self, device: str) -> Placement:
         """What lies on one device."""
         groups = tuple(group for group in self.groups if group.device == device)
-        return replace(self, groups=groups, overhead=self.overhead if device == self.host else 0)
+        n_layers = sum(len(group.layers) for group in self.groups)
+        idle = self.idle * self.layers_on(device) // max(1, n_layers)
+        return replace(self, groups=groups, overhead=self.overhead if device == self.host else 0, idle=idle)
 
     def layers_on(self, device: str) -> int:
         """How many layers a device has."""
@@ -221,6 +226,7 @@ class Demand:
         cache_type: what keys and values are kept in.
         tied: whether the embedding is the output matrix.
         n_gpu_layers, tensor_split: see `localllm.layers.plan_layers`.
+        idle: as of a `Placement`.
     """
 
     name: str
@@ -233,6 +239,7 @@ class Demand:
     tied: bool
     n_gpu_layers: int | None
     tensor_split: tuple[float, ...] | None
+    idle: int = 0
 
     @classmethod
     def of(
@@ -259,6 +266,7 @@ class Demand:
             tied="output.weight" not in tensors,
             n_gpu_layers=n_gpu_layers,
             tensor_split=tensor_split,
+            idle=_idle_bytes(config, tensors, devices[0]),
         )
 
     @property
@@ -279,7 +287,7 @@ class Demand:
         )
         kernels = {device.name: device.kernels for device in self.devices}
         groups = tuple(group for share in shares for group in _groups(share, kernels[share.room.name]))
-        placement = Placement(groups, context, self.parallel, self.cache_type, host=self.host)
+        placement = Placement(groups, context, self.parallel, self.cache_type, host=self.host, idle=self.idle)
         as_wanted = not gpus or self.n_gpu_layers is not None
         return placement if as_wanted else replace(placement, left_over=placement.layers_on(self.host))
 
@@ -294,13 +302,13 @@ class Demand:
 
     def _room_at(self, room: Room, device: DeviceSizes, context: int) -> Room:
         """A room with the bytes of the cache of one layer, and of a step."""
-        config = self.config
+        config, experts = self.config, self.config.experts
         n_pages = n_cache_pages(context, self.parallel, self.page_size) * (self.page_size // device.page_size)
         shape = CacheShape(1, config.n_kv_heads, config.head_dim, self.cache_type)
         n_tokens = min(MAX_TOKENS, context)
         sizes = StepSizes(
             n_embd=config.n_embd,
-            n_ff=config.n_ff,
+            n_ff=config.n_ff if experts is None else experts.n_ff,
             n_vocab=config.n_vocab,
             n_heads=config.n_heads,
             n_kv_heads=config.n_kv_heads,
@@ -309,6 +317,8 @@ class Demand:
             n_tokens=n_tokens,
             n_outputs=max_outputs(config.n_vocab, n_tokens),
             n_pages=n_pages,
+            n_experts=0 if experts is None else experts.n,
+            n_chosen=0 if experts is None else experts.n_used,
         )
         own = device.step_bytes(sizes)
         scratch, logits = own or (activation_bytes(config, context), logits_bytes(config, context))
@@ -320,7 +330,7 @@ def _room(config: ModelConfig, tensors: Mapping[str, Weight], device: DeviceSize
 
     def n_bytes(tensor: Weight) -> int:
         # No model has tensors of other shapes; loading will say so.
-        return device.packed_bytes(tensor) if len(tensor.shape) in (1, 2) else 0
+        return device.packed_bytes(tensor) if len(tensor.shape) in (1, 2, 3) else 0
 
     layers = [0] * config.n_layers
     output = 0
@@ -335,6 +345,14 @@ def _room(config: ModelConfig, tensors: Mapping[str, Weight], device: DeviceSize
         output -= n_bytes(embedding)
     table_bytes = 0 if embedding is None else embedding.data.nbytes
     return Room(device.name, device.free, tuple(layers), 0, table_bytes, output, 0, 0)
+
+
+def _idle_bytes(config: ModelConfig, tensors: Mapping[str, Weight], device: DeviceSizes) -> int:
+    """Bytes of the experts that a token does not go to."""
+    if config.experts is None:
+        return 0
+    n_bytes = sum(device.packed_bytes(tensor) for tensor in tensors.values() if len(tensor.shape) == 3)
+    return n_bytes * (config.experts.n - config.experts.n_used) // config.experts.n
 
 
 def _groups(share: Share, kernels: str) -> Iterator[LayerGroup]:
@@ -430,7 +448,10 @@ def _fits(placed: Callable[[], Iterable[Placement]], available: int) -> bool:
 def activation_bytes(config: ModelConfig, context: int) -> int:
     """Bytes of one step's activations: the widest operation's operands, in float32."""
     q_width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    width = 2 * config.n_embd + max(2 * (q_width + kv_width), 3 * config.n_ff)
+    experts = config.experts
+    # With experts, a row for each that a token goes to, and of integers once more where rows are put side by side.
+    mlp = 3 * config.n_ff if experts is None else experts.n_used * (3 * experts.n_ff + 2 * config.n_embd)
+    width = 2 * config.n_embd + max(2 * (q_width + kv_width), mlp)
     return 4 * min(MAX_TOKENS, context) * width
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from localllm.kernels.ops import CacheShape, Linear, Ops, Rope, Tensor
-from localllm.models.config import ModelConfig
+from localllm.errors import ModelError
+from localllm.kernels.ops import CacheShape, Experts, Linear, Ops, Rope, Tensor
+from localllm.models.config import ExpertConfig, ModelConfig
 from localllm.models.weights import LayerWeights, LoadedWeight, Weights
 
 
@@ -100,6 +101,44 @@ class GatedMLP:
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         gate, up = ops.linears(self.norm(ops, x), [self.gate, self.up])
         return ops.linear(ops.gated(gate, up, self.activation), self.down, residual=x)
+
+
+@dataclass(frozen=True)
+class MixtureMLP:
+    """A gated MLP for each of several experts, of which every token goes to a few; pre-normed, and what comes out is
+    added to the residual stream by shares.  Source: arXiv:2401.04088 (Mixtral)."""
+
+    norm: RMSNorm
+    router: Linear
+    gate: Experts
+    up: Experts
+    down: Experts
+    activation: str
+    config: ExpertConfig
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: LayerWeights, *, activation: str = "silu") -> MixtureMLP:
+        """Raises:
+        ModelError: the hyper-parameters name no experts.
+        """
+        experts, d = config.experts, config.n_embd
+        if experts is None:
+            raise ModelError(f"the file has no {config.architecture}.expert_count: is it complete?")
+        return cls(
+            norm=RMSNorm(weights.vector("ffn_norm", d), config.norm_eps),
+            router=weights.linear("ffn_gate_inp", d, experts.n),
+            gate=weights.experts("ffn_gate_exps", experts.n, d, experts.n_ff),
+            up=weights.experts("ffn_up_exps", experts.n, d, experts.n_ff),
+            down=weights.experts("ffn_down_exps", experts.n, experts.n_ff, d),
+            activation=activation,
+            config=experts,
+        )
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        y = self.norm(ops, x)
+        routing = ops.route(ops.linear(y, self.router), self.config.n_used, normalise=True, scale=self.config.scale)
+        gate, up = ops.expert_linears(y, [self.gate, self.up], routing)
+        return ops.expert_output(ops.gated(gate, up, self.activation), self.down, routing, residual=x)
 
 
 #: A step along the residual stream: takes x [T, d] (consumed) and returns the next.

@@ -28,7 +28,11 @@ ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 
 #: Keys that change what a model computes in ways that no block here follows, and the values that change nothing.
 _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "expert_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_gating_func": (1,),
+    "expert_group_count": (0, 1),
+    "expert_weights_norm": (True,),
+    "leading_dense_block_count": (0,),
     "use_parallel_residual": (False,),
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
@@ -46,6 +50,10 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "rope.scaling.alpha": (0.0,),
     "tensor_data_layout": ("reference",),
 }
+
+
+#: Architectures whose feed-forward networks may be mixtures of experts.
+_MIXTURES = ("llama", "qwen3moe")
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,8 @@ class Metadata:
         """Raises:
         ModelError: a key asks for something that localllm would leave out.
         """
-        for key, neutral in _NOT_SUPPORTED.items():
+        refused = _NOT_SUPPORTED if self.architecture in _MIXTURES else _NOT_SUPPORTED | {"expert_count": (0,)}
+        for key, neutral in refused.items():
             full = f"{self.architecture}.{key}"
             if full in self.values and _plain(self.values[full]) not in neutral:
                 raise ModelError(
@@ -156,8 +165,25 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class ExpertConfig:
+    """A mixture of experts in the place of an MLP.
+
+    Attributes:
+        n: experts in a layer.
+        n_used: of which a token goes to so many.
+        n_ff: width of each.
+        scale: factor on their shares.
+    """
+
+    n: int
+    n_used: int
+    n_ff: int
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """What every dense decoder-only transformer has.
+    """What every decoder-only transformer has.
 
     Attributes:
         context_length: tokens that the model was trained to see.
@@ -166,6 +192,7 @@ class ModelConfig:
         n_heads, n_kv_heads: query heads, and key/value heads that they share in equal groups.
         norm_eps: added to the mean square under RMSNorm's root.
         sliding_window: positions that a token sees, itself included; None for all.
+        experts: the mixture in the place of the MLP, if there is one.
     """
 
     architecture: str
@@ -180,6 +207,7 @@ class ModelConfig:
     n_vocab: int
     sliding_window: int | None
     rope: RopeConfig
+    experts: ExpertConfig | None = None
 
     def for_context(self, n_tokens: int) -> ModelConfig:
         """The same for sequences of up to ``n_tokens``: where they can pass the original context, LongRoPE rotates
@@ -223,12 +251,13 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, Weight]) -> M
         )
     context_length = meta.read("context_length", int, low=1, high=(1 << 31) - 1)
     head_dim = _read_head_dim(meta, n_embd, n_heads)
+    n_ff = meta.read_uniform("feed_forward_length", n_layers, low=1, high=1 << 24)
     return ModelConfig(
         architecture=architecture,
         n_layers=n_layers,
         context_length=context_length,
         n_embd=n_embd,
-        n_ff=meta.read_uniform("feed_forward_length", n_layers, low=1, high=1 << 24),
+        n_ff=n_ff,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
@@ -236,7 +265,24 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, Weight]) -> M
         n_vocab=_read_n_vocab(meta, tensors),
         sliding_window=meta.read("attention.sliding_window", int, 0, low=0, high=(1 << 32) - 1) or None,
         rope=_read_rope(meta, head_dim, context_length),
+        experts=_read_experts(meta, n_ff),
     )
+
+
+def _read_experts(meta: Metadata, n_ff: int) -> ExpertConfig | None:
+    """The mixture of experts; by default they have the width of an MLP."""
+    n = meta.read("expert_count", int, 0, low=0, high=1 << 10)
+    if not n:
+        return None
+    n_used = meta.read("expert_used_count", int, low=1, high=1 << 10)
+    if n_used > n:
+        raise ModelError(
+            f"{meta.architecture}.expert_used_count is {n_used}, more than the {n} experts that "
+            f"{meta.architecture}.expert_count names: the file is broken"
+        )
+    width = meta.read("expert_feed_forward_length", int, n_ff, low=1, high=1 << 24)
+    scale = meta.read("expert_weights_scale", float, 0.0, low=0.0, high=1e6) or 1.0  # 0, as in llama.cpp, for none
+    return ExpertConfig(n, n_used, width, scale)
 
 
 def _read_n_layers(meta: Metadata, tensors: Iterable[str]) -> int:

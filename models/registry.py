@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from localllm.errors import UnsupportedArchitectureError
 from localllm.kernels.ops import Ops, Weight
-from localllm.models import llama, qwen2, qwen3
+from localllm.models import llama, qwen2, qwen3, qwen3moe
 from localllm.models.blocks import Model
 from localllm.models.config import ModelConfig, read_architecture
 from localllm.models.weights import Progress, Weights
@@ -16,6 +16,7 @@ ARCHITECTURES: dict[str, Callable[[ModelConfig, Weights], Model]] = {
     "llama": llama.build,
     "qwen2": qwen2.build,
     "qwen3": qwen3.build,
+    "qwen3moe": qwen3moe.build,
 }
 
 

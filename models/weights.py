@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError, NotEnoughMemoryError
-from localllm.kernels.ops import Linear, Loader, Ops, Place, Weight
+from localllm.kernels.ops import Experts, Linear, Loader, Ops, Place, Weight
 from localllm.quant.formats import dequantize
 
 #: Called with the bytes packed so far and the bytes of all tensors.
@@ -156,6 +156,19 @@ class Weights:
         self._report(weight, added)
         return linear
 
+    def experts(self, name: str, n_experts: int, n_in: int, n_out: int, place: Place) -> Experts:
+        """The matrices ``{name}.weight`` [n_experts, n_out, n_in].
+
+        Raises:
+            NotEnoughMemoryError: as `linear`.
+        """
+        weight, loader = self.require(f"{name}.weight", n_experts, n_out, n_in), self._ops.at(place)
+        experts = loader.load_experts(weight, widening=partial(self._widen, loader))
+        weight.drop_pages()
+        self._hold(weight, place, experts.format, experts.n_bytes)
+        self._report(weight)
+        return experts
+
     def refuse_leftovers(self) -> None:
         """To be called at the end: a tensor that nobody asked for means that the model computes something else.
 
@@ -209,3 +222,6 @@ class LayerWeights:
 
     def linear(self, name: str, n_in: int, n_out: int, *, bias: bool = False) -> Linear:
         return self._weights.linear(self._prefix + name, n_in, n_out, self._layer, bias=bias)
+
+    def experts(self, name: str, n_experts: int, n_in: int, n_out: int) -> Experts:
+        return self._weights.experts(self._prefix + name, n_experts, n_in, n_out, self._layer)

@@ -107,29 +107,34 @@ def rms_norm(begin, end, x, weight, n, width, x_stride, y, y_stride, eps: float)
             store_f32x16(out + i, load_f32x16(row + i) * scale * load_f32x16(weight + i))
 
 
+@device
+def quantise_row(row, record, n_blocks):
+    """A row of ``32 * n_blocks`` values to its records in a tile."""
+    for _ in range(n_blocks):
+        first, second = load_f32x16(row), load_f32x16(row + 64)
+        largest = largest_magnitude(first, second)
+        inverse = ZERO
+        if largest > NEGLIGIBLE:  # which a NaN is not: it then comes out as the scale
+            inverse = LARGEST_CODE / largest
+        scale = largest / LARGEST_CODE
+        first, second = first * splat(inverse), second * splat(inverse)
+        sum_first = sum_int_lanes(to_int_rounded(first))
+        sum_second = sum_int_lanes(to_int_rounded(second))
+        store_s8x16(record, first)
+        store_s8x16(record + 16, second)
+        store_f32(record + D, scale)
+        store_f32(record + SUM, np.float32(sum_first + sum_second))
+        store_i32(record + SUMS, (sum_first & LOW_HALF) | (sum_second << SIXTEEN))
+        row += 128
+        record += X_STEP
+
+
 @kernel
 def quantise(begin, end, x, n_blocks, x_stride, records):
     """Rows of ``32 * n_blocks`` values to the records that `localllm.kernels.cpu.tiles` draws."""
     for token in range(begin, end):
-        row = x + token * x_stride
         record = records + token // TOKENS * (n_blocks * X_STEP) + token % TOKENS * RECORD
-        for _ in range(n_blocks):
-            first, second = load_f32x16(row), load_f32x16(row + 64)
-            largest = largest_magnitude(first, second)
-            inverse = ZERO
-            if largest > NEGLIGIBLE:  # which a NaN is not: it then comes out as the scale
-                inverse = LARGEST_CODE / largest
-            scale = largest / LARGEST_CODE
-            first, second = first * splat(inverse), second * splat(inverse)
-            sum_first = sum_int_lanes(to_int_rounded(first))
-            sum_second = sum_int_lanes(to_int_rounded(second))
-            store_s8x16(record, first)
-            store_s8x16(record + 16, second)
-            store_f32(record + D, scale)
-            store_f32(record + SUM, np.float32(sum_first + sum_second))
-            store_i32(record + SUMS, (sum_first & LOW_HALF) | (sum_second << SIXTEEN))
-            row += 128
-            record += X_STEP
+        quantise_row(x + token * x_stride, record, n_blocks)
 
 
 @kernel

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from localllm.errors import KernelError, UsageError
 from localllm.kernels.cpu import attention as attention_kernels
 from localllm.kernels.cpu import elementwise, matmul
+from localllm.kernels.cpu import experts as expert_kernels
 from localllm.kernels.cpu.cache_types import CACHE_LAYOUTS, PAGE
 from localllm.kernels.cpu.compiler import Kernel, variant
 from localllm.kernels.cpu.host import default_threads, most_threads
@@ -28,12 +29,15 @@ from localllm.kernels.cpu.packing import Packer
 from localllm.kernels.cpu.program import Job, Program, Workers
 from localllm.kernels.cpu.recording import (
     ALWAYS,
+    N_CHOSEN,
     N_MERGED,
     N_OUTPUTS,
     N_TILES,
     N_TOKENS,
+    N_USED,
     PADDING,
     Buffer,
+    ChosenExperts,
     CPUCache,
     Recording,
     padded,
@@ -41,23 +45,27 @@ from localllm.kernels.cpu.recording import (
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import choose
 from localllm.kernels.cpu.thread_choice import choose_threads
-from localllm.kernels.cpu.tiles import TILES
+from localllm.kernels.cpu.tiles import RECORD, TILES
 from localllm.kernels.embedding import SMALL_TABLE, CopiedTable, DecodedTable, EmbeddingTable, PackedTable
+from localllm.kernels.experts import matrices_to_pack
 from localllm.kernels.ops import (
     Backend,
     Batch,
     CacheShape,
+    Experts,
     Hidden,
     HostHidden,
     KVCache,
     Linear,
     Part,
     Rope,
+    Routing,
     Step,
     Tensor,
     Weight,
     WholeStep,
     Widening,
+    check_choice,
     check_head_norm,
     check_sinks,
     check_softcap,
@@ -79,6 +87,9 @@ FEW_TOKENS = 4
 
 #: Bytes of a layer's keys from which on a cache lies in huge pages: of a short one they would take most at once.
 HUGE_LAYER = 4 << 20
+
+#: What counts the rows of tensors.
+ROWS = {N_TOKENS: "each token", N_OUTPUTS: "each output", N_CHOSEN: "each expert of a token"}
 
 FLOAT_LOADS: dict[KernelType, Any] = {
     GGMLType.F32: load_f32x16,
@@ -106,6 +117,25 @@ class CPULinear:
     packed: NDArray[np.uint8]
     bias: CPUVector | None
     type: KernelType
+    n_in: int
+    n_out: int
+
+    @property
+    def format(self) -> str:
+        return self.type.name
+
+    @property
+    def n_bytes(self) -> int:
+        return self.packed.nbytes
+
+
+@dataclass(frozen=True)
+class CPUExperts:
+    """Packed matrices of experts, one after the other."""
+
+    packed: NDArray[np.uint8]
+    type: KernelType
+    n_experts: int
     n_in: int
     n_out: int
 
@@ -169,15 +199,22 @@ class CPUOps(Backend):
         n_out, n_in = weight.shape
         if bias is not None and bias.shape != (n_out,):
             raise KernelError(f"a matrix [{n_out}, {n_in}] cannot have a bias {list(bias.shape)}")
+        packed, kind = self._packed(weight, widening)
+        return CPULinear(packed, None if bias is None else self.load_vector(bias), kind, n_in, n_out)
+
+    def load_experts(self, weight: Weight, *, widening: Widening | None = None) -> CPUExperts:
+        return CPUExperts(*self._packed(weight, widening), weight.shape[0], weight.shape[2], weight.shape[1])
+
+    def _packed(self, weight: Weight, widening: Widening | None) -> tuple[NDArray[np.uint8], KernelType]:
+        """The tiles of one matrix or of several, and their format."""
         kind = repack_target(weight.type)
         try:
-            packed = self._pack(weight, kind)
+            return self._pack(weight, kind), kind
         except ScaleRangeError:
             kind = FALLBACK
             if widening is not None:
-                widening(weight, kind.name, LAYOUTS[kind].packed_bytes(padded(n_out), n_in))
-            packed = self._pack(weight, kind)
-        return CPULinear(packed, None if bias is None else self.load_vector(bias), kind, n_in, n_out)
+                widening(weight, kind.name, _packed_bytes(weight.shape, kind))
+            return self._pack(weight, kind), kind
 
     def _pack(self, weight: Weight, kind: KernelType) -> NDArray[np.uint8]:
         """The weight's tiles in ``kind``.
@@ -185,10 +222,21 @@ class CPUOps(Backend):
         Raises:
             ScaleRangeError: it cannot be written so.
         """
-        n_out, n_in = weight.shape
-        layout = LAYOUTS[kind]
-        packed = self._memory.take(layout.packed_bytes(padded(n_out), n_in))
-        rows = weight.data.reshape(n_out, -1)
+        packed = self._memory.take(_packed_bytes(weight.shape, kind))
+        matrices = matrices_to_pack(weight, PADDING)
+        try:
+            for rows, tiles in zip(matrices, packed.reshape(len(matrices), -1), strict=True):
+                self._pack_rows(weight, rows, kind, tiles)
+        except ScaleRangeError:
+            self._memory.take_back()
+            raise
+        return packed
+
+    def _pack_rows(
+        self, weight: Weight, rows: NDArray[np.uint8], kind: KernelType, packed: NDArray[np.uint8]
+    ) -> None:
+        """Rows of a weight to tiles."""
+        n_out, n_in, layout = len(rows), weight.shape[-1], LAYOUTS[kind]
         packer = self._packer(kind)
         kept_rows = PACKED_ROWS * max(1, KEPT_BYTES // (PACKED_ROWS * rows.shape[1]))
         firsts = itertools.count(0, PACKED_ROWS)  # taking the next one is one step of Python's: threads may share it
@@ -206,12 +254,7 @@ class CPUOps(Backend):
                 start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(part)))
                 packer.pack(part, packed[start:stop])
 
-        try:
-            self.workers.run(Job(share, 0))
-        except ScaleRangeError:
-            self._memory.take_back()
-            raise
-        return packed
+        self.workers.run(Job(share, 0))
 
     def _packer(self, kind: KernelType) -> Packer:
         if kind not in self._packers:
@@ -222,8 +265,7 @@ class CPUOps(Backend):
     def packed_bytes(weight: Weight) -> int:
         if len(weight.shape) < 2:
             return 4 * padded(weight.shape[0])
-        n_out, n_in = weight.shape
-        return LAYOUTS[repack_target(weight.type)].packed_bytes(padded(n_out), n_in)
+        return _packed_bytes(weight.shape, repack_target(weight.type))
 
     def load_vector(self, weight: Weight) -> CPUVector:
         values = dequantize(weight.data, weight.type).reshape(-1)
@@ -300,10 +342,9 @@ class CPUOps(Backend):
             if not isinstance(x, Buffer) or x.recording is not self._now:
                 raise KernelError("an operation was given something else than a tensor of its own forward pass")
         wanted = tensors[0].slot if slot is None else slot
-        rows = {N_TOKENS: "each token", N_OUTPUTS: "each output"}
         for x in tensors:
             if x.slot != wanted:
-                raise KernelError(f"a tensor has a row for {rows[x.slot]} where one for {rows[wanted]} is needed")
+                raise KernelError(f"a tensor has a row for {ROWS[x.slot]} where one for {ROWS[wanted]} is needed")
 
     def _check_layer(self, layer: int) -> None:
         n_layers = self._now.cache.shape.n_layers
@@ -381,16 +422,14 @@ class CPUOps(Backend):
         bias = 0 if w.bias is None else w.bias.address
         groups = padded(w.n_out) // GROUP
         matrix = w.packed.ctypes.data
-        if tile := TILES.get(w.type):
+        if w.type in TILES:
             kernel, units = matmul.matmul_quantised, groups
-            constants = {"TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32, **tile.constants}
             arguments = [batch, matrix, w.n_in // layout.columns, x.records(self.target)]
         else:
             kernel, units = matmul.matmul_float, groups // matmul.FLOAT_GROUPS
-            constants = {"LOAD": FLOAT_LOADS[w.type], "COLUMN_BYTES": layout.tile_bytes}
             arguments = [batch, matrix, w.n_in, x.address, x.stride]
         arguments += [bias, residual, y.address, y.stride]
-        recording.add(variant(kernel, self.target, **constants), arguments, units, ALWAYS, wait=wait)
+        recording.add(variant(kernel, self.target, **_constants(w.type)), arguments, units, ALWAYS, wait=wait)
 
     def rope_append(
         self,
@@ -520,6 +559,72 @@ class CPUOps(Backend):
         self._add(kernels[activation], arguments, 1, gate.slot)
         return y
 
+    def route(self, logits: Buffer, k: int, *, normalise: bool, scale: float = 1.0) -> ChosenExperts:
+        recording, n_experts = self._now, logits.width
+        self._check_tensors(logits, slot=N_TOKENS)
+        check_choice(k, n_experts)
+        recording.choose(k)
+        chosen = ChosenExperts(recording, n_experts)
+        arguments = (logits.address, logits.stride, n_experts, k, int(normalise), chosen.ids, chosen.shares)
+        self._add(expert_kernels.route, (*arguments, float(scale)), 1, N_TOKENS)
+        header = recording.header.ctypes.data
+        places = chosen.cursors, chosen.places, chosen.pairs, chosen.entries
+        grouping = header + 8 * N_CHOSEN, chosen.ids, n_experts, *places, header + 8 * N_USED
+        self._add(expert_kernels.group_by_expert, grouping, 1, ALWAYS)
+        return chosen
+
+    def expert_linears(self, x: Buffer, weights: Sequence[Experts], routing: Routing) -> list[Buffer]:
+        self._check_tensors(x, slot=N_TOKENS)
+        return self._multiply_experts(x, weights, routing)
+
+    def expert_output(self, h: Buffer, weight: Experts, routing: Routing, residual: Buffer) -> Buffer:
+        recording = self._now
+        self._check_tensors(h, slot=N_CHOSEN)
+        self._check_tensors(residual, slot=N_TOKENS)
+        products = self._multiply_experts(h, [weight], routing)[0]
+        if products.width != residual.width:
+            raise KernelError(f"{residual.width} values cannot be added to the {products.width} of a product")
+        y = residual.changed()
+        arguments = (products.address, routing.shares, recording.n_chosen, y.stride // 4, y.stride)
+        self._add(expert_kernels.add_experts, (*arguments, residual.address, y.address), 1, N_TOKENS)
+        return y
+
+    def _multiply_experts(self, x: Buffer, weights: Sequence[Experts], chosen: Routing) -> list[Buffer]:
+        """Rows of x, or of each token's where it has one for each token, times the matrices of the experts."""
+        recording = self._now
+        if not isinstance(chosen, ChosenExperts) or chosen.recording is not recording:
+            raise KernelError("an operation was given something else than a routing of its own forward pass")
+        matrices = [_checked_experts(weight, x.width, chosen.n_experts) for weight in weights]
+        results = [Buffer(recording, N_CHOSEN, w.n_out) for w in matrices]
+        per_row = recording.n_chosen if x.slot == N_TOKENS else 1
+        gathered = {kind: self._gather(x, chosen, per_row, kind) for kind in {w.type in TILES for w in matrices}}
+        for i, (w, y) in enumerate(zip(matrices, results, strict=True)):
+            layout, rows = LAYOUTS[w.type], gathered[w.type in TILES].ctypes.data
+            recording.n_products += recording.n_chosen * w.n_in * w.n_out
+            recording.operands.append(w)
+            groups, matrix = padded(w.n_out) // GROUP, w.packed.ctypes.data
+            if w.type in TILES:
+                kernel, units = expert_kernels.experts_quantised, groups
+                arguments = [chosen.entries, units, matrix, w.n_in // layout.columns, rows]
+            else:
+                kernel, units = expert_kernels.experts_float, groups // matmul.FLOAT_GROUPS
+                arguments = [chosen.entries, units, matrix, w.n_in, rows, x.stride]
+            arguments += [chosen.pairs, y.address, y.stride]
+            code = variant(kernel, self.target, **_constants(w.type))
+            recording.add(code, arguments, units, N_USED, wait=i == len(matrices) - 1)
+        recording.free += gathered.values()
+        return results
+
+    def _gather(self, x: Buffer, chosen: ChosenExperts, per_row: int, as_records: bool) -> NDArray[np.uint8]:
+        """Rows of x at the places of their pairs."""
+        n_blocks = x.width // 32
+        row_bytes = n_blocks * RECORD if as_records else x.stride
+        memory = self._now.take(chosen.n_places * row_bytes)
+        arguments = [chosen.places, per_row, x.address, x.stride, *([n_blocks] if as_records else [])]
+        kernel = expert_kernels.gather_records if as_records else expert_kernels.gather_floats
+        self._add(kernel, [*arguments, memory.ctypes.data], 1, N_CHOSEN)
+        return memory
+
     def softcap(self, x: Buffer, cap: float) -> Buffer:
         check_softcap(cap)
         self._check_tensors(x)
@@ -542,6 +647,31 @@ def _checked_threads(threads: int) -> int:
     if not 1 <= threads <= most:
         raise UsageError(f"threads={threads:,} is out of range: ask for 1 to {most}, or none for {default_threads()}")
     return threads
+
+
+def _packed_bytes(shape: Sequence[int], kind: KernelType) -> int:
+    """Bytes of a packed matrix [n_out, n_in] or of several."""
+    *n_experts, n_out, n_in = shape
+    return prod(n_experts) * LAYOUTS[kind].packed_bytes(padded(n_out), n_in)
+
+
+def _constants(kind: KernelType) -> dict[str, Any]:
+    """What kernels of a format's products are compiled for."""
+    layout = LAYOUTS[kind]
+    if tile := TILES.get(kind):
+        return {"TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32, **tile.constants}
+    return {"LOAD": FLOAT_LOADS[kind], "COLUMN_BYTES": layout.tile_bytes}
+
+
+def _checked_experts(weight: Experts, n_in: int, n_experts: int) -> CPUExperts:
+    if not isinstance(weight, CPUExperts):
+        raise KernelError(f"the CPU backend cannot use a {type(weight).__name__}")
+    if (weight.n_in, weight.n_experts) != (n_in, n_experts):
+        raise KernelError(
+            f"matrices [{weight.n_experts}, {weight.n_out}, {weight.n_in}] do not fit rows of {n_in} values that "
+            f"go to {n_experts} experts"
+        )
+    return weight
 
 
 def _packed(weight: Linear) -> CPULinear:

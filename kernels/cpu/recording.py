@@ -5,6 +5,7 @@ A step fills in the batch (`Recording.fill`) before the program of the instructi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,8 +30,8 @@ PADDING = 32
 #: Bytes for what spans of the cache come to; tiles that need more are not cut.
 MOST_PART_BYTES = 32 << 20
 
-# Numbers in a program's header.
-ALWAYS, N_TOKENS, N_OUTPUTS, N_TILES, N_MERGED = range(5)
+# Numbers in a program's header.  The last one is not a batch's, but what kernels find: experts that tokens go to.
+ALWAYS, N_TOKENS, N_OUTPUTS, N_TILES, N_MERGED, N_CHOSEN, N_USED = range(7)
 
 
 def padded(n: int) -> int:
@@ -88,7 +89,7 @@ class Buffer:
         self.slot = slot
         self.width = width
         self.stride = 4 * padded(width)
-        self.rows = recording.max_tokens if slot == N_TOKENS else recording.max_outputs
+        self.rows = recording.most_rows(slot)
         self.shared = shared
         self._memory = [recording.take(self.rows * self.stride) if shared else recording.new(self.rows * self.stride)]
         self._records = 0
@@ -128,6 +129,27 @@ class Buffer:
         self.recording.free += self._memory[0 if self.shared else 1 :]
 
 
+class ChosenExperts:
+    """The experts that each token goes to, and their pairs brought together: `localllm.kernels.cpu.experts` draws it.
+
+    As of a `Buffer`, its memory goes back to the recording with the last reference to it.
+    """
+
+    def __init__(self, recording: Recording, n_experts: int) -> None:
+        self.recording, self.n_experts = recording, n_experts
+        n_pairs = recording.most_rows(N_CHOSEN)
+        #: Places that pairs can have: experts begin with whole tiles.
+        self.n_places = (n_pairs + (TOKENS - 1) * min(n_experts, n_pairs)) // TOKENS * TOKENS
+        words = (n_pairs, -(-n_pairs // 2), n_experts, n_pairs, self.n_places, 3 * n_experts)
+        self._memory = recording.take(8 * sum(words))
+        starts = itertools.accumulate(words, initial=0)
+        parts = (self._memory.ctypes.data + 8 * start for start in starts)
+        self.ids, self.shares, self.cursors, self.places, self.pairs, self.entries, _ = parts
+
+    def __del__(self) -> None:
+        self.recording.free.append(self._memory)
+
+
 class Recording:
     """Instructions and the memory they use, while a forward pass is recorded and afterwards."""
 
@@ -146,13 +168,15 @@ class Recording:
         self.ropes: list[tuple[Rope, NDArray[np.float32]]] = []
         #: Products of activations and weights for each token.
         self.n_products = 0
+        #: Experts that each token goes to.
+        self.n_chosen = 0
         #: Positions whose angles were made.
         self.n_angles = 0
         self.embeddings: list[tuple[EmbeddingTable, float, Buffer]] = []
         #: What hidden states computed elsewhere are put into, if the forward pass begins with them.
         self.hidden: Buffer | None = None
         # What a step fills in.
-        self.header = np.ones(5, np.int64)
+        self.header = np.ones(7, np.int64)
         self.positions = np.zeros(max_tokens, np.int32)
         self.starts = np.zeros(max_tokens, np.int32)
         self.slots = np.zeros(max_tokens, np.int64)
@@ -162,6 +186,18 @@ class Recording:
         self.tiles = np.zeros((0, 6), np.int64)
         self.merged = np.zeros((0, 5), np.int64)
         self.parts: NDArray[np.uint8] | None = None
+
+    def most_rows(self, slot: int) -> int:
+        """Rows of a tensor whose rows ``slot`` counts, at most."""
+        return {N_TOKENS: self.max_tokens, N_OUTPUTS: self.max_outputs, N_CHOSEN: self.max_tokens * self.n_chosen}[
+            slot
+        ]
+
+    def choose(self, k: int) -> None:
+        """Says how many experts a token goes to; all layers must agree."""
+        if self.n_chosen not in (0, k):
+            raise KernelError(f"layers with {self.n_chosen} and with {k} experts to a token cannot be mixed")
+        self.n_chosen = k
 
     def take(self, n_bytes: int) -> NDArray[np.uint8]:
         """Memory of at least ``n_bytes``, with anything in it: the smallest free piece that does, else a new one."""
@@ -242,6 +278,7 @@ class Recording:
         self.slots[:n_tokens] += places
         self.make_angles(max(batch.kv_lengths.tolist()))
         self.header[N_TOKENS], self.header[N_OUTPUTS] = n_tokens, n_outputs
+        self.header[N_CHOSEN] = n_tokens * self.n_chosen
         self._fill_tiles(batch)
         for table, scale, buffer in self.embeddings:
             if batch.ids.min() < 0 or batch.ids.max() >= table.shape[0]:

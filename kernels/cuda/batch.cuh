@@ -2,7 +2,8 @@
 #pragma once
 
 // Places in the batch's header, int32 in device memory, so that a captured launch serves every batch.
-enum { N_TOKENS, N_OUTPUTS, N_SEQUENCES };
+// The last is what experts.cu writes there.
+enum { N_TOKENS, N_OUTPUTS, N_SEQUENCES, N_PLACES };
 
 constexpr int PAGE = 64;       // tokens in a page of the cache
 constexpr int PER_SCALE = 32;  // values of a head that share a scale, where the cache has scales

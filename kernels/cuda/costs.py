@@ -1,22 +1,23 @@
 """What operations of a forward pass cost at least: bytes that must cross a device's memory, and multiplications.
 
 Each input is counted once, and each result.  Whatever reads a thing twice, or multiplies more than it must, shows as
-time beyond the floor.
+time beyond the floor.  Which experts tokens go to is not known: all are taken to be as likely.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+from localllm.kernels.cuda import experts as expert_ops
 from localllm.kernels.cuda import operations as ops
 from localllm.kernels.cuda.attention import NO_WINDOW
-from localllm.kernels.cuda.matmul import PACKED_FORMATS
-from localllm.kernels.cuda.recording import CUDACache, Inputs, Operation, Rows
+from localllm.kernels.cuda.matmul import PACKED_FORMATS, PackedFormat
+from localllm.kernels.cuda.recording import N_OUTPUTS, N_PLACES, N_TOKENS, CUDACache, Inputs, Mixture, Operation, Rows
 from localllm.kernels.cuda.roofline import Kind
-from localllm.kernels.cuda.weights import CUDALinear
+from localllm.kernels.cuda.weights import CUDAExperts, CUDALinear
 from localllm.kernels.ops import Batch
 from localllm.quant.types import GGMLType
 
@@ -59,20 +60,22 @@ class BatchSizes:
     Attributes:
         n_tokens, n_outputs: of all sequences.
         sequences: of each, its tokens in the batch and its length in the cache with them.
+        n_chosen: experts that a token goes to.
     """
 
     n_tokens: int
     n_outputs: int
     sequences: tuple[tuple[int, int], ...]
+    n_chosen: int = 0
 
     @classmethod
-    def of(cls, batch: Batch) -> Self:
+    def of(cls, batch: Batch, mixture: Mixture | None = None) -> Self:
         sequences = tuple((stop - start, length) for start, stop, length in batch.sequences())
-        return cls(len(batch.ids), len(batch.outputs), sequences)
+        return cls(len(batch.ids), len(batch.outputs), sequences, 0 if mixture is None else mixture.k)
 
     def rows(self, slot: int) -> int:
         """Rows of a tensor whose rows ``slot`` counts."""
-        return self.n_outputs if slot else self.n_tokens
+        return {N_TOKENS: self.n_tokens, N_OUTPUTS: self.n_outputs, N_PLACES: self.n_tokens * self.n_chosen}[slot]
 
     def seen(self, window: int) -> tuple[int, int]:
         """Positions that tokens see, each token's own; and those that any token of a sequence sees."""
@@ -88,8 +91,13 @@ def describe(operation: Operation) -> str:
     """What an operation is called in a profile; the same for the same one of each layer."""
     match operation:
         case ops.Multiply(weights=weights):
-            names = "+".join(dict.fromkeys(_short(w.name) for w in weights))
-            return f"linear {names} {weights[0].format}"
+            return f"linear {_names(weights)} {weights[0].format}"
+        case expert_ops.MultiplyExperts(weights=weights):
+            return f"experts {_names(weights)} {weights[0].format}"
+        case expert_ops.Gather():
+            return "gather for experts"
+        case expert_ops.AddExperts():
+            return "add experts"
         case ops.Norm(inputs=None) | ops.Gate(inputs=None):
             return type(operation).__name__.lower()
         case ops.Norm() | ops.Gate():
@@ -101,8 +109,8 @@ def describe(operation: Operation) -> str:
     return type(operation).__name__.lower()
 
 
-def _short(name: str) -> str:
-    return _LAYER.sub("", name).removesuffix(".weight") or "?"
+def _names(weights: Sequence[CUDALinear | CUDAExperts]) -> str:
+    return "+".join(dict.fromkeys(_LAYER.sub("", w.name).removesuffix(".weight") or "?" for w in weights))
 
 
 def cost(operation: Operation, sizes: BatchSizes) -> Cost | None:
@@ -125,7 +133,18 @@ def cost(operation: Operation, sizes: BatchSizes) -> Cost | None:
             return Cost(sizes.rows(gate.slot) * (2 * _row(gate) + _result(y, inputs)))
         case ops.Quantise(x=x, format=format):
             n = sizes.rows(x.slot)
-            return Cost(n * _row(x) + format.unit_bytes(x.width, n) + format.input_scale_bytes(x.width, n))
+            return Cost(n * _row(x) + _input_bytes(format, x.width, n))
+        case ops.SoftCap(x=x, y=y):
+            return Cost(sizes.rows(x.slot) * (_row(x) + _row(y)))
+        case expert_ops.MultiplyExperts():
+            return _expert_product(operation, sizes)
+        case expert_ops.Route(logits=logits):  # ids, shares, places, and the tokens of these
+            return Cost(sizes.n_tokens * _row(logits) + sizes.rows(N_PLACES) * 4 * 4)
+        case expert_ops.Gather(x=x, format=format):
+            n = sizes.rows(N_PLACES)
+            return Cost(sizes.n_tokens * _row(x) + 4 * n + _input_bytes(format, x.width, n))
+        case expert_ops.AddExperts(products=products, y=y):  # with places and shares
+            return Cost(sizes.rows(N_PLACES) * (_row(products) + 8) + 2 * sizes.n_tokens * _row(y))
     return None
 
 
@@ -134,11 +153,16 @@ def _row(rows: Rows) -> int:
     return 4 * rows.width
 
 
+def _input_bytes(format: PackedFormat, n_in: int, n_rows: int) -> int:
+    """Bytes of rows as products with weights of a format read them."""
+    return format.unit_bytes(n_in, n_rows) + format.input_scale_bytes(n_in, n_rows)
+
+
 def _result(y: Rows, inputs: Inputs | None) -> int:
     """Bytes of a row that is written in float32, or in eight bits."""
     if inputs is None:
         return _row(y)
-    return _EIGHT_BITS.unit_bytes(y.width, 1) + _EIGHT_BITS.input_scale_bytes(y.width, 1)
+    return _input_bytes(_EIGHT_BITS, y.width, 1)
 
 
 def _product(operation: ops.Multiply, n: int) -> Cost:
@@ -146,9 +170,17 @@ def _product(operation: ops.Multiply, n: int) -> Cost:
     format, n_in = weights[0].packed, weights[0].n_in
     n_out = sum(w.n_out for w in weights)
     results = 4 * n * n_out * (2 if operation.residual else 1)
-    inputs = format.unit_bytes(n_in, n) + format.input_scale_bytes(n_in, n)
-    kind = _KINDS.get(format.name, "int8")
-    return Cost(sum(w.n_bytes for w in weights) + inputs + results, 2 * n * n_in * n_out, kind)
+    n_bytes = sum(w.n_bytes for w in weights) + _input_bytes(format, n_in, n) + results
+    return Cost(n_bytes, 2 * n * n_in * n_out, _KINDS.get(format.name, "int8"))
+
+
+def _expert_product(operation: expert_ops.MultiplyExperts, sizes: BatchSizes) -> Cost:
+    weights, mixture, n = list(operation.weights), operation.chosen.mixture, sizes.rows(N_PLACES)
+    format, n_in = weights[0].packed, weights[0].n_in
+    n_out = sum(w.n_out for w in weights)
+    used = 1 - (1 - mixture.k / mixture.n) ** sizes.n_tokens  # that of all experts: the others are not read
+    n_bytes = used * sum(w.n_bytes for w in weights) + _input_bytes(format, n_in, n) + 4 * n * n_out
+    return Cost(n_bytes, 2 * n * n_in * n_out, _KINDS.get(format.name, "int8"))
 
 
 def _attention(operation: ops.Attention, sizes: BatchSizes) -> Cost:

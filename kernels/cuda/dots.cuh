@@ -51,6 +51,7 @@ DEVICE int n_groups(int n_out) { return (int)((uint32_t)(n_out + GROUP - 1) / GR
 // Which of the matrices has this group of rows among those of all; the group becomes its number in that one.  To be
 // chosen once more where results are stored costs less than registers that hold a whole Matrix until then.
 #define CHOOSE_MATRIX(group) choose_matrix(n_out0, n_out1, group)
+#define CHOSEN_ROWS(which) (which == 0 ? n_out0 : which == 1 ? n_out1 : n_out2)
 #define CHOSEN_WEIGHTS(which) (which == 0 ? weights0 : which == 1 ? weights1 : weights2)
 #define CHOSEN_MATRIX(which) (which == 0 ? MATRIX(0) : which == 1 ? MATRIX(1) : MATRIX(2))
 

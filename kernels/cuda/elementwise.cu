@@ -9,6 +9,7 @@
 // the k largest are found by 63 blocks.
 #include "activations.cuh"
 #include "batch.cuh"
+#include "choice.cuh"
 
 #define ROW_THREADS 512
 #define ROW_WARPS (ROW_THREADS / WARP)
@@ -146,16 +147,6 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
 
 // -- Choice of tokens -------------------------------------------------------------------------------------------------
 
-// Logits and their ids as integers of which the largest is the best: the largest logit, of equals the lowest id.  A NaN
-// is better than any number: it must not be missed.  No key is 0.
-DEVICE uint64_t key_of(float logit, int id) {
-  const uint32_t bits = logit == 0.0f ? 0u : (uint32_t)__float_as_int(logit);  // -0 equals 0
-  const uint32_t rank = logit != logit ? 0xFFFFFFFFu : bits >> 31 ? ~bits : bits | 0x80000000u;
-  return (uint64_t)rank << 32 | (0xFFFFFFFFu - (uint32_t)id);
-}
-
-DEVICE int id_of(uint64_t key) { return (int)(0xFFFFFFFFu - (uint32_t)key); }
-
 #define SORT_THREADS 1024
 #define SORTED (2 * SORT_THREADS)
 
@@ -174,14 +165,11 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
     for (int i = 0; i < 4; i++)
       if (column + i < n) best = max(best, key_of(four[i], column + i));
   }
-#pragma unroll
-  for (int step = WARP / 2; step; step /= 2) best = max(best, __shfl_xor_sync(FULL_MASK, best, step));
+  best = best_of_warp(best);
   if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = best;
   __syncthreads();
   if (threadIdx.x >= WARP) return;
-  best = parts[threadIdx.x];
-#pragma unroll
-  for (int step = WARP / 2; step; step /= 2) best = max(best, __shfl_xor_sync(FULL_MASK, best, step));
+  best = best_of_warp(parts[threadIdx.x]);
   if (threadIdx.x) return;
   ids[blockIdx.x] = id_of(best);
   values[blockIdx.x] = row[id_of(best)];

@@ -143,6 +143,8 @@ DEVICE void multiply(const Matrix& matrix, const Sources& from, int n_chunks) {
       }
 }
 
+#ifndef EXPERTS  // matmul_experts.cu has a kernel of its own
+
 // y = x W^T (+ bias) (+ residual).
 //
 // units, scales: activations (activations.cuh), laid out for n_rows, a multiple of 8, of which n_tokens are there.  n_tiles: tiles along
@@ -158,5 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                         (int)blockIdx.y * ROW_WARPS, n_groups(n_out0),       n_tiles};
   multiply<FORMAT, TOKENS, STAGES>(matrix, from, n_chunks);
 }
+
+#endif
 
 #endif

@@ -17,7 +17,7 @@ Before sm_80 integers go through matvec, 2 rows at a time, F16 through matmul_fe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,9 @@ ROW_WARPS, TILE_ROWS, MAX_STAGES = 4, (128, 64), 4
 #: codes take the registers for more.  Q2_K, with most scales of all, goes through matvec instead of matmul_few.
 _FEW_AT_ONCE = {GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K}
 _SMALL_TILES = _FEW_AT_ONCE | {GGMLType.Q2_K, GGMLType.Q5_1, GGMLType.Q8_0}
+#: Formats for which ptxas spills registers of matmul_few_experts on some architectures.  matmul_experts takes few
+#: rows too, and multiplies them in about the time that it takes to read the weights.
+_FEW_EXPERTS_SPILL = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K}
 #: Launch bounds of matvec by FORMAT and rows, where those of `_vector_bounds` are not good.
 _BOUNDS: dict[tuple[int | str, int], int | str] = {("Q5_0", 4): "512,1", ("Q8_0", 1): 640, ("LUT_32", 2): 640}
 
@@ -271,6 +274,46 @@ def product_launch(
     return Launch(kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
 
 
+def expert_launch(
+    format: PackedFormat,
+    n_outs: Sequence[int],
+    n_in: int,
+    n_tokens: int,
+    n_pairs: int,
+    n_products: int,
+    product_rows: int,
+    *,
+    capability: tuple[int, int],
+    shared_bytes: int,
+    tile_rows: Sequence[int] = TILE_ROWS,
+) -> Launch:
+    """The product of rows with matrices of their experts: `product_launch`, with tokens of one expert side by side.
+
+    Args:
+        n_pairs: of tokens and experts.
+        n_products, product_rows: what the pairs are cut into, rows of one expert each: 8, or the last of
+            ``tile_rows``.
+    """
+    groups, kernel = sum(map(n_groups, n_outs)), expert_kernel(format, n_tokens, product_rows, capability)
+    if kernel == "matmul_experts":
+        launch = _matmul_launch(format, n_outs[0], tile_rows[-1], shared_bytes, tile_rows[-1:])
+        return replace(launch, kernel=kernel, grid=(n_products, launch.grid[1]))
+    is_few = kernel == "matmul_few_experts"
+    bounds = _few_bounds(format, 8) if is_few else _vector_bounds(format, 1)
+    grid = (n_products if is_few else n_pairs, groups)
+    return Launch(kernel, {**format.defines, "BOUNDS": bounds}, grid, (_WARP * format.n_chunks(n_in),))
+
+
+def expert_kernel(format: PackedFormat, n_tokens: int, product_rows: int, capability: tuple[int, int]) -> str:
+    """Which one multiplies; see `localllm.kernels.cuda.experts`."""
+    has_few = not format.is_float and n_tokens <= VECTOR_ROWS[-1]
+    if has_few or format.type is GGMLType.F32 or (capability < TENSOR_CORES and not format.is_tensor_float):
+        return "matvec_experts"
+    if product_rows == 8 and format.type not in _FEW_EXPERTS_SPILL:
+        return "matmul_few_experts"
+    return "matmul_experts"
+
+
 def takes_one_matrix(format: PackedFormat, n_rows: int, capability: tuple[int, int]) -> bool:
     """Whether a launch of `product_launch` takes one matrix only."""
     return n_rows > FEW_ROWS and capability >= TENSOR_CORES and format.type is not GGMLType.F32
@@ -296,8 +339,12 @@ def product_arguments(
     arguments: list[DeviceMemory | np.number[Any]] = [*inputs, np.int32(n_rows), n_tokens, n_tiles]
     if launch.kernel == "matmul":
         return [*arguments, np.int32(format.n_chunks(n_in)), *products[0].arguments()]
-    for product in products:
-        arguments += product.arguments()
+    return arguments + matrix_arguments(products)
+
+
+def matrix_arguments(products: Sequence[Product]) -> list[DeviceMemory | np.number[Any]]:
+    """Those of up to `MAX_MATRICES` matrices."""
+    arguments = [argument for product in products for argument in product.arguments()]
     return arguments + _NO_PRODUCT * (MAX_MATRICES - len(products))
 
 

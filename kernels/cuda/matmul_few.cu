@@ -127,6 +127,8 @@ DEVICE void add_chunks(const Matrix& matrix, int group, const Sums<N>& acc, cons
   }
 }
 
+#ifndef EXPERTS  // matmul_few_experts.cu has a kernel of its own
+
 // As `matvec`; n_rows is a multiple of TOKENS, and that of 8.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     matmul_few(const void* __restrict__ units, const void* __restrict__ scales, int n_rows,
@@ -142,3 +144,5 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
   multiply<FORMAT, N>(acc, tiles, (const uint8_t*)units, scales, ROWS ? ROWS : n_rows, first_token, n_tiles);
   add_chunks<FORMAT, N>(CHOSEN_MATRIX(which), group, acc, (const float*)scales, first_token, n);
 }
+
+#endif

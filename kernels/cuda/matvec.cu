@@ -175,6 +175,8 @@ DEVICE void add_chunks(const Matrix& matrix, int group, const ChunkSums<N>& sums
   }
 }
 
+#ifndef EXPERTS  // matvec_experts.cu has a kernel of its own
+
 // y = x W^T (+ bias) (+ residual) for up to three matrices W.
 //
 // units, scales: activations (activations.cuh), laid out for n_rows, a multiple of TOKENS; ROWS is that, or 0.  n_tokens: how many there are.
@@ -194,3 +196,5 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
   multiply<FORMAT, TOKENS>(sums, tiles, x, n_tiles);
   add_chunks(CHOSEN_MATRIX(which), group, sums, first_token, n);
 }
+
+#endif

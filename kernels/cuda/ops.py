@@ -13,6 +13,8 @@ from localllm.errors import KernelError
 from localllm.kernels.cuda.attention import NO_WINDOW, Heads
 from localllm.kernels.cuda.cache import PAGE, CacheLayout
 from localllm.kernels.cuda.driver import CompileProgress, Driver
+from localllm.kernels.cuda.experts import AddExperts, ChosenExperts, MultiplyExperts, Route
+from localllm.kernels.cuda.experts import Gather as GatherExperts
 from localllm.kernels.cuda.matmul import TILE_ROWS, PackedFormat
 from localllm.kernels.cuda.operations import (
     MOST_CHOICES,
@@ -27,29 +29,46 @@ from localllm.kernels.cuda.operations import (
     SoftCap,
 )
 from localllm.kernels.cuda.program import Program
-from localllm.kernels.cuda.recording import N_OUTPUTS, N_TOKENS, Buffer, CUDACache, Inputs, Operation, Recording, Rows
+from localllm.kernels.cuda.recording import (
+    N_OUTPUTS,
+    N_PLACES,
+    N_TOKENS,
+    Buffer,
+    CUDACache,
+    Inputs,
+    Mixture,
+    Operation,
+    Recording,
+    Rows,
+    input_bytes,
+    input_kind,
+    inputs_in,
+)
 from localllm.kernels.cuda.sizes import activation_bytes, logits_bytes
-from localllm.kernels.cuda.weights import CHUNK_BYTES, CUDALinear, CUDAVector, WeightLoader
+from localllm.kernels.cuda.weights import CHUNK_BYTES, CUDAExperts, CUDALinear, CUDAVector, WeightLoader
 from localllm.kernels.ops import (
     Backend,
     CacheShape,
+    Experts,
     KVCache,
     Linear,
     Part,
     Rope,
+    Routing,
     Step,
     StepSizes,
     Tensor,
     Weight,
     WholeStep,
     Widening,
+    check_choice,
     check_head_norm,
     check_sinks,
     check_softcap,
 )
 
 _GATES = {"silu": "gated_silu", "gelu": "gated_gelu"}
-_ROWS = {N_TOKENS: "each token", N_OUTPUTS: "each output"}
+_ROWS = {N_TOKENS: "each token", N_OUTPUTS: "each output", N_PLACES: "each expert of a token"}
 
 
 class CUDAOps(Backend):
@@ -96,6 +115,9 @@ class CUDAOps(Backend):
         self, weight: Weight, bias: Weight | None = None, *, widening: Widening | None = None
     ) -> CUDALinear:
         return self._loader.linear(weight, bias, widening)
+
+    def load_experts(self, weight: Weight, *, widening: Widening | None = None) -> CUDAExperts:
+        return self._loader.experts(weight, widening)
 
     def packed_bytes(self, weight: Weight) -> int:
         return self._loader.packed_bytes(weight)
@@ -345,6 +367,64 @@ class CUDAOps(Backend):
         y = Buffer(recording, gate.slot, gate.width, sources=[gate, up])
         self._add(Gate(recording.batch, gate.read(), up.read(), _GATES[activation], y.written))
         return y
+
+    def route(self, logits: Buffer, k: int, *, normalise: bool, scale: float = 1.0) -> ChosenExperts:
+        self._check_tensors(logits, slot=N_TOKENS)
+        check_choice(k, logits.width)
+        chosen = ChosenExperts(self._now, Mixture(logits.width, k))
+        self._add(Route(logits.read(), normalise, scale, chosen))
+        return chosen
+
+    def expert_linears(self, x: Buffer, weights: Sequence[Experts], routing: Routing) -> list[Buffer]:
+        recording = self._now
+        self._check_tensors(x, slot=N_TOKENS)
+        matrices = [self._check_experts(x, weight, routing) for weight in weights]
+        inputs, taken, n_places = dict[str, Inputs](), [], recording.most_rows(N_PLACES)
+        for format in {input_kind(w.packed): w.packed for w in matrices}.values():
+            memory = recording.take(input_bytes(format, n_places, x.width))
+            inputs[input_kind(format)] = inputs_in(memory, format, n_places, x.width)
+            taken.append(memory)
+            self._add(GatherExperts(routing, format, x.read(), inputs[input_kind(format)]))
+        results = self._multiply_experts(matrices, [inputs[input_kind(w.packed)] for w in matrices], routing)
+        recording.free += taken
+        return results
+
+    def expert_output(self, h: Buffer, weight: Experts, routing: Routing, residual: Buffer) -> Buffer:
+        self._check_tensors(h, slot=N_PLACES)
+        self._check_tensors(residual, slot=N_TOKENS)
+        w = self._check_experts(h, weight, routing)
+        if residual.width != w.n_out:
+            raise KernelError(f"{residual.width} values cannot be added to the {w.n_out} of a product")
+        products = self._multiply_experts([w], [self._inputs(h, w.packed)], routing)[0]
+        residual.read()
+        y = residual.changed()
+        self._add(AddExperts(routing, products.read(), y.written))
+        return y
+
+    def _check_experts(self, x: Buffer, weight: Experts, routing: Routing) -> CUDAExperts:
+        if not isinstance(routing, ChosenExperts) or routing.recording is not self._now:
+            raise KernelError("an operation was given something else than a routing of its own forward pass")
+        if not isinstance(weight, CUDAExperts) or weight.memory.device != self.device:
+            raise KernelError(f"CUDA device {self.device} cannot use a {type(weight).__name__} that is not its own")
+        if (weight.n_in, weight.n_experts) != (x.width, routing.mixture.n):
+            raise KernelError(
+                f"matrices [{weight.n_experts}, {weight.n_out}, {weight.n_in}] do not fit rows of {x.width} values "
+                f"that go to {routing.mixture.n} experts"
+            )
+        return weight
+
+    def _multiply_experts(
+        self, weights: Sequence[CUDAExperts], inputs: Sequence[Inputs], routing: ChosenExperts
+    ) -> list[Buffer]:
+        """Products of rows by place, those of one format in one operation."""
+        recording = self._now
+        results = [Buffer(recording, N_PLACES, w.n_out) for w in weights]
+        recording.operands += weights
+        for name in {w.packed.name: None for w in weights}:
+            own = [i for i, w in enumerate(weights) if w.packed.name == name]
+            to = [results[i].written for i in own]
+            self._add(MultiplyExperts(routing, inputs[own[0]], [weights[i] for i in own], to))
+        return results
 
     def softcap(self, x: Buffer, cap: float) -> Buffer:
         check_softcap(cap)

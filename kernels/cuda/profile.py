@@ -135,7 +135,7 @@ class Profiler:
         n_launches = sum(1 for operation in operations for _ in operation.calls(extent))
         if not n_launches:
             return
-        sizes = BatchSizes.of(batch)
+        sizes = BatchSizes.of(batch, program.recording.mixture)
         share = profile.shares.setdefault(name, Share(name, Cost()))
         seconds = self._seconds(program, operations, extent, self._least_launches)
         share.add(len(operations), n_launches, seconds, total_cost(operations, sizes))

@@ -224,7 +224,7 @@ class Program:
         work = recording.bucket_work(bucket, longest)
         if work is None:
             return None
-        return Extent(min(bucket, recording.max_tokens), min(bucket, recording.max_outputs), work)
+        return recording.extent(min(bucket, recording.max_tokens), min(bucket, recording.max_outputs), work)
 
     def _whole(self, batch: Batch) -> Extent:
         """The extent of a batch of many tokens, or far into a long cache."""
@@ -234,7 +234,7 @@ class Program:
             (heads, work_of_batch(sequences, heads, recording.variant, recording.usable_part_bytes))
             for heads in recording.heads
         )
-        return Extent(_rounded(len(batch.ids)), _rounded(len(batch.outputs)), work)
+        return recording.extent(_rounded(len(batch.ids)), _rounded(len(batch.outputs)), work)
 
     # -- Launching -------------------------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class Program:
         buckets = [self._bucket_extent(bucket, most) for bucket in BUCKETS if bucket <= 2 * recording.max_tokens]
         large = (
             [
-                Extent(n, min(n, recording.max_outputs), buckets[0].attention)
+                recording.extent(n, min(n, recording.max_outputs), buckets[0].attention)
                 for n in _LARGE
                 if n <= recording.max_tokens
             ]

@@ -71,3 +71,12 @@ extern "C" __global__ void __launch_bounds__(256)
   const int row = blockIdx.x, n_there = row < *n_tokens ? n_in : 0;
   quantise_row<FORMAT>(x + (int64_t)row * stride, n_there, n_in, units, scales, row, n_rows);
 }
+
+// The same of rows rows[i] of x, or of none where that is -1.  n_there: how many rows there are, and i may be.
+extern "C" __global__ void __launch_bounds__(256)
+    quantise_gathered(const float* __restrict__ x, int stride, int n_in, const int* __restrict__ n_there,
+                      const int* __restrict__ rows, void* __restrict__ units, void* __restrict__ scales, int n_rows) {
+  if (blockIdx.x >= *n_there) return;
+  const int row = rows[blockIdx.x];
+  quantise_row<FORMAT>(x + (int64_t)row * stride, row < 0 ? 0 : n_in, n_in, units, scales, blockIdx.x, n_rows);
+}

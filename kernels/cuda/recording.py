@@ -25,7 +25,7 @@ from localllm.kernels.cuda.weights import padded
 from localllm.kernels.ops import Batch, Rope
 
 #: What counts a tensor's rows: places in a batch's header (batch.cuh).
-N_TOKENS, N_OUTPUTS, N_SEQUENCES = range(3)
+N_TOKENS, N_OUTPUTS, N_SEQUENCES, N_PLACES = range(4)
 _HEADER = 4
 #: Tokens and outputs of the extents that small batches share.
 BUCKETS = (1, 2, 4, 8, 16, 32)
@@ -44,16 +44,18 @@ class Extent:
 
     Attributes:
         n_tokens, n_outputs: in a batch, at most.
+        n_places: of what goes to experts, at most.
         attention: the work of each kind of attention that the forward pass has.
     """
 
     n_tokens: int
     n_outputs: int
     attention: tuple[tuple[Heads, Work], ...] = ()
+    n_places: int = 0
 
     def rows(self, slot: int) -> int:
         """Rows of a tensor whose rows ``slot`` counts."""
-        return self.n_tokens if slot == N_TOKENS else self.n_outputs
+        return (self.n_tokens, self.n_outputs, 0, self.n_places)[slot]
 
     def work(self, heads: Heads) -> Work:
         return dict(self.attention)[heads]
@@ -88,7 +90,7 @@ class Rows:
     """The contents of a buffer between two changes: float32 [rows, stride], of which ``width`` values count.
 
     Attributes:
-        slot: what counts the rows, `N_TOKENS` or `N_OUTPUTS`.
+        slot: what counts the rows, `N_TOKENS`, `N_OUTPUTS` or `N_PLACES`.
         reads: operations that read them.
     """
 
@@ -149,13 +151,10 @@ class Buffer:
         """The rows as products with weights of a format read them; the first call adds what makes them so."""
         kind = input_kind(format)
         if kind not in self._inputs:
-            n_rows = format.input_rows(self.recording.most_rows(self.slot))
-            units = -(-format.unit_bytes(self.width, n_rows) // _PART_ALIGNMENT) * _PART_ALIGNMENT
-            scales = format.input_scale_bytes(self.width, n_rows)
+            n_rows = self.recording.most_rows(self.slot)
             if kind not in self._input_memory:
-                self._input_memory[kind] = self._take(units + scales)
-            memory = self._input_memory[kind]
-            self._inputs[kind] = Inputs(memory.at(0, units), memory.at(units, scales))
+                self._input_memory[kind] = self._take(input_bytes(format, n_rows, self.width))
+            self._inputs[kind] = inputs_in(self._input_memory[kind], format, n_rows, self.width)
             self.recording.operations.append(quantise(self.read(), self._inputs[kind]))
             self._sources = ()
         return self._inputs[kind]
@@ -174,9 +173,51 @@ class Buffer:
         self.recording.free += self._memory
 
 
+def input_bytes(format: PackedFormat, n_rows: int, width: int) -> int:
+    """Bytes of up to ``n_rows`` rows as products read them."""
+    laid_out = format.input_rows(n_rows)
+    units = -(-format.unit_bytes(width, laid_out) // _PART_ALIGNMENT) * _PART_ALIGNMENT
+    return units + format.input_scale_bytes(width, laid_out)
+
+
+def inputs_in(memory: DeviceMemory, format: PackedFormat, n_rows: int, width: int) -> Inputs:
+    """Those rows in so much memory."""
+    scales = format.input_scale_bytes(width, format.input_rows(n_rows))
+    units = input_bytes(format, n_rows, width) - scales
+    return Inputs(memory.at(0, units), memory.at(units, scales))
+
+
 def input_kind(format: PackedFormat) -> str:
     """Formats of one kind read the same inputs."""
     return format.name if format.is_float else "int8"
+
+
+# -- Experts -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Mixtures of ``n`` experts, of which each token goes to ``k``."""
+
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.k} of {self.n}"
+
+    def n_places(self, n_tokens: int) -> int:
+        """Places that rows of so many tokens can have: those of each expert begin at multiples of 8."""
+        n_pairs = n_tokens * self.k
+        return -(-(n_pairs + 7 * min(self.n, n_pairs)) // 8) * 8
+
+    def most_places(self, max_tokens: int) -> int:
+        """The same of batches of up to so many tokens, whose extents are rounded up."""
+        return self.n_places(-(-max_tokens // 8) * 8)
+
+    def n_products(self, n_tokens: int, product_rows: int) -> int:
+        """Products that they can be cut into."""
+        n_pairs = n_tokens * self.k
+        return min(n_pairs, n_pairs // product_rows + self.n)
 
 
 # -- The batch in device memory ------------------------------------------------------------------------------------
@@ -323,6 +364,8 @@ class Recording:
         self.heads: list[Heads] = []
         layout = BatchLayout(max_tokens, max_outputs, cache.n_pages)
         self.batch = DeviceBatch(self.new(4 * layout.n_words), layout)
+        #: What the mixtures of experts have in common, if there are any.
+        self.mixture: Mixture | None = None
         self._phases: list[tuple[Rope, Argument]] = []
         self._part_memory: DeviceMemory | None = None
 
@@ -337,7 +380,23 @@ class Recording:
         return choose_variant(shape.head_dim, shape.type, self.properties.shared_bytes)
 
     def most_rows(self, slot: int) -> int:
+        if slot == N_PLACES:
+            return 0 if self.mixture is None else self.mixture.most_places(self.max_tokens)
         return self.max_tokens if slot == N_TOKENS else self.max_outputs
+
+    def extent(self, n_tokens: int, n_outputs: int, work: tuple[tuple[Heads, Work], ...] = ()) -> Extent:
+        n_places = 0 if self.mixture is None else self.mixture.n_places(n_tokens)
+        return Extent(n_tokens, n_outputs, work, n_places)
+
+    def use_mixture(self, mixture: Mixture) -> None:
+        """Notes how many experts there are, and how many a token goes to; all layers must agree.
+
+        Raises:
+            KernelError: they do not.
+        """
+        if self.mixture not in (None, mixture):
+            raise KernelError(f"mixtures of experts with {self.mixture} and with {mixture} cannot be mixed")
+        self.mixture = mixture
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from localllm.kernels.cuda.attention import NO_WINDOW, Heads, choose_variant
 from localllm.kernels.cuda.cache import PAGE
 from localllm.kernels.cuda.driver import DeviceProperties
+from localllm.kernels.cuda.experts import routing_bytes
 from localllm.kernels.cuda.matmul import RUN
 from localllm.kernels.cuda.operations import SORTED
-from localllm.kernels.cuda.recording import BatchLayout, part_bytes
+from localllm.kernels.cuda.recording import BatchLayout, Mixture, part_bytes
 from localllm.kernels.cuda.weights import padded
 from localllm.kernels.ops import StepSizes
 
@@ -21,10 +22,25 @@ def activation_bytes(sizes: StepSizes, properties: DeviceProperties) -> int:
     heads = Heads(sizes.n_kv_heads, sizes.n_heads // sizes.n_kv_heads, NO_WINDOW)
     variant = choose_variant(sizes.head_dim, sizes.cache_type, properties.shared_bytes)
     q_width, kv_width = sizes.n_heads * sizes.head_dim, sizes.n_kv_heads * sizes.head_dim
-    row = 2 * (_row_bytes(sizes.n_embd) + _row_bytes(q_width) + _row_bytes(kv_width)) + 3 * _row_bytes(sizes.n_ff)
-    row += sum(map(_input_bytes, (sizes.n_embd, q_width, sizes.n_ff)))
+    row = 2 * (_row_bytes(sizes.n_embd) + _row_bytes(q_width) + _row_bytes(kv_width))
+    row += _input_bytes(sizes.n_embd) + _input_bytes(q_width)
     layout = BatchLayout(sizes.n_tokens, sizes.n_outputs, sizes.n_pages)
-    return 4 * layout.n_words + part_bytes([heads], variant, sizes.n_pages * PAGE) + sizes.n_tokens * row
+    rows = sizes.n_tokens * row + _gate_bytes(sizes)
+    return 4 * layout.n_words + part_bytes([heads], variant, sizes.n_pages * PAGE) + rows
+
+
+def _gate_bytes(sizes: StepSizes) -> int:
+    """Bytes of gates, and of what a mixture of experts has beside: the router's rows, rows of tokens brought to their
+    experts, and products that are added up."""
+    row = 3 * _row_bytes(sizes.n_ff) + _input_bytes(sizes.n_ff)
+    if not sizes.n_experts:
+        return sizes.n_tokens * row
+    mixture = Mixture(sizes.n_experts, sizes.n_chosen)
+    router_row = _input_bytes(sizes.n_embd) + _row_bytes(sizes.n_experts)
+    # Inputs of 16 bits; those of float32 have gone when memory is taken for products, which fit there.
+    row += _input_bytes(sizes.n_embd) // 2 + _row_bytes(sizes.n_embd)
+    n_bytes = sizes.n_tokens * router_row + mixture.most_places(sizes.n_tokens) * row
+    return n_bytes + sum(routing_bytes(mixture, sizes.n_tokens))
 
 
 def logits_bytes(sizes: StepSizes) -> int:

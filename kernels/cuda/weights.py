@@ -10,10 +10,11 @@ holds more of a tensor in its file's form than two buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from localllm.errors import KernelError
 from localllm.kernels.cpu.host import default_threads
 from localllm.kernels.cuda.driver import DeviceMemory, Driver, Event
 from localllm.kernels.cuda.matmul import GROUP, PackedFormat, pack_launch, packed_format
+from localllm.kernels.experts import matrices_to_pack
 from localllm.kernels.ops import Weight, Widening
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import block_size
@@ -55,6 +57,26 @@ class CUDALinear:
     memory: DeviceMemory
     packed: PackedFormat
     bias: CUDAVector | None
+    n_in: int
+    n_out: int
+    name: str
+
+    @property
+    def format(self) -> str:
+        return self.packed.name
+
+    @property
+    def n_bytes(self) -> int:
+        return self.memory.n_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class CUDAExperts:
+    """Packed matrices of experts, one after the other.  ``name``: as the file has it."""
+
+    memory: DeviceMemory
+    packed: PackedFormat
+    n_experts: int
     n_in: int
     n_out: int
     name: str
@@ -106,8 +128,7 @@ class WeightLoader:
         """As `localllm.kernels.ops.Loader` has it."""
         if len(weight.shape) < 2:
             return 4 * padded(weight.shape[0])
-        n_out, n_in = weight.shape
-        return packed_format(repack_target(weight.type), self._capability).packed_bytes(n_out, n_in)
+        return _packed_bytes(weight.shape, packed_format(repack_target(weight.type), self._capability))
 
     def vector(self, weight: Weight) -> CUDAVector:
         """Decoded."""
@@ -123,15 +144,24 @@ class WeightLoader:
         n_out, n_in = weight.shape
         if bias is not None and bias.shape != (n_out,):
             raise KernelError(f"a matrix [{n_out}, {n_in}] cannot have a bias {list(bias.shape)}")
+        memory, format = self._packed(weight, widening)
+        return CUDALinear(memory, format, None if bias is None else self.vector(bias), n_in, n_out, weight.name)
+
+    def experts(self, weight: Weight, widening: Widening | None) -> CUDAExperts:
+        """Packed; see `localllm.kernels.ops.Loader.load_experts`."""
+        n_experts, n_out, n_in = weight.shape
+        return CUDAExperts(*self._packed(weight, widening), n_experts, n_in, n_out, weight.name)
+
+    def _packed(self, weight: Weight, widening: Widening | None) -> tuple[DeviceMemory, PackedFormat]:
+        """The tiles of one matrix or of several, and their format."""
         format = packed_format(repack_target(weight.type), self._capability)
         try:
-            memory = self._pack(weight, format)
+            return self._pack(weight, format), format
         except ScaleRangeError:
             format = packed_format(FALLBACK, self._capability)
             if widening is not None:
-                widening(weight, format.name, format.packed_bytes(n_out, n_in))
-            memory = self._pack(weight, format)
-        return CUDALinear(memory, format, None if bias is None else self.vector(bias), n_in, n_out, weight.name)
+                widening(weight, format.name, _packed_bytes(weight.shape, format))
+            return self._pack(weight, format), format
 
     def _pack(self, weight: Weight, format: PackedFormat) -> DeviceMemory:
         """The weight's tiles.
@@ -139,10 +169,17 @@ class WeightLoader:
         Raises:
             ScaleRangeError: it cannot be written in this format.
         """
-        driver, (n_out, n_in) = self._driver, weight.shape
-        rows = weight.data.reshape(n_out, -1)
+        packed = self._driver.allocate(self._device, _packed_bytes(weight.shape, format))
+        matrices = matrices_to_pack(weight, GROUP)
+        n_bytes = packed.n_bytes // len(matrices)
+        for i, rows in enumerate(matrices):
+            self._pack_rows(weight, rows, format, packed.at(i * n_bytes, n_bytes))
+        return packed
+
+    def _pack_rows(self, weight: Weight, rows: NDArray[np.uint8], format: PackedFormat, packed: DeviceMemory) -> None:
+        """Rows of a weight to tiles."""
+        driver, n_out, n_in = self._driver, len(rows), weight.shape[-1]
         row_bytes = block_size(format.type).row_bytes(n_in)
-        packed = driver.allocate(self._device, format.packed_bytes(n_out, n_in))
         module = driver.load_module(self._device, "pack", format.defines)
         chunk_rows = max(1, self._chunk_bytes // (GROUP * row_bytes)) * GROUP
         staging = self._staging_of(min(chunk_rows, n_out) * row_bytes)
@@ -174,7 +211,6 @@ class WeightLoader:
         finally:
             for stream in (self._uploads, self._stream):
                 driver.synchronize(stream)  # nobody may let go of the memory before
-        return packed
 
     def _staging_of(self, n_bytes: int) -> tuple[_Staging, ...]:
         """Two buffers of at least ``n_bytes``."""
@@ -202,6 +238,12 @@ class WeightLoader:
         if self._readers is None:
             self._readers = ThreadPoolExecutor(min(READERS, default_threads()), "localllm-upload")
         list(self._readers.map(share, _parts(len(rows), READERS)))
+
+
+def _packed_bytes(shape: Sequence[int], format: PackedFormat) -> int:
+    """Bytes of a packed matrix [n_out, n_in] or of several."""
+    *n_experts, n_out, n_in = shape
+    return prod(n_experts) * format.packed_bytes(n_out, n_in)
 
 
 def _parts(n: int, most: int) -> Iterator[slice]:

@@ -87,7 +87,7 @@ class Work:
         """The work of a loaded model."""
         config = info.config
         with GGUFFile.open(info.path) as file:
-            matrices = [t for t in file.tensors.values() if len(t.shape) == 2]
+            matrices = [t for t in file.tensors.values() if len(t.shape) in (2, 3)]
             head = file.tensors.get("output.weight", file.tensors["token_embd.weight"])
             layers = [t for t in matrices if t.name.startswith("blk.")]
         return cls(
@@ -95,7 +95,7 @@ class Work:
             kv_bytes=CacheShape(
                 config.n_layers, config.n_kv_heads, config.head_dim, info.cache_type
             ).bytes_per_token(),
-            layer_products=products(layers),
+            layer_products=products(layers, 0 if config.experts is None else config.experts.n_used),
             head_products=products([head]),
             attention_products=2 * config.n_layers * config.n_heads * config.head_dim,
             window=config.sliding_window,
@@ -131,15 +131,16 @@ class Work:
         return of_bytes, of_floats + test.n * self.attention_products * self.seen(test)
 
 
-def products(matrices: Iterable[Weight]) -> tuple[int, int]:
-    """Multiplications of a token's activations with matrices: of bytes, and of floats.
+def products(matrices: Iterable[Weight], n_chosen: int = 0) -> tuple[int, int]:
+    """Multiplications of a token's activations with matrices, of experts with ``n_chosen``: of bytes, and of floats.
 
     What counts is the format that kernels read, which for some is another one than the file's.
     """
     n_bytes = n_floats = 0
     for matrix in matrices:
+        n = math.prod(matrix.shape[-2:]) * (n_chosen if len(matrix.shape) == 3 else 1)
         if repack_target(matrix.type) in TILES:
-            n_bytes += math.prod(matrix.shape)
+            n_bytes += n
         else:
-            n_floats += math.prod(matrix.shape)
+            n_floats += n
     return n_bytes, n_floats

@@ -2,7 +2,7 @@
 
 One sequence, float64, no cache, no packing, nothing shared with the code under test.
 Sources: arXiv:2302.13971 (Llama), arXiv:2104.09864 (rotary positions), arXiv:2305.13245 (grouped queries),
-arXiv:2310.06825 (sliding window).
+arXiv:2310.06825 (sliding window), arXiv:2401.04088 (mixture of experts).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def logits(config: Mapping[str, Any], weights: Mapping[str, NDArray[np.float32]]
     for i in range(config["num_hidden_layers"]):
         layer = {name.removeprefix(f"model.layers.{i}."): a for name, a in w.items() if f"layers.{i}." in name}
         x = x + _attention(config, layer, _norm(config, x, layer["input_layernorm.weight"]))
-        x = x + _mlp(layer, _norm(config, x, layer["post_attention_layernorm.weight"]))
+        mlp = _mixture if "mlp.gate.weight" in layer else _mlp
+        x = x + mlp(config, layer, _norm(config, x, layer["post_attention_layernorm.weight"]))
     head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
     return _norm(config, x, w["model.norm.weight"]) @ head.T
 
@@ -68,6 +69,18 @@ def _rotate(config: Mapping[str, Any], x: Array) -> Array:
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
-def _mlp(layer: Mapping[str, Array], x: Array) -> Array:
+def _mlp(config: Mapping[str, Any], layer: Mapping[str, Array], x: Array) -> Array:
     gate = _linear(layer, "mlp.gate_proj", x)
     return _linear(layer, "mlp.down_proj", gate / (1 + np.exp(-gate)) * _linear(layer, "mlp.up_proj", x))
+
+
+def _mixture(config: Mapping[str, Any], layer: Mapping[str, Array], x: Array) -> Array:
+    out = np.zeros_like(x)
+    for t, logits in enumerate(x @ layer["mlp.gate.weight"].T):
+        chosen = sorted(range(len(logits)), key=lambda expert: -logits[expert])[: config["num_experts_per_tok"]]
+        total = sum(np.exp(logits[expert]) for expert in chosen)
+        for expert in chosen:
+            gate, up = np.split(layer["mlp.experts.gate_up_proj"][expert] @ x[t], 2)
+            y = layer["mlp.experts.down_proj"][expert] @ (gate / (1 + np.exp(-gate)) * up)
+            out[t] += np.exp(logits[expert]) / total * y
+    return out

@@ -49,7 +49,10 @@ _LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
+#: GGUF's names of architectures, where they are others.
+_ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 
 _FILE_TYPES = {
     GGMLType.F32: gguf.LlamaFileType.ALL_F32,
@@ -66,9 +69,22 @@ _FILE_TYPES = {
 }
 
 
+#: What mixtures of experts have beside `CONFIG`.
+_MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "norm_topk_prob": True},
+}
+
+
 def config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
     """`CONFIG` with changes, as the dict of a ``config.json``."""
-    return CONFIG | {"model_type": model_type} | changes
+    return CONFIG | {"model_type": model_type} | _MIXTURES.get(model_type, {}) | changes
+
+
+def n_experts(config: Mapping[str, Any]) -> int:
+    """Of a layer; 0 where it is no mixture."""
+    n: int = config.get("num_local_experts") or config.get("num_experts") or 0
+    return n
 
 
 def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]:
@@ -97,10 +113,18 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
         matrix(f"{layer}.self_attn.k_proj", kv_width, d, bias=qkv_bias)
         matrix(f"{layer}.self_attn.v_proj", kv_width, d, bias=qkv_bias)
         matrix(f"{layer}.self_attn.o_proj", d, width, bias=attention_bias)
-        if kind == "qwen3":
+        if kind.startswith("qwen3"):
             norm(f"{layer}.self_attn.q_norm", config["head_dim"])
             norm(f"{layer}.self_attn.k_norm", config["head_dim"])
         norm(f"{layer}.post_attention_layernorm", d)
+        if n := n_experts(config):
+            f = config.get("moe_intermediate_size", f)
+            # So large that no choice is a close call.
+            weights[f"{layer}.mlp.gate.weight"] = rng.normal(0, 5 * d**-0.5, (n, d)).astype(np.float32)
+            up = rng.normal(0, d**-0.5, (n, 2 * f, d)).astype(np.float32)
+            weights[f"{layer}.mlp.experts.gate_up_proj"] = up
+            weights[f"{layer}.mlp.experts.down_proj"] = rng.normal(0, f**-0.5, (n, d, f)).astype(np.float32)
+            continue
         matrix(f"{layer}.mlp.gate_proj", f, d, bias=mlp_bias)
         matrix(f"{layer}.mlp.up_proj", f, d, bias=mlp_bias)
         matrix(f"{layer}.mlp.down_proj", d, f, bias=mlp_bias)
@@ -125,7 +149,10 @@ def write_gguf(
         metadata: keys to add or, with None, to leave out; see `write_file`.
     """
     arch = gguf_architecture(config)
-    tensors = {name: encode(array, type) for name, array in gguf_tensors(config, weights).items()}
+    tensors = {
+        name: encode(array, GGMLType.F32 if "ffn_gate_inp" in name else type)
+        for name, array in gguf_tensors(config, weights).items()
+    }
     keys = (
         gguf_metadata(config) | {"general.file_type": int(_FILE_TYPES[type])} | spm_vocabulary(config["vocab_size"])
     )
@@ -166,6 +193,8 @@ def tiny_gguf(path: Path, model_type: str = "llama", *, type: GGMLType = GGMLTyp
     """
     if BLOCK_SIZES[type].length == 256:
         changes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64} | changes
+        if model_type == "qwen3_moe":
+            changes = {"moe_intermediate_size": 256} | changes
     settings = config(model_type, **changes)
     return write_gguf(path, settings, random_weights(settings), type=type)
 
@@ -177,13 +206,13 @@ def encode(array: Array, type: GGMLType) -> tuple[NDArray[Any], GGMLType]:
     if array.shape[-1] % BLOCK_SIZES[type].length:
         return array.astype(np.float16), GGMLType.F16
     if type in (GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K):  # which the gguf package cannot write
-        return quantize(array, type), type
+        return quantize(array.reshape(-1, array.shape[-1]), type).reshape(*array.shape[:-1], -1), type
     return gguf.quants.quantize(array, gguf.GGMLQuantizationType(type)), type
 
 
 def gguf_architecture(config: Mapping[str, Any]) -> str:
     model_type: str = config["model_type"]
-    return "llama" if model_type == "mistral" else model_type
+    return _ARCHITECTURES.get(model_type, model_type)
 
 
 def gguf_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,6 +232,10 @@ def gguf_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope.dimension_count": head_dim,
         "rope.freq_base": config["rope_theta"],
     }
+    if n := n_experts(config):
+        keys |= {"expert_count": n, "expert_used_count": config["num_experts_per_tok"]}
+    if "moe_intermediate_size" in config:
+        keys["expert_feed_forward_length"] = config["moe_intermediate_size"]
     if config["model_type"] == "mistral" and config.get("sliding_window"):
         keys["attention.sliding_window"] = config["sliding_window"]
     scaling = config.get("rope_scaling") or {}
@@ -228,6 +261,9 @@ def gguf_tensors(config: Mapping[str, Any], weights: Mapping[str, Array]) -> dic
     for name, array in weights.items():
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
+        if ".experts." in name:
+            tensors |= _expert_tensors(name, array)
+            continue
         stem, _, kind = name.rpartition(".")
         ours = _gguf_name(stem)
         if gguf_architecture(config) == "llama" and ours.endswith(("attn_q", "attn_k")):
@@ -237,6 +273,15 @@ def gguf_tensors(config: Mapping[str, Any], weights: Mapping[str, Array]) -> dic
     if scaling.get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = llama3_factors(config)
     return tensors
+
+
+def _expert_tensors(name: str, array: Array) -> dict[str, Array]:
+    """Of all experts, the matrices for gate and up, which Hugging Face's code has in one; or those for down."""
+    prefix = f"blk.{name.split('.')[2]}"
+    if name.endswith("down_proj"):
+        return {f"{prefix}.ffn_down_exps.weight": array}
+    gate, up = (np.ascontiguousarray(half) for half in np.split(array, 2, axis=1))
+    return {f"{prefix}.ffn_gate_exps.weight": gate, f"{prefix}.ffn_up_exps.weight": up}
 
 
 def _gguf_name(stem: str) -> str:

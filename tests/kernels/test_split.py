@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "type": T.Q8_0},
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True, "type": T.Q4_0},
     "qwen3": {"model_type": "qwen3", "type": T.F32},
+    "qwen3moe": {"model_type": "qwen3_moe", "type": T.F32},
 }
 
 #: Layers of three, and a first backend that only embeds.

@@ -38,6 +38,10 @@ PLAIN: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "rope_theta": 1_000_000.0},
+    "mixtral": {"model_type": "mixtral"},
+    "qwen3moe": {"model_type": "qwen3_moe", "head_dim": 24, "rope_theta": 1_000_000.0},
+    "qwen3moe-one-expert": {"model_type": "qwen3_moe", "num_experts_per_tok": 1},
+    "qwen3moe-all-experts": {"model_type": "qwen3_moe", "num_experts_per_tok": 9},
 }
 SCALED: dict[str, dict[str, Any]] = {
     "llama-llama3": {"model_type": "llama", "rope_scaling": LLAMA3},
@@ -95,7 +99,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert relative_error(our_logits(tmp_path, settings, weights), expected) < 1e-5
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("type", [GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K])
 def test_cached_decode_equals_prefill(model_type: str, type: GGMLType, tmp_path: Path) -> None:
     path = tiny_models.tiny_gguf(tmp_path / "model.gguf", model_type, type=type)

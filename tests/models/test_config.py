@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import ModelError
-from localllm.models.config import ModelConfig, RopeConfig, read_config
+from localllm.models.config import ExpertConfig, ModelConfig, RopeConfig, read_config
 from localllm.quant.types import GGMLType
 
 GOOD: dict[str, Any] = {
@@ -152,7 +152,10 @@ BAD: list[tuple[str, Any]] = [
     ("llama.rope.scaling.attn_factor", 0.0),
     ("llama.rope.scaling.yarn_beta_fast", 0.0),
     ("llama.rope.scaling.alpha", 1000.0),
-    ("llama.expert_count", 8),
+    ("llama.expert_count", -1),
+    ("llama.expert_count", 1025),
+    ("llama.expert_shared_count", 1),
+    ("llama.expert_weights_norm", False),
     ("llama.attention.causal", False),
     ("llama.attention.clamp_kqv", 8.0),
     ("llama.final_logit_softcapping", np.float32(30.0)),
@@ -173,6 +176,38 @@ def test_bad_values_are_refused_by_name(key: str, value: Any) -> None:
 @pytest.mark.parametrize("key", ["llama.expert_count", "llama.attention.scale", "llama.final_logit_softcapping"])
 def test_unsupported_keys_may_have_values_that_change_nothing(key: str) -> None:
     assert read({key: 0}) == read({})
+
+
+EXPERTS = {"llama.expert_count": 8, "llama.expert_used_count": 2}
+
+
+def test_experts() -> None:
+    assert read({"llama.expert_count": 0}).experts is None
+    assert read(EXPERTS).experts == ExpertConfig(n=8, n_used=2, n_ff=read({}).n_ff)
+    more = {"llama.expert_feed_forward_length": 24, "llama.expert_weights_scale": 2.5}
+    assert read(EXPERTS | more).experts == ExpertConfig(8, 2, 24, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.expert_used_count", 0),
+        ("llama.expert_used_count", 9),
+        ("llama.expert_used_count", None),
+        ("llama.expert_feed_forward_length", 0),
+        ("llama.expert_weights_scale", math.nan),
+    ],
+)
+def test_bad_numbers_of_experts_are_refused_by_name(key: str, value: Any) -> None:
+    changes = {k: v for k, v in (EXPERTS | {key: value}).items() if v is not None}
+    with pytest.raises(ModelError, match=key):
+        read(changes)
+
+
+def test_experts_of_an_architecture_that_has_none_are_refused() -> None:
+    keys = {key.replace("llama.", "qwen2."): value for key, value in (GOOD | EXPERTS).items()}
+    with pytest.raises(ModelError, match=r"qwen2\.expert_count = 8, which localllm does not support yet"):
+        read_config(keys | {"general.architecture": "qwen2"}, TENSORS)
 
 
 def test_a_long_value_is_cut_in_the_message() -> None:

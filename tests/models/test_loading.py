@@ -41,7 +41,7 @@ def load(path: Path) -> Model:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_loads(architecture: str, tmp_path: Path) -> None:
-    model = load(write(tmp_path, architecture))
+    model = load(write(tmp_path, {"qwen3moe": "qwen3_moe"}.get(architecture, architecture)))
     assert model.config.architecture == architecture
     assert model.cache_shape == CacheShape(n_layers=3, n_kv_heads=2, head_dim=16)
 
@@ -68,6 +68,8 @@ def test_a_file_that_is_no_model_is_refused(metadata: dict[str, Any]) -> None:
         ("llama", "blk.2.ffn_down.weight"),
         ("qwen2", "blk.0.attn_k.bias"),
         ("qwen3", "blk.0.attn_q_norm.weight"),
+        ("mixtral", "blk.1.ffn_gate_inp.weight"),
+        ("qwen3_moe", "blk.2.ffn_down_exps.weight"),
     ],
 )
 def test_a_missing_tensor_is_named(model_type: str, name: str, tmp_path: Path) -> None:

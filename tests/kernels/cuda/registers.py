@@ -61,7 +61,7 @@ def everything() -> list[Case]:
         for cache_type in CACHE_TYPES:
             for head_dim in HEAD_DIMS:
                 cases |= {(case.name, architecture): case for case in _of_heads(head_dim, cache_type, architecture)}
-        for module in ("elementwise", "ceilings"):
+        for module in ("elementwise", "experts", "ceilings"):
             cases[module, architecture] = Case(module, module, architecture, {})
     return list(cases.values())
 
@@ -75,9 +75,13 @@ def _of_format(type: KernelType, architecture: int) -> Iterator[Case]:
         matmul.embed_launch(format, 8),
         matmul.quantise_launch(format, 8),
     ]
+    shared = SHARED_BYTES[architecture]
     for rows in sorted({format.input_rows(n) for n in ROWS}):
-        shared = SHARED_BYTES[architecture]
         launches.append(matmul.product_launch(format, [4096], 4096, rows, capability=capability, shared_bytes=shared))
+    for rows in (8, 64) if capability >= matmul.TENSOR_CORES else (8,):
+        for n in (1, 512):
+            sizes = [4096], 4096, n, n, n, rows
+            launches.append(matmul.expert_launch(format, *sizes, capability=capability, shared_bytes=shared))
     for launch in launches:
         yield Case(_name(launch), launch.kernel, architecture, launch.defines)
 

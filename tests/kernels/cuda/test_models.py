@@ -14,7 +14,7 @@ from localllm.errors import DeviceError
 from localllm.kernels.cuda.cupy_driver import open_driver
 from localllm.kernels.cuda.ops import CUDAOps
 from localllm.kernels.ops import Backend
-from localllm.kernels.split import SplitOps
+from localllm.kernels.split import MICRO_BATCH, SplitOps
 from localllm.llm import LLM
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
@@ -98,6 +98,15 @@ def test_the_text_is_the_cpus(
     assert_same_text(on_cuda, on_cpu, SHORT)
 
 
+@pytest.mark.parametrize(("kind", "type"), [("mixtral", T.Q4_0), ("qwen3_moe", T.Q8_0)], ids=str)
+@pytest.mark.parametrize("n", [SHORT, LONG])
+def test_a_mixture_of_experts(
+    make: Callable[[], CUDAOps], load: Callable[..., LLM], tmp_path: Path, kind: str, type: GGMLType, n: int
+) -> None:
+    path = small(tmp_path, kind, type, num_hidden_layers=2)
+    assert_same_text(load(path, make()), load(path), n)
+
+
 @pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
 def test_a_long_prompt(
     make: Callable[[], CUDAOps], load: Callable[..., LLM], tmp_path: Path, cache_type: str
@@ -167,6 +176,15 @@ def test_layers_split_over_devices_give_the_same_bits(
     assert_same(conversation(Runner(path, SplitOps(parts, micro_batch=32), 8)), expected)
 
 
+def test_a_mixture_split_over_devices_gives_the_same_bits(tmp_path: Path) -> None:
+    harness()
+    path = small(tmp_path, "mixtral")
+    expected = conversation(Runner(path, emulated_cuda(), 8))
+    driver = EmulatedDriver(2, peers=False, order="random")
+    parts: list[tuple[Backend, int]] = [(emulated_cuda(driver, i), n) for i, n in enumerate((1, 2))]
+    assert_same(conversation(Runner(path, SplitOps(parts, micro_batch=32), 8)), expected)
+
+
 def test_half_of_the_layers_on_the_cpu(make: Callable[[], CUDAOps], load: Callable[..., LLM], tmp_path: Path) -> None:
     path = small(tmp_path, num_hidden_layers=4)
     llm = load(path, make(), n_gpu_layers=2)
@@ -198,6 +216,15 @@ LARGER = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 
         ("qwen2", T.Q4_K, 4096, {"num_hidden_layers": 4, "tie_word_embeddings": True} | LARGER),
         ("qwen3", T.F16, 1024, {"num_hidden_layers": 6, "head_dim": 128} | LARGER),
         ("llama", T.F32, 256, {"num_hidden_layers": 6} | LARGER),
+        ("mixtral", T.Q4_0, 1024, {"num_hidden_layers": 8} | LARGER),
+        ("mixtral", T.F32, 256, LARGER),
+        (
+            "qwen3_moe",
+            T.Q4_K,
+            2048,
+            {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 256} | LARGER,
+        ),
+        ("qwen3_moe", T.F16, 64, {}),
     ],
 )
 def test_a_model_takes_the_memory_that_was_planned(
@@ -205,25 +232,37 @@ def test_a_model_takes_the_memory_that_was_planned(
 ) -> None:
     """No more, and little less, after texts that took all there is."""
     path = small(tmp_path, kind, type, max_position_embeddings=4096, **changes)
-    driver = KernellessDriver(memory=1 << 32)
-    llm = load(path, CUDAOps(driver, 0), context=context)
+    assert_takes_what_was_planned(load, path, context, 1)
+
+
+def test_a_mixture_on_two_devices_takes_the_memory_that_was_planned(load: Callable[..., LLM], tmp_path: Path) -> None:
+    path = small(tmp_path, "mixtral", **LARGER)
+    assert_takes_what_was_planned(load, path, MICRO_BATCH, 2)
+
+
+def assert_takes_what_was_planned(load: Callable[..., LLM], path: Path, context: int, n_devices: int) -> None:
+    driver = KernellessDriver(n_devices, memory=1 << 32)
+    llm = load(path, *(CUDAOps(driver, i) for i in range(n_devices)), context=context)
     llm.logits(IDS[:60])
     for options in ({"temperature": 0}, {}):
         llm.generate(IDS[:60], max_tokens=2, **options)
-    info = driver.memory_info(0)
-    planned, used = llm.info.placement.on("cuda:0").total, info.total - info.free
-    assert used <= planned < 1.1 * used + (4 << 20)
+    for i in range(n_devices):
+        info = driver.memory_info(i)
+        planned, used = llm.info.placement.on(f"cuda:{i}").total, info.total - info.free
+        assert used <= planned < 1.1 * used + (4 << 20)
 
 
 # -- Company -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("type", [T.Q4_0, T.F16], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    ("kind", "type"), [("llama", T.Q4_0), ("llama", T.F16), ("mixtral", T.Q4_0), ("mixtral", T.F16)], ids=str
+)
 def test_decoded_tokens_have_the_bits_of_prefilled_ones(
-    make: Callable[[], CUDAOps], tmp_path: Path, type: GGMLType
+    make: Callable[[], CUDAOps], tmp_path: Path, kind: str, type: GGMLType
 ) -> None:
     """One by one, in buckets of every size, and all at once."""
-    path = small(tmp_path, type=type, num_hidden_layers=1)
+    path = small(tmp_path, kind, type, num_hidden_layers=1)
     runner = Runner(path, make(), 8)
     at_once = runner.run((IDS[:44], 0, [3, 0]))
     first = 0

@@ -24,9 +24,9 @@ IDS = [int(i) for i in np.random.default_rng(3).integers(3, 300, 70)]
 N_LAYERS, WIDTH, GATE, N_VOCAB = 3, 64, 192, 300
 
 
-def small(path: Path) -> Path:
+def small(path: Path, kind: str = "llama") -> Path:
     options = {"head_dim": 16, "intermediate_size": GATE, "max_position_embeddings": 1024}
-    return tiny_models.tiny_gguf(path / "model.gguf", type=GGMLType.Q4_0, **options)
+    return tiny_models.tiny_gguf(path / "model.gguf", kind, type=GGMLType.Q4_0, **options)
 
 
 def packed(n_out: int, n_in: int) -> int:
@@ -81,6 +81,53 @@ def test_the_shares_of_a_token(tmp_path: Path) -> None:
     }
     for name, known in expected.items():
         assert shares[name].cost == known, name
+
+
+def test_the_shares_of_a_mixture(tmp_path: Path) -> None:
+    """Of 4 experts, tokens go to 2: one token to half of them, and three that go anywhere to 7 of 8 halves."""
+    runner = Runner(small(tmp_path, "mixtral"), CUDAOps(KernellessDriver(), 0, compiles_ahead=False))
+    row, gate, experts = 4 * WIDTH, 4 * GATE, 4 * packed(GATE, WIDTH)
+    for n, used in ((1, 1 / 2), (3, 7 / 8)):
+        profiler, pairs = Profiler(repetitions=1, least_launches=1), 2 * n
+        with watching(profiler):
+            runner.run((IDS[:n], 40, [2]))
+        (profile,) = profiler.profiles.values()
+        shares = profile.shares
+        names = list(shares)
+        begin, end = names.index("linear ffn_gate_inp F32"), names.index("gather")
+        expected = {
+            "linear ffn_gate_inp F32": None,
+            "route": Cost(3 * (n * 4 * 4 + pairs * 16)),
+            "gather for experts": Cost(3 * (n * row + pairs * (4 + inputs(WIDTH)))),
+            "experts ffn_gate_exps+ffn_up_exps Q4_0": Cost(
+                3 * (2 * used * experts + pairs * (inputs(WIDTH) + 2 * gate)),
+                3 * 2 * pairs * WIDTH * 2 * GATE,
+                "int8",
+            ),
+            "gate + quantise": Cost(3 * pairs * (2 * gate + inputs(GATE))),
+            "experts ffn_down_exps Q4_0": Cost(
+                3 * (used * 4 * packed(WIDTH, GATE) + pairs * (inputs(GATE) + row)),
+                3 * 2 * pairs * GATE * WIDTH,
+                "int8",
+            ),
+            "add experts": Cost(3 * (pairs * (row + 8) + 2 * n * row)),
+        }
+        assert names[begin:end] == list(expected)
+        for name, known in expected.items():
+            assert shares[name].n == N_LAYERS
+            if known is not None:
+                assert shares[name].cost == known, name
+
+
+def test_capped_logits_are_read_and_written(tmp_path: Path) -> None:
+    ops = CUDAOps(KernellessDriver(), 0, compiles_ahead=False)
+    runner, profiler = Runner(small(tmp_path), ops), Profiler(repetitions=1, least_launches=1)
+    capped = ops.compile(
+        lambda: ops.softcap(runner.model.forward(ops), 30.0), runner.cache, max_tokens=8, max_outputs=8
+    )
+    with watching(profiler):
+        capped(make_batch([(IDS[:3], 0, [0])], outputs=[0, 2]))
+    assert profiler.profiles[0].shares["softcap"].cost == Cost(2 * 2 * 4 * N_VOCAB)
 
 
 def test_what_tokens_of_a_prompt_see() -> None:

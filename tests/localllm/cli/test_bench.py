@@ -163,6 +163,7 @@ def test_what_counts_is_the_format_that_kernels_read() -> None:
 
     given = [matrix(GGMLType.IQ4_XS, 2, 256), matrix(GGMLType.Q4_0, 3, 32), matrix(GGMLType.F16, 5, 7)]
     assert products(given) == (512 + 96, 35)
+    assert products([*given, matrix(GGMLType.Q4_0, 8, 2, 32)], n_chosen=3) == (512 + 96 + 3 * 64, 35)
 
 
 def test_a_busy_machine_is_told(

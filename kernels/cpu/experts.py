@@ -1,0 +1,237 @@
+"""Mixtures of experts: which experts a token goes to, and the products of rows with the matrices of theirs.
+
+A token's k experts are its *pairs*; pair ``token * k + rank`` is the row of that number of what experts compute.
+Pairs of one expert are brought together at neighbouring *places*, the first of which begins a tile of activations.
+So an expert's weights are read once for all its pairs, and not at all where there are none; and each product is the
+same sum in the same order as any other (`localllm.kernels.cpu.matmul`).
+
+    pairs    0  1  2  3  4  5     of experts  7  2  7  5  7  2
+    places   [ 1  5 . . . . . . ][ 3 . . . . . . . ][ 0  2  4 . . . . . ]
+               expert 2            expert 5           expert 7
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from localllm.kernels.cpu.compiler import kernel
+from localllm.kernels.cpu.elementwise import exp, quantise_row
+from localllm.kernels.cpu.matmul import (
+    FLOAT_GROUPS,
+    FLOAT_SLAB,
+    MOST_TOKENS,
+    SLAB,
+    finish_rows,
+    one_float_token,
+    one_token,
+    several_float_tokens,
+    several_tokens,
+)
+from localllm.kernels.cpu.simd import (
+    fma,
+    lane_numbers,
+    load_f32,
+    load_f32x16,
+    load_i64,
+    load_splat_f32,
+    max_lanes,
+    select_between,
+    splat,
+    splat_int,
+    stack,
+    store_f32,
+    store_f32x16,
+    store_i64,
+    sum_lanes,
+    zero_f32x16,
+    zero_i32x16,
+)
+from localllm.kernels.cpu.templates import device, static_range
+from localllm.kernels.cpu.tiles import RECORD, TOKENS, X_STEP
+
+NONE = np.int64(-1)
+INFINITY = np.float32(np.inf)
+
+#: Bytes of what is known of an expert that pairs go to: its number, its first place, and how many pairs there are.
+ENTRY = 24
+
+
+# -- Routing -------------------------------------------------------------------------------------------------------
+
+
+@device
+def load_logit(address):
+    """A NaN is the lowest of all, so that every order of logits is one."""
+    logit = load_f32(address)
+    if logit == logit:
+        return logit
+    return -INFINITY
+
+
+@device
+def exp_of(x):
+    return max_lanes(exp(splat(x)))
+
+
+@device
+def sum_of_exps(row, n, peak):
+    """The sum of exp(x - peak) over a row of n values; those that pad it to whole vectors do not count."""
+    total = zero_f32x16()
+    last = splat_int(np.int32(n - 1))
+    for i in range(0, n, 16):
+        e = exp(load_f32x16(row + 4 * i) - splat(peak))
+        numbers = lane_numbers() + splat_int(np.int32(i))
+        total = total + select_between(numbers, zero_i32x16(), last, e, zero_f32x16())
+    return sum_lanes(total)
+
+
+@kernel
+def route(begin, end, logits, stride, n_experts, k, normalise, ids, shares, scale: float):
+    """The k largest of each row of logits, of equals the lowest id, and their shares; a unit of work is a token.
+
+    ids: int64 [T, k].  shares: float32 [T, k], of all experts or, with ``normalise``, of those.
+    """
+    for token in range(begin, end):
+        row, chosen = logits + token * stride, 8 * token * k
+        last_id, last = NONE, INFINITY
+        for rank in range(k):
+            best_id, best = NONE, -INFINITY
+            for expert in range(n_experts):
+                logit = load_logit(row + 4 * expert)
+                is_left = logit < last or (logit == last and expert > last_id)
+                if is_left and (best_id < 0 or logit > best):
+                    best_id, best = np.int64(expert), logit
+            store_i64(ids + chosen + 8 * rank, best_id)
+            last_id, last = best_id, best
+        peak = load_f32(row + 4 * load_i64(ids + chosen))
+        total = np.float32(0)
+        if normalise != 0:
+            for rank in range(k):
+                total += exp_of(load_f32(row + 4 * load_i64(ids + chosen + 8 * rank)) - peak)
+        else:
+            total = sum_of_exps(row, n_experts, peak)
+        for rank in range(k):
+            share = exp_of(load_f32(row + 4 * load_i64(ids + chosen + 8 * rank)) - peak) / total
+            store_f32(shares + chosen // 2 + 4 * rank, share * scale)
+
+
+@kernel
+def group_by_expert(begin, end, n_pairs, ids, n_experts, cursors, places, pairs, experts, n_used):
+    """Brings the pairs of each expert together; one unit of work.
+
+    n_pairs: the address of their number.  ids: int64, the expert of each.
+    cursors: int64 [n_experts], for the kernel's own use.  places: int64, of each pair.  pairs: int64, of each place.
+    experts: entries of those that have pairs.  n_used: where their number goes.
+    """
+    n = load_i64(n_pairs)
+    for expert in range(n_experts):
+        store_i64(cursors + 8 * expert, 0)
+    for pair in range(n):
+        cursor = cursors + 8 * load_i64(ids + 8 * pair)
+        store_i64(cursor, load_i64(cursor) + 1)
+    place, entry = np.int64(0), experts
+    for expert in range(n_experts):
+        count = load_i64(cursors + 8 * expert)
+        store_i64(cursors + 8 * expert, place)
+        if count > 0:
+            store_i64(entry, expert)
+            store_i64(entry + 8, place)
+            store_i64(entry + 16, count)
+            entry += ENTRY
+            place += -(-count // TOKENS) * TOKENS
+    store_i64(n_used, (entry - experts) // ENTRY)
+    for pair in range(n):
+        cursor = cursors + 8 * load_i64(ids + 8 * pair)
+        place = load_i64(cursor)
+        store_i64(cursor, place + 1)
+        store_i64(places + 8 * pair, place)
+        store_i64(pairs + 8 * place, pair)
+
+
+# -- Rows at their places ------------------------------------------------------------------------------------------
+
+
+@kernel
+def gather_records(begin, end, places, per_row, x, x_stride, n_blocks, records):
+    """Row ``pair // per_row`` of x as the record of the pair's place; a unit of work is a pair."""
+    for pair in range(begin, end):
+        place = load_i64(places + 8 * pair)
+        record = records + place // TOKENS * (n_blocks * X_STEP) + place % TOKENS * RECORD
+        quantise_row(x + pair // per_row * x_stride, record, n_blocks)
+
+
+@kernel
+def gather_floats(begin, end, places, per_row, x, stride, y):
+    """The same as row of y of that place; rows have ``stride`` bytes."""
+    for pair in range(begin, end):
+        source, target = x + pair // per_row * stride, y + load_i64(places + 8 * pair) * stride
+        for i in range(0, stride, 64):
+            store_f32x16(target + i, load_f32x16(source + i))
+
+
+# -- Products ------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs, y, y_stride):
+    """Integer products; a unit is 16 rows of an expert that has pairs.
+
+    experts: their entries.  weights: packed tiles of all experts, ``n_groups`` groups of 16 rows each.
+    x: records by place.  pairs: of each place.  y: float32 [pairs, n].  The rest is as in `matmul_quantised`.
+    """
+    slab = stack(SLAB * BLOCK_BYTES)
+    sums = stack(64 * MOST_TOKENS)
+    for unit in range(begin, end):
+        entry, group = experts + unit // n_groups * ENTRY, unit % n_groups
+        tiles = weights + (load_i64(entry) * n_groups + group) * n_tiles * TILE_BYTES
+        first_place, n_places = load_i64(entry + 8), load_i64(entry + 16)
+        rows = group * 64
+        if n_places == 1:
+            record = x + first_place * n_tiles * (BLOCKS * RECORD)
+            out = y + load_i64(pairs + 8 * first_place) * y_stride
+            one_token(tiles, n_tiles, record, 0, 0, out, rows)
+        else:
+            for first in range(first_place, first_place + n_places, MOST_TOKENS):
+                n = min(MOST_TOKENS, first_place + n_places - first)
+                several_tokens(n, tiles, n_tiles, slab, sums, x + first * n_tiles * (BLOCKS * RECORD))
+                for i in range(n):
+                    place = load_i64(pairs + 8 * (first + i)) * y_stride + rows
+                    finish_rows(load_f32x16(sums + 64 * i), 0, 0, y, rows, place)
+
+
+@kernel
+def experts_float(begin, end, experts, n_units, weights, n_in, x, x_stride, pairs, y, y_stride):
+    """Float products; a unit is ``16 * FLOAT_GROUPS`` rows of an expert, which has ``n_units`` of them.
+
+    x: float32 rows by place.  The rest is as in `experts_quantised` and `matmul_float`.
+    """
+    slab = stack(64 * FLOAT_GROUPS * FLOAT_SLAB)
+    sums = stack(64 * FLOAT_GROUPS * MOST_TOKENS)
+    for unit in range(begin, end):
+        entry, own = experts + unit // n_units * ENTRY, unit % n_units
+        tiles = weights + (load_i64(entry) * n_units + own) * FLOAT_GROUPS * n_in * COLUMN_BYTES
+        first_place, n_places = load_i64(entry + 8), load_i64(entry + 16)
+        rows = own * FLOAT_GROUPS * 64
+        if n_places == 1:
+            out = y + load_i64(pairs + 8 * first_place) * y_stride
+            one_float_token(tiles, n_in, x + first_place * x_stride, 0, 0, out, rows)
+        else:
+            for first in range(first_place, first_place + n_places, MOST_TOKENS):
+                n = min(MOST_TOKENS, first_place + n_places - first)
+                several_float_tokens(n, tiles, n_in, slab, sums, x + first * x_stride, x_stride)
+                for i in range(n):
+                    for g in static_range(FLOAT_GROUPS):
+                        place = load_i64(pairs + 8 * (first + i)) * y_stride + rows + 64 * g
+                        finish_rows(load_f32x16(sums + 64 * (FLOAT_GROUPS * i + g)), 0, 0, y, rows + 64 * g, place)
+
+
+@kernel
+def add_experts(begin, end, products, shares, k, width, stride, residual, y):
+    """y = each token's products [T * k, width] times their shares, the best expert's first, plus residual."""
+    for token in range(begin, end):
+        for i in range(0, 4 * width, 64):
+            total = zero_f32x16()
+            for pair in range(token * k, token * k + k):
+                total = fma(load_f32x16(products + pair * stride + i), load_splat_f32(shares + 4 * pair), total)
+            place = token * stride + i
+            store_f32x16(y + place, total + load_f32x16(residual + place))

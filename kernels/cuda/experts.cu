@@ -1,0 +1,119 @@
+// Mixtures of experts: which experts a token goes to, and the sum of what they make of it.
+//
+// A token's k experts are its *pairs*, token * k + rank.  Pairs of one expert are brought together at neighbouring
+// *places*, the first of which is a multiple of 8, as tiles of `mma` want it; so the rows that experts compute are those of
+// places, and some are nobody's.  How many places there are stands in the batch's header.
+#include "batch.cuh"
+#include "choice.cuh"
+
+constexpr int ROUTE_WARPS = 4, GROUP_THREADS = 1024, MAX_EXPERTS = GROUP_THREADS, ALIGNMENT = 8, SUM_THREADS = 128;
+
+// ids, shares [T, k]: the k experts of the largest of a row's n logits, of equals the lowest, and their shares: of all
+// experts or, with `normalise`, of these.  A warp a token; k is at most 32.
+extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
+    route(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int k, int normalise,
+          float scale, int* __restrict__ ids, float* __restrict__ shares) {
+  const int token = blockIdx.x * ROUTE_WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  if (token >= header[N_TOKENS]) return;
+  const float* row = logits + (size_t)token * stride;
+  uint64_t last = 0;
+  int id = 0;  // lane i has the expert of rank i
+  for (int rank = 0; rank < k; rank++) {
+    uint64_t best = 0;
+    for (int expert = lane; expert < n; expert += WARP) {
+      const uint64_t key = key_of(row[expert], expert);
+      if (rank == 0 || key < last) best = max(best, key);
+    }
+    last = best_of_warp(best);
+    if (lane == rank) id = id_of(last);
+  }
+  const float peak = __shfl_sync(FULL_MASK, row[id], 0), mine = expf(row[id] - peak);
+  float total = 0.0f;
+  if (normalise) {
+    for (int rank = 0; rank < k; rank++) total += __shfl_sync(FULL_MASK, mine, rank);
+  } else {
+    for (int expert = lane; expert < n; expert += WARP) total += expf(row[expert] - peak);
+    total = warp_sum(total);
+  }
+  if (lane >= k) return;
+  ids[token * k + lane] = id;
+  shares[token * k + lane] = mine / total * scale;
+}
+
+// The sum of `value` over this and the lanes before it.
+DEVICE int sum_up_to_lane(int value, int lane) {
+#pragma unroll
+  for (int distance = 1; distance < WARP; distance *= 2) {
+    const int before = __shfl_up_sync(FULL_MASK, value, distance);
+    if (lane >= distance) value += before;
+  }
+  return value;
+}
+
+// Brings pairs of one expert together, and cuts them into products of up to `product_rows` rows.
+//
+// ids: the expert of each pair.  places: of each pair; in what order those of one expert get theirs is left open.
+// rows: the token of each place, or -1.  products: expert, first place, the place behind the last.  One block.
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
+    group_by_expert(int* __restrict__ header, const int* __restrict__ ids, int k, int n_experts, int product_rows,
+                    int* __restrict__ places, int* __restrict__ rows, int4* __restrict__ products,
+                    int* __restrict__ n_products) {
+  __shared__ int counts[MAX_EXPERTS], cursors[MAX_EXPERTS], first_products[MAX_EXPERTS];
+  const int n_pairs = header[N_TOKENS] * k, expert = threadIdx.x;
+  counts[expert] = 0;
+  __syncthreads();
+  for (int pair = threadIdx.x; pair < n_pairs; pair += GROUP_THREADS) atomicAdd(&counts[ids[pair]], 1);
+  __syncthreads();
+  if (threadIdx.x < WARP) {
+    int n_places = 0, n_cut = 0;
+    for (int first = 0; first < n_experts; first += WARP) {
+      const int count = counts[first + threadIdx.x];
+      const int own_places = (count + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+      const int own_products = (count + product_rows - 1) / product_rows;
+      const int up_to_places = sum_up_to_lane(own_places, threadIdx.x);
+      const int up_to_products = sum_up_to_lane(own_products, threadIdx.x);
+      cursors[first + threadIdx.x] = n_places + up_to_places - own_places;
+      first_products[first + threadIdx.x] = n_cut + up_to_products - own_products;
+      n_places += __shfl_sync(FULL_MASK, up_to_places, WARP - 1);
+      n_cut += __shfl_sync(FULL_MASK, up_to_products, WARP - 1);
+    }
+    if (threadIdx.x == 0) {
+      header[N_PLACES] = n_places;
+      *n_products = n_cut;
+    }
+  }
+  __syncthreads();
+  if (expert < n_experts) {
+    const int begin = cursors[expert], end = begin + counts[expert];
+    for (int place = end; place % ALIGNMENT; place++) rows[place] = -1;
+    for (int place = begin, i = first_products[expert]; place < end; place += product_rows, i++)
+      products[i] = make_int4(expert, place, min(place + product_rows, end), 0);
+  }
+  __syncthreads();  // all have read where their expert begins
+  for (int pair = threadIdx.x; pair < n_pairs; pair += GROUP_THREADS) {
+    const int place = atomicAdd(&cursors[ids[pair]], 1);
+    places[pair] = place;
+    rows[place] = pair / k;
+  }
+}
+
+// y += each token's products, of n values by place, times their shares, the best expert's first.  Grid: (blocks of 512
+// columns, tokens).  Strides are multiples of 4.
+extern "C" __global__ void __launch_bounds__(SUM_THREADS)
+    add_experts(const int* __restrict__ header, const int* __restrict__ places, const float* __restrict__ shares, int k,
+                const float* __restrict__ products, int stride, int n, float* __restrict__ y, int y_stride) {
+  const int token = blockIdx.y, column = 4 * (blockIdx.x * SUM_THREADS + threadIdx.x);
+  if (token >= header[N_TOKENS] || column >= n) return;
+  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int pair = token * k; pair < token * k + k; pair++) {
+    const float4 v = *(const float4*)(products + (size_t)places[pair] * stride + column);
+    const float share = shares[pair];
+    total.x = fmaf(v.x, share, total.x);
+    total.y = fmaf(v.y, share, total.y);
+    total.z = fmaf(v.z, share, total.z);
+    total.w = fmaf(v.w, share, total.w);
+  }
+  float4* sum = (float4*)(y + (size_t)token * y_stride + column);
+  const float4 before = *sum;
+  *sum = make_float4(total.x + before.x, total.y + before.y, total.z + before.z, total.w + before.w);
+}

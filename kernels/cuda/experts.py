@@ -1,0 +1,205 @@
+"""Mixtures of experts on a CUDA device: what is routed, and the launches that it takes.
+
+experts.cu draws pairs, places and products.  Which kernel multiplies:
+
+=====================  ====================================  ==================  ==============
+rows of activations    weights of integers                   F16, BF16           F32
+=====================  ====================================  ==================  ==============
+of 1 to 4 tokens       matvec_experts: rows one by one       matmul_few_experts  matvec_experts
+up to 8 to an expert   matmul_few_experts, 8 of one expert   matmul_few_experts  matvec_experts
+more                   matmul_experts, a tile of one expert  matmul_experts      matvec_experts
+=====================  ====================================  ==================  ==============
+
+Before sm_80 integers go through matvec_experts, and F16 through matmul_few_experts.  Q2_K, Q3_K, Q5_K and Q6_K go
+through matmul_experts instead of matmul_few_experts, which has no registers for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from localllm.errors import KernelError
+from localllm.kernels.cuda import matmul
+from localllm.kernels.cuda.driver import DeviceMemory
+from localllm.kernels.cuda.matmul import MAX_MATRICES, PackedFormat, Product
+from localllm.kernels.cuda.recording import (
+    N_PLACES,
+    N_TOKENS,
+    Argument,
+    Call,
+    Extent,
+    Inputs,
+    Mixture,
+    Recording,
+    Rows,
+)
+from localllm.kernels.cuda.weights import CUDAExperts
+
+#: Experts of a layer that kernels know, and how many of them a token may go to.
+MAX_EXPERTS, MAX_CHOSEN = 1024, 32
+#: Threads, tokens and columns of a block in experts.cu.
+_ROUTE_THREADS, _ROUTE_TOKENS, _GROUP_THREADS, _SUM_THREADS, _SUM_COLUMNS = 128, 4, 1024, 128, 512
+#: Rows of a product before those that matmul takes.
+_FEW_ROWS = 8
+
+
+def routing_bytes(mixture: Mixture, max_tokens: int) -> tuple[int, ...]:
+    """Bytes of the products, of how many there are, of ids, of shares, of places, and of their tokens."""
+    n_pairs, n_places = max_tokens * mixture.k, mixture.most_places(max_tokens)
+    return 16 * mixture.n_products(max_tokens, _FEW_ROWS), 16, 4 * n_pairs, 4 * n_pairs, 4 * n_pairs, 4 * n_places
+
+
+class ChosenExperts:
+    """The experts that each token goes to, and what is made of that: see experts.cu.
+
+    As of a `Buffer`, its memory goes back to the recording with the last reference to it.
+
+    Raises:
+        KernelError: kernels do not know so many experts.
+    """
+
+    def __init__(self, recording: Recording, mixture: Mixture) -> None:
+        self._memory: list[DeviceMemory] = []
+        if mixture.n > MAX_EXPERTS or mixture.k > MAX_CHOSEN:
+            raise KernelError(
+                f"{mixture.n} experts, of which a token goes to {mixture.k}, are more than CUDA kernels know, which "
+                f"is {MAX_EXPERTS} and {MAX_CHOSEN}: run the model's layers on the CPU"
+            )
+        recording.use_mixture(mixture)
+        self.recording, self.mixture = recording, mixture
+        sizes = routing_bytes(mixture, recording.max_tokens)
+        memory = recording.take(sum(sizes))
+        self._memory.append(memory)
+        bounds = pairwise(accumulate(sizes, initial=0))
+        self.products, self.n_products, self.ids, self.shares, self.places, self.rows = (
+            memory.at(begin, end - begin) for begin, end in bounds
+        )
+
+    def product_rows(self, extent: Extent) -> int:
+        """Rows of one expert that are multiplied at once, at most."""
+        mixture, recording = self.mixture, self.recording
+        few = extent.n_tokens * mixture.k <= _FEW_ROWS * mixture.n
+        if few or recording.properties.capability < matmul.TENSOR_CORES:
+            return _FEW_ROWS
+        return recording.tile_rows[-1]
+
+    def __del__(self) -> None:
+        if self._memory:
+            self.recording.free += self._memory
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """The experts that each token goes to, their shares, and the places of all that."""
+
+    logits: Rows
+    normalise: bool
+    scale: float
+    chosen: ChosenExperts
+
+    def calls(self, extent: Extent) -> Iterator[Call]:
+        chosen, batch = self.chosen, self.chosen.recording.batch
+        logits = self.logits.memory, np.int32(self.logits.stride), np.int32(self.logits.width)
+        k, n = np.int32(chosen.mixture.k), np.int32(chosen.mixture.n)
+        how = np.int32(self.normalise), np.float32(self.scale)
+        grid = (-(-extent.n_tokens // _ROUTE_TOKENS),)
+        yield _call("route", grid, _ROUTE_THREADS, batch.header, *logits, k, *how, chosen.ids, chosen.shares)
+        rows = np.int32(chosen.product_rows(extent))
+        to = chosen.places, chosen.rows, chosen.products, chosen.n_products
+        yield _call("group_by_expert", (1,), _GROUP_THREADS, batch.header, chosen.ids, k, n, rows, *to)
+
+
+@dataclass(frozen=True, eq=False)
+class Gather:
+    """Rows of tokens at their places, as products with weights of a format read them."""
+
+    chosen: ChosenExperts
+    format: PackedFormat
+    x: Rows
+    inputs: Inputs
+
+    def calls(self, extent: Extent) -> Iterator[Call]:
+        launch = matmul.quantise_launch(self.format, extent.n_places)
+        x = self.x.memory, np.int32(self.x.stride), np.int32(self.x.width)
+        counted = self.chosen.recording.batch.header_at(N_PLACES), self.chosen.rows
+        to = self.inputs.units, self.inputs.scales, np.int32(extent.n_places)
+        yield Call("quantise", "quantise_gathered", launch.defines, launch.grid, launch.block, (*x, *counted, *to))
+
+
+@dataclass(frozen=True, eq=False)
+class MultiplyExperts:
+    """Products of the same inputs with matrices of one format, of the experts that rows go to."""
+
+    chosen: ChosenExperts
+    inputs: Inputs
+    weights: Sequence[CUDAExperts]
+    results: Sequence[Rows]
+
+    def calls(self, extent: Extent) -> Iterator[Call]:
+        format, recording = self.weights[0].packed, self.chosen.recording
+        rows, capability = self.chosen.product_rows(extent), recording.properties.capability
+        kernel = matmul.expert_kernel(format, extent.n_tokens, rows, capability)
+        step = 1 if kernel == "matmul_experts" else MAX_MATRICES
+        pairs = list(zip(self.weights, self.results, strict=True))
+        for i in range(0, len(pairs), step):
+            yield self._call(pairs[i : i + step], extent, rows)
+
+    def _call(self, pairs: Sequence[tuple[CUDAExperts, Rows]], extent: Extent, product_rows: int) -> Call:
+        chosen, mixture, properties = self.chosen, self.chosen.mixture, self.chosen.recording.properties
+        first, n_tokens = pairs[0][0], extent.n_tokens
+        launch = matmul.expert_launch(
+            first.packed,
+            [w.n_out for w, _ in pairs],
+            first.n_in,
+            n_tokens,
+            n_tokens * mixture.k,
+            mixture.n_products(n_tokens, product_rows),
+            product_rows,
+            capability=properties.capability,
+            shared_bytes=properties.shared_bytes,
+            tile_rows=chosen.recording.tile_rows,
+        )
+        products = [Product(w.memory, y.memory, w.n_out, y.stride) for w, y in pairs]
+        inputs = self.inputs.units, self.inputs.scales, np.int32(extent.n_places)
+        n_tiles, n_chunks = first.packed.n_tiles(first.n_in), first.packed.n_chunks(first.n_in)
+        own: dict[str, tuple[Argument, ...]] = {
+            "matvec_experts": (
+                *(chosen.recording.batch.header_at(N_TOKENS), np.int32(n_tiles)),
+                *(np.int32(mixture.k), chosen.ids, chosen.places, *matmul.matrix_arguments(products)),
+            ),
+            "matmul_few_experts": (
+                *(chosen.n_products, np.int32(n_tiles), chosen.products),
+                *matmul.matrix_arguments(products),
+            ),
+            "matmul_experts": (
+                *(chosen.n_products, np.int32(n_tiles), np.int32(n_chunks), chosen.products),
+                *products[0].arguments(),
+            ),
+        }
+        kernel = launch.kernel
+        arguments = (*inputs, *own[kernel])
+        return Call(kernel, kernel, launch.defines, launch.grid, launch.block, arguments, launch.shared_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class AddExperts:
+    """The sum of each token's products by their shares, added in place."""
+
+    chosen: ChosenExperts
+    products: Rows
+    y: Rows
+
+    def calls(self, extent: Extent) -> Iterator[Call]:
+        chosen, products, y = self.chosen, self.products, self.y
+        given = chosen.recording.batch.header, chosen.places, chosen.shares, np.int32(chosen.mixture.k)
+        rows = products.memory, np.int32(products.stride), np.int32(products.width)
+        grid = (-(-products.width // _SUM_COLUMNS), extent.n_tokens)
+        yield _call("add_experts", grid, _SUM_THREADS, *given, *rows, y.memory, np.int32(y.stride))
+
+
+def _call(kernel: str, grid: tuple[int, ...], threads: int, *arguments: Argument) -> Call:
+    return Call("experts", kernel, {}, grid, (threads,), arguments)

@@ -1,0 +1,172 @@
+"""Mixtures of experts on CUDA devices: where pairs go, and every access judged.
+
+What they compute is tested with all other backends in ``tests/kernels/test_experts.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localllm.errors import KernelError
+from localllm.kernels.cuda import matmul
+from localllm.kernels.cuda.experts import MAX_CHOSEN, MAX_EXPERTS
+from localllm.kernels.cuda.matmul import PACKED_FORMATS
+from localllm.kernels.cuda.ops import CUDAOps
+from localllm.kernels.cuda.recording import Mixture
+from localllm.quant.types import GGMLType
+from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
+from tests.cuda_on_cpu.module import ORDERS, Order
+from tests.helpers.backends import emulated_cuda, no_harness
+from tests.helpers.blocks import random_rows
+from tests.helpers.weights import Tensor, f32, one_sequence, run
+from tests.kernels.cuda.device import Device
+
+T = GGMLType
+ALIGNMENT = 8
+
+
+@pytest.fixture(autouse=True)
+def harness() -> None:
+    if reason := no_harness():
+        pytest.skip(reason)
+
+
+# -- Grouping ------------------------------------------------------------------------------------------------------
+
+
+def group(driver: EmulatedDriver, ids: NDArray[np.int32], mixture: Mixture, product_rows: int) -> None:
+    """Runs the kernel on ids [T, k], and checks all that it writes."""
+    device, n_tokens = Device(driver), len(ids)
+    n_places, n_products = mixture.n_places(n_tokens), mixture.n_products(n_tokens, product_rows)
+    header = device.upload(np.array([n_tokens, 0, 0, -1], np.int32))
+    sizes = ids.size, n_places, 4 * n_products, 1
+    places, rows, products, count = (device.upload(np.full(n, -7, np.int32)) for n in sizes)
+    module = driver.load_module(0, "experts")
+    numbers = [np.int32(n) for n in (mixture.k, mixture.n, product_rows)]
+    arguments = [header, device.upload(ids), *numbers, places, rows, products, count]
+    driver.launch(module, "group_by_expert", (1,), (1024,), arguments, device.stream)
+    driver.synchronize(device.stream)
+
+    used = int(device.download(header, np.int32, 4)[3])
+    assert used <= n_places
+    assert used % ALIGNMENT == 0
+    at, of = device.download(places, np.int32, ids.size), device.download(rows, np.int32, n_places)[:used]
+    assert len(set(at.tolist())) == ids.size  # each pair has a place of its own,
+    np.testing.assert_array_equal(of[at], np.arange(ids.size) // mixture.k)  # which knows its token,
+    assert (of == -1).sum() == used - ids.size  # and the others are nobody's
+    cut = device.download(products, np.int32, n_products, 4)[: int(device.download(count, np.int32, 1)[0])]
+    covered = {place: expert for expert, first, stop, _ in cut.tolist() for place in range(first, stop)}
+    assert covered == dict(zip(at.tolist(), ids.reshape(-1).tolist(), strict=True))
+    assert sum(stop - first for _, first, stop, _ in cut.tolist()) == ids.size  # none is covered twice
+    for _, first, stop, _ in cut.tolist():
+        assert first % ALIGNMENT == 0
+        assert 0 < stop - first <= product_rows
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_pairs_of_one_expert_lie_side_by_side(order: Order) -> None:
+    driver = EmulatedDriver(mode="check", kernel_order=order)
+    rng = np.random.default_rng(0)
+    cases = ((1, 4, 2, 8), (1, 1, 1, 8), (37, 40, 3, 8), (200, 33, 2, 16), (9, 1024, 32, 8))
+    for n_tokens, n, k, product_rows in cases:
+        ids = np.array([rng.permutation(n)[:k] for _ in range(n_tokens)], np.int32)
+        group(driver, ids, Mixture(n, k), product_rows)
+
+
+def test_pairs_that_all_go_to_one_expert() -> None:
+    group(EmulatedDriver(mode="check"), np.full((50, 1), 3, np.int32), Mixture(7, 1), 16)
+
+
+def test_no_more_places_and_products_are_needed_than_there_is_room_for() -> None:
+    """Where each expert has one row more than whole products have."""
+    for product_rows in (8, 64):
+        for n in (1, 5, 128):
+            counts = np.full(n, product_rows + 1)
+            mixture, n_tokens = Mixture(n, 1), int(counts.sum())
+            assert (-(-counts // 8) * 8).sum() <= mixture.n_places(n_tokens)
+            assert (-(-counts // product_rows)).sum() <= mixture.n_products(n_tokens, product_rows)
+
+
+@pytest.mark.parametrize(("n", "k"), [(MAX_EXPERTS + 1, 1), (64, MAX_CHOSEN + 1)])
+def test_more_experts_than_kernels_know_are_refused(n: int, k: int) -> None:
+    ops = emulated_cuda()
+    table = ops.load_embedding(f32(np.zeros((1, n))))
+    with pytest.raises(KernelError, match=f"{n} experts, of which a token goes to {k}"):
+        run(ops, lambda: ops.route(ops.embed(table), k, normalise=True), one_sequence(1))
+
+
+# -- Whole mixtures, every access judged ---------------------------------------------------------------------------
+
+N_EXPERTS, N_FF, D, K = 3, 64, 256, 2
+#: Tokens that take each of the kernels for products.
+BATCHES = {"matvec_experts": 2, "matmul_few_experts": 7, "matmul_experts": 20}
+
+
+def mixed(ops: CUDAOps, type: GGMLType, n: int) -> NDArray[np.float32]:
+    """What ``n`` tokens become."""
+    rng = np.random.default_rng(1)
+
+    def experts(type: GGMLType, n_out: int, n_in: int) -> Any:
+        rows = random_rows(type, N_EXPERTS * n_out, n_in)
+        return ops.load_experts(Tensor(type, (N_EXPERTS, n_out, n_in), rows.reshape(N_EXPERTS, n_out, -1)))
+
+    gate, up, down = experts(type, N_FF, D), experts(type, N_FF, D), experts(T.Q8_0, 40, N_FF)
+    x, logits, residual = (rng.standard_normal((n, width), np.float32) for width in (D, N_EXPERTS, 40))
+    tables = [ops.load_embedding(f32(a)) for a in (x, logits, residual)]
+
+    def forward() -> Any:
+        x, logits, residual = (ops.embed(table) for table in tables)
+        routing = ops.route(logits, K, normalise=True)
+        h = ops.gated(*ops.expert_linears(x, [gate, up], routing), "silu")
+        return ops.outputs(ops.expert_output(h, down, routing, residual))
+
+    return run(ops, forward, one_sequence(n))
+
+
+@functools.cache
+def expected(n: int) -> NDArray[np.float32]:
+    return mixed(ops_of(EmulatedDriver()), T.Q4_0, n)
+
+
+def ops_of(driver: EmulatedDriver) -> CUDAOps:
+    return CUDAOps(driver, 0, compiles_ahead=False, tile_rows=(16,))
+
+
+@pytest.mark.parametrize("n", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("order", [Order(), Order("reverse", "early")], ids=str)
+def test_no_access_is_wrong(n: int, order: Order) -> None:
+    found = mixed(ops_of(EmulatedDriver(mode="check", kernel_order=order)), T.Q4_0, n)
+    np.testing.assert_array_equal(found, expected(n))
+
+
+@pytest.mark.parametrize("type", [T.Q4_0, T.F16], ids=lambda t: t.name)
+def test_before_sm_80(type: GGMLType) -> None:
+    """The same, row by row, or of F16 with the few tokens that its tensor cores take."""
+    old = mixed(ops_of(EmulatedDriver(capability=(7, 5), shared_bytes=64 << 10)), type, 20)
+    new = mixed(ops_of(EmulatedDriver()), type, 20)
+    if type is T.F16:  # whose tensor cores add up half as many products at once
+        np.testing.assert_allclose(old, new, rtol=1e-3, atol=1e-3 * np.abs(new).max())
+    else:
+        np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("type", [t for t in PACKED_FORMATS if isinstance(t, GGMLType)], ids=lambda t: t.name)
+def test_a_format_has_a_kernel_for_any_number_of_tokens(type: GGMLType) -> None:
+    """And it is one that reads it."""
+    format = PACKED_FORMATS[type]
+    for n_tokens, product_rows in ((1, 8), (4, 8), (5, 8), (100, 8), (500, 64), (4, 64)):
+        launch = matmul.expert_launch(
+            format, [64], 256, n_tokens, 2 * n_tokens, 99, product_rows, capability=(9, 0), shared_bytes=227 << 10
+        )
+        if type is T.F32 or (n_tokens <= 4 and not format.is_tensor_float):
+            assert (launch.kernel, launch.grid) == ("matvec_experts", (2 * n_tokens, 2))
+        elif product_rows == 8 and type not in (T.Q2_K, T.Q3_K, T.Q5_K, T.Q6_K):
+            assert (launch.kernel, launch.grid) == ("matmul_few_experts", (99, 2))
+        else:
+            assert (launch.kernel, launch.grid) == ("matmul_experts", (99, 1))
+            assert launch.defines["TOKENS"] == 64

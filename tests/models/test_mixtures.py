@@ -1,0 +1,77 @@
+"""Whole mixtures of experts on the CPU: the reference's text, and the same bits whatever shares a batch."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import localllm
+from localllm.gguf import GGUFFile
+from localllm.kernels.cpu.ops import CPUOps
+from localllm.kernels.reference import ReferenceOps
+from localllm.models.config import read_config
+from localllm.placement import activation_bytes
+from localllm.quant.types import GGMLType
+from tests.helpers import tiny_models
+from tests.helpers.backends import shared_by_threads
+from tests.helpers.run_model import Runner
+
+T = GGMLType
+IDS = [int(i) for i in np.random.default_rng(3).integers(3, 300, 60)]
+
+MODELS = pytest.mark.parametrize(
+    ("kind", "type"), [("mixtral", T.Q4_0), ("qwen3_moe", T.Q4_K), ("qwen3_moe", T.F16)], ids=str
+)
+
+
+@cache
+def cpu() -> CPUOps:
+    return shared_by_threads(CPUOps(threads=2))
+
+
+@MODELS
+def test_logits_are_near_the_references(kind: str, type: GGMLType, tmp_path: Path) -> None:
+    path = tiny_models.tiny_gguf(tmp_path / "model.gguf", kind, type=type)
+    ours, expected = Runner(path, cpu()).logits(IDS), Runner(path, ReferenceOps()).logits(IDS)
+    assert np.square(ours - expected).mean() < 1e-3 * np.square(expected).mean()
+
+
+@MODELS
+def test_decoded_tokens_have_the_bits_of_prefilled_ones(kind: str, type: GGMLType, tmp_path: Path) -> None:
+    path = tiny_models.tiny_gguf(tmp_path / "model.gguf", kind, type=type)
+    runner = Runner(path, cpu())
+    at_once = runner.logits(IDS)
+    first = 0
+    for n in (1, 2, 3, 5, 1, 8, 12, 1, 27):
+        out = runner.run((IDS[first : first + n], first, range(runner.cache.n_pages)))
+        np.testing.assert_array_equal(out, at_once[first : first + n])
+        first += n
+    assert first == len(IDS)
+
+
+def test_a_mixture_is_loaded_and_planned_as_other_models_are(tmp_path: Path) -> None:
+    path = tiny_models.tiny_gguf(tmp_path / "model.gguf", "qwen3_moe", type=T.Q8_0)
+    with localllm.load(path, context=64) as llm:
+        assert len(llm.generate(IDS[:20], max_tokens=5, ignore_eos=True).ids) == 5
+        placed = llm.info.placement
+    weights = {weight.name: weight for weight in Runner(path, cpu()).model.weights}
+    for i in range(3):
+        assert weights[f"blk.{i}.ffn_up_exps.weight"].place == i
+    assert all(weight.unplanned_bytes == 0 for weight in weights.values())
+    experts = sum(weight.n_bytes for name, weight in weights.items() if "_exps" in name)
+    others = sum(weight.n_bytes for name, weight in weights.items() if name != "token_embd.weight") - experts
+    assert placed.multiplied == others + experts - experts * 6 // 9
+    assert placed.on("cpu").multiplied == placed.multiplied
+
+
+def test_the_plan_has_room_for_what_experts_compute(tmp_path: Path) -> None:
+    """A row of activations for each expert that a token goes to."""
+    sizes = []
+    for k in (1, 9):
+        path = tiny_models.tiny_gguf(tmp_path / f"{k}.gguf", "qwen3_moe", num_experts_per_tok=k)
+        with GGUFFile.open(path) as file:
+            sizes.append(activation_bytes(read_config(file.metadata, file.tensors), 64))
+    assert sizes[1] - sizes[0] >= 4 * 64 * 8 * 3 * 96
