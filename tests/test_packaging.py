@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.data import ROOT
 
-ROOMS = ("kernels", "models", "quant")
+ROOMS = ("kernels", "models", "quant", "tui")
 
 
 def packages_on_disk() -> set[str]:
