@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from localllm.errors import LocalLLMError as LocalLLMError
     from localllm.errors import ModelError as ModelError
     from localllm.errors import NotEnoughMemoryError as NotEnoughMemoryError
+    from localllm.errors import StoreError as StoreError
     from localllm.errors import TemplateError as TemplateError
     from localllm.errors import TokenizerError as TokenizerError
     from localllm.errors import UnsupportedArchitectureError as UnsupportedArchitectureError
@@ -71,6 +72,7 @@ _HOMES = {
     "ModelInfo": "info",
     "NotEnoughMemoryError": "errors",
     "Sampling": "sampling",
+    "StoreError": "errors",
     "Stream": "completion",
     "TemplateError": "errors",
     "Timings": "generation",
@@ -102,6 +104,7 @@ __all__ = [
     "ModelInfo",
     "NotEnoughMemoryError",
     "Sampling",
+    "StoreError",
     "Stream",
     "TemplateError",
     "Timings",

@@ -185,6 +185,10 @@ class Conversation:
             raise UsageError(f"this conversation has no message {id_!r}")
         return message
 
+    def get(self, id_: str) -> Message | None:
+        """The message with an id; None if there is none."""
+        return self._messages.get(id_)
+
     @property
     def messages(self) -> list[Message]:
         """All messages of all branches, those before others first."""

@@ -31,6 +31,7 @@ PUBLIC = [
     "ModelInfo",
     "NotEnoughMemoryError",
     "Sampling",
+    "StoreError",
     "Stream",
     "TemplateError",
     "Timings",
