@@ -165,7 +165,7 @@ class Conversation:
     _messages: dict[str, Message] = field(default_factory=dict, repr=False)
     _children: dict[str | None, list[str]] = field(default_factory=dict, repr=False)
     #: Of the children of a message the one that was looked at last.
-    _chosen: dict[str | None, str] = field(default_factory=dict, repr=False)
+    _chosen: dict[str | None, str] = field(default_factory=dict, repr=False, compare=False)
     _leaf: str | None = None
 
     # -- Reading ---------------------------------------------------------------------------------------------------

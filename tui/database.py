@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -51,7 +52,9 @@ MIGRATIONS = (
 BUSY_SECONDS = 2.0
 
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-_SIDE_FILES = ("-wal", "-shm", "-journal")
+#: Files beside a database, and what they are called beside one that is kept aside.
+_COPIED_LOG = "-wal-copy"
+_SIDE_FILES = {"-shm": "-shm", "-journal": "-journal", "-wal": "-wal", _COPIED_LOG: "-wal"}
 
 
 class DamagedError(StoreError):
@@ -75,8 +78,11 @@ def connect(path: Path | None) -> sqlite3.Connection:
             check_same_thread=False,
         )
         try:
-            _prepare(connection, path)
-        except BaseException:
+            with in_words(path):
+                _prepare(connection, path)
+        except BaseException as error:
+            if path is not None and isinstance(error, DamagedError):
+                _copy_log(path)
             connection.close()
             raise
     return connection
@@ -87,6 +93,12 @@ def _create_private(path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+
+
+def _copy_log(path: Path) -> None:
+    """Copies the write-ahead log of a damaged file: SQLite deletes it when the file is closed."""
+    with contextlib.suppress(OSError):
+        shutil.copyfile(path.with_name(path.name + "-wal"), path.with_name(path.name + _COPIED_LOG))
 
 
 def _prepare(connection: sqlite3.Connection, path: Path | None) -> None:
@@ -186,7 +198,7 @@ def set_aside(path: Path, known: tuple[int, int] | None) -> Path | None:
     aside = path.with_name(f"{path.stem}.damaged-{time.strftime('%Y-%m-%d-%H%M%S')}{path.suffix}")
     with in_words(path):
         path.rename(aside)
-        for end in _SIDE_FILES:
+        for end, new_end in _SIDE_FILES.items():
             with contextlib.suppress(FileNotFoundError):
-                path.with_name(path.name + end).rename(aside.with_name(aside.name + end))
+                path.with_name(path.name + end).replace(aside.with_name(aside.name + new_end))
     return aside
