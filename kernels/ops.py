@@ -37,6 +37,29 @@ from localllm.quant.types import GGMLType
 Tensor = Any
 
 
+#: What a soft-cap may be.  Beyond, float32 could not hold scores divided by it, or would not tell it from none.
+LEAST_SOFTCAP, MOST_SOFTCAP = 1e-6, 1e6
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raises:
+    KernelError: scores cannot be capped so.
+    """
+    if softcap is not None and not LEAST_SOFTCAP <= softcap <= MOST_SOFTCAP:
+        raise KernelError(
+            f"a soft-cap is {softcap}, but must lie between {LEAST_SOFTCAP:g} and {MOST_SOFTCAP:g}; without one, "
+            "nothing is capped"
+        )
+
+
+def check_sinks(n_sinks: int, n_heads: int) -> None:
+    """Raises:
+    KernelError: not every query head has one sink.
+    """
+    if n_sinks != n_heads:
+        raise KernelError(f"{n_sinks} sinks do not fit {n_heads} query heads: each has one")
+
+
 class Weight(Protocol):
     """A tensor as it lies in a GGUF file (`localllm.gguf.TensorInfo` is one)."""
 
@@ -343,15 +366,32 @@ class Ops(Protocol):
         """
         ...
 
-    def attention(self, q: Tensor, layer: int, *, scale: float, window: int | None = None) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Any | None = None,
+    ) -> Tensor:
         """Causal attention of q [T, H * head_dim] over the cache, of the last ``window`` positions if given.
 
-        A token sees the positions max(0, p - window + 1) … p of its sequence.  Source: arXiv:2205.14135.
+        A token sees the positions max(0, p - window + 1) … p of its sequence.  With ``softcap``, scores s (scaled)
+        become softcap * tanh(s / softcap).  With ``sinks`` [H], as `load_vector` keeps them, the softmax of each
+        query head has one more score, that one, which takes its share and adds no value.
+
+        Sources: arXiv:2205.14135; soft-cap: Gemma 2, arXiv:2408.00118; sinks: gpt-oss, after arXiv:2309.17453.
         """
         ...
 
     def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         """activation(gate) * up: [T, f]; ``activation`` is "silu" or "gelu" (tanh).  Source: arXiv:2002.05202."""
+        ...
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap), of logits: [N, n_vocab].  Source: Gemma 2, arXiv:2408.00118."""
         ...
 
     def outputs(self, x: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ from localllm.kernels.ops import (
     Tensor,
     Weight,
     Widening,
+    check_sinks,
+    check_softcap,
     hidden_rows,
 )
 from localllm.quant.formats import dequantize
@@ -194,9 +196,22 @@ class ReferenceOps(Backend):
             self._cache.values[layer, page, slot] = self._cache.rounded(v[rows], kind)
         return q.reshape(len(q), -1)
 
-    def attention(self, q: Array, layer: int, *, scale: float, window: int | None = None) -> Array:
+    def attention(
+        self,
+        q: Array,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+    ) -> Array:
         _, _, _, n_kv_heads, head_dim = self._cache.keys.shape
         heads = q.reshape(len(q), n_kv_heads, -1, head_dim)  # [T, G, H / G, head_dim]
+        check_softcap(softcap)
+        if sinks is not None:
+            check_sinks(len(sinks), q.shape[1] // head_dim)
+            sinks = sinks.reshape(n_kv_heads, -1, 1)
         out = np.empty_like(heads)
         for s, table in enumerate(self._batch.block_tables):
             for t in range(self._batch.query_starts[s], self._batch.query_starts[s + 1]):
@@ -207,13 +222,22 @@ class ReferenceOps(Backend):
                     a[layer, page, slot] for a in (self._cache.keys, self._cache.values)
                 )  # [L, G, head_dim]
                 scores = np.einsum("ghd,lgd->ghl", heads[t], keys.astype(np.float32)) * np.float32(scale)
-                out[t] = np.einsum("ghl,lgd->ghd", softmax(scores), values.astype(np.float32))
+                if softcap is not None:
+                    scores = soft_capped(scores, softcap)
+                if sinks is not None:
+                    scores = np.concatenate([scores, sinks], axis=-1)
+                weights = softmax(scores)[..., : len(seen)]
+                out[t] = np.einsum("ghl,lgd->ghd", weights, values.astype(np.float32))
         return out.reshape(len(q), -1)
 
     def gated(self, gate: Array, up: Array, activation: str) -> Array:
         if activation not in ACTIVATIONS:
             raise KernelError(f"there is no activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[activation](gate) * up
+
+    def softcap(self, x: Array, cap: float) -> Array:
+        check_softcap(cap)
+        return soft_capped(x, cap)
 
     def outputs(self, x: Array) -> Array:
         rows: Array = x[self._batch.outputs]
@@ -259,6 +283,12 @@ def softmax(x: Array) -> Array:
     e: Array = np.exp(x - x.max(axis=-1, keepdims=True))
     total: Array = e.sum(axis=-1, keepdims=True)
     return e / total
+
+
+def soft_capped(x: Array, cap: float) -> Array:
+    """cap * tanh(x / cap)."""
+    y: Array = np.float32(cap) * np.tanh(x / np.float32(cap))
+    return y
 
 
 def silu(x: Array) -> Array:

@@ -415,14 +415,33 @@ class SplitOps(Ops):
         self._add([q, k, v], [q_norm, k_norm], [y], run)
         return y
 
-    def attention(self, q: Traced, layer: int, *, scale: float, window: int | None = None) -> Traced:
+    def attention(
+        self,
+        q: Traced,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Placed | None = None,
+    ) -> Traced:
         own, y = self._check_layer(layer), _like(q)
-        self._add([q], [], [y], lambda ops, given: [ops.attention(given[0], own, scale=scale, window=window)])
+        held = None if sinks is None else sinks.held
+
+        def run(ops: Backend, given: Sequence[Tensor]) -> list[Tensor]:
+            return [ops.attention(given[0], own, scale=scale, window=window, softcap=softcap, sinks=held)]
+
+        self._add([q], [sinks], [y], run)
         return y
 
     def gated(self, gate: Traced, up: Traced, activation: str) -> Traced:
         y = _like(gate)
         self._add([gate, up], [], [y], lambda ops, given: [ops.gated(given[0], given[1], activation)])
+        return y
+
+    def softcap(self, x: Traced, cap: float) -> Traced:
+        y = _like(x)
+        self._add([x], [], [y], lambda ops, given: [ops.softcap(given[0], cap)])
         return y
 
     def outputs(self, x: Traced) -> Traced:

@@ -30,10 +30,13 @@ if TYPE_CHECKING:
     from localllm.errors import DeviceLostError as DeviceLostError
     from localllm.errors import DeviceMemoryError as DeviceMemoryError
     from localllm.errors import GGUFError as GGUFError
+    from localllm.errors import HubError as HubError
     from localllm.errors import KernelError as KernelError
     from localllm.errors import LocalLLMError as LocalLLMError
     from localllm.errors import ModelError as ModelError
+    from localllm.errors import ModelNotFoundError as ModelNotFoundError
     from localllm.errors import NotEnoughMemoryError as NotEnoughMemoryError
+    from localllm.errors import SettingsError as SettingsError
     from localllm.errors import StoreError as StoreError
     from localllm.errors import TemplateError as TemplateError
     from localllm.errors import TokenizerError as TokenizerError
@@ -65,13 +68,16 @@ _HOMES = {
     "Drafts": "drafting",
     "GGUFError": "errors",
     "GGUFFile": "gguf",
+    "HubError": "errors",
     "KernelError": "errors",
     "LLM": "llm",
     "LocalLLMError": "errors",
     "ModelError": "errors",
     "ModelInfo": "info",
+    "ModelNotFoundError": "errors",
     "NotEnoughMemoryError": "errors",
     "Sampling": "sampling",
+    "SettingsError": "errors",
     "StoreError": "errors",
     "Stream": "completion",
     "TemplateError": "errors",
@@ -98,12 +104,15 @@ __all__ = [
     "Drafts",
     "GGUFError",
     "GGUFFile",
+    "HubError",
     "KernelError",
     "LocalLLMError",
     "ModelError",
     "ModelInfo",
+    "ModelNotFoundError",
     "NotEnoughMemoryError",
     "Sampling",
+    "SettingsError",
     "StoreError",
     "Stream",
     "TemplateError",

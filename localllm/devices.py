@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Callable
@@ -99,6 +100,28 @@ def cuda_indices(numbers: str | None) -> tuple[int, ...] | None:
     if len(set(indices)) < len(indices):
         raise DeviceError(f"the device 'cuda:{numbers}' names a GPU twice: name each once")
     return indices
+
+
+def gpu_memory(name: str) -> int:
+    """Bytes that models can have now on the GPUs that a device's name means; 0 where it means none that works."""
+    from localllm.kernels.cuda.installation import driver_cuda
+
+    found = _CUDA.fullmatch("cuda" if name == "auto" else name)
+    if found is None or driver_cuda() is None:
+        return 0
+    from localllm.kernels.cuda.cupy_driver import open_driver
+    from localllm.kernels.cuda.driver import check_capability
+
+    free = 0
+    try:
+        driver = open_driver()
+        for index in cuda_indices(found[1]) or range(driver.device_count):
+            with contextlib.suppress(DeviceError):  # it is too old, or not there
+                check_capability(index, driver.properties(index))
+                free += max(0, driver.memory_info(index).free - GPU_OVERHEAD_BYTES)
+    except DeviceError:
+        return 0
+    return free
 
 
 def _cpu(threads: int | None, isa: str | None, progress: Callable[[int, int], None] | None) -> Device:

@@ -31,6 +31,18 @@ class UsageError(LocalLLMError, ValueError):
     """An argument out of range, or arguments that contradict each other."""
 
 
+class SettingsError(LocalLLMError):
+    """The settings file cannot be read, or has what it cannot have; says where, and what it can."""
+
+
+class ModelNotFoundError(GGUFError):
+    """A model was named that is not on this machine; says how to get it."""
+
+
+class HubError(LocalLLMError):
+    """A model cannot be fetched from the hub: no such repository, no access, no network, no room, or a bad file."""
+
+
 class ContextLengthError(LocalLLMError, ValueError):
     """A prompt too long for the context.
 

@@ -58,7 +58,9 @@ def load(
     """Loads a model.
 
     Args:
-        path: a GGUF file, any one of a split model's, or None for the small demo model that comes with localllm.
+        path: a GGUF file, any one of a split model's; or "ORG/REPO", "ORG/REPO:QUANT" or "ORG/REPO:FILE" for one in
+            the cache of the Hugging Face hub, where ``localllm pull`` puts it; or None for the small demo model that
+            comes with localllm.
         device: "cpu"; "cuda", all GPUs, or "cuda:0,1", these ones, and the CPU for layers that they have no room
             for; "auto", "cuda" where there is a GPU that works, else "cpu"; or "reference", plain numpy, slow and
             exact.
@@ -85,6 +87,7 @@ def load(
 
     Raises:
         GGUFError: the file is missing, not a GGUF, or damaged.
+        ModelNotFoundError: no file has this name, and the hub's cache does not have it either.
         UnsupportedArchitectureError, ModelError: it holds no model that localllm runs, or a broken one.
         TokenizerError, TemplateError: its vocabulary, or the template given, is broken.
         DeviceError: the device is not there, or does not execute the instruction set.

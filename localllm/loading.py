@@ -175,15 +175,31 @@ class _Source:
 @contextmanager
 def _source(path: str | os.PathLike[str] | None, *, is_draft: bool = False) -> Iterator[_Source]:
     """A file, or that of the demo model, open for as long as the context lasts."""
-    with _open_demo() if path is None else GGUFFile.open(path) as file:
-        builder(file.metadata)  # raises for an architecture that is not supported
-        if not any(name.startswith("blk.") for name in file.tensors):
-            raise ModelError(
-                f"{file.path} holds only a vocabulary, no weights: choose the file of the whole model, which is "
-                "larger"
-            )
+    with _open_demo() if path is None else GGUFFile.open(_file(path)) as file:
+        check_runs(file)
         name = f"the draft model {file.path}" if is_draft else "the model"
         yield _Source(name, file, read_config(file.metadata, file.tensors))
+
+
+def check_runs(file: GGUFFile) -> None:
+    """Raises:
+    UnsupportedArchitectureError, ModelError: it holds no model that localllm runs.
+    """
+    builder(file.metadata)
+    if not any(name.startswith("blk.") for name in file.tensors):
+        raise ModelError(
+            f"{file.path} holds only a vocabulary, no weights: choose the file of the whole model, which is larger"
+        )
+
+
+def _file(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The file of a name; one on the hub is a str, and no path that exists."""
+    if not isinstance(path, str) or os.path.lexists(path):
+        return path
+    # Imported here: most name a file.
+    from localllm.library.find import find
+
+    return find(path)
 
 
 def _open_demo() -> GGUFFile:

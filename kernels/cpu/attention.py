@@ -9,6 +9,9 @@ page is read once for all rows of a tile.  At an even pace, each pass fetches wh
 scored, the next page of keys (at the end, the first of values); while weights are made, the second page of values;
 while values are added, the page after the next (at the end, the next span's first keys).
 
+Scores are capped before they are masked, where they are (SOFT_CAP); a sink is one more score at the very end, when a
+row's sums are shared out (SINKS).  Both are constants, so that kernels without them do nothing for them.
+
 What the cache keeps is widened as it is multiplied.  Scales, where its type has them, are a factor of sums over 32
 head values, for keys, and of the weights, for values: that takes fewer operations than to scale keys and values.
 
@@ -26,7 +29,7 @@ import numpy as np
 
 from localllm.kernels.cpu.cache_types import PAGE, CacheLayout
 from localllm.kernels.cpu.compiler import kernel
-from localllm.kernels.cpu.elementwise import exp
+from localllm.kernels.cpu.elementwise import exp, tanh
 from localllm.kernels.cpu.simd import (
     fma,
     lane_numbers,
@@ -68,21 +71,24 @@ def state_bytes(head: int) -> int:
     return 4 * head + 128
 
 
-def state_constants(head: int) -> dict[str, int]:
-    """Where what `state_bytes` says lies."""
-    return {"HEAD": head, "LARGEST": 4 * head, "TOTAL": 4 * head + 64, "STATE": state_bytes(head)}
+def state_constants(head: int, *, sinks: bool) -> dict[str, int]:
+    """What `merge_parts` is compiled for: where what `state_bytes` says lies, and whether query heads have sinks."""
+    places = {"HEAD": head, "LARGEST": 4 * head, "TOTAL": 4 * head + 64, "STATE": state_bytes(head)}
+    return {**places, "SINKS": int(sinks)}
 
 
-def constants(layout: CacheLayout, head: int, *, wide: bool) -> dict[str, Any]:
+def constants(layout: CacheLayout, head: int, *, wide: bool, soft_cap: bool, sinks: bool) -> dict[str, Any]:
     """What `attention` is compiled for.
 
     Args:
         layout, head: the cache's layout, and the values that a head takes in it.
         wide: whether a vector fills one register, so that many fit.
+        soft_cap, sinks: whether scores are capped, and whether each query head has a sink.
     """
     vectors = 2 if wide else 1
     return {
-        **state_constants(head),
+        **state_constants(head, sinks=sinks),
+        "SOFT_CAP": int(soft_cap),
         "BLOCK": layout.block_bytes(head),
         # Rows, and vectors of scores or of head values, that are computed at once: their sums fill the registers.
         "ROWS": 8 if wide else 4,
@@ -186,6 +192,15 @@ def add_page(weights, block, n, sums, scaled, ahead, pace):
 
 
 @template
+def cap_page(scores, soft_cap):
+    """Caps the scores [ROWS, PAGE] of a page; they come divided by the cap."""
+    for r in range(ROWS):
+        for g in static_range(PAGE // 16):
+            place = scores + SCORES * r + 64 * g
+            store_f32x16(place, tanh(load_f32x16(place)) * splat(soft_cap))
+
+
+@template
 def mask_page(scores, limits, position):
     """Masks the scores [ROWS, PAGE] of positions from ``position`` on that rows do not see."""
     for r in range(ROWS):
@@ -247,18 +262,29 @@ def merge(state, span, n_rows):
 
 
 @template
-def write_rows(state, n_rows, first_row, start, head, group_size, head_dim, out, stride):
-    """out = sums / total, for rows from number ``first_row`` on of a sequence that begins at token ``start``."""
+def write_rows(state, n_rows, first_row, start, head, group_size, head_dim, sinks, out, stride):
+    """out = sums / total, for rows from number ``first_row`` on of a sequence that begins at token ``start``.
+
+    sinks: float32 [H], one more score of each query head, of no value.
+    """
     for r in range(n_rows):
         row = first_row + r
         place = out + (start + row // group_size) * stride + 4 * (head * group_size + row % group_size) * head_dim
-        share = ONE / sum_lanes(load_f32x16(state + STATE * r + TOTAL))
+        if SINKS:
+            sink = load_splat_f32(sinks + 4 * (head * group_size + row % group_size))
+            largest = load_f32x16(state + STATE * r + LARGEST)
+            top = maximum(largest, sink)
+            keep = exp(largest - top)
+            total = sum_lanes(load_f32x16(state + STATE * r + TOTAL) * keep)
+            share = max_lanes(keep) / (total + max_lanes(exp(sink - top)))
+        else:
+            share = ONE / sum_lanes(load_f32x16(state + STATE * r + TOTAL))
         for i in range(head_dim):
             store_f32(place + 4 * i, load_f32(state + STATE * r + 4 * i) * share)
 
 
 @template
-def score_span(queries, n_rows, limits, keys, table, page_bytes, low, high, scores, ahead):
+def score_span(queries, n_rows, limits, keys, table, page_bytes, low, high, scores, soft_cap, ahead):
     """Scores of the rows against pages low … high of a span; then it begins to read from ``ahead`` on."""
     pace = (BLOCK * ROWS - 1) // (HEAD * PAGE // 16 // VECTORS * n_rows) + 1
     for page in range(low, high):
@@ -272,6 +298,8 @@ def score_span(queries, n_rows, limits, keys, table, page_bytes, low, high, scor
                 row = place + SCORES * some
                 score_page(queries + 4 * HEAD * some, block, row, next_block, pace)
                 next_block += (BLOCK * ROWS - 1) // n_rows + 1
+                if SOFT_CAP:
+                    cap_page(row, soft_cap)
                 if page * PAGE < load_i64(last) or load_i64(first + 8) < page * PAGE + PAGE - 1:
                     mask_page(row, first, page * PAGE)
 
@@ -310,7 +338,7 @@ def add_span(weights, n_rows, limits, values, table, page_bytes, low, high, scal
 
 
 @template
-def attend_spans(queries, n_rows, limits, keys, values, table, page_bytes, first_span, stop_span, state):
+def attend_spans(queries, n_rows, limits, keys, values, table, page_bytes, first_span, stop_span, soft_cap, state):
     """The rows' states after the spans first_span … stop_span, of which those that no row sees are passed over."""
     scores, scaled, span_state = stack(TILE_ROWS * SCORES), stack(4 * PAGE * ROWS), stack(TILE_ROWS * STATE)
     # Rows are in order: the first begins to see first, the last sees farthest.
@@ -321,7 +349,7 @@ def attend_spans(queries, n_rows, limits, keys, values, table, page_bytes, first
         low, high = max(first_page, span * SPAN_PAGES), min(n_pages, (span + 1) * SPAN_PAGES)
         clear(span_state, n_rows)
         ahead = block_at(values, table, low, page_bytes)
-        score_span(queries, n_rows, limits, keys, table, page_bytes, low, high, scores, ahead)
+        score_span(queries, n_rows, limits, keys, table, page_bytes, low, high, scores, soft_cap, ahead)
         ahead = block_at(values, table, min(low + 1, high - 1), page_bytes)
         span_weights(scores, n_rows, limits, low, high, span_state, ahead)
         ahead = block_at(keys, table, min(high, n_pages - 1), page_bytes)
@@ -356,16 +384,20 @@ def attention(
     values,
     out,
     parts,
+    sinks,
     scale: float,
+    soft_cap: float,
 ):
     """out = softmax(scale * q @ keys.T, over visible positions) @ values.
+
+    With SOFT_CAP, what softmax takes is soft_cap * tanh(scale * q @ keys.T): ``scale`` is divided by the cap already.
 
     tiles: int64 [n, 6]: sequence, first row, number of rows, first span, the one behind the last, and -1 or the
     number of the part of ``parts`` that the sums go to instead of to ``out``.  Unit u is tile u % n of head u // n.
     q, out: float32 [T, H * head_dim].  starts: int32 [S], the sequences' first tokens.  positions: int32 [T].
     block_tables: int32 [S, block_stride].  window: visible positions.  keys, values: blocks of ``BLOCK`` bytes
     [n_pages, n_kv_heads] (`localllm.kernels.cpu.cache_types`).
-    parts: float32 [n_parts, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.
+    parts: float32 [n_parts, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.  sinks: float32 [H].
     """
     n_tiles = load_i64(batch)
     queries, limits, state = stack(4 * TILE_ROWS * HEAD), stack(16 * TILE_ROWS), stack(TILE_ROWS * STATE)
@@ -386,16 +418,18 @@ def attention(
             load_query(query, head_dim, scale, queries + 4 * HEAD * r)
             load_limits(positions + 4 * token, window, limits + 16 * r)
         first, stop = load_i64(tile + 24), load_i64(tile + 32)
-        attend_spans(queries, n_computed, limits, head_keys, head_values, table, page_bytes, first, stop, state)
+        attend_spans(
+            queries, n_computed, limits, head_keys, head_values, table, page_bytes, first, stop, soft_cap, state
+        )
         part = load_i64(tile + 40)
         if part < 0:
-            write_rows(state, n_rows, first_row, start, head, group_size, head_dim, out, q_stride)
+            write_rows(state, n_rows, first_row, start, head, group_size, head_dim, sinks, out, q_stride)
         else:
             copy_states(state, n_rows, parts + (part * n_kv_heads + head) * (TILE_ROWS * STATE))
 
 
 @kernel
-def merge_parts(begin, end, batch, tiles, n_kv_heads, group_size, head_dim, starts, parts, out, stride):
+def merge_parts(begin, end, batch, tiles, n_kv_heads, group_size, head_dim, starts, parts, sinks, out, stride):
     """Merges the parts that tiles were cut into, in order, and writes their rows.
 
     tiles: int64 [n, 5]: sequence, first row, number of rows, first part, number of parts.  The rest is as in
@@ -411,4 +445,4 @@ def merge_parts(begin, end, batch, tiles, n_kv_heads, group_size, head_dim, star
         clear(state, n_rows)
         for part in range(first_part, first_part + load_i64(tile + 32)):
             merge(state, parts + (part * n_kv_heads + head) * (TILE_ROWS * STATE), n_rows)
-        write_rows(state, n_rows, first_row, start, head, group_size, head_dim, out, stride)
+        write_rows(state, n_rows, first_row, start, head, group_size, head_dim, sinks, out, stride)

@@ -50,20 +50,42 @@ GELU_SCALE, GELU_CUBIC = np.float32(np.sqrt(2 / np.pi)), np.float32(0.044715)
 
 
 @device
-def exp(x):
-    """e ** x, within 2 units in the last place."""
-    x = minimum(maximum(x, splat(EXP_LOW)), splat(EXP_HIGH))
-    n = to_int_rounded(x * splat(LOG2_E))
+def exp_rest(x, n):
+    """r = x - n ln 2."""
     whole = to_float(n)
     r = fma(whole, splat(LN2_HIGH), x)
-    r = fma(whole, splat(LN2_LOW), r)
+    return fma(whole, splat(LN2_LOW), r)
+
+
+@device
+def exp_polynomial(r):
+    """(e ** r - 1 - r) / r²."""
     p = fma(splat(EXP_5), r, splat(EXP_4))
     p = fma(p, r, splat(EXP_3))
     p = fma(p, r, splat(EXP_2))
     p = fma(p, r, splat(EXP_1))
-    p = fma(p, r, splat(EXP_0))
-    p = fma(p, r * r, r + splat(ONE))
+    return fma(p, r, splat(EXP_0))
+
+
+@device
+def exp(x):
+    """e ** x, within 2 units in the last place."""
+    x = minimum(maximum(x, splat(EXP_LOW)), splat(EXP_HIGH))
+    n = to_int_rounded(x * splat(LOG2_E))
+    r = exp_rest(x, n)
+    p = fma(exp_polynomial(r), r * r, r + splat(ONE))
     return p * power_of_two(n)
+
+
+@device
+def tanh(x):
+    """(e ** 2x - 1) / (e ** 2x + 1), within 3 units in the last place: 1 is taken away before it can cost digits."""
+    x = minimum(maximum(x + x, splat(EXP_LOW)), splat(EXP_HIGH))
+    n = to_int_rounded(x * splat(LOG2_E))
+    r = exp_rest(x, n)
+    power = power_of_two(n)
+    less_one = fma(fma(exp_polynomial(r), r * r, r), power, power - splat(ONE))
+    return less_one / (less_one + splat(TWO))
 
 
 @device
@@ -127,6 +149,14 @@ def gated_gelu(begin, end, gate, up, width, stride, y):
             g = load_f32x16(gate + i)
             inner = fma(splat(GELU_CUBIC) * g * g, g, g) * splat(TWO * GELU_SCALE)
             store_f32x16(y + i, g * sigmoid(inner) * load_f32x16(up + i))
+
+
+@kernel
+def softcap(begin, end, x, width, stride, y, cap: float, inverse: float):
+    """y = cap * tanh(x * inverse)."""
+    for row in range(begin, end):
+        for i in range(row * stride, row * stride + 4 * width, 64):
+            store_f32x16(y + i, splat(cap) * tanh(load_f32x16(x + i) * splat(inverse)))
 
 
 @kernel

@@ -15,6 +15,8 @@
 //
 // Compiled for: HEAD_DIM; Q8_0 (0 or 1), the cache's type; SOFT_CAP, SINKS (0 or 1); WEIGHT_PARTS (1 or 2); and for the
 // launch geometry that attention.py chooses: WARPS and BUFFERS of `attention_prefill`, STAGES of `attention_split`.
+// Where large heads meet little shared memory, nothing is fetched ahead: STAGES is 1, and BUFFERS 1 or, of a cache with
+// scales, 0; pages with scales are then widened straight from global memory.
 //
 // What bounds it on an H200 (4.3 TB/s; 132 SMs at 1.75 GHz, taken to do 2,500 operations a clock by mma.sync, so 580
 // TFLOP/s; predictions, of which nothing is measured yet): per row and key of 128 values there are 256 operations for
@@ -108,6 +110,9 @@ DEVICE float load_query(const float* q, int n, uint16_t* to) {
 struct Pages {
   const uint8_t* entries;
   const uint16_t* scales;
+  __device__ __forceinline__ Pages at(size_t block) const {
+    return {entries + block * ((Q8_0 ? 1 : 2) * PAGE * HEAD), scales + block * (PAGE * GROUPS)};
+  }
 };
 
 #if Q8_0
@@ -123,46 +128,48 @@ struct Pages {
 template <int THREADS>
 DEVICE void load_page(uint8_t* buffer, const Pages& pages, size_t block, int position,
                                           const Sight& sight) {
+  const uint8_t* entries = pages.at(block).entries;
 #if Q8_0
-  const uint8_t* codes = pages.entries + block * (PAGE * HEAD);
 #pragma unroll 4
-  for (int i = threadIdx.x; i < PAGE * HEAD / 16; i += THREADS) copy16_or_zeros(buffer + 16 * i, codes + 16 * i, true);
-  const uint8_t* scales = (const uint8_t*)(pages.scales + block * (PAGE * GROUPS));
+  for (int i = threadIdx.x; i < PAGE * HEAD / 16; i += THREADS)
+    copy16_or_zeros(buffer + 16 * i, entries + 16 * i, true);
+  const uint8_t* scales = (const uint8_t*)pages.at(block).scales;
   for (int i = threadIdx.x; i < PAGE * GROUPS / 8; i += THREADS)
     copy16_or_zeros(buffer + PAGE * HEAD + 16 * i, scales + 16 * i, true);
 #else
-  const uint8_t* halves = pages.entries + block * (2 * PAGE * HEAD);
 #pragma unroll 4
   for (int i = threadIdx.x; i < PAGE * HEAD / 8; i += THREADS) {
     const int row = i / (HEAD / 8), column = i % (HEAD / 8);
-    copy16_or_zeros(buffer + 2 * STRIDE * row + 16 * column, halves + 16 * i, sight.has(position + row));
+    copy16_or_zeros(buffer + 2 * STRIDE * row + 16 * column, entries + 16 * i, sight.has(position + row));
   }
 #endif
   commit_copies();
 }
 
 #if Q8_0
+// A page as `load_page` leaves it in shared memory.
+DEVICE Pages loaded(const uint8_t* buffer) { return {buffer, (const uint16_t*)(buffer + PAGE * HEAD)}; }
+
 // Two codes as halves, exactly: 0x6400 + b is 1024 + b.
 DEVICE uint32_t codes_to_halves(uint32_t word, uint32_t selector, uint32_t power) {
   const uint32_t biased = __byte_perm(word ^ 0x80808080u, 0x64646464u, selector);
   return multiply_halves(subtract_halves(biased, 0x64806480u), power);
 }
 
-// Turns codes to halves [PAGE, STRIDE], times a power of two near the scale, exactly, and leaves the rest of the scale
-// to `factors` [GROUPS, PAGE]: from 1 to 2, but for the largest scales and zero.  So weights times factors can be
-// rounded to halves whatever the scales are.
+// Turns a page's codes to halves [PAGE, STRIDE], times a power of two near the scale, exactly, and leaves the rest of
+// the scale to `factors` [GROUPS, PAGE]: from 1 to 2, but for the largest scales and zero.  So weights times factors can
+// be rounded to halves whatever the scales are.
 template <int THREADS>
-DEVICE void widen_page(const uint8_t* buffer, uint16_t* page, float* factors, int position,
+DEVICE void widen_page(const Pages& from, uint16_t* page, float* factors, int position,
                                            const Sight& sight) {
-  const uint16_t* scales = (const uint16_t*)(buffer + PAGE * HEAD);
 #pragma unroll 2
   for (int i = threadIdx.x; i < PAGE * HEAD / 16; i += THREADS) {
     const int row = i / (HEAD / 16), column = i % (HEAD / 16), group = column / (PER_SCALE / 16);
-    const float scale = half_to_float(scales[group * PAGE + row]);
+    const float scale = half_to_float(from.scales[group * PAGE + row]);
     const int exponent = min(max((__float_as_int(scale) >> 23) - 127, -24), 9);
     const uint32_t half_power = exponent < -14 ? 1u << (exponent + 24) : (uint32_t)(exponent + 15) << 10;
     const uint32_t power = half_power | half_power << 16;
-    const uint4 codes = *(const uint4*)(buffer + 16 * i);
+    const uint4 codes = *(const uint4*)(from.entries + 16 * i);
     uint4* to = (uint4*)(page + STRIDE * row + 16 * column);
     to[0] = make_uint4(codes_to_halves(codes.x, 0x4140, power), codes_to_halves(codes.x, 0x4342, power),
                            codes_to_halves(codes.y, 0x4140, power), codes_to_halves(codes.y, 0x4342, power));
@@ -318,10 +325,10 @@ DEVICE void add_values(float (&sums)[2 * PAIRS][4], float (&total)[4],
 struct Scoring {
   float factor, cap;
   __device__ __forceinline__ Scoring(float scale, float soft_cap)
-    : factor(SOFT_CAP ? 2.0f * LOG2_E * scale / soft_cap : LOG2_E * scale), cap(LOG2_E * soft_cap) {}
+    : factor(SOFT_CAP ? scale / soft_cap : LOG2_E * scale), cap(LOG2_E * soft_cap) {}
   __device__ __forceinline__ float score(float product, float row_factor) const {
     const float x = product * row_factor;
-    return SOFT_CAP ? cap - 2.0f * cap * reciprocal(exp2_of(x) + 1.0f) : x;
+    return SOFT_CAP ? cap * tanh_of(x) : x;
   }
 };
 
@@ -375,13 +382,14 @@ DEVICE float share_of(State state, const float* sinks, int head) {
 #define PREFILL_ROWS (ROWS * WARPS / HEAD_PARTS)
 #define PREFILL_PAIRS (HEAD_PARTS == 1 ? HEAD_STEPS : (HEAD_STEPS + 3) / 4 * 2)
 #define PREFILL_SUMS (8 * PREFILL_PAIRS)  // of a thread
+#define FETCHES_AHEAD (Q8_0 ? BUFFERS == 1 : BUFFERS == 2)
 #define PREFILL_PAGES (BUFFERS * LOAD_BYTES + Q8_0 * 2 * PAGE * STRIDE + FACTOR_BYTES)
 
 // out = softmax(scale * q @ keys.T, over visible positions) @ values, for the sequences of least ... most tokens.
 // Grid: (at least as many as there are tiles of PREFILL_ROWS rows, key heads).  q, out: float32, so many values a token
 // as their strides say.  Each warp has 16 rows, all the scores of them, and all or half of their sums.  Keys are fetched
-// while values are added, and values while keys are scored; where one buffer serves both (BUFFERS 1, without scales),
-// nothing is fetched meanwhile.
+// while values are added, and values while keys are scored; where one buffer serves both (BUFFERS 1, without scales) or
+// there is none (BUFFERS 0, with scales), nothing is fetched meanwhile.
 extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   attention_prefill(PARAMETERS, CACHE_PARAMETERS, const float* __restrict__ q, int q_stride, float* __restrict__ out,
                       int out_stride, const float* __restrict__ sinks, float scale, float soft_cap) {
@@ -395,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   // Shared memory: pages; sums of the spans so far, float32 [PREFILL_SUMS, threads]; rows of queries, which lie in the
   // sums' place if they go to registers at once.
   uint8_t* const load_keys = shared;
-  uint8_t* const load_values = shared + (BUFFERS - 1) * LOAD_BYTES;
+  uint8_t* const load_values = shared + (BUFFERS == 2) * LOAD_BYTES;
   float* const spans = (float*)(shared + PREFILL_PAGES) + threadIdx.x;
   uint16_t* const query_rows =
     (uint16_t*)(shared + PREFILL_PAGES + (QUERY_REGISTERS ? 0 : 4 * PREFILL_SUMS * PREFILL_THREADS));
@@ -416,7 +424,9 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   const int* table = block_tables + (size_t)tile.sequence * block_stride;
   const int stop = tile_sight.last / PAGE + 1;
   int page = tile_sight.first / PAGE;
+#if BUFFERS > 0
   load_page<PREFILL_THREADS>(load_keys, all_keys, (size_t)table[page] * n_kv_heads + kv_head, PAGE * page, tile_sight);
+#endif
 
   const Scoring scoring(scale, soft_cap);
   for (int row = ROWS / HEAD_PARTS * warp; row < ROWS / HEAD_PARTS * (warp + 1); row++) {
@@ -434,16 +444,17 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
     const int position = PAGE * page;
     const size_t block = (size_t)table[page] * n_kv_heads + kv_head;
     // Keys have come, and nobody reads values any more.
-    wait_for_copies<0>();
+    if (BUFFERS) wait_for_copies<0>();
     __syncthreads();
     const int low = rows[warp_row].position, high = rows[warp_row + ROWS - 1].position;
     const bool is_seen = has_rows && low - window < position + PAGE - 1 && position <= high;
     const bool is_masked = position <= high - window || low < position + PAGE - 1;
 #if Q8_0
-    widen_page<PREFILL_THREADS>(load_keys, page_keys, factors, position, tile_sight);
+    const Pages from_keys = BUFFERS ? loaded(load_keys) : all_keys.at(block);
+    widen_page<PREFILL_THREADS>(from_keys, page_keys, factors, position, tile_sight);
     __syncthreads();
 #endif
-#if Q8_0 || BUFFERS == 2
+#if FETCHES_AHEAD
     load_page<PREFILL_THREADS>(load_values, all_values, block, position, tile_sight);
 #endif
     float scores[KEY_TILES][4];
@@ -488,14 +499,15 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
     load_page<PREFILL_THREADS>(load_values, all_values, block, position, tile_sight);
 #endif
     // Values have come, and nobody reads keys any more.
-    wait_for_copies<0>();
+    if (BUFFERS) wait_for_copies<0>();
     __syncthreads();
 #if Q8_0
-    widen_page<PREFILL_THREADS>(load_values, page_values, factors, position, tile_sight);
+    const Pages from_values = BUFFERS ? loaded(load_values) : all_values.at(block);
+    widen_page<PREFILL_THREADS>(from_values, page_values, factors, position, tile_sight);
     __syncthreads();
 #endif
     const size_t next = page + 1 < stop ? (size_t)table[page + 1] * n_kv_heads + kv_head : 0;
-#if Q8_0 || BUFFERS == 2
+#if FETCHES_AHEAD
     if (page + 1 < stop) load_page<PREFILL_THREADS>(load_keys, all_keys, next, position + PAGE, tile_sight);
 #endif
     if (is_seen) add_values<PREFILL_PAIRS>(sums, weight_sums, scores, page_values, factors, first_pair);
@@ -558,7 +570,10 @@ struct Walk {
   }
 };
 
-// Those pages as they come to shared memory, STAGES - 1 of them on their way: places for STAGES of them, then what they
+// Pages with scales need no place as they come where nothing is fetched ahead.
+#define PLACES (Q8_0 && STAGES == 1 ? 0 : STAGES)
+
+// Those pages as they come to shared memory, STAGES - 1 of them on their way: places for PLACES of them, then what they
 // are widened to where they have scales.
 struct Stream {
   const Pages keys, values;
@@ -568,28 +583,42 @@ struct Stream {
   uint8_t* const shared;
   Walk ahead;
   int load_stage, stage;
+  __device__ __forceinline__ Pages pages() const {
+    return {ahead.is_value ? values.entries : keys.entries, ahead.is_value ? values.scales : keys.scales};
+  }
+  __device__ __forceinline__ size_t block() const { return (size_t)table[ahead.page] * n_kv_heads + kv_head; }
   __device__ __forceinline__ void load_next() {
     if (ahead.is_over()) {
       commit_copies();  // of nothing, so that groups can be counted
       return;
     }
-    const size_t block = (size_t)table[ahead.page] * n_kv_heads + kv_head;
-    const Pages pages = {ahead.is_value ? values.entries : keys.entries, ahead.is_value ? values.scales : keys.scales};
-    load_page<SPLIT_THREADS>(shared + load_stage * LOAD_BYTES, pages, block, PAGE * ahead.page, sight);
+    load_page<SPLIT_THREADS>(shared + load_stage * LOAD_BYTES, pages(), block(), PAGE * ahead.page, sight);
     load_stage = load_stage + 1 == STAGES ? 0 : load_stage + 1;
     ahead.advance();
   }
-  __device__ __forceinline__ float* factors() const { return (float*)(shared + STAGES * LOAD_BYTES); }
-  // Page number `number`, once it has come and nobody reads the one before any more.
+  __device__ __forceinline__ float* factors() const { return (float*)(shared + PLACES * LOAD_BYTES); }
+  // Page number `number`, once it has come and, unless STAGES is 1, nobody reads the one before any more.
   __device__ __forceinline__ const uint16_t* next(int number) {
+#if STAGES > 1
     wait_for_copies<STAGES - 2>();
     __syncthreads();
     const uint8_t* const buffer = shared + stage * LOAD_BYTES;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
     load_next();
+#elif !Q8_0
+    load_next();
+    wait_for_copies<0>();
+    __syncthreads();
+    const uint8_t* const buffer = shared;
+#endif
 #if Q8_0
-    uint16_t* const page = (uint16_t*)(shared + STAGES * LOAD_BYTES + FACTOR_BYTES);
-    widen_page<SPLIT_THREADS>(buffer, page, factors(), PAGE * number, sight);
+    uint16_t* const page = (uint16_t*)(shared + PLACES * LOAD_BYTES + FACTOR_BYTES);
+#if STAGES > 1
+    widen_page<SPLIT_THREADS>(loaded(buffer), page, factors(), PAGE * number, sight);
+#else
+    widen_page<SPLIT_THREADS>(pages().at(block()), page, factors(), PAGE * number, sight);
+    ahead.advance();
+#endif
     __syncthreads();
     return page;
 #else
@@ -625,7 +654,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
                      0,                  0};
   // Behind the pages: queries.
   uint16_t* const query_rows =
-    (uint16_t*)(shared + STAGES * LOAD_BYTES + Q8_0 * 2 * PAGE * STRIDE + FACTOR_BYTES);
+    (uint16_t*)(shared + PLACES * LOAD_BYTES + Q8_0 * 2 * PAGE * STRIDE + FACTOR_BYTES);
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) stream.load_next();
 
@@ -643,6 +672,9 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   float* const row_scores = scores + row * SCORE_STRIDE + column;
   float top = LOWEST, weight_sums[4] = {}, sums[2 * SPLIT_PAIRS][4] = {};
   while (!walk.is_over()) {
+#if STAGES == 1
+    __syncthreads();  // nobody reads values any more; keys are through before scores are shared
+#endif
     const uint16_t* page = stream.next(walk.page);
     float products[2][4];
     score_page(products, queries, page, stream.factors(), 2 * warp);

@@ -58,8 +58,8 @@ class Variant:
         soft_cap: whether scores are capped.
         sinks: whether each query head has a sink.
         weight_parts: halves that a weight is rounded to: 2 for 22 bits, 1 for 11 bits and a third fewer products.
-        warps, buffers: of `attention_prefill`.
-        stages: of `attention_split`.
+        warps, buffers: of `attention_prefill`; without buffers, pages with scales are read from where they lie.
+        stages: of `attention_split`; with one, nothing is fetched ahead, and pages with scales are read as above.
     """
 
     head_dim: int
@@ -129,7 +129,8 @@ class Variant:
     @property
     def split_bytes(self) -> int:
         """Dynamic shared memory of `attention_split`."""
-        return self.stages * self._load_bytes + self._widened_bytes + 2 * ROWS * (self.head + _PADDING)
+        places = 0 if self.stages == 1 and self.cache_type == "q8_0" else self.stages
+        return places * self._load_bytes + self._widened_bytes + 2 * ROWS * (self.head + _PADDING)
 
     @property
     def largest_block_bytes(self) -> int:
@@ -153,12 +154,12 @@ def choose_variant(
     """
     if not 1 <= head_dim <= 256:
         raise KernelError(f"attention on CUDA takes heads of 1 to 256 values, not {head_dim}: use device='cpu'")
-    for warps, buffers in ((8, 2), (8, 1), (4, 2), (4, 1), (2, 2), (2, 1)):
-        if buffers == 2 and cache_type == "q8_0":
-            continue  # what pages are widened to is the second buffer
-        for stages in (4, 3, 2):
+    for warps, buffers in ((8, 2), (8, 1), (4, 2), (4, 1), (2, 2), (2, 1), (2, 0)):
+        if buffers == (2 if cache_type == "q8_0" else 0):
+            continue  # what pages with scales are widened to is a buffer, too
+        for stages in (4, 3, 2, 1):
             variant = Variant(head_dim, cache_type, soft_cap, sinks, weight_parts, warps, buffers, stages)
-            staged = stages == 2 or stages * variant._load_bytes <= _STAGED_BYTES
+            staged = stages <= 2 or stages * variant._load_bytes <= _STAGED_BYTES
             if staged and variant.largest_block_bytes <= shared_bytes:
                 return variant
     raise KernelError(

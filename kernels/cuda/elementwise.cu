@@ -122,6 +122,17 @@ DEVICE float4 gated(const float* gate, const float* up, size_t row, int column, 
 GATED(gated_silu, Silu)
 GATED(gated_gelu, Gelu)
 
+// y = cap * tanh(x / cap), over rows of n values.  Grid: (blocks of 512 columns, rows).
+extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
+    softcap(const int* __restrict__ header, const float* __restrict__ x, int stride, int n, float cap,
+            float* __restrict__ y, int y_stride) {
+  const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
+  if (row >= header[N_TOKENS] || column >= n) return;
+  const float4 v = load_four(x + (size_t)row * stride, column, n);
+  *(float4*)(y + (size_t)row * y_stride + column) = make_float4(
+      cap * tanhf(v.x / cap), cap * tanhf(v.y / cap), cap * tanhf(v.z / cap), cap * tanhf(v.w / cap));
+}
+
 // -- Rows whose logits are wanted -------------------------------------------------------------------------------------
 
 // Row i of y is row rows[i] of x.  Grid: (blocks of 512 columns, rows of y).

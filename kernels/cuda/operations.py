@@ -129,6 +129,22 @@ class Gate:
         yield from _elementwise(name, (-(-gate.width // _GATE_COLUMNS), n), _GATE_THREADS, *arguments, *to)
 
 
+@dataclass(frozen=True, eq=False)
+class SoftCap:
+    """cap * tanh(x / cap)."""
+
+    batch: DeviceBatch
+    x: Rows
+    cap: float
+    y: Rows
+
+    def calls(self, extent: Extent) -> Iterator[Call]:
+        x, n = self.x, extent.rows(self.x.slot)
+        arguments = (self.batch.header_at(x.slot), *_row_arguments(x), np.float32(self.cap))
+        to = self.y.memory, np.int32(self.y.stride)
+        yield from _elementwise("softcap", (-(-x.width // _GATE_COLUMNS), n), _GATE_THREADS, *arguments, *to)
+
+
 def _result(kernel: str, y: Rows, inputs: Inputs | None, n_rows: int) -> tuple[str, tuple[Argument, ...]]:
     """A kernel's name, and its arguments for what it writes."""
     if inputs is None:
@@ -269,20 +285,24 @@ class Attention:
     heads: Heads
     layer: int
     scale: float
+    soft_cap: float | None
+    sinks: CUDAVector | None
     q: Rows
     y: Rows
 
     def calls(self, extent: Extent) -> Iterator[Call]:
-        recording, heads, variant = self.recording, self.heads, self.recording.variant
+        recording, heads = self.recording, self.heads
+        variant = replace(recording.variant, soft_cap=self.soft_cap is not None, sinks=self.sinks is not None)
         work, cache = extent.work(heads), recording.cache.layer(self.layer)
         sums, states = recording.parts(heads, work)
         parts = sums, states, np.int32(work.max_parts), np.int32(work.part_rows)
         q, out = ((rows.memory, np.int32(rows.stride)) for rows in (self.q, self.y))
-        scoring = np.float32(self.scale), np.float32(0)
+        scoring = np.float32(self.scale), np.float32(self.soft_cap or 0)
+        sinks = _NULL if self.sinks is None else self.sinks.memory
         own: dict[str, tuple[Argument, ...]] = {
-            "attention_prefill": (*cache, *q, *out, _NULL, *scoring),
+            "attention_prefill": (*cache, *q, *out, sinks, *scoring),
             "attention_split": (*cache, *q, *parts, *scoring),
-            "attention_merge": (*parts, *out, _NULL),
+            "attention_merge": (*parts, *out, sinks),
         }
         stride = np.int32(recording.batch.layout.table_stride)
         for launch in attention.launches(work, heads, variant, recording.properties.n_multiprocessors):

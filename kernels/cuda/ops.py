@@ -23,11 +23,24 @@ from localllm.kernels.cuda.operations import (
     Norm,
     Quantise,
     RopeAppend,
+    SoftCap,
 )
 from localllm.kernels.cuda.program import CUDAStep, Program
 from localllm.kernels.cuda.recording import N_OUTPUTS, N_TOKENS, Buffer, CUDACache, Inputs, Operation, Recording, Rows
 from localllm.kernels.cuda.weights import CHUNK_BYTES, CUDALinear, CUDAVector, WeightLoader
-from localllm.kernels.ops import Backend, CacheShape, KVCache, Linear, Part, Rope, Tensor, Weight, Widening
+from localllm.kernels.ops import (
+    Backend,
+    CacheShape,
+    KVCache,
+    Linear,
+    Part,
+    Rope,
+    Tensor,
+    Weight,
+    Widening,
+    check_sinks,
+    check_softcap,
+)
 
 _GATES = {"silu": "gated_silu", "gelu": "gated_gelu"}
 _ROWS = {N_TOKENS: "each token", N_OUTPUTS: "each output"}
@@ -287,17 +300,30 @@ class CUDAOps(Backend):
         self._add(RopeAppend(recording, *rows, rope, layer, (q_norm, k_norm), eps))
         return q.changed()
 
-    def attention(self, q: Buffer, layer: int, *, scale: float, window: int | None = None) -> Buffer:
+    def attention(
+        self,
+        q: Buffer,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: CUDAVector | None = None,
+    ) -> Buffer:
         recording = self._now
         shape = recording.cache.layout.shape
         self._check_tensors(q, slot=N_TOKENS)
         self._check_layer(layer)
         self._check_heads("queries", q, shape.n_kv_heads)
+        check_softcap(softcap)
+        if sinks is not None:
+            check_sinks(sinks.n, q.width // shape.head_dim)
+            recording.operands.append(sinks)
         group_size = q.width // shape.head_dim // shape.n_kv_heads
         heads = Heads(shape.n_kv_heads, group_size, NO_WINDOW if window is None else min(window, NO_WINDOW))
         recording.use_heads(heads)
         y = Buffer(recording, N_TOKENS, q.width)
-        self._add(Attention(recording, heads, layer, scale, q.read(), y.written))
+        self._add(Attention(recording, heads, layer, scale, softcap, sinks, q.read(), y.written))
         return y
 
     def gated(self, gate: Buffer, up: Buffer, activation: str) -> Buffer:
@@ -309,6 +335,13 @@ class CUDAOps(Backend):
             raise KernelError(f"a gate of {gate.width} values does not fit {up.width} values")
         y = Buffer(recording, gate.slot, gate.width, sources=[gate, up])
         self._add(Gate(recording.batch, gate.read(), up.read(), _GATES[activation], y.written))
+        return y
+
+    def softcap(self, x: Buffer, cap: float) -> Buffer:
+        check_softcap(cap)
+        self._check_tensors(x)
+        y = Buffer(self._now, x.slot, x.width)
+        self._add(SoftCap(self._now.batch, x.read(), cap, y.written))
         return y
 
     def outputs(self, x: Buffer) -> Buffer:

@@ -12,7 +12,9 @@ import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +24,17 @@ from localllm.kernels.cuda.attention import work_of_batch
 from localllm.kernels.cuda.cache import PAGE
 from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, Driver, Event, Graph, Module, Stream
 from localllm.kernels.cuda.operations import MOST_CHOICES, SORTED, Best, fused
-from localllm.kernels.cuda.recording import BUCKETS, N_TOKENS, SHORTEST, Argument, Buffer, Call, Extent, Recording
+from localllm.kernels.cuda.recording import (
+    BUCKETS,
+    N_TOKENS,
+    SHORTEST,
+    Argument,
+    Buffer,
+    Call,
+    Extent,
+    Operation,
+    Recording,
+)
 from localllm.kernels.ops import Batch, Hidden, hidden_rows
 
 #: Batches that may be on their way to the device.
@@ -52,6 +64,18 @@ class _Slot:
     words: NDArray[np.int32]
     event: Event
     rows: NDArray[np.uint8] | None = None
+
+
+class Watch(Protocol):
+    """What runs programs in their place, to see what they do; see `localllm.kernels.cuda.profile`."""
+
+    def run(self, program: Program, batch: Batch, extent: Extent) -> None:
+        """Called when a batch is on its way to the device: `Program.launch` computes it."""
+        ...
+
+
+#: What watches the programs that this thread runs, if something does.
+WATCH: ContextVar[Watch | None] = ContextVar("WATCH", default=None)
 
 
 class Program:
@@ -167,13 +191,21 @@ class Program:
 
     def _compute(self, batch: Batch) -> Extent:
         extent = self._bucket(batch) or self._whole(batch)
+        if (watch := WATCH.get()) is None:
+            self.launch(extent)
+        else:
+            watch.run(self, batch, extent)
+        return extent
+
+    def launch(self, extent: Extent) -> None:
+        """Computes the batch of that extent which is in the device's memory."""
         if extent not in self._graphs and extent not in self._launches:
-            launches = self._loaded(extent)
+            launches = self._loaded(self.operations, extent)
             self._launch(launches)
             self._launches[extent] = launches
             if len(self._launches) > _MOST_LAUNCHES:
                 self._launches.popitem(last=False)
-            return extent
+            return
         if extent not in self._graphs:
             self._graphs[extent] = self._captured(self._launches.pop(extent))
             if len(self._graphs) > _MOST_GRAPHS:
@@ -181,7 +213,10 @@ class Program:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(extent)
         self.driver.replay(self._graphs[extent], self.stream)
-        return extent
+
+    def graph(self, operations: Sequence[Operation], extent: Extent) -> Graph:
+        """A graph of some of the operations, for that extent."""
+        return self._captured(self._loaded(operations, extent))
 
     def _bucket(self, batch: Batch) -> Extent | None:
         """That of a bucket which a batch fits into, if any."""
@@ -229,15 +264,12 @@ class Program:
         )
         for extent in (*buckets, *large):
             if extent is not None:
-                for call in self._calls(extent):
+                for call in _calls(self.operations, extent):
                     modules[f"{call.module} {sorted(call.defines.items())}"] = call.module, call.defines
         self.driver.compile_modules(recording.device, modules.values(), progress)
 
-    def _calls(self, extent: Extent) -> list[Call]:
-        return [call for operation in self.operations for call in operation.calls(extent)]
-
-    def _loaded(self, extent: Extent) -> list[_Launch]:
-        return [self._load(call) for call in self._calls(extent)]
+    def _loaded(self, operations: Sequence[Operation], extent: Extent) -> list[_Launch]:
+        return [self._load(call) for call in _calls(operations, extent)]
 
     def _load(self, call: Call) -> _Launch:
         module = self.driver.load_module(self.recording.device, call.module, call.defines)
@@ -294,6 +326,10 @@ class Program:
 
 #: Batches beyond the buckets whose kernels are compiled ahead.
 _LARGE = (24, 40, 512)
+
+
+def _calls(operations: Sequence[Operation], extent: Extent) -> list[Call]:
+    return [call for operation in operations for call in operation.calls(extent)]
 
 
 def _rounded(n: int) -> int:

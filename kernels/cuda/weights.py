@@ -49,13 +49,14 @@ class CUDAVector:
 
 @dataclass(frozen=True, eq=False)
 class CUDALinear:
-    """A packed matrix: on a device's tiles, see `localllm.kernels.cuda.matmul`."""
+    """A packed matrix: on a device's tiles, see `localllm.kernels.cuda.matmul`.  ``name``: as the file has it."""
 
     memory: DeviceMemory
     packed: PackedFormat
     bias: CUDAVector | None
     n_in: int
     n_out: int
+    name: str
 
     @property
     def format(self) -> str:
@@ -127,7 +128,7 @@ class WeightLoader:
             if widening is not None:
                 widening(weight, format.name, format.packed_bytes(n_out, n_in))
             memory = self._pack(weight, format)
-        return CUDALinear(memory, format, None if bias is None else self.vector(bias), n_in, n_out)
+        return CUDALinear(memory, format, None if bias is None else self.vector(bias), n_in, n_out, weight.name)
 
     def _pack(self, weight: Weight, format: PackedFormat) -> DeviceMemory:
         """The weight's tiles.

@@ -4,186 +4,82 @@
 both as a program that uses the library sees them, sampling included.  At a depth, so many tokens stand before.
 
 **What it is compared with.**  A token that is generated needs all weights, and the keys and values of all tokens
-before it: bytes that must be read.  Its ceiling is a plain streaming read of as many bytes.  The tokens of a prompt
-share each weight that was read; what they cost is multiplications, and their ceiling how fast the processor
-multiplies bytes (for weights whose kernels do) and floats (for others, and in attention).  Ceilings are measured
-before and after every repetition, for they drift.
+before it: bytes that must be read.  Its ceiling is a plain streaming read of as many bytes; on a GPU a copy in its
+memory, whose bytes count twice.  The tokens of a prompt share each weight that was read; what they cost is
+multiplications, and their ceiling how fast the processor, or the GPU's tensor cores, multiply bytes (for weights
+whose kernels do) and floats (for others, and in attention).  Ceilings are measured before and after every repetition,
+for they drift.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from localllm import __version__
-from localllm.checks import whole_number
+from localllm.cli.bench_ceilings import amount, ceiling, threads_of, unit_of
+from localllm.cli.bench_profile import DeviceCeilings, DeviceProfile, check_profiled, profiles
+from localllm.cli.bench_work import Test, Work, make_tests
+from localllm.cli.defaults import settle
 from localllm.cli.machine import disturbance, too_many_threads
 from localllm.cli.main import DONE
 from localllm.cli.terminal import LoadStatus, StatusLine, model_line, quantity, warn
-from localllm.errors import UsageError
-from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo
-from localllm.kernels.cpu.host import OtherLoad, available_memory, cpu_model
-from localllm.kernels.cpu.roofline import Roofline
-from localllm.kernels.cpu.target import choose
-from localllm.kernels.cpu.tiles import TILES
-from localllm.kernels.ops import CacheShape, Weight
+from localllm.kernels.cpu.host import OtherLoad, cpu_model
 from localllm.llm import LLM, load
 from localllm.loading import LONG_CONTEXT
-from localllm.quant.repack import repack_target
 
-#: Bytes that a test of the bandwidth reads at most, and the part of the free memory that it takes at most.
-_MOST_READ, _PART_OF_MEMORY = 1 << 30, 4
+if TYPE_CHECKING:
+    from localllm.kernels.cuda.program import Watch
 
 _COLUMNS = "{:<18} {:>7} {:>18} {:>11} {:>11} {:>6}"
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures what the command line asks for."""
+    settings = settle(arguments, skip=["threads"])  # which are a list here
     tests = make_tests(arguments.prompts, arguments.generations, arguments.depths)
-    if arguments.threads and (complaint := too_many_threads(max(arguments.threads))):
+    threads_of_tests = arguments.threads or [settings.threads]
+    if complaint := too_many_threads(max(n or 1 for n in threads_of_tests)):
         warn(complaint)
     measured: list[Measurement] = []
+    profiled: dict[int, Sequence[DeviceProfile]] = {}
+    known: dict[str, DeviceCeilings] = {}
     others = OtherLoad()
-    for threads in arguments.threads or [None]:
+    for threads in threads_of_tests:
         with _load(arguments, threads, tests) as llm:
             info = llm.info
+            if arguments.profile:
+                check_profiled(info)
             if not measured:
                 print(model_line(info, arguments.threads or ()), "", _COLUMNS.format(*_HEAD), sep="\n", flush=True)
             for test in tests:
-                measured.append(_measure(llm, test, arguments.repetitions, arguments))
+                measured.append(measure(llm, test, arguments.repetitions, isa=arguments.isa, quiet=arguments.quiet))
                 print(measured[-1].line(), flush=True)
+                if arguments.profile:
+                    profiled[len(measured) - 1] = profile(llm, test, known)
+    for found in profiled.values():
+        for each in found:
+            print("", *each.lines(), sep="\n", flush=True)
     other_cpus = others.cpus()
     if complaint := disturbance(other_cpus, max(m.scatter for m in measured)):
         warn(complaint)
     if arguments.json:
-        print(json.dumps(as_json(info, measured, other_cpus), ensure_ascii=False, allow_nan=False))
+        print(json.dumps(as_json(info, measured, other_cpus, profiled), ensure_ascii=False, allow_nan=False))
     return DONE
 
 
-# -- What is measured ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Test:
-    """One thing to measure.
-
-    Attributes:
-        kind: "pp" or "tg".
-        n: tokens to evaluate, or to generate.
-        depth: tokens that stand before.
-    """
-
-    __test__ = False  # for pytest, which would take it for one of its own
-
-    kind: str
-    n: int
-    depth: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}{self.n}" + (f" @ d{self.depth}" if self.depth else "")
-
-    @property
-    def context(self) -> int:
-        """Tokens of context that it takes."""
-        return max(self.depth, 1) + self.n + 1
-
-
-def make_tests(prompts: Sequence[int], generations: Sequence[int], depths: Sequence[int]) -> list[Test]:
-    """The tests for three lists of numbers; 0 tokens are no test.
-
-    Raises:
-        UsageError: a number is negative, or there is no test.
-    """
-    tests = [
-        Test(kind, whole_number(flag, n, 0), whole_number("-d", depth, 0))
-        for depth in depths
-        for kind, flag, counts in (("pp", "-p", prompts), ("tg", "-n", generations))
-        for n in counts
-    ]
-    tests = [test for test in tests if test.n]
-    if not tests:
-        raise UsageError("there is nothing to measure: give -p or -n a number above 0")
-    return tests
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a model costs.
-
-    Attributes:
-        weight_bytes: read for every token that is generated.
-        kv_bytes: of one token's keys and values.
-        layer_products: multiplications of a token's activations with the layers' weights: of bytes, of floats.
-        head_products: the same of the output matrix, which a prompt needs once.
-        attention_products: multiplications of floats for each token that another one sees.
-        window: how many tokens a token sees at most, itself among them; None for all.
-    """
-
-    weight_bytes: int
-    kv_bytes: int
-    layer_products: tuple[int, int]
-    head_products: tuple[int, int]
-    attention_products: int
-    window: int | None = None
-
-    @classmethod
-    def of(cls, info: ModelInfo) -> Self:
-        """The work of a loaded model."""
-        config = info.config
-        with GGUFFile.open(info.path) as file:
-            matrices = [t for t in file.tensors.values() if len(t.shape) == 2]
-            head = file.tensors.get("output.weight", file.tensors["token_embd.weight"])
-            layers = [t for t in matrices if t.name.startswith("blk.")]
-        return cls(
-            weight_bytes=info.placement.multiplied,
-            kv_bytes=CacheShape(
-                config.n_layers, config.n_kv_heads, config.head_dim, info.cache_type
-            ).bytes_per_token(),
-            layer_products=products(layers),
-            head_products=products([head]),
-            attention_products=2 * config.n_layers * config.n_heads * config.head_dim,
-            window=config.sliding_window,
-        )
-
-    def seen(self, test: Test) -> float:
-        """Tokens that a token of the test sees on average."""
-        positions = np.arange(test.depth, test.depth + test.n) + 1
-        return float(np.minimum(positions, self.window or positions[-1]).mean())
-
-    def bytes_per_token(self, test: Test) -> float:
-        """Bytes that are read for a token that the test generates."""
-        return self.weight_bytes + self.kv_bytes * self.seen(test)
-
-    def products(self, test: Test) -> tuple[float, float]:
-        """Multiplications of bytes and of floats in the evaluation of the test's prompt."""
-        of_bytes, of_floats = (test.n * a + b for a, b in zip(self.layer_products, self.head_products, strict=True))
-        return of_bytes, of_floats + test.n * self.attention_products * self.seen(test)
-
-
-def products(matrices: Iterable[Weight]) -> tuple[int, int]:
-    """Multiplications of a token's activations with matrices: of bytes, and of floats.
-
-    What counts is the format that kernels read, which for some is another one than the file's.
-    """
-    n_bytes = n_floats = 0
-    for matrix in matrices:
-        if repack_target(matrix.type) in TILES:
-            n_bytes += math.prod(matrix.shape)
-        else:
-            n_floats += math.prod(matrix.shape)
-    return n_bytes, n_floats
+# -- What comes out ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -231,8 +127,18 @@ class Measurement:
 _HEAD = ("test", "threads", "tok/s", "achieved", "ceiling", "share")
 
 
-def as_json(info: ModelInfo, measured: Sequence[Measurement], other_cpus: float) -> dict[str, Any]:
-    """Everything as JSON values; ``other_cpus`` is how many processors other programs kept busy meanwhile."""
+def as_json(
+    info: ModelInfo,
+    measured: Sequence[Measurement],
+    other_cpus: float,
+    profiled: Mapping[int, Sequence[DeviceProfile]] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Everything as JSON values.
+
+    Args:
+        other_cpus: how many processors other programs kept busy meanwhile.
+        profiled: profiles of measurements, by their number.
+    """
     return {
         "localllm": __version__,
         "cpu": cpu_model(),
@@ -257,8 +163,9 @@ def as_json(info: ModelInfo, measured: Sequence[Measurement], other_cpus: float)
                 "achieved": statistics.median(m.achieved),
                 "ceiling": statistics.median(m.ceilings) if m.ceilings else None,
                 "share": m.share,
+                **({"profiles": [each.as_json() for each in profiled[i]]} if i in profiled else {}),
             }
-            for m in measured
+            for i, m in enumerate(measured)
         ],
     }
 
@@ -286,67 +193,61 @@ def _load(arguments: argparse.Namespace, threads: int | None, tests: Sequence[Te
         progress.close()
 
 
-def _measure(llm: LLM, test: Test, repetitions: int, arguments: argparse.Namespace) -> Measurement:
+def measure(llm: LLM, test: Test, repetitions: int, *, isa: str | None = None, quiet: bool = True) -> Measurement:
     """Runs a test once to warm up, and then ``repetitions`` times in turn with what it is compared with."""
     work, random = Work.of(llm.info), np.random.default_rng(0)
-    amount = work.bytes_per_token(test) if test.kind == "tg" else sum(work.products(test)) / test.n
     before = _random_ids(llm, random, test.depth)
     rates: list[float] = []
     ceilings: list[float] = []
-    status = StatusLine(enabled=not arguments.quiet)
+    status = StatusLine(enabled=not quiet)
     with ExitStack() as stack:
         status.show(f"{test.name}: warming up")
-        ceiling = _ceiling(llm.info, test, work, arguments.isa, stack)
+        most = ceiling(llm.info, test, work, isa, stack)
         _rate(llm, test, before, random)
         for i in range(repetitions):
             status.show(f"{test.name}: {i + 1} of {repetitions}")
-            ceilings += [] if ceiling is None else [ceiling()]
+            ceilings += [] if most is None else [most()]
             rates.append(_rate(llm, test, before, random))
-        ceilings += [] if ceiling is None else [ceiling()]
+        ceilings += [] if most is None else [most()]
     status.clear()
+    a_token = amount(llm.info, test, work) / (1 if test.kind == "tg" else test.n)
     return Measurement(
         test,
-        _threads(llm.info, test),
-        "B/s" if test.kind == "tg" else "MAC/s",
+        threads_of(llm.info, test),
+        unit_of(llm.info, test),
         tuple(rates),
-        tuple(rate * amount for rate in rates),
+        tuple(rate * a_token for rate in rates),
         tuple((a + b) / 2 for a, b in pairwise(ceilings)),
     )
 
 
-def _threads(info: ModelInfo, test: Test) -> int:
-    """How many compute a test."""
-    return info.decode_threads if test.kind == "tg" else info.threads
+def profile(llm: LLM, test: Test, known: dict[str, DeviceCeilings]) -> Sequence[DeviceProfile]:
+    """What the time of a test that is warm goes to on GPUs; see `profiles`."""
+    random = np.random.default_rng(0)
+    before = _random_ids(llm, random, test.depth)
+    return profiles(llm.info, test, lambda test, watch: _rate(llm, test, before, random, watch), known)
 
 
-def _rate(llm: LLM, test: Test, before: list[int], random: np.random.Generator) -> float:
-    """Runs a test once; tokens a second."""
-    if test.kind == "tg":
-        done = llm.generate(
-            before or _random_ids(llm, random, 1), max_tokens=test.n + 1, temperature=0, ignore_eos=True
-        )
-        return done.timings.decode_rate
-    if before:
-        llm.generate(before, max_tokens=0)  # unless the cache still has them
-    else:
-        llm.forget()
-    return llm.generate(before + _random_ids(llm, random, test.n), max_tokens=0).timings.prefill_rate
+def _rate(llm: LLM, test: Test, before: list[int], random: np.random.Generator, watch: Watch | None = None) -> float:
+    """Runs a test once, perhaps watched; tokens a second."""
+    if test.kind == "pp":
+        if before:
+            llm.generate(before, max_tokens=0)  # unless the cache still has them
+        else:
+            llm.forget()
+    prompt = before + _random_ids(llm, random, test.n) if test.kind == "pp" else before or _random_ids(llm, random, 1)
+    with nullcontext() if watch is None else _watching(watch):
+        if test.kind == "pp":
+            return llm.generate(prompt, max_tokens=0).timings.prefill_rate
+        done = llm.generate(prompt, max_tokens=test.n + 1, temperature=0, ignore_eos=True)
+    return done.timings.decode_rate
+
+
+def _watching(watch: Watch) -> AbstractContextManager[None]:
+    from localllm.kernels.cuda.profile import watching
+
+    return watching(watch)
 
 
 def _random_ids(llm: LLM, random: np.random.Generator, n: int) -> list[int]:
     return [int(i) for i in random.integers(0, llm.info.n_vocab, n)]
-
-
-def _ceiling(
-    info: ModelInfo, test: Test, work: Work, isa: str | None, stack: ExitStack
-) -> Callable[[], float] | None:
-    """What measures the ceiling for a test; None where the device is no processor."""
-    if info.device != "cpu":
-        return None
-    n_bytes = int(min(work.bytes_per_token(test), _MOST_READ, available_memory() // _PART_OF_MEMORY))
-    roofline = stack.enter_context(Roofline(_threads(info, test), choose(isa), n_bytes))
-    if test.kind == "tg":
-        return roofline.read_bandwidth
-    of_bytes, of_floats = work.products(test)
-    # At full speed each kind of multiplication would take its own time, one after the other.
-    return lambda: (of_bytes + of_floats) / (of_bytes / roofline.dot_rate() + of_floats / roofline.fma_rate())

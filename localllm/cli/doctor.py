@@ -54,13 +54,15 @@ PACKAGES = {
     "jinja2": "jinja2",
     "rich": "rich",
     "psutil": "psutil",
+    "tomlkit": "tomlkit",
 }
 
 #: Optional parts of localllm, and the distributions that tell whether they are there.
 EXTRAS = {
     "cuda12": ("cupy-cuda12x", "cuda-toolkit"),
     "cuda13": ("cupy-cuda13x", "cuda-toolkit"),
-    "dev": ("pytest", "pytest-xdist", "hypothesis", "mypy", "ruff"),
+    "hub": ("huggingface_hub",),
+    "dev": ("setuptools", "huggingface_hub", "pytest", "pytest-xdist", "hypothesis", "mypy", "ruff"),
     "reference": ("torch", "transformers", "safetensors"),
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from localllm.errors import UsageError
 
 _WHOLE_LAYERS = "a model is split by layers, see -ngl and --tensor-split; leave it out"
-_NO_DOWNLOADS = "localllm does not download models: get the GGUF file first, and name it with -m"
+_NO_DOWNLOADS = "localllm pull ORG/REPO[:QUANT] downloads a model, and -m ORG/REPO[:QUANT] then names it"
 _ONE_ANSWER = "localllm generate answers one prompt, without a conversation: give it with -p"
 _NOT_HERE = "this version of localllm has nothing like it"
 
@@ -56,6 +56,10 @@ _OTHER_COMMANDS = {
     "complete": "generate",
     "show": "inspect",
     "info": "inspect",
+    "list": "models",
+    "ls": "models",
+    "download": "pull",
+    "settings": "config",
 }
 
 _SINGLE_DASH = re.compile(r"-[a-z][a-z-]+")

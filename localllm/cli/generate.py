@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO
 
+from localllm.cli.defaults import settle
 from localllm.cli.machine import too_many_threads
 from localllm.cli.main import DONE, options_of
 from localllm.cli.terminal import (
@@ -33,6 +34,7 @@ from localllm.info import ModelInfo
 from localllm.llm import LLM, load
 from localllm.options import Request, SamplingOptions
 from localllm.placement import Format
+from localllm.settings import Settings
 
 #: Seconds after which somebody who may not know that a prompt is awaited is told.
 _PATIENCE_SECONDS = 1.0
@@ -42,7 +44,8 @@ _MAX_PROMPT_BYTES = 64 << 20
 
 def run(arguments: argparse.Namespace) -> int:
     """Generates a text as the command line asks."""
-    options = _options(arguments)
+    settings = settle(arguments)
+    options = _options(arguments, settings)
     Request.from_options(options)  # complains about a setting before a model is loaded for nothing
     prompt = _prompt(arguments)
     if arguments.chat and not prompt:
@@ -70,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             _describe(llm.info, verbose=arguments.verbose)
         status = StatusLine(enabled=not arguments.quiet)
         options["progress"] = _show_prefill(status)
-        with _start(llm, prompt, arguments, options) as stream:
+        with _start(llm, prompt, arguments, options, settings) as stream:
             if arguments.json:
                 completion = stream.read()
                 status.clear()
@@ -85,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 # -- What was asked for --------------------------------------------------------------------------------------------
 
 
-def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+def _options(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     """The keywords of `LLM.stream`."""
     options = options_of(arguments, [*SamplingOptions.__annotations__, "overflow", "speculate", "draft_max"])
     if "logprobs" in options and not arguments.json:
@@ -95,7 +98,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     if "draft_max" in options and "speculate" not in options and arguments.draft_model is None:
         raise UsageError("--draft-max needs --lookup or --draft-model, which guess")
     text: Callable[[str, str], str] = _unescaped if arguments.escape else _valid
-    options["stop"] = [text(stop, "--stop") for stop in arguments.stop]
+    options["stop"] = [text(stop, "--stop") for stop in arguments.stop] or settings.stop
     options["logit_bias"] = dict(arguments.logit_bias)
     options["ignore_eos"] = arguments.ignore_eos
     # llama.cpp's numbers for "no limit" and "until the context is full", and for "any seed".
@@ -104,7 +107,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         options["seed"] = None
     if breakers := options.get("dry_sequence_breakers"):
         options["dry_sequence_breakers"] = [text(b, "--dry-sequence-breaker") for b in breakers if b != "none"]
-    return options
+    return {**settings.sampling, **options}
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -182,7 +185,9 @@ def _unescaped(text: str, flag: str) -> str:
         raise UsageError(f"{flag} has an escape that cannot be read ({error}); write \\\\ for a backslash") from None
 
 
-def _start(llm: LLM, prompt: str, arguments: argparse.Namespace, options: dict[str, Any]) -> Stream:
+def _start(
+    llm: LLM, prompt: str, arguments: argparse.Namespace, options: dict[str, Any], settings: Settings
+) -> Stream:
     as_chat = arguments.chat if arguments.chat is not None else bool(prompt) and llm.has_chat_template
     if not as_chat:
         if arguments.system is not None:
@@ -197,6 +202,8 @@ def _start(llm: LLM, prompt: str, arguments: argparse.Namespace, options: dict[s
     if arguments.system is not None:
         text = _unescaped if arguments.escape else _valid
         messages.insert(0, {"role": "system", "content": text(arguments.system, "--system-prompt")})
+    elif settings.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": settings.system_prompt})
     return llm.stream_chat(messages, **options)
 
 

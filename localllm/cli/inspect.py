@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from localllm.cli.defaults import settle
 from localllm.cli.flags import in_flags
 from localllm.cli.main import DONE
 from localllm.cli.parser import make_parsers
@@ -38,6 +39,7 @@ _LONGEST_KEY = 50
 def run(arguments: argparse.Namespace) -> int:
     """Shows what the command line asks for."""
     _check_flags(arguments)
+    settle(arguments)
     with GGUFFile.open(arguments.model) as file:
         if arguments.plan:
             _show_plan(file, arguments)
@@ -72,10 +74,10 @@ def _on_one_line(text: str) -> str:
 def _check_flags(arguments: argparse.Namespace) -> None:
     given = {
         "-c": arguments.context is not None,
-        "--device": arguments.device != "auto",
+        "--device": arguments.device is not None,
         "-ngl": arguments.n_gpu_layers is not None,
         "--tensor-split": arguments.tensor_split is not None,
-        "--cache-type": arguments.cache_type != "f16",
+        "--cache-type": arguments.cache_type is not None,
     }
     if not arguments.plan and any(given.values()):
         flag = next(flag for flag, is_given in given.items() if is_given)

@@ -41,6 +41,9 @@ COMMANDS = {
     "inspect": "localllm.cli.inspect",
     "bench": "localllm.cli.bench",
     "doctor": "localllm.cli.doctor",
+    "models": "localllm.cli.models",
+    "pull": "localllm.cli.pull",
+    "config": "localllm.cli.config",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -72,6 +73,9 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
             "show what is installed, what runs here, and what to do about the rest",
             "",
         ),
+        ("models", _add_models, "[--json]", "list the models on this machine", MODELS_DETAILS),
+        ("pull", _add_pull, "ORG/REPO[:FILE or QUANT] [-q]", "download a model from the hub", PULL_DETAILS),
+        ("config", _add_config, "[path | set KEY VALUE | unset KEY] [--json]", "show or change settings", ""),
     ):
         command = parsers.add_parser(
             name,
@@ -88,9 +92,11 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
 
 
 GENERATE_DETAILS = """\
-Without -m the small demo model that comes with localllm writes.  Without -p and -f the prompt is read from
-standard input, unless that is a terminal; the empty prompt lets the model begin by itself.  One line end at the
-end of a prompt from a file or from standard input is dropped.
+Without -m the model that the settings name writes (localllm config), or else the small demo model that comes with
+localllm, which -m demo names.  What the settings say holds wherever no flag says otherwise.
+
+Without -p and -f the prompt is read from standard input, unless that is a terminal; the empty prompt lets the model
+begin by itself.  One line end at the end of a prompt from a file or from standard input is dropped.
 
 If the model has a chat template, the prompt is given to it as a user's message, and the model answers; --no-chat
 lets it go on with the text instead.  The empty prompt is never a message.
@@ -104,7 +110,23 @@ BENCH_DETAILS = """\
 generation of 128 tokens, one after the other, and @ d1024 means that 1,024 tokens stand before them.
 
 The share of the machine compares each result with a ceiling that is measured in turn with it, on as many threads:
-for tg how fast they read as many bytes as a token needs, for pp how fast they multiply.
+for tg how fast they read as many bytes as a token needs, for pp how fast they multiply.  On a GPU that is how fast
+it copies in its memory (bytes read and written), and how fast its tensor cores multiply.
+
+--profile adds for each test, and each GPU, what the kernels of a step take, by operation: its launches, its time and
+its share, the bytes and operations that it cannot do without a second, and how near that is to the GPU's ceilings.
+"at work" is the part of the time in which the GPU had any of this to do.
+"""
+
+MODELS_DETAILS = """\
+Lists the GGUF files in the folders that the setting model_folders names (localllm config set model_folders
+~/models), and in the cache of the Hugging Face hub.  Each can be named as listed wherever a command takes a model.
+"""
+
+PULL_DETAILS = """\
+The model goes into the cache of the Hugging Face hub, and every command then takes its name in place of a path.
+ORG/REPO:Q4_K_M chooses a file by its quantisation, ORG/REPO:NAME.gguf by its name; ORG/REPO alone the only one, or
+Q4_K_M.  What was fetched before it was interrupted is kept, and the same command goes on from there.
 """
 
 
@@ -118,7 +140,13 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("-m", "--model", type=model_file, metavar="FILE", help="a GGUF file (default: the demo model)")
+    group.add_argument(
+        "-m",
+        "--model",
+        type=model_file,
+        metavar="FILE",
+        help="a GGUF file, or ORG/REPO[:QUANT] of one that was pulled (default: the demo model)",
+    )
     _add_context(group)
     _add_device(group)
     group.add_argument(
@@ -153,7 +181,6 @@ def _add_device(group: argparse._ActionsContainer) -> None:
 def _add_placement(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--device",
-        default="auto",
         metavar="NAME",
         help="auto, cpu, cuda (all GPUs), cuda:0,1 (these) or reference (default: auto)",
     )
@@ -179,7 +206,6 @@ def _add_placement(group: argparse._ActionsContainer) -> None:
 def _add_cache_type(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--cache-type",
-        default="f16",
         metavar="TYPE",
         help="what the KV cache holds: f16, or q8_0 in about half the memory (default: f16)",
     )
@@ -374,6 +400,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("-r", "--repetitions", type=whole(1), metavar="N", default=5, help="repetitions (default: 5)")
     _add_device(parser)
+    parser.add_argument("--profile", action="store_true", help="show what the time on GPUs goes to, by operation")
     parser.add_argument("--json", action="store_true", help="print one line of JSON after the table")
     parser.add_argument("-q", "--quiet", action="store_true", help="show no progress")
 
@@ -382,18 +409,37 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_pull(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=model_file, metavar="ORG/REPO[:…]", help="what to download")
+    parser.add_argument("-q", "--quiet", action="store_true", help="show no progress")
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action", nargs="?", choices=("path", "set", "unset"), help="by default shows what is in force, and why"
+    )
+    parser.add_argument("key", nargs="?", metavar="KEY", help="such as context or sampling.temperature")
+    parser.add_argument("value", nargs="?", metavar="VALUE", help="a text, a number, or a list as in TOML")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
 # -- Values --------------------------------------------------------------------------------------------------------
 
-_ADDRESS = re.compile(r"(https?:|hf:|www\.|(hf\.co|huggingface\.co|ollama\.com)/)", re.IGNORECASE)
+#: A page's address: with its scheme, or a host's name and at least two words after it.
+_ADDRESS = re.compile(r"(https?:|hf:|www\.|[\w-]+(\.[\w-]+)*\.[a-z]{2,6}/[^/]+/[^/])", re.IGNORECASE)
 
 
 def model_file(text: str) -> str:
-    """The path of a model."""
+    """What names a model: a path, or ORG/REPO[:…]."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty: name a GGUF file")
-    if _ADDRESS.match(text):
+    if _ADDRESS.match(text) and not os.path.exists(text):
         raise argparse.ArgumentTypeError(
-            f"localllm does not download models: get the file from {text} first, and give its path here"
+            f"{text} is an address: name the model as ORG/REPO[:QUANT], as localllm pull does, or a GGUF file's path"
         )
     return text
 

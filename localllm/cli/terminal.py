@@ -175,7 +175,7 @@ def _kernels(n: int) -> str:
 
 def quantity(n: float, unit: str) -> str:
     """A quantity in three figures with a decimal prefix: 1.23 GB."""
-    return "{} {}{}".format(*_scaled(n, ("", "k", "M", "G", "T")), unit)
+    return "{} {}{}".format(*_scaled(n, ("", "k", "M", "G", "T", "P")), unit)
 
 
 def short_count(n: int) -> str:

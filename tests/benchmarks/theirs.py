@@ -9,6 +9,7 @@ import ctypes
 import importlib.metadata
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +22,8 @@ from tests.benchmarks.results import Array
 N_BATCH = 512
 #: ``GGML_TYPE_Q8_0``.
 _Q8_0 = 8
+#: More layers than a model has.
+_ALL_LAYERS = 999
 
 #: Functions that llama.cpp holds on to.
 _keep: list[object] = []
@@ -45,18 +48,25 @@ def version() -> str:
     return f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')} ({features.strip()})"
 
 
+def has_gpu() -> bool:
+    """Whether llama.cpp is here, and computes on GPUs."""
+    return find_spec("llama_cpp") is not None and bool(_binding().llama_supports_gpu_offload())
+
+
 class LlamaCpp:
     """A model in llama.cpp; a context manager.
 
     Args:
         path: the file.
         repack: whether weights may be copied into layouts for this processor (``use_extra_bufts``).
+        on_gpu: whether all layers go to GPUs.
     """
 
-    def __init__(self, path: Path, *, repack: bool) -> None:
+    def __init__(self, path: Path, *, repack: bool, on_gpu: bool = False) -> None:
         self._api = _binding()
         parameters = self._api.llama_model_default_params()
         parameters.use_extra_bufts = repack
+        parameters.n_gpu_layers = _ALL_LAYERS if on_gpu else 0
         self._model = self._api.llama_model_load_from_file(str(path).encode(), parameters)
         if not self._model:
             raise SystemExit(f"llama.cpp cannot load {path}")

@@ -58,7 +58,8 @@ def command(*arguments: object) -> list[str]:
 def environment(**changes: str) -> dict[str, str]:
     """The environment for a process of its own; ``PYTHONWARNINGS`` and the like are not handed on."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LOCALLLM_"))}
-    return {**kept, "LOCALLLM_CACHE": os.environ.get("LOCALLLM_CACHE", ""), **changes}
+    handed_on = {name: os.environ.get(name, "") for name in ("LOCALLLM_CACHE", "LOCALLLM_CONFIG")}
+    return {**kept, **handed_on, **changes}
 
 
 def run_process(

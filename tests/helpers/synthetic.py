@@ -49,6 +49,7 @@ class Shape:
 
 SHAPES = {
     "llama-1.1b": Shape("llama", 22, 2048, 5632, 32, 4, 32_000, 2048, 10_000.0, 1e-5, tied=False),
+    "llama-8b": Shape("llama", 32, 4096, 14_336, 32, 8, 128_256, 131_072, 500_000.0, 1e-5, tied=False),
     "qwen2-0.5b": Shape("qwen2", 24, 896, 4864, 14, 2, 151_936, 32_768, 1_000_000.0, 1e-6, tied=True),
 }
 
@@ -78,11 +79,13 @@ FILE_TYPES = {
 _FALLBACK = {GGMLType.Q4_K: GGMLType.Q5_0, GGMLType.Q5_K: GGMLType.Q5_1, GGMLType.Q6_K: GGMLType.Q8_0}
 
 
-def random_gguf(path: Path, shape: Shape, file_type: str, seed: int = 0) -> Path:
+def random_gguf(path: Path, shape: Shape, file_type: str, seed: int = 0, *, repeat_layers: bool = False) -> Path:
     """Writes a random model.  Memory stays near twice the largest tensor.
 
     Args:
         file_type: one of `FILE_TYPES`.
+        repeat_layers: whether tensors of one name, size and format are the same in all layers: written at the disk's
+            speed, while memory holds a layer.
     """
     kind = FILE_TYPES[file_type]
     types = {name: tensor_type(name, size, shape, kind) for name, size in tensor_shapes(shape)}
@@ -95,8 +98,13 @@ def random_gguf(path: Path, shape: Shape, file_type: str, seed: int = 0) -> Path
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     rng = np.random.Generator(np.random.SFC64(seed))
+    known: dict[tuple[str, GGMLType], NDArray[Any]] = {}
     for name, size in tensor_shapes(shape):
-        writer.write_tensor_data(_random_tensor(rng, name, size, types[name], shape))
+        same = (name.split(".", 2)[-1], types[name])
+        data = known[same] if same in known else _random_tensor(rng, name, size, types[name], shape)
+        if repeat_layers and name.startswith("blk."):
+            known[same] = data
+        writer.write_tensor_data(data)
     writer.close()
     return path
 
@@ -296,9 +304,9 @@ def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, file_type: FileType) ->
 
 
 def _add_spm_vocabulary(writer: gguf.GGUFWriter, n_vocab: int) -> None:
-    """3 special tokens, 256 bytes, and words of up to 3 letters, shorter ones first."""
+    """3 special tokens, 256 bytes, and words of up to 4 letters, shorter ones first."""
     letters = "etaoinshrdlucmfwygpbvkxqjz"
-    words = ("".join(word) for n in (1, 2, 3) for word in itertools.product(letters, repeat=n))
+    words = ("".join(word) for n in (1, 2, 3, 4) for word in itertools.product(letters, repeat=n))
     pieces = itertools.chain(["▁"], (piece for word in words for piece in (word, f"▁{word}")))
     words_wanted = n_vocab - 259
     filler = list(itertools.islice(pieces, words_wanted))

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.errors import DeviceError, KernelError, UsageError
-from localllm.kernels.cpu import host
+from localllm.kernels.cpu import host, recording
 from localllm.kernels.cpu import ops as cpu_ops
 from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cpu.program import Job, Workers
@@ -78,8 +78,8 @@ def test_a_step_waits_for_one_whose_wait_was_cut_short(monkeypatch: pytest.Monke
     job = ops.workers._last
     assert job is not None
     seen: list[bool] = []
-    fill = cpu_ops.Recording.fill
-    monkeypatch.setattr(cpu_ops.Recording, "fill", lambda self, *given: (seen.append(job.done), fill(self, *given)))
+    fill = recording.Recording.fill
+    monkeypatch.setattr(recording.Recording, "fill", lambda self, *given: (seen.append(job.done), fill(self, *given)))
     out = step(make_batch([(range(8), 0, [0])], outputs=[3]))
     assert seen == [True]
     np.testing.assert_array_equal(out, 2.0**20 * np.eye(64, 1024)[[3]])
@@ -115,6 +115,7 @@ def test_operations_outside_a_forward_pass_are_refused(ops: CPUOps) -> None:
         lambda: ops.rope_append(x, x, x, None, 0),
         lambda: ops.attention(x, 0, scale=1.0),
         lambda: ops.gated(x, x, "silu"),
+        lambda: ops.softcap(x, 1.0),
         lambda: ops.outputs(x),
     ]
     for call in calls:
@@ -247,7 +248,7 @@ def test_a_lookup_after_other_operations_keeps_its_rows(ops: CPUOps) -> None:
 
 def test_a_deep_pass_takes_no_more_memory_than_a_shallow_one(ops: CPUOps, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    original = cpu_ops.aligned_zeros
+    original = recording.aligned_zeros
 
     def counted(shape: Any, kind: type) -> Any:
         taken.append(int(np.prod(shape)) * np.dtype(kind).itemsize)
@@ -264,13 +265,13 @@ def test_a_deep_pass_takes_no_more_memory_than_a_shallow_one(ops: CPUOps, monkey
             x = ops.linear(ops.gated(a, b, "silu"), linear, residual=x)
         return ops.outputs(x)
 
-    monkeypatch.setattr(cpu_ops, "aligned_zeros", counted)
+    monkeypatch.setattr(recording, "aligned_zeros", counted)
     totals = []
     for depth in (2, 30):
         taken.clear()
         ops.compile(lambda depth=depth: forward(depth), cache, max_tokens=16, max_outputs=16)
         totals.append(sum(taken))
-    assert totals[0] == totals[1]
+    assert 0 < totals[0] == totals[1]
 
 
 def test_keys_and_values_are_rounded_to_float16_as_numpy_does() -> None:

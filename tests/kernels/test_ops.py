@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -137,6 +137,14 @@ def test_gated_gelu(ops: Ops) -> None:
     tanh = 0.5 * wide * (1 + np.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))) * up
     # Where the result nearly vanishes, 1 + tanh leaves few digits of it.
     np.testing.assert_allclose(out, tanh, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cap", [1e-3, 1.0, 30.0, 1e6])
+def test_softcap(ops: Ops, cap: float) -> None:
+    x = np.concatenate([5 * random(90), 1e-3 * random(30), LARGE]).astype(np.float32)[None]
+    wide = x.astype(np.float64)
+    out = apply(ops, lambda t: ops.softcap(t, cap), x)
+    np.testing.assert_allclose(out, cap * np.tanh(wide / cap), rtol=1e-6, atol=1e-30)
 
 
 def test_an_unknown_activation_is_named_with_the_known_ones(ops: Ops) -> None:
@@ -295,15 +303,21 @@ def test_far_positions_turn_precisely(ops: Ops) -> None:
 # -- Attention -----------------------------------------------------------------------------------------------------
 
 
-def plain_attention(q: Array, keys: Array, values: Array, scale: float) -> Array:
+def plain_attention(
+    q: Array, keys: Array, values: Array, scale: float, softcap: float | None = None, sinks: Array | None = None
+) -> Array:
     """One token: q [H, head_dim], keys and values [L, G, head_dim], all visible."""
     group_size = len(q) // keys.shape[1]
     out = np.empty(q.shape)
     for head, query in enumerate(q.astype(np.float64)):
         group = head // group_size
         scores = keys[:, group].astype(np.float64) @ query * scale
-        shares = np.exp(scores - scores.max())
-        out[head] = shares / shares.sum() @ values[:, group].astype(np.float64)
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        largest = scores.max() if sinks is None else max(scores.max(), sinks[head])
+        shares = np.exp(scores - largest)
+        total = shares.sum() + (0 if sinks is None else np.exp(sinks[head] - largest))
+        out[head] = shares / total @ values[:, group].astype(np.float64)
     return out
 
 
@@ -318,6 +332,8 @@ class Conversation:
     head_dim: int
     scale: float = 0.25
     window: int | None = None
+    softcap: float | None = None
+    sinks: Sequence[float] | None = None
     rope: Rope | None = None
     n_layers: int = 1
     cache_type: CacheType = "f16"
@@ -339,11 +355,14 @@ class Conversation:
         self.cache = self.ops.new_cache(shape, sum(counts) + 1)
         tables = [self.ops.load_embedding(f32(x)) for x in (self.q, self.k, self.v)]
         layer = self.n_layers - 1
+        more: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        if self.sinks is not None:
+            more["sinks"] = self.ops.load_vector(f32(self.sinks))
 
         def forward() -> Any:
             q, k, v = (self.ops.embed(t) for t in tables)
             q = self.ops.rope_append(q, k, v, self.rope, layer)
-            return self.ops.outputs(self.ops.attention(q, layer, scale=self.scale, window=self.window))
+            return self.ops.outputs(self.ops.attention(q, layer, **more))
 
         self.step = self.ops.compile(forward, self.cache, max_tokens=total, max_outputs=total)
 
@@ -359,7 +378,9 @@ class Conversation:
         out = []
         for t in range(first, stop):
             begin = max(0, t + 1 - (self.window or t + 1))
-            out.append(plain_attention(q[t], k[begin : t + 1], v[begin : t + 1], self.scale))
+            seen = slice(begin, t + 1)
+            sinks = None if self.sinks is None else np.array(self.sinks, np.float64)
+            out.append(plain_attention(q[t], k[seen], v[seen], self.scale, self.softcap, sinks))
         return np.array(out)
 
 
@@ -390,6 +411,72 @@ def test_attention_over_a_cache_of_scaled_bytes(backend: Backend, head_dim: int)
     assert_close(talk.run((0, 0, 70)), talk.expected(0, 0, 70))
 
 
+def test_soft_cap_and_sinks_with_large_heads(backend: Backend, ops: Ops) -> None:
+    head_dim = max(backend.head_dims)
+    more: dict[str, Any] = {"scale": 2 * head_dim**-0.5, "softcap": 1.5, "sinks": (0.5, -1, 2, 0)}
+    talk = Conversation(ops, [70], 4, 2, head_dim, **more)
+    backend.spoil(talk.cache)
+    assert_close(talk.run((0, 0, 70)), talk.expected(0, 0, 70))
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("cache_type", "softcap"), [("f16", None), ("f16", 50.0), ("q8_0", 2.0)])
+def test_soft_cap_and_sinks_give_the_same_bits_in_parts(
+    ops: Ops, softcap: float | None, cache_type: CacheType, window: int | None
+) -> None:
+    """Ragged prefill over several pages, then single tokens, against prefill at once, and against the formula."""
+    sinks = (0.5, -1, 2, 0, 3, 1)
+    more: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "cache_type": cache_type, "window": window}
+    talks = [Conversation(ops, [140, 30], 6, 2, 16, scale=0.5, **more) for _ in range(2)]
+    at_once = talks[0].run((0, 0, 140))
+    assert_close(at_once, talks[0].expected(0, 0, 140))
+    parts = [(0, 3), (3, 64), (64, 65), (65, 137), *((t, t + 1) for t in range(137, 140))]
+    for first, stop in parts:
+        out = talks[1].run((0, first, stop), *([(1, first, stop)] if stop <= 30 else []))
+        np.testing.assert_array_equal(out[: stop - first], at_once[first:stop])
+
+
+@pytest.mark.parametrize("sink", [-math.inf, -1e30, -100.0])
+def test_a_sink_far_below_the_scores_takes_nothing(ops: Ops, sink: float) -> None:
+    talk = Conversation(ops, [80], 2, 2, 16, sinks=(sink, sink))
+    assert_close(talk.run((0, 0, 80)), replace(talk, sinks=None).expected(0, 0, 80))
+
+
+@pytest.mark.parametrize("sink", [200.0, 1e30])
+def test_a_sink_far_above_the_scores_takes_all(ops: Ops, sink: float) -> None:
+    talk = Conversation(ops, [80], 2, 2, 16, sinks=(sink, 0))
+    out = talk.run((0, 0, 80))
+    assert np.abs(out[:, 0]).max() < 1e-30
+    assert_close(out[:, 1], talk.expected(0, 0, 80)[:, 1])
+
+
+@pytest.mark.parametrize("softcap", [1e-6, 1e-3])
+def test_a_tiny_soft_cap_makes_all_alike(ops: Ops, softcap: float) -> None:
+    talk = Conversation(ops, [80], 2, 2, 16, scale=100.0, softcap=softcap)
+    means = np.cumsum(talk.v.reshape(80, 2, 16).astype(np.float64), axis=0) / np.arange(1, 81)[:, None, None]
+    np.testing.assert_allclose(talk.run((0, 0, 80)), means, rtol=2e-3, atol=5e-3)
+
+
+def test_a_large_soft_cap_changes_nothing(ops: Ops) -> None:
+    """Nor may it cost the scores digits."""
+    talk = Conversation(ops, [80], 2, 2, 16, softcap=1e6)
+    assert_close(talk.run((0, 0, 80)), talk.expected(0, 0, 80))
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, 1e-7, 1e7, math.inf, math.nan])
+def test_a_soft_cap_out_of_range_is_refused(ops: Ops, softcap: float) -> None:
+    with pytest.raises(KernelError, match=r"soft-cap is .* between 1e-06 and 1e\+06"):
+        Conversation(ops, [3], 2, 2, 16, softcap=softcap).run((0, 0, 3))
+    with pytest.raises(KernelError, match="soft-cap is"):
+        apply(ops, lambda x: ops.softcap(x, softcap), random(1, 4))
+
+
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_sinks_that_are_not_one_a_query_head_are_refused(ops: Ops, n: int) -> None:
+    with pytest.raises(KernelError, match=f"{n} sinks do not fit 4 query heads"):
+        Conversation(ops, [3], 4, 2, 16, sinks=(0,) * n).run((0, 0, 3))
+
+
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("n_groups", [1, 3])
 def test_attention_with_groups_of_any_size(ops: Ops, group_size: int, n_groups: int) -> None:
@@ -399,12 +486,16 @@ def test_attention_with_groups_of_any_size(ops: Ops, group_size: int, n_groups: 
 
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
-def test_many_threads_share_a_long_cache(window: int | None, cache_type: CacheType) -> None:
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (2.0, (1, -1, 0, 5))])
+def test_many_threads_share_a_long_cache(
+    window: int | None, cache_type: CacheType, softcap: float | None, sinks: Sequence[float] | None
+) -> None:
     """Spans of it are summed up apart, which changes no bit."""
     outputs = []
+    more: dict[str, Any] = {"window": window, "cache_type": cache_type, "softcap": softcap, "sinks": sinks}
     for threads in (1, 8):
         ops = shared_by_threads(CPUOps(threads=threads))
-        talk = Conversation(ops, [1300, 40], 4, 2, 16, window=window, cache_type=cache_type)
+        talk = Conversation(ops, [1300, 40], 4, 2, 16, **more)
         talk.run((0, 0, 1299), (1, 0, 39))
         outputs.append(talk.run((0, 1299, 1300), (1, 39, 40)))
         assert_close(outputs[-1], np.concatenate([talk.expected(0, 1299, 1300), talk.expected(1, 39, 40)]))

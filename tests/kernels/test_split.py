@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from localllm.errors import KernelError
 from localllm.kernels.cpu.ops import CPUOps
-from localllm.kernels.ops import Backend, Batch, CacheShape, HostHidden
+from localllm.kernels.ops import Backend, Batch, CacheShape, HostHidden, Ops
 from localllm.kernels.reference import ReferenceOps
 from localllm.kernels.split import SplitOps, in_smaller_pages, micro_batches
 from localllm.quant.types import GGMLType
@@ -97,6 +97,29 @@ def test_cpu_and_reference_together(makers: Sequence[Callable[[], Backend]], pat
             assert np.abs(a - b).max() <= 2 * rounding
     assert (runner.cache.page_size, runner.cache.n_pages) == (64, 32)
     assert [part.n_pages for part in runner.cache.parts] == [32 * 64 // make().page_size for make in makers]
+
+
+def capped(ops: Ops, sinks_at: int) -> np.ndarray:
+    """Attention in the second of two layers, with soft-caps and with sinks, which lie with the layer ``sinks_at``."""
+    rng = np.random.default_rng(5)
+    table = ops.at("embedding").load_embedding(f32(rng.standard_normal((20, 32))))
+    weights = [ops.at(1).load_linear(f32(rng.standard_normal((n, 32)))) for n in (32, 16, 16)]
+    sinks = ops.at(sinks_at).load_vector(f32([0, 3, -1, 1]))
+
+    def forward() -> Any:
+        q, k, v = ops.linears(ops.embed(table), weights)
+        q = ops.rope_append(q, k, v, None, 1)
+        return ops.softcap(ops.outputs(ops.attention(q, 1, scale=1.0, softcap=2.0, sinks=sinks)), 0.5)
+
+    step = ops.compile(forward, ops.new_cache(CacheShape(2, 2, 8), 4), max_tokens=20, max_outputs=20)
+    return step(make_batch([(range(20), 0, [2, 1])])).copy()
+
+
+@pytest.mark.parametrize("make", [ReferenceOps, cpu_ops], ids=["reference", "cpu"])
+def test_soft_caps_and_sinks_reach_the_backend_of_their_layer(make: Callable[[], Backend]) -> None:
+    np.testing.assert_array_equal(capped(split([make], (1, 1)), 1), capped(make(), 1))
+    with pytest.raises(KernelError, match="lies on another"):
+        capped(split([make], (1, 1)), 0)
 
 
 def test_stories260k_split_has_the_same_bits() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.devices import GPU_OVERHEAD_BYTES, open_devices
+from localllm.devices import GPU_OVERHEAD_BYTES, gpu_memory, open_devices
 from localllm.errors import DeviceError
 from localllm.kernels.cuda import cupy_driver, installation
 from localllm.kernels.cuda.driver import DeviceProperties, Driver
@@ -121,3 +121,16 @@ def test_what_is_known_of_a_device(machine: Machine) -> None:
     kept = driver.allocate(0, (1 << 30) - 1)
     assert gpu.free_memory() == 0
     del kept
+
+
+def test_memory_of_gpus_that_work(machine: Machine) -> None:
+    machine(None)
+    assert gpu_memory("auto") == 0
+    machine(DeviceError("broken"))
+    assert gpu_memory("cuda") == 0
+    machine(MixedDriver())
+    of_one = (1 << 34) - GPU_OVERHEAD_BYTES
+    assert gpu_memory("auto") == gpu_memory("cuda") == 2 * of_one
+    assert gpu_memory("cuda:0,2") == of_one
+    assert gpu_memory("cuda:1,7") == of_one
+    assert gpu_memory("cpu") == gpu_memory("reference") == 0

@@ -53,9 +53,8 @@ def everything() -> Iterator[Case]:
     for architecture in SHARED_BYTES:
         for cache_type in CACHE_TYPES:
             for head_dim in HEAD_DIMS:
-                if architecture > 75 or head_dim <= 128:
-                    yield attention_case(head_dim, cache_type, architecture)
-                    yield attention_case(head_dim, cache_type, architecture, capped=True)
+                yield attention_case(head_dim, cache_type, architecture)
+                yield attention_case(head_dim, cache_type, architecture, capped=True)
                 yield append_case(head_dim, cache_type, architecture)
         yield elementwise_case(architecture)
 

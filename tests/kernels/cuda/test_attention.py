@@ -35,6 +35,11 @@ def variant_of(head_dim: int, kind: str = "f16", device: Device | None = None, *
     return choose_variant(head_dim, "q8_0" if kind == "q8_0" else "f16", shared, **more)
 
 
+def smallest(variant: Variant) -> Variant:
+    """The same, with as little shared memory as it can do with."""
+    return replace(variant, warps=2, buffers=0 if variant.cache_type == "q8_0" else 1, stages=1)
+
+
 @dataclass
 class Talk:
     """Sequences with random queries, and a cache that is NaN wherever none of their tokens lies.
@@ -196,6 +201,13 @@ def test_soft_cap_and_sinks_with_weights_of_one_half(device: Device) -> None:
     assert np.abs(plain.expected() - talk.expected()).max() > 0.1
 
 
+@pytest.mark.parametrize("soft_cap", [1e-3, 50.0, 1e6])
+def test_soft_caps_of_any_size(device: Device, soft_cap: float) -> None:
+    """Far above the scores a cap changes nothing, nor may it cost them digits."""
+    variant = variant_of(8, device=device, soft_cap=True, sinks=True)
+    assert_right(Talk(device, variant, ((5, 100), (1, 300)), scale=2.0, soft_cap=soft_cap))
+
+
 @pytest.mark.parametrize("power", [-70, 20, 70])
 def test_queries_of_any_size(device: Device, power: int) -> None:
     talk = Talk(device, variant_of(8, device=device), ((3, 100),), scale=0.3 * 2.0**-power)
@@ -220,24 +232,28 @@ def test_one_launch_serves_every_length(device: Device) -> None:
         assert_close(talk.run(work), talk.expected())
 
 
-def test_turing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("head_dim", "kind"), [(8, "f16"), (256, "f16"), (256, "q8_0")])
+def test_turing(head_dim: int, kind: str) -> None:
     if reason := nvrtc.missing() or build.missing():
         pytest.skip(reason)
     device = Device(EmulatedDriver(capability=(7, 5), shared_bytes=64 << 10))
-    assert_right(Talk(device, variant_of(8, device=device), ((5, 300), (1, 10)), Heads(1, 3)))
+    variant = variant_of(head_dim, kind, device)
+    assert_right(Talk(device, variant, ((5, 300), (1, 10)), Heads(1, 3), scale=head_dim**-0.5))
 
 
 CHECKED: Lengths = ((20, 330), (1, 70), (1, 1))
 
 
+@pytest.mark.parametrize("fetches_ahead", [True, False])
 @pytest.mark.parametrize(("head_dim", "kind"), [(8, "f16"), (24, "q8_0")])
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_no_access_is_wrong(head_dim: int, kind: str, order: Order) -> None:
+def test_no_access_is_wrong(head_dim: int, kind: str, order: Order, fetches_ahead: bool) -> None:
     """Bounds, initialised memory, races: with every order of threads and of copies."""
     if reason := nvrtc.missing() or build.missing():
         pytest.skip(reason)
     device = Device(EmulatedDriver(mode="check", kernel_order=order))
-    talk = Talk(device, variant_of(head_dim, kind, device), CHECKED, Heads(1, 2, 200))
+    variant = variant_of(head_dim, kind, device)
+    talk = Talk(device, variant if fetches_ahead else smallest(variant), CHECKED, Heads(1, 2, 200))
     assert_right(talk)
 
 
@@ -249,15 +265,15 @@ SHARED = {(7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (9, 0): 227 << 
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
 def test_variants_fit_into_every_device(capability: tuple[int, int], cache_type: Any) -> None:
-    for head_dim in (8, 16, 64, 80, 96, 128):
+    for head_dim in (8, 16, 64, 80, 96, 128, 256):
         variant = choose_variant(head_dim, cache_type, SHARED[capability])
         assert variant.largest_block_bytes <= SHARED[capability]
-        assert variant.warps >= 2
-    if capability == (7, 5):
-        with pytest.raises(KernelError, match=r"256 values in a .* needs \d+ bytes"):
-            choose_variant(256, cache_type, SHARED[capability])
-    else:
-        assert choose_variant(256, cache_type, SHARED[capability]).tile_rows >= 16
+        assert variant.tile_rows >= 16
+
+
+def test_a_device_of_too_little_shared_memory_is_refused_with_the_numbers() -> None:
+    with pytest.raises(KernelError, match=r"256 values in a f16 cache needs 58752 bytes .* gives 49152"):
+        choose_variant(256, "f16", 48 << 10)
 
 
 @pytest.mark.parametrize("head_dim", [0, 257])

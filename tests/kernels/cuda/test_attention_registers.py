@@ -21,7 +21,7 @@ from tests.kernels.cuda.attention_registers import (
 
 BUDGETS = tomllib.loads(Path(__file__).with_name("registers_attention.toml").read_text())
 CASES = [
-    attention_case(128, "q8_0", 75),
+    attention_case(256, "q8_0", 75),
     attention_case(80, "f16", 80, capped=True),
     attention_case(256, "f16", 86),
     attention_case(64, "q8_0", 89),

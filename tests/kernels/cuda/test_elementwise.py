@@ -104,6 +104,15 @@ def test_a_norm_is_quantised_as_by_itself(device: Device, width: int) -> None:
     np.testing.assert_array_equal(*quantised_launch(device, "rms_norm_quantised", y, width, inputs, True))
 
 
+@pytest.mark.parametrize("width", [5, 700])
+def test_softcap(checked: Device, width: int) -> None:
+    x = 40 * random(3, width)
+    wide = padded(x)
+    inputs = [checked.upload(wide), np.int32(wide.shape[1]), np.int32(width), np.float32(30)]
+    out = row_launch(checked, "softcap", 3, width, inputs, False)
+    np.testing.assert_allclose(out, 30 * np.tanh(x[:-1].astype(np.float64) / 30), rtol=1e-6)
+
+
 def gate_inputs(device: Device, gate: Array, up: Array) -> list[Any]:
     wide = padded(gate)
     return [device.upload(wide), device.upload(padded(up)), np.int32(wide.shape[1]), np.int32(gate.shape[1])]

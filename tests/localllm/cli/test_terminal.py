@@ -155,7 +155,15 @@ def test_no_progress_where_none_is_wanted(screen: FakeTerminal) -> None:
 
 @pytest.mark.parametrize(
     ("n", "shown"),
-    [(0, "0 B"), (999, "999 B"), (999.4, "999 B"), (999.6, "1 kB"), (1234567, "1.23 MB"), (5e15, "5e+03 TB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999.4, "999 B"),
+        (999.6, "1 kB"),
+        (1234567, "1.23 MB"),
+        (5e15, "5 PB"),
+        (5e18, "5e+03 PB"),
+    ],
 )
 def test_quantities(n: float, shown: str) -> None:
     assert quantity(n, "B") == shown

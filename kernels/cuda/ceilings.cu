@@ -1,0 +1,100 @@
+// What a device does at most: kernels that only read, and kernels that only multiply (roofline.py).
+//
+// Each leaves sums of all that it has read or multiplied, so that none of it can be left out, and a test can check it.
+#include "mma.cuh"
+
+#define THREADS 256
+#define WARPS (THREADS / WARP)
+#define LOADS 4    // 16 bytes that a thread has under way at once
+#define CHAINS 8   // products of a warp that do not wait for each other
+#define PERIOD 4   // right operands that take turns
+
+DEVICE uint32_t sum_of(uint4 v) { return v.x + v.y + v.z + v.w; }
+
+// Sums of 32-bit words modulo 2^32, one for each warp.  n: units of 16 bytes.  Grid: as many blocks as keep it busy.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    read_words(const uint4* __restrict__ data, int64_t n, uint32_t* __restrict__ sums) {
+  const int64_t step = (int64_t)gridDim.x * THREADS * LOADS;
+  uint32_t total = 0;
+  for (int64_t i = (int64_t)blockIdx.x * THREADS * LOADS + threadIdx.x; i < n; i += step) {
+    uint4 v[LOADS];
+#pragma unroll
+    for (int k = 0; k < LOADS; k++) {
+      v[k] = i + k * THREADS < n ? data[i + k * THREADS] : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int k = 0; k < LOADS; k++) total += sum_of(v[k]);
+  }
+  total = warp_sum(total);
+  if (threadIdx.x % WARP == 0) sums[blockIdx.x * WARPS + threadIdx.x / WARP] = total;
+}
+
+// The operands of a warp: CHAINS left ones of four words a lane, then PERIOD right ones of two; lane after lane.
+struct Operands {
+  uint4 left[CHAINS];
+  uint2 right[PERIOD];
+};
+
+DEVICE Operands load_operands(const uint32_t* words) {
+  Operands o;
+  const int lane = threadIdx.x % WARP;
+#pragma unroll
+  for (int c = 0; c < CHAINS; c++) o.left[c] = ((const uint4*)words)[c * WARP + lane];
+#pragma unroll
+  for (int p = 0; p < PERIOD; p++) o.right[p] = ((const uint2*)(words + CHAINS * WARP * 4))[p * WARP + lane];
+  return o;
+}
+
+// acc += A times B, of signed bytes: [16, 32] times [32, 8], or without such tensor cores each lane's words by words.
+DEVICE void multiply_add(int (&acc)[4], uint4 a, uint2 b) {
+#if __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(acc[0]), "+r"(acc[1]), "+r"(acc[2]), "+r"(acc[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+#else
+  acc[0] = __dp4a((int)a.x, (int)b.x, acc[0]);
+  acc[1] = __dp4a((int)a.y, (int)b.x, acc[1]);
+  acc[2] = __dp4a((int)a.z, (int)b.y, acc[2]);
+  acc[3] = __dp4a((int)a.w, (int)b.y, acc[3]);
+#endif
+}
+
+// Products of all left operands with each right one in turn, `rounds` times; one sum for each warp.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    multiply_int8(const uint32_t* __restrict__ words, int rounds, uint32_t* __restrict__ sums) {
+  const Operands o = load_operands(words);
+  int acc[CHAINS][4] = {};
+  for (int i = 0; i < rounds; i++) {
+#pragma unroll
+    for (int p = 0; p < PERIOD; p++) {
+#pragma unroll
+      for (int c = 0; c < CHAINS; c++) multiply_add(acc[c], o.left[c], o.right[p]);
+    }
+  }
+  uint32_t total = 0;
+#pragma unroll
+  for (int c = 0; c < CHAINS; c++) total += (uint32_t)acc[c][0] + acc[c][1] + acc[c][2] + acc[c][3];
+  total = warp_sum(total);
+  if (threadIdx.x % WARP == 0) sums[blockIdx.x * WARPS + threadIdx.x / WARP] = total;
+}
+
+// The same of floats of 16 bits, [16, 16] times [16, 8].
+#define MULTIPLY_FLOATS(name, mma)                                                                       \
+  extern "C" __global__ void __launch_bounds__(THREADS)                                                  \
+      name(const uint32_t* __restrict__ words, int rounds, float* __restrict__ sums) {                   \
+    const Operands o = load_operands(words);                                                             \
+    float acc[CHAINS][4] = {};                                                                           \
+    for (int i = 0; i < rounds; i++) {                                                                   \
+      _Pragma("unroll") for (int p = 0; p < PERIOD; p++) {                                               \
+        _Pragma("unroll") for (int c = 0; c < CHAINS; c++) mma(acc[c], o.left[c], o.right[p].x, o.right[p].y); \
+      }                                                                                                  \
+    }                                                                                                    \
+    float total = 0.0f;                                                                                  \
+    _Pragma("unroll") for (int c = 0; c < CHAINS; c++) total += acc[c][0] + acc[c][1] + acc[c][2] + acc[c][3]; \
+    total = warp_sum(total);                                                                             \
+    if (threadIdx.x % WARP == 0) sums[blockIdx.x * WARPS + threadIdx.x / WARP] = total;                  \
+  }
+MULTIPLY_FLOATS(multiply_f16, mma_f16)
+#if __CUDA_ARCH__ >= 800
+MULTIPLY_FLOATS(multiply_bf16, mma_bf16)
+#endif

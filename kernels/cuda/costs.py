@@ -1,0 +1,163 @@
+"""What operations of a forward pass cost at least: bytes that must cross a device's memory, and multiplications.
+
+Each input is counted once, and each result.  Whatever reads a thing twice, or multiplies more than it must, shows as
+time beyond the floor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+from localllm.kernels.cuda import operations as ops
+from localllm.kernels.cuda.attention import NO_WINDOW
+from localllm.kernels.cuda.matmul import PACKED_FORMATS
+from localllm.kernels.cuda.recording import CUDACache, Inputs, Operation, Rows
+from localllm.kernels.cuda.roofline import Kind
+from localllm.kernels.cuda.weights import CUDALinear
+from localllm.kernels.ops import Batch
+from localllm.quant.types import GGMLType
+
+_KINDS: dict[str, Kind | None] = {"F16": "f16", "BF16": "bf16", "F32": None}
+_EIGHT_BITS = PACKED_FORMATS[GGMLType.Q8_0]
+_LAYER = re.compile(r"blk\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What something costs at least.
+
+    Attributes:
+        n_bytes: read and written.
+        n_operations: a multiplication and an addition are two.
+        kind: what is multiplied; None for what no tensor core does.
+    """
+
+    n_bytes: float = 0.0
+    n_operations: float = 0.0
+    kind: Kind | None = None
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.n_bytes + other.n_bytes, self.n_operations + other.n_operations, self.kind or other.kind)
+
+    def seconds(self, bandwidth: float, rates: Mapping[Kind, float]) -> float:
+        """The floor: nothing does it in less, on a device that moves and multiplies so much a second.
+
+        Args:
+            rates: operations a second, of every kind that there is.
+        """
+        products = 0.0 if self.kind is None else self.n_operations / rates[self.kind]
+        return max(self.n_bytes / bandwidth, products)
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The numbers of a batch that costs depend on.
+
+    Attributes:
+        n_tokens, n_outputs: of all sequences.
+        sequences: of each, its tokens in the batch and its length in the cache with them.
+    """
+
+    n_tokens: int
+    n_outputs: int
+    sequences: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, batch: Batch) -> Self:
+        sequences = tuple((stop - start, length) for start, stop, length in batch.sequences())
+        return cls(len(batch.ids), len(batch.outputs), sequences)
+
+    def rows(self, slot: int) -> int:
+        """Rows of a tensor whose rows ``slot`` counts."""
+        return self.n_outputs if slot else self.n_tokens
+
+    def seen(self, window: int) -> tuple[int, int]:
+        """Positions that tokens see, each token's own; and those that any token of a sequence sees."""
+        pairs = positions = 0
+        for n, length in self.sequences:
+            first = length - n
+            pairs += sum(min(position + 1, window) for position in range(first, length))
+            positions += length - max(0, first + 1 - window)
+        return pairs, positions
+
+
+def describe(operation: Operation) -> str:
+    """What an operation is called in a profile; the same for the same one of each layer."""
+    match operation:
+        case ops.Multiply(weights=weights):
+            names = "+".join(dict.fromkeys(_short(w.name) for w in weights))
+            return f"linear {names} {weights[0].format}"
+        case ops.Norm(inputs=None) | ops.Gate(inputs=None):
+            return type(operation).__name__.lower()
+        case ops.Norm() | ops.Gate():
+            return f"{type(operation).__name__.lower()} + quantise"
+        case ops.RopeAppend():
+            return "rope + append"
+        case ops.Attention(heads=heads) if heads.window < NO_WINDOW:
+            return f"attention, window {heads.window}"
+    return type(operation).__name__.lower()
+
+
+def _short(name: str) -> str:
+    return _LAYER.sub("", name).removesuffix(".weight") or "?"
+
+
+def cost(operation: Operation, sizes: BatchSizes) -> Cost | None:
+    """What an operation costs for a batch; None where that is not known."""
+    match operation:
+        case ops.Multiply(slot=slot):
+            return _product(operation, sizes.rows(slot))
+        case ops.Attention():
+            return _attention(operation, sizes)
+        case ops.RopeAppend(q=q, k=k, v=v, recording=recording):
+            written = _cache_bytes(recording.cache) * sizes.n_tokens
+            return Cost(sizes.n_tokens * (2 * _row(q) + _row(k) + _row(v)) + written)
+        case ops.Embed(table=table, y=y):
+            return Cost(sizes.n_tokens * (table.n_bytes / table.n_out + _row(y)))
+        case ops.Gather(x=x, y=y):
+            return Cost(sizes.n_outputs * (_row(x) + _row(y)))
+        case ops.Norm(x=x, y=y, inputs=inputs):
+            return Cost(sizes.rows(x.slot) * (_row(x) + _result(y, inputs)) + _row(x))
+        case ops.Gate(gate=gate, y=y, inputs=inputs):
+            return Cost(sizes.rows(gate.slot) * (2 * _row(gate) + _result(y, inputs)))
+        case ops.Quantise(x=x, format=format):
+            n = sizes.rows(x.slot)
+            return Cost(n * _row(x) + format.unit_bytes(x.width, n) + format.input_scale_bytes(x.width, n))
+    return None
+
+
+def _row(rows: Rows) -> int:
+    """Bytes of a row of float32."""
+    return 4 * rows.width
+
+
+def _result(y: Rows, inputs: Inputs | None) -> int:
+    """Bytes of a row that is written in float32, or in eight bits."""
+    if inputs is None:
+        return _row(y)
+    return _EIGHT_BITS.unit_bytes(y.width, 1) + _EIGHT_BITS.input_scale_bytes(y.width, 1)
+
+
+def _product(operation: ops.Multiply, n: int) -> Cost:
+    weights: list[CUDALinear] = list(operation.weights)
+    format, n_in = weights[0].packed, weights[0].n_in
+    n_out = sum(w.n_out for w in weights)
+    results = 4 * n * n_out * (2 if operation.residual else 1)
+    inputs = format.unit_bytes(n_in, n) + format.input_scale_bytes(n_in, n)
+    kind = _KINDS.get(format.name, "int8")
+    return Cost(sum(w.n_bytes for w in weights) + inputs + results, 2 * n * n_in * n_out, kind)
+
+
+def _attention(operation: ops.Attention, sizes: BatchSizes) -> Cost:
+    pairs, positions = sizes.seen(operation.heads.window)
+    n_bytes = sizes.n_tokens * (_row(operation.q) + _row(operation.y))
+    n_bytes += positions * _cache_bytes(operation.recording.cache)
+    return Cost(n_bytes, 4 * pairs * operation.q.width, "f16")  # query times key, and weight times value
+
+
+def _cache_bytes(cache: CUDACache) -> int:
+    """Of one token's keys and values in a layer."""
+    return replace(cache.layout.shape, n_layers=1).bytes_per_token()

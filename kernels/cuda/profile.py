@@ -1,0 +1,197 @@
+"""Where the time of forward passes goes on CUDA devices.
+
+Programs that run inside ``with watching(…)`` are watched, in that thread.  `BusyTime` times each as a whole;
+`Profiler` what it is made of.
+
+**How an operation is timed.**  The kernels of a token take a few microseconds each, less than the host needs to
+launch one, or a device to take the time between two.  So all operations of a forward pass that are the same but for
+the layer, such as its products with gate and up, are captured in a graph of their own, whose replays are timed as a
+whole.  As in the forward pass each reads weights of its own, which no cache still has; what they compute of what
+stands in their inputs by then is lost, and the batch runs once more as it should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from localllm.kernels.cuda.costs import BatchSizes, Cost, cost, describe
+from localllm.kernels.cuda.driver import Event
+from localllm.kernels.cuda.program import WATCH, Program, Watch
+from localllm.kernels.cuda.recording import Extent, Operation
+from localllm.kernels.cuda.timing import Stopwatch
+from localllm.kernels.ops import Batch
+
+#: Launches that a graph has at least, lest the host takes longer to launch it than the device to run it.
+LEAST_LAUNCHES = 32
+
+
+@contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """The programs that this thread runs inside are watched."""
+    token = WATCH.set(watch)
+    try:
+        yield
+    finally:
+        WATCH.reset(token)
+
+
+class BusyTime:
+    """How long devices were at work on forward passes, from the first kernel of each to its last."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[Program, Event, Event]] = []
+
+    def run(self, program: Program, batch: Batch, extent: Extent) -> None:
+        driver, stream = program.driver, program.stream
+        begin, end = (driver.event(stream.device, timing=True) for _ in range(2))
+        driver.record(begin, stream)
+        program.launch(extent)
+        driver.record(end, stream)
+        self._marks.append((program, begin, end))
+
+    def seconds(self) -> dict[int, float]:
+        """Of each device, once all of it is done."""
+        total: dict[int, float] = {}
+        for program, begin, end in self._marks:
+            program.driver.synchronize(end)
+            total[end.device] = total.get(end.device, 0.0) + program.driver.elapsed_seconds(begin, end)
+        return total
+
+
+@dataclass
+class Share:
+    """A kind of operation: how many there were, the launches that they took, and seconds.
+
+    Attributes:
+        cost: what they cost at least; None where that is not known.
+    """
+
+    name: str
+    cost: Cost | None
+    n: int = 0
+    n_launches: int = 0
+    seconds: float = 0.0
+
+    def add(self, n: int, n_launches: int, seconds: float, cost: Cost | None) -> None:
+        self.cost = None if self.cost is None or cost is None else self.cost + cost
+        self.n, self.n_launches, self.seconds = self.n + n, self.n_launches + n_launches, self.seconds + seconds
+
+
+@dataclass
+class Profile:
+    """The forward passes of one device.
+
+    Attributes:
+        n_steps: batches that ran.
+        seconds: that their graphs took, as a whole.
+        shares: by name, in the order of the first pass.
+    """
+
+    n_steps: int = 0
+    seconds: float = 0.0
+    shares: dict[str, Share] = field(default_factory=dict)
+
+    @property
+    def kernel_seconds(self) -> float:
+        return sum(share.seconds for share in self.shares.values())
+
+
+class Profiler:
+    """Times what forward passes are made of.
+
+    Attributes:
+        profiles: of each device.
+
+    Args:
+        repetitions: how often a graph is timed.
+        least_launches: that it has; by default `LEAST_LAUNCHES`.
+    """
+
+    def __init__(self, repetitions: int = 5, least_launches: int = 0) -> None:
+        self.profiles: dict[int, Profile] = {}
+        self._repetitions, self._least_launches = repetitions, least_launches or LEAST_LAUNCHES
+
+    def run(self, program: Program, batch: Batch, extent: Extent) -> None:
+        profile = self.profiles.setdefault(program.stream.device, Profile())
+        with _hidden_states_kept(program):
+            program.launch(extent)  # compiles what is missing
+            profile.n_steps += 1
+            profile.seconds += self._seconds(program, program.operations, extent, least_launches=1)
+            for name, operations in _by_name(program.operations).items():
+                self._add(profile, program, name, operations, batch, extent)
+        program.launch(extent)
+
+    def _add(
+        self,
+        profile: Profile,
+        program: Program,
+        name: str,
+        operations: Sequence[Operation],
+        batch: Batch,
+        extent: Extent,
+    ) -> None:
+        n_launches = sum(1 for operation in operations for _ in operation.calls(extent))
+        if not n_launches:
+            return
+        sizes = BatchSizes.of(batch)
+        share = profile.shares.setdefault(name, Share(name, Cost()))
+        seconds = self._seconds(program, operations, extent, self._least_launches)
+        share.add(len(operations), n_launches, seconds, total_cost(operations, sizes))
+
+    def _seconds(
+        self, program: Program, operations: Sequence[Operation], extent: Extent, least_launches: int
+    ) -> float:
+        return operation_seconds(
+            program, operations, extent, repetitions=self._repetitions, least_launches=least_launches
+        )
+
+
+def total_cost(operations: Sequence[Operation], sizes: BatchSizes) -> Cost | None:
+    """What all of them cost; None where one's is not known."""
+    costs = [cost(operation, sizes) for operation in operations]
+    return sum((c for c in costs if c is not None), Cost()) if None not in costs else None
+
+
+def operation_seconds(
+    program: Program,
+    operations: Sequence[Operation],
+    extent: Extent,
+    *,
+    repetitions: int,
+    least_launches: int,
+) -> float:
+    """Seconds that operations of a program take on their own, one after the other; what they work on is spoiled."""
+    n_launches = sum(1 for operation in operations for _ in operation.calls(extent))
+    times = -(-least_launches // n_launches)
+    graph = program.graph(list(operations) * times, extent)
+    driver, stream = program.driver, program.stream
+    seconds = Stopwatch(driver, stream, repetitions).seconds(lambda: driver.replay(graph, stream))
+    return seconds / times
+
+
+def _by_name(operations: Sequence[Operation]) -> dict[str, list[Operation]]:
+    groups: dict[str, list[Operation]] = {}
+    for operation in operations:
+        groups.setdefault(describe(operation), []).append(operation)
+    return groups
+
+
+@contextmanager
+def _hidden_states_kept(program: Program) -> Iterator[None]:
+    """What a part of a model begins with lies where it goes on to change it; afterwards it is there again."""
+    rows = program.recording.hidden
+    restore: Callable[[], None] | None = None
+    if rows is not None:
+        driver, stream, memory = program.driver, program.stream, rows.memory
+        kept = driver.allocate(memory.device, memory.n_bytes)
+        driver.copy(kept, memory, stream)
+
+        def restore() -> None:
+            driver.copy(memory, kept, stream)
+            driver.synchronize(stream)  # until then what is kept must live
+
+    yield
+    if restore is not None:
+        restore()

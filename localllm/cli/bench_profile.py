@@ -1,0 +1,156 @@
+"""``localllm bench --profile``: what the time of forward passes on GPUs goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from localllm.cli.bench_ceilings import gpu_index, has_gpu
+from localllm.cli.bench_work import Test
+from localllm.cli.terminal import quantity
+from localllm.errors import UsageError
+from localllm.info import ModelInfo
+
+if TYPE_CHECKING:
+    from localllm.kernels.cuda.profile import Profile, Share
+    from localllm.kernels.cuda.program import Watch
+    from localllm.kernels.cuda.roofline import Kind
+
+#: Tokens that are generated for a profile: one is as the other.
+_GENERATED = 3
+_REPETITIONS = 3
+_COLUMNS = "  {:<44} {:>8} {:>10} {:>6} {:>11} {:>13} {:>8}"
+_HEAD = ("operation", "launches", "a step", "share", "B/s", "FLOP/s", "of floor")
+
+
+@dataclass(frozen=True)
+class DeviceCeilings:
+    """What a GPU could do at most, when it was asked.
+
+    Attributes:
+        copy: bytes a second, read and written.
+        read: bytes a second, read only.
+        rates: operations a second.
+    """
+
+    copy: float
+    read: float
+    rates: Mapping[Kind, float]
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """What a test's forward passes on one GPU go to.
+
+    Attributes:
+        busy: the part of the test's time in which the GPU was at work on them.
+    """
+
+    test: Test
+    device: str
+    profile: Profile
+    busy: float
+    ceilings: DeviceCeilings
+
+    def floor(self, share: Share) -> float | None:
+        """Seconds that operations take at least; None where their cost is not known."""
+        return None if share.cost is None else share.cost.seconds(self.ceilings.copy, self.ceilings.rates)
+
+    def lines(self) -> Iterator[str]:
+        """A table."""
+        profile = self.profile
+        yield (
+            f"{self.test.name} on {self.device}: {_milliseconds(profile.seconds / profile.n_steps)} a step, "
+            f"{_milliseconds(profile.kernel_seconds / profile.n_steps)} by operation; at work in {self.busy:.0%} of "
+            f"the time; copies {quantity(self.ceilings.copy, 'B/s')}"
+            + "".join(f", {kind} {quantity(rate, 'FLOP/s')}" for kind, rate in self.ceilings.rates.items())
+        )
+        yield _COLUMNS.format(*_HEAD).rstrip()
+        for share in sorted(profile.shares.values(), key=lambda share: -share.seconds):
+            floor, cost = self.floor(share), share.cost
+            yield _COLUMNS.format(
+                share.name,
+                f"{share.n_launches / profile.n_steps:,.0f}",
+                _milliseconds(share.seconds / profile.n_steps),
+                f"{share.seconds / profile.kernel_seconds:.1%}",
+                "-" if cost is None else quantity(cost.n_bytes / share.seconds, "B/s"),
+                "-"
+                if cost is None or not cost.n_operations
+                else quantity(cost.n_operations / share.seconds, "FLOP/s"),
+                "-" if floor is None else f"{floor / share.seconds:.0%}",
+            ).rstrip()
+
+    def as_json(self) -> dict[str, Any]:
+        profile = self.profile
+        return {
+            "device": self.device,
+            "n_steps": profile.n_steps,
+            "step_s": profile.seconds / profile.n_steps,
+            "kernels_s": profile.kernel_seconds / profile.n_steps,
+            "busy": self.busy,
+            "ceilings": {"copy": self.ceilings.copy, "read": self.ceilings.read, **self.ceilings.rates},
+            "operations": [
+                {
+                    "name": share.name,
+                    "launches": share.n_launches / profile.n_steps,
+                    "step_s": share.seconds / profile.n_steps,
+                    "share": share.seconds / profile.kernel_seconds,
+                    "bytes": None if share.cost is None else share.cost.n_bytes / profile.n_steps,
+                    "flop": None if share.cost is None else share.cost.n_operations / profile.n_steps,
+                    "kind": None if share.cost is None else share.cost.kind,
+                    "floor_s": None if (floor := self.floor(share)) is None else floor / profile.n_steps,
+                }
+                for share in profile.shares.values()
+            ],
+        }
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3f} ms"
+
+
+def check_profiled(info: ModelInfo) -> None:
+    """Raises UsageError where a model has no part on a GPU."""
+    if not has_gpu(info):
+        raise UsageError(
+            f"--profile takes the time of kernels on a GPU, but the model runs on {info.device}: leave it out, or "
+            "choose another --device"
+        )
+
+
+def profiles(
+    info: ModelInfo, test: Test, rate: Callable[[Test, Watch], float], known: dict[str, DeviceCeilings]
+) -> Sequence[DeviceProfile]:
+    """What the passes of a test go to, on each GPU of a model.
+
+    Args:
+        rate: runs a test, watched; tokens a second.
+        known: ceilings of devices; those that are missing are measured and added.
+    """
+    from localllm.kernels.cuda.profile import BusyTime, Profiler
+
+    busy, profiler = BusyTime(), Profiler(_REPETITIONS)
+    seconds = test.n / rate(test, busy)
+    if test.kind == "tg":  # the step that gives the first token is no part of the time
+        seconds *= (test.n + 1) / test.n
+    rate(test if test.kind == "pp" else Test("tg", min(test.n, _GENERATED), test.depth), profiler)
+    at_work = busy.seconds()
+    found = []
+    for device in info.placement.devices:
+        index = gpu_index(device)
+        if index is not None and index in profiler.profiles:
+            if device not in known:
+                known[device] = _measured(index)
+            profile, part = profiler.profiles[index], at_work[index] / seconds
+            found.append(DeviceProfile(test, device, profile, part, known[device]))
+    return found
+
+
+def _measured(index: int) -> DeviceCeilings:
+    from localllm.kernels.cuda.cupy_driver import open_driver
+    from localllm.kernels.cuda.roofline import CUDARoofline
+
+    roofline = CUDARoofline(open_driver(), index)
+    rates = {kind: roofline.rate(kind) for kind in roofline.kinds}
+    return DeviceCeilings(roofline.copy_bandwidth(), roofline.read_bandwidth(), rates)

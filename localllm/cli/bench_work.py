@@ -1,0 +1,145 @@
+"""What `localllm bench` measures, and what that costs a model at least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from localllm.checks import whole_number
+from localllm.errors import UsageError
+from localllm.gguf import GGUFFile
+from localllm.info import ModelInfo
+from localllm.kernels.cpu.tiles import TILES
+from localllm.kernels.ops import CacheShape, Weight
+from localllm.quant.repack import repack_target
+
+
+@dataclass(frozen=True)
+class Test:
+    """One thing to measure.
+
+    Attributes:
+        kind: "pp" or "tg".
+        n: tokens to evaluate, or to generate.
+        depth: tokens that stand before.
+    """
+
+    __test__ = False  # for pytest, which would take it for one of its own
+
+    kind: str
+    n: int
+    depth: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{self.n}" + (f" @ d{self.depth}" if self.depth else "")
+
+    @property
+    def context(self) -> int:
+        """Tokens of context that it takes."""
+        return max(self.depth, 1) + self.n + 1
+
+
+def make_tests(prompts: Sequence[int], generations: Sequence[int], depths: Sequence[int]) -> list[Test]:
+    """The tests for three lists of numbers; 0 tokens are no test.
+
+    Raises:
+        UsageError: a number is negative, or there is no test.
+    """
+    tests = [
+        Test(kind, whole_number(flag, n, 0), whole_number("-d", depth, 0))
+        for depth in depths
+        for kind, flag, counts in (("pp", "-p", prompts), ("tg", "-n", generations))
+        for n in counts
+    ]
+    tests = [test for test in tests if test.n]
+    if not tests:
+        raise UsageError("there is nothing to measure: give -p or -n a number above 0")
+    return tests
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a model costs.
+
+    Attributes:
+        weight_bytes: read for every token that is generated.
+        kv_bytes: of one token's keys and values.
+        layer_products: multiplications of a token's activations with the layers' weights: of bytes, of floats.
+        head_products: the same of the output matrix, which a prompt needs once.
+        attention_products: multiplications of floats for each token that another one sees.
+        window: how many tokens a token sees at most, itself among them; None for all.
+    """
+
+    weight_bytes: int
+    kv_bytes: float
+    layer_products: tuple[float, float]
+    head_products: tuple[float, float]
+    attention_products: float
+    window: int | None = None
+
+    @classmethod
+    def of(cls, info: ModelInfo) -> Self:
+        """The work of a loaded model."""
+        config = info.config
+        with GGUFFile.open(info.path) as file:
+            matrices = [t for t in file.tensors.values() if len(t.shape) == 2]
+            head = file.tensors.get("output.weight", file.tensors["token_embd.weight"])
+            layers = [t for t in matrices if t.name.startswith("blk.")]
+        return cls(
+            weight_bytes=info.placement.multiplied,
+            kv_bytes=CacheShape(
+                config.n_layers, config.n_kv_heads, config.head_dim, info.cache_type
+            ).bytes_per_token(),
+            layer_products=products(layers),
+            head_products=products([head]),
+            attention_products=2 * config.n_layers * config.n_heads * config.head_dim,
+            window=config.sliding_window,
+        )
+
+    def on(self, device: str, info: ModelInfo) -> Work:
+        """The part of it that one of a model's devices does; layers count all the same."""
+        placement = info.placement
+        part = placement.layers_on(device) / info.n_layers
+        has_head = device == placement.devices[-1]
+        of_bytes, of_floats = self.layer_products
+        return replace(
+            self,
+            weight_bytes=placement.on(device).multiplied,
+            kv_bytes=part * self.kv_bytes,
+            layer_products=(part * of_bytes, part * of_floats),
+            head_products=self.head_products if has_head else (0, 0),
+            attention_products=part * self.attention_products,
+        )
+
+    def seen(self, test: Test) -> float:
+        """Tokens that a token of the test sees on average."""
+        positions = np.arange(test.depth, test.depth + test.n) + 1
+        return float(np.minimum(positions, self.window or positions[-1]).mean())
+
+    def bytes_per_token(self, test: Test) -> float:
+        """Bytes that are read for a token that the test generates."""
+        return self.weight_bytes + self.kv_bytes * self.seen(test)
+
+    def products(self, test: Test) -> tuple[float, float]:
+        """Multiplications of bytes and of floats in the evaluation of the test's prompt."""
+        of_bytes, of_floats = (test.n * a + b for a, b in zip(self.layer_products, self.head_products, strict=True))
+        return of_bytes, of_floats + test.n * self.attention_products * self.seen(test)
+
+
+def products(matrices: Iterable[Weight]) -> tuple[int, int]:
+    """Multiplications of a token's activations with matrices: of bytes, and of floats.
+
+    What counts is the format that kernels read, which for some is another one than the file's.
+    """
+    n_bytes = n_floats = 0
+    for matrix in matrices:
+        if repack_target(matrix.type) in TILES:
+            n_bytes += math.prod(matrix.shape)
+        else:
+            n_floats += math.prod(matrix.shape)
+    return n_bytes, n_floats

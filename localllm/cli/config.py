@@ -1,0 +1,255 @@
+"""``localllm config``: where the settings file is, what is in force and why, and changes of single settings."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import json
+import os
+import shutil
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm.cli.main import DONE, FAILED
+from localllm.cli.terminal import say, visible_line
+from localllm.errors import LocalLLMError, SettingsError, UsageError
+from localllm.settings import (
+    CONFIG_VARIABLE,
+    KEYS,
+    SAMPLING,
+    Settings,
+    check,
+    read_file,
+    read_text,
+    sampling_names,
+    settings_path,
+)
+
+if TYPE_CHECKING:
+    from tomlkit import TOMLDocument
+
+#: Environment variables that change what the program does.
+VARIABLES = (
+    CONFIG_VARIABLE,
+    "LOCALLLM_CACHE",
+    "LOCALLLM_ISA",
+    "LOCALLLM_DEBUG",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_ENDPOINT",
+    "HF_HUB_OFFLINE",
+    "NO_COLOR",
+)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Shows or changes settings."""
+    words = [word for word in (arguments.key, arguments.value) if word is not None]
+    wanted = {None: 0, "path": 0, "set": 2, "unset": 1}[arguments.action]
+    if len(words) != wanted:
+        usage = {"set": "set KEY VALUE", "unset": "unset KEY"}.get(arguments.action, "path")
+        raise UsageError(f"write localllm config {usage}: a value of several words needs quotes")
+    if arguments.json and arguments.action is not None:
+        raise UsageError(f"--json shows what is in force, and has no use with {arguments.action}: leave it out")
+    path = settings_path()
+    if path is None:
+        raise LocalLLMError(
+            "there is no home folder for a settings file: name a file in the environment variable " + CONFIG_VARIABLE
+        )
+    if arguments.action == "path":
+        print(path)
+    elif arguments.action == "set":
+        set_key(path, *words)
+        print(f"{words[0]} is set in {visible_line(str(path))}")
+    elif arguments.action == "unset":
+        unset_key(path, *words)
+        print(f"{words[0]} is no longer in {visible_line(str(path))}")
+    else:
+        return _show(path, as_json=arguments.json)
+    return DONE
+
+
+# -- What is in force ----------------------------------------------------------------------------------------------
+
+
+def _show(path: Path, *, as_json: bool) -> int:
+    """Shows what is in force, also of a file that is not as it should be; what is wrong goes to stderr."""
+    try:
+        settings, problems = check(read_file(path), path.parent)
+    except SettingsError as error:
+        settings, problems = Settings(), [str(error)]
+    if as_json:
+        print(json.dumps(_as_json(path, settings, problems), ensure_ascii=False))
+    else:
+        for line in _lines(path, settings):
+            print(visible_line(line))
+    for problem in problems:
+        say(f"localllm: error: {visible_line(problem)}")
+    return FAILED if problems else DONE
+
+
+def _in_force(settings: Settings) -> Iterator[tuple[str, object, str]]:
+    """Every setting, its value, and where that comes from."""
+    from localllm.sampling import Sampling
+
+    def source(key: str) -> str:
+        return "file" if key in settings.given else "default"
+
+    for name, value in settings.values():
+        yield name, value, source(name)
+    sampling = Sampling(**settings.sampling)
+    for name in sampling_names():
+        key = f"{SAMPLING}.{name}"
+        yield key, getattr(sampling, name), source(key)
+
+
+def _lines(path: Path, settings: Settings) -> Iterator[str]:
+    yield f"{path}" + ("" if os.path.exists(path) else " (not there: everything is as by default)")
+    yield ""
+    for key, value, source in _in_force(settings):
+        yield f"{key:<30} {source:<8} {_shown(key, value)}"
+    if variables := _variables():
+        yield ""
+        for name, text in variables.items():
+            yield f"{name:<30} {'variable':<8} {text}"
+
+
+def _shown(key: str, value: object) -> str:
+    if value is None:
+        return "the demo model" if key == "model" else "-"
+    if isinstance(value, tuple):
+        return ", ".join(repr(each) if isinstance(each, str) else str(each) for each in value) or "-"
+    return str(value)
+
+
+def _variables() -> dict[str, str]:
+    return {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+
+
+def _as_json(path: Path, settings: Settings, problems: list[str]) -> dict[str, Any]:
+    values = {key: {"value": value, "source": source} for key, value, source in _in_force(settings)}
+    values["model_folders"]["value"] = list(map(str, settings.model_folders))
+    return {
+        "path": str(path),
+        "exists": os.path.exists(path),
+        "settings": values,
+        "variables": _variables(),
+        "problems": problems,
+    }
+
+
+# -- Changing the file ---------------------------------------------------------------------------------------------
+
+
+def set_key(path: Path, key: str, text: str) -> None:
+    """Sets a key, and leaves all else in the file as it is.
+
+    Args:
+        key: a table's as "sampling.temperature".
+        text: a value as TOML has it, or else a text without quotes.
+
+    Raises:
+        UsageError: there is no such key, or it cannot have that value.
+        SettingsError: the file cannot be read or written, or is not valid TOML.
+    """
+    value = _value(key, text, path.parent)
+    document = _document(path)
+    table, name = _place(document, key)
+    table[name] = value
+    _write(path, document)
+
+
+def unset_key(path: Path, key: str) -> None:
+    """Removes a key, whether it means anything or not.
+
+    Raises:
+        UsageError: the file has no such key.
+        SettingsError: as `set_key`.
+    """
+    document = _document(path)
+    tables = {f"{SAMPLING}.{name}": name for name in document.get(SAMPLING, {})} if _has_table(document) else {}
+    if key in tables:
+        del document[SAMPLING][tables[key]]
+    elif key in document:
+        del document[key]
+    else:
+        there = [*document, *tables]
+        near = difflib.get_close_matches(key, there, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(there) or 'nothing'}"
+        raise UsageError(f"{path} does not have {key!r}: {hint}")
+    _write(path, document)
+
+
+def _value(key: str, text: str, folder: Path) -> object:
+    """What ``text`` means as the value of ``key``."""
+    complaints: list[str] = []
+    for value in _readings(text):
+        given: dict[str, Any] = {key: value}
+        if key.startswith(f"{SAMPLING}."):
+            given = {SAMPLING: {key.removeprefix(f"{SAMPLING}."): value}}
+        _, problems = check(given, folder)
+        if not problems:
+            return value
+        complaints += problems
+    raise UsageError(f"nothing was set: {complaints[0]}")
+
+
+def _readings(text: str) -> Iterator[object]:
+    """What a word of the command line may mean: a value of TOML, or itself."""
+    import tomllib
+
+    try:
+        value = tomllib.loads(f"value = {text}")
+        if len(value) == 1:
+            yield value["value"]
+    except (ValueError, RecursionError):
+        pass
+    yield text
+
+
+def _document(path: Path) -> TOMLDocument:
+    """The file, with its comments and its order."""
+    import tomlkit
+
+    read_file(path)  # complains of what is no TOML
+    return tomlkit.parse(read_text(path))
+
+
+def _has_table(document: TOMLDocument) -> bool:
+    return isinstance(document.get(SAMPLING), MutableMapping)
+
+
+def _place(document: TOMLDocument, key: str) -> tuple[MutableMapping[str, Any], str]:
+    """The table that ``key`` belongs into, and its name there."""
+    if key in KEYS:
+        return document, key
+    import tomlkit
+
+    if not _has_table(document):
+        document[SAMPLING] = tomlkit.table()
+    return document[SAMPLING], key.removeprefix(f"{SAMPLING}.")
+
+
+def _write(path: Path, document: TOMLDocument) -> None:
+    """Replaces the file in one step, so that nobody finds half of it; where it is a link, what that leads to."""
+    import tomlkit
+
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        raise SettingsError(f"{path} is no file: name one in the environment variable {CONFIG_VARIABLE}")
+    aside = target.with_name(f"{target.name}.new")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(tomlkit.dumps(document), encoding="utf-8", newline="")
+        if target.exists():
+            shutil.copymode(target, aside)
+        aside.replace(target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise SettingsError(
+            f"the settings file {path} cannot be written ({error.strerror or error}): check its folder's permissions "
+            f"and the disk, or name another file in the environment variable {CONFIG_VARIABLE}"
+        ) from None

@@ -1,0 +1,106 @@
+"""``localllm models``: the models on this machine, and whether they fit in its memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from localllm.cli.main import DONE
+from localllm.cli.terminal import StatusLine, is_terminal, quantity, short_count, visible_line, warn
+from localllm.devices import gpu_memory
+from localllm.kernels.cpu.host import available_memory
+from localllm.library.listing import LocalModel, demo_model, find_models, read_details
+from localllm.settings import load_settings
+
+_HEAD = ("name", "size", "format", "parameters", "architecture", "context", "fits")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Lists models."""
+    settings = load_settings()
+    found = find_models(settings.model_folders)
+    demo = demo_model()
+    models = _read([*found.models, *([] if demo is None else [demo])])
+    available = available_memory() + gpu_memory(settings.device)
+    if arguments.json:
+        print(json.dumps(as_json(models, found.problems, available)))
+        return DONE
+    if is_terminal(sys.stdout):
+        _print_table(models, available)
+    else:
+        print("\t".join(_HEAD))
+        for model in models:
+            print("\t".join(_row(model, available)))
+    for problem in (*_complaints(models), *found.problems):
+        warn(problem)
+    return DONE
+
+
+def _read(models: Sequence[LocalModel]) -> list[LocalModel]:
+    """The same with their details; on a terminal with progress, as the first time takes a while."""
+    status, read = StatusLine(), []
+    for i, model in enumerate(read_details(models)):
+        status.show(f"reading {i + 1} of {len(models)}")
+        read.append(model)
+    status.clear()
+    return read
+
+
+def _row(model: LocalModel, available: int) -> tuple[str, ...]:
+    details = model.details
+    if details is None or details.architecture is None:
+        return (visible_line(model.name), quantity(model.n_bytes, "B"), "-", "-", "-", "-", "cannot be read")
+    return (
+        visible_line(model.name),
+        quantity(model.n_bytes, "B"),
+        details.file_type or "-",
+        "-" if details.n_parameters is None else short_count(details.n_parameters),
+        visible_line(details.architecture),
+        "-" if details.trained_context is None else f"{details.trained_context:,}",
+        details.fits(available) or "cannot be run",
+    )
+
+
+def _print_table(models: Sequence[LocalModel], available: int) -> None:
+    # Imported here: into a file or a pipe there is no need for it.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in _HEAD:
+        is_number = name in ("size", "parameters", "context")
+        table.add_column(name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
+    for model in models:
+        table.add_row(*map(Text, _row(model, available)))
+    Console(highlight=False).print(table)
+
+
+def _complaints(models: Sequence[LocalModel]) -> Iterator[str]:
+    """What is wrong with single models."""
+    for model in models:
+        if model.details is not None and model.details.error is not None:
+            yield f"{model.name}: {model.details.error}"
+
+
+def as_json(models: Sequence[LocalModel], problems: Sequence[str], available: int) -> dict[str, Any]:
+    """What is listed as JSON values; sizes are in bytes."""
+    return {
+        "available_memory": available,
+        "models": [
+            {
+                "name": model.name,
+                "path": str(model.path),
+                "n_bytes": model.n_bytes,
+                "n_files": model.n_files,
+                **({} if model.details is None else asdict(model.details)),
+                "fits": None if model.details is None else model.details.fits(available),
+            }
+            for model in models
+        ],
+        "problems": list(problems),
+    }

@@ -1,0 +1,168 @@
+"""What is known of a model's file: read from its header once, and kept for the next time.
+
+Reading takes some hundredths of a second a file, most of it for the vocabulary, so a hundred files would keep people
+waiting.  What was read is kept beside the compiled kernels, as long as a file's size and time stay the same.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from localllm import __version__
+from localllm.errors import GGUFError, LocalLLMError
+from localllm.gguf import GGUFFile
+from localllm.info import file_type_name
+from localllm.kernels.code_cache import cache_root, write_aside
+
+#: To be raised when `Details` mean something else than before.
+_VERSION = f"{__version__}-1"
+#: Files that are remembered at most.
+_MOST_KEPT = 2000
+
+
+@dataclass(frozen=True)
+class Details:
+    """What a file's header tells.
+
+    Attributes:
+        error: why it cannot be run; of a file that cannot be read at all the rest is unknown.
+        title: its name for itself.
+        architecture: "llama", …
+        file_type: its quantisation, such as "Q4_K_M".
+        n_parameters: values in all tensors.
+        trained_context: tokens of context that it was trained on.
+        context: those that it gets where nobody says how many.
+        memory: bytes that it takes in all with these, on the CPU and with an f16 cache.
+        least_memory: the same with the least context that a default is reduced to.
+    """
+
+    error: str | None = None
+    title: str | None = None
+    architecture: str | None = None
+    file_type: str | None = None
+    n_parameters: int | None = None
+    trained_context: int | None = None
+    context: int | None = None
+    memory: int | None = None
+    least_memory: int | None = None
+
+    def fits(self, available: int) -> str | None:
+        """Whether ``available`` bytes are enough: "yes", "with less context" or "no"; None if it cannot be run."""
+        if self.memory is None or self.least_memory is None:
+            return None
+        if self.memory <= available:
+            return "yes"
+        return "with less context" if self.least_memory <= available else "no"
+
+
+class DetailsReader:
+    """Reads files' details, and remembers them, on disk too once `save` is called.
+
+    For one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        root = cache_root()
+        self._store = None if root is None else root / "models.json"
+        self._kept: dict[str, Any] = {} if self._store is None else _read_store(self._store)
+        self._is_changed = False
+
+    def read(self, path: Path) -> Details:
+        """The details of a file; of a split model's first file those of all.  A broken one's tell the error."""
+        stamp, key = _stamp(path), str(path)
+        if stamp is not None and (kept := _kept_details(self._kept.get(key), stamp)) is not None:
+            return kept
+        try:
+            with GGUFFile.open(path) as file:
+                details = _details(file)
+        except GGUFError as error:
+            return Details(error=str(error))
+        if stamp is not None:
+            self._kept.pop(key, None)  # so that it comes last
+            self._kept[key] = {"stamp": stamp, **asdict(details)}
+            self._is_changed = True
+        return details
+
+    def save(self) -> None:
+        """Keeps what was read for the next program, if there is a place for it."""
+        if self._store is None or not self._is_changed:
+            return
+        files = dict(list(self._kept.items())[-_MOST_KEPT:])
+        write_aside(self._store, json.dumps({"version": _VERSION, "files": files}).encode())
+
+
+def _stamp(path: Path) -> list[int] | None:
+    """What changes when a file does; None if it is not there."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return None
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _read_store(path: Path) -> dict[str, Any]:
+    try:
+        stored = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(stored, dict) or stored.get("version") != _VERSION or not isinstance(stored.get("files"), dict):
+        return {}
+    return dict(stored["files"])
+
+
+def _kept_details(entry: Any, stamp: list[int]) -> Details | None:
+    """Details as they were stored; None if they are of another state of the file, or something else."""
+    if not isinstance(entry, dict) or entry.get("stamp") != stamp:
+        return None
+    texts = {"error", "title", "architecture", "file_type"}
+    values = {each.name: entry.get(each.name) for each in fields(Details)}
+    for name, value in values.items():
+        if value is not None and type(value) is not (str if name in texts else int):
+            return None
+    return Details(**values)
+
+
+def _details(file: GGUFFile) -> Details:
+    title, architecture = (_text(file, f"general.{key}") for key in ("name", "architecture"))
+    known: dict[str, Any] = {
+        "title": title,
+        "architecture": architecture,
+        "file_type": file_type_name(file.metadata, file.tensors.values()),
+        "n_parameters": sum(tensor.n_values for tensor in file.tensors.values()),
+    }
+    try:
+        return Details(**known, **_memory(file))
+    except LocalLLMError as error:
+        return Details(**known, error=str(error))
+
+
+def _text(file: GGUFFile, key: str) -> str | None:
+    try:
+        value = file.metadata.get(key)
+    except GGUFError:  # it is not valid UTF-8
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _memory(file: GGUFFile) -> dict[str, Any]:
+    """The context that a model gets, and what it then takes."""
+    # Imported here: a file that is remembered needs neither models nor numba.
+    from localllm.kernels.cpu.ops import CPUOps
+    from localllm.loading import check_runs
+    from localllm.models.config import read_config
+    from localllm.placement import DEFAULT_CONTEXT, LEAST_CONTEXT, Demand, DeviceSizes
+
+    check_runs(file)
+    config = read_config(file.metadata, file.tensors)
+    cpu = DeviceSizes("cpu", CPUOps.packed_bytes, CPUOps.cache_bytes, CPUOps.page_size)
+    demand = Demand.of(config, file.tensors, [cpu])
+    context = min(config.context_length, DEFAULT_CONTEXT)
+    return {
+        "trained_context": config.context_length,
+        "context": context,
+        "memory": demand.at(context).total,
+        "least_memory": demand.at(min(context, LEAST_CONTEXT)).total,
+    }

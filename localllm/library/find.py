@@ -1,0 +1,78 @@
+"""From what a user types to a file: a path, a name in a folder of models, or ``ORG/REPO[:…]`` in the hub's cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from localllm.errors import ModelNotFoundError
+from localllm.library.hub_cache import cached_models, hub_cache, where_cached
+from localllm.library.names import DEMO, HubName, choices, choose, matching
+
+
+def model_path(name: str | None, folders: Iterable[Path] = ()) -> str | Path | None:
+    """What `localllm.load` takes for a name: a file as `find` has it, or None for the demo model.
+
+    Raises:
+        ModelNotFoundError, UsageError: see `find`.
+    """
+    if name is None:
+        return None
+    found = find(name, folders)
+    return None if found == DEMO and not os.path.lexists(DEMO) else found
+
+
+def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
+    """The file that a name means, looked for on this machine alone.
+
+    A path that exists comes first, then a file in one of the folders, then a name on the hub.  What looks like none
+    of these is given back as it is, for whoever opens it to complain about.
+
+    Args:
+        folders: that have models, which are named by their path in there, with or without ".gguf".
+
+    Raises:
+        ModelNotFoundError: it can only be a name on the hub, and the cache does not have it; says how to get it.
+        UsageError: it means several files, or none of those that the cache has of this repository.
+    """
+    if os.path.lexists(name):
+        return name
+    for folder in folders:
+        for path in (folder / name, folder / f"{name}.gguf"):
+            if os.path.isfile(path):  # Path.is_file raises where it may not look
+                return path
+    hub_name = HubName.parse(name)
+    return name if hub_name is None else find_cached(hub_name)
+
+
+def find_cached(name: HubName) -> Path:
+    """The file of a model on the hub, the first one if it is split, if it is in the cache.
+
+    Raises:
+        ModelNotFoundError, UsageError: see `find`.
+    """
+    try:
+        models = cached_models(name.repo)
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"the cache {hub_cache()} cannot be read ({error.strerror or error}): check its permissions"
+        ) from None
+    if not models:
+        raise ModelNotFoundError(
+            f"there is no file {str(name)!r}, nor is it a model in {hub_cache()}: pull it first, localllm pull "
+            f"{name}, or check the path"
+        )
+    groups = [group for _, group in models]
+    if name.choice is not None and not matching(name.choice, groups):
+        raise ModelNotFoundError(
+            f"{where_cached(name)} has no {name.choice!r}, but {choices(name, groups)}: pull it first, localllm pull "
+            f"{name}"
+        )
+    group = choose(name, groups, where_cached(name))
+    if not group.is_complete:
+        raise ModelNotFoundError(
+            f"{where_cached(name)} has {len(group.names)} of the {group.n_parts} files of {group.stem}: pull the "
+            f"rest, localllm pull {name}"
+        )
+    return next(path for path, each in models if each is group)

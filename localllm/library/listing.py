@@ -1,0 +1,176 @@
+"""The models on this machine: GGUF files in folders and in the hub's cache.
+
+Finding them reads no file, so it is quick; `read_details` adds what their headers tell, which is remembered.
+Nothing that is wrong with a folder or a file raises: it is told beside the list, or with the file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+
+from localllm.library.details import Details, DetailsReader
+from localllm.library.hub_cache import cached_models, cached_repos, hub_cache
+from localllm.library.names import DEMO, FileGroup, group_files, label
+
+#: How deep folders are searched, and how many entries in all: whoever names a folder of models means no whole disk.
+MOST_DEPTH = 8
+MOST_ENTRIES = 100_000
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model on this machine.
+
+    Attributes:
+        name: what a command takes after ``-m``.
+        path: its file, the first one if it is split.
+        n_bytes: of all its files.
+        n_files: how many these are.
+        details: what its header tells; None before it was read.
+        error: what is wrong with it as far as names tell: files are missing.
+    """
+
+    name: str
+    path: Path
+    n_bytes: int
+    n_files: int = 1
+    details: Details | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found.
+
+    Attributes:
+        models: those of the hub's cache first, then each folder's; by name.
+        problems: what could not be searched, and why.
+    """
+
+    models: tuple[LocalModel, ...]
+    problems: tuple[str, ...] = ()
+
+
+def find_models(folders: Sequence[Path] = ()) -> Found:
+    """The models in the hub's cache, and in some folders and those below them; a file that is there twice, once."""
+    search = _Search()
+    search.hub()
+    for folder in dict.fromkeys(folders):
+        search.folder(folder)
+    return Found(tuple(search.models), tuple(search.problems))
+
+
+def demo_model() -> LocalModel | None:
+    """The model that comes with localllm; None where it was left out."""
+    path = Path(str(resources.files("localllm") / "data" / "demo.gguf"))
+    return LocalModel(DEMO, path, path.stat().st_size) if path.is_file() else None
+
+
+def read_details(models: Sequence[LocalModel]) -> Iterator[LocalModel]:
+    """The same models one after the other, each with its details; a broken one's tell what is wrong with it."""
+    reader = DetailsReader()
+    try:
+        for model in models:
+            details = Details(error=model.error) if model.error is not None else reader.read(model.path)
+            yield replace(model, details=details)
+    finally:
+        reader.save()
+
+
+class _Search:
+    """A search through folders, which remembers what it saw: links may lead in circles, and to one file twice."""
+
+    def __init__(self) -> None:
+        self.models: list[LocalModel] = []
+        self.problems: list[str] = []
+        self._names: set[str] = set()
+        self._seen: set[tuple[int, int]] = set()
+        self._n_entries = 0
+
+    def hub(self) -> None:
+        """Adds what the hub's cache has."""
+        try:
+            repos = list(cached_repos())
+        except OSError as error:
+            self._complain(hub_cache(), error)
+            return
+        for repo in repos:
+            try:
+                models = cached_models(repo)
+            except OSError as error:
+                self._complain(hub_cache(), error)
+                continue
+            groups = [group for _, group in models]
+            for path, group in sorted(models, key=lambda model: model[1].names):
+                self._add(f"{repo}:{label(group, groups)}", path, group)
+
+    def folder(self, folder: Path) -> None:
+        """Adds what a folder has, at any depth."""
+        if not os.path.isdir(folder):  # Path.is_dir raises where it may not look
+            self.problems.append(f"{folder} is no folder, or may not be read: see the setting model_folders")
+            return
+        sizes: dict[str, int] = {}
+        for path in self._files(folder, 0):
+            try:
+                sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+            except OSError:  # a link whose file is gone, or a file that has just been deleted
+                continue
+        for group in group_files(sizes):
+            name, path = group.names[0], folder / group.names[0]
+            # A name is looked up in the current folder first, and then in each folder in turn.
+            is_taken = name in self._names or os.path.lexists(name)
+            self._add(str(path) if is_taken else name, path, group)
+
+    def _files(self, folder: Path, depth: int) -> Iterator[Path]:
+        """The GGUF files below a folder, in no order."""
+        try:
+            status = folder.stat()
+            if self._is_seen(status) or depth > MOST_DEPTH:
+                return
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    self._n_entries += 1
+                    if self._n_entries == MOST_ENTRIES:
+                        self.problems.append(f"{folder} and more have over {MOST_ENTRIES:,} entries: name less")
+                    if self._n_entries >= MOST_ENTRIES:
+                        return
+                    if _is_folder(entry):
+                        yield from self._files(Path(entry.path), depth + 1)
+                    elif entry.name.lower().endswith(".gguf"):
+                        yield Path(entry.path)
+        except OSError as error:
+            self._complain(folder, error)
+
+    def _add(self, name: str, path: Path, group: FileGroup) -> None:
+        try:
+            if self._is_seen(path.stat()):
+                return
+        except OSError:
+            return
+        error = None
+        if not group.is_complete:
+            error = f"{group.n_parts - len(group.names)} of its {group.n_parts} files are missing"
+        self._names.add(name)
+        self.models.append(LocalModel(name, path, group.n_bytes, len(group.names), error=error))
+
+    def _is_seen(self, status: os.stat_result) -> bool:
+        file = (status.st_dev, status.st_ino)
+        if file in self._seen:
+            return True
+        self._seen.add(file)
+        return False
+
+    def _complain(self, folder: Path, error: OSError) -> None:
+        self.problems.append(f"{folder} cannot be searched ({error.strerror or error})")
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder to be searched; hidden ones are not."""
+    try:
+        return entry.is_dir() and not entry.name.startswith(".")
+    except OSError:  # a link to itself
+        return False

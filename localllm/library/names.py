@@ -1,0 +1,159 @@
+"""Names of models on the hub, ``ORG/REPO[:FILE or QUANT]``, and which of a repository's files they mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Self
+
+from localllm.errors import UsageError
+
+#: What is taken where a repository has several files and nobody chose.
+DEFAULT_QUANT = "Q4_K_M"
+
+#: What names the model that comes with localllm, where no file has this name.
+DEMO = "demo"
+
+_NAME = re.compile(r"(?P<repo>[a-z0-9][\w.-]*/[a-z0-9_][\w.-]*)(:(?P<choice>.+))?", re.ASCII | re.IGNORECASE)
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
+_QUANT = re.compile(
+    r"(?<![a-z0-9])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|FP?16|FP?32)(?:_[a-z0-9]+)*)(?![a-z0-9])", re.IGNORECASE
+)
+#: GGUF files beside models: projectors of images, and statistics for quantisers.
+_NO_MODEL = re.compile(r"(mmproj|imatrix)|.*\b(mmproj|imatrix)\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A model on the hub.
+
+    Attributes:
+        repo: "ORG/REPO".
+        choice: a file's name, or a quantisation; None if that is left open.
+    """
+
+    repo: str
+    choice: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """The name that a text is; None if it can only be a path."""
+        match = _NAME.fullmatch(text)
+        if match is None or (match["choice"] is None and text.lower().endswith(".gguf")):
+            return None
+        return cls(match["repo"], match["choice"])
+
+    def __str__(self) -> str:
+        return self.repo if self.choice is None else f"{self.repo}:{self.choice}"
+
+
+@dataclass(frozen=True)
+class FileGroup:
+    """A model's file, or all files of a split one.
+
+    Attributes:
+        names: paths in the repository, in order.
+        n_bytes: of all of them.
+        n_parts: how many there should be.
+    """
+
+    names: tuple[str, ...]
+    n_bytes: int
+    n_parts: int = 1
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.names) == self.n_parts
+
+    @property
+    def stem(self) -> str:
+        """Its name without the part's number and ".gguf"."""
+        first = self.names[0]
+        part = _PART.fullmatch(first)
+        return part["stem"] if part else first[: -len(".gguf")]
+
+    @property
+    def quant(self) -> str | None:
+        """The quantisation that its name tells: "Q4_K_M", "UD-Q4_K_XL"."""
+        found = _QUANT.findall(PurePosixPath(self.stem).name) or _QUANT.findall(self.stem)
+        return found[-1].upper() if found else None
+
+
+def group_files(sizes: Mapping[str, int]) -> list[FileGroup]:
+    """The models among a repository's files, in the order of their names.
+
+    Args:
+        sizes: the bytes of each file, by its path in the repository.
+    """
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name in sorted(sizes):
+        if not name.lower().endswith(".gguf") or _NO_MODEL.match(PurePosixPath(name).name):
+            continue
+        part = _PART.fullmatch(name)
+        groups.setdefault((part["stem"], int(part["count"])) if part else (name, 1), []).append(name)
+    return [
+        FileGroup(tuple(names), sum(sizes[name] for name in names), n_parts) for (_, n_parts), names in groups.items()
+    ]
+
+
+def label(group: FileGroup, groups: Iterable[FileGroup]) -> str:
+    """What chooses a group among others: its quantisation if no other has the same, else its file's name."""
+    quant = group.quant
+    is_unique = quant is not None and sum(other.quant == quant for other in groups) == 1
+    return quant if quant is not None and is_unique else group.names[0]
+
+
+def choose(name: HubName, groups: Sequence[FileGroup], where: str) -> FileGroup:
+    """The group of files that a name means.
+
+    Args:
+        groups: those that there are.
+        where: in messages: what has them.
+
+    Raises:
+        UsageError: none of them fits, or several do; lists what there is.
+    """
+    if not groups:
+        raise UsageError(f"{where} has no GGUF file: choose a repository of GGUF files, often named ORG/REPO-GGUF")
+    if name.choice is None:
+        if len(groups) == 1:
+            return groups[0]
+        found = matching(DEFAULT_QUANT, groups)
+        if len(found) == 1:
+            return found[0]
+        raise UsageError(f"{where} has {len(groups)} models: choose one, {choices(name, groups)}")
+    found = matching(name.choice, groups)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        some = choices(name, groups, found)
+        raise UsageError(f"{name.choice!r} fits {len(found)} models of {where}: choose one, {some}")
+    raise UsageError(f"{where} has no {name.choice!r}: there are {choices(name, groups)}")
+
+
+def matching(choice: str, groups: Iterable[FileGroup]) -> list[FileGroup]:
+    """The groups that ``choice`` names: by file; else by quantisation; else by another word of the name."""
+    wanted = choice.lower()
+    word = re.compile(rf"(?<![a-z0-9_]){re.escape(choice)}(?![a-z0-9_])", re.IGNORECASE)
+
+    def is_file(group: FileGroup) -> bool:
+        whole = {name.lower() for name in (*group.names, group.stem, f"{group.stem}.gguf")}
+        return wanted in whole | {PurePosixPath(name).name for name in whole}
+
+    for fits in (is_file, lambda group: group.quant == choice.upper(), lambda group: word.search(group.stem)):
+        if found := [group for group in groups if fits(group)]:
+            return found
+    return []
+
+
+def choices(name: HubName, groups: Sequence[FileGroup], some: Sequence[FileGroup] | None = None) -> str:
+    """What to choose from, ``some`` of the groups or all, with their sizes."""
+    return ", ".join(
+        f"{name.repo}:{label(group, groups)} ({_size(group.n_bytes)})" for group in (groups if some is None else some)
+    )
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:.2f} MB"

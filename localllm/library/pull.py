@@ -1,0 +1,216 @@
+"""Downloads from the hub into its cache on this machine, through the package huggingface_hub (an extra).
+
+That package asks the hub, knows the user's token, and lays out the cache.  The bytes are fetched here: it deletes
+what it has of a file when it is interrupted, and a model of many gigabytes should go on from there.  What is fetched
+lies in ``blobs/<hash>.incomplete`` until it is whole and its hash is that which the hub told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from localllm.errors import GGUFError, HubError, UsageError
+from localllm.gguf import GGUFFile
+from localllm.library.hub import Hub, RemoteFile, is_passing
+from localllm.library.hub_cache import hub_cache, repo_folder
+from localllm.library.names import FileGroup, HubName, choose, group_files
+
+#: Called with "download" or "check", and the bytes of that done and to do.
+PullProgress = Callable[[str, int, int], object]
+
+#: Seconds to wait before each new try when a connection was cut and brought nothing new.
+RETRY_SECONDS = (1.0, 3.0, 10.0)
+#: Bytes to be left on the disk.
+SPARE_BYTES = 100 << 20
+
+
+def pull(name: str, progress: PullProgress | None = None) -> Path:
+    """Downloads a model, unless it is here already; returns its file in the cache, the first one if it is split.
+
+    Args:
+        name: ``ORG/REPO``, ``ORG/REPO:QUANT`` or ``ORG/REPO:FILE``; see `localllm.library.names.choose`.
+        progress: called as it goes on.
+
+    Raises:
+        UsageError: it is no such name, or does not say which one of the repository's models is meant.
+        HubError: see there; what was fetched is kept, and the next call goes on from there.
+    """
+    hub_name = HubName.parse(name)
+    if hub_name is None:
+        raise UsageError(f"{name!r:.80} is no name of a model on the hub: write ORG/REPO, or ORG/REPO:QUANT")
+    return _Puller(hub_name, progress or (lambda stage, done, total: None)).run()
+
+
+class _Puller:
+    """One download."""
+
+    def __init__(self, name: HubName, progress: PullProgress) -> None:
+        self._hub = Hub(name.repo)
+        self._name = name
+        self._progress = progress
+        self._folder = repo_folder(name.repo)
+
+    def run(self) -> Path:
+        commit, files = self._hub.files()
+        group = choose(self._name, group_files({file.name: file.n_bytes for file in files.values()}), self._name.repo)
+        if not group.is_complete:
+            raise HubError(f"{self._name.repo} has not all files of {group.stem}: choose another model")
+        blobs = {files[name].hash: files[name] for name in group.names}.values()
+        with self._hub.complaints(), contextlib.ExitStack() as locks:
+            for file in blobs:
+                locks.enter_context(self._lock(file))
+            self._fetch_all([file for file in blobs if not self._is_here(file)], commit)
+        paths = [self._hub.link(name) for name in group.names]
+        self._check_model(paths, group)
+        return paths[0]
+
+    def _blob(self, file: RemoteFile) -> Path:
+        return self._folder / "blobs" / file.hash
+
+    def _partial(self, file: RemoteFile) -> Path:
+        return self._folder / "blobs" / f"{file.hash}.incomplete"
+
+    def _is_here(self, file: RemoteFile) -> bool:
+        """Whether the cache has a file; one of the wrong size is removed."""
+        blob = self._blob(file)
+        if _size(blob) in (file.n_bytes, None):
+            return blob.exists()
+        blob.unlink()
+        return False
+
+    # -- Fetching --------------------------------------------------------------------------------------------------
+
+    def _fetch_all(self, files: list[RemoteFile], commit: str) -> None:
+        """Fetches files that are not here, or what is missing of them."""
+        total = sum(file.n_bytes for file in files)
+        have = sum(min(file.n_bytes, _size(self._partial(file)) or 0) for file in files)
+        self._check_room(total - have)
+        done = 0
+        for file in files:
+            self._fetch(file, commit, self._report("download", done, total))
+            done += file.n_bytes
+        done = 0
+        for file in files:
+            self._check_hash(file, self._report("check", done, total))
+            self._partial(file).replace(self._blob(file))
+            done += file.n_bytes
+
+    def _report(self, stage: str, before: int, total: int) -> Callable[[int], object]:
+        """What reports the bytes of one file as those of all: ``before`` are done of others."""
+        return lambda n: self._progress(stage, before + n, total)
+
+    def _check_room(self, n_bytes: int) -> None:
+        folder = self._folder / "blobs"
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if n_bytes and free < n_bytes + SPARE_BYTES:
+            raise HubError(
+                f"{self._name} needs {n_bytes / 1e9:,.2f} GB more on the disk of {hub_cache()}, where "
+                f"{free / 1e9:,.2f} GB are free: make room, choose a smaller quantisation, or name another folder in "
+                "the environment variable HF_HUB_CACHE"
+            )
+
+    def _fetch(self, file: RemoteFile, commit: str, report: Callable[[int], object]) -> None:
+        """Fetches what is missing of a file; when the connection is cut, goes on as long as that brings something."""
+        partial = self._partial(file)
+        partial.touch()
+        waits = iter(RETRY_SECONDS)
+        while (have := _size(partial) or 0) != file.n_bytes:
+            if have > file.n_bytes:
+                partial.unlink()
+                continue
+            cut: BaseException | None = None
+            try:
+                self._stream(file, commit, have, report)
+            except self._hub.http_error as error:
+                if not is_passing(error):
+                    raise
+                cut = error
+            if (_size(partial) or 0) > have:
+                waits = iter(RETRY_SECONDS)
+            elif (wait := next(waits, None)) is not None:
+                time.sleep(wait)
+            else:
+                reason = str(cut or "it ends too early").strip().split("\n")[0]
+                raise HubError(
+                    f"the connection to {self._hub.endpoint} is cut again and again ({reason}); {have:,} of the "
+                    f"{file.n_bytes:,} bytes of {file.name} are kept: the same command goes on from there"
+                ) from cut
+
+    def _stream(self, file: RemoteFile, commit: str, have: int, report: Callable[[int], object]) -> None:
+        """Adds to what is here of a file as long as the connection lasts."""
+        with self._hub.open(file.name, commit, have) as answer:
+            if answer.status_code != 206:  # all of it comes, from the beginning
+                have = 0
+            with self._partial(file).open("ab" if have else "wb") as out:
+                for data in answer.iter_raw():
+                    out.write(data)
+                    have += len(data)
+                    report(min(have, file.n_bytes))
+                    if have > file.n_bytes:
+                        break
+
+    def _lock(self, file: RemoteFile) -> Any:
+        """The lock that the hub's package has for a file too."""
+        filelock = importlib.import_module("filelock")
+        path = hub_cache() / ".locks" / self._folder.name / f"{file.hash}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return filelock.FileLock(path).acquire(timeout=0)
+        except filelock.Timeout:
+            raise HubError(
+                f"another program downloads {file.name} now: wait for it, or end it and start again"
+            ) from None
+
+    # -- Checking --------------------------------------------------------------------------------------------------
+
+    def _check_hash(self, file: RemoteFile, report: Callable[[int], object]) -> None:
+        """Compares what was fetched with the hash that the hub told."""
+        partial = self._partial(file)
+        if _hash_of(partial, len(file.hash), report) != file.hash:
+            partial.unlink()
+            raise HubError(
+                f"{file.name} was damaged on its way (its hash is not that of the hub) and removed: pull it again"
+            )
+
+    def _check_model(self, paths: list[Path], group: FileGroup) -> None:
+        """Looks at the header of what was fetched, and removes it if it is no model: nothing can be done with it."""
+        try:
+            GGUFFile.open(paths[0]).close()
+        except GGUFError as error:
+            for path in paths:
+                with contextlib.suppress(OSError):
+                    path.resolve().unlink()
+                    path.unlink(missing_ok=True)
+            raise HubError(
+                f"{self._name.repo} has a broken {group.stem}, which was removed again ({error}): choose another one"
+            ) from error
+
+
+def _size(path: Path) -> int | None:
+    """A file's bytes; None if it is not there."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def _hash_of(path: Path, n_digits: int, report: Callable[[int], object]) -> str:
+    """SHA-256 of a file's bytes, or if that has 40 digits the SHA-1 that git names its content by."""
+    digest = hashlib.sha256() if n_digits == 64 else hashlib.sha1(usedforsecurity=False)
+    if n_digits != 64:
+        digest.update(b"blob %d\0" % path.stat().st_size)
+    done = 0
+    with path.open("rb") as file:
+        while data := file.read(1 << 20):
+            digest.update(data)
+            done += len(data)
+            report(done)
+    return digest.hexdigest()

@@ -1,0 +1,244 @@
+"""Kernels one by one: the floor, what is hoped for, what came out, and whether it is right.
+
+A kernel is timed as the profile does it, in a graph of several launches that read different memory.  What is hoped
+for is the floor over the share of the device that we want to use.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.kernels.cuda.costs import BatchSizes, Cost
+from localllm.kernels.cuda.operations import Attention, Multiply
+from localllm.kernels.cuda.profile import operation_seconds, total_cost, watching
+from localllm.kernels.cuda.program import Program
+from localllm.kernels.cuda.recording import CUDACache, Extent
+from localllm.kernels.cuda.weights import CUDALinear
+from localllm.kernels.ops import Batch, CacheShape, CacheType, HostHidden
+from localllm.quant.formats import dequantize
+from localllm.quant.types import GGMLType
+from tests.benchmarks.gpu.machine import Machine
+from tests.benchmarks.gpu.sections import Row
+from tests.helpers.blocks import random_rows
+from tests.helpers.run_model import make_batch
+from tests.helpers.weights import NO_CACHE, blocks
+
+PAGE = 64
+#: Rows of random weights; larger matrices repeat them.
+POOL = 512
+#: Rows of inputs that differ; more repeat them.
+DIFFERENT = 64
+#: Rows and columns of products, and heads of attention, that are checked; and the largest ‖error‖ / ‖reference‖.
+CHECKED, CHECKED_HEADS = 48, 2
+TOLERANCES = {"F16": 2e-3, "BF16": 1e-2}
+TOLERANCE, ATTENTION_TOLERANCE = 1e-3, {"f16": 2e-3, "q8_0": 1e-2}
+
+#: Shares of a device that we want to use: decoding, prompts, and attention.
+DECODE, FLOAT_DECODE, PREFILL, ATTENTION_DECODE, ATTENTION_PREFILL = 0.7, 0.85, 0.45, 0.8, 0.5
+
+
+@dataclass
+class Timed:
+    """Watches a program: times all of its operations of a type, then computes the batch as it should."""
+
+    machine: Machine
+    kind: type
+    seconds: float = 0.0
+    cost: Cost | None = None
+    n: int = 0
+
+    def run(self, program: Program, batch: Batch, extent: Extent) -> None:
+        program.launch(extent)
+        chosen = [operation for operation in program.operations if isinstance(operation, self.kind)]
+        machine = self.machine
+        self.n, self.cost = len(chosen), total_cost(chosen, BatchSizes.of(batch))
+        self.seconds = operation_seconds(
+            program, chosen, extent, repetitions=machine.repetitions, least_launches=machine.least_launches
+        )
+        program.launch(extent)
+
+    def row(self, wanted: float, error: float, tolerance: float, what: dict[str, Any]) -> Row:
+        ceilings = self.machine.ceilings(0)
+        cost = self.cost or Cost()
+        floor, seconds = (value / self.n for value in (cost.seconds(ceilings.copy, ceilings.rates), self.seconds))
+        row = {
+            **what,
+            "floor, us": 1e6 * floor,
+            "hoped for, us": 1e6 * floor / wanted,
+            "us": 1e6 * seconds,
+            "of floor": f"{floor / seconds:.0%}",
+            "B/s": cost.n_bytes / self.seconds,
+            "FLOP/s": cost.n_operations / self.seconds,
+            "error": error,
+        }
+        if not error <= tolerance:
+            name = ", ".join(map(str, what.values()))
+            row["fault"] = f"{name}: the error is {error:.1e}, more than {tolerance:g}"
+        return row
+
+
+# -- Products ------------------------------------------------------------------------------------------------------
+
+
+def products(machine: Machine) -> Iterator[Row]:
+    """Products with matrices of every format and shape, for all numbers of rows."""
+    for format in machine.sizes.formats:
+        for name, n_outs, n_in in machine.sizes.products:
+            yield from _products(machine, format, name, n_outs, n_in)
+            gc.collect()  # gives the device's memory back
+
+
+def _products(machine: Machine, format: GGMLType, name: str, n_outs: Sequence[int], n_in: int) -> Iterator[Row]:
+    ops, driver = machine.make_ops(machine.driver, 0), machine.driver
+    pool = random_rows(format, POOL, n_in)
+    first = [ops.load_linear(blocks(_repeated(pool, n), format, n_in)) for n in n_outs]
+    stream = driver.stream(0)
+
+    def copied(weight: CUDALinear) -> CUDALinear:
+        memory = driver.allocate(0, weight.n_bytes)
+        driver.copy(memory, weight.memory, stream)
+        return replace(weight, memory=memory)
+
+    n_sets = max(1, -(-machine.sizes.copied // sum(w.n_bytes for w in first)))
+    sets = [first, *([copied(w) for w in first] for _ in range(n_sets - 1))]
+    driver.synchronize(stream)
+
+    def forward() -> Any:
+        x = ops.hidden(n_in)
+        for weights in sets:
+            y = ops.linears(x, weights)[-1]
+        return y
+
+    most = max(machine.sizes.rows)
+    cache = ops.new_cache(NO_CACHE, -(-most // PAGE))
+    program = ops.compile_part(forward, cache, max_tokens=most, max_outputs=1)
+    for n in machine.sizes.rows:
+        x = _repeated(np.random.default_rng(n).normal(0, 1, (min(n, DIFFERENT), n_in)).astype(np.float32), n)
+        timed = Timed(machine, Multiply)
+        with watching(timed):
+            y = program(make_batch([([0] * n, 0, range(cache.n_pages))], [0]), HostHidden(x)).host()
+        error = _product_error(y, x, pool, format)
+        what = {"kernel": f"linear {name}", "format": format.name, "rows": n}
+        decode = FLOAT_DECODE if format in (GGMLType.F16, GGMLType.BF16) else DECODE
+        yield timed.row(decode if n <= 8 else PREFILL, error, TOLERANCES.get(format.name, TOLERANCE), what)
+
+
+def _repeated(pool: NDArray[Any], n: int) -> NDArray[Any]:
+    return np.ascontiguousarray(np.resize(pool, (n, pool.shape[1])))
+
+
+def _product_error(y: NDArray[Any], x: NDArray[Any], pool: NDArray[np.uint8], format: GGMLType) -> float:
+    """Of some columns of the products with the last matrix, whose rows are the pool's again and again."""
+    columns = np.random.default_rng(1).choice(y.shape[1], min(CHECKED, y.shape[1]), replace=False)
+    weights = dequantize(pool[columns % POOL], format).astype(np.float64)
+    tokens = np.random.default_rng(2).choice(len(x), min(CHECKED, len(x)), replace=False)
+    x, y = x[tokens], y[tokens]
+    is_float = format in (GGMLType.F16, GGMLType.BF16)
+    expected = (x.astype(np.float64) if is_float else _rounded(x)) @ weights.T
+    return _relative_error(y[:, columns], expected)
+
+
+def _rounded(x: NDArray[Any]) -> NDArray[np.float64]:
+    """Rows as products with weights of integers take them: in eight bits, with a scale for each 32."""
+    parts = x.astype(np.float64).reshape(len(x), -1, 32)
+    scales = np.abs(parts).max(axis=2, keepdims=True) / 127
+    return (np.rint(parts / scales) * scales).reshape(x.shape)
+
+
+def _relative_error(a: NDArray[Any], b: NDArray[Any]) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+# -- Attention -----------------------------------------------------------------------------------------------------
+
+
+def attention(machine: Machine) -> Iterator[Row]:
+    """Attention of single tokens far into the cache, and of prompts."""
+    for cache_type in ("f16", "q8_0"):
+        for n_sequences, length in machine.sizes.decode:
+            yield _attention(machine, cache_type, n_sequences, 1, length)
+        for n in machine.sizes.prefill:
+            yield _attention(machine, cache_type, 1, n, n)
+        gc.collect()
+
+
+def _attention(machine: Machine, cache_type: CacheType, n_sequences: int, n: int, length: int) -> Row:
+    n_heads, n_kv_heads, head_dim = machine.sizes.heads
+    ops, pages = machine.make_ops(machine.driver, 0), -(-length // PAGE)
+    shape = CacheShape(1, n_kv_heads, head_dim, cache_type)
+    # As many layers as caches do not hold; a prompt's is bound by products.
+    n_bytes = shape.bytes_per_token() * pages * PAGE * n_sequences
+    n_layers = max(1, min(8, -(-machine.sizes.copied // n_bytes))) if n == 1 else 1
+    cache = ops.new_cache(replace(shape, n_layers=n_layers), pages * n_sequences)
+    keys, values = _fill(cache)
+    scale = head_dim**-0.5
+
+    def forward() -> Any:
+        q = ops.hidden(n_heads * head_dim)
+        for layer in range(n_layers):
+            y = ops.attention(q, layer, scale=scale)
+        return y
+
+    n_tokens = n * n_sequences
+    program = ops.compile_part(forward, cache, max_tokens=n_tokens, max_outputs=1)
+    q = np.random.default_rng(3).normal(0, 1, (n_tokens, n_heads * head_dim)).astype(np.float32)
+    parts = [([0] * n, length - n, range(s * pages, (s + 1) * pages)) for s in range(n_sequences)]
+    timed = Timed(machine, Attention)
+    with watching(timed):
+        y = program(make_batch(parts, [0]), HostHidden(q)).host()
+    last = n_tokens - 1
+    expected = np.concatenate(
+        [
+            _attended(
+                q[last].reshape(n_heads, -1)[head] * scale,
+                *(_of_head(x, head * n_kv_heads // n_heads, pages, length) for x in (keys, values)),
+            )
+            for head in range(CHECKED_HEADS)
+        ]
+    )
+    error = _relative_error(y[last, : CHECKED_HEADS * head_dim], expected)
+    name = f"attention, {n_sequences} x 1 at {length}" if n == 1 else f"attention, a prompt of {n}"
+    what = {"kernel": name, "format": cache_type, "rows": n_tokens}
+    wanted = ATTENTION_DECODE if n == 1 else ATTENTION_PREFILL
+    return timed.row(wanted, error, ATTENTION_TOLERANCE[cache_type], what)
+
+
+def _fill(cache: CUDACache) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Random keys and values in all layers; returns those of the last one, [pages, key heads, PAGE, head]."""
+    layout, shape = cache.layout, cache.layout.shape
+    random, size = np.random.default_rng(5), (layout.n_pages, shape.n_kv_heads, PAGE, layout.head)
+    found = []
+    for entries, scales in ((layout.parts[0], layout.parts[2]), (layout.parts[1], layout.parts[3])):
+        values: NDArray[Any]
+        if layout.groups:
+            values = random.integers(-127, 128, size, np.int8)
+            by_group = np.full((layout.n_pages, shape.n_kv_heads, layout.groups, PAGE), 2**-6, np.float16)
+            found.append(values.astype(np.float32) * np.float32(2**-6))
+        else:
+            values = random.standard_normal(size, np.float32).astype(np.float16)
+            by_group = np.empty(0, np.float16)
+            found.append(values.astype(np.float32))
+        for layer in range(shape.n_layers):
+            for part, array in ((entries, values), (scales, by_group)):
+                if part.n_bytes:
+                    memory = cache.memory.at(*part.layer(layer))
+                    cache.driver.upload(memory, array.reshape(-1), cache.stream)
+        cache.driver.synchronize(cache.stream)
+    return found[0], found[1]
+
+
+def _of_head(x: NDArray[np.float32], head: int, pages: int, length: int) -> NDArray[np.float64]:
+    """What the last sequence has of a key head: [length, head]."""
+    return x[-pages:, head].reshape(-1, x.shape[-1])[:length].astype(np.float64)
+
+
+def _attended(q: NDArray[Any], keys: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
+    scores = keys[:, : len(q)] @ q.astype(np.float64)
+    weights = np.exp(scores - scores.max())
+    return (weights / weights.sum()) @ values[:, : len(q)]

@@ -1,0 +1,269 @@
+"""The devices of a run, real ones or emulated ones, and what is measured on them."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import localllm
+from localllm.cli.bench_profile import DeviceCeilings
+from localllm.devices import Device
+from localllm.kernels.cpu.host import cpu_model, usable_cpus
+from localllm.kernels.cpu.ops import CPUOps
+from localllm.kernels.cuda import roofline
+from localllm.kernels.cuda.cupy_driver import open_driver
+from localllm.kernels.cuda.driver import Driver
+from localllm.kernels.cuda.ops import CUDAOps
+from localllm.llm import LLM
+from localllm.quant.types import GGMLType
+from tests.benchmarks.gpu.sections import Row
+from tests.helpers.synthetic import SHAPES, Shape
+
+T = GGMLType
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured.
+
+    Attributes:
+        formats: of products.
+        products: name, rows of each matrix of a launch, and columns.
+        rows: tokens of products.
+        copied: bytes of weights that products take turns with: several times what caches hold.
+        heads: query heads, key heads, and values of each.
+        decode: sequences and their length, of attention.
+        prefill: tokens of a prompt, of attention.
+        model, file_types: of whole models.
+        prompts, generated, depth, sequences: what whole models do.
+        transferred: bytes of a copy between devices, or over the bus.
+    """
+
+    formats: tuple[GGMLType, ...]
+    products: tuple[tuple[str, tuple[int, ...], int], ...]
+    rows: tuple[int, ...]
+    copied: int
+    heads: tuple[int, int, int]
+    decode: tuple[tuple[int, int], ...]
+    prefill: tuple[int, ...]
+    model: Shape
+    file_types: tuple[str, ...]
+    prompts: tuple[int, ...]
+    generated: int
+    depth: int
+    sequences: int
+    transferred: int
+
+
+#: A model of 8B parameters, as Llama 3's.
+FULL = Sizes(
+    formats=(T.Q4_0, T.Q4_K, T.Q8_0, T.F16, T.Q6_K, T.Q5_K, T.Q4_1, T.Q5_0, T.Q5_1, T.MXFP4, T.BF16),
+    products=(
+        ("qkv", (4096, 1024, 1024), 4096),
+        ("output", (4096,), 4096),
+        ("gate+up", (14336, 14336), 4096),
+        ("down", (4096,), 14336),
+    ),
+    rows=(1, 2, 4, 8, 32, 512, 2048),
+    copied=512 << 20,
+    heads=(32, 8, 128),
+    decode=((1, 512), (1, 4096), (1, 32768), (8, 4096), (32, 1024)),
+    prefill=(512, 2048, 16384),
+    model=SHAPES["llama-8b"],
+    file_types=("q4_0", "q4_k_m", "q8_0", "f16"),
+    prompts=(512, 4096),
+    generated=64,
+    depth=512,
+    sequences=32,
+    transferred=1 << 28,
+)
+#: For emulated devices, whose kernels are slow.
+TINY = Sizes(
+    formats=(T.Q4_0,),
+    products=(("qkv", (64, 32, 32), 64),),
+    rows=(1,),
+    copied=1 << 13,
+    heads=(4, 2, 16),
+    decode=((1, 70),),
+    prefill=(20,),
+    model=Shape("llama", 2, 64, 192, 4, 2, 300, 256, 10_000.0, 1e-5, tied=False),
+    file_types=("q4_0",),
+    prompts=(20,),
+    generated=2,
+    depth=5,
+    sequences=2,
+    transferred=1 << 12,
+)
+
+
+@dataclass
+class Machine:
+    """The devices, and how models come to lie on them.
+
+    Attributes:
+        make_ops: the backend of a device.
+        scratch: a folder for models.
+        repetitions: how often a piece of work is timed.
+        least_launches: of one kernel, that are timed at once.
+    """
+
+    driver: Driver
+    sizes: Sizes
+    scratch: Path
+    make_ops: Callable[[Driver, int], CUDAOps]
+    repetitions: int = 5
+    least_launches: int = 16
+    is_emulated: bool = False
+    _ceilings: dict[int, DeviceCeilings] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return self.driver.device_count
+
+    def ceilings(self, device: int) -> DeviceCeilings:
+        """Those of a device, measured when they are first asked for."""
+        if device not in self._ceilings:
+            self._ceilings[device] = self.measure_ceilings(device)
+        return self._ceilings[device]
+
+    def measure_ceilings(self, device: int) -> DeviceCeilings:
+        """The same, measured now."""
+        most = roofline.CUDARoofline(self.driver, device)
+        rates = {kind: most.rate(kind) for kind in most.kinds}
+        return DeviceCeilings(most.copy_bandwidth(), most.read_bandwidth(), rates)
+
+    def load(self, path: Path, device: str, **options: Any) -> LLM:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # contexts longer than the model was trained on
+            return localllm.load(path, device=device, **options)
+
+
+@contextmanager
+def real(scratch: Path) -> Iterator[Machine]:
+    """This machine's GPUs.  DeviceError where there is none."""
+    driver = open_driver()
+    yield Machine(driver, FULL, scratch, lambda driver, device: CUDAOps(driver, device, compiles_ahead=False))
+
+
+@contextmanager
+def emulated(scratch: Path, n_devices: int = 2) -> Iterator[Machine]:
+    """Emulated GPUs, and little to do for them: to try the run out."""
+    from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
+    from tests.helpers.backends import emulated_cuda
+
+    driver = EmulatedDriver(n_devices, memory=1 << 26)
+
+    def devices(name: str, **_: Any) -> tuple[Device, ...]:
+        host = Device("cpu", "kernels", 1, 1, CPUOps(threads=1), lambda: None)
+        numbers = [] if name == "cpu" else [int(n) for n in name.removeprefix("cuda:").split(",")]
+        gpus = (
+            Device(f"cuda:{i}", "CUDA", 1, 1, emulated_cuda(driver, i), lambda: None, lambda: 1 << 40)
+            for i in numbers
+        )
+        return (host, *gpus)
+
+    with ExitStack() as stack:
+        for name, value in {
+            "localllm.loading.open_devices": devices,
+            "localllm.kernels.cuda.cupy_driver.open_driver": lambda: driver,
+            "localllm.kernels.cuda.roofline.ROUNDS": 1,
+            "localllm.kernels.cuda.roofline.MOST_BYTES": 1 << 12,
+            "localllm.kernels.cuda.profile.LEAST_LAUNCHES": 1,
+            "localllm.cli.bench_profile._REPETITIONS": 1,
+        }.items():
+            stack.enter_context(patch(name, value))
+        yield Machine(driver, TINY, scratch, emulated_cuda, repetitions=1, least_launches=1, is_emulated=True)
+
+
+# -- Sections ------------------------------------------------------------------------------------------------------
+
+
+def environment(machine: Machine) -> Iterator[Row]:
+    """Hardware and software."""
+    yield {"what": "processor", "value": f"{cpu_model()}, {usable_cpus()} usable"}
+    yield {"what": "Python, localllm", "value": f"{platform.python_version()}, {localllm.__version__}"}
+    for device in range(machine.count):
+        p, memory = machine.driver.properties(device), machine.driver.memory_info(device)
+        yield {
+            "what": f"cuda:{device}",
+            "value": f"{p.name}, compute capability {p.capability[0]}.{p.capability[1]}, {p.n_multiprocessors} "
+            f"multiprocessors, {memory.free / 1e9:.1f} of {memory.total / 1e9:.1f} GB free",
+        }
+    yield {"what": "NVIDIA's driver", "value": _driver_version()}
+    try:
+        import cupy
+
+        yield {"what": "CuPy", "value": cupy.__version__}
+        yield {"what": "NVRTC", "value": ".".join(map(str, cupy.cuda.nvrtc.getVersion()))}
+        yield {"what": "CUDA runtime", "value": str(cupy.cuda.runtime.runtimeGetVersion())}
+    except (ImportError, RuntimeError, OSError) as error:
+        yield {"what": "CuPy", "value": f"not there: {error}"}
+
+
+def _driver_version() -> str:
+    command = [
+        "nvidia-smi",
+        "--query-gpu=driver_version,clocks.sm,clocks.mem,temperature.gpu",
+        "--format=csv,noheader",
+    ]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"unknown: {error}"
+
+
+def ceilings(machine: Machine) -> Iterator[Row]:
+    """What each device does at most; what a library's matrix product does, where there is one; and the bus."""
+    for device in range(machine.count):
+        most = machine.ceilings(device)
+        name = f"cuda:{device}"
+        yield {"device": name, "what": "copy, bytes read and written", "B/s": most.copy}
+        yield {"device": name, "what": "read", "B/s": most.read}
+        for kind, rate in most.rates.items():
+            yield {"device": name, "what": f"mma.sync, {kind}", "FLOP/s": rate}
+        yield from _bus(machine, device)
+    if not machine.is_emulated and (rate := _library_rate()) is not None:
+        yield {
+            "device": "cuda:0",
+            "what": "bf16 product of 8192 x 8192 x 8192 by cuBLAS, through torch",
+            "FLOP/s": rate,
+        }
+
+
+def _bus(machine: Machine, device: int) -> Iterator[Row]:
+    from localllm.kernels.cuda.timing import Stopwatch
+
+    driver, n = machine.driver, machine.sizes.transferred
+    stream, memory, host = driver.stream(device), driver.allocate(device, n), driver.pinned(n)
+    host[:] = 1
+    watch = Stopwatch(driver, stream, machine.repetitions)
+    up = watch.seconds(lambda: driver.upload(memory, host, stream))
+    yield {"device": f"cuda:{device}", "what": "from the host, pinned", "B/s": n / up}
+    down = watch.seconds(lambda: driver.download(host, memory, stream))
+    yield {"device": f"cuda:{device}", "what": "to the host, pinned", "B/s": n / down}
+
+
+def _library_rate(n: int = 8192, repetitions: int = 10) -> float | None:
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    begin.record()
+    for _ in range(repetitions):
+        a @ b
+    end.record()
+    torch.cuda.synchronize()
+    return float(2 * n**3 * repetitions / (begin.elapsed_time(end) / 1000))

@@ -1,0 +1,256 @@
+"""Whole models of random weights: tokens a second, where the time goes, and whether the text is right."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from localllm.cli.bench import Measurement, measure, profile
+from localllm.cli.bench_profile import DeviceProfile
+from localllm.cli.bench_work import Test
+from localllm.kernels.cpu.host import usable_cpus
+from localllm.kernels.cuda.profile import BusyTime, watching
+from localllm.llm import LLM
+from tests.benchmarks.gpu.kernels import DECODE, FLOAT_DECODE, PREFILL
+from tests.benchmarks.gpu.machine import Machine
+from tests.benchmarks.gpu.sections import Row
+from tests.benchmarks.results import QUANTISED_TOLERANCE
+from tests.helpers.synthetic import random_gguf
+
+#: Tokens of the prompt whose outputs are checked.
+CHECKED = 40
+
+
+def models(machine: Machine) -> Iterator[Row]:
+    """A model in each file type; the first one against the CPU too."""
+    for i, file_type in enumerate(machine.sizes.file_types):
+        if not i:
+            yield _against_the_cpu(machine, file_type)
+        path, begin = machine.scratch / f"{file_type}.gguf", time.monotonic()
+        try:
+            random_gguf(path, machine.sizes.model, file_type, repeat_layers=True)
+            yield {"model": file_type, "test": "written", "s": time.monotonic() - begin}
+            yield from _model(machine, path, file_type)
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _against_the_cpu(machine: Machine, file_type: str) -> Row:
+    """One layer of the model, on the GPU and on the CPU."""
+    path = machine.scratch / "layer.gguf"
+    try:
+        random_gguf(path, replace(machine.sizes.model, n_layers=1), file_type)
+        found = []
+        for device in ("cuda:0", "cpu"):
+            with machine.load(path, device, context=2 * CHECKED) as llm:
+                found.append(llm.logits(_ids(llm, CHECKED)))
+    finally:
+        path.unlink(missing_ok=True)
+    error = float(np.linalg.norm(found[0] - found[1]) / np.linalg.norm(found[1]))
+    row: Row = {"model": file_type, "test": "one layer, against the CPU", "error": error}
+    if not error <= QUANTISED_TOLERANCE:
+        row["fault"] = f"{file_type}: logits differ from the CPU's by {error:.1e}, more than {QUANTISED_TOLERANCE:g}"
+    return row
+
+
+def _ids(llm: LLM, n: int) -> list[int]:
+    return [int(i) for i in np.random.default_rng(0).integers(0, llm.info.n_vocab, n)]
+
+
+def _model(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
+    sizes, begin = machine.sizes, time.monotonic()
+    context = max(*sizes.prompts, sizes.depth + sizes.generated, CHECKED + sizes.generated) + 2
+    with machine.load(path, "cuda:0", context=context) as llm:
+        seconds = time.monotonic() - begin
+        yield {"model": file_type, "test": "loaded", "s": seconds, "achieved": path.stat().st_size / seconds}
+        yield _check_text(llm, file_type, sizes.generated)
+        tests = [*(Test("pp", n, 0) for n in sizes.prompts), Test("tg", sizes.generated, sizes.depth)]
+        for test in tests:
+            measured = measure(llm, test, min(3, machine.repetitions))
+            yield _measured(file_type, measured)
+        for test in tests[-2:]:
+            for found in profile(llm, test, {"cuda:0": machine.ceilings(0)}):
+                yield from _profiled(file_type, found)
+    yield from _together(machine, path, file_type)
+    yield from _llama_cpp(machine, path, file_type)
+
+
+def _check_text(llm: LLM, file_type: str, n: int) -> Row:
+    """Tokens one by one, in replays of a graph, are those that a prefill of them all finds the likeliest."""
+    prompt = _ids(llm, CHECKED)
+    text = list(llm.generate(prompt, max_tokens=n, temperature=0, ignore_eos=True).ids)
+    logits = llm.logits(prompt + text)[CHECKED - 1 : -1]
+    is_same = logits.argmax(axis=1).tolist() == text and bool(np.isfinite(logits).all())
+    row: Row = {
+        "model": file_type,
+        "test": f"{n} tokens, as a prefill has them",
+        "error": "none" if is_same else "yes",
+    }
+    if not is_same:
+        row["fault"] = f"{file_type}: tokens that are decoded are not those of a prefill"
+    return row
+
+
+def _measured(file_type: str, measured: Measurement) -> Row:
+    wanted = FLOAT_DECODE if file_type == "f16" else DECODE
+    return {
+        "model": file_type,
+        "test": measured.test.name,
+        "tok/s": float(np.median(measured.rates)),
+        "achieved": float(np.median(measured.achieved)),
+        "of the ceiling": "" if measured.share is None else f"{measured.share:.0%}",
+        "wanted": f"{PREFILL if measured.test.kind == 'pp' else wanted:.0%}",
+        "unit": measured.unit,
+    }
+
+
+def _profiled(file_type: str, found: DeviceProfile) -> Iterator[Row]:
+    name, steps = f"{found.test.name}, a step", found.profile.n_steps
+    yield {
+        "model": file_type,
+        "test": name,
+        "us": 1e6 * found.profile.seconds / steps,
+        "of the time": f"{found.busy:.0%}",
+    }
+    for share in sorted(found.profile.shares.values(), key=lambda share: -share.seconds):
+        floor = found.floor(share)
+        yield {
+            "model": file_type,
+            "test": f"{name}: {share.name}",
+            "us": 1e6 * share.seconds / steps,
+            "of the time": f"{share.seconds / found.profile.kernel_seconds:.1%}",
+            "of floor": "" if floor is None else f"{floor / share.seconds:.0%}",
+        }
+
+
+def _together(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
+    """Sequences decoded at once, against one."""
+    n, n_sequences = machine.sizes.generated, machine.sizes.sequences
+    with machine.load(path, "cuda:0", context=n + 8, parallel=n_sequences) as llm:
+        for many in (1, n_sequences):
+            _rate_together(llm, many, n)  # warms up
+        one, together = (_rate_together(llm, many, n) for many in (1, n_sequences))
+    name = f"{n_sequences} sequences"
+    yield {"model": file_type, "test": name, "tok/s": together, "times one": together / one, "wanted": 12}
+
+
+def _rate_together(llm: LLM, n_sequences: int, n: int) -> float:
+    """Tokens a second of as many threads."""
+    llm.forget()
+    ready, prompts = threading.Barrier(n_sequences + 1), _ids(llm, n_sequences)
+
+    def generate(prompt: int) -> None:
+        ready.wait()
+        llm.generate([prompt], max_tokens=n, temperature=0, ignore_eos=True)
+
+    callers = [threading.Thread(target=generate, args=(prompt,)) for prompt in prompts]
+    for caller in callers:
+        caller.start()
+    ready.wait()
+    begin = time.perf_counter()
+    for caller in callers:
+        caller.join()
+    return n_sequences * n / (time.perf_counter() - begin)
+
+
+def _llama_cpp(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
+    """llama.cpp on the same file, where it is installed for GPUs."""
+    from tests.benchmarks import theirs
+
+    if not theirs.has_gpu():
+        return
+    sizes = machine.sizes
+    n_prompt = max(sizes.prompts)
+    with theirs.LlamaCpp(path, repack=False, on_gpu=True) as model:
+        context = model.context(usable_cpus(), n_prompt + sizes.generated + 2, flash=True)
+        ids = [int(i) for i in np.random.default_rng(0).integers(0, model.n_vocab, n_prompt)]
+        context.measure(ids[:CHECKED], 2)
+        prefill = context.measure(ids, 1)[0]
+        decode = context.measure(ids[: sizes.depth], sizes.generated)[1]
+    yield {"model": file_type, "test": f"llama.cpp, pp{n_prompt}", "tok/s": n_prompt / prefill}
+    yield {
+        "model": file_type,
+        "test": f"llama.cpp, tg{sizes.generated} @ d{sizes.depth}",
+        "tok/s": sizes.generated / decode,
+    }
+
+
+# -- Several devices -----------------------------------------------------------------------------------------------
+
+
+def several(machine: Machine) -> Iterator[Row]:
+    """Copies between devices, and a model on one and on two of them."""
+    if machine.count < 2:
+        yield {"what": "only one GPU is here"}
+        return
+    yield from _peer_copies(machine)
+    file_type = machine.sizes.file_types[0]
+    path = machine.scratch / "split.gguf"
+    try:
+        random_gguf(path, machine.sizes.model, file_type, repeat_layers=True)
+        yield from _split(machine, path, file_type)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _peer_copies(machine: Machine) -> Iterator[Row]:
+    from localllm.kernels.cuda.timing import Stopwatch
+
+    driver, n = machine.driver, machine.sizes.transferred
+    for source, target in ((0, 1), (1, 0)):
+        what = f"copy from cuda:{source} to cuda:{target}"
+        if not driver.can_access_peer(target, source):
+            yield {"what": f"{what}: there is no access, hidden states go through the host"}
+            continue
+        driver.enable_peer_access(target, source)
+        a, b, stream = driver.allocate(source, n), driver.allocate(target, n), driver.stream(target)
+        filler = driver.stream(source)
+        driver.fill(a, 7, filler)
+        driver.synchronize(filler)
+        seconds = Stopwatch(driver, stream, machine.repetitions).seconds(
+            lambda a=a, b=b, s=stream: driver.copy(b, a, s)
+        )
+        last = np.zeros(16, np.uint8)
+        driver.download(last, b.at(n - 16, 16), stream)
+        driver.synchronize(stream)
+        row: Row = {"what": what, "B/s": n / seconds}
+        if not (last == 7).all():
+            row["fault"] = f"{what}: the bytes did not arrive"
+        yield row
+
+
+def _split(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
+    """The same bits come out, and the GPUs work at the same time on a prompt."""
+    sizes = machine.sizes
+    n_prompt, logits = max(sizes.prompts), []
+    for devices in ("cuda:0", "cuda:0,1"):
+        with machine.load(path, devices, context=max(n_prompt, CHECKED) + sizes.generated + 2) as llm:
+            logits.append(llm.logits(_ids(llm, CHECKED)))
+            for test in (Test("pp", n_prompt, 0), Test("tg", sizes.generated, 0)):
+                yield {"what": f"{file_type} on {devices}", **_at_work(llm, test)}
+    if not np.array_equal(*logits):
+        yield {"what": "logits", "fault": f"{file_type}: one GPU and two give different logits"}
+
+
+def _at_work(llm: LLM, test: Test) -> Row:
+    """Tokens a second, and how many GPUs were at work, on average."""
+    ids = _ids(llm, test.n if test.kind == "pp" else 1)
+    for _ in range(3):  # single launches first, then a capture, then what is measured
+        llm.forget()
+        busy = BusyTime()
+        with watching(busy):
+            n = 0 if test.kind == "pp" else test.n
+            done = llm.generate(ids, max_tokens=n, temperature=0, ignore_eos=True)
+        seconds = done.timings.prefill_s + done.timings.decode_s
+    parts: Sequence[float] = [each / seconds for _, each in sorted(busy.seconds().items())]
+    return {
+        "test": test.name,
+        "tok/s": test.n / seconds,
+        "at work": ", ".join(f"{part:.0%}" for part in parts),
+        "on average": sum(parts),
+    }

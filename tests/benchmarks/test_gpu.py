@@ -1,0 +1,161 @@
+"""The run on a GPU, tried out on emulated ones: every section finds something, and what is wrong is said."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localllm.errors import DeviceError
+from localllm.kernels.cuda.program import Program
+from tests.benchmarks.gpu import correctness, machine
+from tests.benchmarks.gpu.__main__ import SECONDS, main
+from tests.benchmarks.gpu.report import markdown
+from tests.benchmarks.gpu.sections import Found, Row, Section, run, run_all, shown
+from tests.helpers.backends import no_harness
+
+
+@pytest.fixture(autouse=True)
+def harness() -> None:
+    if reason := no_harness():
+        pytest.skip(reason)
+
+
+def test_a_run_on_emulated_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = [name for name in SECONDS if name not in ("tests", "sanitizer")]
+    assert main(["--emulated", "--out", str(tmp_path / "new"), "--sections", ",".join(chosen)]) == 0
+    _, err = capsys.readouterr()
+    assert err == ""
+    report = json.loads((tmp_path / "new" / "gpu.json").read_text())
+    assert report["card"] == "emulated GPU, emulated GPU"
+    assert report["command"].startswith("python -m tests.benchmarks.gpu --emulated")
+    sections = {found["title"]: found for found in report["sections"]}
+    assert list(sections) == chosen
+    assert all(found["rows"] and not found["note"] for found in sections.values())
+    (product,) = sections["products"]["rows"]
+    assert (product["kernel"], product["format"], product["rows"]) == ("linear qkv", "Q4_0", 1)
+    assert product["floor, us"] < product["hoped for, us"]
+    assert [row["format"] for row in sections["attention"]["rows"]] == ["f16", "f16", "q8_0", "q8_0"]
+    found = {row["test"] for row in sections["models"]["rows"]}
+    assert {"pp20", "tg2 @ d5", "2 sequences", "tg2 @ d5, a step: attention"} <= found
+    whats = [row["what"] for row in sections["several"]["rows"]]
+    assert whats[:3] == ["copy from cuda:0 to cuda:1", "copy from cuda:1 to cuda:0", "q4_0 on cuda:0"]
+    text = (tmp_path / "new" / "gpu.md").read_text()
+    assert all(f"## {name} (" in text for name in chosen)
+    assert text.endswith("No faults.\n")
+
+
+def test_wrong_outputs_are_faults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    download = Program.download
+    monkeypatch.setattr(Program, "download", lambda self, n: download(self, n) * np.float32(1.1))
+    assert main(["--emulated", "--out", str(tmp_path), "--sections", "products,attention"]) == 1
+    faults = capsys.readouterr().err.splitlines()
+    assert len(faults) == 5
+    assert re.fullmatch(r"fault: linear qkv, Q4_0, 1: the error is 1\.0e-01, more than 0\.001", faults[0])
+    assert (tmp_path / "gpu.md").read_text().count("\n- linear qkv") == 1
+
+
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise DeviceError("no driver is installed")
+
+    monkeypatch.setattr(machine, "open_driver", none)
+    assert main([]) == 2
+    assert capsys.readouterr().err == "there is no GPU to measure: no driver is installed\n"
+
+
+def test_a_section_that_is_not_there() -> None:
+    with pytest.raises(SystemExit, match="there is no section banana: choose of environment"):
+        main(["--sections", "ceilings,banana"])
+
+
+# -- Sections ------------------------------------------------------------------------------------------------------
+
+
+def test_one_section_that_fails_leaves_the_others() -> None:
+    def fails(seconds: float) -> Iterator[Row]:
+        yield {"x": 1}
+        raise ValueError("no luck")
+
+    said: list[str] = []
+    sections = [Section("a", fails, 10), Section("b", lambda seconds: iter([{"y": 2, "fault": "wrong"}]), 10)]
+    first, second = run_all(sections, 10, said.append)
+    assert (first.rows, first.faults) == ([{"x": 1}], ["a: failed: ValueError: no luck"])
+    assert (second.rows, second.faults) == ([{"y": 2, "fault": "wrong"}], ["wrong"])
+    assert "failed: ValueError: no luck" in said
+
+
+def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a section, whose row at hand is finished, and of all."""
+    clock = iter(range(100))
+    monkeypatch.setattr("tests.benchmarks.gpu.sections.time.monotonic", lambda: next(clock))
+    given: list[float] = []
+
+    def endless(seconds: float) -> Iterator[Row]:
+        given.append(seconds)
+        while True:
+            yield {"x": 1}
+
+    found = run(Section("a", endless, 2.5), 100, lambda line: None)
+    assert given == [2.5]
+    assert len(found.rows) == 3
+    assert found.note == "stopped after 2 s: the rest was left out"
+    assert not found.faults
+    assert run(Section("a", endless, 5), -1, lambda line: None).note.startswith("left out")
+
+
+def test_the_tables() -> None:
+    found = Found("numbers", [{"a": "x|y", "b": 1234.5}, {"b": 0.00012, "c": True}], 3.2, ["bad"])
+    text = markdown({"date": "today"}, [found, Found("none", note="left out")])
+    assert "- date: today" in text
+    assert "## numbers (3 s)\n\n| a | b | c |\n| --- | --- | --- |\n| x/y | 1,234 |  |\n|  | 0.00012 | True |" in text
+    assert text.endswith("## none (0 s)\n\nleft out\n\n## Faults\n\n- bad\n")
+    assert shown(7) == "7"
+
+
+# -- Tests, and compute-sanitizer ----------------------------------------------------------------------------------
+
+SOURCE = "def test_good(): pass\ndef test_bad(): assert 1 == 2\n"
+
+
+def suites(folder: Path, chosen: str) -> list[tuple[str, tuple[str, ...]]]:
+    (folder / "test_some.py").write_text(SOURCE)
+    return [("some", (str(folder / "test_some.py"), "--rootdir", str(folder), "-k", chosen))]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "fault"), [("bad", "some: FAILED .*::test_bad - assert 1 == 2$"), ("none", "some: no test ran$")]
+)
+def test_suites_that_fail(tmp_path: Path, chosen: str, fault: str) -> None:
+    (row,) = correctness.run_tests(100, suites(tmp_path, chosen))
+    assert re.match(fault, row["fault"])
+
+
+def test_a_suite_that_takes_too_long(tmp_path: Path) -> None:
+    (row,) = correctness.run_tests(0.01, suites(tmp_path, "good"))
+    assert row == {"tests": "some", "result": "stopped after 0 s, with no result"}
+
+
+def test_the_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that checks its options, and runs the command behind them."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (row,) = correctness.sanitize(["memcheck"], 100, suites(tmp_path, "good"))
+    assert "compute-sanitizer is not on the PATH" in row["result"]
+    tool = tmp_path / correctness.SANITIZER
+    tool.write_text(
+        f"#!{sys.executable}\nimport os, sys\n"
+        "assert sys.argv[1:6:2] == ['--tool', '--error-exitcode', sys.executable]\n"
+        "os.execv(sys.argv[5], sys.argv[5:])\n"
+    )
+    tool.chmod(0o755)
+    (row,) = correctness.sanitize(["racecheck"], 100, suites(tmp_path, "good"))
+    assert row["tests"] == "some, racecheck"
+    assert row["result"].startswith("1 passed, 1 deselected")
+    assert "fault" not in row

@@ -1,0 +1,182 @@
+"""A hub on localhost: the requests that huggingface_hub makes to list a repository and to fetch its files.
+
+Written from that package's documentation of its cache and from the requests that it makes: ``/api/models/ORG/REPO``
+lists files with their hashes, and ``/ORG/REPO/resolve/REVISION/FILE`` has the bytes, by HEAD and by GET with a range.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "c0ffee" + "0" * 34
+
+
+@dataclass
+class Repo:
+    """A repository.
+
+    Attributes:
+        files: by name.
+        small: those that are no LFS files.
+        refusal: what it answers to all requests, or to those for files: a status, and what the hub calls the error.
+        refuses_files: the refusal is for files alone, as that of a gated repository.
+        cuts: after how many bytes of an answer the connection ends, for the next answers in turn.
+        sent: bytes that are sent in place of a file's own.
+        has_ranges: whether a part of a file can be asked for.
+        waits: whether an answer's second half is held back for as long as the server runs.
+    """
+
+    files: dict[str, bytes]
+    small: set[str] = field(default_factory=set)
+    refusal: tuple[int, str] | None = None
+    refuses_files: bool = False
+    cuts: list[int] = field(default_factory=list)
+    sent: dict[str, bytes] = field(default_factory=dict)
+    has_ranges: bool = True
+    waits: bool = False
+
+    def hash(self, name: str) -> str:
+        data = self.files[name]
+        return git_hash(data) if name in self.small else hashlib.sha256(data).hexdigest()
+
+    def listing(self, name: str) -> dict[str, object]:
+        data = self.files[name]
+        entry: dict[str, object] = {"rfilename": name, "size": len(data), "blobId": git_hash(data)}
+        if name not in self.small:
+            entry["lfs"] = {"sha256": self.hash(name), "size": len(data), "pointerSize": 134}
+        return entry
+
+
+def git_hash(data: bytes) -> str:
+    """What git calls a file of these bytes."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+@dataclass
+class HubServer:
+    """A running hub.
+
+    Attributes:
+        requests: those for files that it got, as method, file and range.
+    """
+
+    endpoint: str
+    repos: dict[str, Repo] = field(default_factory=dict)
+    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    listings: dict[str, bytes] = field(default_factory=dict)
+    is_ending: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def ranges(self) -> list[str | None]:
+        """The ranges that were asked for, one for each GET of a file."""
+        return [ask for method, _, ask in self.requests if method == "GET"]
+
+
+@contextmanager
+def hub_server() -> Iterator[HubServer]:
+    """Runs a hub for as long as the block lasts."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {}))
+    hub = HubServer(f"http://127.0.0.1:{server.server_address[1]}")
+    server.RequestHandlerClass.hub = hub  # type: ignore[attr-defined]
+    thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.02))
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.is_ending.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: HubServer
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def _answer(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        if listed := re.fullmatch(r"/api/models/([^/]+/[^/]+)", path):
+            self._list(listed[1])
+        elif file := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            self._file(file[1], file[2], file[3])
+        else:
+            self._refuse(404, "")
+
+    def _list(self, name: str) -> None:
+        repo = self.hub.repos.get(name)
+        if name in self.hub.listings:
+            self._send(200, self.hub.listings[name])
+        elif repo is None:
+            self._refuse(401, "RepoNotFound")
+        elif repo.refusal is not None and not repo.refuses_files:
+            self._refuse(*repo.refusal)
+        else:
+            siblings = [repo.listing(file) for file in repo.files]
+            self._send(200, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode())
+
+    def _file(self, name: str, revision: str, file: str) -> None:
+        repo, asked = self.hub.repos[name], self.headers.get("Range")
+        self.hub.requests.append((self.command, file, asked))
+        if repo.refusal is not None:
+            self._refuse(*repo.refusal)
+            return
+        if revision not in ("main", COMMIT) or file not in repo.files:
+            self._refuse(404, "EntryNotFound")
+            return
+        data = repo.sent.get(file, repo.files[file])
+        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and repo.has_ranges else 0
+        self.send_response(206 if start else 200)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{repo.hash(file)}"')
+        if file not in repo.small:
+            self.send_header("X-Linked-Etag", f'"{repo.hash(file)}"')
+            self.send_header("X-Linked-Size", str(len(repo.files[file])))
+        self.send_header("Content-Length", str(len(data) - start))
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        self.end_headers()
+        if self.command == "GET":
+            self._send_body(repo, data[start:])
+
+    def _send_body(self, repo: Repo, body: bytes) -> None:
+        """Sends all, or what comes before the connection is cut."""
+        if repo.waits:
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            self.hub.is_ending.wait()
+            self.close_connection = True
+        elif repo.cuts:
+            self.wfile.write(body[: repo.cuts.pop(0)])
+            self.close_connection = True
+        else:
+            self.wfile.write(body)
+
+    def _refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _send(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)

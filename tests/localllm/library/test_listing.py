@@ -1,0 +1,354 @@
+"""The models on this machine: found, named, and read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+import localllm
+from localllm.errors import GGUFError, ModelNotFoundError, UsageError
+from localllm.library import details, listing
+from localllm.library.details import Details, DetailsReader
+from localllm.library.find import find
+from localllm.library.hub_cache import hub_cache
+from localllm.library.listing import demo_model, find_models, read_details
+from localllm.loading import LoadOptions, plan_file
+from tests.helpers.command_line import run_main, run_on_terminal
+from tests.helpers.data import ROOT
+from tests.helpers.gguf_writer import RawGGUF, key, string
+
+DEMO = ROOT / "localllm" / "data" / "demo.gguf"
+LINKS = pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
+
+
+@pytest.fixture(autouse=True)
+def _own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(details, "cache_root", lambda: tmp_path / "cache")
+
+
+def gguf(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return RawGGUF(keys=[key("general.architecture", 8, string("llama"))]).write(path)
+
+
+def in_hub(repo: str, name: str, *, commit: str = "a" * 40, main: bool = True, blob: str | None = None) -> Path:
+    """A file in the hub's cache, as a link to a blob."""
+    folder = hub_cache() / ("models--" + repo.replace("/", "--"))
+    target = gguf(folder / "blobs" / (blob or f"{commit}-{name.replace('/', '-')}"))
+    path = folder / "snapshots" / commit / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(os.path.relpath(target, path.parent))
+    if main:
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / "main").write_text(commit)
+    return path
+
+
+# -- Finding -------------------------------------------------------------------------------------------------------
+
+
+@LINKS
+def test_folders_and_the_hubs_cache(tmp_path: Path) -> None:
+    in_hub("org/repo", "m-Q4_0.gguf")
+    in_hub("org/repo", "x/m-Q8_0-00001-of-00002.gguf")
+    in_hub("org/repo", "x/m-Q8_0-00002-of-00002.gguf")
+    in_hub("org/one", "model.gguf")
+    gguf(tmp_path / "models" / "b.gguf")
+    gguf(tmp_path / "models" / "deep" / "er" / "a.GGUF")
+    (tmp_path / "models" / "notes.txt").write_text("no model")
+    found = find_models([tmp_path / "models"])
+    assert found.problems == ()
+    assert [(model.name, model.n_files) for model in found.models] == [
+        ("org/one:model.gguf", 1),
+        ("org/repo:Q4_0", 1),
+        ("org/repo:Q8_0", 2),
+        ("b.gguf", 1),
+        ("deep/er/a.GGUF", 1),
+    ]
+    for model in found.models:
+        assert Path(find(model.name, [tmp_path / "models"])) == model.path
+        size = model.path.stat().st_size
+        assert model.n_bytes == model.n_files * size
+
+
+@LINKS
+def test_a_file_is_listed_once_and_by_a_name_that_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = in_hub("org/repo", "m.gguf")
+    first, second = tmp_path / "first", tmp_path / "second"
+    gguf(first / "a.gguf")
+    gguf(second / "a.gguf")
+    gguf(second / "here.gguf")
+    (first / "link.gguf").symlink_to(target)
+    (second / "folder").symlink_to(first)
+    monkeypatch.chdir(tmp_path)
+    gguf(tmp_path / "here.gguf")  # which is found before one in a folder
+    folders = [first, second, first]
+    found = find_models(folders)
+    assert [model.name for model in found.models] == [
+        "org/repo:m.gguf",
+        "a.gguf",
+        str(second / "a.gguf"),
+        str(second / "here.gguf"),
+    ]
+    for model in found.models:
+        assert Path(find(model.name, folders)) == model.path
+    assert find("a", folders) == first / "a.gguf"
+
+
+@LINKS
+def test_loops_broken_links_and_missing_parts_are_survived(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    gguf(folder / "a.gguf")
+    (folder / "loop").symlink_to(folder)
+    (folder / "self").symlink_to("self")
+    (folder / "gone.gguf").symlink_to("nowhere.gguf")
+    (folder / "self.gguf").symlink_to("self.gguf")
+    (folder / "folder.gguf").mkdir()
+    gguf(folder / "folder.gguf" / "in.gguf")
+    gguf(folder / "p-00002-of-00003.gguf")
+    in_hub("org/gone", "m.gguf").resolve().unlink()
+    found = find_models([folder, tmp_path / "missing", folder / "a.gguf"])
+    assert [(model.name, model.error) for model in found.models] == [
+        ("a.gguf", None),
+        ("folder.gguf/in.gguf", None),
+        ("p-00002-of-00003.gguf", "2 of its 3 files are missing"),
+    ]
+    assert [problem.split(" is ")[1][:9] for problem in found.problems] == ["no folder", "no folder"]
+    part = next(each for each in read_details(found.models) if each.error)
+    assert part.details == Details(error="2 of its 3 files are missing")
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root may read everything")
+def test_folders_that_may_not_be_read_are_told(tmp_path: Path) -> None:
+    closed = tmp_path / "models" / "closed"
+    gguf(closed / "a.gguf")
+    closed.chmod(0)
+    try:
+        found = find_models([tmp_path / "models"])
+    finally:
+        closed.chmod(0o700)
+    assert found.models == ()
+    assert "cannot be searched (Permission denied)" in found.problems[0]
+
+
+def test_a_folder_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf(tmp_path / "models" / "bad" / "a.gguf")
+    gguf(tmp_path / "models" / "good.gguf")
+    scandir = os.scandir
+
+    def failing(folder: Path) -> object:
+        if Path(folder).name in ("bad", "hub"):
+            raise PermissionError(13, "Permission denied")
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    found = find_models([tmp_path / "models"])
+    assert [model.name for model in found.models] == ["good.gguf"]
+    assert found.problems == (f"{tmp_path}/models/bad cannot be searched (Permission denied)",)
+
+
+def test_a_huge_folder_is_not_searched_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "MOST_ENTRIES", 20)
+    monkeypatch.setattr(listing, "MOST_DEPTH", 2)
+    for i in range(30):
+        (tmp_path / "many" / f"{i}").mkdir(parents=True)
+    found = find_models([tmp_path / "many"])
+    assert len(found.problems) == 1
+    assert "over 20 entries: name less" in found.problems[0]
+    gguf(tmp_path / "deep" / "1" / "2" / "a.gguf")
+    gguf(tmp_path / "deep" / "1" / "2" / "3" / "b.gguf")
+    assert [model.name for model in find_models([tmp_path / "deep"]).models] == ["1/2/a.gguf"]
+
+
+# -- Names in the cache --------------------------------------------------------------------------------------------
+
+
+@LINKS
+def test_the_main_commit_comes_first_and_others_have_what_it_lacks() -> None:
+    in_hub("org/repo", "m-Q4_0.gguf", commit="b" * 40)
+    old = in_hub("org/repo", "m-Q8_0.gguf", commit="a" * 40, main=False)
+    in_hub("org/repo", "m-Q4_0.gguf", commit="a" * 40, main=False)
+    assert Path(find("org/repo:q4_0")).parts[-2] == "b" * 40
+    assert find("org/repo:Q8_0") == old
+    in_hub("org/repo", "p-00001-of-00002.gguf", commit="b" * 40)
+    whole = [in_hub("org/repo", f"p-0000{i}-of-00002.gguf", commit="a" * 40, main=False) for i in (1, 2)]
+    assert find("org/repo:p") == whole[0]
+
+
+@LINKS
+def test_what_the_cache_does_not_have_is_to_be_pulled(tmp_path: Path) -> None:
+    for name in ("org/repo", "org/repo:Q4_0"):
+        with pytest.raises(ModelNotFoundError) as raised:
+            find(name)
+        assert f"pull it first, localllm pull {name}" in str(raised.value)
+        with pytest.raises(GGUFError, match="pull it first"):
+            localllm.load(name)
+    in_hub("org/repo", "m-Q4_0.gguf")
+    with pytest.raises(ModelNotFoundError, match=r"has no 'Q8_0', but org/repo:Q4_0 .*pull it first"):
+        find("org/repo:Q8_0")
+    in_hub("org/repo", "m-Q8_0.gguf")
+    with pytest.raises(UsageError, match="has 2 models: choose one"):
+        find("org/repo")
+    in_hub("org/part", "p-00001-of-00002.gguf")
+    with pytest.raises(ModelNotFoundError, match=r"has 1 of the 2 files of p: pull the rest, localllm pull org/part"):
+        find("org/part")
+
+
+@LINKS
+def test_a_path_that_exists_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_hub("org/repo", "m.gguf")
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(DEMO.parent, tmp_path / "org", ignore=lambda *_: ["__pycache__"])
+    (tmp_path / "org" / "demo.gguf").rename(tmp_path / "org" / "repo")
+    assert find("org/repo") == "org/repo"
+    with localllm.load("org/repo", device="reference") as llm:
+        assert llm.info.path == Path("org/repo")
+    assert find("nowhere/model.gguf") == "nowhere/model.gguf"
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    expected = Path.home() / ".cache" / "huggingface" / "hub"
+    assert hub_cache() == expected
+    for name in reversed(names):
+        monkeypatch.setenv(name, f"$ROOT_OF_TESTS/{name}")
+        monkeypatch.setenv("ROOT_OF_TESTS", str(tmp_path))
+        rest = {"XDG_CACHE_HOME": "huggingface/hub", "HF_HOME": "hub"}.get(name, "")
+        assert hub_cache() == tmp_path / name / rest
+
+
+# -- Details -------------------------------------------------------------------------------------------------------
+
+
+def test_details_are_those_of_the_planner() -> None:
+    demo = demo_model()
+    assert demo is not None
+    known = next(iter(read_details([demo]))).details
+    assert known is not None
+    options = LoadOptions(DEMO, "cpu", None, None, None, 1, None, 1, "f16", None, None, None)
+    plan, _ = plan_file(options)
+    assert (known.memory, known.context) == (plan.total, plan.context)
+    assert (known.architecture, known.file_type, known.trained_context) == ("llama", "Q8_0", 1024)
+    assert known.error is None
+    assert known.memory is not None
+    assert known.least_memory is not None
+    assert known.fits(known.memory) == "yes"
+    assert known.fits(known.memory - 1) == "with less context"
+    assert known.fits(known.least_memory - 1) == "no"
+    assert Details(error="broken").fits(1 << 50) is None
+
+
+def test_what_cannot_be_run_or_read_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "a.gguf").write_bytes(b"GGUF")
+    (folder / "b.gguf").write_bytes(b"")
+    RawGGUF(keys=[key("general.architecture", 8, string("mamba"))]).write(folder / "c.gguf")
+    gguf(folder / "d.gguf")
+    RawGGUF(keys=[key("general.name", 8, string(b"\xff"))]).write(folder / "e.gguf")
+    errors = [model.details and model.details.error for model in read_details(find_models([folder]).models)]
+    for error, part in zip(
+        errors, ("cut short", "is empty", "'mamba'", "holds only a vocabulary", "general.architecture"), strict=True
+    ):
+        assert error is not None
+        assert part in error
+
+
+def test_details_are_remembered_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.gguf"
+    shutil.copy(DEMO, path)
+    reader = DetailsReader()
+    known = reader.read(path)
+    assert known.error is None
+    reader.save()
+    opened = []
+    read = localllm.GGUFFile.open
+    monkeypatch.setattr(details.GGUFFile, "open", lambda path: opened.append(path) or read(path))
+    assert DetailsReader().read(path) == known
+    assert opened == []
+    os.utime(path, (1, 1))
+    assert DetailsReader().read(path) == known
+    assert opened == [path]
+    path.unlink()
+    assert "does not exist" in str(DetailsReader().read(path).error)
+
+
+@pytest.mark.parametrize("change", ["text", "version", "stamp", "types", "list"])
+def test_a_store_that_is_not_as_it_was_written_is_not_believed(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "m.gguf"
+    shutil.copy(DEMO, path)
+    reader = DetailsReader()
+    known = reader.read(path)
+    reader.save()
+    store = tmp_path / "cache" / "models.json"
+    stored = json.loads(store.read_text())
+    entry = stored["files"][str(path)]
+    assert entry == {"stamp": entry["stamp"], **asdict(known)}
+    entry["title"] = "forged"
+    if change == "version":
+        stored["version"] = "0"
+    elif change == "stamp":
+        entry["stamp"][0] += 1
+    elif change == "types":
+        entry["memory"] = "much"
+    elif change == "list":
+        stored = [stored]
+    store.write_text("{" if change == "text" else json.dumps(stored))
+    assert DetailsReader().read(path) == known
+
+
+# -- The command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of models that the settings name."""
+    (tmp_path / "models").mkdir()
+    config = tmp_path / "c.toml"
+    config.write_text('model_folders = "models"\n')
+    monkeypatch.setenv("LOCALLLM_CONFIG", str(config))
+    shutil.copy(DEMO, tmp_path / "models" / "m.gguf")
+    (tmp_path / "models" / "bad\x1b.gguf").write_bytes(b"GGUF")
+    return tmp_path / "models"
+
+
+def test_models_as_a_table_and_as_json(folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    outcome = run_main(capfdbinary, "models")
+    assert outcome.code == 0
+    assert [line.split("\t") for line in outcome.out.splitlines()] == [
+        ["name", "size", "format", "parameters", "architecture", "context", "fits"],
+        ["bad\\x1b.gguf", "4 B", "-", "-", "-", "-", "cannot be read"],
+        ["m.gguf", "2.51 MB", "Q8_0", "2.31M", "llama", "1,024", "yes"],
+        ["demo", "2.51 MB", "Q8_0", "2.31M", "llama", "1,024", "yes"],
+    ]
+    assert "bad\\x1b.gguf: " in outcome.err
+    data = json.loads(run_main(capfdbinary, "models", "--json").out)
+    bad, good, demo = data["models"]
+    assert (bad["fits"], bad["architecture"]) == (None, None)
+    assert bad["error"].startswith(str(folder))
+    assert good["path"] == str(folder / "m.gguf")
+    assert good["fits"] == "yes"
+    assert demo["name"] == "demo"
+    assert data["available_memory"] > good["memory"]
+
+
+def test_a_name_in_a_folder_is_a_model_for_commands(folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    for name in ("m.gguf", "m"):
+        outcome = run_main(capfdbinary, "inspect", name, "--metadata")
+        assert outcome.out.startswith(f"{folder / 'm.gguf'}: GGUF version 3")
+
+
+def test_the_table_on_a_terminal(folder: Path) -> None:
+    code, screen = run_on_terminal(["models"])
+    assert code == 0
+    assert "architecture" in screen
+    assert "demo" in screen

@@ -1,0 +1,361 @@
+"""Downloads, from a hub on localhost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import localllm
+from localllm.errors import HubError, LocalLLMError, ModelNotFoundError, UsageError
+from localllm.library import pull as pulling
+from localllm.library.pull import pull
+from tests.helpers.command_line import command, environment, run_main
+from tests.helpers.data import ROOT
+from tests.helpers.gguf_writer import RawGGUF, RawTensor, key, string, u32
+from tests.helpers.hub_server import COMMIT, HubServer, Repo, hub_server
+
+huggingface_hub = pytest.importorskip("huggingface_hub", reason="needs the extra hub")
+
+DEMO = (ROOT / "localllm" / "data" / "demo.gguf").read_bytes()
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+
+
+def variables(hub: HubServer, home: Path) -> dict[str, str]:
+    """The environment in which huggingface_hub knows this hub and no token."""
+    return {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with hub_server() as server:
+        for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE"):
+            monkeypatch.delenv(name, raising=False)
+        for name in PROXIES:
+            monkeypatch.delenv(name, raising=False)
+            monkeypatch.delenv(name.lower(), raising=False)
+        for name, value in variables(server, tmp_path / "home").items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(pulling, "RETRY_SECONDS", (0.0, 0.0))
+        huggingface_hub.close_session()  # it remembers proxies
+        yield server
+        huggingface_hub.close_session()
+
+
+def small_gguf(**keys: str) -> bytes:
+    """A tiny valid file; its keys make it another one."""
+    rest = [key(name, 8, string(value)) for name, value in keys.items()]
+    return bytes(RawGGUF(keys=[key("general.architecture", 8, string("llama")), *rest]))
+
+
+def split_parts() -> list[bytes]:
+    """Two files of one split model."""
+    return [
+        bytes(
+            RawGGUF(
+                keys=[
+                    key("general.architecture", 8, string("llama")),
+                    key("split.no", 4, u32(i)),
+                    key("split.count", 4, u32(2)),
+                    key("split.tensors.count", 4, u32(2)),
+                ],
+                tensors=[RawTensor(f"t{i}", (8,), bytes(32))],
+            )
+        )
+        for i in range(2)
+    ]
+
+
+def blobs(repo: str = "org/repo") -> list[str]:
+    folder = Path(os.environ["HF_HOME"], "hub", "models--" + repo.replace("/", "--"), "blobs")
+    return sorted(path.name for path in folder.iterdir())
+
+
+# -- What is fetched -----------------------------------------------------------------------------------------------
+
+
+def test_a_download_lies_in_the_cache_as_the_hubs_own_package_has_it(hub: HubServer) -> None:
+    hub.repos["org/repo"] = repo = Repo({"README.md": b"hello", "demo-Q8_0.gguf": DEMO})
+    seen: list[tuple[str, int, int]] = []
+    path = pull("org/repo", lambda *report: seen.append(report))
+    assert path.read_bytes() == DEMO
+    assert path.parts[-3:] == ("snapshots", COMMIT, "demo-Q8_0.gguf")
+    assert blobs() == [repo.hash("demo-Q8_0.gguf")]
+    # Its own package finds it without asking the hub.
+    found = huggingface_hub.try_to_load_from_cache(
+        "org/repo", "demo-Q8_0.gguf", cache_dir=Path(os.environ["HF_HOME"], "hub")
+    )
+    assert Path(found) == path
+    stages = [stage for stage, _, _ in seen]
+    assert stages == sorted(stages, reverse=True)
+    assert set(stages) == {"download", "check"}
+    assert seen[-1] == ("check", len(DEMO), len(DEMO))
+    for stage in ("download", "check"):
+        done = [n for each, n, total in seen if each == stage and total == len(DEMO)]
+        assert done == sorted(done)
+        assert done[-1] == len(DEMO)
+
+
+def test_a_second_time_nothing_is_fetched(hub: HubServer) -> None:
+    hub.repos["org/repo"] = Repo({"a.gguf": small_gguf()})
+    first = pull("org/repo")
+    hub.requests.clear()
+    assert pull("org/repo:a") == first
+    assert hub.ranges == []
+
+
+def test_a_small_file_has_gits_hash(hub: HubServer) -> None:
+    hub.repos["org/repo"] = repo = Repo({"a.gguf": small_gguf()}, small={"a.gguf"})
+    assert pull("org/repo").read_bytes() == repo.files["a.gguf"]
+    assert blobs() == [repo.hash("a.gguf")]
+
+
+def test_the_quantisation_or_the_file_chooses(hub: HubServer) -> None:
+    files = {f"m-{quant}.gguf": small_gguf(quant=quant) for quant in ("Q4_0", "Q4_K_S", "Q4_K_M", "Q8_0")}
+    hub.repos["org/repo"] = Repo(files)
+    assert pull("org/repo").name == "m-Q4_K_M.gguf"
+    assert pull("org/repo:q8_0").read_bytes() == files["m-Q8_0.gguf"]
+    assert pull("org/repo:m-q4_0.gguf").name == "m-Q4_0.gguf"
+    with pytest.raises(UsageError, match=r"org/repo has no 'Q6_K': there are org/repo:Q4_0 \(0\.00 MB\), "):
+        pull("org/repo:Q6_K")
+    assert len(blobs()) == 3
+
+
+def test_all_parts_of_a_split_model_are_fetched(hub: HubServer) -> None:
+    parts = split_parts()
+    names = [f"Q4_0/m-Q4_0-0000{i}-of-00002.gguf" for i in (1, 2)]
+    hub.repos["org/repo"] = Repo(dict(zip(names, parts, strict=True)))
+    seen: list[tuple[str, int, int]] = []
+    path = pull("org/repo:q4_0", lambda *report: seen.append(report))
+    assert path.as_posix().endswith(names[0])
+    assert {total for _, _, total in seen} == {sum(map(len, parts))}
+    with localllm.GGUFFile.open(path) as file:
+        assert set(file.tensors) == {"t0", "t1"}
+
+
+def test_a_model_of_the_hub_that_lacks_a_part_is_refused(hub: HubServer) -> None:
+    hub.repos["org/repo"] = Repo({"m-00001-of-00002.gguf": split_parts()[0]})
+    with pytest.raises(HubError, match="org/repo has not all files of m: choose another model"):
+        pull("org/repo")
+    assert hub.ranges == []
+
+
+# -- Cuts and resuming ---------------------------------------------------------------------------------------------
+
+
+def test_a_cut_connection_goes_on_where_it_was_cut(hub: HubServer) -> None:
+    hub.repos["org/repo"] = Repo({"a.gguf": DEMO}, cuts=[100_000, 200_000])
+    assert pull("org/repo").read_bytes() == DEMO
+    assert hub.ranges == [None, "bytes=100000-", "bytes=300000-"]
+
+
+def test_the_next_download_goes_on_where_the_last_one_was_cut(hub: HubServer) -> None:
+    hub.repos["org/repo"] = repo = Repo({"a.gguf": DEMO}, cuts=[100_000, 0, 0, 0])
+    with pytest.raises(HubError, match=r"cut again and again .* 100,000 of the 2,5.* bytes of a\.gguf are kept"):
+        pull("org/repo")
+    assert blobs() == [repo.hash("a.gguf") + ".incomplete"]
+    with pytest.raises(ModelNotFoundError, match=r"pull it first, localllm pull org/repo"):
+        localllm.load("org/repo")
+    repo.cuts.clear()
+    assert pull("org/repo").read_bytes() == DEMO
+    assert hub.ranges[-1] == "bytes=100000-"
+    assert blobs() == [repo.hash("a.gguf")]
+
+
+def test_a_server_without_ranges_sends_all_again(hub: HubServer) -> None:
+    hub.repos["org/repo"] = Repo({"a.gguf": DEMO}, cuts=[100_000], has_ranges=False)
+    assert pull("org/repo").read_bytes() == DEMO
+
+
+def test_what_is_longer_than_the_file_is_not_gone_on_from(hub: HubServer) -> None:
+    hub.repos["org/repo"] = repo = Repo({"a.gguf": small_gguf()})
+    pull("org/repo")
+    blob = Path(os.environ["HF_HOME"], "hub", "models--org--repo", "blobs", repo.hash("a.gguf"))
+    blob.with_name(blob.name + ".incomplete").write_bytes(bytes(10_000))
+    blob.write_bytes(b"cut")  # of the wrong size, so it is fetched again
+    assert pull("org/repo").read_bytes() == repo.files["a.gguf"]
+
+
+def test_what_was_damaged_on_its_way_is_removed(hub: HubServer) -> None:
+    wrong = DEMO[:-1] + bytes([DEMO[-1] ^ 1])
+    hub.repos["org/repo"] = repo = Repo({"a.gguf": DEMO}, sent={"a.gguf": wrong})
+    with pytest.raises(HubError, match=r"a\.gguf was damaged on its way .* removed: pull it again"):
+        pull("org/repo")
+    assert blobs() == []
+    repo.sent.clear()
+    assert pull("org/repo").read_bytes() == DEMO
+
+
+@pytest.mark.parametrize("data", [b"<!doctype html>" * 10, DEMO[:100_000], b""], ids=["page", "truncated", "empty"])
+def test_what_is_no_model_is_removed(hub: HubServer, data: bytes) -> None:
+    hub.repos["org/repo"] = Repo({"a.gguf": data})
+    with pytest.raises(HubError, match=r"org/repo has a broken a, which was removed again \(.*\): choose another"):
+        pull("org/repo")
+    assert blobs() == []
+
+
+def test_two_downloads_of_one_file_are_one_too_many(hub: HubServer) -> None:
+    filelock = pytest.importorskip("filelock")
+    hub.repos["org/repo"] = repo = Repo({"a.gguf": DEMO})
+    lock = Path(os.environ["HF_HOME"], "hub", ".locks", "models--org--repo", repo.hash("a.gguf") + ".lock")
+    lock.parent.mkdir(parents=True)
+    with (
+        filelock.FileLock(lock).acquire(),
+        pytest.raises(HubError, match=r"another program downloads a\.gguf now: wait"),
+    ):
+        pull("org/repo")
+
+
+# -- What is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("refusal", "refuses_files", "message"),
+    [
+        ((401, "GatedRepo"), True, "org/repo is gated: ask for access on its page"),
+        ((403, "GatedRepo"), True, "org/repo is gated: ask for access on its page"),
+        ((401, "RepoNotFound"), False, "the hub has no repository org/repo, or it is private: check the name"),
+        ((404, "RepoNotFound"), False, "the hub has no repository org/repo, or it is private: check the name"),
+        ((403, ""), False, r"the hub refuses access to org/repo \(HTTP 403\)"),
+        ((404, "EntryNotFound"), True, r"no longer has what it listed of org/repo \(HTTP 404\)"),
+        ((500, ""), False, r"the hub does not answer for org/repo \(HTTP 500\): try again later"),
+    ],
+)
+def test_refusals_of_the_hub(hub: HubServer, refusal: tuple[int, str], refuses_files: bool, message: str) -> None:
+    hub.repos["org/repo"] = Repo({"a.gguf": DEMO}, refusal=refusal, refuses_files=refuses_files)
+    with pytest.raises(HubError, match=message):
+        pull("org/repo")
+
+
+def test_a_hub_that_fails_in_the_middle_is_asked_again(hub: HubServer) -> None:
+    hub.repos["org/repo"] = Repo({"a.gguf": DEMO}, refusal=(503, ""), refuses_files=True)
+    with pytest.raises(HubError, match=r"cut again and again .* 0 of the .* bytes of a\.gguf are kept"):
+        pull("org/repo")
+    assert len(hub.ranges) == 1 + len(pulling.RETRY_SECONDS)
+
+
+def test_no_repository_no_files_no_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(HubError, match="the hub has no repository no/body"):
+        pull("no/body")
+    hub.repos["org/repo"] = Repo({"model.safetensors": b"x"})
+    with pytest.raises(UsageError, match="org/repo has no GGUF file"):
+        pull("org/repo")
+    hub.listings["org/page"] = b"<html>Log in to this network</html>"
+    with pytest.raises(HubError, match=r"what answered at http://127\.0\.0\.1:\d+ is no hub"):
+        pull("org/page")
+    hub.listings["org/list"] = b"[]"
+    with pytest.raises(HubError, match="is no hub"):
+        pull("org/list")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the port for what is discarded: nobody listens
+    with pytest.raises(HubError, match=r"the hub at http://127\.0\.0\.1:9 cannot be reached .*: check the network"):
+        pull("org/repo")
+
+
+def test_a_hash_that_is_a_path_is_not_followed(hub: HubServer) -> None:
+    hub.listings["org/repo"] = (
+        b'{"id": "org/repo", "sha": "0", "siblings": [{"rfilename": "a.gguf", "size": 3, "blobId": "../../x"}]}'
+    )
+    with pytest.raises(HubError, match=r"is no hub .*no hash and size of a\.gguf"):
+        pull("org/repo")
+
+
+@pytest.mark.parametrize("name", ["repo", "org/repo/more", "", "./org/repo"])
+def test_what_is_no_name_is_refused(hub: HubServer, name: str) -> None:
+    with pytest.raises(UsageError, match="is no name of a model on the hub: write ORG/REPO"):
+        pull(name)
+
+
+def test_a_name_that_the_hub_cannot_have_is_refused(hub: HubServer) -> None:
+    with pytest.raises(LocalLLMError, match=r"'org/re\.\.po' is no name of a repository"):
+        pull("org/re..po")
+
+
+def test_a_full_disk_is_told_before(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repos["org/repo"] = Repo({"a.gguf": DEMO})
+    usage = shutil.disk_usage(os.environ.get("TMPDIR", "/"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=len(DEMO)))
+    with pytest.raises(HubError, match=r"org/repo needs 0\.00 GB more on the disk of .*: make room, choose"):
+        pull("org/repo")
+    assert hub.ranges == []
+
+
+def test_a_cache_that_cannot_be_written(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repos["org/repo"] = Repo({"a.gguf": DEMO})
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "file"))
+    with pytest.raises(HubError, match=r"the cache .*file cannot be written \(.*\): make room"):
+        pull("org/repo")
+
+
+def test_without_the_package_it_is_named(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(HubError, match="which is not installed: pip install huggingface_hub"):
+        pull("org/repo")
+
+
+# -- The command ---------------------------------------------------------------------------------------------------
+
+
+def test_pulled_models_are_found_by_every_command(hub: HubServer, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    hub.repos["org/repo"] = Repo({"demo-Q8_0.gguf": DEMO})
+    missing = run_main(capfdbinary, "inspect", "org/repo:q8_0")
+    assert missing.code == 1
+    assert "pull it first, localllm pull org/repo:q8_0" in missing.error()
+    pulled = run_main(capfdbinary, "pull", "org/repo:q8_0")
+    assert (pulled.code, pulled.err) == (0, "localllm generate -m org/repo:q8_0 runs it\n")
+    path = Path(pulled.out.removesuffix("\n"))
+    assert path.read_bytes() == DEMO
+    shown = run_main(capfdbinary, "inspect", "org/repo:q8_0", "--metadata")
+    assert shown.out.startswith(f"{path}: GGUF version 3")
+    with localllm.load("org/repo", device="reference") as llm:
+        assert llm.info.path == path
+
+
+def test_errors_of_the_command_are_one_line(hub: HubServer, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    outcome = run_main(capfdbinary, "pull", "no/body")
+    assert outcome.code == 1
+    assert outcome.error().startswith("the hub has no repository no/body")
+    hub.repos["org/repo"] = Repo({"a-Q4_0.gguf": DEMO, "a-Q8_0.gguf": DEMO})
+    outcome = run_main(capfdbinary, "pull", "org/repo")
+    assert outcome.code == 2
+    assert outcome.error() == ("org/repo has 2 models: choose one, org/repo:Q4_0 (2.51 MB), org/repo:Q8_0 (2.51 MB)")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are others there")
+def test_ctrl_c_keeps_what_was_fetched(hub: HubServer) -> None:
+    hub.repos["org/repo"] = repo = Repo({"a.gguf": DEMO}, waits=True)
+    home = Path(os.environ["HF_HOME"])
+    partial = home / "hub" / "models--org--repo" / "blobs" / (repo.hash("a.gguf") + ".incomplete")
+    with subprocess.Popen(
+        command("pull", "org/repo"),
+        cwd=ROOT,
+        env=environment(**variables(hub, home)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not (partial.exists() and partial.stat().st_size > len(DEMO) // 4):
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, out) == (130, "")
+    assert err.startswith("localllm: stopped; ")
+    assert "are kept, and the same command goes on from there" in err
+    kept = partial.stat().st_size
+    repo.waits = False
+    assert pull("org/repo").read_bytes() == DEMO
+    assert hub.ranges == [None, f"bytes={kept}-"]

@@ -1,0 +1,162 @@
+"""The settings file: where it is, what it may have, and what is said of the rest."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from localllm.errors import SettingsError
+from localllm.sampling import Sampling
+from localllm.settings import CONFIG_VARIABLE, KEYS, SAMPLING, Settings, load_settings, sampling_names, settings_path
+
+ALL = """\
+model = "org/repo:Q4_K_M"
+device = "cuda:0,1"
+n_gpu_layers = 20
+tensor_split = [3, 1]
+context = 8192
+threads = 4
+cache_type = "q8_0"
+system_prompt = "Be brief."
+stop = ["###", "\\n\\n"]
+theme = "light"
+model_folders = ["~/models", "here", "/there"]
+
+[sampling]
+temperature = 0.5
+top_k = 10
+seed = 7
+dry_sequence_breakers = ["\\n"]
+"""
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_all_keys(tmp_path: Path) -> None:
+    settings = load_settings(write(tmp_path / "c.toml", ALL))
+    assert settings == Settings(
+        model="org/repo:Q4_K_M",
+        device="cuda:0,1",
+        n_gpu_layers=20,
+        tensor_split=(3.0, 1.0),
+        context=8192,
+        threads=4,
+        cache_type="q8_0",
+        system_prompt="Be brief.",
+        stop=("###", "\n\n"),
+        theme="light",
+        model_folders=(Path.home() / "models", tmp_path / "here", Path("/there")),
+        sampling={"temperature": 0.5, "top_k": 10, "seed": 7, "dry_sequence_breakers": ("\n",)},
+        given=frozenset(KEYS)
+        | {f"sampling.{name}" for name in ("temperature", "top_k", "seed", "dry_sequence_breakers")},
+    )
+    assert Sampling(**settings.sampling).seed == 7
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "[sampling]\n"])
+def test_without_a_key_all_is_as_by_default(tmp_path: Path, text: str) -> None:
+    assert load_settings(write(tmp_path / "c.toml", text)) == Settings()
+    assert load_settings(tmp_path / "missing" / "c.toml") == Settings()
+
+
+def test_one_text_is_a_list_of_one(tmp_path: Path) -> None:
+    settings = load_settings(write(tmp_path / "c.toml", 'stop = "x"\nmodel_folders = "/m"\n'))
+    assert (settings.stop, settings.model_folders) == (("x",), (Path("/m"),))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("contxt = 1", "there is no setting 'contxt': did you mean context?"),
+        ("cache-type = 'f16'", "there is no setting 'cache-type': did you mean cache_type?"),
+        ("temprature = 1.0", "there is no setting 'temprature': did you mean sampling.temperature?"),
+        ("xyzzy = 1", "there is no setting 'xyzzy': there are model, device, "),
+        ("[sampling]\ntopk = 1", "there is no setting 'topk' in [sampling]: did you mean top_k?"),
+        ("[sampling]\nlogprobs = 1", "there is no setting 'logprobs' in [sampling]"),
+        ("[sampling]\ntemperature = -1", "sampling.temperature is -1 but must be a finite number of at least 0"),
+        ("[sampling]\ntop_k = 'all'", "sampling.top_k is 'all' but must be a whole number"),
+        ("sampling = 1", "sampling is 1 but must be a table: a line [sampling]"),
+        ("context = 0", "context is 0 but must be a whole number of at least 1"),
+        ("context = 1.5", "context is 1.5 but must be a whole number of at least 1"),
+        ("context = '8k'", "context is '8k' but must be a whole number of at least 1"),
+        ("threads = true", "threads is True but must be a whole number of at least 1"),
+        ("n_gpu_layers = -1", "n_gpu_layers is -1 but must be a whole number of at least 0"),
+        ("tensor_split = [0, 0]", "tensor_split is [0, 0] but must be a list of numbers of at least 0"),
+        ("device = 'gpu9x'", "device is 'gpu9x' but must be 'auto', 'cpu', 'cuda', 'cuda:0,1' or 'reference'"),
+        ("cache_type = 'q4_0'", "cache_type is 'q4_0' but must be 'f16' or 'q8_0'"),
+        ("stop = ['']", "stop is [''] but must be a text that is not empty, or a list of such"),
+        ("stop = [1]", "stop is [1] but must be a text that is not empty, or a list of such"),
+        ("model = ''", "model is '' but must be a GGUF file's path, or ORG/REPO[:QUANT]"),
+        ("model_folders = 3", "model_folders is 3 but must be a folder's path, or a list of such"),
+        ("theme = 1979-05-27", "theme is datetime.date(1979, 5, 27) but must be the name of a theme"),
+        ("context = ", "is not valid TOML: "),
+        ("a = " + 2000 * "[", "is not valid TOML: "),
+    ],
+)
+def test_what_a_file_cannot_have(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path / "c.toml", text)
+    with pytest.raises(SettingsError) as raised:
+        load_settings(path)
+    assert str(raised.value).startswith(f"the settings file {path}")
+    assert message in str(raised.value)
+
+
+def test_several_problems_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.toml", "context = 0\nthreads = 0\nx = 1")
+    with pytest.raises(SettingsError, match=r"context is 0 .* \(and 2 more, which localllm config lists\)"):
+        load_settings(path)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "bytes.toml").write_bytes(b"theme = '\xff'")
+    (tmp_path / "large.toml").write_bytes(b"#" * (1 << 20 | 1))
+    for name, reason in ((".", "directory"), ("bytes.toml", "utf-8"), ("large.toml", "more than 1,048,576 bytes")):
+        with pytest.raises(SettingsError, match=rf"cannot be read \(.*{reason}.*\): mend it, .* {CONFIG_VARIABLE}"):
+            load_settings(tmp_path / name)
+
+
+def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(CONFIG_VARIABLE, str(tmp_path / "x.toml"))
+    assert settings_path() == tmp_path / "x.toml"
+    monkeypatch.delenv(CONFIG_VARIABLE)
+    platformdirs = pytest.importorskip("platformdirs")
+    for folder in (str(tmp_path / "config"), ""):
+        monkeypatch.setenv("XDG_CONFIG_HOME", folder)
+        expected = platformdirs.user_config_path("localllm", appauthor=False) / "config.toml"
+        assert settings_path() == expected
+
+
+@pytest.mark.parametrize("platform", ["win32", "darwin"])
+def test_where_the_file_is_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform: str) -> None:
+    monkeypatch.delenv(CONFIG_VARIABLE)
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
+    folder = tmp_path if platform == "win32" else Path.home() / "Library" / "Application Support"
+    assert settings_path() == folder / "localllm" / "config.toml"
+
+
+def test_no_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (CONFIG_VARIABLE, "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_home(cls: type[Path]) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", classmethod(no_home))
+    if sys.platform.startswith("linux"):
+        assert settings_path() is None
+        assert load_settings() == Settings()
+
+
+def test_every_sampling_setting_can_be_given_as_its_default(tmp_path: Path) -> None:
+    tomlkit = pytest.importorskip("tomlkit")
+    defaults = {name: getattr(Sampling(), name) for name in sampling_names() if name != "seed"}
+    path = write(tmp_path / "c.toml", tomlkit.dumps({SAMPLING: defaults}))
+    assert load_settings(path).sampling == defaults
+    assert os.environ[CONFIG_VARIABLE]  # see conftest.py
