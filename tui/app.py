@@ -6,17 +6,20 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from textual.command import Provider
 from textual.keys import Keys
 
 from localllm.tui.base import BaseApp
-from localllm.tui.history import History
+from localllm.tui.launched import setup_of
 from localllm.tui.palette import CommandsProvider
 from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.setup import Setup
 from localllm.tui.theme import THEMES
+
+if TYPE_CHECKING:
+    from localllm.tui.launch import Launch
 
 #: Seconds after which a thread that computes has to let the one that draws go on; by default 0.005.
 _SWITCH_SECONDS = 0.001
@@ -34,7 +37,7 @@ class ChatApp(BaseApp):
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = setup.theme if setup.theme in self.available_themes else "dark"
-        self._chat = ChatScreen(History(setup.history))
+        self._chat = ChatScreen(setup)
         self._is_warned = False
 
     async def on_mount(self) -> None:
@@ -56,23 +59,25 @@ class ChatApp(BaseApp):
     def _forget_warning(self) -> None:
         self._is_warned = False
 
-    def close_all(self) -> None:
-        """Lets threads end, and closes what is open."""
-        session = self._chat.session
+    def end(self) -> None:
+        """Lets the threads end, and closes the model."""
         self.end_threads()
-        if session is not None:
-            session.store.close()
         if self._chat.models.model is not None:
             self._chat.models.model.close()
 
 
-def run(setup: Setup) -> int:
+def run(launch: Launch) -> int:
     """Runs the chat in the terminal; returns the exit code."""
+    return run_setup(setup_of(launch))
+
+
+def run_setup(setup: Setup) -> int:
+    """Runs an app; returns the exit code."""
     app = ChatApp(setup)
     _teach_alt_enter()
     with _quick_switching(), _warnings_shown(app):
         code = app.run()
-    app.close_all()
+    app.end()
     return app.return_code or code or 0
 
 

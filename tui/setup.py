@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from localllm.errors import StoreError
 from localllm.progress import LoadProgress
+from localllm.tui.conversation import Conversation
+from localllm.tui.events import Choice
 from localllm.tui.replies import ChatModel, Info
 from localllm.tui.store import Store
 
@@ -40,7 +41,8 @@ class ModelEntry:
     """A model to choose.
 
     Attributes:
-        name: what `Loader` takes.
+        name: for people.
+        path: what `Loader` takes.
         size: bytes of its files.
         quantisation: such as "Q4_K_M"; empty if it is not known, as what follows.
         parameters: such as "1.24B".
@@ -50,6 +52,7 @@ class ModelEntry:
     """
 
     name: str
+    path: str
     size: int
     quantisation: str = ""
     parameters: str = ""
@@ -58,45 +61,30 @@ class ModelEntry:
     error: str = ""
 
 
-class Opened(NamedTuple):
-    """A store, and what there is to tell of how it was opened."""
-
-    store: Store
-    warning: str | None
-
-
 @dataclass(frozen=True)
 class Setup:
     """What a `localllm.tui.app.ChatApp` is built of.  The functions may take their time: they run in threads.
 
     Attributes:
-        open_store: opens the file with the chats.
+        store: where chats are kept.
+        conversation: what is talked about first; its ``model`` is loaded.
         load: loads models.
         list_models: the models to choose from.
         memory: bytes that are in use.
+        more: keywords of `LLM.stream_chat` beside the conversations' settings.
+        when_full: what is done when the context is full; None asks.
         history: the file with what was typed before; None for no file.
-        model: the one to load; None for the one that the chat was with.
-        session: the beginning of a chat's id, to go on with; "" for the latest one, None for a new one.
-        system, settings: of new chats.
+        notices: what there is to tell at first.
         theme: the name of a theme.
     """
 
-    open_store: Callable[[], Opened]
+    store: Store
     load: Loader
+    conversation: Conversation = field(default_factory=Conversation)
     list_models: Callable[[], Iterable[ModelEntry]] = tuple
     memory: Callable[[], int] = lambda: 0
+    more: Mapping[str, Any] = field(default_factory=dict)
+    when_full: Choice | None = None
     history: Path | None = None
-    model: str | None = None
-    session: str | None = None
-    system: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    notices: Sequence[str] = ()
     theme: str = "dark"
-
-
-def open_store(path: Path) -> Opened:
-    """The store in a file, or one in memory where that cannot be opened."""
-    try:
-        store = Store(path)
-    except StoreError as error:
-        return Opened(Store.in_memory(), f"{error}; chats are kept in memory alone, and are gone with the program")
-    return Opened(store, store.notice)

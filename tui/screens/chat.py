@@ -15,14 +15,15 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
-from localllm.errors import StoreError, UsageError
-from localllm.tui import menu
+from localllm.errors import UsageError
+from localllm.tui import commands
 from localllm.tui.base import BaseApp
 from localllm.tui.completion import command_choices, file_choices, file_word
 from localllm.tui.control import shown
 from localllm.tui.conversation import Conversation
 from localllm.tui.events import Choice, Event
 from localllm.tui.history import History
+from localllm.tui.menu import MENU, NAMES
 from localllm.tui.screens.commands import Commands
 from localllm.tui.screens.following import Follower
 from localllm.tui.screens.links import open_link
@@ -30,7 +31,7 @@ from localllm.tui.screens.messages import MessageActions
 from localllm.tui.screens.models_in_use import ModelInUse
 from localllm.tui.screens.room import ask_room
 from localllm.tui.session import ChatSession
-from localllm.tui.store import Store
+from localllm.tui.setup import Setup
 from localllm.tui.turns import Turn
 from localllm.tui.widgets.composer import Composer
 from localllm.tui.widgets.reply import Reply
@@ -48,7 +49,7 @@ class ChatScreen(MessageActions, Screen[None]):
     """The chat.
 
     Attributes:
-        session: what is talked about; None until the store is open.
+        session: what is talked in.
         models: the model that is loaded, or being loaded.
         turn: what is being generated; None if nothing is.
     """
@@ -60,23 +61,21 @@ class ChatScreen(MessageActions, Screen[None]):
         Binding("ctrl+up", "select(-1)", "Messages", key_display="^↑"),
         Binding("ctrl+down", "select(1)", "Next message", show=False),
         *(
-            Binding(
-                command.key, f"command({command.name!r})", command.title, show=command.name in ("new", "sessions")
-            )
-            for command in menu.COMMANDS
-            if command.key not in ("", "escape", "ctrl+q")
+            Binding(entry.key, f"command({entry.name!r})", entry.title, show=entry.name in ("clear", "sessions"))
+            for entry in MENU
+            if entry.key and entry.name != "quit"
         ),
     ]
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, setup: Setup) -> None:
         super().__init__()
-        self.session: ChatSession | None = None
+        self.session = ChatSession(None, setup.store, setup.conversation, setup.more)
         self.turn: Turn | None = None
         self.models = ModelInUse(self)
         self.replacing: str | None = None
         self.commands = Commands(self)
         self.suggestions = Suggestions()
-        self.composer = Composer(history, self.suggestions)
+        self.composer = Composer(History(setup.history), self.suggestions)
         self.transcript = Transcript()
         self.status = StatusLine()
         self._ended = asyncio.Event()
@@ -103,37 +102,18 @@ class ChatScreen(MessageActions, Screen[None]):
 
     async def _start(self) -> None:
         setup = self.app.setup
-        opened = await self.app.offload(setup.open_store)
-        if opened.warning is not None:
-            self.app.say(opened.warning, warning=True)
-        conversation = await self._first_conversation(opened.store)
-        await self.open(ChatSession(None, opened.store, conversation))
-        name = setup.model if setup.model is not None else conversation.model
-        self.app.spawn(self.models.load(name), group="loading")
-        history = self.composer.typed
-        history.restore(await self.app.offload(history.load))
+        for notice in setup.notices:
+            self.app.say(notice, warning=True)
+        await self.open(setup.conversation)
+        self.app.spawn(self.models.load(setup.conversation.model), group="loading")
+        self.composer.typed.restore(await self.app.offload(self.composer.typed.load))
         await self._sample_memory()
 
-    async def _first_conversation(self, store: Store) -> Conversation:
-        wanted = self.app.setup.session
-        try:
-            if wanted is not None:
-                id_ = await self.app.offload(store.find, wanted) if wanted else await self.app.offload(store.latest)
-                if id_ is not None:
-                    return await self.app.offload(store.load, id_)
-        except StoreError as error:
-            self.app.tell(error)
-        return self.new_conversation()
-
-    def new_conversation(self) -> Conversation:
-        """A conversation with what was set up for new ones."""
-        setup = self.app.setup
-        return Conversation(system=setup.system, settings=dict(setup.settings), model=self.models.name or "")
-
-    async def open(self, session: ChatSession) -> None:
-        """Shows a session in the place of the one before."""
+    async def open(self, conversation: Conversation) -> None:
+        """Shows a conversation in the place of the one before."""
         await self.end_turn()
-        self.session = session
+        setup = self.app.setup
+        self.session = ChatSession(self.models.model, setup.store, conversation, setup.more)
         self.replacing = None
         self.hint("")
         await self.refresh_all()
@@ -141,7 +121,7 @@ class ChatScreen(MessageActions, Screen[None]):
 
     async def end_turn(self) -> None:
         """Stops what is generated, and waits for its end."""
-        if self.turn is not None and self.session is not None:
+        if self.turn is not None:
             self.session.stop()
             await self._ended.wait()
 
@@ -156,19 +136,9 @@ class ChatScreen(MessageActions, Screen[None]):
 
     # -- What is shown ---------------------------------------------------------------------------------------------
 
-    def need_session(self) -> ChatSession:
-        """The session.
-
-        Raises:
-            UsageError: the store is not open yet.
-        """
-        if self.session is None:
-            raise UsageError("the chats are being opened: wait a moment")
-        return self.session
-
     async def refresh_all(self) -> None:
         """Draws everything as it is now."""
-        session = self.need_session()
+        session = self.session
         title = shown(session.conversation.title) or "New chat"
         self.query_one("#heading", Static).update(Content.assemble((" localllm ", "bold"), f" {title}"))
         await self.transcript.show(session.conversation)
@@ -204,7 +174,7 @@ class ChatScreen(MessageActions, Screen[None]):
         self.turn = Turn(start, typed)
         self._ended.clear()
         self.refresh_bindings()
-        self.app.spawn(self._run(self.need_session(), self.turn), group="turn")
+        self.app.spawn(self._run(self.session, self.turn), group="turn")
 
     async def _run(self, session: ChatSession, turn: Turn) -> None:
         thread = asyncio.create_task(asyncio.to_thread(turn.run))
@@ -221,8 +191,10 @@ class ChatScreen(MessageActions, Screen[None]):
         if session is self.session:
             await self.refresh_all()
         if outcome.full is not None:
-            choice = await self.app.push_screen_wait(ask_room(outcome.full))
-            self.begin(partial(session.make_room, _choice(choice)))
+            choice = self.app.setup.when_full
+            if choice is None or choice not in outcome.full.choices:
+                choice = _choice(await self.app.push_screen_wait(ask_room(outcome.full)))
+            self.begin(partial(session.make_room, choice))
 
     def _give_back(self, turn: Turn, session: ChatSession) -> None:
         """What was typed stays in the editor if it never became a message."""
@@ -235,7 +207,7 @@ class ChatScreen(MessageActions, Screen[None]):
         """Esc: closes what is open, stops what is generated, or goes back to the editor."""
         if self.suggestions.display:
             self.suggestions.offer([])
-        elif self.turn is not None and self.session is not None:
+        elif self.turn is not None:
             self.session.stop()
         elif self.replacing is not None:
             self.replacing = None
@@ -262,12 +234,12 @@ class ChatScreen(MessageActions, Screen[None]):
         """
         if not text.strip():
             return
-        if menu.is_command(text):
-            menu.find(text)  # what is no command stays where it can be mended
+        typed = commands.parse(text)  # what is no command stays where it can be mended
+        if not isinstance(typed, str):
             self._remember(text)
             self.run_command(text)
             return
-        session = self.need_session()
+        session = self.session
         if self.turn is not None:
             raise UsageError("a reply is under way: Esc stops it")
         if session.model is None:
@@ -278,8 +250,8 @@ class ChatScreen(MessageActions, Screen[None]):
             return
         replaced, self.replacing = self.replacing, None
         self._remember(text)
-        start = partial(session.send, text) if replaced is None else partial(session.edit, replaced, text)
-        self.begin(start, typed=text)
+        start = partial(session.send, typed) if replaced is None else partial(session.edit, replaced, typed)
+        self.begin(start, typed=typed)
 
     def _remember(self, text: str) -> None:
         self.composer.empty()
@@ -300,8 +272,7 @@ class ChatScreen(MessageActions, Screen[None]):
         self.app.spawn(self._suggest(event.line, event.is_first), group="suggestions")
 
     async def _suggest(self, line: str, is_first: bool) -> None:
-        names = [(command.name, command.help) for command in menu.COMMANDS]
-        choices = command_choices(line, names) if is_first else []
+        choices = command_choices(line, NAMES) if is_first else []
         if not choices and file_word(line) is not None:
             choices = await self.app.offload(file_choices, line)
         if line == self.composer.line_to_cursor:

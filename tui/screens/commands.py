@@ -1,20 +1,21 @@
-"""What the commands do; `localllm.tui.menu` lists them."""
+"""What commands do in the app: those without an argument ask, the others are shared with the plain chat."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.cli.terminal import quantity
 from localllm.errors import StoreError, UsageError
-from localllm.tui import menu, options
+from localllm.tui import commands
 from localllm.tui.conversation import Conversation, Message
+from localllm.tui.events import Event
 from localllm.tui.screens.dialogs import Ask, Tell, confirm
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.screens.sampling import SamplingScreen
-from localllm.tui.screens.sessions import SessionsScreen, ask_export, ask_import, path_of
+from localllm.tui.screens.sessions import SessionsScreen, ask_export, path_of
 from localllm.tui.screens.system import SystemScreen
 from localllm.tui.session import ChatSession
 from localllm.tui.transfer import read_export, write_export
@@ -22,7 +23,45 @@ from localllm.tui.transfer import read_export, write_export
 if TYPE_CHECKING:
     from localllm.tui.screens.chat import ChatScreen
 
-_Handler = Callable[[str], Awaitable[None]]
+#: More lines than these are told in a dialog, and no notification.
+_MOST_LINES = 3
+
+_STATS = next(commands.Call(command, "") for command in commands.COMMANDS if command.name == "stats")
+
+
+class Shared:
+    """A `localllm.tui.commands.Frontend` that works in the thread of `BaseApp.offload`, and notes what is to be done.
+
+    Attributes:
+        session: what is talked in.
+        said: what is to be told.
+        events: what is to be shown.
+        conversation: what is to be opened.
+        model: what is to be loaded.
+    """
+
+    def __init__(self, session: ChatSession) -> None:
+        self.session = session
+        self.said: list[str] = []
+        self.events: Iterator[Event] | None = None
+        self.conversation: Conversation | None = None
+        self.model: str | None = None
+        self.ends = False
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def play(self, events: Iterator[Event]) -> None:
+        self.events = events
+
+    def open(self, conversation: Conversation) -> None:
+        self.conversation = conversation
+
+    def use_model(self, path: str) -> None:
+        self.model = path
+
+    def quit(self) -> None:
+        self.ends = True
 
 
 class Commands:
@@ -30,30 +69,33 @@ class Commands:
 
     def __init__(self, screen: ChatScreen) -> None:
         self._screen = screen
-        self._handlers: dict[str, _Handler] = {
-            "new": self._new,
-            "sessions": self._sessions,
-            "model": self._model,
-            "system": self._system,
-            "set": self._set,
-            "regen": self._regen,
-            "edit": self._edit,
-            "branch": self._branch,
-            "continue": self._continue,
-            "copy": self._copy,
-            "title": self._title,
-            "save": self._title,
-            "load": self._load,
-            "export": self._export,
-            "import": self._import,
-            "stats": self._stats,
-            "clear": self._clear,
+        #: What is done without an argument.
+        self._asking: dict[str, Callable[[], Awaitable[None]]] = {
             "archive": self._archive,
+            "branch": self._next_branch,
             "delete": self._delete,
-            "theme": self._theme,
-            "stop": self._stop,
+            "edit": self._edit,
+            "export": self._export,
+            "load": partial(self._sessions, ""),
+            "model": screen.models.choose,
+            "rename": self._rename,
+            "sessions": partial(self._sessions, ""),
+            "set": self._set,
+            "stats": self._stats,
+            "system": self._system,
+            "theme": partial(self._theme, ""),
+        }
+        #: What the app does in its own way, whatever the argument.
+        self._own: dict[str, Callable[[str], Awaitable[None]]] = {
+            "branch": self._branch,
+            "copy": self._copy,
+            "export": self._export_to,
             "help": self._help,
+            "load": self._load,
             "quit": self._quit,
+            "sessions": self._sessions,
+            "show": self._show,
+            "theme": self._theme,
         }
 
     async def run(self, text: str) -> None:
@@ -62,126 +104,127 @@ class Commands:
         Raises:
             LocalLLMError: there is none of this name, or it fails.
         """
-        command, argument = menu.find(text)
-        await self._handlers[command.name](argument)
+        call = commands.parse(text)
+        if isinstance(call, str):
+            return
+        name, argument = call.command.name, call.argument
+        if not argument and name in self._asking:
+            await self._asking[name]()
+        elif name in self._own:
+            await self._own[name](argument)
+        else:
+            await self._run_shared(call)
+
+    async def _run_shared(self, call: commands.Call) -> None:
+        screen = self._screen
+        front = Shared(screen.session)
+        await screen.app.offload(commands.run, front, call)
+        if front.events is not None:
+            events = front.events
+            screen.begin(lambda: events)
+        elif front.conversation is not None:
+            await self._open(front.conversation)
+        elif front.model is not None:
+            await screen.models.load(front.model)
+        else:
+            await screen.refresh_all()
+            await self._tell(call.command.name, "\n".join(front.said))
+
+    async def _tell(self, title: str, text: str) -> None:
+        if text.count("\n") < _MOST_LINES:
+            self._screen.app.say(text)
+        else:
+            await self._screen.app.push_screen_wait(Tell(title.capitalize(), text))
 
     # -- Chats -----------------------------------------------------------------------------------------------------
 
     async def _open(self, conversation: Conversation) -> None:
-        screen = self._screen
-        store = screen.need_session().store
-        await screen.open(ChatSession(screen.models.model, store, conversation))
-        screen.composer.focus()
+        await self._screen.open(conversation)
+        self._screen.composer.focus()
 
-    async def _new(self, argument: str) -> None:
-        await self._open(self._screen.new_conversation())
-
-    async def _clear(self, argument: str) -> None:
-        old = self._screen.need_session().conversation
-        await self._open(Conversation(system=old.system, settings=dict(old.settings), model=old.model))
+    async def _new(self) -> None:
+        await self.run("/clear")
 
     async def _open_id(self, id_: str) -> None:
-        store = self._screen.need_session().store
-        if id_ != self._screen.need_session().conversation.id:
-            await self._open(await self._screen.app.offload(store.load, id_))
+        session = self._screen.session
+        if id_ != session.conversation.id:
+            await self._open(await self._screen.app.offload(session.store.load, id_))
 
-    async def _sessions(self, argument: str) -> None:
+    async def _sessions(self, words: str) -> None:
         screen = self._screen
-        session = screen.need_session()
-        chats = SessionsScreen(session.store, session.conversation.id, argument)
+        session = screen.session
+        chats = SessionsScreen(session.store, session.conversation.id, words)
         chosen = await screen.app.push_screen_wait(chats)
         if chosen is not None:
             await self._open_id(chosen)
         elif session.conversation.id in chats.deleted:
-            await self._new("")
-        else:
-            await self._retitle(session)
-
-    async def _retitle(self, session: ChatSession) -> None:
-        """Takes over a title that was changed in the list."""
-        found = await self._screen.app.offload(session.store.sessions)
-        title = next((each.title for each in found if each.id == session.conversation.id), None)
-        if title is not None and title != session.conversation.title:
+            await self._new()
+        elif (title := chats.titles.get(session.conversation.id)) is not None:
             session.conversation.title = title
-            await self._screen.refresh_all()
+            await screen.refresh_all()
 
     async def _load(self, argument: str) -> None:
+        screen = self._screen
+        store = screen.session.store
         if argument.lower().endswith(".json"):
-            await self._import(argument)
+            conversation = await screen.app.offload(read_export, path_of(argument))
+            await screen.app.offload(store.save, conversation, conversation.messages)
+            await self._open(conversation)
             return
         try:
-            id_ = await self._screen.app.offload(self._screen.need_session().store.find, argument)
-        except StoreError:
+            id_ = await screen.app.offload(store.find, argument)
+        except StoreError:  # words, then
             await self._sessions(argument)
         else:
             await self._open_id(id_)
 
-    async def _title(self, argument: str) -> None:
-        session = self._screen.need_session()
-        title = argument or await self._screen.app.push_screen_wait(Ask("Title", value=session.conversation.title))
+    async def _rename(self) -> None:
+        session = self._screen.session
+        title = await self._screen.app.push_screen_wait(Ask("Title", value=session.conversation.title))
         if title:
             await self._screen.app.offload(session.set_title, title)
             await self._screen.refresh_all()
 
-    async def _archive(self, argument: str) -> None:
-        session = self._screen.need_session()
+    async def _archive(self) -> None:
+        session = self._screen.session
         await self._screen.app.offload(session.store.archive, session.conversation.id)
         self._screen.app.say("the chat is archived: Ctrl+O and h show it")
-        await self._new("")
+        await self._new()
 
-    async def _delete(self, argument: str) -> None:
-        session = self._screen.need_session()
-        text = session.conversation.title or "It has no title yet."
-        if await self._screen.app.push_screen_wait(confirm("Delete this chat for good?", text, "Delete")) == "yes":
-            await self._screen.end_turn()
-            await self._screen.app.offload(session.store.delete, session.conversation.id)
-            await self._new("")
-
-    async def _export(self, argument: str) -> None:
+    async def _delete(self) -> None:
         screen = self._screen
-        conversation = screen.need_session().conversation
-        name = argument or await screen.app.push_screen_wait(ask_export(conversation.title))
-        if name:
-            path = path_of(name)
-            if path.suffix.lower() not in (".md", ".json"):
-                path = Path(f"{path}.md")
-            await screen.app.offload(write_export, conversation, path)
-            screen.app.say(f"written to {path}")
+        conversation = screen.session.conversation
+        text = conversation.title or "It has no title yet."
+        if await screen.app.push_screen_wait(confirm("Delete this chat for good?", text, "Delete")) == "yes":
+            await screen.end_turn()
+            await screen.app.offload(screen.session.store.delete, conversation.id)
+            await self._new()
 
-    async def _import(self, argument: str) -> None:
-        screen = self._screen
-        name = argument or await screen.app.push_screen_wait(ask_import())
+    async def _export(self) -> None:
+        name = await self._screen.app.push_screen_wait(ask_export(self._screen.session.conversation.title))
         if name:
-            conversation = await screen.app.offload(read_export, path_of(name))
-            store = screen.need_session().store
-            await screen.app.offload(store.save, conversation, conversation.messages)
-            await self._open(conversation)
+            await self._export_to(name)
+
+    async def _export_to(self, name: str) -> None:
+        path = path_of(name)
+        if path.suffix.lower() not in (".md", ".json"):
+            path = Path(f"{path}.md")
+        await self._screen.app.offload(write_export, self._screen.session.conversation, path)
+        self._screen.app.say(f"written to {path}")
 
     # -- How replies are generated ---------------------------------------------------------------------------------
 
-    async def _model(self, argument: str) -> None:
-        if argument:
-            await self._screen.models.load("" if argument == "demo" else argument)
-        else:
-            await self._screen.models.choose()
-
-    async def _system(self, argument: str) -> None:
-        session = self._screen.need_session()
-        text = argument or await self._screen.app.push_screen_wait(SystemScreen(session.conversation.system))
+    async def _system(self) -> None:
+        session = self._screen.session
+        text = await self._screen.app.push_screen_wait(SystemScreen(session.conversation.system))
         if text is not None:
             await self._screen.app.offload(session.set_system, text)
             self._screen.app.say("the system prompt is set" if text else "there is no system prompt now")
             await self._screen.refresh_all()
 
-    async def _set(self, argument: str) -> None:
-        session = self._screen.need_session()
-        if not argument:
-            settings = await self._screen.app.push_screen_wait(SamplingScreen(session.conversation.settings))
-        else:
-            name, _, value = argument.partition(" ")
-            if not value.strip():
-                raise UsageError(f"/set {name} needs a value, or default: /set temperature 0.7")
-            settings = options.with_setting(session.conversation.settings, name, value.strip())
+    async def _set(self) -> None:
+        session = self._screen.session
+        settings = await self._screen.app.push_screen_wait(SamplingScreen(session.conversation.settings))
         if settings is not None:
             await self._screen.app.offload(session.set_options, settings)
             given = ", ".join(f"{name} {value}" for name, value in settings.items()) or "all by default"
@@ -189,34 +232,29 @@ class Commands:
 
     # -- Messages --------------------------------------------------------------------------------------------------
 
-    async def _regen(self, argument: str) -> None:
-        self._screen.begin(self._screen.need_session().regenerate)
+    async def _edit(self) -> None:
+        self._screen.edit(self._last("user"))
 
-    async def _continue(self, argument: str) -> None:
-        self._screen.begin(self._screen.need_session().continue_reply)
-
-    async def _edit(self, argument: str) -> None:
-        message = self._last("user")
-        if argument:
-            self._screen.begin(partial(self._screen.need_session().edit, message.id, argument), typed=argument)
-        else:
-            self._screen.edit(message)
+    async def _next_branch(self) -> None:
+        message = self._forked()
+        number, n = self._screen.session.conversation.branch_of(message.id)
+        await self._screen.step(message.id, 1 if number < n else 1 - n)
 
     async def _branch(self, argument: str) -> None:
-        session = self._screen.need_session()
-        path = session.conversation.path()
-        forked = next((m for m in reversed(path) if session.conversation.branch_of(m.id)[1] > 1), None)
+        message = self._forked()
+        number, n = self._screen.session.conversation.branch_of(message.id)
+        steps = {"next": 1, "prev": -1, "previous": -1}
+        if argument not in steps and not argument.isdecimal():
+            raise UsageError(f"there is no branch {argument}: give next, prev or a number from 1 to {n}")
+        await self._screen.step(message.id, steps[argument] if argument in steps else int(argument) - number)
+
+    def _forked(self) -> Message:
+        """The last message with branches."""
+        conversation = self._screen.session.conversation
+        forked = next((m for m in reversed(conversation.path()) if conversation.branch_of(m.id)[1] > 1), None)
         if forked is None:
-            raise UsageError("there is one branch: edit a message or regenerate a reply to have another")
-        number, n = session.conversation.branch_of(forked.id)
-        steps = {"": 1 if number < n else 1 - n, "next": 1, "previous": -1}
-        if argument in steps:
-            by = steps[argument]
-        elif argument.isdecimal():
-            by = int(argument) - number
-        else:
-            raise UsageError("/branch takes next, previous or a number")
-        await self._screen.step(forked.id, by)
+            raise UsageError("there are no branches yet: edit a message or regenerate a reply to have some")
+        return forked
 
     async def _copy(self, argument: str) -> None:
         message = self._last("assistant")
@@ -227,20 +265,23 @@ class Commands:
             self._screen.copy_message(message)
 
     def _last(self, role: str) -> Message:
-        path = self._screen.need_session().conversation.path()
+        path = self._screen.session.conversation.path()
         message = next((each for each in reversed(path) if each.role == role), None)
         if message is None:
-            raise UsageError("there is no message yet")
+            raise UsageError("there is no such message yet: send one first")
         return message
 
     # -- The rest --------------------------------------------------------------------------------------------------
 
-    async def _stats(self, argument: str) -> None:
+    async def _stats(self) -> None:
         screen = self._screen
-        session = screen.need_session()
-        meter = await screen.app.offload(session.meter)
+        front = Shared(screen.session)
+        await screen.app.offload(commands.run, front, _STATS)
         memory = await screen.app.offload(screen.app.setup.memory)
-        await screen.app.push_screen_wait(Tell("Statistics", _statistics(session, meter.used, meter.context, memory)))
+        lines = [*front.said, f"memory {quantity(memory, 'B')} in use"]
+        if screen.models.model is not None:
+            lines += ["", str(screen.models.model.info)]
+        await screen.app.push_screen_wait(Tell("Statistics", "\n".join(lines)))
 
     async def _theme(self, argument: str) -> None:
         app = self._screen.app
@@ -253,30 +294,11 @@ class Commands:
                 f"there is no theme {argument!r:.40}: there are {', '.join(sorted(app.available_themes))}"
             )
 
-    async def _stop(self, argument: str) -> None:
-        self._screen.action_stop()
+    async def _show(self, argument: str) -> None:
+        self._screen.action_select(-1)
 
     async def _help(self, argument: str) -> None:
         await self._screen.app.push_screen_wait(HelpScreen())
 
     async def _quit(self, argument: str) -> None:
         await self._screen.quit()
-
-
-def _statistics(session: ChatSession, used: int, context: int, memory: int) -> str:
-    conversation = session.conversation
-    lines = [
-        f"{len(conversation):,} messages in {len(conversation.branches()):,} branches",
-        f"{used:,} of {context:,} tokens of context in use",
-        f"{quantity(memory, 'B')} of memory in use",
-    ]
-    if (stats := session.last) is not None:
-        lines += [
-            "",
-            f"The last reply, by {stats.model}:",
-            f"{stats.prompt_tokens:,} tokens of prompt, {stats.cached_tokens:,} of them from the cache",
-            f"{stats.new_tokens:,} tokens written at {stats.rate:.1f} tok/s, the first after {stats.first_token_s:.2f} s",
-        ]
-    if session.model is not None:
-        lines += ["", str(session.model.info)]
-    return "\n".join([*lines, "", f"chat {conversation.id}"])

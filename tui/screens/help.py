@@ -6,7 +6,8 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.widgets import Markdown
 
-from localllm.tui.menu import COMMANDS
+from localllm.tui.commands import COMMANDS
+from localllm.tui.menu import MENU
 from localllm.tui.screens.dialogs import Dialog
 
 _KEYS = """\
@@ -40,6 +41,8 @@ Ctrl+↑ and Ctrl+↓, Shift+Tab, or a click select one. Then
 
 ## Commands
 
+Without an argument they ask. `//` begins a message with a slash.
+
 | | |
 |---|---|
 """
@@ -59,9 +62,10 @@ class HelpScreen(Dialog[None]):
 
 def help_text() -> str:
     """Keys and commands, as Markdown."""
+    keys = {entry.name: entry.shown_key for entry in MENU if entry.key}
     lines = []
     for command in COMMANDS:
-        usage = f" {command.argument}" if command.argument else ""
-        key = f" ({command.shown_key})" if command.key else ""
-        lines.append(f"| `/{command.name}{usage}` | {command.help}{key} |")
+        usage = f"/{command.name} {command.arguments}".rstrip().replace("|", "\\|")
+        key = f" ({keys[command.name]})" if command.name in keys else ""
+        lines.append(f"| `{usage}` | {command.help}{key} |")
     return _KEYS + "\n".join(lines)

@@ -97,7 +97,7 @@ class MessageActions:
 
     def _picked(self) -> tuple[ChatSession, Message] | None:
         view = self.selected
-        return None if view is None else (self._chat.need_session(), view.message)
+        return None if view is None else (self._chat.session, view.message)
 
     def action_edit(self) -> None:
         if (picked := self._picked()) is not None:
@@ -146,7 +146,7 @@ class MessageActions:
     async def step(self, id_: str, by: int) -> None:
         """Goes to another branch, and selects the message there."""
         chat = self._chat
-        session = chat.need_session()
+        session = chat.session
         parent = session.conversation[id_].parent
         await chat.app.offload(session.step, id_, by)
         await chat.refresh_all()

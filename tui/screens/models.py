@@ -21,7 +21,7 @@ _HEAD = ("model", "size", "format", "parameters", "context", "fits")
 
 
 class ModelsScreen(Dialog[str]):
-    """The models to choose from; the result is the name of one, or the path that was typed."""
+    """The models to choose from; the result is the path of one, or what was typed."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "choose", "Choose"),
@@ -29,7 +29,7 @@ class ModelsScreen(Dialog[str]):
     ]
 
     def __init__(self, list_models: Callable[[], Iterable[ModelEntry]], current: str | None) -> None:
-        """``current`` is the name of the model that is loaded."""
+        """``current`` is the path of the model that is loaded."""
         super().__init__("Models")
         self._list_models = list_models
         self._current = current
@@ -65,7 +65,7 @@ class ModelsScreen(Dialog[str]):
         models.clear_options()
         models.add_options([Option(line) for line in lines[1:]])
         if self._shown:
-            models.highlighted = next((i for i, e in enumerate(self._shown) if e.name == self._current), 0)
+            models.highlighted = next((i for i, e in enumerate(self._shown) if e.path == self._current), 0)
         self._explain()
 
     def _row(self, entry: ModelEntry) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ class ModelsScreen(Dialog[str]):
             entry.quantisation or "-",
             entry.parameters or "-",
             "-" if entry.context is None else f"{entry.context:,}",
-            ("cannot be run" if entry.error else entry.fits or "-") + (" (loaded)" * (entry.name == self._current)),
+            ("cannot be run" if entry.error else entry.fits or "-") + (" (loaded)" * (entry.path == self._current)),
         )
 
     def _explain(self) -> None:
@@ -102,7 +102,7 @@ class ModelsScreen(Dialog[str]):
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
-        self.dismiss(self._shown[event.option_index].name)
+        self.dismiss(self._shown[event.option_index].path)
 
     def on_key(self, event: events.Key) -> None:
         if event.key == "down" and self.query_one(Input).has_focus:
@@ -117,7 +117,7 @@ class ModelsScreen(Dialog[str]):
         place = self.query_one(OptionList).highlighted
         typed = self.query_one(Input).value.strip()
         if place is not None and place < len(self._shown):
-            self.dismiss(self._shown[place].name)
+            self.dismiss(self._shown[place].path)
         elif typed:
             self.dismiss(typed)
 

@@ -81,7 +81,7 @@ class ModelInUse:
             return
         info = model.info
         screen.status.change(model=info.name or info.path.name, device=info.device)
-        await screen.app.offload(screen.need_session().use_model, model, self.name)
+        await screen.app.offload(screen.session.use_model, model, self.name)
         await screen.refresh_all()
         screen.model_is_there()
 
@@ -95,7 +95,7 @@ class ModelInUse:
         screen = self._screen
         screen.status.change(model="", device="")
         if model is not None:
-            session = screen.need_session()
+            session = screen.session
             await screen.app.offload(session.use_model, None, session.conversation.model)
             await screen.app.offload(model.close)
 

@@ -44,6 +44,8 @@ class SessionsScreen(Dialog[str]):
         self._found: list[SessionSummary] = []
         #: Ids of chats that were deleted here.
         self.deleted: set[str] = set()
+        #: New titles of chats that were renamed here, by id.
+        self.titles: dict[str, str] = {}
         self.add_class("large")
 
     def content(self) -> ComposeResult:
@@ -125,7 +127,7 @@ class SessionsScreen(Dialog[str]):
     async def _rename(self, chosen: SessionSummary) -> None:
         title = await self.app.push_screen_wait(Ask("Rename", value=chosen.title))
         if title:
-            await self.app.offload(self._store.rename, chosen.id, title)
+            self.titles[chosen.id] = await self.app.offload(self._store.rename, chosen.id, title)
             await self._list()
 
     def action_archive(self) -> None:
