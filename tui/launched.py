@@ -14,7 +14,6 @@ from localllm.kernels.cpu.host import available_memory
 from localllm.library.find import model_path
 from localllm.library.listing import demo_model, find_models, read_details
 from localllm.progress import LoadProgress
-from localllm.settings import Settings, load_settings
 from localllm.tui.setup import ModelEntry, OpenModel, Setup
 
 if TYPE_CHECKING:
@@ -22,13 +21,8 @@ if TYPE_CHECKING:
 
 
 def setup_of(launch: Launch) -> Setup:
-    """What the app needs for a command line.
-
-    Raises:
-        SettingsError: the settings file cannot be read, or has something that it cannot have.
-    """
-    settings = load_settings()
-    arguments = launch.arguments
+    """What the app needs for a command line."""
+    arguments, settings = launch.arguments, launch.settings
 
     def load(name: str, progress: LoadProgress) -> OpenModel:
         path = model_path(name, settings.model_folders) if name else None
@@ -38,7 +32,7 @@ def setup_of(launch: Launch) -> Setup:
         store=launch.store,
         conversation=launch.conversation,
         load=load,
-        list_models=lambda: list_models(settings.model_folders, _device(arguments.device, settings)),
+        list_models=lambda: list_models(settings.model_folders, arguments.device),
         memory=memory_in_use,
         more=launch.more,
         when_full=None if arguments.when_full == "ask" else arguments.when_full,
@@ -46,10 +40,6 @@ def setup_of(launch: Launch) -> Setup:
         notices=tuple(launch.notices),
         theme=settings.theme,
     )
-
-
-def _device(asked: str | None, settings: Settings) -> str:
-    return settings.device if asked is None else asked
 
 
 def list_models(folders: Sequence[Path], device: str) -> Iterator[ModelEntry]:

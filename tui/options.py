@@ -69,14 +69,19 @@ def generation(settings: Mapping[str, Any]) -> Generation:
     return Generation(options, variables, settings.get("reply_prefix", ""))
 
 
+def full_name(name: str) -> str:
+    """The name of a setting, as people may type it."""
+    name = name.replace("-", "_")
+    return {"temp": "temperature", "n": "max_tokens"}.get(name, name)
+
+
 def with_setting(settings: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
     """Settings with one changed as somebody typed it; ``default`` takes it away.
 
     Raises:
         UsageError: there is no such setting, or the value is not one for it.
     """
-    name = name.replace("-", "_")
-    name = {"temp": "temperature", "n": "max_tokens"}.get(name, name)
+    name = full_name(name)
     if name not in READERS:
         near = difflib.get_close_matches(name, READERS, n=1)
         raise UsageError(

@@ -7,7 +7,7 @@ the thread that does it; `ChatSession.stop` may come from any other thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -62,10 +62,24 @@ class ChatSession:
         model: who replies; None while none is loaded.
         store: where the conversation is kept.
         conversation: what was said.
+        more: keywords of `LLM.stream_chat` beside the conversation's settings, which are not kept.
     """
 
-    def __init__(self, model: ChatModel | None, store: Store, conversation: Conversation | None = None) -> None:
+    def __init__(
+        self,
+        model: ChatModel | None,
+        store: Store,
+        conversation: Conversation | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """A session; a new conversation where none is given.
+
+        Args:
+            model, store, conversation: see above.
+            more: keywords of `LLM.stream_chat` beside the conversation's settings, which are not kept.
+        """
         self.model = model
+        self.more = dict(more or {})
         self.store = store
         self.conversation = Conversation() if conversation is None else conversation
         self._keeper = Keeper(store, self.conversation)
@@ -336,7 +350,7 @@ class ChatSession:
             template_variables=variables,
             reply_prefix=begun,
             progress=lambda done, total: reports.put((done, total)),
-            **asked.options,
+            **{**self.more, **asked.options},
         )
         yield from self._written(id_, start, reports, show_begun=is_new)
         message = conversation.get(id_)
@@ -442,7 +456,7 @@ class ChatSession:
         """What the model says of the messages before ``first``."""
         model = self._loaded()
         asked = options.generation(self.conversation.settings)
-        given = {**asked.options, "max_tokens": room.summary_tokens, "stop": ()}
+        given = {**self.more, **asked.options, "max_tokens": room.summary_tokens, "stop": ()}
         summary = room.summary
         for part in room.parts(first):
             messages = room.request(part, summary)
