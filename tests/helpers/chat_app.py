@@ -32,6 +32,20 @@ class AppInfo(FakeInfo):
     device: str = "cpu"
 
 
+class Steps(threading.Event):
+    """A gate that opens for so many tokens, or with `set` for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tokens = threading.Semaphore(0)
+
+    def allow(self, n: int) -> None:
+        self._tokens.release(n)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.is_set() or self._tokens.acquire(timeout=timeout)
+
+
 class AppModel(FakeModel):
     """A `localllm.tui.setup.OpenModel` that works on no thread that draws."""
 

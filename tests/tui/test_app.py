@@ -12,7 +12,8 @@ from localllm.tui.app import ChatApp
 from localllm.tui.conversation import Conversation
 from localllm.tui.history import History
 from localllm.tui.store import Store
-from tests.helpers.chat_app import AppModel, AppStore, Chat, chatting, run, setup
+from tests.helpers.chat_app import AppModel, AppStore, Chat, Steps, chatting, run, setup
+from tests.helpers.fake_chat import words
 
 REPLY = "Hello **there**.\nA second line.\n\n```python\nprint('one')\n```\n\nand\n\n```sh\nls\n```\n"
 
@@ -27,8 +28,8 @@ def test_a_message_is_replied_to() -> None:
             assert "▌ A second line." in chat.screen  # a line end is one
             assert "print('one')" in chat.screen
             assert "localllm  hello" in chat.screen  # the title
-            # Three words of prompt, and what the reply has: the fake model's tokens are words.
-            assert "14 / 1,000 · 1% · 10.0 tok/s · first after 0.25 s · Fake · cpu · 812 MB in use" in chat.screen
+            n = len(words("user: hello\nassistant:")) + len(words(REPLY))
+            assert f"{n} / 1,000 · {n / 1000:.0%} · 10.0 tok/s · first after 0.25 s · Fake · cpu" in chat.screen
             (kept,) = await chat.app.offload(store.sessions)
         assert [m.text for m in store.load(kept.id).path()] == ["hello", REPLY]
 
@@ -75,24 +76,20 @@ def test_what_was_typed_comes_back(tmp_path: Path) -> None:
 
 def test_esc_stops_and_keeps_what_was_said() -> None:
     async def test() -> None:
-        model = AppModel(["one two three four five", "six seven"], gate=threading.Event())
+        model = AppModel(["one two three four five", "six seven"], gate=(steps := Steps()))
         async with chatting(setup(model)) as chat:
             await chat.say("count")
-            await chat.until(lambda: model.asked)
-            assert model.gate is not None
-            model.gate.set()
-            await chat.sees("one")
-            model.gate.clear()
+            steps.allow(2)
+            await chat.sees("one two")
             await chat.press("escape")
             await chat.rest()
             assert "stopped · c continues" in chat.screen
             (_, reply) = chat.app._chat.session.conversation.path()
             assert reply.state == "stopped"
-            assert "one two three four five".startswith(reply.text)
-            assert reply.text
-            model.gate.set()
+            assert reply.text == "one two"
+            steps.set()
             await chat.press("ctrl+g")
-            await chat.sees("six seven")
+            await chat.sees("one twosix seven")
             await chat.rest()
             assert "c continues" not in chat.screen
             assert chat.app._chat.session.conversation.path()[1].text == reply.text + "six seven"
@@ -208,6 +205,7 @@ def test_a_failing_reply_keeps_the_chat() -> None:
                 await chat.ask("again")
                 await chat.hears(text)
             assert "cut off by an error" in chat.screen
+            assert "so farso far" not in chat.screen
             await chat.ask("again")
             assert "fine" in chat.screen
 
@@ -262,20 +260,18 @@ def test_what_there_is_to_tell_at_first_is_told(tmp_path: Path) -> None:
 def test_quitting_keeps_a_reply(tmp_path: Path) -> None:
     async def test(key: str) -> None:
         store = AppStore(None)
-        model = AppModel(["one two three"], seconds=0.05, gate=threading.Event())
+        model = AppModel(["one two three"], gate=(steps := Steps()))
         async with chatting(setup(model, store)) as chat:
             await chat.say("count")
-            assert model.gate is not None
-            model.gate.set()
-            await chat.sees("one")
-            model.gate.clear()
+            steps.allow(2)
+            await chat.sees("one two")
             await chat.press(key)
             await chat.until(lambda: not chat.app.is_running)
             store.watched = False
         (kept,) = store.sessions()
         reply = store.load(kept.id).path()[-1]
         assert reply.state == "stopped"
-        assert reply.text.startswith("one")
+        assert reply.text == "one two"
         assert model.closed
 
     for key in ("ctrl+q", "ctrl+c"):

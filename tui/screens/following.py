@@ -63,6 +63,7 @@ class Follower:
             pause = PERIOD + _REST * late
             for event in turn.inbox.take():
                 if isinstance(event, Ended):
+                    await self._finish()
                     self._status.change(activity="", progress=None)
                     return Outcome(event.error, self._full)
                 await self._handle(event)
@@ -72,6 +73,12 @@ class Follower:
         stats, model = self._session.live, self._session.model
         if stats is not None and model is not None:
             self._status.change(stats=stats, meter=Meter(stats.total_tokens, model.info.context))
+
+    async def _finish(self) -> None:
+        """Draws the reply as it stays; one that failed has no `Finished`."""
+        view, self._view = self._view, None
+        if view is not None and (message := self._session.conversation.get(view.message.id)) is not None:
+            await view.finish(message)
 
     async def _handle(self, event: Event) -> None:
         if isinstance(event, Delta):
@@ -86,9 +93,7 @@ class Follower:
             self._view = self._transcript.view(event.id)
             self._transcript.follow()
         elif isinstance(event, Finished):
-            if event.message is not None and self._view is not None:
-                await self._view.finish(event.message)
-            self._view = None
+            await self._finish()
         elif isinstance(event, Summarising):
             self._summary_words += len(event.text.split())
             self._status.change(activity=f"summarising: {self._summary_words:,} words")

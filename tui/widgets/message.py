@@ -75,10 +75,12 @@ class MessageView(Vertical, can_focus=True):
         if self.message.role == "user":
             yield Static(self._said(), classes="said")
         else:
-            self._thinking = Thinking(self.message.thinking)
-            self._thinking.display = bool(self.message.thinking.strip())
+            # What streams in comes as pieces, from the first one on.
+            thinking = "" if self._is_streaming else self.message.thinking
+            self._thinking = Thinking(thinking)
+            self._thinking.display = bool(thinking.strip())
             yield self._thinking
-            self._reply = Reply(self.message.content)
+            self._reply = Reply("" if self._is_streaming else self.message.content)
             yield self._reply
         yield Static(self._foot(), classes="foot")
 
