@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
@@ -30,7 +30,7 @@ class ChatApp(BaseApp):
 
     TITLE = "localllm"
     CSS_PATH = "chat.tcss"
-    COMMANDS: ClassVar[set[type[Provider]]] = {CommandsProvider}
+    COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {CommandsProvider}
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -111,4 +111,5 @@ def _teach_alt_enter() -> None:
         from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
     except ImportError:  # another version: Ctrl+J is there
         return
-    ANSI_SEQUENCES_KEYS.setdefault("\x1b\r", (Keys.ControlJ,))
+    if isinstance(ANSI_SEQUENCES_KEYS, dict):
+        ANSI_SEQUENCES_KEYS.setdefault("\x1b\r", (Keys.ControlJ,))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from textual.app import App
+from textual.events import Paste
 from textual.pilot import Pilot
 
 from localllm.tui.app import ChatApp
@@ -120,9 +121,10 @@ class Chat:
         await self.pilot.press(*keys)
 
     async def type(self, text: str) -> None:
-        """Types a text, letter by letter."""
-        names = {" ": "space", "\n": "ctrl+j", "/": "slash", ".": "full_stop", "@": "at", "#": "number_sign"}
-        await self.pilot.press(*(names.get(c, c) for c in text))
+        """Types a text where the cursor is; pasted, which is quicker, and does the same."""
+        assert self.app.screen.focused is not None
+        self.app.post_message(Paste(text))
+        await self.pilot.pause()
 
     async def say(self, text: str) -> None:
         """Types a message, and sends it."""

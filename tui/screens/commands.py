@@ -238,7 +238,7 @@ class Commands:
     async def _next_branch(self) -> None:
         message = self._forked()
         number, n = self._screen.session.conversation.branch_of(message.id)
-        await self._screen.step(message.id, 1 if number < n else 1 - n)
+        await self._screen.step(message.id, 1 if number < n else 1 - n, selects=False)
 
     async def _branch(self, argument: str) -> None:
         message = self._forked()
@@ -246,7 +246,8 @@ class Commands:
         steps = {"next": 1, "prev": -1, "previous": -1}
         if argument not in steps and not argument.isdecimal():
             raise UsageError(f"there is no branch {argument}: give next, prev or a number from 1 to {n}")
-        await self._screen.step(message.id, steps[argument] if argument in steps else int(argument) - number)
+        by = steps[argument] if argument in steps else int(argument) - number
+        await self._screen.step(message.id, by, selects=False)
 
     def _forked(self) -> Message:
         """The last message with branches."""

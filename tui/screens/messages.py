@@ -28,10 +28,9 @@ class MessageActions:
     @property
     def selected(self) -> MessageView | None:
         """The message that is selected; None if the editor has the focus."""
-        node = self._chat.focused
-        while node is not None and not isinstance(node, MessageView):
-            node = node.parent if node.parent is not self else None  # type: ignore[assignment]
-        return node
+        focused = self._chat.focused
+        nodes = () if focused is None else focused.ancestors_with_self
+        return next((node for node in nodes if isinstance(node, MessageView)), None)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Keys for what cannot be done are not shown."""
@@ -143,15 +142,15 @@ class MessageActions:
         """For clicks."""
         self._chat.app.spawn(self.step(id_, by), group="step")
 
-    async def step(self, id_: str, by: int) -> None:
-        """Goes to another branch, and selects the message there."""
+    async def step(self, id_: str, by: int, *, selects: bool = True) -> None:
+        """Goes to another branch, and selects the message there if that is wanted."""
         chat = self._chat
         session = chat.session
         parent = session.conversation[id_].parent
         await chat.app.offload(session.step, id_, by)
         await chat.refresh_all()
         there = next((m.id for m in session.conversation.path() if m.parent == parent), "")
-        if (view := chat.transcript.view(there)) is not None:
+        if selects and (view := chat.transcript.view(there)) is not None:
             chat.transcript.release_anchor()
             view.focus()
 

@@ -170,7 +170,7 @@ class MessageView(Vertical, can_focus=True):
         else:
             name = shown(self.message.stats.model) if self.message.stats is not None else "Reply"
         number, n = self.branch
-        parts: list[Content | tuple[str, str | Style]] = [(name, "bold")]
+        parts: list[str | Content | tuple[str, str | Style]] = [(name, "bold")]
         if n > 1:
             parts += ["  ", self._step("‹", -1, number > 1), f" {number}/{n} ", self._step("›", 1, number < n)]
         return Content.assemble(*parts)

@@ -78,8 +78,9 @@ class Transcript(VerticalScroll, can_focus=False):
             await self._draw_notes(len(self._places) - len(drawn))
             for place in drawn[kept:]:
                 await self._mount(place, is_streaming=place.message.id == streaming)
-        if (view := None if streaming is None else self.view(streaming)) is not None:
-            view.begin()
+        written = None if streaming is None else self.view(streaming)
+        if written is not None:
+            written.begin()
 
     async def _mount(self, place: Place, *, is_streaming: bool) -> None:
         view = MessageView(place.message, place.branch, is_streaming=is_streaming)
