@@ -41,6 +41,7 @@ _FULL = (
     "summary in their place, /edit changes your message"
 )
 _TOO_LONG = "the message is too long for the context ({needed:,} of {context:,} tokens): /edit makes it shorter"
+_REPLY_TOO_LONG = "the reply has filled the context of {context:,} tokens, and nothing older is left to be dropped"
 
 
 class PlainChat:
@@ -191,7 +192,9 @@ class PlainChat:
         if choice is None and not self._lines.interactive:
             advice = "choose a larger context with -c, or --when-full drop or summarise"
             raise ContextLengthError(full.needed, full.context, advice)
-        text = _FULL if len(full.choices) > 1 else _TOO_LONG
+        text = _REPLY_TOO_LONG if full.in_reply else _TOO_LONG
+        if len(full.choices) > 1:
+            text = _FULL
         self.say(text.format(needed=full.needed, context=full.context))
 
     # -- Ctrl-C ----------------------------------------------------------------------------------------------------

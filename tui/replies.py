@@ -6,10 +6,11 @@ import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from localllm.completion import Chunk
 from localllm.generation import FinishReason, Timings, Usage
+from localllm.options import Options
 from localllm.tui.events import Prefill
 
 Messages = Sequence[Mapping[str, object]]
@@ -68,7 +69,7 @@ class ChatModel(Protocol):
         *,
         template_variables: Mapping[str, object] | None = None,
         reply_prefix: str = "",
-        **options: Any,
+        **options: Unpack[Options],
     ) -> ReplyStream: ...
 
 
