@@ -39,6 +39,14 @@ def test_rooms_are_linked_into_the_package() -> None:
         assert link.readlink() == Path("..") / room
 
 
+def test_styles_of_the_chat_are_package_data() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    styles = {path.relative_to(ROOT / "tui").as_posix() for path in (ROOT / "tui").rglob("*.tcss")}
+    assert "chat.tcss" in styles
+    for name in styles:
+        assert any(fnmatch(name, pattern) for pattern in patterns["localllm.tui"]), name
+
+
 def cuda_sources() -> set[str]:
     return {path.name for path in (ROOT / "kernels" / "cuda").iterdir() if path.suffix not in (".py", "")}
 

@@ -28,7 +28,7 @@ class Composer(TextArea):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "send", "Send", priority=True),
+        Binding("enter", "send", "Send"),
         Binding("shift+enter,ctrl+j,alt+enter", "new_line", "New line", key_display="^j", show=False),
         Binding("up", "older", "Earlier message", show=False),
         Binding("down", "newer", "Later message", show=False),
@@ -82,6 +82,13 @@ class Composer(TextArea):
             raise SkipAction
 
     # -- Keys ------------------------------------------------------------------------------------------------------
+
+    async def _on_key(self, event: events.Key) -> None:
+        # No binding with priority: that would overtake letters that wait, of one who types fast.
+        if event.key == "enter":
+            event.prevent_default()
+            event.stop()
+            self.action_send()
 
     async def _on_paste(self, event: events.Paste) -> None:
         event.prevent_default()

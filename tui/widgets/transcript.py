@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -41,6 +42,8 @@ class Transcript(VerticalScroll, can_focus=False):
         self._places: list[Place] = []
         self._n_drawn = MOST_DRAWN
         self._conversation: str | None = None
+        # Several tasks may want it drawn, and drawing waits for widgets.
+        self._drawing = asyncio.Lock()
 
     @property
     def views(self) -> list[MessageView]:
@@ -60,11 +63,12 @@ class Transcript(VerticalScroll, can_focus=False):
         Args:
             streaming: the id of a reply that is about to be written.
         """
-        if conversation.id != self._conversation:
-            self._conversation, self._n_drawn = conversation.id, MOST_DRAWN
-            await self.remove_children()
-        self._places = _places(conversation)
-        await self._draw(streaming)
+        async with self._drawing:
+            if conversation.id != self._conversation:
+                self._conversation, self._n_drawn = conversation.id, MOST_DRAWN
+                await self.remove_children()
+            self._places = _places(conversation)
+            await self._draw(streaming)
 
     async def _draw(self, streaming: str | None = None) -> None:
         drawn = self._places[-self._n_drawn :]
@@ -99,6 +103,10 @@ class Transcript(VerticalScroll, can_focus=False):
 
     async def show_earlier(self) -> bool:
         """Draws more of the messages before those that are drawn; returns whether there are any."""
+        async with self._drawing:
+            return await self._draw_earlier()
+
+    async def _draw_earlier(self) -> bool:
         first = self.views[0] if self.views else None
         if first is None or len(self._places) <= self._n_drawn:
             return False
