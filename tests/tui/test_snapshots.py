@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from textual.widgets import Input, TextArea
 
-from localllm.tui.widgets.composer import Composer
 from tests.helpers import snapshots
 from tests.helpers.chat_app import AppModel, Chat, chatting, run, setup
 from tests.helpers.scenes import MODELS, conversation
@@ -12,8 +12,10 @@ from tests.helpers.scenes import MODELS, conversation
 
 async def settled(chat: Chat) -> None:
     """Waits until the screen stays as it is."""
-    for editor in chat.app.query(Composer):
-        editor.cursor_blink = False
+    for screen in chat.app.screen_stack:
+        for editor in [*screen.query(TextArea), *screen.query(Input)]:
+            editor.cursor_blink = False
+            editor._pause_blink(visible=editor.has_focus)
     before = ""
     while (now := snapshots.dump(chat.app)) != before:
         before = now

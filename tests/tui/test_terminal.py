@@ -79,9 +79,12 @@ def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
     # All at once, as a quick typist: what was typed is there before it is sent.
     terminal.press("Tell me a story about a cat and a dog", "Enter")
     terminal.until(lambda screen: "tok/s" in screen and "· first after" in screen, "a reply")
-    terminal.press("C-Up", "y")
+    terminal.press("C-Up")
+    terminal.sees("y Copy")
+    terminal.press("y")
     terminal.sees("copied")
     terminal.press("Escape")
+    terminal.until(lambda screen: "y Copy" not in screen, "the editor")
     # A long one, to be interrupted.
     terminal.press("Tell me a story about a boat, and another one, and another one", "Enter")
     terminal.sees("boat")
