@@ -75,14 +75,14 @@ def run_setup(setup: Setup) -> int:
     """Runs an app; returns the exit code."""
     app = ChatApp(setup)
     _teach_alt_enter()
-    with _quick_switching(), _warnings_shown(app):
+    with quick_switching(), _warnings_shown(app):
         code = app.run()
     app.end()
     return app.return_code or code or 0
 
 
 @contextmanager
-def _quick_switching() -> Iterator[None]:
+def quick_switching() -> Iterator[None]:
     """Lets the thread that draws have its turn soon while others compute."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)

@@ -61,7 +61,7 @@ def file_choices(line: str) -> list[Choice]:
                     found.append(_choice(os.path.join(folder, name), entry.is_dir(), match.start()))
     except OSError:
         return []
-    return sorted(found, key=lambda choice: choice.text.casefold())[:MOST]
+    return sorted(found, key=lambda choice: choice.text.lstrip('@"').casefold())[:MOST]
 
 
 def _choice(path: str, is_folder: bool, start: int) -> Choice:

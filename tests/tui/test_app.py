@@ -347,3 +347,40 @@ def test_long_conversations_are_drawn_from_their_end() -> None:
             assert texts == [f"message {i}" for i in range(40, 100)]
 
     run(test())
+
+
+def test_a_large_text_is_pasted() -> None:
+    async def test() -> None:
+        model = AppModel(context=100_000)
+        text = "\r\n".join(f"line {i}" for i in range(20_000))
+        async with chatting(setup(model)) as chat:
+            await chat.type(text)
+            await chat.sees("[pasted text #1: 20,000 lines]")
+            await chat.press("enter")
+            await chat.until(lambda: model.asked)
+            await chat.rest()
+            assert model.asked[0].messages[-1]["content"] == text.replace("\r\n", "\n")
+            assert "… 19,985 more lines" in chat.screen
+
+    run(test())
+
+
+def test_files_are_completed_and_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "notes.txt").write_text("some words to read\n")
+        (tmp_path / "novel.txt").touch()
+        model = AppModel()
+        async with chatting(setup(model)) as chat:
+            await chat.type("read @no")
+            await chat.sees("@novel.txt")
+            await chat.press("down", "up", "tab")
+            await chat.until(lambda: chat.app._chat.composer.text == "read @notes.txt ")
+            await chat.sees("notes.txt: 5 tokens")
+            await chat.press("enter")
+            await chat.until(lambda: model.asked)
+            await chat.rest()
+            assert "+ notes.txt · 5 tokens" in chat.screen
+            assert "some words to read" in str(model.asked[0].messages)
+
+    run(test())

@@ -17,13 +17,16 @@ from textual.widgets import Footer, Static
 
 from localllm.errors import UsageError
 from localllm.tui import commands
+from localllm.tui.attachments import attach
 from localllm.tui.base import BaseApp
 from localllm.tui.completion import command_choices, file_choices, file_word
 from localllm.tui.control import shown
 from localllm.tui.conversation import Conversation
 from localllm.tui.events import Choice, Event
+from localllm.tui.failures import sentence
 from localllm.tui.history import History
 from localllm.tui.menu import MENU, NAMES
+from localllm.tui.replies import ChatModel
 from localllm.tui.screens.commands import Commands
 from localllm.tui.screens.following import Follower
 from localllm.tui.screens.links import open_link
@@ -277,6 +280,22 @@ class ChatScreen(MessageActions, Screen[None]):
             choices = await self.app.offload(file_choices, line)
         if line == self.composer.line_to_cursor:
             self.suggestions.offer(choices)
+        await self._tell_size(line)
+
+    async def _tell_size(self, line: str) -> None:
+        """Says how many tokens the file has that has just been named, where a model is there to count them."""
+        model = self.session.model
+        if model is None or self.replacing is not None or self._sends_when_loaded:
+            return
+        if not line.endswith(" ") or "@" not in line:
+            self.hint("")
+            return
+        try:
+            files = await self.app.offload(_sizes, line, model)
+        except UsageError as error:
+            files = [sentence(error)]
+        if line == self.composer.line_to_cursor:
+            self.hint(", ".join(files))
 
     def on_option_list_option_selected(self, event: Suggestions.OptionSelected) -> None:
         event.stop()
@@ -294,6 +313,12 @@ class ChatScreen(MessageActions, Screen[None]):
     def on_reply_link(self, event: Reply.Link) -> None:
         event.stop()
         self.app.spawn(open_link(self.app, event.address), group="link")
+
+
+def _sizes(line: str, model: ChatModel) -> list[str]:
+    """The files that a line names, and their tokens."""
+    attached = attach(line, lambda text: len(model.tokenize(text, add_special=False)))
+    return [f"{file.name}: {file.n_tokens:,} tokens" for file in attached.files]
 
 
 def _choice(chosen: str | None) -> Choice:
