@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.command import Provider
 from textual.keys import Keys
 
+from localllm.tui import collector
 from localllm.tui.base import BaseApp
 from localllm.tui.launched import setup_of
 from localllm.tui.palette import CommandsProvider
@@ -62,6 +63,7 @@ class ChatApp(BaseApp):
     def end(self) -> None:
         """Lets the threads end, and closes the model."""
         self.end_threads()
+        collector.take_back()
         if self._chat.models.model is not None:
             self._chat.models.model.close()
 

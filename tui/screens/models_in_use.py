@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from localllm.tui import collector
 from localllm.tui.failures import sentence
 from localllm.tui.loading import Cancelled, Loading
 from localllm.tui.screens.dialogs import Choose
@@ -79,22 +80,19 @@ class ModelInUse:
         screen, model = self._screen, self.model
         if model is None or self.name is None:
             return
+        collector.set_aside()
         info = model.info
         screen.status.change(model=info.name or info.path.name, device=info.device)
         await screen.app.offload(screen.session.use_model, model, self.name)
         await screen.refresh_all()
         screen.model_is_there()
 
-    async def close(self) -> None:
-        """Closes the model, for the program ends."""
-        if self.model is not None:
-            await self._screen.app.offload(self.model.close)
-
     async def _close(self) -> None:
         model, self.model, self.name = self.model, None, None
         screen = self._screen
         screen.status.change(model="", device="")
         if model is not None:
+            collector.take_back()
             session = screen.session
             await screen.app.offload(session.use_model, None, session.conversation.model)
             await screen.app.offload(model.close)
