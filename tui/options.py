@@ -108,8 +108,9 @@ def check(settings: Mapping[str, Any]) -> None:
     """Raises:
     UsageError: a setting is unknown, of the wrong type or out of range.
     """
-    if unknown := next((name for name in settings if name not in READERS), None):
-        raise UsageError(f"there is no setting {unknown!r:.80}")
+    for name in settings:
+        if name not in READERS:
+            raise UsageError(f"there is no setting {name!r:.80}")
     for name, kind in (("thinking", bool), ("reply_prefix", str)):
         if not isinstance(settings.get(name, kind()), kind):
             raise UsageError(f"{name} is {settings[name]!r:.80}, which it cannot be")

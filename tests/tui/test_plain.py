@@ -227,7 +227,7 @@ def test_at_a_terminal(tiny: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         screen += _until(master, b"> ")
         process.send_signal(signal.SIGINT)
-        screen += _until(master, b"ends the chat")
+        screen += _until(master, b"again)\r\n> ")
         os.write(master, b"\x04")
         assert process.wait(60) == 0
     assert b"Ctrl-D or /quit" in screen

@@ -115,6 +115,7 @@ HOSTILE = {
     "a leaf": (altered(leaf="x"), "its 'leaf' is none of its messages"),
     "settings": (altered(settings={"temperature": "hot"}), "its settings are wrong: temperature is 'hot'"),
     "strange settings": (altered(settings={"processors": []}), "there is no setting 'processors'"),
+    "settings without a name": (altered(settings={"": None}), "there is no setting ''"),
     "settings that are none": (altered(settings=[1]), "'settings' of the file is [1]"),
     "a title": (altered(title=5), "'title' of the file is 5"),
 }
