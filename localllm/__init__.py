@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from localllm.errors import ModelNotFoundError as ModelNotFoundError
     from localllm.errors import NotEnoughMemoryError as NotEnoughMemoryError
     from localllm.errors import SettingsError as SettingsError
+    from localllm.errors import StoreError as StoreError
     from localllm.errors import TemplateError as TemplateError
     from localllm.errors import TokenizerError as TokenizerError
     from localllm.errors import UnsupportedArchitectureError as UnsupportedArchitectureError
@@ -77,6 +78,7 @@ _HOMES = {
     "NotEnoughMemoryError": "errors",
     "Sampling": "sampling",
     "SettingsError": "errors",
+    "StoreError": "errors",
     "Stream": "completion",
     "TemplateError": "errors",
     "Timings": "generation",
@@ -111,6 +113,7 @@ __all__ = [
     "NotEnoughMemoryError",
     "Sampling",
     "SettingsError",
+    "StoreError",
     "Stream",
     "TemplateError",
     "Timings",

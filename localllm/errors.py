@@ -104,3 +104,7 @@ class KernelError(LocalLLMError):
 
 class ClosedError(LocalLLMError):
     """The model or the file was closed before this call."""
+
+
+class StoreError(LocalLLMError):
+    """Saved chats cannot be read or written, or a file is no exported chat."""

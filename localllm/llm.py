@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.checks import mappings, token_ids
+from localllm.checks import mappings, text, token_ids
 from localllm.completion import Completion, Stream
 from localllm.drafting.costs import StepCosts
 from localllm.drafting.drafter import Drafter
@@ -176,6 +176,21 @@ class LLM:
         self._opened()
         return self._tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
 
+    def tokenize_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        template_variables: Mapping[str, object] | None = None,
+        reply_prefix: str = "",
+    ) -> list[int]:
+        """The tokens of the prompt that `chat` makes of the same arguments, whether or not they fit the context.
+
+        Raises:
+            TemplateError, TokenizerError, UsageError: as `chat`.
+        """
+        return self._chat_encoder(tools, template_variables, reply_prefix, stacklevel=4)(messages)
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of tokens; control tokens are left out, and invalid UTF-8 becomes U+FFFD.
 
@@ -242,6 +257,7 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
+        reply_prefix: str = "",
         **options: Unpack[Options],
     ) -> Completion:
         """Answers the last message of a chat.
@@ -250,13 +266,16 @@ class LLM:
             messages: each with a ``role`` ("system", "user", "assistant") and a ``content``.
             tools: JSON schemas of functions that the model may call, for templates that know them.
             template_variables: whatever else the template reads, such as ``{"enable_thinking": False}``.
+            reply_prefix: what the answer begins with; the model goes on from there, and only what it adds comes
+                back.  Names of control tokens in it are text.
             options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.options.Options`.
 
         Raises:
             TemplateError: there are no messages, one is malformed, or the template fails or refuses them.
             TypeError, UsageError, ContextLengthError: as `generate`.
         """
-        return self._stream_chat(messages, tools, template_variables, Request.from_options(options)).read()
+        request = Request.from_options(options)
+        return self._stream_chat(messages, tools, template_variables, reply_prefix, request).read()
 
     def stream_chat(
         self,
@@ -264,10 +283,12 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
+        reply_prefix: str = "",
         **options: Unpack[Options],
     ) -> Stream:
         """As `chat`, but an iterator of chunks, as they come.  Closing it stops the work."""
-        return self._stream_chat(messages, tools, template_variables, Request.from_options(options))
+        request = Request.from_options(options)
+        return self._stream_chat(messages, tools, template_variables, reply_prefix, request)
 
     def forget(self) -> None:
         """Drops what the cache keeps of earlier prompts: the next one is evaluated from its beginning."""
@@ -339,18 +360,11 @@ class LLM:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, object]] | None,
         variables: Mapping[str, object] | None,
+        reply_prefix: str,
         request: Request,
     ) -> Stream:
-        from localllm.chat import encode_chat
-
         context = self._opened().context
-        more: dict[str, Any] = {} if variables is None else template_variables(variables)
-        if tools is not None:
-            mappings("tools", tools)
-        template = self._compiled_template(stacklevel=4)
-
-        def encode(chosen: Sequence[Message]) -> list[int]:
-            return encode_chat(self._tokenizer, template, chosen, tools=tools, **more)
+        encode = self._chat_encoder(tools, variables, reply_prefix, stacklevel=5)
 
         def truncated(chosen: Sequence[Message], ids: list[int]) -> list[int]:
             limit = context - request.room(context)
@@ -361,9 +375,41 @@ class LLM:
         ids = encode(messages)
         if request.overflow == "truncate":
             ids = truncated(messages, ids)
+        # What follows a prefix begins with a space of its own.
         return self._start(
-            ids, request, continuation=False, truncatable=lambda: len(truncated(messages, ids)) <= context
+            ids,
+            request,
+            continuation=bool(reply_prefix),
+            truncatable=lambda: len(truncated(messages, ids)) <= context,
         )
+
+    def _chat_encoder(
+        self,
+        tools: Sequence[Mapping[str, object]] | None,
+        variables: Mapping[str, object] | None,
+        reply_prefix: str,
+        *,
+        stacklevel: int,
+    ) -> Callable[[Sequence[Message]], list[int]]:
+        """What makes tokens of messages; ``stacklevel`` as of `_compiled_template`."""
+        from localllm.chat import encode_chat
+
+        tokenizer = self._tokenizer
+        self._opened()
+        more: dict[str, Any] = {} if variables is None else template_variables(variables)
+        if tools is not None:
+            mappings("tools", tools)
+        text("reply_prefix", reply_prefix)
+        template = self._compiled_template(stacklevel)
+
+        def encode(chosen: Sequence[Message]) -> list[int]:
+            ids = encode_chat(tokenizer, template, chosen, tools=tools, **more)
+            if not reply_prefix:
+                return ids
+            follows_text = bool(ids) and not tokenizer.is_special(ids[-1])
+            return ids + tokenizer.encode(reply_prefix, add_special=False, continuation=follows_text)
+
+        return encode
 
     def _start(
         self, ids: list[int], request: Request, *, continuation: bool, truncatable: Callable[[], bool]

@@ -1,4 +1,4 @@
-"""Imports go one way: quant <- kernels <- models <- the library's core <- the command line."""
+"""Imports go one way: quant <- kernels <- models <- the library's core <- the command line <- the chat."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import pytest
 from tests.helpers.data import ROOT
 
 #: The rooms, lowest first.  A module imports from its own room and from lower ones.
-ROOMS = ("localllm.quant", "localllm.kernels", "localllm.models", "localllm", "localllm.cli")
+ROOMS = ("localllm.quant", "localllm.kernels", "localllm.models", "localllm", "localllm.cli", "localllm.tui")
+
+#: Rooms whose folders stand beside the package's.
+FOLDERS = ("localllm.quant", "localllm.kernels", "localllm.models", "localllm.tui")
 
 #: What every room may import.
 FOUNDATION = {"localllm.errors"}
@@ -28,7 +31,7 @@ def room(module: str) -> int:
 
 def sources() -> dict[str, Path]:
     """The file of every module, by its name."""
-    folders = {name: ROOT / name.rpartition(".")[2] for name in ROOMS[:3]}
+    folders = {name: ROOT / name.rpartition(".")[2] for name in FOLDERS}
     found = {
         ".".join((name, *path.relative_to(folder).with_suffix("").parts)): path
         for name, folder in folders.items()

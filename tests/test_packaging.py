@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.data import ROOT
 
-ROOMS = ("kernels", "models", "quant")
+ROOMS = ("kernels", "models", "quant", "tui")
 
 
 def packages_on_disk() -> set[str]:
@@ -37,6 +37,14 @@ def test_rooms_are_linked_into_the_package() -> None:
         link = ROOT / "localllm" / room
         assert link.is_symlink()
         assert link.readlink() == Path("..") / room
+
+
+def test_styles_of_the_chat_are_package_data() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    styles = {path.relative_to(ROOT / "tui").as_posix() for path in (ROOT / "tui").rglob("*.tcss")}
+    assert "chat.tcss" in styles
+    for name in styles:
+        assert any(fnmatch(name, pattern) for pattern in patterns["localllm.tui"]), name
 
 
 def cuda_sources() -> set[str]:

@@ -55,6 +55,8 @@ PACKAGES = {
     "rich": "rich",
     "psutil": "psutil",
     "tomlkit": "tomlkit",
+    "platformdirs": "platformdirs",
+    "textual": "textual",
 }
 
 #: Optional parts of localllm, and the distributions that tell whether they are there.

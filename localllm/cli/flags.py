@@ -10,7 +10,7 @@ from localllm.errors import UsageError
 
 _WHOLE_LAYERS = "a model is split by layers, see -ngl and --tensor-split; leave it out"
 _NO_DOWNLOADS = "localllm pull ORG/REPO[:QUANT] downloads a model, and -m ORG/REPO[:QUANT] then names it"
-_ONE_ANSWER = "localllm generate answers one prompt, without a conversation: give it with -p"
+_ONE_ANSWER = "localllm generate answers one prompt: localllm chat is for conversations"
 _NOT_HERE = "this version of localllm has nothing like it"
 
 #: Flags of llama.cpp that localllm does not have: what to do about them.
@@ -51,8 +51,7 @@ _ABSENT = {
 
 #: Commands of other programs, and what does that here.
 _OTHER_COMMANDS = {
-    "run": "generate",
-    "chat": "generate",
+    "run": "chat",
     "complete": "generate",
     "show": "inspect",
     "info": "inspect",

@@ -34,6 +34,7 @@ from localllm.info import ModelInfo
 from localllm.llm import LLM, load
 from localllm.options import Request, SamplingOptions
 from localllm.placement import Format, Placement, Plan
+from localllm.progress import LoadPlan, LoadProgress
 from localllm.settings import Settings
 
 #: Seconds after which somebody who may not know that a prompt is awaited is told.
@@ -45,7 +46,7 @@ _MAX_PROMPT_BYTES = 64 << 20
 def run(arguments: argparse.Namespace) -> int:
     """Generates a text as the command line asks."""
     settings = settle(arguments)
-    options = _options(arguments, settings)
+    options = generation_options(arguments, settings)
     Request.from_options(options)  # complains about a setting before a model is loaded for nothing
     prompt = _prompt(arguments)
     if arguments.chat and not prompt:
@@ -53,31 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.quiet and arguments.threads and (complaint := too_many_threads(arguments.threads)):
         warn(complaint)
     progress = LoadStatus(enabled=not arguments.quiet)
-
-    def show_plan(plan: Plan) -> None:
-        if plan.has_gpus and not arguments.quiet:
-            progress.close()
-            _show_plan(plan)
-
     try:
-        llm = load(
-            arguments.model,
-            device=arguments.device,
-            n_gpu_layers=arguments.n_gpu_layers,
-            tensor_split=arguments.tensor_split,
-            isa=arguments.isa,
-            context=arguments.context,
-            threads=arguments.threads,
-            cache_type=arguments.cache_type,
-            draft_model=arguments.draft_model,
-            progress=progress,
-            planned=show_plan,
-        )
+        llm = load_model(arguments, arguments.model, progress, plan_shower(progress, arguments.quiet))
     finally:
         progress.close()
     with llm:
         if not arguments.quiet:
-            _describe(llm.info, verbose=arguments.verbose)
+            describe(llm.info, verbose=arguments.verbose)
         status = StatusLine(enabled=not arguments.quiet)
         options["progress"] = _show_prefill(status)
         with _start(llm, prompt, arguments, options, settings) as stream:
@@ -92,10 +75,32 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def load_model(
+    arguments: argparse.Namespace,
+    path: str | None,
+    progress: LoadProgress | None,
+    planned: LoadPlan | None = None,
+) -> LLM:
+    """Loads a model, or without a path the demo model, as the command line says: devices, context, threads, …."""
+    return load(
+        path,
+        device=arguments.device,
+        n_gpu_layers=arguments.n_gpu_layers,
+        tensor_split=arguments.tensor_split,
+        isa=arguments.isa,
+        context=arguments.context,
+        threads=arguments.threads,
+        cache_type=arguments.cache_type,
+        draft_model=arguments.draft_model,
+        progress=progress,
+        planned=planned,
+    )
+
+
 # -- What was asked for --------------------------------------------------------------------------------------------
 
 
-def _options(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any]:
+def generation_options(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     """The keywords of `LLM.stream`."""
     options = options_of(arguments, [*SamplingOptions.__annotations__, "overflow", "speculate", "draft_max"])
     if "logprobs" in options and not arguments.json:
@@ -292,6 +297,17 @@ def _show_prefill(status: StatusLine) -> Callable[[int, int], None]:
     return show
 
 
+def plan_shower(progress: LoadStatus, quiet: bool) -> LoadPlan:
+    """What says, before a model is loaded, what will lie on which GPU."""
+
+    def show(plan: Plan) -> None:
+        if plan.has_gpus and not quiet:
+            progress.close()
+            _show_plan(plan)
+
+    return show
+
+
 def _show_plan(plan: Plan) -> None:
     """Says what will lie where."""
     say(f"the plan, with {plan.placement.context:,} tokens of context:")
@@ -304,7 +320,7 @@ def _show_plan(plan: Plan) -> None:
     _say_total(plan.placement, plan.draft)
 
 
-def _describe(info: ModelInfo, *, verbose: bool) -> None:
+def describe(info: ModelInfo, *, verbose: bool) -> None:
     """Says what runs where."""
     say(model_line(info))
     if verbose:

@@ -38,6 +38,7 @@ DEBUG_VARIABLE = "LOCALLLM_DEBUG"
 #: The module with each command's ``run(arguments) -> exit code``.
 COMMANDS = {
     "generate": "localllm.cli.generate",
+    "chat": "localllm.tui.launch",
     "inspect": "localllm.cli.inspect",
     "bench": "localllm.cli.bench",
     "doctor": "localllm.cli.doctor",

@@ -64,6 +64,7 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
     parsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, add_arguments, usage, summary, details in (
         ("generate", _add_generate, "[-m FILE] [-p TEXT] [options]", "let a model write", GENERATE_DETAILS),
+        ("chat", _add_chat, "[FILE] [options]", "talk with a model", CHAT_DETAILS),
         ("inspect", _add_inspect, "FILE [options]", "show what is in a GGUF file", ""),
         ("bench", _add_bench, "[FILE] [options]", "measure how fast a model runs here", BENCH_DETAILS),
         (
@@ -105,6 +106,14 @@ The text goes to standard output as it comes, all else to standard error.  Into 
 byte, and no line end is added; on a terminal one is, and control characters are spelled out.
 """
 
+CHAT_DETAILS = """\
+Without a file the small demo model that comes with localllm answers.  Chats are saved as they are written.
+
+With --plain, or where standard input or output is no terminal, the chat goes line by line: a backslash at the end of
+a line goes on with the next one, three quotation marks begin and end a block, and /help lists commands.  Replies go
+to standard output, all else to standard error.
+"""
+
 BENCH_DETAILS = """\
 -p, -n, -d and -t take lists, such as -t 1,2.  pp512 is the evaluation of a prompt of 512 tokens, tg128 the
 generation of 128 tokens, one after the other, and @ d1024 means that 1,024 tokens stand before them.
@@ -139,6 +148,33 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     _add_output(parser.add_argument_group("output"))
 
 
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model")
+    _add_file(model.add_mutually_exclusive_group(), "a GGUF file (default: the demo model)")
+    _add_running(model)
+    _add_conversation(parser.add_argument_group("conversation"))
+    _add_ending(parser.add_argument_group("where replies end"))
+    _add_sampling(parser.add_argument_group("how the next token is chosen"))
+    _add_speculation(parser.add_argument_group("guessing ahead: the same text, sooner"))
+    _add_loudness(parser.add_argument_group("output").add_mutually_exclusive_group())
+    parser.set_defaults(escape=False)
+
+
+def _add_conversation(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--plain", action="store_true", help="line by line, without a screen of its own")
+    which = group.add_mutually_exclusive_group()
+    which.add_argument("--continue", dest="resume", action="store_true", help="go on with the last chat")
+    which.add_argument("--session", metavar="ID", help="go on with this chat; the beginning of its id is enough")
+    group.add_argument("-sys", "--system", "--system-prompt", dest="system", metavar="TEXT", help="the system prompt")
+    group.add_argument(
+        "--when-full",
+        choices=("ask", "drop", "summarise", "stop"),
+        metavar="WHAT",
+        default="ask",
+        help="when the context is full: ask, drop the oldest turns, summarise them, or stop (default: ask)",
+    )
+
+
 def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "-m",
@@ -147,6 +183,10 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="a GGUF file, or ORG/REPO[:QUANT] of one that was pulled (default: the demo model)",
     )
+    _add_running(group)
+
+
+def _add_running(group: argparse._ArgumentGroup) -> None:
     _add_context(group)
     _add_device(group)
     group.add_argument(
@@ -357,9 +397,12 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         default=argparse.SUPPRESS,
         help="with --json: log-probabilities of each token and of the N likeliest",
     )
-    loudness = group.add_mutually_exclusive_group()
-    loudness.add_argument("-q", "--quiet", action="store_true", help="print nothing but the text and errors")
-    loudness.add_argument(
+    _add_loudness(group.add_mutually_exclusive_group())
+
+
+def _add_loudness(group: argparse._MutuallyExclusiveGroup) -> None:
+    group.add_argument("-q", "--quiet", action="store_true", help="print nothing but the text and errors")
+    group.add_argument(
         "-v", "--verbose", action="store_true", help="print what runs where, what it takes, and all timings"
     )
 

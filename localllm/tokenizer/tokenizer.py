@@ -139,7 +139,9 @@ class Tokenizer:
             return _byte_level(text)
         return text.replace(_SPACE_MARK, " ").encode()
 
-    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False, continuation: bool = False
+    ) -> list[int]:
         """The token ids of ``text``.
 
         Args:
@@ -148,6 +150,7 @@ class Tokenizer:
                 ``add_eos``).  A text that already starts with BOS (``parse_special``) gets no second one.
             parse_special: read the names of control tokens, such as ``<|im_end|>``, as those tokens.  Leave
                 it off for text that others wrote.  User-defined tokens are always read.
+            continuation: it goes on from earlier text: put no space in front (``add_space_prefix``).
 
         Raises:
             UsageError: ``text`` is no text.
@@ -156,7 +159,8 @@ class Tokenizer:
         """
         _check_unicode(checks.text("text", text))
         vocabulary = self._vocabulary
-        ids = self._encode_pieces(text, self._all_special_tokens if parse_special else self._visible_tokens)
+        special_tokens = self._all_special_tokens if parse_special else self._visible_tokens
+        ids = self._encode_pieces(text, special_tokens, after_special=not continuation)
         bos, eos = vocabulary.bos_id, vocabulary.eos_id
         if add_special and vocabulary.add_bos and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
@@ -164,9 +168,8 @@ class Tokenizer:
             ids.append(eos)
         return ids
 
-    def _encode_pieces(self, text: str, special_tokens: _TokenMatcher) -> list[int]:
+    def _encode_pieces(self, text: str, special_tokens: _TokenMatcher, *, after_special: bool) -> list[int]:
         ids: list[int] = []
-        after_special = True
         strip = False
         for piece in special_tokens.split(text):
             if isinstance(piece, int):

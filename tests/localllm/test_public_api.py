@@ -34,6 +34,7 @@ PUBLIC = [
     "NotEnoughMemoryError",
     "Sampling",
     "SettingsError",
+    "StoreError",
     "Stream",
     "TemplateError",
     "Timings",

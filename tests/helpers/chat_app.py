@@ -1,0 +1,180 @@
+"""The chat app with a fake model, for tests: what is on its screen, and waiting for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from textual.app import App
+from textual.events import Paste
+from textual.pilot import Pilot
+
+from localllm.tui.app import ChatApp
+from localllm.tui.setup import Setup
+from localllm.tui.store import Store
+from localllm.tui.widgets.message import MessageView
+from tests.helpers.fake_chat import FakeInfo, FakeModel, FakeStream
+
+#: Seconds that something may take on a slow machine.
+LIMIT = 30.0
+
+
+def not_drawing() -> None:
+    """Fails on the thread that draws, which must not wait for anything; in tests that is the main one."""
+    assert threading.current_thread() is not threading.main_thread(), "the thread that draws does heavy work"
+
+
+@dataclass(frozen=True)
+class AppInfo(FakeInfo):
+    device: str = "cpu"
+
+
+class Steps(threading.Event):
+    """A gate that opens for so many tokens, or with `set` for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tokens = threading.Semaphore(0)
+
+    def allow(self, n: int) -> None:
+        self._tokens.release(n)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.is_set() or self._tokens.acquire(timeout=timeout)
+
+
+class AppModel(FakeModel):
+    """A `localllm.tui.setup.OpenModel` that works on no thread that draws."""
+
+    closed = False
+
+    @property
+    def info(self) -> AppInfo:
+        return AppInfo(self.context)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def tokenize(self, text: str, add_special: bool = True) -> list[int]:
+        not_drawing()
+        return super().tokenize(text, add_special)
+
+    def tokenize_chat(self, *arguments: Any, **options: Any) -> list[int]:
+        not_drawing()
+        return super().tokenize_chat(*arguments, **options)
+
+    def stream_chat(self, *arguments: Any, **options: Any) -> FakeStream:
+        not_drawing()
+        return super().stream_chat(*arguments, **options)
+
+
+class AppStore(Store):
+    """A store in memory that is used on no thread that draws, once the app runs."""
+
+    watched = False
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        if self.watched:
+            not_drawing()
+        with super()._reading():
+            yield
+
+
+def setup(model: AppModel, store: Store | None = None, **fields: Any) -> Setup:
+    """What an app is built of that talks with a model."""
+    given: dict[str, Any] = {"load": lambda name, progress: model, "memory": lambda: 812_000_000, **fields}
+    return Setup(AppStore(None) if store is None else store, **given)
+
+
+def screen_text(app: App[Any]) -> str:
+    """What is on the screen, without colours."""
+    # The compositor is what Textual's own screenshots are made of.
+    return "\n".join(strip.text.rstrip() for strip in app.screen._compositor.render_strips())
+
+
+@dataclass
+class Chat:
+    """An app that runs, and somebody who sits before it."""
+
+    app: ChatApp
+    pilot: Pilot[int]
+
+    @property
+    def screen(self) -> str:
+        return screen_text(self.app)
+
+    @property
+    def notices(self) -> list[str]:
+        """What was told in notifications that are there still."""
+        return [notification.message for notification in self.app._notifications]
+
+    @property
+    def views(self) -> list[MessageView]:
+        return self.app._chat.transcript.views
+
+    async def press(self, *keys: str) -> None:
+        await self.pilot.press(*keys)
+
+    async def type(self, text: str) -> None:
+        """Types a text where the cursor is; pasted, which is quicker, and does the same."""
+        assert self.app.screen.focused is not None
+        self.app.post_message(Paste(text))
+        await self.pilot.pause()
+
+    async def say(self, text: str) -> None:
+        """Types a message, and sends it."""
+        await self.type(text)
+        await self.press("enter")
+
+    async def ask(self, text: str) -> None:
+        """Says something, and waits for the reply."""
+        n = len(self.app._chat.session.conversation)
+        await self.say(text)
+        await self.until(lambda: len(self.app._chat.session.conversation) >= n + 2)
+        await self.rest()
+
+    async def rest(self) -> None:
+        """Waits until nothing is generated, and all of it is drawn."""
+        await self.until(lambda: self.app._chat.turn is None and not self.app._chat.models.is_loading)
+        await self.app.workers.wait_for_complete(
+            [worker for worker in self.app.workers if worker.group in ("turn", "command", "step", "suggestions")]
+        )
+        await self.pilot.pause()
+
+    async def sees(self, text: str) -> None:
+        await self.until(lambda: text in self.screen, f"{text!r} on the screen")
+
+    async def hears(self, text: str) -> None:
+        await self.until(lambda: any(text in notice for notice in self.notices), f"{text!r} in a notification")
+
+    async def until(self, condition: Callable[[], object], what: str = "what is awaited") -> None:
+        end = asyncio.get_running_loop().time() + LIMIT
+        while not condition():
+            assert asyncio.get_running_loop().time() < end, f"there is not {what}:\n{self.screen}\n{self.notices}"
+            await self.pilot.pause(0.02)
+
+
+@asynccontextmanager
+async def chatting(built: Setup, size: tuple[int, int] = (80, 24)) -> AsyncIterator[Chat]:
+    """An app whose model is loaded."""
+    app = ChatApp(built)
+    async with app.run_test(size=size) as pilot:
+        if isinstance(built.store, AppStore):
+            built.store.watched = True
+        chat = Chat(app, pilot)
+        await chat.until(lambda: not chat.app._chat.models.is_loading and chat.app._chat.status.status.meter)
+        await chat.rest()
+        yield chat
+        if isinstance(built.store, AppStore):
+            built.store.watched = False
+    app.end()
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    """Runs a test, which takes `LIMIT` seconds several times at most."""
+    asyncio.run(asyncio.wait_for(test, 4 * LIMIT))

@@ -1,0 +1,62 @@
+"""What is on the app's screen as text, with its styles, to be compared with what was once found good.
+
+A snapshot has the characters, and below them a letter for the style of each.  Colours are in it with four bits a
+channel, so that what a new version of Textual rounds otherwise is no difference.
+
+``LOCALLLM_SNAPSHOTS=update`` writes what is there now, in place of comparing: look at the difference in git then.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import groupby
+from pathlib import Path
+from string import ascii_letters
+from typing import Any
+
+from rich.color import Color, ColorSystem
+from rich.style import Style
+from textual.app import App
+
+FOLDER = Path(__file__).parent.parent / "tui" / "snapshots"
+
+
+def check(app: App[Any], name: str) -> None:
+    """Compares the screen with the snapshot of a name."""
+    path = FOLDER / f"{name}.txt"
+    now = dump(app)
+    if os.environ.get("LOCALLLM_SNAPSHOTS") == "update":
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(now)
+    assert now == path.read_text(), f"{name} looks otherwise than in {path}: see tests/helpers/snapshots.py"
+
+
+def dump(app: App[Any]) -> str:
+    """The screen: its characters, its styles, and what these are."""
+    letters: dict[str, str] = {}
+    text: list[str] = []
+    styles: list[str] = []
+    for strip in app.screen._compositor.render_strips():
+        text.append(strip.text.rstrip())
+        row = [(_style(segment.style), segment.cell_length) for segment in strip]
+        styles.append(
+            "".join(
+                letters.setdefault(style, ascii_letters[len(letters)]) * sum(n for _, n in group)
+                for style, group in groupby(row, key=lambda each: each[0])
+            )
+        )
+    legend = [f"{letter} {style}" for style, letter in letters.items()]
+    return "\n".join([*text, "", *styles, "", *legend]) + "\n"
+
+
+def _style(style: Style | None) -> str:
+    if style is None:
+        return "plain"
+    names = [name for name in ("bold", "dim", "italic", "underline", "reverse", "strike") if getattr(style, name)]
+    return " ".join([_colour(style.color), "on", _colour(style.bgcolor), *names])
+
+
+def _colour(colour: Color | None) -> str:
+    if colour is None or colour.system is not ColorSystem.TRUECOLOR or colour.triplet is None:
+        return "default" if colour is None else colour.name
+    return "#" + "".join(f"{(channel + 8) * 15 // 263:x}" for channel in colour.triplet)

@@ -1,0 +1,38 @@
+"""Draws the README's pictures of the chat: ``python -m tests.tui.screenshots [FOLDER]``."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from tests.helpers.chat_app import AppModel, chatting, setup
+from tests.helpers.scenes import MODELS, conversation
+
+FOLDER = Path(__file__).parent / "screenshots"
+
+#: Of each picture the theme, the size, the keys that lead there, and what is awaited then.
+PICTURES: dict[str, tuple[str, tuple[int, int], tuple[str, ...], str]] = {
+    "chat-dark": ("dark", (100, 34), (), "sunset"),
+    "chat-light": ("light", (100, 34), (), "sunset"),
+    "message": ("dark", (100, 30), ("ctrl+up",), "Continue"),
+    "models": ("dark", (100, 24), ("ctrl+l",), "llama-3.3-70b"),
+    "palette": ("dark", (100, 30), ("ctrl+p",), "Sampling"),
+}
+
+
+async def draw(folder: Path) -> None:
+    """Writes all of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (theme, size, keys, awaited) in PICTURES.items():
+        built = setup(AppModel(), conversation=conversation(), list_models=lambda: MODELS, theme=theme)
+        async with chatting(built, size) as chat:
+            await chat.press(*keys)
+            await chat.sees(awaited)
+            await chat.pilot.pause(0.5)
+            (folder / f"{name}.svg").write_text(chat.app.export_screenshot(title="localllm chat"))
+            print(folder / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    asyncio.run(draw(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER))

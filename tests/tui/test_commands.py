@@ -1,0 +1,224 @@
+"""Slash commands, on a front end that writes down what it is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from localllm.errors import LocalLLMError, UsageError
+from localllm.tui import commands, options
+from localllm.tui.conversation import Conversation
+from localllm.tui.events import ContextFull, Event, RoomMade
+from localllm.tui.session import ChatSession
+from localllm.tui.store import Store
+from tests.helpers.fake_chat import FakeModel
+
+
+class Notebook:
+    """A front end."""
+
+    def __init__(self, store: Store, model: FakeModel) -> None:
+        self.session = ChatSession(model, store)
+        self.said: list[str] = []
+        self.events: list[Event] = []
+        self.ended = False
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def play(self, events: Iterator[Event]) -> None:
+        self.events = list(events)
+
+    def open(self, conversation: Conversation) -> None:
+        self.session = ChatSession(self.session.model, self.session.store, conversation)
+
+    def use_model(self, path: str) -> None:
+        self.session.use_model(FakeModel(), path)
+
+    def quit(self) -> None:
+        self.ended = True
+
+    def type(self, *lines: str) -> str:
+        """Types lines; returns what was said to the last one."""
+        for line in lines:
+            self.said = []
+            typed = commands.parse(line)
+            if isinstance(typed, str):
+                self.play(self.session.send(typed))
+            else:
+                commands.run(self, typed)
+        return "\n".join(self.said)
+
+    @property
+    def path(self) -> list[str]:
+        return [message.text for message in self.session.conversation.path()]
+
+
+@pytest.fixture
+def front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
+    monkeypatch.chdir(tmp_path)
+    store = Store(tmp_path / "chats.sqlite3")
+    yield Notebook(store, FakeModel([f"r{i}" for i in range(9)]))
+    store.close()
+
+
+def test_messages_and_commands() -> None:
+    assert commands.parse("hello /quit") == "hello /quit"
+    assert commands.parse("//quit") == "/quit"
+    call = commands.parse("/edit #1  two words ")
+    assert isinstance(call, commands.Call)
+    assert (call.command.name, call.argument) == ("edit", "#1  two words")
+    for text, hint in {
+        "/exprot": "no command /exprot: did you mean /export?",
+        "/": "no command /: /help lists",
+        "/xyzzy": "/help lists",
+    }.items():
+        with pytest.raises(UsageError) as caught:
+            commands.parse(text)
+        assert hint in str(caught.value)
+
+
+def test_the_table_is_sound(front: Notebook) -> None:
+    names = [name for command in commands.COMMANDS for name in (command.name, *command.aliases)]
+    assert len(names) == len(set(names))
+    asked_for = "system set save load export regen edit branch model stats clear quit help continue prefix sessions"
+    assert {*asked_for.split(), "stop-strings", "rename", "delete", "archive", "theme"} <= set(names)
+    for command in commands.COMMANDS:
+        assert command.name in front.type("/help")
+        assert command.help in front.type(f"/help {command.name}")
+    with pytest.raises(UsageError, match="did you mean /edit"):
+        front.type("/help edti")
+
+
+def test_editing_and_branches(front: Notebook) -> None:
+    front.type("a", "b", "/edit B")
+    assert front.path == ["a", "r0", "B", "r2"]
+    assert front.type("/branch") == "#3 user, 2 branches\n    1 b\n  * 2 B"
+    front.type("/branch prev")
+    assert front.path == ["a", "r0", "b", "r1"]
+    front.type("/branch #3 2")
+    assert front.path == ["a", "r0", "B", "r2"]
+    front.type("/edit #1 A")
+    assert front.path == ["A", "r3"]
+    front.type("/regen")
+    assert front.path == ["A", "r4"]
+    assert front.type("/show") == "#1 user, branch 2 of 2\nA\n\n#2 assistant, branch 2 of 2\nr4"
+    front.type("/remove #2")
+    assert front.path == ["A", "r3"]
+    front.type("/edit #2 Well,", "/continue")
+    assert front.path == ["A", "Well,r5"]
+
+
+def test_settings(front: Notebook) -> None:
+    assert front.type("/set temperature") == "temperature          0.8  (default)"
+    assert front.type("/set temp 0.3") == "temperature          0.3"
+    assert front.type("/set max-tokens 9", "/set seed 5", "/set thinking off") == "thinking             off"
+    assert front.session.conversation.settings == {
+        "temperature": 0.3,
+        "max_tokens": 9,
+        "seed": 5,
+        "thinking": False,
+    }
+    assert len(front.type("/set").splitlines()) == len(options.READERS)
+    front.type("/set temp default", "/set seed -1")
+    assert front.session.conversation.settings == {"max_tokens": 9, "thinking": False, "seed": None}
+    front.type("/prefix Sure, ", '/stop-strings "User: " ###', "a")
+    assert front.session.model is not None
+    settings = front.session.store.load(front.session.conversation.id).settings
+    assert settings == front.session.conversation.settings
+    assert (settings["reply_prefix"], settings["stop"]) == ("Sure,", ["User: ", "###"])
+    front.type("/prefix none", "/stop-strings none")
+    assert front.session.conversation.settings == {"max_tokens": 9, "thinking": False, "seed": None}
+    assert front.type("/system be kind") == "system prompt: be kind"
+    assert front.session.conversation.system == "be kind"
+    assert front.type("/system none") == front.type("/system") == "system prompt: none"
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("/set temprature 1", "did you mean temperature"),
+        ("/set temperature hot", "temperature cannot be 'hot': give a number, or default"),
+        ("/set top_p 3", "top_p is 3.0 but must be a number from 0 to 1"),
+        ("/set xyzzy", "there is no setting 'xyzzy'"),
+        ("/stop-strings 'a", "a quotation mark is open"),
+        ('/stop-strings ""', "must be a text that is not empty"),
+        ("/edit x", "there is nothing to edit yet"),
+        ("/edit #9 x", "there is no message #9"),
+        ("/edit", "nothing to edit"),
+        ("/remove", "name the message"),
+        ("/branch next", "no branches yet"),
+        ("/load", "name a chat"),
+        ("/load xyz", "there is no chat 'xyz'"),
+        ("/load no.json", "no.json cannot be read"),
+        ("/delete", "name the chat"),
+        ("/rename", "give a title"),
+        ("/save", "nothing to save"),
+        ("/theme dark", "/theme is for the app"),
+        ("/drop", "the context is not full"),
+        ("/continue", "no reply that could be continued"),
+    ],
+)
+def test_complaints(front: Notebook, line: str, complaint: str) -> None:
+    with pytest.raises(LocalLLMError) as caught:
+        front.type(line)
+    assert complaint in str(caught.value)
+
+
+def test_chats(front: Notebook, tmp_path: Path) -> None:
+    front.type("first words")
+    first = front.session.conversation.id
+    assert front.type("/clear") == "a new chat"
+    front.type("second words", "/rename Two")
+    second = front.session.conversation.id
+    lines = front.type("/sessions").splitlines()
+    assert lines == [f"{second}  Two · 2 · r1", f"{first}  first words · 2 · r0"]
+    assert front.type("/sessions first") == f"{first}  first words · 2 · first words"
+    assert front.type(f"/load {first[:6]}").startswith("#1 user\nfirst words")
+    assert front.type("/save Another title") == f"{first}  Another title, saved in {tmp_path / 'chats.sqlite3'}"
+    front.type(f"/archive {second}")
+    assert front.type("/sessions archived").startswith(second)
+    assert second not in front.type("/sessions")
+    front.type(f"/unarchive {second}", f"/delete {second}")
+    assert front.type("/sessions archived") == "no chats"
+    front.type("/delete this")
+    assert front.session.conversation.id != first
+    assert front.type("/sessions") == "no chats"
+
+
+def test_files(front: Notebook, tmp_path: Path) -> None:
+    front.type("hello", "/export chat.json", "/export")
+    assert json.loads((tmp_path / "chat.json").read_text())["title"] == "hello"
+    assert "hello" in (tmp_path / f"chat-{front.session.conversation.id}.md").read_text()
+    old = front.session.conversation.id
+    front.type("/load chat.json")
+    assert front.session.conversation.id != old
+    assert front.path == ["hello", "r0"]
+    assert len(front.session.store.sessions()) == 2
+
+
+def test_models_stats_and_the_end(front: Notebook) -> None:
+    assert front.type("/model") == "Fake: fake.gguf, 1,000 tokens of context"
+    front.type("hello")
+    assert front.type("/stats").splitlines() == [
+        "context 4 / 1,000 tokens (0%)",
+        "last prompt 3 tokens: 0 cached, 3 evaluated",
+        "last reply 1 tokens: the first after 0.25 s, then 10.0 tok/s, by Fake",
+    ]
+    front.type("/model other.gguf")
+    assert front.session.store.load(front.session.conversation.id).model == "other.gguf"
+    front.type("/quit")
+    assert front.ended
+
+
+@pytest.mark.parametrize("line", ["/drop", "/summarise"])
+def test_making_room(front: Notebook, line: str) -> None:
+    front.session = ChatSession(FakeModel(["y " * 7] * 20, context=128), front.session.store)
+    front.type("a")
+    while not isinstance(front.events[-1], ContextFull):
+        front.type("d d d d d")
+    front.type(line)
+    assert any(isinstance(event, RoomMade) for event in front.events)

@@ -1,0 +1,25 @@
+"""Control characters are shown, and nothing a terminal obeys is left."""
+
+from __future__ import annotations
+
+import unicodedata
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.tui.control import shown
+
+
+def test_symbols() -> None:
+    assert shown("\x1b]0;title\x07 \x00 \x7f \x9b") == "␛]0;title␇ ␀ ␡ \\x9b"
+    assert shown("a\tb\nc\r\nd\re") == "a\tb\nc\nd␍e"
+
+
+@given(st.text())
+def test_nothing_to_obey_is_left(text: str) -> None:
+    assert {c for c in shown(text) if unicodedata.category(c) == "Cc"} <= {"\t", "\n"}
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cc"])))
+def test_other_text_stays(text: str) -> None:
+    assert shown(text) == text

@@ -1,0 +1,144 @@
+"""The parts of the app that need no screen: events on their way, what was typed, what is pasted and completed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from localllm.tui.completion import Choice, command_choices, file_choices, file_word
+from localllm.tui.conversation import Stats
+from localllm.tui.events import Delta, Finished, Prefill, Started, Summarising
+from localllm.tui.history import MOST_ENTRIES, History
+from localllm.tui.inbox import Ended, Inbox
+from localllm.tui.markdown import code_blocks
+from localllm.tui.pastes import MOST_LINES, Pastes
+from localllm.tui.screens.links import is_web
+from localllm.tui.session import Meter
+from localllm.tui.widgets.status import Status, line
+
+
+def test_events_that_wait_are_joined() -> None:
+    inbox = Inbox()
+    for event in (
+        Started("a"),
+        Prefill(1, 9),
+        Prefill(5, 9),
+        Delta("x", True),
+        Delta("y", True),
+        Delta("z"),
+        Delta("!"),
+        Summarising("s"),
+        Summarising("t"),
+        Finished(None),
+        Ended(None),
+    ):
+        inbox.put(event)
+    assert inbox.take() == [
+        Started("a"),
+        Prefill(5, 9),
+        Delta("xy", True),
+        Delta("z!"),
+        Summarising("st"),
+        Finished(None),
+        Ended(None),
+    ]
+    assert inbox.take() == []
+
+
+def test_history_goes_back_and_forth_and_is_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    history = History(path)
+    for text in ("one", "two", "two", " ", "three"):
+        if history.add(text):
+            history.save(text)
+    assert path.read_text() == '"one"\n"two"\n"three"\n'
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [history.older("draft"), history.older("three"), history.newer(), history.newer(), history.newer()] == [
+        "three",
+        "two",
+        "three",
+        "draft",
+        None,
+    ]
+    with path.open("a") as file:
+        file.write("not json\n[1]\n" + '"again"\n' * (3 * MOST_ENTRIES))
+    assert len(History(path).load()) == MOST_ENTRIES
+    assert len(path.read_text().splitlines()) == MOST_ENTRIES
+    assert History(tmp_path / "none").load() == []
+    History(tmp_path / "history" / "no folder").save("lost")  # nobody minds
+
+
+def test_large_texts_are_folded() -> None:
+    pastes = Pastes()
+    long, wide = "x\n" * MOST_LINES, "y" * 5000
+    assert pastes.fold("short") == "short"
+    message = f"see {pastes.fold(long)} and {pastes.fold(wide)}"
+    assert message == "see [pasted text #1: 41 lines] and [pasted text #2: 5,000 characters]"
+    assert pastes.unfold(message) == f"see {long} and {wide}"
+    assert pastes.unfold("[pasted text #9: 41 lines]") == "[pasted text #9: 41 lines]"
+
+
+def test_commands_are_completed() -> None:
+    commands = [("set", "a"), ("sessions", "b"), ("quit", "c")]
+    assert [choice.text for choice in command_choices("/se", commands)] == ["/set", "/sessions"]
+    assert [choice.text for choice in command_choices("/", commands)] == ["/set", "/sessions", "/quit"]
+    for text in ("", "se", "/set x", "a /se", "//se"):
+        assert command_choices(text, commands) == []
+
+
+def test_files_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "No te.txt").touch()
+    (tmp_path / ".hidden").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "deep.md").touch()
+    assert file_choices("see @no") == [Choice('@"No te.txt" ', 4), Choice("@notes.txt ", 4)]
+    assert [choice.text for choice in file_choices("@")] == ["@folder/", '@"No te.txt" ', "@notes.txt "]
+    assert file_choices("@folder/") == [Choice("@folder/deep.md ", 0)]
+    assert file_choices("@.h") == [Choice("@.hidden ", 0)]
+    assert file_choices(f"@{tmp_path}/fol") == [Choice(f"@{tmp_path}/folder/", 0, "folder", goes_on=True)]
+    assert file_choices("@gone/x") == []
+    assert file_word("me@example.org") is None
+    assert file_word('see @"No t') == "No t"
+
+
+def test_blocks_of_code() -> None:
+    text = "a\n```py x\n1\n```\n- b\n  ```\n  2\n  ```\n\n~~~sh\n3"
+    assert [tuple(block) for block in code_blocks(text)] == [("py", "1\n"), ("", "2\n"), ("sh", "3")]
+
+
+@pytest.mark.parametrize("address", ["http://a.b", "https://example.org/x?y#z", "HTTPS://example.org"])
+def test_addresses_of_pages(address: str) -> None:
+    assert is_web(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "javascript:alert(1)",
+        "file:///etc/passwd",
+        "ftp://a.b",
+        "http:",
+        "http://",
+        "https://a\x1bb",
+        "//a.b",
+        "http://[x",
+    ],
+)
+def test_addresses_of_something_else(address: str) -> None:
+    assert not is_web(address)
+
+
+def test_the_status_line_leaves_out_what_matters_least() -> None:
+    stats = Stats(1000, 0, 203, 0.35, 23.44)
+    status = Status("", None, Meter(1203, 8192), stats, "Model 1B", "cpu", 812_000_000)
+    whole = "1,203 / 8,192 · 15% · 23.4 tok/s · first after 0.35 s · Model 1B · cpu · 812 MB in use"
+    assert line(status, 100).plain == whole
+    assert line(status, 60).plain == "1,203 / 8,192 · 15% · 23.4 tok/s · Model 1B · cpu"
+    assert line(status, 20).plain == "1,203 / 8,192 · 15%"
+    loading = line(Status("loading weights", 0.5), 60).plain
+    assert loading == "loading weights ━━━━━╌╌╌╌╌ 50%"
+    assert "no model" in line(Status(), 60).plain

@@ -1,0 +1,493 @@
+"""Talking to a model: what is sent, what is kept, and what happens where something ends it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import localllm
+from localllm.errors import DeviceLostError, UsageError
+from localllm.tui.conversation import Conversation, Message
+from localllm.tui.events import (
+    ContextFull,
+    Delta,
+    Event,
+    Finished,
+    Prefill,
+    RoomMade,
+    Started,
+    Summarising,
+    Warned,
+)
+from localllm.tui.replies import ChatModel
+from localllm.tui.session import ChatSession
+from localllm.tui.store import Store
+from tests.helpers.fake_chat import FakeModel, Reply
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(tmp_path / "chats.sqlite3")
+    yield store
+    store.close()
+
+
+def begin(store: Store, *replies: Reply, context: int = 1000) -> tuple[ChatSession, FakeModel]:
+    model = FakeModel(list(replies), context=context)
+    return ChatSession(model, store), model
+
+
+def texts(session: ChatSession) -> list[str]:
+    return [message.text for message in session.conversation.path()]
+
+
+def kept(session: ChatSession) -> list[str]:
+    """What the store has of the path."""
+    return [message.text for message in session.store.load(session.conversation.id).path()]
+
+
+def said(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Delta) and not event.thinking)
+
+
+# Turns.
+
+
+def test_a_turn(store: Store) -> None:
+    session, model = begin(store, "Hello to you")
+    events = list(session.send("hi there"))
+    question, reply = session.conversation.path()
+    assert events[0] == Started(reply.id)
+    assert [event for event in events if isinstance(event, Prefill)] == [Prefill(0, 4), Prefill(4, 4)]
+    assert [event for event in events if isinstance(event, Delta)] == [Delta("Hello"), Delta(" to"), Delta(" you")]
+    assert events[-1] == Finished(reply)
+    assert (question.text, reply.text, reply.state) == ("hi there", "Hello to you", "complete")
+    assert model.asked[0].messages == [{"role": "user", "content": "hi there"}]
+    stats = reply.stats
+    assert stats is not None
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.prefilled_tokens, stats.new_tokens) == (4, 0, 4, 3)
+    assert (stats.model, session.last, session.live) == ("Fake", stats, None)
+    assert session.meter() == (7, 1000)
+    assert store.load(session.conversation.id) == session.conversation
+    assert session.conversation.title == "hi there"
+    assert not session.busy
+
+
+def test_the_next_turn_sends_what_was_said(store: Store) -> None:
+    session, model = begin(store, "<think>hm</think>one", "two")
+    session.set_system("be kind")
+    list(session.send("a"))
+    events = list(session.send("b"))
+    assert [tuple(m.values()) for m in model.asked[1].messages] == [
+        ("system", "be kind"),
+        ("user", "a"),
+        ("assistant", "one"),
+        ("user", "b"),
+    ]
+    assert said(events) == "two"
+
+
+def test_thinking_is_told_apart(store: Store) -> None:
+    session, model = begin(store)
+    model.ending = "assistant:<think>\n"
+    model.replies = ["well </think> yes"]
+    events = list(session.send("a"))
+    assert [e for e in events if isinstance(e, Delta)] == [Delta("well", True), Delta(" ", True), Delta("yes")]
+    assert session.conversation.path()[1].content == "yes"
+    assert session.conversation.path()[1].opened == "<think>"
+
+
+def test_editing_answers_again_beside_the_old(store: Store) -> None:
+    session, model = begin(store, "one", "two", "three")
+    list(session.send("a"))
+    list(session.send("b"))
+    b = session.conversation.path()[2]
+    list(session.edit(b.id, "B"))
+    assert texts(session) == kept(session) == ["a", "one", "B", "three"]
+    session.step(session.conversation.path()[2].id, -1)
+    assert texts(session) == kept(session) == ["a", "one", "b", "two"]
+    assert model.asked[2].messages[-1] == {"role": "user", "content": "B"}
+    stats = session.conversation.branches()[-1].stats
+    assert stats is not None
+    assert stats.prefilled_tokens < 5 < stats.prompt_tokens
+
+
+def test_regenerating(store: Store) -> None:
+    session, _ = begin(store, "one", "two", "three")
+    list(session.send("a"))
+    list(session.regenerate())
+    assert texts(session) == kept(session) == ["a", "two"]
+    assert session.conversation.branch_of(session.conversation.path()[1].id) == (2, 2)
+    list(session.regenerate(session.conversation.path()[0].id))
+    assert texts(session) == ["a", "three"]
+
+
+def test_an_edited_reply_is_gone_on_with(store: Store) -> None:
+    session, model = begin(store, "one two", " more")
+    list(session.send("a"))
+    assert list(session.edit(session.conversation.path()[1].id, "one and")) == []
+    assert said(list(session.continue_reply())) == " more"
+    assert texts(session) == kept(session) == ["a", "one and more"]
+    assert model.asked[1].reply_prefix == "one and"
+    assert model.asked[1].messages == [{"role": "user", "content": "a"}]
+
+
+def test_a_reply_that_was_too_long_is_continued(store: Store) -> None:
+    session, model = begin(store, "one two three four", " three four")
+    session.set_options({"max_tokens": 2})
+    list(session.send("a"))
+    reply = session.conversation.path()[1]
+    assert (reply.text, reply.state, reply.is_cut) == ("one two", "length", True)
+    session.set_options({})
+    events = list(session.continue_reply())
+    assert events[0] == Started(reply.id)
+    assert texts(session) == kept(session) == ["a", "one two three four"]
+    assert model.asked[1].reply_prefix == "one two"
+    with pytest.raises(UsageError, match="the last reply is complete"):
+        session.continue_reply()
+
+
+def test_a_reply_begins_as_asked(store: Store) -> None:
+    session, model = begin(store, " indeed")
+    session.set_options({"reply_prefix": "Yes,", "thinking": False, "temperature": 0.5, "stop": ["x"]})
+    assert said(list(session.send("a"))) == "Yes, indeed"
+    assert texts(session)[1] == "Yes, indeed"
+    asked = model.asked[0]
+    assert (asked.reply_prefix, asked.variables) == ("Yes,", {"enable_thinking": False})
+    assert asked.options.items() >= {"temperature": 0.5, "stop": ["x"]}.items()
+    assert store.load(session.conversation.id).settings == session.conversation.settings
+
+
+def test_what_cannot_be_done_is_said(store: Store) -> None:
+    session, _ = begin(store)
+    for act, complaint in (
+        (lambda: session.send("  \n"), "nothing to send"),
+        (session.regenerate, "nothing to reply to"),
+        (session.continue_reply, "no reply that could be continued"),
+        (lambda: session.make_room("drop"), "not full"),
+        (lambda: session.edit("x", "y"), "no message 'x'"),
+        (lambda: session.set_options({"temperature": -1}), "temperature is -1"),
+        (lambda: session.set_options({"colour": 1}), "no setting 'colour'"),
+        (ChatSession(None, store).regenerate, "no model is loaded"),
+        (lambda: ChatSession(None, store).send("a"), "no model is loaded"),
+    ):
+        with pytest.raises(UsageError, match=complaint):
+            act()  # type: ignore[operator]
+    assert store.sessions() == []
+
+
+# Ends.
+
+
+def test_stopping_keeps_what_was_said(store: Store) -> None:
+    session, _ = begin(store, "one two three")
+    events = session.send("a")
+    for event in events:
+        if event == Delta(" two"):
+            session.stop()
+    reply = session.conversation.path()[1]
+    assert (reply.text, reply.state) == ("one two", "stopped")
+    assert kept(session) == ["a", "one two"]
+    list(session.send("b"))
+    assert session.conversation.path()[3].state == "complete"
+
+
+def test_stopping_before_the_first_word_leaves_no_reply(store: Store) -> None:
+    session, model = begin(store, "one", "two")
+    model.gate = threading.Event()
+    events = session.send("a")
+    assert isinstance(next(events), Started)
+    assert session.busy
+    for act in (session.regenerate, lambda: session.send("b"), lambda: session.switch("x")):
+        with pytest.raises(UsageError, match="a reply is under way"):
+            act()
+    threading.Timer(0.05, session.stop).start()
+    assert list(events)[-1] == Finished(None)
+    assert texts(session) == kept(session) == ["a"]
+    model.gate = None
+    list(session.send("b"))
+    assert model.asked[1].messages == [{"role": "user", "content": "a\n\nb"}]
+
+
+def test_leaving_in_the_midst_keeps_what_was_said(store: Store) -> None:
+    session, _ = begin(store, "one two three")
+    events = session.send("a")
+    while next(events) != Delta(" two"):
+        pass
+    events.close()  # type: ignore[attr-defined]
+    assert not session.busy
+    assert session.conversation.path()[1].state == "stopped"
+    assert kept(session) == ["a", "one two"]
+
+
+def test_a_failure_keeps_what_was_said(store: Store) -> None:
+    session, _ = begin(store, DeviceLostError("the GPU is gone"), " and on")
+    with pytest.raises(DeviceLostError):
+        list(session.send("a"))
+    reply = session.conversation.path()[1]
+    assert (reply.text, reply.state) == ("so far", "failed")
+    assert kept(session) == ["a", "so far"]
+    list(session.continue_reply())
+    assert kept(session) == ["a", "so far and on"]
+
+
+def test_a_reply_is_saved_while_it_is_written(store: Store) -> None:
+    """By a thread of its own: also while no word comes."""
+    session, _ = begin(store, "one two")
+    events = session.send("a")
+    while next(events) != Delta("one"):
+        pass
+    for _ in range(500):
+        if kept(session) == ["a", "one"]:
+            break
+        time.sleep(0.02)
+    assert kept(session) == ["a", "one"]
+    assert store.load(session.conversation.id).path()[1].state == "killed"
+    list(events)
+
+
+def test_without_a_store_the_chat_goes_on(store: Store) -> None:
+    session, _ = begin(store, "one", "two", "three")
+    store._connection.execute("PRAGMA query_only=1")
+    warnings = [event for event in session.send("a") if isinstance(event, Warned)]
+    assert len(warnings) == 1
+    assert "cannot be written" in warnings[0].text
+    assert "is not saved" in warnings[0].text
+    assert not [event for event in session.send("b") if isinstance(event, Warned)]
+    store._connection.execute("PRAGMA query_only=0")
+    list(session.send("c"))
+    assert texts(session) == kept(session) == ["a", "one", "b", "two", "c", "three"]
+
+
+def test_deleting_a_message(store: Store) -> None:
+    session, _ = begin(store, "one", "two")
+    list(session.send("a"))
+    list(session.send("b"))
+    session.delete(session.conversation.path()[2].id)
+    assert texts(session) == kept(session) == ["a", "one"]
+
+
+# Attachments.
+
+
+def test_files_go_with_a_message(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("buy milk\n")
+    (tmp_path / "my notes.md").write_text("```\ncode\n```")
+    session, model = begin(store)
+    events = list(session.send('see @notes.txt, @"my notes.md" and @nobody or me@notes.txt'))
+    assert [e.text for e in events if isinstance(e, Warned)] == [
+        "there is no file 'nobody': @nobody is sent as it stands"
+    ]
+    message = session.conversation.path()[0]
+    assert [(file.name, file.n_tokens) for file in message.attachments] == [("notes.txt", 3), ("my notes.md", 3)]
+    sent = str(model.asked[0].messages[0]["content"])
+    assert sent.startswith(message.text + "\n\nFile `notes.txt`:\n```\nbuy milk\n```")
+    assert "File `my notes.md`:\n````\n```\ncode\n```\n````" in sent
+    assert store.load(session.conversation.id).path()[0] == message
+    (tmp_path / "notes.txt").unlink()
+    list(session.edit(message.id, "and @notes.txt?"))
+    assert session.conversation.path()[0].attachments == (message.attachments[0],)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("@binary", "it is no text"),
+        ("@latin", "it is no text"),
+        ("@large", "it has more than 1,024 KiB"),
+        ("@folder", "it is no file"),
+        ("@/dev/zero", "it is no file"),
+        ('@"not there"', "there is no file 'not there'"),
+    ],
+)
+def test_files_that_cannot_go(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, complaint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "binary").write_bytes(b"a\0b")
+    (tmp_path / "latin").write_bytes("ü".encode("latin-1"))
+    (tmp_path / "large").write_bytes(b"a" * ((1 << 20) + 1))
+    (tmp_path / "folder").mkdir()
+    session, _ = begin(store)
+    with pytest.raises(UsageError, match=complaint):
+        session.send(f"look at {name}")
+    assert len(session.conversation) == 0
+
+
+# A full context.
+
+
+def chatted(store: Store, n: int, context: int) -> tuple[ChatSession, FakeModel]:
+    """A chat of ``n`` turns of 11 tokens each."""
+    session, model = begin(store, *(f"r{i} {'y ' * 4}y" for i in range(n)), context=context)
+    for i in range(n):
+        assert isinstance(list(session.send(f"q{i} x x"))[-1], Finished)
+    return session, model
+
+
+def roles(model: FakeModel, first_words: bool = True) -> list[str]:
+    return [str(m["content"]).split()[0] for m in model.asked[-1].messages]
+
+
+def test_a_full_context_is_asked_about(store: Store) -> None:
+    session, model = chatted(store, 5, context=60)
+    before = len(model.asked)
+    events = list(session.send("q5 x x"))
+    assert events == [ContextFull(60, 60, False, ("drop", "summarise", "stop"))]
+    assert len(model.asked) == before
+    assert list(session.make_room("stop")) == []
+    assert texts(session)[-1] == kept(session)[-1] == "q5 x x"
+    with pytest.raises(UsageError, match="not full"):
+        session.make_room("drop")
+
+
+def test_dropping_the_oldest_turns(store: Store) -> None:
+    session, model = chatted(store, 5, context=60)
+    list(session.send("q5 x x"))
+    events = list(session.make_room("drop"))
+    assert events[0] == RoomMade(4, "")
+    assert isinstance(events[-1], Finished)
+    assert roles(model) == ["q2", "r2", "q3", "r3", "q4", "r4", "q5"]
+    assert len(texts(session)) == len(kept(session)) == 12
+    list(session.send("q6"))
+    assert roles(model)[0] == "q2"
+    # An edit keeps the window, and an edit before it is without.
+    list(session.edit(session.conversation.path()[10].id, "Q5"))
+    assert roles(model)[0] == "q2"
+    list(session.edit(session.conversation.path()[6].id, "Q3"))
+    assert roles(model)[0] == "q0"
+    assert store.load(session.conversation.id) == session.conversation
+
+
+def test_summarising(store: Store) -> None:
+    session, model = chatted(store, 11, context=128)
+    list(session.send("q11 x x x x x x"))
+    model.replies = ["<think>hm</think> all of it", "fine"]
+    events = list(session.make_room("summarise"))
+    assert "".join(e.text for e in events if isinstance(e, Summarising)) == "<think>hm</think> all of it"
+    (made,) = [event for event in events if isinstance(event, RoomMade)]
+    assert made.summary == "all of it"
+    assert said(events) == "fine"
+    *_, summed, replied = model.asked
+    assert "Summarise our conversation" in str(summed.messages[-1]["content"])
+    assert summed.options["max_tokens"] == 16
+    assert replied.messages[0] == {"role": "system", "content": "Summary of the conversation so far:\nall of it"}
+    assert str(replied.messages[1]["content"]).startswith("q")
+    assert len(session.conversation) == 24
+    assert store.load(session.conversation.id) == session.conversation
+
+
+def test_a_summary_that_is_stopped_can_be_asked_for_again(store: Store) -> None:
+    session, model = chatted(store, 5, context=60)
+    list(session.send("q5 x x"))
+    model.replies = ["one two three four"]
+    for event in session.make_room("summarise"):
+        if isinstance(event, Summarising):
+            session.stop()
+    assert session.conversation.path()[-1].window is None
+    assert isinstance(list(session.make_room("drop"))[-1], Finished)
+
+
+def test_a_long_past_is_summarised_in_parts(store: Store) -> None:
+    session, model = begin(store, context=100)
+    past = Conversation()
+    for i in range(12):
+        past.add("user", f"q{i} " + "x " * 9)
+        past.add("assistant", f"r{i} " + "y " * 9)
+    session = ChatSession(model, store, past)
+    assert isinstance(list(session.send("now"))[-1], ContextFull)
+    model.replies = ["first", "second", "third", "fourth", "fifth", "sixth", "done"]
+    list(session.make_room("summarise"))
+    asked = [a for a in model.asked if "Summarise" in str(a.messages[-1]["content"])]
+    assert len(asked) > 1
+    assert "first" in str(asked[1].messages[0]["content"])
+    covered = " ".join(str(message["content"]) for a in asked for message in a.messages)
+    first_kept = session.conversation.path().index(
+        session.conversation[session.conversation.path()[-2].window.first]  # type: ignore[union-attr]
+    )
+    assert all(f"q{i} " in covered for i in range(first_kept // 2))
+
+
+def test_the_context_fills_in_a_reply(store: Store) -> None:
+    session, model = chatted(store, 4, context=60)
+    model.replies = ["z " * 30, "and on"]
+    events = list(session.send("q4"))
+    finished, full = events[-2:]
+    assert isinstance(finished, Finished)
+    assert finished.message is not None
+    assert finished.message.state == "context"
+    assert full == ContextFull(61, 60, True, ("drop", "summarise", "stop"))
+    reply = finished.message.text
+    events = list(session.make_room("drop"))
+    assert isinstance(events[0], RoomMade)
+    assert model.asked[-1].reply_prefix == reply
+    assert texts(session)[-1] == kept(session)[-1] == reply + "and on"
+    assert len(session.conversation) == 10
+
+
+def test_a_message_too_long_by_itself(store: Store) -> None:
+    session, _ = chatted(store, 2, context=60)
+    (full,) = session.send("x " * 80)
+    assert isinstance(full, ContextFull)
+    assert full.choices == ("stop",)
+    with pytest.raises(UsageError, match="drop would not help here"):
+        session.make_room("drop")
+
+
+# A real model.
+
+
+def test_the_library_is_a_model() -> None:
+    """As type checkers see it, too."""
+
+    def takes(model: ChatModel) -> None:
+        assert model
+
+    with localllm.load(device="reference") as llm:
+        takes(llm)
+
+
+def test_only_what_is_new_is_prefilled(store: Store) -> None:
+    """Editing the last message of a long chat with the demo model."""
+    past = Conversation(settings={"temperature": 0, "max_tokens": 4})
+    for i in range(12):
+        past.add("user", f"Tell me a story about a dog and {i} cats.")
+        past.add("assistant", "Once there was a dog that liked to walk in the park with all of the cats. " * 2)
+    with localllm.load() as llm:
+        session = ChatSession(llm, store, past)
+        list(session.send("What is localllm?"))
+        first = session.last
+        assert first is not None
+        assert first.prompt_tokens > 600
+        list(session.edit(session.conversation.path()[-2].id, "What is a token?"))
+        second = session.last
+        list(session.regenerate())
+        third = session.last
+    assert second is not None
+    assert third is not None
+    assert second.prefilled_tokens <= len("What is a token?") + 8
+    assert third.prefilled_tokens == 1
+
+
+def test_messages_can_be_read_while_they_are_written(store: Store) -> None:
+    session, model = begin(store, "word " * 200)
+    lengths: list[int] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            path: list[Message] = session.conversation.path()
+            lengths.append(len(path[-1].content) if path else 0)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    list(session.send("a"))
+    done.set()
+    thread.join()
+    assert max(lengths) <= 1000
+    assert model.asked

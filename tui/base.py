@@ -1,0 +1,64 @@
+"""What every screen needs of the app: work in threads, and a way to tell what went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+from textual.app import App
+from textual.worker import Worker, WorkerState
+
+from localllm.errors import UsageError
+from localllm.tui.control import shown
+from localllm.tui.failures import sentence
+from localllm.tui.setup import Setup
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: What the library would print on a terminal goes here, for this one is taken.
+LOG = logging.getLogger("localllm.tui")
+
+
+class BaseApp(App[int]):
+    """An app whose thread draws and does nothing else.
+
+    Everything that may take its time (files, SQLite, tokenizing, planning) goes through `offload`, whose one thread
+    does one thing after the other; loading a model and generating have threads of their own.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self.setup = setup
+        self._hands = ThreadPoolExecutor(1, "chat")
+
+    async def offload(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Calls a function in a thread, after all that were given before it."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._hands, partial(function, *args, **kwargs))
+
+    def spawn(self, work: Coroutine[Any, Any, object], group: str = "default") -> Worker[object]:
+        """Has something done while the app goes on; what fails in it is told."""
+        return self.run_worker(work, group=group, exit_on_error=False)
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        if event.state is WorkerState.ERROR and event.worker.error is not None:
+            self.tell(event.worker.error)
+
+    def tell(self, error: BaseException) -> None:
+        """Says in a notification what went wrong."""
+        LOG.debug("told to the user", exc_info=error)
+        is_usage = isinstance(error, UsageError)
+        self.notify(sentence(error), severity="warning" if is_usage else "error", timeout=10, markup=False)
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        """Says something in a notification."""
+        self.notify(shown(text), severity="warning" if warning else "information", timeout=8, markup=False)
+
+    def end_threads(self) -> None:
+        """Lets the thread of `offload` finish what it has begun."""
+        self._hands.shutdown(wait=True, cancel_futures=False)

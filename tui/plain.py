@@ -1,0 +1,250 @@
+"""The chat without a screen of its own: for pipes, dumb terminals and screen readers.
+
+Replies go to standard output, all else to standard error.  From a pipe every line is a message or a command, and
+what goes wrong ends the program; a person is told, and goes on.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from localllm.cli.start import INTERRUPTED
+from localllm.cli.terminal import StatusLine, is_terminal, say, warn
+from localllm.errors import ContextLengthError, LocalLLMError
+from localllm.tui import commands
+from localllm.tui.control import shown
+from localllm.tui.conversation import Conversation
+from localllm.tui.events import (
+    Choice,
+    ContextFull,
+    Delta,
+    Event,
+    Finished,
+    Prefill,
+    RoomMade,
+    Summarising,
+    Warned,
+)
+from localllm.tui.lines import Lines
+from localllm.tui.replies import ChatModel
+from localllm.tui.session import ChatSession
+
+LoadModel = Callable[[str], ChatModel]
+
+_FULL = (
+    "the context is full ({needed:,} of {context:,} tokens): /drop leaves out the oldest turns, /summarise puts a "
+    "summary in their place, /edit changes your message"
+)
+_TOO_LONG = "the message is too long for the context ({needed:,} of {context:,} tokens): /edit makes it shorter"
+_REPLY_TOO_LONG = "the reply has filled the context of {context:,} tokens, and nothing older is left to be dropped"
+
+
+class PlainChat:
+    """A chat of lines; a `localllm.tui.commands.Frontend`."""
+
+    def __init__(
+        self,
+        session: ChatSession,
+        load: LoadModel,
+        lines: Lines,
+        *,
+        when_full: Choice | None = None,
+        quiet: bool = False,
+    ) -> None:
+        """A chat.
+
+        Args:
+            session: what is talked in.
+            load: loads the model of a file.
+            lines: what is typed.
+            when_full: what is done where the context is full; None asks, and in a pipe ends with an error.
+            quiet: tell nothing of how replies went.
+        """
+        self.session = session
+        self._load = load
+        self._lines = lines
+        self._when_full = when_full
+        self._quiet = quiet
+        self._status = StatusLine(enabled=not quiet)
+        self._show = shown if is_terminal(sys.stdout) else str
+        self._ended = False
+        self._in_reply = False
+        self._interrupted = False
+
+    def run(self) -> int:
+        """Talks until the input ends; returns the exit code.
+
+        Raises:
+            LocalLLMError: in a pipe, whatever goes wrong.
+        """
+        impatience = 0
+        with self._interrupts():
+            while not self._ended:
+                try:
+                    text = self._lines.read()
+                    impatience = 0
+                    if text is None:
+                        break
+                    self._take(text)
+                except KeyboardInterrupt:
+                    impatience += 1
+                    if not self._lines.interactive or impatience > 1:
+                        return INTERRUPTED
+                    say("\n(Ctrl-D or /quit ends the chat, and so does Ctrl-C again)")
+                except LocalLLMError as error:
+                    if not self._lines.interactive:
+                        raise
+                    self._status.clear()
+                    say(f"localllm: error: {shown(str(error))}")
+        return 0
+
+    def _take(self, text: str) -> None:
+        if not text.strip():
+            return
+        typed = commands.parse(text)
+        if isinstance(typed, str):
+            self.play(self.session.send(typed))
+        else:
+            commands.run(self, typed)
+            if warning := self.session.take_warning():
+                warn(warning)
+
+    # -- What commands need ----------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """Tells something, of one line or several."""
+        say(shown(text))
+
+    def play(self, events: Iterator[Event]) -> None:
+        """Prints events as they come."""
+        full = None
+        self._in_reply = True
+        printer = _Printer(self._show, self._status)
+        try:
+            for event in events:
+                if isinstance(event, ContextFull):
+                    full = event
+                else:
+                    self._tell(event, printer)
+        finally:
+            self._in_reply = False
+            self._status.clear()
+            printer.end()
+        if self._interrupted:
+            self._interrupted = False
+            if not self._lines.interactive:
+                raise KeyboardInterrupt
+        if full is not None:
+            self._make_room(full)
+
+    def open(self, conversation: Conversation) -> None:
+        """Goes on with another conversation."""
+        old = self.session
+        self.session = ChatSession(old.model, old.store, conversation, old.more)
+
+    def use_model(self, path: str) -> None:
+        """Loads another model for this conversation."""
+        self.session.use_model(self._load(path), path)
+
+    def quit(self) -> None:
+        """Ends once the command is done."""
+        self._ended = True
+
+    # -- Events ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: Event, printer: _Printer) -> None:
+        if isinstance(event, Delta):
+            printer.print(event)
+        elif isinstance(event, Prefill):
+            self._status.show(f"reading the prompt: {event.done:,} of {event.total:,} tokens")
+        elif isinstance(event, Summarising):
+            self._status.show("the model summarises what was said before …")
+        elif isinstance(event, Warned):
+            warn(event.text)
+        elif isinstance(event, RoomMade):
+            self._status.clear()
+            instead = f", but this summary: {event.summary}" if event.summary else ""
+            self._remark(f"the model does not get the first {event.n_left_out} messages any more{instead}")
+        elif isinstance(event, Finished):
+            printer.end()
+            self._finished(event)
+
+    def _finished(self, event: Finished) -> None:
+        if event.message is None or event.message.state == "stopped":
+            self._remark("stopped" if event.message is None else "stopped: /continue goes on")
+        elif event.message.state == "length":
+            self._remark("cut off by max_tokens: /continue goes on")
+
+    def _remark(self, text: str) -> None:
+        if not self._quiet and self._lines.interactive:
+            self.say(f"({text})")
+
+    def _make_room(self, full: ContextFull) -> None:
+        choice = self._when_full
+        if choice in full.choices and choice != "stop":
+            self.play(self.session.make_room(choice))
+            return
+        if choice is None and not self._lines.interactive:
+            advice = "choose a larger context with -c, or --when-full drop or summarise"
+            raise ContextLengthError(full.needed, full.context, advice)
+        text = _REPLY_TOO_LONG if full.in_reply else _TOO_LONG
+        if len(full.choices) > 1:
+            text = _FULL
+        self.say(text.format(needed=full.needed, context=full.context))
+
+    # -- Ctrl-C ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _interrupts(self) -> Iterator[None]:
+        """Ctrl-C stops a reply, which is kept; a second one during it, or one at another time, is an exception."""
+        before = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or before == signal.SIG_IGN:
+            yield
+            return
+        signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if not self._in_reply or self._interrupted:
+            raise KeyboardInterrupt
+        self._interrupted = True
+        self.session.stop()
+
+
+class _Printer:
+    """Prints a reply; thinking only on a terminal, and apart."""
+
+    def __init__(self, show: Callable[[str], str], status: StatusLine) -> None:
+        self._show = show
+        self._status = status
+        self._part: bool | None = None
+        self._last = "\n"
+
+    def print(self, delta: Delta) -> None:
+        if delta.thinking and not is_terminal(sys.stdout):
+            return
+        self._status.clear()
+        if delta.thinking != self._part:
+            if self._part is not None:
+                self._write("\n\n")
+            if delta.thinking:
+                self._write("(thinking) ")
+            self._part = delta.thinking
+        self._write(self._show(delta.text))
+
+    def end(self) -> None:
+        """Ends the line."""
+        if not self._last.endswith("\n"):
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        self._last = text or self._last
+        print(text, end="", flush=True)

@@ -1,0 +1,1 @@
+"""The chat's screens: the conversation, and the dialogs above it."""

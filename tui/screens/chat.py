@@ -1,0 +1,325 @@
+"""The main screen: the conversation, and the editor below it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import ClassVar
+
+from textual import getters
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import Footer, Static
+
+from localllm.errors import UsageError
+from localllm.tui import commands
+from localllm.tui.attachments import attach
+from localllm.tui.base import BaseApp
+from localllm.tui.completion import command_choices, file_choices, file_word
+from localllm.tui.control import shown
+from localllm.tui.conversation import Conversation
+from localllm.tui.events import Choice, Event
+from localllm.tui.failures import sentence
+from localllm.tui.history import History
+from localllm.tui.menu import MENU, NAMES
+from localllm.tui.replies import ChatModel
+from localllm.tui.screens.commands import Commands
+from localllm.tui.screens.following import Follower
+from localllm.tui.screens.links import open_link
+from localllm.tui.screens.messages import MessageActions
+from localllm.tui.screens.models_in_use import ModelInUse
+from localllm.tui.screens.room import ask_room
+from localllm.tui.session import ChatSession
+from localllm.tui.setup import Setup
+from localllm.tui.turns import Turn
+from localllm.tui.widgets.composer import Composer
+from localllm.tui.widgets.reply import Reply
+from localllm.tui.widgets.status import StatusLine
+from localllm.tui.widgets.suggestions import Suggestions
+from localllm.tui.widgets.transcript import Transcript
+
+#: Seconds between two looks at the memory in use.
+_MEMORY_SECONDS = 3.0
+#: Seconds that a reply has to end in when the program does.
+_PATIENCE_SECONDS = 5.0
+
+
+class ChatScreen(MessageActions, Screen[None]):
+    """The chat.
+
+    Attributes:
+        session: what is talked in.
+        models: the model that is loaded, or being loaded.
+        turn: what is being generated; None if nothing is.
+    """
+
+    app = getters.app(BaseApp)
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "stop", "Stop"),
+        Binding("ctrl+up", "select(-1)", "Messages", key_display="^↑"),
+        Binding("ctrl+down", "select(1)", "Next message", show=False),
+        *(
+            Binding(entry.key, f"command({entry.name!r})", entry.title, show=entry.name in ("clear", "sessions"))
+            for entry in MENU
+            if entry.key and entry.name != "quit"
+        ),
+    ]
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self.session = ChatSession(None, setup.store, setup.conversation, setup.more)
+        self.turn: Turn | None = None
+        self.models = ModelInUse(self)
+        self.replacing: str | None = None
+        self.commands = Commands(self)
+        self.suggestions = Suggestions()
+        self.composer = Composer(History(setup.history), self.suggestions)
+        self.transcript = Transcript()
+        self.status = StatusLine()
+        self._ended = asyncio.Event()
+        self._ended.set()
+        self._sends_when_loaded = False
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="heading")
+        yield self.transcript
+        yield self.suggestions
+        yield Static(id="hint")
+        with Vertical(id="editor"):
+            yield self.composer
+        yield self.status
+        yield Footer()
+
+    # -- Start and end ---------------------------------------------------------------------------------------------
+
+    def on_mount(self) -> None:
+        self.composer.focus()
+        self.hint("")
+        self.app.spawn(self._start())
+        self.set_interval(_MEMORY_SECONDS, self._look_at_memory)
+
+    async def _start(self) -> None:
+        setup = self.app.setup
+        for notice in setup.notices:
+            self.app.say(notice, warning=True)
+        await self.open(setup.conversation)
+        self.app.spawn(self.models.load(setup.conversation.model), group="loading")
+        self.composer.typed.restore(await self.app.offload(self.composer.typed.load))
+        await self._sample_memory()
+
+    async def open(self, conversation: Conversation) -> None:
+        """Shows a conversation in the place of the one before."""
+        await self.end_turn()
+        setup = self.app.setup
+        self.session = ChatSession(self.models.model, setup.store, conversation, setup.more)
+        self.replacing = None
+        self.hint("")
+        await self.refresh_all()
+        self.transcript.follow()
+
+    async def end_turn(self) -> None:
+        """Stops what is generated, and waits for its end."""
+        if self.turn is not None:
+            self.session.stop()
+            await self._ended.wait()
+
+    async def quit(self) -> None:
+        """Ends the program; the reply that is under way is kept as far as it came."""
+        self.models.cancel()
+        self.status.change(activity="ending", progress=None)
+        try:
+            await asyncio.wait_for(self.end_turn(), _PATIENCE_SECONDS)
+        finally:
+            self.app.exit(0)
+
+    # -- What is shown ---------------------------------------------------------------------------------------------
+
+    async def refresh_all(self) -> None:
+        """Draws everything as it is now."""
+        session = self.session
+        title = shown(session.conversation.title) or "New chat"
+        self.query_one("#heading", Static).update(Content.assemble((" localllm ", "bold"), f" {title}"))
+        await self.transcript.show(session.conversation)
+        self.refresh_bindings()
+        meter = await self.app.offload(session.meter)
+        if session is self.session and self.turn is None:
+            self.status.change(meter=meter, stats=session.last)
+        if (warning := session.take_warning()) is not None:
+            self.app.say(warning, warning=True)
+
+    def hint(self, text: str) -> None:
+        """Says something above the editor; an empty text says nothing."""
+        hint = self.query_one("#hint", Static)
+        hint.update(Content(shown(text)))
+        hint.display = bool(text)
+
+    def _look_at_memory(self) -> None:
+        self.app.spawn(self._sample_memory(), group="memory")
+
+    async def _sample_memory(self) -> None:
+        self.status.change(memory=await asyncio.to_thread(self.app.setup.memory))
+
+    # -- Turns -----------------------------------------------------------------------------------------------------
+
+    def begin(self, start: Callable[[], Iterator[Event]], typed: str | None = None) -> None:
+        """Has something generated; see `Turn`.
+
+        Raises:
+            UsageError: a reply is under way.
+        """
+        if self.turn is not None:
+            raise UsageError("a reply is under way: Esc stops it")
+        self.turn = Turn(start, typed)
+        self._ended.clear()
+        self.refresh_bindings()
+        self.app.spawn(self._run(self.session, self.turn), group="turn")
+
+    async def _run(self, session: ChatSession, turn: Turn) -> None:
+        thread = asyncio.create_task(asyncio.to_thread(turn.run))
+        try:
+            follower = Follower(self.app, session, self.transcript, self.status)
+            outcome = await follower.follow(turn)
+        finally:
+            await thread
+            self.turn = None
+            self._ended.set()
+        if outcome.error is not None:
+            self._give_back(turn, session)
+            self.app.tell(outcome.error)
+        if session is self.session:
+            await self.refresh_all()
+        if outcome.full is not None:
+            choice = self.app.setup.when_full
+            if choice is None or choice not in outcome.full.choices:
+                choice = _choice(await self.app.push_screen_wait(ask_room(outcome.full)))
+            self.begin(partial(session.make_room, choice))
+
+    def _give_back(self, turn: Turn, session: ChatSession) -> None:
+        """What was typed stays in the editor if it never became a message."""
+        path = session.conversation.path()
+        was_said = any(message.role == "user" and message.text == turn.typed for message in path[-2:])
+        if turn.typed and not was_said and not self.composer.text:
+            self.composer.put(turn.typed)
+
+    def action_stop(self) -> None:
+        """Esc: closes what is open, stops what is generated, or goes back to the editor."""
+        if self.suggestions.display:
+            self.suggestions.offer([])
+        elif self.turn is not None:
+            self.session.stop()
+        elif self.replacing is not None:
+            self.replacing = None
+            self.hint("")
+            self.composer.empty()
+        else:
+            self.transcript.follow()
+        self.composer.focus()
+
+    # -- The editor ------------------------------------------------------------------------------------------------
+
+    def on_composer_sent(self, event: Composer.Sent) -> None:
+        event.stop()
+        try:
+            self.submit(event.text)
+        except UsageError as error:
+            self.app.tell(error)
+
+    def submit(self, text: str) -> None:
+        """Sends a message, or runs a command.
+
+        Raises:
+            UsageError: it cannot be sent now; it stays in the editor.
+        """
+        if not text.strip():
+            return
+        typed = commands.parse(text)  # what is no command stays where it can be mended
+        if not isinstance(typed, str):
+            self._remember(text)
+            self.run_command(text)
+            return
+        session = self.session
+        if self.turn is not None:
+            raise UsageError("a reply is under way: Esc stops it")
+        if session.model is None:
+            if not self.models.is_loading:
+                raise UsageError("no model is loaded: choose one with /model")
+            self._sends_when_loaded = True
+            self.hint("The model is being loaded: the message is sent as soon as it is there. Esc: not.")
+            return
+        replaced, self.replacing = self.replacing, None
+        self._remember(text)
+        start = partial(session.send, typed) if replaced is None else partial(session.edit, replaced, typed)
+        self.begin(start, typed=typed)
+
+    def _remember(self, text: str) -> None:
+        self.composer.empty()
+        self.suggestions.offer([])
+        self.hint("")
+        if self.composer.typed.add(text):
+            self.app.spawn(self.app.offload(self.composer.typed.save, text), group="history")
+
+    def model_is_there(self) -> None:
+        """Sends what waited for the model."""
+        if self._sends_when_loaded:
+            self._sends_when_loaded = False
+            self.hint("")
+            self.composer.action_send()
+
+    def on_composer_typed(self, event: Composer.Typed) -> None:
+        event.stop()
+        self.app.spawn(self._suggest(event.line, event.is_first), group="suggestions")
+
+    async def _suggest(self, line: str, is_first: bool) -> None:
+        choices = command_choices(line, NAMES) if is_first else []
+        if not choices and file_word(line) is not None:
+            choices = await self.app.offload(file_choices, line)
+        if line == self.composer.line_to_cursor:
+            self.suggestions.offer(choices)
+        await self._tell_size(line)
+
+    async def _tell_size(self, line: str) -> None:
+        """Says how many tokens the file has that has just been named, where a model is there to count them."""
+        model = self.session.model
+        if model is None or self.replacing is not None or self._sends_when_loaded:
+            return
+        if not line.endswith(" ") or "@" not in line:
+            self.hint("")
+            return
+        try:
+            files = await self.app.offload(_sizes, line, model)
+        except UsageError as error:
+            files = [sentence(error)]
+        if line == self.composer.line_to_cursor:
+            self.hint(", ".join(files))
+
+    def on_option_list_option_selected(self, event: Suggestions.OptionSelected) -> None:
+        event.stop()
+        self.composer.complete(self.suggestions.choices[event.option_index])
+
+    # -- Commands, links -------------------------------------------------------------------------------------------
+
+    def run_command(self, text: str) -> None:
+        """Runs a command as it is typed, with its slash."""
+        self.app.spawn(self.commands.run(text), group="command")
+
+    def action_command(self, name: str) -> None:
+        self.run_command(f"/{name}")
+
+    def on_reply_link(self, event: Reply.Link) -> None:
+        event.stop()
+        self.app.spawn(open_link(self.app, event.address), group="link")
+
+
+def _sizes(line: str, model: ChatModel) -> list[str]:
+    """The files that a line names, and their tokens."""
+    attached = attach(line, lambda text: len(model.tokenize(text, add_special=False)))
+    return [f"{file.name}: {file.n_tokens:,} tokens" for file in attached.files]
+
+
+def _choice(chosen: str | None) -> Choice:
+    return "drop" if chosen == "drop" else "summarise" if chosen == "summarise" else "stop"

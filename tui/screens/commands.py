@@ -1,0 +1,305 @@
+"""What commands do in the app: those without an argument ask, the others are shared with the plain chat."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localllm.cli.terminal import quantity
+from localllm.errors import StoreError, UsageError
+from localllm.tui import commands
+from localllm.tui.conversation import Conversation, Message
+from localllm.tui.events import Event
+from localllm.tui.screens.dialogs import Ask, Tell, confirm
+from localllm.tui.screens.help import HelpScreen
+from localllm.tui.screens.sampling import SamplingScreen
+from localllm.tui.screens.sessions import SessionsScreen, ask_export, path_of
+from localllm.tui.screens.system import SystemScreen
+from localllm.tui.session import ChatSession
+from localllm.tui.transfer import read_export, write_export
+
+if TYPE_CHECKING:
+    from localllm.tui.screens.chat import ChatScreen
+
+#: More lines than these are told in a dialog, and no notification.
+_MOST_LINES = 3
+
+_STATS = next(commands.Call(command, "") for command in commands.COMMANDS if command.name == "stats")
+
+
+class Shared:
+    """A `localllm.tui.commands.Frontend` that works in the thread of `BaseApp.offload`, and notes what is to be done.
+
+    Attributes:
+        session: what is talked in.
+        said: what is to be told.
+        events: what is to be shown.
+        conversation: what is to be opened.
+        model: what is to be loaded.
+    """
+
+    def __init__(self, session: ChatSession) -> None:
+        self.session = session
+        self.said: list[str] = []
+        self.events: Iterator[Event] | None = None
+        self.conversation: Conversation | None = None
+        self.model: str | None = None
+        self.ends = False
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def play(self, events: Iterator[Event]) -> None:
+        self.events = events
+
+    def open(self, conversation: Conversation) -> None:
+        self.conversation = conversation
+
+    def use_model(self, path: str) -> None:
+        self.model = path
+
+    def quit(self) -> None:
+        self.ends = True
+
+
+class Commands:
+    """Runs commands on a screen."""
+
+    def __init__(self, screen: ChatScreen) -> None:
+        self._screen = screen
+        #: What is done without an argument.
+        self._asking: dict[str, Callable[[], Awaitable[None]]] = {
+            "archive": self._archive,
+            "branch": self._next_branch,
+            "delete": self._delete,
+            "edit": self._edit,
+            "export": self._export,
+            "load": partial(self._sessions, ""),
+            "model": screen.models.choose,
+            "rename": self._rename,
+            "sessions": partial(self._sessions, ""),
+            "set": self._set,
+            "stats": self._stats,
+            "system": self._system,
+            "theme": partial(self._theme, ""),
+        }
+        #: What the app does in its own way, whatever the argument.
+        self._own: dict[str, Callable[[str], Awaitable[None]]] = {
+            "branch": self._branch,
+            "copy": self._copy,
+            "export": self._export_to,
+            "help": self._help,
+            "load": self._load,
+            "quit": self._quit,
+            "sessions": self._sessions,
+            "show": self._show,
+            "theme": self._theme,
+        }
+
+    async def run(self, text: str) -> None:
+        """Runs a command as it is typed.
+
+        Raises:
+            LocalLLMError: there is none of this name, or it fails.
+        """
+        call = commands.parse(text)
+        if isinstance(call, str):
+            return
+        name, argument = call.command.name, call.argument
+        if not argument and name in self._asking:
+            await self._asking[name]()
+        elif name in self._own:
+            await self._own[name](argument)
+        else:
+            await self._run_shared(call)
+
+    async def _run_shared(self, call: commands.Call) -> None:
+        screen = self._screen
+        front = Shared(screen.session)
+        await screen.app.offload(commands.run, front, call)
+        if front.events is not None:
+            events = front.events
+            screen.begin(lambda: events)
+        elif front.conversation is not None:
+            await self._open(front.conversation)
+        elif front.model is not None:
+            await screen.models.load(front.model)
+        else:
+            await screen.refresh_all()
+            await self._tell(call.command.name, "\n".join(front.said))
+
+    async def _tell(self, title: str, text: str) -> None:
+        if text.count("\n") < _MOST_LINES:
+            self._screen.app.say(text)
+        else:
+            await self._screen.app.push_screen_wait(Tell(title.capitalize(), text))
+
+    # -- Chats -----------------------------------------------------------------------------------------------------
+
+    async def _open(self, conversation: Conversation) -> None:
+        await self._screen.open(conversation)
+        self._screen.composer.focus()
+
+    async def _new(self) -> None:
+        await self.run("/clear")
+
+    async def _open_id(self, id_: str) -> None:
+        session = self._screen.session
+        if id_ != session.conversation.id:
+            await self._open(await self._screen.app.offload(session.store.load, id_))
+
+    async def _sessions(self, words: str) -> None:
+        screen = self._screen
+        session = screen.session
+        chats = SessionsScreen(session.store, session.conversation.id, words)
+        chosen = await screen.app.push_screen_wait(chats)
+        if chosen is not None:
+            await self._open_id(chosen)
+        elif session.conversation.id in chats.deleted:
+            await self._new()
+        elif (title := chats.titles.get(session.conversation.id)) is not None:
+            session.conversation.title = title
+            await screen.refresh_all()
+
+    async def _load(self, argument: str) -> None:
+        screen = self._screen
+        store = screen.session.store
+        if argument.lower().endswith(".json"):
+            conversation = await screen.app.offload(read_export, path_of(argument))
+            await screen.app.offload(store.save, conversation, conversation.messages)
+            await self._open(conversation)
+            return
+        try:
+            id_ = await screen.app.offload(store.find, argument)
+        except StoreError:  # words, then
+            await self._sessions(argument)
+        else:
+            await self._open_id(id_)
+
+    async def _rename(self) -> None:
+        session = self._screen.session
+        title = await self._screen.app.push_screen_wait(Ask("Title", value=session.conversation.title))
+        if title:
+            await self._screen.app.offload(session.set_title, title)
+            await self._screen.refresh_all()
+
+    async def _archive(self) -> None:
+        session = self._screen.session
+        await self._screen.app.offload(session.store.archive, session.conversation.id)
+        self._screen.app.say("the chat is archived: Ctrl+O and h show it")
+        await self._new()
+
+    async def _delete(self) -> None:
+        screen = self._screen
+        conversation = screen.session.conversation
+        text = conversation.title or "It has no title yet."
+        if await screen.app.push_screen_wait(confirm("Delete this chat for good?", text, "Delete")) == "yes":
+            await screen.end_turn()
+            await screen.app.offload(screen.session.store.delete, conversation.id)
+            await self._new()
+
+    async def _export(self) -> None:
+        name = await self._screen.app.push_screen_wait(ask_export(self._screen.session.conversation.title))
+        if name:
+            await self._export_to(name)
+
+    async def _export_to(self, name: str) -> None:
+        path = path_of(name)
+        if path.suffix.lower() not in (".md", ".json"):
+            path = Path(f"{path}.md")
+        await self._screen.app.offload(write_export, self._screen.session.conversation, path)
+        self._screen.app.say(f"written to {path}")
+
+    # -- How replies are generated ---------------------------------------------------------------------------------
+
+    async def _system(self) -> None:
+        session = self._screen.session
+        text = await self._screen.app.push_screen_wait(SystemScreen(session.conversation.system))
+        if text is not None:
+            await self._screen.app.offload(session.set_system, text)
+            self._screen.app.say("the system prompt is set" if text else "there is no system prompt now")
+            await self._screen.refresh_all()
+
+    async def _set(self) -> None:
+        session = self._screen.session
+        settings = await self._screen.app.push_screen_wait(SamplingScreen(session.conversation.settings))
+        if settings is not None:
+            await self._screen.app.offload(session.set_options, settings)
+            given = ", ".join(f"{name} {value}" for name, value in settings.items()) or "all by default"
+            self._screen.app.say(f"settings of this chat: {given}")
+
+    # -- Messages --------------------------------------------------------------------------------------------------
+
+    async def _edit(self) -> None:
+        self._screen.edit(self._last("user"))
+
+    async def _next_branch(self) -> None:
+        message = self._forked()
+        number, n = self._screen.session.conversation.branch_of(message.id)
+        await self._screen.step(message.id, 1 if number < n else 1 - n, selects=False)
+
+    async def _branch(self, argument: str) -> None:
+        message = self._forked()
+        number, n = self._screen.session.conversation.branch_of(message.id)
+        steps = {"next": 1, "prev": -1, "previous": -1}
+        if argument not in steps and not argument.isdecimal():
+            raise UsageError(f"there is no branch {argument}: give next, prev or a number from 1 to {n}")
+        by = steps[argument] if argument in steps else int(argument) - number
+        await self._screen.step(message.id, by, selects=False)
+
+    def _forked(self) -> Message:
+        """The last message with branches."""
+        conversation = self._screen.session.conversation
+        forked = next((m for m in reversed(conversation.path()) if conversation.branch_of(m.id)[1] > 1), None)
+        if forked is None:
+            raise UsageError("there are no branches yet: edit a message or regenerate a reply to have some")
+        return forked
+
+    async def _copy(self, argument: str) -> None:
+        message = self._last("assistant")
+        what, _, number = argument.partition(" ")
+        if what == "code":
+            await self._screen.copy_code(message, int(number) if number.strip().isdecimal() else None)
+        else:
+            self._screen.copy_message(message)
+
+    def _last(self, role: str) -> Message:
+        path = self._screen.session.conversation.path()
+        message = next((each for each in reversed(path) if each.role == role), None)
+        if message is None:
+            raise UsageError("there is no such message yet: send one first")
+        return message
+
+    # -- The rest --------------------------------------------------------------------------------------------------
+
+    async def _stats(self) -> None:
+        screen = self._screen
+        front = Shared(screen.session)
+        await screen.app.offload(commands.run, front, _STATS)
+        memory = await screen.app.offload(screen.app.setup.memory)
+        lines = [*front.said, f"memory {quantity(memory, 'B')} in use"]
+        if screen.models.model is not None:
+            lines += ["", str(screen.models.model.info)]
+        await screen.app.push_screen_wait(Tell("Statistics", "\n".join(lines)))
+
+    async def _theme(self, argument: str) -> None:
+        app = self._screen.app
+        if not argument:
+            app.search_themes()
+        elif argument in app.available_themes:
+            app.theme = argument
+        else:
+            raise UsageError(
+                f"there is no theme {argument!r:.40}: there are {', '.join(sorted(app.available_themes))}"
+            )
+
+    async def _show(self, argument: str) -> None:
+        self._screen.action_select(-1)
+
+    async def _help(self, argument: str) -> None:
+        await self._screen.app.push_screen_wait(HelpScreen())
+
+    async def _quit(self, argument: str) -> None:
+        await self._screen.quit()

@@ -1,0 +1,123 @@
+"""How replies are generated: a form with the settings that people change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.content import Content
+from textual.widgets import Input, Label, Static, TextArea
+
+from localllm.errors import UsageError
+from localllm.sampling import Sampling
+from localllm.tui import options
+from localllm.tui.failures import sentence
+from localllm.tui.screens.dialogs import Dialog
+
+
+class _Field(NamedTuple):
+    name: str
+    label: str
+    help: str
+
+
+_FIELDS = (
+    _Field("temperature", "Temperature", "0 takes the likeliest token always"),
+    _Field("top_k", "Top k", "so many of the likeliest tokens; 0 for all"),
+    _Field("top_p", "Top p", "the likeliest tokens up to this probability"),
+    _Field("min_p", "Min p", "this share of the likeliest one's probability at least"),
+    _Field("repeat_penalty", "Repeat penalty", "1 for none"),
+    _Field("seed", "Seed", "a whole number: the same reply again"),
+    _Field("max_tokens", "Longest reply", "tokens; none for no limit"),
+    _Field("thinking", "Thinking", "on or off, for models that can"),
+    _Field("reply_prefix", "Reply begins with", "every reply goes on from it"),
+)
+
+
+class SamplingScreen(Dialog[dict[str, Any]]):
+    """The settings of a chat; the result has all of them."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+s", "save", "Save", priority=True),
+        Binding("ctrl+r", "reset", "Defaults", priority=True),
+        Binding("enter", "save", "Save", show=False),
+    ]
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__("Sampling")
+        self._settings = dict(settings)
+        self.add_class("large")
+
+    def content(self) -> ComposeResult:
+        with VerticalScroll(can_focus=False):
+            for field in _FIELDS:
+                with Horizontal(classes="field"):
+                    yield Label(field.label)
+                    yield Input(_typed(self._settings.get(field.name)), placeholder=_default(field), id=field.name)
+            with Horizontal(classes="field stops"):
+                yield Label("Stop at")
+                yield TextArea(_stop_lines(self._settings), id="stop", placeholder=r"a text a line; \n is a line end")
+        yield Static(classes="error")
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        self.action_save()
+
+    def action_reset(self) -> None:
+        for field in _FIELDS:
+            self.query_one(f"#{field.name}", Input).value = ""
+        self.query_one("#stop", TextArea).text = ""
+
+    def action_save(self) -> None:
+        settings = {name: value for name, value in self._settings.items() if name not in options_here()}
+        for field in _FIELDS:
+            widget = self.query_one(f"#{field.name}", Input)
+            text = widget.value if field.name == "reply_prefix" else widget.value.strip()
+            try:
+                settings = options.with_setting(settings, field.name, text) if text else settings
+            except UsageError as error:
+                self._complain(error, widget)
+                return
+        stop = [_unescaped(line) for line in self.query_one("#stop", TextArea).text.split("\n") if line]
+        if stop:
+            settings["stop"] = stop
+        self.dismiss(settings)
+
+    def _complain(self, error: UsageError, widget: Input) -> None:
+        self.query_one(".error", Static).update(Content(sentence(error)))
+        widget.focus()
+
+
+def options_here() -> set[str]:
+    """The settings that the form has."""
+    return {field.name for field in _FIELDS} | {"stop"}
+
+
+def _default(field: _Field) -> str:
+    """What a field without a value means."""
+    value = getattr(Sampling(), field.name, None)
+    return field.help if value is None else f"{value:g} by default; {field.help}"
+
+
+def _typed(value: Any) -> str:
+    """A value as it is typed."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
+
+
+def _stop_lines(settings: Mapping[str, Any]) -> str:
+    stop = settings.get("stop") or []
+    return "\n".join(
+        text.replace("\\", "\\\\").replace("\n", "\\n") for text in ([stop] if isinstance(stop, str) else stop)
+    )
+
+
+def _unescaped(line: str) -> str:
+    parts = line.split("\\\\")
+    return "\\".join(part.replace("\\n", "\n") for part in parts)

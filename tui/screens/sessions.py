@@ -1,0 +1,219 @@
+"""The list of chats: search, open, rename, archive, delete, export, import."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import ClassVar
+
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from localllm.errors import UsageError
+from localllm.tui.control import shown
+from localllm.tui.screens.dialogs import Ask, Dialog, confirm
+from localllm.tui.store import SessionSummary, Store
+from localllm.tui.transfer import read_export, write_export
+
+
+class SessionsScreen(Dialog[str]):
+    """The chats that are kept; the result is the id of the one to open."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "open", "Open"),
+        Binding("slash", "search", "Search"),
+        Binding("r", "rename", "Rename"),
+        Binding("a", "archive", "Archive"),
+        Binding("d,delete", "delete", "Delete", key_display="d"),
+        Binding("e", "export", "Export"),
+        Binding("i", "import", "Import"),
+        Binding("h", "hidden", "Archived"),
+    ]
+
+    def __init__(self, store: Store, current: str, search: str = "") -> None:
+        """``current`` is the id of the chat that is open."""
+        super().__init__("Chats")
+        self._store = store
+        self._current = current
+        self._search = search
+        self._archived = False
+        self._found: list[SessionSummary] = []
+        #: Ids of chats that were deleted here.
+        self.deleted: set[str] = set()
+        #: New titles of chats that were renamed here, by id.
+        self.titles: dict[str, str] = {}
+        self.add_class("large")
+
+    def content(self) -> ComposeResult:
+        yield Input(self._search, placeholder="Search titles and messages", id="search")
+        yield OptionList()
+        yield Static(classes="empty")
+
+    def on_mount(self) -> None:
+        self.query_one(OptionList).focus()
+        self._refresh()
+
+    # -- The list --------------------------------------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        self.app.spawn(self._list(), group="sessions")
+
+    async def _list(self) -> None:
+        text = self.query_one(Input).value
+        if text.strip():
+            found = await self.app.offload(self._store.search, text)
+        else:
+            found = await self.app.offload(self._store.sessions, archived=self._archived)
+        if not self.is_attached or text != self.query_one(Input).value:
+            return
+        chats = self.query_one(OptionList)
+        place = chats.highlighted or 0
+        self._found = found
+        chats.clear_options()
+        chats.add_options([Option(_entry(summary, self._current), id=summary.id) for summary in found])
+        chats.highlighted = min(place, len(found) - 1) if found else None
+        empty = self.query_one(".empty", Static)
+        empty.display = not found
+        empty.update(Content(self._nothing(text)))
+
+    def _nothing(self, text: str) -> str:
+        if text.strip():
+            return "no chat has these words"
+        return "no chat is archived" if self._archived else "no chat is kept yet"
+
+    def _chosen(self) -> SessionSummary | None:
+        place = self.query_one(OptionList).highlighted
+        return self._found[place] if place is not None and place < len(self._found) else None
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        event.stop()
+        self._refresh()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        self.action_open()
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        self.dismiss(event.option_id)
+
+    def on_key(self, event: events.Key) -> None:
+        if event.key == "down" and self.query_one(Input).has_focus:
+            event.stop()
+            self.query_one(OptionList).focus()
+
+    # -- What can be done with one ---------------------------------------------------------------------------------
+
+    def action_open(self) -> None:
+        if (chosen := self._chosen()) is not None:
+            self.dismiss(chosen.id)
+
+    def action_search(self) -> None:
+        self.query_one(Input).focus()
+
+    def action_hidden(self) -> None:
+        self._archived = not self._archived
+        self.query_one(".box").border_title = "Archived chats" if self._archived else "Chats"
+        self._refresh()
+
+    def action_rename(self) -> None:
+        if (chosen := self._chosen()) is not None:
+            self.app.spawn(self._rename(chosen))
+
+    async def _rename(self, chosen: SessionSummary) -> None:
+        title = await self.app.push_screen_wait(Ask("Rename", value=chosen.title))
+        if title:
+            self.titles[chosen.id] = await self.app.offload(self._store.rename, chosen.id, title)
+            await self._list()
+
+    def action_archive(self) -> None:
+        if (chosen := self._chosen()) is not None:
+            self.app.spawn(self._archive(chosen))
+
+    async def _archive(self, chosen: SessionSummary) -> None:
+        await self.app.offload(self._store.archive, chosen.id, not chosen.archived)
+        self.app.say(f"{chosen.title or 'the chat'}: {'back in the list' if chosen.archived else 'archived'}")
+        await self._list()
+
+    def action_delete(self) -> None:
+        if (chosen := self._chosen()) is not None:
+            self.app.spawn(self._delete(chosen))
+
+    async def _delete(self, chosen: SessionSummary) -> None:
+        text = f"{chosen.title or 'Untitled'}, {_messages(chosen)}"
+        if await self.app.push_screen_wait(confirm("Delete the chat for good?", text, "Delete")) == "yes":
+            await self.app.offload(self._store.delete, chosen.id)
+            self.deleted.add(chosen.id)
+            await self._list()
+
+    def action_export(self) -> None:
+        if (chosen := self._chosen()) is not None:
+            self.app.spawn(self._export(chosen))
+
+    async def _export(self, chosen: SessionSummary) -> None:
+        name = await self.app.push_screen_wait(ask_export(chosen.title))
+        if name:
+            conversation = await self.app.offload(self._store.load, chosen.id)
+            await self.app.offload(write_export, conversation, path_of(name))
+            self.app.say(f"written to {name}")
+
+    def action_import(self) -> None:
+        self.app.spawn(self._import())
+
+    async def _import(self) -> None:
+        name = await self.app.push_screen_wait(ask_import())
+        if name:
+            conversation = await self.app.offload(read_export, path_of(name))
+            await self.app.offload(self._store.save, conversation, conversation.messages)
+            await self._list()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Letters are typed while somebody searches."""
+        is_letter = action in ("rename", "archive", "delete", "export", "import", "hidden", "search")
+        return not (is_letter and self.is_mounted and isinstance(self.focused, Input))
+
+
+def ask_export(title: str) -> Ask:
+    """Asks for the file that a chat is written into."""
+    name = "".join(c if c.isalnum() else "-" for c in title.lower()).strip("-")[:40] or "chat"
+    return Ask("Export", "A new file: .md to read, or .json with all branches", value=f"{name}.md")
+
+
+def ask_import() -> Ask:
+    """Asks for the file of a chat."""
+    return Ask("Import", "A .json file that was exported", placeholder="chat.json")
+
+
+def path_of(name: str) -> Path:
+    """The path that somebody typed.
+
+    Raises:
+        UsageError: it begins with the home of somebody who is not there.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{name} is no path here: check its beginning") from None
+
+
+def _entry(summary: SessionSummary, current: str) -> Content:
+    marks = ["open" if summary.id == current else "", "archived" if summary.archived else ""]
+    about = " · ".join(filter(None, [*marks, age(time.time() - summary.updated), _messages(summary)]))
+    title = Content.styled(shown(summary.title or "Untitled"), "bold")
+    return Content.assemble(title, (f"  {about}\n", "dim"), shown(summary.preview))
+
+
+def _messages(summary: SessionSummary) -> str:
+    return f"{summary.n_messages:,} message{'s' * (summary.n_messages != 1)}"
+
+
+def age(seconds: float) -> str:
+    """How long ago something was, roughly."""
+    for name, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if (n := int(seconds // length)) >= 1:
+            return f"{n:,} {name}{'s' * (n != 1)} ago"
+    return "just now"

@@ -1,0 +1,366 @@
+"""Chats on disk: kept as they are written, listed, searched, renamed, archived and deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from localllm.cli.terminal import visible_line
+from localllm.errors import StoreError
+from localllm.tui import database, options
+from localllm.tui.conversation import Conversation, Message
+from localllm.tui.records import Record, extras, parsed, to_message
+from localllm.tui.thinking import split
+
+#: Environment variable with the folder that chats are kept in.
+DATA_VARIABLE = "LOCALLLM_DATA"
+
+_MOST_OF_A_TITLE = 200
+_AUTOMATIC_TITLE = 50
+_PREVIEW = 80
+
+_SUMMARY = """
+    SELECT s.id, s.title, s.created, s.updated, s.archived, s.model,
+        (SELECT count(*) FROM messages WHERE session = s.id) AS n_messages,
+        (SELECT role FROM messages WHERE id = s.leaf) AS role,
+        (SELECT substr(text, 1, 4000) FROM messages WHERE id = s.leaf) AS text,
+        (SELECT opened FROM messages WHERE id = s.leaf) AS opened
+    FROM sessions s
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSummary:
+    """A chat in a list.
+
+    Attributes:
+        id: what `Store.load` takes.
+        title: its name.
+        created, updated: in seconds since 1970.
+        archived: whether lists leave it out.
+        model: the path of the model's file; empty is the demo model.
+        n_messages: messages of all branches.
+        preview: the beginning of the last message, or where it was found, in one line.
+        message: the id of the message that was found.
+    """
+
+    id: str
+    title: str
+    created: float
+    updated: float
+    archived: bool
+    model: str
+    n_messages: int
+    preview: str
+    message: str | None = None
+
+
+def default_path() -> Path:
+    """Where chats are kept: in ``LOCALLLM_DATA``, or the platform's folder for the data of programs."""
+    folder = os.environ.get(DATA_VARIABLE)
+    if folder:
+        return Path(folder) / "chats.sqlite3"
+    from platformdirs import user_data_path
+
+    return user_data_path("localllm", appauthor=False) / "chats.sqlite3"
+
+
+class Store:
+    """The chats in one SQLite file.  Any number of threads and of processes may use it at once.
+
+    Everything raises `StoreError` where the file cannot be read or written.
+
+    Attributes:
+        path: the file; None is memory.
+        notice: what happened to a damaged file; None if nothing did.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Opens a file, or makes it.  A damaged one is kept aside, and an empty one takes its place.
+
+        Raises:
+            StoreError: it cannot be opened, or was written by a newer version.
+        """
+        self.path = path
+        self.notice: str | None = None
+        self._lock = threading.RLock()
+        known = None if path is None else database.identity(path)
+        try:
+            self._connection = database.connect(path)
+        except database.DamagedError:
+            if path is None:
+                raise
+            aside = database.set_aside(path, known)
+            self._connection = database.connect(path)
+            if aside is not None:
+                self.notice = f"the chats in {path} were damaged: they are kept in {aside}, and a new file was begun"
+        self._connection.row_factory = sqlite3.Row
+        self._connection.create_function("folded", 1, str.casefold, deterministic=True)
+        self._connection.create_function("content", 3, _content, deterministic=True)
+        with self._reading():
+            self._has_index = database.has_text_index(self._connection)
+
+    @classmethod
+    def in_memory(cls) -> Self:
+        """A store that is gone with the process."""
+        return cls(None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+    # -- Writing ---------------------------------------------------------------------------------------------------
+
+    def save(self, conversation: Conversation, messages: Iterable[Message]) -> None:
+        """Keeps messages of a conversation, new ones and changed ones, and which of them is its leaf.
+
+        The conversation itself is taken in with its first messages; see `set` for what changes in it later.
+        """
+        leaf = None if conversation.leaf is None else conversation.leaf.id
+        conversation.updated = time.time()
+        c = conversation
+        with self._writing() as execute:
+            execute(
+                "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT (id) DO UPDATE SET updated = excluded.updated, leaf = excluded.leaf",
+                (c.id, c.title, c.system, json.dumps(c.settings), c.model, c.created, c.updated, c.archived, leaf),
+            )
+            for m in messages:
+                execute(
+                    "INSERT INTO messages (id, session, parent, role, text, created, state, opened, extras)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET text = excluded.text,"
+                    " state = excluded.state, opened = excluded.opened, extras = excluded.extras, indexed = 0",
+                    (m.id, c.id, m.parent, m.role, m.text, m.created, m.state, m.opened, json.dumps(extras(m))),
+                )
+
+    def set(self, id_: str, **changes: str | bool | dict[str, Any] | None) -> None:
+        """Changes what belongs to a conversation as a whole.
+
+        Args:
+            id_: which one; one that was never saved stays so.
+            changes: ``title``, ``system``, ``settings``, ``model``, ``archived``, ``leaf``.
+        """
+        with self._writing() as execute:
+            for name, value in changes.items():
+                if name not in ("title", "system", "settings", "model", "archived", "leaf"):
+                    raise TypeError(f"a conversation has no {name!r} that can be set")
+                kept = json.dumps(value) if isinstance(value, dict) else value
+                execute(f"UPDATE sessions SET {name} = ? WHERE id = ?", (kept, id_))
+
+    def rename(self, id_: str, title: str) -> str:
+        """Gives a conversation a title; returns it as it is kept, in one line."""
+        title = clean_title(title)
+        self.set(id_, title=title)
+        return title
+
+    def archive(self, id_: str, archived: bool = True) -> None:
+        """Takes a conversation out of lists, or back into them."""
+        self.set(id_, archived=archived)
+
+    def delete(self, id_: str) -> None:
+        """Deletes a conversation for good."""
+        self._delete_messages("session = ?", [id_], also="DELETE FROM sessions WHERE id = ?")
+
+    def delete_messages(self, ids: Iterable[str]) -> None:
+        """Deletes messages for good."""
+        for id_ in ids:
+            self._delete_messages("id = ?", [id_])
+
+    def _delete_messages(self, condition: str, values: list[str], also: str | None = None) -> None:
+        with self._writing() as execute:
+            if self._has_index:
+                execute(
+                    f"DELETE FROM message_index WHERE rowid IN (SELECT seq FROM messages WHERE {condition})", values
+                )
+            execute(f"DELETE FROM messages WHERE {condition}", values)
+            if also is not None:
+                execute(also, values)
+
+    # -- Reading ---------------------------------------------------------------------------------------------------
+
+    def load(self, id_: str) -> Conversation:
+        """A conversation; a reply that was being written is marked as cut off by the end of its program.
+
+        Raises:
+            StoreError: there is none.
+        """
+        with self._reading():
+            row = self._connection.execute("SELECT * FROM sessions WHERE id = ?", (id_,)).fetchone()
+            kept = self._connection.execute(
+                "SELECT * FROM messages WHERE session = ? ORDER BY seq", (id_,)
+            ).fetchall()
+        if row is None:
+            raise StoreError(f"there is no chat {id_!r}: /sessions lists them")
+        messages = [_message(values) for values in kept]
+        settings = Record(parsed(row["settings"]), "its settings")
+        conversation = Conversation(
+            id=row["id"],
+            title=row["title"],
+            system=row["system"],
+            settings=options.sound(settings.values),
+            model=row["model"],
+            created=row["created"],
+            updated=row["updated"],
+            archived=bool(row["archived"]),
+        )
+        conversation.restore([m for m in messages if m.text or m.state != "killed"], row["leaf"])
+        return conversation
+
+    def find(self, beginning: str) -> str:
+        """The id that begins so.
+
+        Raises:
+            StoreError: there is none, or several.
+        """
+        with self._reading():
+            rows = self._connection.execute(
+                "SELECT id FROM sessions WHERE substr(id, 1, length(?1)) = ?1 ORDER BY id = ?1 DESC LIMIT 2",
+                (beginning,),
+            ).fetchall()
+        if not beginning or not rows:
+            raise StoreError(f"there is no chat {beginning!r}: /sessions lists them")
+        if len(rows) > 1 and rows[0]["id"] != beginning:
+            raise StoreError(f"there are several chats whose id begins with {beginning!r}: give more of it")
+        return str(rows[0]["id"])
+
+    def latest(self) -> str | None:
+        """The id of the conversation that was talked in last, archived ones left out; None if there is none."""
+        found = self.sessions(limit=1)
+        return found[0].id if found else None
+
+    def sessions(self, *, archived: bool = False, limit: int = -1) -> list[SessionSummary]:
+        """Conversations, the ones that were talked in last first: those that are archived, or those that are not."""
+        return self._summaries("WHERE archived = ? ORDER BY updated DESC, s.rowid DESC LIMIT ?", (archived, limit))
+
+    def search(self, text: str, *, limit: int = 100) -> list[SessionSummary]:
+        """Conversations, archived ones too, with all words of ``text`` in their title or in one of their messages.
+
+        Words are found inside of words, whatever their case.
+        """
+        words = text.casefold().split()
+        if not words:
+            return []
+        titled = self._summaries("WHERE " + " AND ".join(["folded(title) GLOB ?"] * len(words)), _patterns(words))
+        found = {summary.id: summary for summary in titled}
+        for session, message, content in self._matches(words):
+            summary = found.get(session) or self._summaries("WHERE s.id = ?", (session,))[0]
+            found[session] = replace(summary, preview=_excerpt(content, words[0]), message=message)
+        return sorted(found.values(), key=lambda summary: summary.updated, reverse=True)[:limit]
+
+    def _matches(self, words: list[str]) -> list[tuple[str, str, str]]:
+        """Of each conversation the newest message with all words: ids of both, and its text."""
+        where, text = "messages m", "folded(content(m.role, m.text, m.opened))"
+        if self._has_index and self._update_index():
+            where, text = "message_index i JOIN messages m ON m.seq = i.rowid", "i.content"
+        condition = " AND ".join([f"{text} GLOB ?"] * len(words))
+        with self._reading():
+            rows = self._connection.execute(
+                f"SELECT m.session, m.id, content(m.role, m.text, m.opened), max(m.seq) FROM {where}"
+                f" WHERE {condition} AND m.session IN (SELECT id FROM sessions) GROUP BY m.session",
+                _patterns(words),
+            ).fetchall()
+        return [(row[0], row[1], row[2]) for row in rows]
+
+    def _update_index(self) -> bool:
+        """Takes new messages into the index of texts, when somebody searches, not while a reply is written.
+
+        Returns whether it is complete; it is not where the file cannot be written.
+        """
+        with self._reading():
+            if self._connection.execute("SELECT 1 FROM messages WHERE NOT indexed LIMIT 1").fetchone() is None:
+                return True
+        try:
+            with self._writing() as execute:
+                execute("DELETE FROM message_index WHERE rowid IN (SELECT seq FROM messages WHERE NOT indexed)")
+                execute(
+                    "INSERT INTO message_index (rowid, content)"
+                    " SELECT seq, folded(content(role, text, opened)) FROM messages WHERE NOT indexed"
+                )
+                execute("UPDATE messages SET indexed = 1 WHERE NOT indexed")
+        except StoreError:
+            return False
+        return True
+
+    def _summaries(self, condition: str, values: Iterable[Any]) -> list[SessionSummary]:
+        with self._reading():
+            rows = self._connection.execute(_SUMMARY + condition, tuple(values)).fetchall()
+        return [
+            SessionSummary(
+                id=row["id"],
+                title=row["title"],
+                created=row["created"],
+                updated=row["updated"],
+                archived=bool(row["archived"]),
+                model=row["model"],
+                n_messages=row["n_messages"],
+                preview=_preview(row),
+            )
+            for row in rows
+        ]
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._lock, database.in_words(self.path):
+            yield
+
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        """A transaction; gives what executes statements in it."""
+        with self._reading(), database.transaction(self._connection):
+            yield self._connection.execute
+
+
+def _message(row: sqlite3.Row) -> Message:
+    values = {key: row[key] for key in ("id", "parent", "role", "text", "created", "state", "opened")}
+    record = Record(parsed(row["extras"]), "what belongs to a message")
+    message = to_message(Record({**record.values, **values}, f"message {row['seq']} of the saved chats"))
+    return replace(message, state="killed") if message.state == "streaming" else message
+
+
+def _content(role: str, text: str, opened: str) -> str:
+    return split(text, opened)[1] if role == "assistant" else text
+
+
+def _patterns(words: Iterable[str]) -> list[str]:
+    """Words as GLOB patterns, in which only letters of their own match."""
+    return ["*" + "".join(f"[{c}]" if c in "*?[" else c for c in word) + "*" for word in words]
+
+
+def _preview(row: sqlite3.Row) -> str:
+    if row["text"] is None:
+        return ""
+    thinking, content = split(row["text"], row["opened"]) if row["role"] == "assistant" else ("", row["text"])
+    return shortened(content or thinking, _PREVIEW)
+
+
+def _excerpt(text: str, word: str) -> str:
+    place = max(0, text.casefold().find(word) - _PREVIEW // 4)
+    return ("…" if place else "") + shortened(text[place : place + 4 * _PREVIEW], _PREVIEW)
+
+
+def shortened(text: str, length: int) -> str:
+    """``text`` in one line, cut between words if it is longer than ``length``."""
+    line = visible_line(" ".join(text.split()))
+    if len(line) <= length:
+        return line
+    cut = line[:length].rsplit(" ", 1)[0] if " " in line[length // 2 : length] else line[: length - 1]
+    return cut.rstrip(" ,.;:") + "…"
+
+
+def clean_title(title: str) -> str:
+    """A title in one line, without control characters, and of bounded length."""
+    return shortened(title, _MOST_OF_A_TITLE)
+
+
+def automatic_title(text: str) -> str:
+    """A title for a conversation that begins with ``text``: its first line, without marks of Markdown, cut short."""
+    line = next((line.strip("#>*-`~ \t") for line in text.splitlines() if line.strip("#>*-`~ \t")), "")
+    return shortened(line, _AUTOMATIC_TITLE)

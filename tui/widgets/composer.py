@@ -1,0 +1,159 @@
+"""The editor that messages are typed in."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual import events
+from textual.actions import SkipAction
+from textual.binding import Binding, BindingType
+from textual.message import Message
+from textual.widgets import TextArea
+
+from localllm.tui.completion import Choice
+from localllm.tui.history import History
+from localllm.tui.pastes import Pastes
+from localllm.tui.widgets.suggestions import Suggestions
+
+PLACEHOLDER = "Message · Enter sends · Ctrl+J new line · / command · @ file"
+
+
+class Composer(TextArea):
+    """A message that is being typed: Enter sends it, the arrows at its edges call up earlier ones.
+
+    Attributes:
+        typed: what was typed before.
+        pastes: what the marks in it stand for.
+        suggestions: the list that it fills and steers.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "send", "Send"),
+        Binding("shift+enter,ctrl+j,alt+enter", "new_line", "New line", key_display="^j", show=False),
+        Binding("up", "older", "Earlier message", show=False),
+        Binding("down", "newer", "Later message", show=False),
+        Binding("tab", "complete", "Complete", show=False),
+        Binding("pageup", "screen.scroll_page(-1)", "Page up", show=False),
+        Binding("pagedown", "screen.scroll_page(1)", "Page down", show=False),
+    ]
+
+    class Sent(Message):
+        """Somebody sends what was typed."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text = text
+
+    class Typed(Message):
+        """The line to the cursor has changed: other ways to go on may fit."""
+
+        def __init__(self, line: str, is_first: bool) -> None:
+            super().__init__()
+            self.line = line
+            self.is_first = is_first
+
+    def __init__(self, history: History, suggestions: Suggestions) -> None:
+        super().__init__(placeholder=PLACEHOLDER, compact=True, highlight_cursor_line=False)
+        self.typed = history
+        self.suggestions = suggestions
+        self.pastes = Pastes()
+
+    # -- What is in it ---------------------------------------------------------------------------------------------
+
+    @property
+    def message(self) -> str:
+        """What would be sent."""
+        return self.pastes.unfold(self.text)
+
+    def put(self, text: str) -> None:
+        """Puts a text in the place of what is there, and the cursor at its end."""
+        self.text = self.pastes.fold(text)
+        self.move_cursor(self.document.end)
+
+    def empty(self) -> None:
+        self.text = ""
+        self.pastes.clear()
+
+    def action_copy(self) -> None:
+        """Ctrl+C without a selection is for the app."""
+        if self.selected_text:
+            super().action_copy()
+        else:
+            raise SkipAction
+
+    # -- Keys ------------------------------------------------------------------------------------------------------
+
+    async def _on_key(self, event: events.Key) -> None:
+        # No binding with priority: that would overtake letters that wait, of one who types fast.
+        if event.key == "enter":
+            event.prevent_default()
+            event.stop()
+            self.action_send()
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        event.prevent_default()
+        event.stop()
+        self.insert(self.pastes.fold(event.text.replace("\r\n", "\n").replace("\r", "\n")))
+
+    def action_send(self) -> None:
+        chosen = self.suggestions.chosen
+        if chosen is not None and self._word(chosen) != chosen.text.rstrip():
+            self.complete(chosen)
+        elif self.line_to_cursor.endswith("\\"):  # for terminals that know Enter alone
+            self.action_delete_left()
+            self.action_new_line()
+        else:
+            self.post_message(self.Sent(self.message))
+
+    def action_new_line(self) -> None:
+        self.insert("\n")
+
+    def action_older(self) -> None:
+        if self.suggestions.display:
+            self.suggestions.move(-1)
+        elif not self.cursor_at_first_line or (text := self.typed.older(self.text)) is None:
+            self.action_cursor_up()
+        else:
+            self.put(text)
+
+    def action_newer(self) -> None:
+        if self.suggestions.display:
+            self.suggestions.move(1)
+        elif not self.cursor_at_last_line or (text := self.typed.newer()) is None:
+            self.action_cursor_down()
+        else:
+            self.put(text)
+
+    def action_complete(self) -> None:
+        if (chosen := self.suggestions.chosen) is not None:
+            self.complete(chosen)
+        else:
+            self.screen.focus_next()
+
+    # -- Completion ------------------------------------------------------------------------------------------------
+
+    def complete(self, choice: Choice) -> None:
+        """Goes on with a choice."""
+        row, column = self.cursor_location
+        text = choice.text if choice.text.endswith((" ", "/", "\\")) else f"{choice.text} "
+        self.replace(text, (row, choice.start), (row, column))
+        if not choice.goes_on:
+            self.suggestions.offer([])
+
+    def on_text_area_changed(self) -> None:
+        self._tell()
+
+    def on_text_area_selection_changed(self) -> None:
+        self._tell()
+
+    def _tell(self) -> None:
+        self.post_message(self.Typed(self.line_to_cursor, self.cursor_location[0] == 0))
+
+    @property
+    def line_to_cursor(self) -> str:
+        """What stands before the cursor in its line."""
+        row, column = self.cursor_location
+        return self.document.get_line(row)[:column]
+
+    def _word(self, choice: Choice) -> str:
+        return self.line_to_cursor[choice.start :]

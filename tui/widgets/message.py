@@ -1,0 +1,199 @@
+"""A message of the conversation as it stands on the screen."""
+
+from __future__ import annotations
+
+import time
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.style import Style
+from textual.widgets import Static
+
+from localllm.tui.control import shown
+from localllm.tui.conversation import Message
+from localllm.tui.widgets.reply import Reply
+from localllm.tui.widgets.thinking import Thinking
+
+#: Lines of a user's message that are shown before it is unfolded.
+_MOST_LINES = 30
+
+_ENDS = {
+    "stopped": "stopped",
+    "length": "cut off at the most tokens that a reply may have",
+    "context": "cut off: the context is full",
+    "failed": "cut off by an error",
+    "killed": "cut off: the program was ended",
+}
+
+
+class MessageView(Vertical, can_focus=True):
+    """A message, which can be selected, and then be edited, copied, …
+
+    Attributes:
+        message: what it shows.
+        branch: its number among those in its place, and how many there are.
+        thinking_seconds: how long the model thought; None if that is not known.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("e", "screen.edit", "Edit"),
+        Binding("r", "screen.regenerate", "Regenerate"),
+        Binding("b", "screen.branch", "Branch"),
+        Binding("left", "screen.step(-1)", "Previous branch", key_display="←"),
+        Binding("right", "screen.step(1)", "Next branch", key_display="→"),
+        Binding("c", "screen.continue_reply", "Continue"),
+        Binding("y", "screen.copy", "Copy"),
+        Binding("k", "screen.copy_code", "Copy code"),
+        Binding("t", "screen.unfold", "Unfold"),
+        Binding("d,delete", "screen.delete", "Delete", key_display="d"),
+        Binding("up,ctrl+up", "screen.select(-1)", "Up", show=False),
+        Binding("down,ctrl+down", "screen.select(1)", "Down", show=False),
+        Binding("home", "screen.select_first", "First", show=False),
+        Binding("end", "screen.compose_message", "To the input", show=False),
+        Binding("enter,space,i", "screen.compose_message", "To the input", show=False),
+        Binding("pageup", "screen.scroll_page(-1)", "Page up", show=False),
+        Binding("pagedown", "screen.scroll_page(1)", "Page down", show=False),
+    ]
+
+    def __init__(self, message: Message, branch: tuple[int, int], *, is_streaming: bool = False) -> None:
+        super().__init__(classes=message.role)
+        self.message = message
+        self.branch = branch
+        self.thinking_seconds: float | None = None
+        self._is_streaming = is_streaming
+        self._is_unfolded = False
+        self._began_thinking: float | None = None
+        self._reply: Reply | None = None
+        self._thinking: Thinking | None = None
+
+    def compose(self) -> ComposeResult:
+        yield Static(classes="divider")
+        yield Static(self._head(), classes="head")
+        if self.message.role == "user":
+            yield Static(self._said(), classes="said")
+        else:
+            # What streams in comes as pieces, from the first one on.
+            thinking = "" if self._is_streaming else self.message.thinking
+            self._thinking = Thinking(thinking)
+            self._thinking.display = bool(thinking.strip())
+            yield self._thinking
+            self._reply = Reply("" if self._is_streaming else self.message.content)
+            yield self._reply
+        yield Static(self._foot(), classes="foot")
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """The thinking section; None if there is nothing in it."""
+        return self._thinking if self._thinking is not None and self._thinking.display else None
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is a user's message that does not stand there as a whole at first."""
+        return self.message.role == "user" and self.message.text.count("\n") >= _MOST_LINES
+
+    def show(self, message: Message, branch: tuple[int, int]) -> None:
+        """Shows the same message as it is now, its text aside."""
+        if (message, branch) != (self.message, self.branch):
+            self.message, self.branch = message, branch
+            self._draw()
+
+    def set_divider(self, text: str) -> None:
+        """Puts a line above it; an empty one takes it away."""
+        divider = self.query_one(".divider", Static)
+        divider.display = bool(text)
+        divider.update(Content(text))
+
+    def on_mount(self) -> None:
+        self.query_one(".divider").display = False
+        self._draw()
+
+    def toggle(self) -> None:
+        """Unfolds what is folded in it, and folds it again."""
+        if (thinking := self.thinking) is not None:
+            thinking.collapsed = not thinking.collapsed
+        elif self.is_long:
+            self._is_unfolded = not self._is_unfolded
+            self.query_one(".said", Static).update(self._said())
+
+    # -- Streaming -------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The model goes on writing it."""
+        self._is_streaming = True
+        self._draw()
+
+    async def write(self, text: str, *, thinking: bool) -> None:
+        """Adds a piece."""
+        if self._reply is None or self._thinking is None:
+            return
+        if not thinking:
+            self._end_thinking()
+            await self._reply.write(text)
+            return
+        now = time.monotonic()
+        if self._began_thinking is None:
+            self._began_thinking = now
+            self._thinking.display = True
+        self._thinking.write(text, now - self._began_thinking)
+
+    async def finish(self, message: Message) -> None:
+        """Shows a reply as it will stay."""
+        self._end_thinking()
+        self._is_streaming = False
+        self.message = message
+        if self._reply is None or self._thinking is None:
+            return
+        self._thinking.display = bool(message.thinking.strip())
+        self._thinking.show(message.thinking, self.thinking_seconds)
+        await self._reply.show(message.content)
+        self._draw()
+
+    def _end_thinking(self) -> None:
+        if self._began_thinking is not None:
+            self.thinking_seconds = time.monotonic() - self._began_thinking
+            self._began_thinking = None
+
+    # -- Drawing ---------------------------------------------------------------------------------------------------
+
+    def _draw(self) -> None:
+        self.query_one(".head", Static).update(self._head())
+        foot, text = self.query_one(".foot", Static), self._foot()
+        foot.update(text)
+        foot.display = bool(text)
+
+    def _head(self) -> Content:
+        if self.message.role == "user":
+            name = "You"
+        else:
+            name = shown(self.message.stats.model) if self.message.stats is not None else "Reply"
+        number, n = self.branch
+        parts: list[str | Content | tuple[str, str | Style]] = [(name, "bold")]
+        if n > 1:
+            parts += ["  ", self._step("‹", -1, number > 1), f" {number}/{n} ", self._step("›", 1, number < n)]
+        return Content.assemble(*parts)
+
+    def _said(self) -> Content:
+        lines = shown(self.message.text).split("\n")
+        if len(lines) <= _MOST_LINES or self._is_unfolded:
+            return Content("\n".join(lines))
+        n_more = len(lines) - _MOST_LINES // 2
+        shown_lines = "\n".join(lines[: _MOST_LINES // 2])
+        return Content.assemble(shown_lines, (f"\n… {n_more:,} more lines (t unfolds)", "dim"))
+
+    def _foot(self) -> Content:
+        message = self.message
+        if self._is_streaming:
+            return Content("")
+        parts = [f"+ {shown(file.name)} · {file.n_tokens:,} tokens" for file in message.attachments]
+        if message.role == "assistant" and message.state in _ENDS:
+            parts.append(f"{_ENDS[message.state]} · c continues")
+        return Content("\n".join(parts))
+
+    def _step(self, symbol: str, by: int, is_possible: bool) -> tuple[str, str | Style]:
+        """A symbol that goes to another branch when it is clicked."""
+        if not is_possible:
+            return (symbol, "dim")
+        return (symbol, Style.from_meta({"@click": f"screen.step_message({self.message.id!r}, {by})"}))

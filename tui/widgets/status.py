@@ -1,0 +1,106 @@
+"""The line that tells how full the context is, how fast the model writes, and what runs where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from textual.content import Content
+from textual.widgets import Static
+
+from localllm.cli.terminal import quantity
+from localllm.tui.control import shown
+from localllm.tui.conversation import Stats
+from localllm.tui.session import Meter
+
+#: From this share of the context on the meter warns.
+_NEARLY_FULL = 0.85
+
+
+@dataclass(frozen=True)
+class Status:
+    """What the line tells.
+
+    Attributes:
+        activity: what goes on, such as that a model is loaded; empty if nothing does.
+        progress: how much of it is done, from 0 to 1; None if that is not known.
+        meter: how full the context is.
+        stats: of the reply that is under way, or of the last one.
+        model, device: which runs where; empty if none is loaded.
+        memory: bytes in use.
+    """
+
+    activity: str = ""
+    progress: float | None = None
+    meter: Meter | None = None
+    stats: Stats | None = None
+    model: str = ""
+    device: str = ""
+    memory: int = 0
+
+
+class StatusLine(Static):
+    """One line; what matters least is left out where it is too narrow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.status = Status()
+
+    def change(self, **changes: Any) -> None:
+        """Changes what it tells; see `Status`."""
+        status = replace(self.status, **changes)
+        if status != self.status:
+            self.status = status
+            self._draw()
+
+    def on_resize(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        self.update(line(self.status, self.size.width))
+
+
+def line(status: Status, width: int) -> Content:
+    """The line of a status in so many columns."""
+    parts = _parts(status)
+    while len(parts) > 1 and sum(part.cell_length + 3 for _, part in parts) - 3 > width:
+        parts.remove(min(parts, key=lambda part: part[0]))
+    return Content(" · ").join(part for _, part in parts)
+
+
+def _parts(status: Status) -> list[tuple[int, Content]]:
+    """What there is to tell, each with how much it matters."""
+    parts: list[tuple[int, Content]] = []
+    if status.activity:
+        parts.append((9, Content.styled(_activity(status), "$text-accent")))
+    if status.meter is not None and status.meter.context:
+        parts.append((8, _meter(status.meter)))
+    if (stats := status.stats) is not None and stats.new_tokens:
+        parts.append((7, Content(f"{stats.rate:.1f} tok/s")))
+        parts.append((3, Content(f"first after {stats.first_token_s:.2f} s")))
+    if status.model:
+        parts.append((6, Content(shown(status.model))))
+        parts.append((4, Content(status.device)))
+    elif not status.activity:
+        parts.append((6, Content.styled("no model: /model chooses one", "$text-warning")))
+    if status.memory:
+        parts.append((2, Content(f"{quantity(status.memory, 'B')} in use")))
+    return parts
+
+
+def _activity(status: Status) -> str:
+    if status.progress is None:
+        return status.activity
+    return f"{status.activity} {bar(status.progress)} {status.progress:.0%}"
+
+
+def bar(share: float, width: int = 10) -> str:
+    """A bar, so much of it full."""
+    n_full = round(width * min(1.0, max(0.0, share)))
+    return "━" * n_full + "╌" * (width - n_full)
+
+
+def _meter(meter: Meter) -> Content:
+    share = meter.used / meter.context
+    text = f"{meter.used:,} / {meter.context:,} · {share:.0%}"
+    return Content.styled(text, "$text-warning") if share >= _NEARLY_FULL else Content(text)

@@ -1,0 +1,147 @@
+"""The conversation on the screen: the messages of the path that is being talked about."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.widgets import Static
+
+from localllm.tui.conversation import Conversation, Message
+from localllm.tui.prompts import window_of
+from localllm.tui.widgets.message import MessageView
+
+#: Messages that are drawn at first, and how many more each time that earlier ones are asked for.
+MOST_DRAWN = 30
+
+WELCOME = """\
+Type a message, and press Enter.
+
+/ begins a command: /help lists them; Ctrl+P finds them
+@ attaches a text file: @notes.txt
+Ctrl+Up selects a message: to edit, regenerate, branch or copy it\
+"""
+
+
+class Place(NamedTuple):
+    """A message of the path, its branch, and what stands above it."""
+
+    message: Message
+    branch: tuple[int, int]
+    divider: str
+
+
+class Transcript(VerticalScroll, can_focus=False):
+    """The messages.  It follows its end unless somebody scrolls away from there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._places: list[Place] = []
+        self._n_drawn = MOST_DRAWN
+        self._conversation: str | None = None
+        # Several tasks may want it drawn, and drawing waits for widgets.
+        self._drawing = asyncio.Lock()
+
+    @property
+    def views(self) -> list[MessageView]:
+        """What is drawn, first to last."""
+        return [child for child in self.children if isinstance(child, MessageView)]
+
+    def view(self, id_: str) -> MessageView | None:
+        """What shows a message; None if it is not drawn."""
+        return next((view for view in self.views if view.message.id == id_), None)
+
+    def on_mount(self) -> None:
+        self.anchor()
+
+    async def show(self, conversation: Conversation, *, streaming: str | None = None) -> None:
+        """Draws the path as it is now; what stands there already stays.
+
+        Args:
+            streaming: the id of a reply that is about to be written.
+        """
+        async with self._drawing:
+            if conversation.id != self._conversation:
+                self._conversation, self._n_drawn = conversation.id, MOST_DRAWN
+                await self.remove_children()
+            self._places = _places(conversation)
+            await self._draw(streaming)
+
+    async def _draw(self, streaming: str | None = None) -> None:
+        drawn = self._places[-self._n_drawn :]
+        kept = _common(self.views, drawn)
+        with self.app.batch_update():
+            for view in self.views[kept:]:
+                await view.remove()
+            for view, place in zip(self.views, drawn, strict=False):
+                view.show(place.message, place.branch)
+                view.set_divider(place.divider)
+            await self._draw_notes(len(self._places) - len(drawn))
+            for place in drawn[kept:]:
+                await self._mount(place, is_streaming=place.message.id == streaming)
+        written = None if streaming is None else self.view(streaming)
+        if written is not None:
+            written.begin()
+
+    async def _mount(self, place: Place, *, is_streaming: bool) -> None:
+        view = MessageView(place.message, place.branch, is_streaming=is_streaming)
+        await self.mount(view)
+        view.set_divider(place.divider)
+
+    async def _draw_notes(self, n_earlier: int) -> None:
+        await self.query(".note").remove()
+        if not self._places:
+            await self.mount(Static(Content(WELCOME), classes="note welcome"))
+        elif n_earlier:
+            text = Content.from_markup(
+                f"[@click=screen.show_earlier]{n_earlier:,} earlier messages: Home shows more[/]"
+            )
+            await self.mount(Static(text, classes="note earlier"), before=0)
+
+    async def show_earlier(self) -> bool:
+        """Draws more of the messages before those that are drawn; returns whether there are any."""
+        async with self._drawing:
+            return await self._draw_earlier()
+
+    async def _draw_earlier(self) -> bool:
+        first = self.views[0] if self.views else None
+        if first is None or len(self._places) <= self._n_drawn:
+            return False
+        self.release_anchor()
+        before = len(self.views)
+        self._n_drawn += MOST_DRAWN
+        earlier = self._places[-self._n_drawn :][: -before or None]
+        await self._draw_notes(len(self._places) - len(earlier) - before)
+        for place in earlier:
+            view = MessageView(place.message, place.branch)
+            await self.mount(view, before=first)
+            view.set_divider(place.divider)
+        return True
+
+    def follow(self) -> None:
+        """Goes to the end, and stays there while more comes."""
+        self.anchor()
+
+
+def _common(views: Sequence[MessageView], places: Sequence[Place]) -> int:
+    """How many of the views, from the first one on, show what is to be shown."""
+    for i, (view, place) in enumerate(zip(views, places, strict=False)):
+        if view.message.id != place.message.id:
+            return i
+    return min(len(views), len(places))
+
+
+def _places(conversation: Conversation) -> list[Place]:
+    path = conversation.path()
+    window = window_of(path)
+    places = []
+    for i, message in enumerate(path):
+        divider = ""
+        if window is not None and window.first == message.id and i:
+            divider = f"↑ {i:,} message{'s' * (i != 1)} that the model does not get any more"
+            divider += ", but a summary of them" if window.summary else ""
+        places.append(Place(message, conversation.branch_of(message.id), divider))
+    return places
