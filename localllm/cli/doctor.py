@@ -57,6 +57,7 @@ PACKAGES = {
     "tomlkit": "tomlkit",
     "platformdirs": "platformdirs",
     "textual": "textual",
+    "markdown-it-py": "markdown_it",
 }
 
 #: Optional parts of localllm, and the distributions that tell whether they are there.

@@ -71,7 +71,7 @@ def test_the_report_for_people(run: Doctor) -> None:
 
 def test_every_dependency_is_looked_at() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    required = {requirement.split(">=")[0] for requirement in project["dependencies"]}
+    required = {re.split(r"[>=\[]", requirement)[0] for requirement in project["dependencies"]}
     assert required | {"llvmlite"} == set(PACKAGES)  # llvmlite comes with numba
     extras = project["optional-dependencies"]
     assert set(extras) == set(EXTRAS)
