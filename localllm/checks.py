@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -61,7 +61,8 @@ def proportions(name: str, value: object) -> tuple[float, ...]:
     rule = f"{name} is {value!r:.80}, but must be a list of numbers of at least 0, not all of them 0"
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise UsageError(rule)
-    if not all(isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < math.inf for x in value):
+    numbers = (isinstance(x, int | float) and not isinstance(x, bool) for x in value)
+    if not all(numbers) or not all(0 <= x <= sys.float_info.max for x in value):
         raise UsageError(rule)
     if not any(value):
         raise UsageError(rule)

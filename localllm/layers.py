@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import floor
+from math import floor, frexp, ldexp
 
 from localllm.errors import NotEnoughMemoryError, UsageError
 
@@ -135,7 +135,8 @@ def _counts(
 
 def in_proportion(n: int, weights: Sequence[float]) -> list[int]:
     """``n`` layers, as whole numbers in the proportion of the weights, each off by less than one."""
-    ends = list(accumulate(weights))
+    exponent = frexp(max(weights, default=0))[1]  # without it sums of the largest would be infinite
+    ends = list(accumulate(ldexp(weight, -exponent) for weight in weights))
     if not any(ends):
         return [n if i == len(ends) - 1 else 0 for i in range(len(ends))]
     rounded = [0, *(floor(n * end / ends[-1] + 0.5) for end in ends)]

@@ -106,7 +106,6 @@ class CUDAOps(Backend):
         self._compiles_ahead = compiles_ahead
         self._tile_rows = tuple(tile_rows)
         self._loader = WeightLoader(driver, device, chunk_bytes)
-        self._stream = driver.stream(device)
         self._recording: Recording | None = None
 
     # -- Loading ---------------------------------------------------------------------------------------------------
@@ -133,10 +132,10 @@ class CUDAOps(Backend):
 
     def new_cache(self, shape: CacheShape, n_pages: int) -> CUDACache:
         layout = CacheLayout(shape, n_pages)
-        memory = self.driver.allocate(self.device, max(1, layout.n_bytes))
-        self.driver.fill(memory, 0, self._stream)
-        self.driver.synchronize(self._stream)
-        return CUDACache(memory, layout, self.driver, self._stream)
+        memory, stream = self.driver.allocate(self.device, max(1, layout.n_bytes)), self.driver.stream(self.device)
+        self.driver.fill(memory, 0, stream)
+        self.driver.synchronize(stream)
+        return CUDACache(memory, layout, self.driver, stream)
 
     def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
         return CacheLayout(shape, n_pages).n_bytes

@@ -112,7 +112,7 @@ class Program:
         self._staging: NDArray[np.uint8] | None = None
         self._choosers: dict[int, _Chooser] = {}
         # Whoever lets go of the program does not know what is under way: memory is given back after it.
-        kept = (recording.memory, recording.operands, self._host_memory, keep)
+        kept = (recording.memory, recording.operands, self._host_memory, self._choosers, keep)
         weakref.finalize(self, _settle, self.driver, self.stream, self._readers, kept).atexit = False
 
     def _event(self) -> Event:
@@ -373,12 +373,13 @@ class _Chooser:
     """The choice of the ``k`` best of a program's logits, on the device."""
 
     def __init__(self, program: Program, k: int) -> None:
-        recording, logits = program.recording, program.rows
-        n = recording.max_outputs
+        driver, device, n = program.driver, program.recording.device, program.recording.max_outputs
         self._k = k
-        self._best = recording.new(8 * n * k)  # ids, and behind those of a batch their logits
-        self._parts = recording.new(8 * n * k * -(-logits.width // SORTED)) if k > 1 else None
-        self._host = program._pinned(8 * n * k)
+        # Its own, not the recording's: if there is no room for all of it, none of it shall stay.
+        self._best = driver.allocate(device, 8 * n * k)  # ids, and behind those of a batch their logits
+        self._parts = driver.allocate(device, 8 * n * k * -(-program.rows.width // SORTED)) if k > 1 else None
+        self._host = driver.pinned(8 * n * k)
+        driver.fill(self._best, 0, program.stream)
 
     def choose(self, program: Program, extent: Extent, n: int) -> Best:
         """Of the first ``n`` rows of the program's result, of a batch of that extent."""

@@ -286,7 +286,10 @@ class DeviceBatch:
 
 @dataclass(frozen=True, eq=False)
 class CUDACache:
-    """Keys and values in one allocation; `localllm.kernels.cuda.cache` draws it."""
+    """Keys and values in one allocation; `localllm.kernels.cuda.cache` draws it.
+
+    All that reads and writes them goes into ``stream``: programs may return before they have computed.
+    """
 
     memory: DeviceMemory
     layout: CacheLayout
@@ -352,7 +355,7 @@ class Recording:
         tile_rows: tuple[int, ...] = TILE_ROWS,
     ) -> None:
         self.driver, self.device, self.cache = driver, device, cache
-        self.stream = driver.stream(device)
+        self.stream = cache.stream
         self.max_tokens, self.max_outputs = max_tokens, max_outputs
         self.tile_rows = tile_rows
         self.operations: list[Operation] = []

@@ -60,6 +60,9 @@ def test_with_devices(machine: Machine) -> None:
     assert names("cpu") == ["cpu"]
     with pytest.raises(DeviceError, match="there is no CUDA device 3: there are 3, 0 to 2"):
         open_devices("cuda:3")
+    for name in ("cuda:", "cuda:-1", "CUDA", "cuda:0,", "cuda:" + 5000 * "9", "cuda:\N{ARABIC-INDIC DIGIT ONE}"):
+        with pytest.raises(DeviceError, match=r"there is no device '(cuda|CUDA)"):
+            open_devices(name)
 
 
 def test_a_driver_that_does_not_work_is_spoken_of(machine: Machine, tmp_path: Path) -> None:

@@ -243,13 +243,38 @@ def test_memory_that_runs_out_while_generating(gpus: Callable[..., Any], path: P
         assert len(llm.generate(PROMPT, max_tokens=2, top_k=200, ignore_eos=True).ids) == 2
 
 
-def test_host_memory_that_cannot_be_locked(gpus: Callable[..., Any], path: Path) -> None:
+def test_a_choice_without_room_keeps_nothing(
+    gpus: Callable[..., Any], path: Path, no_collector: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it is tried."""
     driver = gpus(KernellessDriver(memory=ROOMY))
 
-    def refuse(n_bytes: int) -> Any:
-        raise NotEnoughMemoryError(f"the system has no {n_bytes:,} bytes of host memory to lock")
+    def fails(llm: localllm.LLM) -> None:
+        with pytest.raises(NotEnoughMemoryError):
+            llm.generate(PROMPT, max_tokens=1, top_k=200)
 
-    driver.pinned = refuse
+    with load(path) as llm:
+        before = driver.memory_info(0).free
+        for number in (1, 2):
+            driver.memories.fail_allocation = number
+            fails(llm)
+            assert driver.memory_info(0).free == before
+        with monkeypatch.context() as changed:
+            changed.setattr(driver, "pinned", refuse_to_lock)
+            fails(llm)
+        assert driver.memory_info(0).free == before
+        llm.generate(PROMPT, max_tokens=1, top_k=200)
+        assert driver.memory_info(0).free < before
+    assert driver.memory_info(0).free == ROOMY
+
+
+def refuse_to_lock(n_bytes: int) -> Any:
+    raise NotEnoughMemoryError(f"the system has no {n_bytes:,} bytes of host memory to lock")
+
+
+def test_host_memory_that_cannot_be_locked(gpus: Callable[..., Any], path: Path) -> None:
+    driver = gpus(KernellessDriver(memory=ROOMY))
+    driver.pinned = refuse_to_lock
     with pytest.raises(NotEnoughMemoryError, match="bytes of host memory to lock"):
         load(path)
     assert driver.memory_info(0).free == ROOMY

@@ -120,6 +120,8 @@ def test_proportions() -> None:
     assert in_proportion(22, [1, 1, 1]) == [7, 8, 7]
     assert in_proportion(3, [0, 1, 0]) == [0, 3, 0]
     assert in_proportion(3, [0, 0]) == [0, 3]
+    assert in_proportion(4, [1e308, 1e308]) == [2, 2]
+    assert in_proportion(4, [5e-324, 1e308, 0]) == [0, 4, 0]
     assert in_proportion(0, [1, 2]) == [0, 0]
     assert in_proportion(5, []) == []
 

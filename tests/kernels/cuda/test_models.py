@@ -185,6 +185,24 @@ def test_a_mixture_split_over_devices_gives_the_same_bits(tmp_path: Path) -> Non
     assert_same(conversation(Runner(path, SplitOps(parts, micro_batch=32), 8)), expected)
 
 
+@pytest.mark.parametrize("outputs", [[59], []], ids=["with logits", "without"])
+def test_a_page_is_copied_behind_the_step_that_fills_it(
+    outputs: list[int], on_one_device: tuple[Path, list[np.ndarray]]
+) -> None:
+    """Nobody waits for micro-batches without logits: they are under way still."""
+    path, _ = on_one_device
+
+    def next_logits(driver: EmulatedDriver, outputs: list[int], page: int) -> np.ndarray:
+        runner = Runner(path, SplitOps([(emulated_cuda(driver, i), n) for i, n in ((0, 1), (1, 2))], micro_batch=32))
+        runner.run((IDS[:60], 0, [0]), outputs=outputs)
+        if page:
+            runner.cache.copy_page(0, page)
+        return runner.run((IDS[60:61], 60, [page]))
+
+    expected = next_logits(EmulatedDriver(2, order="eager"), [59], 0)
+    np.testing.assert_array_equal(next_logits(EmulatedDriver(2, order="lazy"), outputs, 3), expected)
+
+
 def test_half_of_the_layers_on_the_cpu(make: Callable[[], CUDAOps], load: Callable[..., LLM], tmp_path: Path) -> None:
     path = small(tmp_path, num_hidden_layers=4)
     llm = load(path, make(), n_gpu_layers=2)
