@@ -81,9 +81,11 @@ def test_esc_stops_and_keeps_what_was_said() -> None:
             await chat.say("count")
             steps.allow(2)
             await chat.sees("one two")
+            await chat.sees("writing · ")
             await chat.press("escape")
             await chat.rest()
             assert "stopped · c continues" in chat.screen
+            assert "writing" not in chat.screen
             (_, reply) = chat.app._chat.session.conversation.path()
             assert reply.state == "stopped"
             assert reply.text == "one two"

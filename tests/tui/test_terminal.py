@@ -95,6 +95,7 @@ def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
     terminal.sees("Editing your message")
     terminal.press("!", "Enter")
     terminal.sees("‹ 2/2 ›", "another one!")
+    terminal.until(lambda screen: not any(word in screen for word in ("waiting for", "writing")), "the whole reply")
     terminal.press("/branch 1", "Enter")
     terminal.sees("‹ 1/2 ›")
     terminal.press("/branch next", "Enter")

@@ -55,6 +55,7 @@ class Follower:
     async def follow(self, turn: Turn) -> Outcome:
         """Shows a turn to its end."""
         pause = PERIOD
+        self._status.change(activity="waiting for the model", progress=None)
         while True:
             before = time.monotonic()
             await asyncio.sleep(pause)
@@ -82,7 +83,7 @@ class Follower:
 
     async def _handle(self, event: Event) -> None:
         if isinstance(event, Delta):
-            self._status.change(activity="", progress=None)
+            self._status.change(activity="thinking" if event.thinking else "writing", progress=None)
             if self._view is not None:
                 await self._view.write(event.text, thinking=event.thinking)
         elif isinstance(event, Prefill):
