@@ -40,6 +40,12 @@ void Stacks::reserve(size_t count) {
   for (size_t i = 0; i < count; i++) mprotect(memory_ + i * SIZE, PAGE, PROT_NONE);
 }
 
+void Stacks::release_beyond(size_t most) {
+  if (count_ <= most) return;
+  munmap(memory_, count_ * SIZE);
+  memory_ = nullptr, count_ = 0;
+}
+
 void* Stacks::prepare(size_t index, void (*entry)()) {
   // As at a function's first instruction: 8 bytes off a multiple of 16.  Tops are staggered by a cache line or so, or those of
   // all threads would fall into the same cache sets.

@@ -16,6 +16,8 @@ class Stacks {
   static constexpr size_t PAGE = 4096, SIZE = 65 * PAGE;
   // Makes room for at least `count` stacks, each with a page below it that traps.
   void reserve(size_t count);
+  // Gives them back if they are more than `most`: each is two mappings, of which a process has 65,530, and modules stay.
+  void release_beyond(size_t most);
   // A fresh stack that starts `entry` when it is first switched to; `entry` must never return.
   void* prepare(size_t index, void (*entry)());
   bool contains(size_t index, const void* address, size_t n_bytes) const;

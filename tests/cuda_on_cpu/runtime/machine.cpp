@@ -49,6 +49,7 @@ static Barrier barriers[N_BARRIERS];
 static u32 barrier_results[1024][3];
 static int n_threads, n_done;
 static Stacks stacks;
+static constexpr size_t MOST_STACKS = 64;  // that a module keeps from launch to launch
 static void* scheduler_stack;
 static bool failed, gave_way;
 static char error_text[2048];
@@ -457,6 +458,7 @@ EXPORT int run_launch(const Launch* wanted) {
   }
   if (launch.checking) check::end_launch();
   current = nullptr;
+  stacks.release_beyond(MOST_STACKS);
   return failed;
 }
 
