@@ -244,6 +244,24 @@ def test_a_store_that_fails_is_told_and_the_chat_goes_on(monkeypatch: pytest.Mon
     run(test())
 
 
+def test_what_is_sent_while_a_reply_ends_waits_for_its_end() -> None:
+    async def test() -> None:
+        model = AppModel(["one two", "three"], gate=(steps := Steps()))
+        async with chatting(setup(model)) as chat:
+            await chat.say("first")
+            steps.allow(1)
+            await chat.sees("one")
+            await chat.type("second")
+            await chat.press("escape", "enter")
+            steps.set()
+            await chat.until(lambda: len(chat.app._chat.session.conversation) == 4)
+            await chat.rest()
+            assert "three" in chat.screen
+            assert chat.notices == []
+
+    run(test())
+
+
 def test_what_there_is_to_tell_at_first_is_told(tmp_path: Path) -> None:
     async def test() -> None:
         path = tmp_path / "chats.sqlite3"

@@ -17,7 +17,7 @@ from tests.helpers.data import ROOT
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux")
 
 #: Seconds that something may take: kernels may have to be compiled first.
-LIMIT = 90.0
+LIMIT = 120.0
 
 
 class Terminal:
@@ -26,6 +26,7 @@ class Terminal:
     def __init__(self, folder: Path) -> None:
         self._socket = str(folder / "tmux")
         self._folder = folder
+        self._runs = False
 
     def tmux(self, *arguments: str) -> str:
         done = subprocess.run(
@@ -42,7 +43,12 @@ class Terminal:
         )
         given = [f"{name}={value}" for name, value in variables.items() if not name.startswith("TMUX")]
         line = shlex.join(["env", "-i", *given, *command(*arguments)])
-        self.tmux("new-session", "-d", "-x", "90", "-y", "30", "-c", str(ROOT), f"{line}; echo ended with $?; cat")
+        line = f"{line}; echo ended with $?; cat"
+        if self._runs:
+            self.tmux("respawn-pane", "-k", "-c", str(ROOT), line)
+        else:
+            self.tmux("new-session", "-d", "-x", "90", "-y", "30", "-c", str(ROOT), line)
+        self._runs = True
 
     def screen(self) -> str:
         return self.tmux("capture-pane", "-p")
@@ -74,11 +80,12 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 
 def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
-    terminal.start("chat", "--temp", "0")
-    terminal.sees("localllm demo · cpu", "Type a message")
+    # Plain numpy writes slowly enough to be interrupted, on whatever machine.
+    terminal.start("chat", "--temp", "0", "--device", "reference")
+    terminal.sees("localllm demo · reference", "Type a message")
     # All at once, as a quick typist: what was typed is there before it is sent.
     terminal.press("Tell me a story about a cat and a dog", "Enter")
-    terminal.until(lambda screen: "tok/s" in screen and "· first after" in screen, "a reply")
+    terminal.until(lambda screen: "first after" in screen and "writing" not in screen, "a reply")
     terminal.press("C-Up")
     terminal.sees("y Copy")
     terminal.press("y")
@@ -87,7 +94,7 @@ def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
     terminal.until(lambda screen: "y Copy" not in screen, "the editor")
     # A long one, to be interrupted.
     terminal.press("Tell me a story about a boat, and another one, and another one", "Enter")
-    terminal.sees("boat")
+    terminal.sees("writing")
     terminal.press("Escape")
     # An edited question is a branch.
     terminal.sees("stopped · c continues")
@@ -103,7 +110,6 @@ def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
     terminal.press("C-q")
     terminal.sees("ended with 0")
     assert "Traceback" not in terminal.screen()
-    terminal.tmux("kill-session")
     terminal.start("chat", "--continue")
     terminal.sees("‹ 2/2 ›", "another one!", "localllm demo · cpu")
     terminal.press("C-c")

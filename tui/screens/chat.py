@@ -81,6 +81,7 @@ class ChatScreen(MessageActions, Screen[None]):
         self.composer = Composer(History(setup.history), self.suggestions)
         self.transcript = Transcript()
         self.status = StatusLine()
+        self._is_stopped = False
         self._ended = asyncio.Event()
         self._ended.set()
         self._sends_when_loaded = False
@@ -175,6 +176,7 @@ class ChatScreen(MessageActions, Screen[None]):
         if self.turn is not None:
             raise UsageError("a reply is under way: Esc stops it")
         self.turn = Turn(start, typed)
+        self._is_stopped = False
         self._ended.clear()
         self.refresh_bindings()
         self.app.spawn(self._run(self.session, self.turn), group="turn")
@@ -211,6 +213,7 @@ class ChatScreen(MessageActions, Screen[None]):
         if self.suggestions.display:
             self.suggestions.offer([])
         elif self.turn is not None:
+            self._is_stopped = True
             self.session.stop()
         elif self.replacing is not None:
             self.replacing = None
@@ -243,6 +246,9 @@ class ChatScreen(MessageActions, Screen[None]):
             self.run_command(text)
             return
         session = self.session
+        if self.is_ending:
+            self.app.spawn(self._submit_after_end(), group="submit")
+            return
         if self.turn is not None:
             raise UsageError("a reply is under way: Esc stops it")
         if session.model is None:
@@ -255,6 +261,15 @@ class ChatScreen(MessageActions, Screen[None]):
         self._remember(text)
         start = partial(session.send, typed) if replaced is None else partial(session.edit, replaced, typed)
         self.begin(start, typed=typed)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether a reply has ended, or was stopped, and is about to be drawn as it stays."""
+        return self.turn is not None and (self._is_stopped or not self.session.busy)
+
+    async def _submit_after_end(self) -> None:
+        await self._ended.wait()
+        self.composer.action_send()
 
     def _remember(self, text: str) -> None:
         self.composer.empty()
@@ -279,7 +294,7 @@ class ChatScreen(MessageActions, Screen[None]):
         if not choices and file_word(line) is not None:
             choices = await self.app.offload(file_choices, line)
         if line == self.composer.line_to_cursor:
-            self.suggestions.offer(choices)
+            self.suggestions.offer(choices, line)
         await self._tell_size(line)
 
     async def _tell_size(self, line: str) -> None:
@@ -305,7 +320,12 @@ class ChatScreen(MessageActions, Screen[None]):
 
     def run_command(self, text: str) -> None:
         """Runs a command as it is typed, with its slash."""
-        self.app.spawn(self.commands.run(text), group="command")
+        self.app.spawn(self._run_command(text), group="command")
+
+    async def _run_command(self, text: str) -> None:
+        if self.is_ending:
+            await self._ended.wait()
+        await self.commands.run(text)
 
     def action_command(self, name: str) -> None:
         self.run_command(f"/{name}")

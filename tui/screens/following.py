@@ -29,6 +29,8 @@ from localllm.tui.widgets.transcript import Transcript
 PERIOD = 1 / 20
 #: Where drawing takes long, this many times as long is left to keys and all else.
 _REST = 3.0
+#: Seconds between two looks, at most.
+_LONGEST = 0.25
 #: Tokens of a prompt below which its progress is not worth a word.
 _SHORT_PROMPT = 64
 
@@ -61,7 +63,7 @@ class Follower:
             await asyncio.sleep(pause)
             # What the loop is late by it was drawing, or reading keys.
             late = max(0.0, time.monotonic() - before - pause)
-            pause = PERIOD + _REST * late
+            pause = min(PERIOD + _REST * late, _LONGEST)
             for event in turn.inbox.take():
                 if isinstance(event, Ended):
                     await self._finish()

@@ -96,7 +96,7 @@ class Composer(TextArea):
         self.insert(self.pastes.fold(event.text.replace("\r\n", "\n").replace("\r", "\n")))
 
     def action_send(self) -> None:
-        chosen = self.suggestions.chosen
+        chosen = self.suggestions.chosen(self.line_to_cursor)
         if chosen is not None and self._word(chosen) != chosen.text.rstrip():
             self.complete(chosen)
         elif self.line_to_cursor.endswith("\\"):  # for terminals that know Enter alone
@@ -125,7 +125,7 @@ class Composer(TextArea):
             self.put(text)
 
     def action_complete(self) -> None:
-        if (chosen := self.suggestions.chosen) is not None:
+        if (chosen := self.suggestions.chosen(self.line_to_cursor)) is not None:
             self.complete(chosen)
         else:
             self.screen.focus_next()

@@ -18,10 +18,12 @@ class Suggestions(OptionList, can_focus=False):
     def __init__(self) -> None:
         super().__init__()
         self.choices: list[Choice] = []
+        self._line = ""
         self.display = False
 
-    def offer(self, choices: Sequence[Choice]) -> None:
-        """Shows choices; none hides the list."""
+    def offer(self, choices: Sequence[Choice], line: str = "") -> None:
+        """Shows choices for a line; none hides the list."""
+        self._line = line
         if list(choices) == self.choices:
             return
         self.choices = list(choices)
@@ -32,10 +34,10 @@ class Suggestions(OptionList, can_focus=False):
         if self.choices:
             self.highlighted = 0
 
-    @property
-    def chosen(self) -> Choice | None:
-        """The choice that is highlighted; None while the list is hidden."""
-        return self.choices[self.highlighted] if self.display and self.highlighted is not None else None
+    def chosen(self, line: str) -> Choice | None:
+        """The choice that is highlighted; None while the list is hidden, or was made for another line than this."""
+        fits = self.display and line == self._line
+        return self.choices[self.highlighted] if fits and self.highlighted is not None else None
 
     def move(self, by: int) -> None:
         """Highlights another one; after the last one comes the first."""
