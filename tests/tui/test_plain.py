@@ -242,7 +242,10 @@ def _until(descriptor: int, end: bytes) -> bytes:
     """Reads what a terminal shows till something is there."""
     data = b""
     while end not in data:
-        data += os.read(descriptor, 4096)
+        try:
+            data += os.read(descriptor, 4096)
+        except OSError:  # whoever wrote to it has ended
+            pytest.fail(f"there never was {end!r} behind {data[-2000:]!r}")
     return data
 
 
