@@ -1,8 +1,8 @@
 """The operations a model is made of.
 
 A model's forward pass is written once, over the `Ops` protocol, and every backend (plain numpy in
-`reference.py`, CPU kernels in `cpu/`, GPU kernels in `cuda/`) runs it.  The operations are coarse: a decode step of one layer costs at
-most about eight of them.  Shapes in the docstrings use
+`reference.py`, CPU kernels in `cpu/`, GPU kernels in `cuda/`) runs it.  The operations
+are coarse: a decode step of one layer costs at most about eight of them.  Shapes in the docstrings use
 
     T  tokens in the batch          S  sequences in the batch       N  rows whose logits are wanted
     d  hidden width                 H  query heads                  G  key/value heads (H is a multiple of G)
