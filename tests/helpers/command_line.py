@@ -56,8 +56,12 @@ def command(*arguments: object) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The environment for a process of its own; ``PYTHONWARNINGS`` and the like are not handed on."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LOCALLLM_"))}
+    """The environment for a process of its own; ``PYTHONWARNINGS`` and the like are not handed on.
+
+    Nor is a terminal's size: GNU readline writes one into the environment, and a terminal of the test's has its own.
+    """
+    left_out = ("PYTHON", "LOCALLLM_", "COLUMNS", "LINES")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     handed_on = {name: os.environ.get(name, "") for name in ("LOCALLLM_CACHE", "LOCALLLM_CONFIG")}
     return {**kept, **handed_on, **changes}
 

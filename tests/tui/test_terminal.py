@@ -85,7 +85,7 @@ def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
     terminal.sees("localllm demo · reference", "Type a message")
     # All at once, as a quick typist: what was typed is there before it is sent.
     terminal.press("Tell me a story about a cat and a dog", "Enter")
-    terminal.until(lambda screen: "first after" in screen and "writing" not in screen, "a reply")
+    terminal.until(lambda screen: "tok/s" in screen and "writing" not in screen, "a reply")
     terminal.press("C-Up")
     terminal.sees("y Copy")
     terminal.press("y")
