@@ -14,6 +14,9 @@ typedef unsigned long long uint64_t;
 constexpr int WARP = 32;
 constexpr uint32_t FULL_MASK = 0xffffffffu;
 
+// Of what is rounded to eight bits, as kernels/ops.py has them: the largest code, and a magnitude that counts as 0.
+constexpr float LARGEST_CODE = 127.0f, NEGLIGIBLE = 1e-36f;
+
 DEVICE float half_to_float(uint16_t bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));

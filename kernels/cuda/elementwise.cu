@@ -14,16 +14,6 @@
 #define ROW_THREADS 512
 #define ROW_WARPS (ROW_THREADS / WARP)
 
-// Columns column ... column + 3 of a row, with zeros from n on.
-DEVICE float4 load_four(const float* row, int column, int n) {
-  if (column >= n) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  float4 v = *(const float4*)(row + column);
-  if (column + 1 >= n) v.y = 0.0f;
-  if (column + 2 >= n) v.z = 0.0f;
-  if (column + 3 >= n) v.w = 0.0f;
-  return v;
-}
-
 // -- RMS norm ---------------------------------------------------------------------------------------------------------
 
 // 1 / sqrt(mean of the row's squares + eps), in all threads of a block.  Each thread adds up its columns, a warp its

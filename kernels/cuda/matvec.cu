@@ -179,9 +179,9 @@ DEVICE void add_chunks(const Matrix& matrix, int group, const ChunkSums<N>& sums
 
 // y = x W^T (+ bias) (+ residual) for up to three matrices W.
 //
-// units, scales: activations (activations.cuh), laid out for n_rows, a multiple of TOKENS; ROWS is that, or 0.  n_tokens: how many there are.
-// n_tiles: tiles along a row of weights.  A warp a chunk of columns; grid (TOKENS tokens each, groups of
-// rows of all matrices): blocks that read the same weights run together.
+// units, scales: activations (activations.cuh), laid out for n_rows, a multiple of TOKENS; ROWS is that, or 0.
+// n_tokens: how many there are.  n_tiles: tiles along a row of weights.  A warp a chunk of columns; grid (TOKENS tokens
+// each, groups of rows of all matrices): blocks that read the same weights run together.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     matvec(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
            const int* __restrict__ n_tokens, int n_tiles, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),

@@ -1,16 +1,6 @@
 // Rows of float32 to the units of activations.cuh, for weights of FORMAT.
 #include "activations.cuh"
 
-// Columns 4 i ... 4 i + 3 of a row whose address is a multiple of 16 bytes; zeros beyond n_in.
-DEVICE float4 load_columns(const float* row, int column, int n_in) {
-  if (column >= n_in) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  float4 v = *(const float4*)(row + column);
-  if (column + 1 >= n_in) v.y = 0.0f;
-  if (column + 2 >= n_in) v.z = 0.0f;
-  if (column + 3 >= n_in) v.w = 0.0f;
-  return v;
-}
-
 // A power of two with which a row's values are at most 2^15, and so is what is left of them in f16; 1 where the largest
 // is no finite number, or nothing.
 DEVICE float power_for_half(int largest_bits) {
@@ -26,7 +16,7 @@ DEVICE int largest_of_row(const float* row, int n_in) {
   __syncthreads();
   int mine = 0;
   for (int column = 4 * threadIdx.x; column < n_in; column += 4 * blockDim.x)
-    mine = max(mine, largest_magnitude(load_columns(row, column, n_in)));
+    mine = max(mine, largest_magnitude(load_four(row, column, n_in)));
   atomicMax(&largest, mine);
   __syncthreads();
   return largest;
@@ -53,7 +43,7 @@ DEVICE void quantise_row(const float* row, int n_there, int n_in, void* units, v
     if (threadIdx.x == 0) ((float*)scales)[index] = 1.0f / power;
   }
   for (int column = 4 * threadIdx.x; column < n_columns; column += 4 * blockDim.x) {
-    float4 v = load_columns(row, column, n_there);
+    float4 v = load_four(row, column, n_there);
     if constexpr (IS_FLOAT<F>) {
       v = make_float4(v.x * power, v.y * power, v.z * power, v.w * power);
       store_floats<F>(v, units, column, index, n_rows);
