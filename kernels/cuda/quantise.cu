@@ -55,15 +55,15 @@ DEVICE void quantise_row(const float* row, int n_there, int n_in, void* units, v
 
 // x: float32 rows of `stride` values, a multiple of 4.  n_tokens: how many rows there are.
 // units, scales: laid out for n_rows, those that are not there of zeros.  One block a row.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(1024)
     quantise(const float* __restrict__ x, int stride, int n_in, const int* __restrict__ n_tokens,
              void* __restrict__ units, void* __restrict__ scales, int n_rows) {
-  const int row = blockIdx.x, n_there = row < *n_tokens ? n_in : 0;
+  const int row = blockIdx.x, n_there = is_beyond(row, n_tokens) ? 0 : n_in;
   quantise_row<FORMAT>(x + (int64_t)row * stride, n_there, n_in, units, scales, row, n_rows);
 }
 
 // The same of rows rows[i] of x, or of none where that is -1.  n_there: how many rows there are, and i may be.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(1024)
     quantise_gathered(const float* __restrict__ x, int stride, int n_in, const int* __restrict__ n_there,
                       const int* __restrict__ rows, void* __restrict__ units, void* __restrict__ scales, int n_rows) {
   if (blockIdx.x >= *n_there) return;
