@@ -17,8 +17,15 @@
 #pragma once
 #include "formats.cuh"
 
-// As kernels/ops.py has them.
-constexpr float LARGEST_CODE = 127.0f, NEGLIGIBLE = 1e-36f;
+// Columns column ... column + 3 of a row whose address is a multiple of 16 bytes; zeros from n on.
+DEVICE float4 load_four(const float* row, int column, int n) {
+  if (column >= n) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  float4 v = *(const float4*)(row + column);
+  if (column + 1 >= n) v.y = 0.0f;
+  if (column + 2 >= n) v.z = 0.0f;
+  if (column + 3 >= n) v.w = 0.0f;
+  return v;
+}
 
 // The largest of the eight lanes that share lane / 8; the bits of magnitudes are ordered as they are, with NaN last.
 DEVICE int largest_of_8_lanes(int bits) {

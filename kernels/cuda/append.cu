@@ -13,7 +13,7 @@
 #define HEADS_PER_BLOCK 4
 
 // As kernels/ops.py has them.
-constexpr float LARGEST_HALF = 65504.0f, LARGEST_CODE = 127.0f, LARGEST_SCALED = 127.0f * 65504.0f, NEGLIGIBLE = 1e-36f;
+constexpr float LARGEST_HALF = 65504.0f, LARGEST_SCALED = LARGEST_CODE * LARGEST_HALF;
 
 // The nearest of the range; a NaN stays one.
 DEVICE float clamp(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }

@@ -1,4 +1,4 @@
-// What attention.cu is written in beside mma.cuh, and for sm_75, which has no asynchronous copies, instead of it.
+// What attention.cu is written in beside mma.cuh.
 #pragma once
 #include "batch.cuh"
 #include "mma.cuh"
@@ -49,30 +49,6 @@ DEVICE float tanh_of(float x) {
   p = fmaf(p, square, -3.33332819422e-1f);
   const float far = 1.0f - 2.0f * reciprocal(exp2_of(2.8853900817779268f * x) + 1.0f);
   return fabsf(x) < 0.625f ? fmaf(p * square, x, x) : far;
-}
-
-#if __CUDA_ARCH__ < 800
-DEVICE uint32_t shared_address(const void* place) { return (uint32_t)__cvta_generic_to_shared(place); }
-
-DEVICE void load_matrices(uint32_t (&words)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
-
-DEVICE void commit_copies() {}
-
-template <int N>
-DEVICE void wait_for_copies() {}
-#endif
-
-// As load_matrices, each matrix of 8 x 8 halves transposed: rows 2 t and 2 t + 1 of column g.
-DEVICE void load_transposed(uint32_t (&words)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(shared_address(row))
-               : "memory");
 }
 
 // Copies 16 bytes of global memory, or 16 zeros where they are not wanted.

@@ -14,6 +14,16 @@ typedef unsigned long long uint64_t;
 constexpr int WARP = 32;
 constexpr uint32_t FULL_MASK = 0xffffffffu;
 
+// Of what is rounded to eight bits, as kernels/ops.py has them: the largest code, and a magnitude that counts as 0.
+constexpr float LARGEST_CODE = 127.0f, NEGLIGIBLE = 1e-36f;
+
+// Asks for what lies there to be in the first cache when it is read.
+DEVICE void prefetch(const void* place) { asm volatile("prefetch.global.L1 [%0];" ::"l"(place)); }
+
+// Whether a row is none of the batch's, whose number lies in memory.  The first does not wait for the number: where not
+// even that is there, what becomes of its memory does not matter.
+DEVICE bool is_beyond(int row, const int* n_rows) { return row > 0 && row >= *n_rows; }
+
 DEVICE float half_to_float(uint16_t bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));

@@ -14,24 +14,15 @@
 #define ROW_THREADS 512
 #define ROW_WARPS (ROW_THREADS / WARP)
 
-// Columns column ... column + 3 of a row, with zeros from n on.
-DEVICE float4 load_four(const float* row, int column, int n) {
-  if (column >= n) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  float4 v = *(const float4*)(row + column);
-  if (column + 1 >= n) v.y = 0.0f;
-  if (column + 2 >= n) v.z = 0.0f;
-  if (column + 3 >= n) v.w = 0.0f;
-  return v;
-}
-
 // -- RMS norm ---------------------------------------------------------------------------------------------------------
 
 // 1 / sqrt(mean of the row's squares + eps), in all threads of a block.  Each thread adds up its columns, a warp its
-// lanes, the block its warps, always in the same order.
-DEVICE float scale_of_row(const float* row, int n, float eps) {
+// lanes, the block its warps, always in the same order.  The weight comes meanwhile: no cache has it since the last token.
+DEVICE float scale_of_row(const float* row, const float* weight, int n, float eps) {
   __shared__ float parts[ROW_WARPS];
   float squares = 0.0f;
   for (int column = 4 * threadIdx.x; column < n; column += 4 * ROW_THREADS) {
+    if (threadIdx.x % 8 == 0) prefetch(weight + column);  // 128 bytes
     const float4 v = load_four(row, column, n);
     squares = fmaf(v.x, v.x, squares);
     squares = fmaf(v.y, v.y, squares);
@@ -56,9 +47,9 @@ DEVICE float4 normed(const float* row, const float* weight, int column, int n, f
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     rms_norm(const int* __restrict__ header, const float* __restrict__ x, int stride, int n,
              const float* __restrict__ weight, float eps, float* __restrict__ y, int y_stride) {
-  if (blockIdx.x >= header[N_TOKENS]) return;
+  if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
   const float* row = x + (size_t)blockIdx.x * stride;
-  const float scale = scale_of_row(row, n, eps);
+  const float scale = scale_of_row(row, weight, n, eps);
   for (int column = 4 * threadIdx.x; column < n; column += 4 * ROW_THREADS)
     *(float4*)(y + (size_t)blockIdx.x * y_stride + column) = normed(row, weight, column, n, scale);
 }
@@ -68,9 +59,9 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     rms_norm_quantised(const int* __restrict__ header, const float* __restrict__ x, int stride, int n,
                        const float* __restrict__ weight, float eps, int8_t* __restrict__ units,
                        float2* __restrict__ scales, int n_rows) {
-  if (blockIdx.x >= header[N_TOKENS]) return;
+  if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
   const float* row = x + (size_t)blockIdx.x * stride;
-  const float scale = scale_of_row(row, n, eps);
+  const float scale = scale_of_row(row, weight, n, eps);
   for (int run = threadIdx.x / WARP; RUN * run < n; run += ROW_WARPS) {
     const float4 v = normed(row, weight, RUN * run + threadIdx.x % WARP * 4, n, scale);
     store_codes(v, units, scales, run, blockIdx.x, n_rows);
@@ -107,14 +98,14 @@ DEVICE float4 gated(const float* gate, const float* up, size_t row, int column, 
       name(const int* __restrict__ header, const float* __restrict__ gate, const float* __restrict__ up, int stride,   \
            int n, float* __restrict__ y, int y_stride) {                                                               \
     const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);                         \
-    if (row >= header[N_TOKENS] || column >= n) return;                                                                \
+    if (is_beyond(row, header + N_TOKENS) || column >= n) return;                                                      \
     *(float4*)(y + (size_t)row * y_stride + column) = gated<Activation>(gate, up, (size_t)row * stride, column, n);    \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)                                                      \
       name##_quantised(const int* __restrict__ header, const float* __restrict__ gate, const float* __restrict__ up,   \
                        int stride, int n, int8_t* __restrict__ units, float2* __restrict__ scales, int n_rows) {       \
     const int row = blockIdx.y, run = blockIdx.x * GATE_WARPS + threadIdx.x / WARP;                                    \
-    if (row >= header[N_TOKENS] || RUN * run >= n) return;                                                             \
+    if (is_beyond(row, header + N_TOKENS) || RUN * run >= n) return;                                                   \
     const int column = RUN * run + threadIdx.x % WARP * 4;                                                             \
     const float4 v = gated<Activation>(gate, up, (size_t)row * stride, column, n);                                     \
     store_codes(v, units, scales, run, row, n_rows);                                                                   \

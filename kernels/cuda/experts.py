@@ -123,7 +123,7 @@ class Gather:
     inputs: Inputs
 
     def calls(self, extent: Extent) -> Iterator[Call]:
-        launch = matmul.quantise_launch(self.format, extent.n_places)
+        launch = matmul.quantise_launch(self.format, self.x.width, extent.n_places)
         x = self.x.memory, np.int32(self.x.stride), np.int32(self.x.width)
         counted = self.chosen.recording.batch.header_at(N_PLACES), self.chosen.rows
         to = self.inputs.units, self.inputs.scales, np.int32(extent.n_places)

@@ -147,8 +147,8 @@ DEVICE void multiply(const Matrix& matrix, const Sources& from, int n_chunks) {
 
 // y = x W^T (+ bias) (+ residual).
 //
-// units, scales: activations (activations.cuh), laid out for n_rows, a multiple of 8, of which n_tokens are there.  n_tiles: tiles along
-// a row of weights, in n_chunks chunks.  Grid (TOKENS tokens each, 4 groups of rows each); dynamic shared memory:
+// units, scales: activations (activations.cuh), laid out for n_rows, a multiple of 8, of which n_tokens are there.
+// n_tiles: tiles along a row of weights, in n_chunks chunks.  Grid (TOKENS tokens each, 4 groups of rows each); dynamic shared memory:
 // STAGES stages.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     matmul(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import KernelError
-from localllm.kernels.cuda.driver import DeviceMemory
+from localllm.kernels.cuda.driver import MAX_BLOCK_THREADS, DeviceMemory
 from localllm.quant.iquants import IQ4_VALUES
 from localllm.quant.lut import KernelType, LUTType, block_size
 from localllm.quant.packing import LAYOUTS
@@ -53,7 +53,7 @@ _FEW_EXPERTS_SPILL = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K
 _BOUNDS: dict[tuple[int | str, int], int | str] = {("Q5_0", 4): "512,1", ("Q8_0", 1): 640, ("LUT_32", 2): 640}
 
 _WARP = 32
-_PACK_WARPS, _ROW_THREADS, _MATMUL_THREADS = 4, 256, 256
+_PACK_WARPS, _EMBED_THREADS, _MATMUL_THREADS = 4, 256, 256
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 
 
@@ -215,12 +215,13 @@ def pack_launch(format: PackedFormat, n_rows: int, n_in: int) -> Launch:
     return Launch("pack", format.defines, (blocks, n_groups(n_rows)), (_PACK_WARPS * _WARP,))
 
 
-def quantise_launch(format: PackedFormat, n_rows: int) -> Launch:
-    """`quantise` of activations that are laid out for ``n_rows``.
+def quantise_launch(format: PackedFormat, n_in: int, n_rows: int) -> Launch:
+    """`quantise` of activations of ``n_in`` columns, laid out for ``n_rows``: a warp takes 128 columns at once.
 
     Arguments: x, int32 stride (a multiple of 4), int32 n_in, n_tokens (int32 in memory), units, scales, int32 n_rows.
     """
-    return Launch("quantise", _input_defines(format), (n_rows,), (_ROW_THREADS,))
+    threads = min(_WARP * -(-n_in // RUN), MAX_BLOCK_THREADS)
+    return Launch("quantise", _input_defines(format), (n_rows,), (threads,))
 
 
 def _input_defines(format: PackedFormat) -> dict[str, int | str]:
@@ -234,7 +235,7 @@ def embed_launch(format: PackedFormat, n_rows: int) -> Launch:
     Arguments: weights, int32 n_in, int32 tiles, ids (int32), n_tokens (int32 in memory), float32 scale, y, int32
     stride.
     """
-    return Launch("embed", format.defines, (n_rows,), (_ROW_THREADS,))
+    return Launch("embed", format.defines, (n_rows,), (_EMBED_THREADS,))
 
 
 def product_launch(

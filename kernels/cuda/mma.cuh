@@ -6,6 +6,33 @@
 #pragma once
 #include "common.cuh"
 
+DEVICE uint32_t shared_address(const void* place) { return (uint32_t)__cvta_generic_to_shared(place); }
+
+// Four matrices of 8 rows of 16 bytes; lane 8 i + j gives the address of row j of matrix i, and gets word t of row g of
+// each.
+DEVICE void load_matrices(uint32_t (&words)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// Two of them, whose addresses lanes 0 ... 15 give.
+DEVICE void load_matrices(uint32_t (&words)[2], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(words[0]), "=r"(words[1])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// As load_matrices, each matrix of 8 x 8 halves transposed: rows 2 t and 2 t + 1 of column g.
+DEVICE void load_transposed(uint32_t (&words)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
 #if __CUDA_ARCH__ >= 800
 
 // c + A [16, 32] times B [32, 8], of signed bytes.
@@ -37,25 +64,6 @@ DEVICE int4 mma_k16(uint32_t a0, uint32_t a1, uint32_t b, int c) {
 MMA_FLOATS(mma_f16, "f16")
 MMA_FLOATS(mma_bf16, "bf16")
 
-DEVICE uint32_t shared_address(const void* place) { return (uint32_t)__cvta_generic_to_shared(place); }
-
-// Four matrices of 8 rows of 16 bytes; lane 8 i + j gives the address of row j of matrix i, and gets word t of row g of
-// each.
-DEVICE void load_matrices(uint32_t (&words)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
-
-// Two of them, whose addresses lanes 0 ... 15 give.
-DEVICE void load_matrices(uint32_t (&words)[2], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(words[0]), "=r"(words[1])
-               : "r"(shared_address(row))
-               : "memory");
-}
-
 // Copies 16 bytes of global memory past the first cache.
 DEVICE void copy16_async(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
@@ -69,7 +77,8 @@ DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-#else  // sm_75 multiplies fragments of half as many columns, and has no bfloat16 or integer ones that we use
+// sm_75 multiplies fragments of half as many columns, has no bfloat16 or integer ones that we use, and copies at once.
+#else
 
 DEVICE void mma_k8(float (&acc)[4], uint32_t a0, uint32_t a1, uint32_t b) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
@@ -81,5 +90,10 @@ DEVICE void mma_f16(float (&acc)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   mma_k8(acc, a.x, a.y, b0);
   mma_k8(acc, a.z, a.w, b1);
 }
+
+DEVICE void commit_copies() {}
+
+template <int N>
+DEVICE void wait_for_copies() {}
 
 #endif

@@ -170,7 +170,7 @@ class Quantise:
         if not n:
             return
         n_rows = self.format.input_rows(n)
-        launch = matmul.quantise_launch(self.format, n_rows)
+        launch = matmul.quantise_launch(self.format, self.x.width, n_rows)
         counted = self.batch.header_at(self.x.slot)
         arguments = (*_row_arguments(self.x), counted, self.inputs.units, self.inputs.scales, np.int32(n_rows))
         yield Call("quantise", launch.kernel, launch.defines, launch.grid, launch.block, arguments)

@@ -1,16 +1,6 @@
 // Rows of float32 to the units of activations.cuh, for weights of FORMAT.
 #include "activations.cuh"
 
-// Columns 4 i ... 4 i + 3 of a row whose address is a multiple of 16 bytes; zeros beyond n_in.
-DEVICE float4 load_columns(const float* row, int column, int n_in) {
-  if (column >= n_in) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  float4 v = *(const float4*)(row + column);
-  if (column + 1 >= n_in) v.y = 0.0f;
-  if (column + 2 >= n_in) v.z = 0.0f;
-  if (column + 3 >= n_in) v.w = 0.0f;
-  return v;
-}
-
 // A power of two with which a row's values are at most 2^15, and so is what is left of them in f16; 1 where the largest
 // is no finite number, or nothing.
 DEVICE float power_for_half(int largest_bits) {
@@ -26,7 +16,7 @@ DEVICE int largest_of_row(const float* row, int n_in) {
   __syncthreads();
   int mine = 0;
   for (int column = 4 * threadIdx.x; column < n_in; column += 4 * blockDim.x)
-    mine = max(mine, largest_magnitude(load_columns(row, column, n_in)));
+    mine = max(mine, largest_magnitude(load_four(row, column, n_in)));
   atomicMax(&largest, mine);
   __syncthreads();
   return largest;
@@ -53,7 +43,7 @@ DEVICE void quantise_row(const float* row, int n_there, int n_in, void* units, v
     if (threadIdx.x == 0) ((float*)scales)[index] = 1.0f / power;
   }
   for (int column = 4 * threadIdx.x; column < n_columns; column += 4 * blockDim.x) {
-    float4 v = load_columns(row, column, n_there);
+    float4 v = load_four(row, column, n_there);
     if constexpr (IS_FLOAT<F>) {
       v = make_float4(v.x * power, v.y * power, v.z * power, v.w * power);
       store_floats<F>(v, units, column, index, n_rows);
@@ -65,15 +55,15 @@ DEVICE void quantise_row(const float* row, int n_there, int n_in, void* units, v
 
 // x: float32 rows of `stride` values, a multiple of 4.  n_tokens: how many rows there are.
 // units, scales: laid out for n_rows, those that are not there of zeros.  One block a row.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(1024)
     quantise(const float* __restrict__ x, int stride, int n_in, const int* __restrict__ n_tokens,
              void* __restrict__ units, void* __restrict__ scales, int n_rows) {
-  const int row = blockIdx.x, n_there = row < *n_tokens ? n_in : 0;
+  const int row = blockIdx.x, n_there = is_beyond(row, n_tokens) ? 0 : n_in;
   quantise_row<FORMAT>(x + (int64_t)row * stride, n_there, n_in, units, scales, row, n_rows);
 }
 
 // The same of rows rows[i] of x, or of none where that is -1.  n_there: how many rows there are, and i may be.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(1024)
     quantise_gathered(const float* __restrict__ x, int stride, int n_in, const int* __restrict__ n_there,
                       const int* __restrict__ rows, void* __restrict__ units, void* __restrict__ scales, int n_rows) {
   if (blockIdx.x >= *n_there) return;

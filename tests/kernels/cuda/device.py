@@ -93,7 +93,7 @@ def quantise(
     scales = device.empty(format.input_scale_bytes(x.shape[1], n_rows))
     sizes = np.int32(wide.shape[1]), np.int32(x.shape[1])
     device.run(
-        matmul.quantise_launch(format, n_rows),
+        matmul.quantise_launch(format, x.shape[1], n_rows),
         [device.upload(wide), *sizes, device.count(len(x)), units, scales, np.int32(n_rows)],
     )
     return units, scales, n_rows

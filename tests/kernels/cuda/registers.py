@@ -73,7 +73,7 @@ def _of_format(type: KernelType, architecture: int) -> Iterator[Case]:
     launches = [
         matmul.pack_launch(format, 64, 4096),
         matmul.embed_launch(format, 8),
-        matmul.quantise_launch(format, 8),
+        matmul.quantise_launch(format, 4096, 8),
     ]
     shared = SHARED_BYTES[architecture]
     for rows in sorted({format.input_rows(n) for n in ROWS}):

@@ -96,7 +96,7 @@ def quantised(type: GGMLType) -> Case:
         units, scales, _ = quantise(device, random(5, 300), PACKED_FORMATS[type], 8)
         return np.concatenate([device.download(m, np.uint8, m.n_bytes) for m in (units, scales)])
 
-    return Case("quantise", "quantise", matmul.quantise_launch(PACKED_FORMATS[type], 8).defines, run)
+    return Case("quantise", "quantise", matmul.quantise_launch(PACKED_FORMATS[type], 300, 8).defines, run)
 
 
 def product(type: GGMLType, n_tokens: int) -> Case:
