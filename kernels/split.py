@@ -1,40 +1,28 @@
 """The `Ops` protocol over several backends, each with some of a model's layers: several GPUs, or CPU and GPU.
 
-The forward function is traced once: its operations are written down, and the list is cut where the weights of one
-begin to lie on the next backend.  Only the residual stream crosses such a cut, so each piece is a forward pass of its
-own, from the hidden states of the one before it, and its backend compiles it as it would any other.
-
-**Pipelining.**  A batch of many tokens is cut in micro-batches, which go through all parts one after the other, in
-the order of the tokens.  A part may return before it has computed; so while one backend works on a micro-batch, the
-one before it is given the next.  A backend that computes before it returns, as the CPU's does, keeps those before it
-waiting, not those behind it: its place is in front.  Every token stands alone, so the cuts change no bits.
-
-**Pages.**  The cache has a part on each backend, which holds its layers.  A page has as many tokens as the least
-common multiple of the backends' own pages, and names a run of neighbours in each part.
+The forward function is traced once (`localllm.kernels.tracing`), and cut where the weights of one operation begin to
+lie on the next backend (`localllm.kernels.placed`).  Each piece's backend compiles it as it would any other forward
+pass; batches go through all of them in turn (`localllm.kernels.micro_batches`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import lcm
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from localllm.errors import KernelError
+from localllm.kernels.micro_batches import MICRO_BATCH, SplitStep, in_smaller_pages
 from localllm.kernels.ops import (
     Backend,
-    Batch,
-    Best,
     CacheShape,
     Experts,
-    Hidden,
     KVCache,
     Linear,
-    Loader,
     Ops,
     Part,
     Place,
@@ -42,227 +30,9 @@ from localllm.kernels.ops import (
     Routing,
     Step,
     Tensor,
-    Weight,
-    Widening,
 )
-
-#: Tokens of a micro-batch: enough for weights to be read seldom, and four of them in a step of 512.
-MICRO_BATCH = 128
-#: Their number is a multiple of this, as large as kernels' tiles.
-_WHOLE_TILES = 16
-
-
-# -- What is loaded ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A vector or table of so many values a row, as the backend of that number holds it."""
-
-    backend: int
-    held: Any
-    width: int
-
-
-@dataclass(frozen=True)
-class PlacedLinear(Linear):
-    """A matrix as the backend of that number holds it."""
-
-    backend: int
-    held: Linear
-
-    @property
-    def n_in(self) -> int:
-        return self.held.n_in
-
-    @property
-    def n_out(self) -> int:
-        return self.held.n_out
-
-    @property
-    def format(self) -> str:
-        return self.held.format
-
-    @property
-    def n_bytes(self) -> int:
-        return self.held.n_bytes
-
-
-@dataclass(frozen=True)
-class PlacedExperts(Experts):
-    """Matrices of experts as the backend of that number holds them."""
-
-    backend: int
-    held: Experts
-
-    @property
-    def n_experts(self) -> int:
-        return self.held.n_experts
-
-    @property
-    def n_in(self) -> int:
-        return self.held.n_in
-
-    @property
-    def n_out(self) -> int:
-        return self.held.n_out
-
-    @property
-    def format(self) -> str:
-        return self.held.format
-
-    @property
-    def n_bytes(self) -> int:
-        return self.held.n_bytes
-
-
-@dataclass(frozen=True)
-class PlacedLoader(Loader):
-    """Loads into the backend of that number, and writes it on what it loads."""
-
-    backend: int
-    loader: Loader
-
-    def load_linear(
-        self, weight: Weight, bias: Weight | None = None, *, widening: Widening | None = None
-    ) -> PlacedLinear:
-        return PlacedLinear(self.backend, self.loader.load_linear(weight, bias, widening=widening))
-
-    def load_experts(self, weight: Weight, *, widening: Widening | None = None) -> PlacedExperts:
-        return PlacedExperts(self.backend, self.loader.load_experts(weight, widening=widening))
-
-    def packed_bytes(self, weight: Weight) -> int:
-        return self.loader.packed_bytes(weight)
-
-    def load_vector(self, weight: Weight) -> Placed:
-        return Placed(self.backend, self.loader.load_vector(weight), weight.shape[0])
-
-    def load_embedding(self, weight: Weight, packed: Linear | None = None) -> Placed:
-        if packed is not None and not (isinstance(packed, PlacedLinear) and packed.backend == self.backend):
-            raise KernelError("an embedding cannot be taken from a matrix that another backend holds")
-        table = self.loader.load_embedding(weight, None if packed is None else packed.held)
-        return Placed(self.backend, table, weight.shape[1])
-
-
-@dataclass(frozen=True)
-class SplitCache:
-    """Keys and values of each backend's layers, in a cache of its own."""
-
-    parts: tuple[KVCache, ...]
-    page_size: int
-    n_pages: int
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(part.n_bytes for part in self.parts)
-
-    def copy_page(self, source: int, target: int) -> None:
-        for part in self.parts:
-            n = self.page_size // part.page_size
-            for i in range(n):
-                part.copy_page(n * source + i, n * target + i)
-
-
-# -- What is traced ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Traced:
-    """A tensor of the forward pass that is traced: a row of so many values for each token, or for something else.
-
-    A routing is one too.
-    """
-
-    width: int
-    of_tokens: bool = True
-
-
-@dataclass(frozen=True)
-class _Call:
-    """An operation: called with a backend and ``inputs`` it gives ``results``; nobody needs ``last`` afterwards."""
-
-    run: Callable[[Backend, Sequence[Tensor]], Sequence[Tensor]]
-    inputs: tuple[Traced, ...]
-    results: tuple[Traced, ...]
-    last: tuple[Traced, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """The operations of one backend, from ``begin``, hidden states computed elsewhere, to ``end``."""
-
-    backend: int
-    begin: Traced | None
-    calls: tuple[_Call, ...]
-    end: Traced
-
-    def run(self, ops: Backend) -> Tensor:
-        """Does them: the forward function of a part."""
-        values: dict[Traced, Tensor] = {}
-        if self.begin is not None:
-            values[self.begin] = ops.hidden(self.begin.width)
-        for call in self.calls:
-            results = call.run(ops, [values[x] for x in call.inputs])
-            values.update(zip(call.results, results, strict=True))
-            del results
-            for x in call.last:
-                del values[x]
-        return values[self.end]
-
-
-class _Trace:
-    """The operations of a forward pass while it is traced."""
-
-    def __init__(self) -> None:
-        self.pieces: list[_Piece] = []
-        #: The piece that the next operation is added to.
-        self.backend = 0
-        self._begin: Traced | None = None
-        self._calls: list[_Call] = []
-        self._known: set[Traced] = set()
-
-    def add(
-        self,
-        backend: int | None,
-        inputs: Sequence[Traced],
-        results: Sequence[Traced],
-        run: Callable[[Backend, Sequence[Tensor]], Sequence[Tensor]],
-    ) -> None:
-        """Adds an operation, on the backend that has its weights; without any, on the one that is at work."""
-        if backend is not None and backend > self.backend and len(inputs) == 1:
-            self._cut(inputs[0], backend)
-        if backend not in (None, self.backend) or not all(self._knows(x) for x in inputs):
-            raise KernelError(
-                f"an operation on backend {self.backend if backend is None else backend} of a split model was given "
-                "what lies on another: only hidden states, of each token, can go to the next"
-            )
-        self._calls.append(_Call(run, tuple(inputs), tuple(results)))
-        self._known.update(results)
-
-    def _cut(self, x: Traced, backend: int) -> None:
-        """Ends the piece with ``x``; the next one begins with it, on another backend."""
-        if self._knows(x) and x.of_tokens:
-            self.end(x)
-            self.backend, self._begin, self._calls, self._known = backend, x, [], {x}
-
-    def _knows(self, x: Tensor) -> bool:
-        """Whether it is a tensor of the piece."""
-        return isinstance(x, Traced) and x in self._known
-
-    def end(self, result: Traced) -> None:
-        """Ends the piece with its result."""
-        if not self._knows(result):
-            raise KernelError("a forward pass ended with something else than a tensor of its last backend")
-        needed = {result}
-        calls = []
-        for call in reversed(self._calls):
-            last = {*call.inputs, *call.results} - needed
-            needed |= last
-            calls.append(replace(call, last=tuple(last)))
-        self.pieces.append(_Piece(self.backend, self._begin, tuple(reversed(calls)), result))
-
-
-# -- The backends as one -------------------------------------------------------------------------------------------
+from localllm.kernels.placed import Placed, PlacedExperts, PlacedLinear, PlacedLoader, SplitCache
+from localllm.kernels.tracing import Piece, Trace, Traced
 
 
 class SplitOps(Ops):
@@ -285,7 +55,7 @@ class SplitOps(Ops):
         self.layers = tuple(range(start, stop) for start, stop in pairwise(ends))
         self._micro_batch = micro_batch
         self._loaders = [PlacedLoader(i, backend) for i, backend in enumerate(self.backends)]
-        self._trace: _Trace | None = None
+        self._trace: Trace | None = None
 
     @property
     def name(self) -> str:
@@ -341,18 +111,18 @@ class SplitOps(Ops):
     def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
         if not isinstance(cache, SplitCache) or len(cache.parts) != len(self.backends):
             raise KernelError(f"a split model cannot use a {type(cache).__name__}")
-        trace = self._trace = _Trace()
+        trace = self._trace = Trace()
         try:
             result = forward()
             trace.end(result)
         finally:
             self._trace = None
         stages = [self._stage(piece, cache, max_tokens, max_outputs) for piece in trace.pieces]
-        return _SplitStep(
+        return SplitStep(
             stages, cache, self._micro_batch, max_tokens, np.empty((max_outputs, result.width), np.float32)
         )
 
-    def _stage(self, piece: _Piece, cache: SplitCache, max_tokens: int, max_outputs: int) -> Part:
+    def _stage(self, piece: Piece, cache: SplitCache, max_tokens: int, max_outputs: int) -> Part:
         """A piece, compiled; it takes batches that name pages of the split cache."""
         backend = self.backends[piece.backend]
         part = backend.compile_part(
@@ -365,7 +135,7 @@ class SplitOps(Ops):
         return lambda batch, hidden: part(in_smaller_pages(batch, n), hidden)
 
     @property
-    def _now(self) -> _Trace:
+    def _now(self) -> Trace:
         if self._trace is None:
             raise KernelError("operations of a split model run only inside a forward pass: see compile()")
         return self._trace
@@ -513,137 +283,3 @@ def _placed(weight: Linear | Experts, kind: type[_Matrix]) -> _Matrix:
             f"a split model cannot use a {type(weight).__name__}, which no backend of it loaded: see at()"
         )
     return weight
-
-
-# -- Batches -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Neighbouring tokens of a batch, as a batch; ``rows`` [N] are the places of its outputs among the batch's."""
-
-    batch: Batch
-    rows: NDArray[np.int64]
-
-
-def micro_batches(batch: Batch, n_tokens: int) -> list[MicroBatch]:
-    """Cuts a batch into parts of at most ``n_tokens`` and about the same size, in the order of its tokens.
-
-    Where a cut goes through a sequence, its first part ends in the cache where the second one begins.
-    """
-    n = len(batch.ids)
-    if n <= n_tokens:
-        return [MicroBatch(batch, np.arange(len(batch.outputs)))]
-    even = -(-n // -(-n // n_tokens))
-    size = min(n_tokens, -(-even // _WHOLE_TILES) * _WHOLE_TILES)
-    return [_rows(batch, start, min(start + size, n)) for start in range(0, n, size)]
-
-
-def _rows(batch: Batch, start: int, stop: int) -> MicroBatch:
-    """The tokens start : stop."""
-    starts = np.clip(batch.query_starts, start, stop)
-    within = np.flatnonzero(np.diff(starts))  # the sequences that have tokens there
-    lasts = starts[within + 1] - 1
-    rows = np.flatnonzero((batch.outputs >= start) & (batch.outputs < stop))
-    part = Batch(
-        ids=batch.ids[start:stop],
-        positions=batch.positions[start:stop],
-        query_starts=np.append(starts[within], stop).astype(np.int32) - np.int32(start),
-        kv_lengths=batch.positions[lasts] + np.int32(1),
-        block_tables=batch.block_tables[within],
-        outputs=batch.outputs[rows] - np.int32(start),
-    )
-    return MicroBatch(part, rows)
-
-
-def in_smaller_pages(batch: Batch, n: int) -> Batch:
-    """The batch over a cache each of whose pages is a run of ``n``."""
-    if n == 1:
-        return batch
-    tables = batch.block_tables[:, :, None] * n + np.arange(n, dtype=np.int32)
-    return replace(batch, block_tables=tables.reshape(len(tables), -1).astype(np.int32))
-
-
-def _through(stages: Sequence[Part], batch: Batch, hidden: Hidden | None = None) -> Hidden:
-    """Sends a batch through some stages."""
-    for stage in stages:
-        hidden = stage(batch, hidden)
-    if hidden is None:
-        raise KernelError("a forward pass without any stage has no result")
-    return hidden
-
-
-class _SplitStep(Step):
-    """The stages of a forward pass, one after the other.
-
-    Args:
-        logits: float32 [most outputs, n_vocab], for those of several micro-batches.
-    """
-
-    def __init__(
-        self,
-        stages: Sequence[Part],
-        cache: SplitCache,
-        micro_batch: int,
-        max_tokens: int,
-        logits: NDArray[np.float32],
-    ) -> None:
-        self._stages, self._cache, self._logits = stages, cache, logits
-        self._micro_batch, self._max_tokens = micro_batch, max_tokens
-
-    def __call__(self, batch: Batch) -> NDArray[np.float32]:
-        self._check(batch)
-        if len(batch.ids) <= self._micro_batch:
-            return _through(self._stages, batch).host()
-        logits = self._logits
-
-        def take(rows: NDArray[np.int64], result: Hidden) -> None:
-            logits[rows] = result.host()
-
-        _pipeline(self._stages, micro_batches(batch, self._micro_batch), take)
-        whole: NDArray[np.float32] = logits[: len(batch.outputs)]
-        return whole
-
-    def best(self, batch: Batch, k: int) -> Best:
-        self._check(batch)
-        n = len(batch.outputs)
-        best = Best(np.empty((n, k), np.int32), np.empty((n, k), np.float32))
-
-        def take(rows: NDArray[np.int64], result: Hidden) -> None:
-            best.ids[rows], best.logits[rows] = result.best(k)
-
-        _pipeline(self._stages, micro_batches(batch, self._micro_batch), take)
-        return best
-
-    def _check(self, batch: Batch) -> None:
-        n_tokens, n_outputs, most_outputs = len(batch.ids), len(batch.outputs), len(self._logits)
-        if n_tokens > self._max_tokens or n_outputs > most_outputs:
-            raise KernelError(
-                f"a batch of {n_tokens} tokens and {n_outputs} outputs is larger than this step was compiled for, "
-                f"{self._max_tokens} and {most_outputs}"
-            )
-        batch.check(self._cache.page_size, self._cache.n_pages)
-
-
-#: Takes what came out for a micro-batch, whose rows are these of the whole batch's outputs.
-Take = Callable[[NDArray[np.int64], Hidden], None]
-
-
-def _pipeline(stages: Sequence[Part], batches: Sequence[MicroBatch], take: Take) -> None:
-    """Sends micro-batches through all stages."""
-    *first, last = stages
-    under_way: tuple[MicroBatch, Hidden] | None = None
-    for micro in batches:
-        hidden = _through(first, micro.batch) if first else None
-        # The last stage overwrites what it gave before: that is taken only now, for until then nobody had to wait.
-        if under_way is not None:
-            _take(*under_way, take)
-        under_way = micro, last(micro.batch, hidden)
-    if under_way is not None:
-        _take(*under_way, take)
-
-
-def _take(micro: MicroBatch, result: Hidden, take: Take) -> None:
-    """Waits for the logits of a micro-batch, if it has any."""
-    if len(micro.rows):
-        take(micro.rows, result)

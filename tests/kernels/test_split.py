@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from localllm.errors import KernelError
 from localllm.kernels.cpu.ops import CPUOps
+from localllm.kernels.micro_batches import in_smaller_pages, micro_batches
 from localllm.kernels.ops import Backend, Batch, CacheShape, HostHidden, Ops
 from localllm.kernels.reference import ReferenceOps
-from localllm.kernels.split import SplitOps, in_smaller_pages, micro_batches
+from localllm.kernels.split import SplitOps
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
 from tests.helpers.asynchronous import AsynchronousOps

@@ -13,8 +13,9 @@ import pytest
 from localllm.errors import DeviceError
 from localllm.kernels.cuda.cupy_driver import open_driver
 from localllm.kernels.cuda.ops import CUDAOps
+from localllm.kernels.micro_batches import MICRO_BATCH
 from localllm.kernels.ops import Backend
-from localllm.kernels.split import MICRO_BATCH, SplitOps
+from localllm.kernels.split import SplitOps
 from localllm.llm import LLM
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
