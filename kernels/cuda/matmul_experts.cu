@@ -1,6 +1,5 @@
 // As matmul.cu, with the matrices of experts: a block has 4 groups of 32 rows, and up to TOKENS tokens of an expert.
-#define EXPERTS
-#include "matmul.cu"
+#include "matmul.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

@@ -1,6 +1,5 @@
 // As matmul_few.cu, with the matrices of experts: a block has a group of 32 rows, and 8 tokens of an expert.
-#define EXPERTS
-#include "matmul_few.cu"
+#include "matmul_few.cuh"
 
 // y = x W^T, where each row has the matrix W of its expert, for up to three of them.
 //

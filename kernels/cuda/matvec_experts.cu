@@ -1,6 +1,5 @@
 // As matvec.cu, with the matrices of experts: a block has a group of 32 rows, and one token of an expert.
-#define EXPERTS
-#include "matvec.cu"
+#include "matvec.cuh"
 
 // y = x W^T, where each row has the matrix W of its expert, for up to three of them.
 //
