@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from localllm.errors import KernelError
 from localllm.kernels.cuda.cache import PAGE, padded_head
+from localllm.kernels.cuda.launch import Launch
 from localllm.kernels.ops import VALUES_PER_SCALE, CacheType
 
 #: Pages in a span, after which sums begin anew.  With fewer, more blocks share a short cache; prefill merges more.
@@ -37,16 +38,6 @@ _PADDING = 8
 _SHARED_ROWS = 128
 #: The dynamic shared memory that `_stages` aims at: that two blocks fit beside each other on most devices.
 _STAGED_BYTES = 56 << 10
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel's launch geometry."""
-
-    kernel: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -241,18 +232,21 @@ def launches(work: Work, heads: Heads, variant: Variant, n_multiprocessors: int)
     """The launches for some work, in order: of `attention_prefill`, `attention_split` and `attention_merge`."""
     result = []
     if work.prefill_tiles:
-        grid = (work.prefill_tiles, heads.n_kv_heads, 1)
-        result.append(Launch("attention_prefill", grid, (32 * variant.warps, 1, 1), variant.prefill_bytes))
+        grid: tuple[int, ...] = (work.prefill_tiles, heads.n_kv_heads)
+        result.append(_launch("attention_prefill", variant, grid, variant.warps, variant.prefill_bytes))
     if work.split_tiles:
         # Enough blocks for every multiprocessor to have several; where there are more spans, blocks take several.
         tiles = heads.n_kv_heads * work.split_tiles
         shares = min(work.max_parts, -(-4 * n_multiprocessors // tiles))
-        block = (32 * _SPLIT_WARPS, 1, 1)
         grid = (shares, heads.n_kv_heads, work.split_tiles)
-        result.append(Launch("attention_split", grid, block, variant.split_bytes))
-        rows = -(-work.part_rows // _SPLIT_WARPS)
-        result.append(Launch("attention_merge", (rows, heads.n_kv_heads, work.split_tiles), block))
+        result.append(_launch("attention_split", variant, grid, _SPLIT_WARPS, variant.split_bytes))
+        grid = (-(-work.part_rows // _SPLIT_WARPS), heads.n_kv_heads, work.split_tiles)
+        result.append(_launch("attention_merge", variant, grid, _SPLIT_WARPS))
     return result
+
+
+def _launch(kernel: str, variant: Variant, grid: tuple[int, ...], warps: int, shared_bytes: int = 0) -> Launch:
+    return Launch("attention", kernel, variant.defines, grid, (32 * warps,), shared_bytes)
 
 
 def token_range(launch: Launch, work: Work) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""How the KV cache lies in a device's memory.
+"""The KV cache, and how it lies in a device's memory.
 
 One allocation has four parts, each for all layers, pages and key/value heads; of a page and head
 
@@ -14,10 +14,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from localllm.errors import KernelError
+from localllm.kernels.cuda.driver import Argument, Defines, DeviceMemory, Driver, Stream
 from localllm.kernels.ops import VALUES_PER_SCALE, CacheShape
 
 #: Tokens in a page of the cache.
 PAGE = 64
+#: Bytes of a page that a block copies.
+_COPIED_BYTES = 16 * 256 * 4
 
 
 def padded_head(head_dim: int) -> int:
@@ -88,3 +94,50 @@ class CacheLayout:
         """What the allocation takes."""
         last = self.parts[-1]
         return last.offset + last.n_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class CUDACache:
+    """Keys and values in one allocation; drawn above.
+
+    All that reads and writes them goes into ``stream``: programs may return before they have computed.
+    """
+
+    memory: DeviceMemory
+    layout: CacheLayout
+    driver: Driver
+    stream: Stream
+    page_size: int = PAGE
+
+    @property
+    def n_pages(self) -> int:
+        return self.layout.n_pages
+
+    @property
+    def n_bytes(self) -> int:
+        return self.layout.n_bytes
+
+    @property
+    def append_defines(self) -> Defines:
+        """What append.cu is compiled for."""
+        return {"HEAD_DIM": self.layout.shape.head_dim, "Q8_0": int(self.layout.shape.type == "q8_0")}
+
+    def layer(self, number: int) -> tuple[Argument, Argument, Argument, Argument]:
+        """Keys, their scales, values and theirs, of a layer, as kernels take them."""
+        keys, values, key_scales, value_scales = (
+            self.memory.at(*part.layer(number)) if part.n_bytes else np.uint64(0) for part in self.layout.parts
+        )
+        return keys, key_scales, values, value_scales
+
+    def copy_page(self, source: int, target: int) -> None:
+        for page in (source, target):
+            if not 0 <= page < self.n_pages:
+                raise KernelError(f"there is no page {page} in a cache of {self.n_pages}")
+        module = self.driver.load_module(self.memory.device, "append", self.append_defines)
+        for part in self.layout.parts:
+            if part.n_bytes:
+                sizes = np.int32(part.page_bytes), np.int64(part.layer_bytes), np.int32(source), np.int32(target)
+                grid = (-(-part.page_bytes // _COPIED_BYTES), part.n_layers)
+                memory = self.memory.at(part.offset, part.n_bytes)
+                self.driver.launch(module, "copy_page", grid, (256,), [memory, *sizes], self.stream)
+        self.driver.synchronize(self.stream)

@@ -14,15 +14,15 @@ from typing import Self
 from localllm.kernels.cuda import experts as expert_ops
 from localllm.kernels.cuda import operations as ops
 from localllm.kernels.cuda.attention import NO_WINDOW
-from localllm.kernels.cuda.matmul import PACKED_FORMATS, PackedFormat
-from localllm.kernels.cuda.recording import N_OUTPUTS, N_PLACES, N_TOKENS, CUDACache, Inputs, Mixture, Operation, Rows
+from localllm.kernels.cuda.batch import N_OUTPUTS, N_PLACES, N_TOKENS
+from localllm.kernels.cuda.cache import CUDACache
+from localllm.kernels.cuda.matmul import EIGHT_BITS, PackedFormat
+from localllm.kernels.cuda.recording import Inputs, Mixture, Operation, Rows
 from localllm.kernels.cuda.roofline import Kind
 from localllm.kernels.cuda.weights import CUDAExperts, CUDALinear
 from localllm.kernels.ops import Batch
-from localllm.quant.types import GGMLType
 
 _KINDS: dict[str, Kind | None] = {"F16": "f16", "BF16": "bf16", "F32": None}
-_EIGHT_BITS = PACKED_FORMATS[GGMLType.Q8_0]
 _LAYER = re.compile(r"blk\.\d+\.")
 
 
@@ -162,7 +162,7 @@ def _result(y: Rows, inputs: Inputs | None) -> int:
     """Bytes of a row that is written in float32, or in eight bits."""
     if inputs is None:
         return _row(y)
-    return _input_bytes(_EIGHT_BITS, y.width, 1)
+    return _input_bytes(EIGHT_BITS, y.width, 1)
 
 
 def _product(operation: ops.Multiply, n: int) -> Cost:

@@ -103,6 +103,10 @@ class DeviceMemory:
         return DeviceMemory(self.device, self.address + offset, n_bytes, self.owner)
 
 
+#: Of a kernel; numpy's numbers are of the types of its parameters.
+Argument = DeviceMemory | np.number[Any]
+
+
 class _OfDevice(Protocol):
     @property
     def device(self) -> int: ...
@@ -247,7 +251,7 @@ class Driver(Protocol):
         kernel: str,
         grid: tuple[int, ...],
         block: tuple[int, ...],
-        arguments: Sequence[DeviceMemory | np.number[Any]],
+        arguments: Sequence[Argument],
         stream: Stream,
         shared_bytes: int = 0,
     ) -> None:

@@ -17,26 +17,18 @@ through matmul_experts instead of matmul_few_experts, which has no registers for
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from localllm.errors import KernelError
 from localllm.kernels.cuda import matmul
-from localllm.kernels.cuda.driver import DeviceMemory
+from localllm.kernels.cuda.batch import N_PLACES, N_TOKENS
+from localllm.kernels.cuda.driver import Argument, DeviceMemory
+from localllm.kernels.cuda.launch import Launch
 from localllm.kernels.cuda.matmul import MAX_MATRICES, PackedFormat, Product
-from localllm.kernels.cuda.recording import (
-    N_PLACES,
-    N_TOKENS,
-    Argument,
-    Call,
-    Extent,
-    Inputs,
-    Mixture,
-    Recording,
-    Rows,
-)
+from localllm.kernels.cuda.recording import Extent, Inputs, Mixture, Recording, Rows
 from localllm.kernels.cuda.weights import CUDAExperts
 
 #: Experts of a layer that kernels know, and how many of them a token may go to.
@@ -101,16 +93,16 @@ class Route:
     scale: float
     chosen: ChosenExperts
 
-    def calls(self, extent: Extent) -> Iterator[Call]:
+    def launches(self, extent: Extent) -> Iterator[Launch]:
         chosen, batch = self.chosen, self.chosen.recording.batch
         logits = self.logits.memory, np.int32(self.logits.stride), np.int32(self.logits.width)
         k, n = np.int32(chosen.mixture.k), np.int32(chosen.mixture.n)
         how = np.int32(self.normalise), np.float32(self.scale)
         grid = (-(-extent.n_tokens // _ROUTE_TOKENS),)
-        yield _call("route", grid, _ROUTE_THREADS, batch.header, *logits, k, *how, chosen.ids, chosen.shares)
+        yield _launch("route", grid, _ROUTE_THREADS, batch.header, *logits, k, *how, chosen.ids, chosen.shares)
         rows = np.int32(chosen.product_rows(extent))
         to = chosen.places, chosen.rows, chosen.products, chosen.n_products
-        yield _call("group_by_expert", (1,), _GROUP_THREADS, batch.header, chosen.ids, k, n, rows, *to)
+        yield _launch("group_by_expert", (1,), _GROUP_THREADS, batch.header, chosen.ids, k, n, rows, *to)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,12 +114,12 @@ class Gather:
     x: Rows
     inputs: Inputs
 
-    def calls(self, extent: Extent) -> Iterator[Call]:
+    def launches(self, extent: Extent) -> Iterator[Launch]:
         launch = matmul.quantise_launch(self.format, self.x.width, extent.n_places)
         x = self.x.memory, np.int32(self.x.stride), np.int32(self.x.width)
         counted = self.chosen.recording.batch.header_at(N_PLACES), self.chosen.rows
         to = self.inputs.units, self.inputs.scales, np.int32(extent.n_places)
-        yield Call("quantise", "quantise_gathered", launch.defines, launch.grid, launch.block, (*x, *counted, *to))
+        yield replace(launch, kernel="quantise_gathered").given(*x, *counted, *to)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,16 +131,16 @@ class MultiplyExperts:
     weights: Sequence[CUDAExperts]
     results: Sequence[Rows]
 
-    def calls(self, extent: Extent) -> Iterator[Call]:
+    def launches(self, extent: Extent) -> Iterator[Launch]:
         format, recording = self.weights[0].packed, self.chosen.recording
         rows, capability = self.chosen.product_rows(extent), recording.properties.capability
         kernel = matmul.expert_kernel(format, extent.n_tokens, rows, capability)
         step = 1 if kernel == "matmul_experts" else MAX_MATRICES
         pairs = list(zip(self.weights, self.results, strict=True))
         for i in range(0, len(pairs), step):
-            yield self._call(pairs[i : i + step], extent, rows)
+            yield self._launch(pairs[i : i + step], extent, rows)
 
-    def _call(self, pairs: Sequence[tuple[CUDAExperts, Rows]], extent: Extent, product_rows: int) -> Call:
+    def _launch(self, pairs: Sequence[tuple[CUDAExperts, Rows]], extent: Extent, product_rows: int) -> Launch:
         chosen, mixture, properties = self.chosen, self.chosen.mixture, self.chosen.recording.properties
         first, n_tokens = pairs[0][0], extent.n_tokens
         launch = matmul.expert_launch(
@@ -180,9 +172,7 @@ class MultiplyExperts:
                 *products[0].arguments(),
             ),
         }
-        kernel = launch.kernel
-        arguments = (*inputs, *own[kernel])
-        return Call(kernel, kernel, launch.defines, launch.grid, launch.block, arguments, launch.shared_bytes)
+        return launch.given(*inputs, *own[launch.kernel])
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,13 +183,13 @@ class AddExperts:
     products: Rows
     y: Rows
 
-    def calls(self, extent: Extent) -> Iterator[Call]:
+    def launches(self, extent: Extent) -> Iterator[Launch]:
         chosen, products, y = self.chosen, self.products, self.y
         given = chosen.recording.batch.header, chosen.places, chosen.shares, np.int32(chosen.mixture.k)
         rows = products.memory, np.int32(products.stride), np.int32(products.width)
         grid = (-(-products.width // _SUM_COLUMNS), extent.n_tokens)
-        yield _call("add_experts", grid, _SUM_THREADS, *given, *rows, y.memory, np.int32(y.stride))
+        yield _launch("add_experts", grid, _SUM_THREADS, *given, *rows, y.memory, np.int32(y.stride))
 
 
-def _call(kernel: str, grid: tuple[int, ...], threads: int, *arguments: Argument) -> Call:
-    return Call("experts", kernel, {}, grid, (threads,), arguments)
+def _launch(kernel: str, grid: tuple[int, ...], threads: int, *arguments: Argument) -> Launch:
+    return Launch("experts", kernel, {}, grid, (threads,), arguments=arguments)

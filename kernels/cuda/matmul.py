@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from localllm.errors import KernelError
-from localllm.kernels.cuda.driver import MAX_BLOCK_THREADS, DeviceMemory
+from localllm.kernels.cuda.driver import MAX_BLOCK_THREADS, Argument, DeviceMemory
+from localllm.kernels.cuda.launch import Launch
 from localllm.quant.iquants import IQ4_VALUES
 from localllm.quant.lut import KernelType, LUTType, block_size
 from localllm.quant.packing import LAYOUTS
@@ -146,6 +146,8 @@ def _packed_format(type: KernelType) -> PackedFormat:
 
 #: All formats that kernels read.
 PACKED_FORMATS: dict[KernelType, PackedFormat] = {type: _packed_format(type) for type in LAYOUTS}
+#: One whose inputs are bytes, as those of all that are not floats.
+EIGHT_BITS = PACKED_FORMATS[GGMLType.Q8_0]
 
 
 def packed_format(type: KernelType, capability: tuple[int, int]) -> PackedFormat:
@@ -161,21 +163,6 @@ def n_groups(n_out: int) -> int:
 
 
 # -- Launches ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What `Driver.launch` needs beside a kernel's arguments.
-
-    Attributes:
-        kernel: its name, which is its module's too.
-    """
-
-    kernel: str
-    defines: Mapping[str, int | str]
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
-    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -196,7 +183,7 @@ class Product:
     bias: DeviceMemory | None = None
     residual: DeviceMemory | None = None
 
-    def arguments(self) -> list[DeviceMemory | np.number[Any]]:
+    def arguments(self) -> list[Argument]:
         """MATRIX_PARAMETERS of dots.cuh."""
         bias = np.uint64(0) if self.bias is None else self.bias
         residual = np.uint64(0) if self.residual is None else self.residual
@@ -212,7 +199,7 @@ def pack_launch(format: PackedFormat, n_rows: int, n_in: int) -> Launch:
     Arguments: rows, packed, int32 n_rows, int64 bytes of a row, int32 n_in, int32 tiles.
     """
     blocks = -(-format.n_tiles(n_in) // _PACK_WARPS)
-    return Launch("pack", format.defines, (blocks, n_groups(n_rows)), (_PACK_WARPS * _WARP,))
+    return Launch("pack", "pack", format.defines, (blocks, n_groups(n_rows)), (_PACK_WARPS * _WARP,))
 
 
 def quantise_launch(format: PackedFormat, n_in: int, n_rows: int) -> Launch:
@@ -221,7 +208,7 @@ def quantise_launch(format: PackedFormat, n_in: int, n_rows: int) -> Launch:
     Arguments: x, int32 stride (a multiple of 4), int32 n_in, n_tokens (int32 in memory), units, scales, int32 n_rows.
     """
     threads = min(_WARP * -(-n_in // RUN), MAX_BLOCK_THREADS)
-    return Launch("quantise", _input_defines(format), (n_rows,), (threads,))
+    return Launch("quantise", "quantise", _input_defines(format), (n_rows,), (threads,))
 
 
 def _input_defines(format: PackedFormat) -> dict[str, int | str]:
@@ -235,7 +222,7 @@ def embed_launch(format: PackedFormat, n_rows: int) -> Launch:
     Arguments: weights, int32 n_in, int32 tiles, ids (int32), n_tokens (int32 in memory), float32 scale, y, int32
     stride.
     """
-    return Launch("embed", format.defines, (n_rows,), (_EMBED_THREADS,))
+    return Launch("embed", "embed", format.defines, (n_rows,), (_EMBED_THREADS,))
 
 
 def product_launch(
@@ -272,7 +259,7 @@ def product_launch(
     # Of few rows the number is known when the kernel is compiled, and addresses are too.
     defines = {**format.defines, "TOKENS": rows, "ROWS": n_rows if n_rows <= FEW_ROWS else 0}
     defines["BOUNDS"] = _vector_bounds(format, rows) if uses_lanes else _few_bounds(format, rows)
-    return Launch(kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
+    return Launch(kernel, kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
 
 
 def expert_launch(
@@ -298,11 +285,12 @@ def expert_launch(
     groups, kernel = sum(map(n_groups, n_outs)), expert_kernel(format, n_tokens, product_rows, capability)
     if kernel == "matmul_experts":
         launch = _matmul_launch(format, n_outs[0], tile_rows[-1], shared_bytes, tile_rows[-1:])
-        return replace(launch, kernel=kernel, grid=(n_products, launch.grid[1]))
+        return replace(launch, module=kernel, kernel=kernel, grid=(n_products, launch.grid[1]))
     is_few = kernel == "matmul_few_experts"
     bounds = _few_bounds(format, 8) if is_few else _vector_bounds(format, 1)
     grid = (n_products if is_few else n_pairs, groups)
-    return Launch(kernel, {**format.defines, "BOUNDS": bounds}, grid, (_WARP * format.n_chunks(n_in),))
+    defines = {**format.defines, "BOUNDS": bounds}
+    return Launch(kernel, kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
 
 
 def expert_kernel(format: PackedFormat, n_tokens: int, product_rows: int, capability: tuple[int, int]) -> str:
@@ -328,7 +316,7 @@ def product_arguments(
     inputs: tuple[DeviceMemory, DeviceMemory],
     n_tokens: DeviceMemory,
     products: Sequence[Product],
-) -> list[DeviceMemory | np.number[Any]]:
+) -> list[Argument]:
     """The arguments of a launch from `product_launch`.
 
     Args:
@@ -337,13 +325,13 @@ def product_arguments(
         products: a matrix each, in the order of that launch.
     """
     n_tiles = np.int32(format.n_tiles(n_in))
-    arguments: list[DeviceMemory | np.number[Any]] = [*inputs, np.int32(n_rows), n_tokens, n_tiles]
+    arguments: list[Argument] = [*inputs, np.int32(n_rows), n_tokens, n_tiles]
     if launch.kernel == "matmul":
         return [*arguments, np.int32(format.n_chunks(n_in)), *products[0].arguments()]
     return arguments + matrix_arguments(products)
 
 
-def matrix_arguments(products: Sequence[Product]) -> list[DeviceMemory | np.number[Any]]:
+def matrix_arguments(products: Sequence[Product]) -> list[Argument]:
     """Those of up to `MAX_MATRICES` matrices."""
     arguments = [argument for product in products for argument in product.arguments()]
     return arguments + _NO_PRODUCT * (MAX_MATRICES - len(products))
@@ -391,6 +379,7 @@ def _matmul_launch(
     rows = next((rows for rows in fitting if rows <= n_rows), fitting[-1])
     stages = min(MAX_STAGES, shared_bytes // stage_bytes(format, rows))
     return Launch(
+        "matmul",
         "matmul",
         {**format.defines, "TOKENS": rows, "STAGES": stages},
         (-(-n_rows // rows), -(-n_groups(n_out) // ROW_WARPS)),

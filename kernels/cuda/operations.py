@@ -13,27 +13,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from localllm.kernels.cuda import attention, matmul
-from localllm.kernels.cuda.attention import Heads
-from localllm.kernels.cuda.driver import DeviceMemory
+from localllm.kernels.cuda.attention import Heads, Variant
+from localllm.kernels.cuda.batch import N_OUTPUTS, DeviceBatch
+from localllm.kernels.cuda.driver import Argument, DeviceMemory
+from localllm.kernels.cuda.launch import Launch
 from localllm.kernels.cuda.matmul import MAX_MATRICES, Product
-from localllm.kernels.cuda.recording import (
-    N_OUTPUTS,
-    Argument,
-    Call,
-    DeviceBatch,
-    Extent,
-    Inputs,
-    Operation,
-    Recording,
-    Rows,
-)
+from localllm.kernels.cuda.recording import Extent, Inputs, Operation, Recording, Rows
 from localllm.kernels.cuda.weights import CUDALinear, CUDAVector
 from localllm.kernels.ops import Rope
-from localllm.quant.types import GGMLType
 
 _NULL = np.uint64(0)
-#: A format whose inputs are integers, as of all that are not floats.
-_EIGHT_BITS = matmul.PACKED_FORMATS[GGMLType.Q8_0]
 #: Threads and columns of a block in elementwise.cu.
 _NORM_THREADS, _GATE_THREADS, _GATE_COLUMNS, _SORT_THREADS = 512, 128, 512, 1024
 #: Heads of a block in append.cu.
@@ -42,9 +31,9 @@ _HEADS_PER_BLOCK = 4
 SORTED, MOST_CHOICES = 2048, 1024
 
 
-def _elementwise(kernel: str, grid: tuple[int, ...], threads: int, *arguments: Argument) -> Iterator[Call]:
+def _elementwise(kernel: str, grid: tuple[int, ...], threads: int, *arguments: Argument) -> Iterator[Launch]:
     if all(grid):
-        yield Call("elementwise", kernel, {}, grid, (threads,), arguments)
+        yield Launch("elementwise", kernel, {}, grid, (threads,), arguments=arguments)
 
 
 def _row_arguments(rows: Rows) -> tuple[Argument, Argument, Argument]:
@@ -63,14 +52,13 @@ class Embed:
     scale: float
     y: Rows
 
-    def calls(self, extent: Extent) -> Iterator[Call]:
+    def launches(self, extent: Extent) -> Iterator[Launch]:
         table, format = self.table, self.table.packed
         launch = matmul.embed_launch(format, extent.n_tokens)
         sizes = np.int32(table.n_in), np.int32(format.n_tiles(table.n_in))
         batch = self.batch.ids, self.batch.header
         y = self.y.memory, np.int32(self.y.stride)
-        arguments = (table.memory, *sizes, *batch, np.float32(self.scale), *y)
-        yield Call("embed", launch.kernel, launch.defines, launch.grid, launch.block, arguments)
+        yield launch.given(table.memory, *sizes, *batch, np.float32(self.scale), *y)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +69,7 @@ class Gather:
     x: Rows
     y: Rows
 
-    def calls(self, extent: Extent) -> Iterator[Call]:
+    def launches(self, extent: Extent) -> Iterator[Launch]:
         batch, y = self.batch, (self.y.memory, np.int32(self.y.stride))
         grid = (-(-self.x.width // _GATE_COLUMNS), extent.rows(N_OUTPUTS))
         arguments = (batch.header, batch.outputs, *_row_arguments(self.x), *y)
@@ -99,7 +87,7 @@ class Norm:
     y: Rows
     inputs: Inputs | None = None
 
-    def calls(self, extent: Extent) -> Iterator[Call]:
+    def launches(self, extent: Extent) -> Iterator[Launch]:
         n = extent.rows(self.x.slot)
         arguments = (
             self.batch.header_at(self.x.slot),
@@ -122,7 +110,7 @@ class Gate:
     y: Rows
     inputs: Inputs | None = None
 
-    def calls(self, extent: Extent) -> Iterator[Call]:
+    def launches(self, extent: Extent) -> Iterator[Launch]:
         gate, n = self.gate, extent.rows(self.gate.slot)
         arguments = (self.batch.header_at(gate.slot), gate.memory, self.up.memory, *_row_arguments(gate)[1:])
         name, to = _result(self.kernel, self.y, self.inputs, n)
@@ -138,7 +126,7 @@ class SoftCap:
     cap: float
     y: Rows
 
-    def calls(self, extent: Extent) -> Iterator[Call]:
+    def launches(self, extent: Extent) -> Iterator[Launch]:
         x, n = self.x, extent.rows(self.x.slot)
         arguments = (self.batch.header_at(x.slot), *_row_arguments(x), np.float32(self.cap))
         to = self.y.memory, np.int32(self.y.stride)
@@ -149,7 +137,7 @@ def _result(kernel: str, y: Rows, inputs: Inputs | None, n_rows: int) -> tuple[s
     """A kernel's name, and its arguments for what it writes."""
     if inputs is None:
         return kernel, (y.memory, np.int32(y.stride))
-    laid_out = _EIGHT_BITS.input_rows(n_rows)
+    laid_out = matmul.EIGHT_BITS.input_rows(n_rows)
     return f"{kernel}_quantised", (inputs.units, inputs.scales, np.int32(laid_out))
 
 
@@ -165,15 +153,15 @@ class Quantise:
     x: Rows
     inputs: Inputs
 
-    def calls(self, extent: Extent) -> Iterator[Call]:
+    def launches(self, extent: Extent) -> Iterator[Launch]:
         n = extent.rows(self.x.slot)
         if not n:
             return
         n_rows = self.format.input_rows(n)
         launch = matmul.quantise_launch(self.format, self.x.width, n_rows)
         counted = self.batch.header_at(self.x.slot)
-        arguments = (*_row_arguments(self.x), counted, self.inputs.units, self.inputs.scales, np.int32(n_rows))
-        yield Call("quantise", launch.kernel, launch.defines, launch.grid, launch.block, arguments)
+        to = self.inputs.units, self.inputs.scales, np.int32(n_rows)
+        yield launch.given(*_row_arguments(self.x), counted, *to)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +175,7 @@ class Multiply:
     results: Sequence[Rows]
     residual: bool
 
-    def calls(self, extent: Extent) -> Iterator[Call]:
+    def launches(self, extent: Extent) -> Iterator[Launch]:
         n = extent.rows(self.slot)
         if not n:
             return
@@ -196,9 +184,9 @@ class Multiply:
         step = 1 if matmul.takes_one_matrix(format, n_rows, capability) else MAX_MATRICES
         pairs = list(zip(self.weights, self.results, strict=True))
         for i in range(0, len(pairs), step):
-            yield self._call(pairs[i : i + step], n_rows)
+            yield self._launch(pairs[i : i + step], n_rows)
 
-    def _call(self, pairs: Sequence[tuple[CUDALinear, Rows]], n_rows: int) -> Call:
+    def _launch(self, pairs: Sequence[tuple[CUDALinear, Rows]], n_rows: int) -> Launch:
         recording, first = self.recording, pairs[0][0]
         launch = matmul.product_launch(
             first.packed,
@@ -229,15 +217,7 @@ class Multiply:
             recording.batch.header_at(self.slot),
             products,
         )
-        return Call(
-            launch.kernel,
-            launch.kernel,
-            launch.defines,
-            launch.grid,
-            launch.block,
-            tuple(arguments),
-            launch.shared_bytes,
-        )
+        return launch.given(*arguments)
 
 
 # -- Attention -----------------------------------------------------------------------------------------------------
@@ -256,7 +236,7 @@ class RopeAppend:
     norms: tuple[CUDAVector | None, CUDAVector | None]
     eps: float
 
-    def calls(self, extent: Extent) -> Iterator[Call]:
+    def launches(self, extent: Extent) -> Iterator[Launch]:
         recording, cache, rope = self.recording, self.recording.cache, self.rope
         batch, shape = recording.batch, cache.layout.shape
         n_heads, n_pairs = self.q.width // shape.head_dim, 0 if rope is None else len(rope.frequencies)
@@ -274,7 +254,8 @@ class RopeAppend:
             *(keys, key_scales, values, value_scales),
         )
         grid = (-(-(n_heads + 2 * shape.n_kv_heads) // _HEADS_PER_BLOCK), extent.n_tokens)
-        yield Call("append", "rope_append", cache.append_defines, grid, (32 * _HEADS_PER_BLOCK,), arguments)
+        block = (32 * _HEADS_PER_BLOCK,)
+        yield Launch("append", "rope_append", cache.append_defines, grid, block, arguments=arguments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,6 +264,7 @@ class Attention:
 
     recording: Recording
     heads: Heads
+    variant: Variant
     layer: int
     scale: float
     soft_cap: float | None
@@ -290,9 +272,8 @@ class Attention:
     q: Rows
     y: Rows
 
-    def calls(self, extent: Extent) -> Iterator[Call]:
+    def launches(self, extent: Extent) -> Iterator[Launch]:
         recording, heads = self.recording, self.heads
-        variant = replace(recording.variant, soft_cap=self.soft_cap is not None, sinks=self.sinks is not None)
         work, cache = extent.work(heads), recording.cache.layer(self.layer)
         sums, states = recording.parts(heads, work)
         parts = sums, states, np.int32(work.max_parts), np.int32(work.part_rows)
@@ -305,13 +286,10 @@ class Attention:
             "attention_merge": (*parts, *out, sinks),
         }
         stride = np.int32(recording.batch.layout.table_stride)
-        for launch in attention.launches(work, heads, variant, recording.properties.n_multiprocessors):
+        for launch in attention.launches(work, heads, self.variant, recording.properties.n_multiprocessors):
             limits = *attention.token_range(launch, work), heads.window
             numbers = stride, *map(np.int32, (heads.n_kv_heads, heads.group_size, *limits))
-            arguments = (*recording.batch.attention, *numbers, *own[launch.kernel])
-            yield Call(
-                "attention", launch.kernel, variant.defines, launch.grid, launch.block, arguments, launch.shared_bytes
-            )
+            yield launch.given(*recording.batch.attention, *numbers, *own[launch.kernel])
 
 
 # -- Choice of tokens ----------------------------------------------------------------------------------------------
@@ -328,7 +306,7 @@ class Choose:
     values: DeviceMemory
     parts: DeviceMemory | None
 
-    def calls(self, extent: Extent) -> Iterator[Call]:
+    def launches(self, extent: Extent) -> Iterator[Launch]:
         logits, header, n = self.logits, self.batch.header, extent.n_outputs
         rows, best = _row_arguments(logits), (self.ids, self.values)
         if self.parts is None:

@@ -7,11 +7,13 @@ that will be written.  `localllm.kernels.cuda.program` runs the list for batches
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from localllm.errors import KernelError
 from localllm.kernels.cuda.attention import NO_WINDOW, Heads
-from localllm.kernels.cuda.cache import PAGE, CacheLayout
+from localllm.kernels.cuda.batch import N_OUTPUTS, N_PLACES, N_TOKENS
+from localllm.kernels.cuda.cache import PAGE, CacheLayout, CUDACache
 from localllm.kernels.cuda.driver import CompileProgress, Driver
 from localllm.kernels.cuda.experts import AddExperts, ChosenExperts, MultiplyExperts, Route
 from localllm.kernels.cuda.experts import Gather as GatherExperts
@@ -30,11 +32,7 @@ from localllm.kernels.cuda.operations import (
 )
 from localllm.kernels.cuda.program import Program
 from localllm.kernels.cuda.recording import (
-    N_OUTPUTS,
-    N_PLACES,
-    N_TOKENS,
     Buffer,
-    CUDACache,
     Inputs,
     Mixture,
     Operation,
@@ -351,9 +349,9 @@ class CUDAOps(Backend):
             recording.operands.append(sinks)
         group_size = q.width // shape.head_dim // shape.n_kv_heads
         heads = Heads(shape.n_kv_heads, group_size, NO_WINDOW if window is None else min(window, NO_WINDOW))
-        recording.use_heads(heads)
+        variant = replace(recording.use_heads(heads), soft_cap=softcap is not None, sinks=sinks is not None)
         y = Buffer(recording, N_TOKENS, q.width)
-        self._add(Attention(recording, heads, layer, scale, softcap, sinks, q.read(), y.written))
+        self._add(Attention(recording, heads, variant, layer, scale, softcap, sinks, q.read(), y.written))
         return y
 
     def gated(self, gate: Buffer, up: Buffer, activation: str) -> Buffer:

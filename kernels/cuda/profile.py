@@ -132,7 +132,7 @@ class Profiler:
         batch: Batch,
         extent: Extent,
     ) -> None:
-        n_launches = sum(1 for operation in operations for _ in operation.calls(extent))
+        n_launches = sum(1 for operation in operations for _ in operation.launches(extent))
         if not n_launches:
             return
         sizes = BatchSizes.of(batch, program.recording.mixture)
@@ -163,7 +163,7 @@ def operation_seconds(
     least_launches: int,
 ) -> float:
     """Seconds that operations of a program take on their own, one after the other; what they work on is spoiled."""
-    n_launches = sum(1 for operation in operations for _ in operation.calls(extent))
+    n_launches = sum(1 for operation in operations for _ in operation.launches(extent))
     times = -(-least_launches // n_launches)
     graph = program.graph(list(operations) * times, extent)
     driver, stream = program.driver, program.stream

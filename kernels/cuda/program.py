@@ -21,20 +21,12 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError, LocalLLMError
 from localllm.kernels.cuda.attention import work_of_batch
+from localllm.kernels.cuda.batch import N_TOKENS
 from localllm.kernels.cuda.cache import PAGE
 from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, Driver, Event, Graph, Module, Stream
+from localllm.kernels.cuda.launch import Launch
 from localllm.kernels.cuda.operations import MOST_CHOICES, SORTED, Choose, fused
-from localllm.kernels.cuda.recording import (
-    BUCKETS,
-    N_TOKENS,
-    SHORTEST,
-    Argument,
-    Buffer,
-    Call,
-    Extent,
-    Operation,
-    Recording,
-)
+from localllm.kernels.cuda.recording import BUCKETS, SHORTEST, Buffer, Extent, Operation, Recording
 from localllm.kernels.ops import Batch, Best, Hidden, hidden_rows
 
 #: Batches that may be on their way to the device.
@@ -45,16 +37,8 @@ _MOST_LAUNCHES, _MOST_GRAPHS = 16, 64
 _STEP = 8
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """A `Call` whose module is loaded."""
-
-    module: Module
-    kernel: str
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
-    arguments: Sequence[Argument]
-    shared_bytes: int
+#: A launch whose module is loaded.
+_Loaded = tuple[Module, Launch]
 
 
 @dataclass(eq=False)
@@ -97,7 +81,7 @@ class Program:
         self._result = result
         self.operations = fused(recording.operations)
         self._graphs: OrderedDict[Extent, Graph] = OrderedDict()
-        self._launches: OrderedDict[Extent, list[_Launch]] = OrderedDict()
+        self._launches: OrderedDict[Extent, list[_Loaded]] = OrderedDict()
         layout = recording.batch.layout
         #: Host memory that copies are made from and to.
         self._host_memory: list[NDArray[np.uint8]] = []
@@ -254,23 +238,22 @@ class Program:
         )
         for extent in (*buckets, *large):
             if extent is not None:
-                for call in _calls(self.operations, extent):
-                    modules[f"{call.module} {sorted(call.defines.items())}"] = call.module, call.defines
+                for launch in _launches(self.operations, extent):
+                    modules[f"{launch.module} {sorted(launch.defines.items())}"] = launch.module, launch.defines
         self.driver.compile_modules(recording.device, modules.values(), progress)
 
-    def _loaded(self, operations: Sequence[Operation], extent: Extent) -> list[_Launch]:
-        return [self._load(call) for call in _calls(operations, extent)]
+    def _loaded(self, operations: Sequence[Operation], extent: Extent) -> list[_Loaded]:
+        return [self._load(launch) for launch in _launches(operations, extent)]
 
-    def _load(self, call: Call) -> _Launch:
-        module = self.driver.load_module(self.recording.device, call.module, call.defines)
-        return _Launch(module, call.kernel, call.grid, call.block, call.arguments, call.shared_bytes)
+    def _load(self, launch: Launch) -> _Loaded:
+        return self.driver.load_module(self.recording.device, launch.module, launch.defines), launch
 
-    def _launch(self, launches: Sequence[_Launch]) -> None:
+    def _launch(self, launches: Sequence[_Loaded]) -> None:
         launch, stream = self.driver.launch, self.stream
-        for each in launches:
-            launch(each.module, each.kernel, each.grid, each.block, each.arguments, stream, each.shared_bytes)
+        for module, each in launches:
+            launch(module, each.kernel, each.grid, each.block, each.arguments, stream, each.shared_bytes)
 
-    def _captured(self, launches: Sequence[_Launch]) -> Graph:
+    def _captured(self, launches: Sequence[_Loaded]) -> Graph:
         self.driver.begin_capture(self.stream)
         try:
             self._launch(launches)
@@ -331,8 +314,8 @@ _CHOICES = (1, 64, 256, MOST_CHOICES)
 _LARGE = (24, 40, 512)
 
 
-def _calls(operations: Sequence[Operation], extent: Extent) -> list[Call]:
-    return [call for operation in operations for call in operation.calls(extent)]
+def _launches(operations: Sequence[Operation], extent: Extent) -> list[Launch]:
+    return [launch for operation in operations for launch in operation.launches(extent)]
 
 
 def _rounded(n: int) -> int:
@@ -387,7 +370,7 @@ class _Chooser:
         if n:
             ids, logits = (self._best.at(begin, n_bytes) for begin in (0, n_bytes))
             choose = Choose(program.recording.batch, program.rows, self._k, ids, logits, self._parts)
-            program._launch([program._load(call) for call in choose.calls(extent)])
+            program._launch(program._loaded([choose], extent))
             program.driver.download(self._host[: 2 * n_bytes], self._best.at(0, 2 * n_bytes), program.stream)
         program.driver.synchronize(program.stream)
         ids_there, logits_there = self._host[:n_bytes], self._host[n_bytes : 2 * n_bytes]

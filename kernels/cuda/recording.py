@@ -17,16 +17,15 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels.cuda.attention import Heads, Variant, Work, choose_variant, work_of_bucket
-from localllm.kernels.cuda.cache import PAGE, CacheLayout
-from localllm.kernels.cuda.driver import Defines, DeviceMemory, DeviceProperties, Driver, Stream
+from localllm.kernels.cuda.batch import N_PLACES, N_TOKENS, BatchLayout, DeviceBatch
+from localllm.kernels.cuda.cache import PAGE, CUDACache
+from localllm.kernels.cuda.driver import Argument, DeviceMemory, DeviceProperties, Driver
+from localllm.kernels.cuda.launch import Launch
 from localllm.kernels.cuda.matmul import TILE_ROWS, PackedFormat
 from localllm.kernels.cuda.rope import phases
 from localllm.kernels.cuda.weights import padded
-from localllm.kernels.ops import Batch, Rope
+from localllm.kernels.ops import Rope
 
-#: What counts a tensor's rows: places in a batch's header (batch.cuh).
-N_TOKENS, N_OUTPUTS, N_SEQUENCES, N_PLACES = range(4)
-_HEADER = 4
 #: Tokens and outputs of the extents that small batches share.
 BUCKETS = (1, 2, 4, 8, 16, 32)
 #: Lengths in the cache that such an extent serves: the first, and then twice as much each.
@@ -34,8 +33,6 @@ SHORTEST = 1024
 #: Bytes for what spans of the cache come to, at most.
 MOST_PART_BYTES = 64 << 20
 _PART_ALIGNMENT = 256
-
-Argument = DeviceMemory | np.number[Any]
 
 
 @dataclass(frozen=True)
@@ -61,23 +58,10 @@ class Extent:
         return dict(self.attention)[heads]
 
 
-@dataclass(frozen=True)
-class Call:
-    """A launch: of a kernel of the module ``module``.cu, compiled with ``defines``."""
-
-    module: str
-    kernel: str
-    defines: Defines
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
-    arguments: tuple[Argument, ...]
-    shared_bytes: int = 0
-
-
 class Operation(Protocol):
     """Something that a forward pass does."""
 
-    def calls(self, extent: Extent) -> Iterable[Call]:
+    def launches(self, extent: Extent) -> Iterable[Launch]:
         """The launches for batches of at most this extent."""
         ...
 
@@ -220,119 +204,7 @@ class Mixture:
         return min(n_pairs, n_pairs // product_rows + self.n)
 
 
-# -- The batch in device memory ------------------------------------------------------------------------------------
-
-
-class BatchLayout:
-    """How a batch lies in the one block of int32 that a step uploads: the header first, block tables last.
-
-    Args:
-        n_pages: of the cache: as many entries as a block table may have.
-    """
-
-    def __init__(self, max_tokens: int, max_outputs: int, n_pages: int) -> None:
-        sizes = (_HEADER, max_tokens, max_tokens, max_tokens, max_outputs, max_tokens + 1, max_tokens)
-        bounds = np.cumsum([0, *sizes]).tolist()
-        self.header, self.ids, self.positions, self.slots, self.outputs, self.starts, self.lengths = map(
-            slice, bounds, bounds[1:]
-        )
-        self.tables = bounds[-1]
-        self.table_stride = max(1, n_pages)
-        self.n_words: int = self.tables + max_tokens * self.table_stride
-
-    def fill(self, words: NDArray[np.int32], batch: Batch) -> int:
-        """Writes a batch that was checked; returns the words that it takes."""
-        n_tokens, n_sequences = len(batch.ids), len(batch.kv_lengths)
-        words[:3] = n_tokens, len(batch.outputs), n_sequences
-        tables = batch.block_tables[:, : self.table_stride]
-        sequences = np.repeat(np.arange(n_sequences), np.diff(batch.query_starts))
-        slots = batch.block_tables[sequences, batch.positions // PAGE] * np.int32(PAGE) + batch.positions % PAGE
-        for part, values in (
-            (self.ids, batch.ids),
-            (self.positions, batch.positions),
-            (self.slots, slots),
-            (self.outputs, batch.outputs),
-            (self.starts, batch.query_starts),
-            (self.lengths, batch.kv_lengths),
-        ):
-            words[part.start : part.start + len(values)] = values
-        end: int = self.tables + n_sequences * self.table_stride
-        words[self.tables : end].reshape(n_sequences, -1)[:, : tables.shape[1]] = tables
-        return end
-
-
-class DeviceBatch:
-    """The block on the device, and its parts."""
-
-    def __init__(self, memory: DeviceMemory, layout: BatchLayout) -> None:
-        def part(place: slice) -> DeviceMemory:
-            return memory.at(4 * place.start, 4 * (place.stop - place.start))
-
-        self.memory, self.layout = memory, layout
-        self.header = part(layout.header)
-        self.ids, self.positions, self.slots = part(layout.ids), part(layout.positions), part(layout.slots)
-        self.outputs = part(layout.outputs)
-        tables = part(slice(layout.tables, layout.n_words))
-        #: PARAMETERS of attention.cu, as far as they are the batch's.
-        self.attention = (self.header, part(layout.starts), part(layout.lengths), tables)
-
-    def header_at(self, slot: int) -> DeviceMemory:
-        """The header from that slot's number on: for kernels that take the first for the number of their rows."""
-        return self.header.at(4 * slot, 4 * (_HEADER - slot))
-
-
 # -- The recording -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class CUDACache:
-    """Keys and values in one allocation; `localllm.kernels.cuda.cache` draws it.
-
-    All that reads and writes them goes into ``stream``: programs may return before they have computed.
-    """
-
-    memory: DeviceMemory
-    layout: CacheLayout
-    driver: Driver
-    stream: Stream
-    page_size: int = PAGE
-
-    @property
-    def n_pages(self) -> int:
-        return self.layout.n_pages
-
-    @property
-    def n_bytes(self) -> int:
-        return self.layout.n_bytes
-
-    @property
-    def append_defines(self) -> Defines:
-        """What append.cu is compiled for."""
-        return {"HEAD_DIM": self.layout.shape.head_dim, "Q8_0": int(self.layout.shape.type == "q8_0")}
-
-    def layer(self, number: int) -> tuple[Argument, Argument, Argument, Argument]:
-        """Keys, their scales, values and theirs, of a layer, as kernels take them."""
-        keys, values, key_scales, value_scales = (
-            self.memory.at(*part.layer(number)) if part.n_bytes else np.uint64(0) for part in self.layout.parts
-        )
-        return keys, key_scales, values, value_scales
-
-    def copy_page(self, source: int, target: int) -> None:
-        for page in (source, target):
-            if not 0 <= page < self.n_pages:
-                raise KernelError(f"there is no page {page} in a cache of {self.n_pages}")
-        module = self.driver.load_module(self.memory.device, "append", self.append_defines)
-        for part in self.layout.parts:
-            if part.n_bytes:
-                sizes = np.int32(part.page_bytes), np.int64(part.layer_bytes), np.int32(source), np.int32(target)
-                grid = (-(-part.page_bytes // _COPIED_BYTES), part.n_layers)
-                memory = self.memory.at(part.offset, part.n_bytes)
-                self.driver.launch(module, "copy_page", grid, (256,), [memory, *sizes], self.stream)
-        self.driver.synchronize(self.stream)
-
-
-#: Bytes of a page that a block copies.
-_COPIED_BYTES = 16 * 256 * 4
 
 
 class Recording:
@@ -378,7 +250,7 @@ class Recording:
 
     @cached_property
     def variant(self) -> Variant:
-        """What attention is compiled for."""
+        """What attention is compiled for, but for soft-cap and sinks."""
         shape = self.cache.layout.shape
         return choose_variant(shape.head_dim, shape.type, self.properties.shared_bytes)
 
@@ -437,14 +309,16 @@ class Recording:
 
     # -- Attention -------------------------------------------------------------------------------------------------
 
-    def use_heads(self, heads: Heads) -> None:
-        """Notes a kind of attention; see `Extent`.
+    def use_heads(self, heads: Heads) -> Variant:
+        """Notes a kind of attention, see `Extent`; returns what it is compiled for.
 
         Raises:
             KernelError: the device has no kernel for heads of this size.
         """
-        if self.variant and heads not in self.heads:
+        variant = self.variant
+        if heads not in self.heads:
             self.heads.append(heads)
+        return variant
 
     def finish(self) -> None:
         """To be called when all operations are there: takes the memory that depends on all of them."""

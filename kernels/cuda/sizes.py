@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from localllm.kernels.cuda.attention import NO_WINDOW, Heads, choose_variant
+from localllm.kernels.cuda.batch import BatchLayout
 from localllm.kernels.cuda.cache import PAGE
 from localllm.kernels.cuda.driver import DeviceProperties
 from localllm.kernels.cuda.experts import routing_bytes
 from localllm.kernels.cuda.matmul import RUN
 from localllm.kernels.cuda.operations import SORTED
-from localllm.kernels.cuda.recording import BatchLayout, Mixture, part_bytes
+from localllm.kernels.cuda.recording import Mixture, part_bytes
 from localllm.kernels.cuda.weights import padded
 from localllm.kernels.ops import StepSizes
 

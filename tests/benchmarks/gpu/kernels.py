@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.kernels.cuda.cache import CUDACache
 from localllm.kernels.cuda.costs import BatchSizes, Cost
 from localllm.kernels.cuda.operations import Attention, Multiply
 from localllm.kernels.cuda.profile import operation_seconds, total_cost, watching
 from localllm.kernels.cuda.program import Program
-from localllm.kernels.cuda.recording import CUDACache, Extent
+from localllm.kernels.cuda.recording import Extent
 from localllm.kernels.cuda.weights import CUDALinear
 from localllm.kernels.ops import Batch, CacheShape, CacheType, HostHidden
 from localllm.quant.formats import dequantize

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from localllm.kernels.cuda import matmul
 from localllm.kernels.cuda.driver import DeviceMemory, Driver
-from localllm.kernels.cuda.matmul import Launch, PackedFormat, Product
+from localllm.kernels.cuda.launch import Launch
+from localllm.kernels.cuda.matmul import PackedFormat, Product
 from localllm.quant.lut import KernelType
 
 Floats = NDArray[np.float32]
@@ -47,7 +48,7 @@ class Device:
         return array
 
     def run(self, launch: Launch, arguments: Sequence[DeviceMemory | np.number[Any]]) -> None:
-        module = self.driver.load_module(0, launch.kernel, launch.defines)
+        module = self.driver.load_module(0, launch.module, launch.defines)
         self.driver.launch(
             module, launch.kernel, launch.grid, launch.block, arguments, self.stream, launch.shared_bytes
         )

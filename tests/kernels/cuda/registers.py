@@ -20,7 +20,8 @@ from pathlib import Path
 from localllm.kernels.cuda import matmul
 from localllm.kernels.cuda.attention import choose_variant
 from localllm.kernels.cuda.driver import Defines
-from localllm.kernels.cuda.matmul import PACKED_FORMATS, Launch
+from localllm.kernels.cuda.launch import Launch
+from localllm.kernels.cuda.matmul import PACKED_FORMATS
 from localllm.kernels.cuda.module import flat_source
 from localllm.kernels.ops import CACHE_TYPES, CacheType
 from localllm.quant.lut import KernelType

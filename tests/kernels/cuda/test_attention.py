@@ -131,14 +131,11 @@ class Talk:
             "attention_split": [*cache, q, stride, sums, states, *parts, *scoring],
             "attention_merge": [sums, states, *parts, out, stride, sinks],
         }
-        module = device.driver.load_module(0, "attention", self.variant.defines)
         for launch in attention.launches(work, heads, self.variant, n_multiprocessors=4):
             numbers = (self.tables.shape[1], heads.n_kv_heads, heads.group_size)
             limits = (*attention.token_range(launch, work), heads.window)
             arguments = [*tables, *map(np.int32, (*numbers, *limits)), *own[launch.kernel]]
-            device.driver.launch(
-                module, launch.kernel, launch.grid, launch.block, arguments, device.stream, launch.shared_bytes
-            )
+            device.run(launch, arguments)
         return device.download(out, np.float32, self.n_tokens, len(self.sinks), self.variant.head_dim)
 
     def expected(self) -> Floats:

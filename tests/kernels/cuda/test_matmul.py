@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels.cuda import matmul
+from localllm.kernels.cuda.launch import Launch
 from localllm.kernels.cuda.matmul import PACKED_FORMATS, product_launch
 from localllm.quant.lut import LUT_E2M1_32, LUT_IQ1_16, KernelType, LUTType
 from localllm.quant.types import BLOCK_SIZES, GGMLType
@@ -223,7 +224,7 @@ def test_no_access_goes_astray(type: GGMLType, order: Order) -> None:
 H100: dict[str, Any] = {"capability": (9, 0), "shared_bytes": 227 << 10}
 
 
-def launch_of(type: KernelType, n_outs: Sequence[int], n_rows: int, **device: Any) -> matmul.Launch:
+def launch_of(type: KernelType, n_outs: Sequence[int], n_rows: int, **device: Any) -> Launch:
     return product_launch(PACKED_FORMATS[type], n_outs, 4096, n_rows, **(H100 | device))
 
 

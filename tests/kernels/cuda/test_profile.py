@@ -150,7 +150,7 @@ def test_the_floor_is_the_longer_of_two_times() -> None:
 
 def test_an_operation_that_nobody_counted() -> None:
     class Novelty:
-        def calls(self, extent: object) -> list[object]:
+        def launches(self, extent: object) -> list[object]:
             return []
 
     sizes = BatchSizes(1, 1, ((1, 1),))

@@ -1,0 +1,72 @@
+"""How a batch lies in a device's memory: batch.cuh says how kernels see its header."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.kernels.cuda.cache import PAGE
+from localllm.kernels.cuda.driver import DeviceMemory
+from localllm.kernels.ops import Batch
+
+#: What counts a tensor's rows: places in a batch's header (batch.cuh).
+N_TOKENS, N_OUTPUTS, N_SEQUENCES, N_PLACES = range(4)
+_HEADER = 4
+
+
+class BatchLayout:
+    """How a batch lies in the one block of int32 that a step uploads: the header first, block tables last.
+
+    Args:
+        n_pages: of the cache: as many entries as a block table may have.
+    """
+
+    def __init__(self, max_tokens: int, max_outputs: int, n_pages: int) -> None:
+        sizes = (_HEADER, max_tokens, max_tokens, max_tokens, max_outputs, max_tokens + 1, max_tokens)
+        bounds = np.cumsum([0, *sizes]).tolist()
+        self.header, self.ids, self.positions, self.slots, self.outputs, self.starts, self.lengths = map(
+            slice, bounds, bounds[1:]
+        )
+        self.tables = bounds[-1]
+        self.table_stride = max(1, n_pages)
+        self.n_words: int = self.tables + max_tokens * self.table_stride
+
+    def fill(self, words: NDArray[np.int32], batch: Batch) -> int:
+        """Writes a batch that was checked; returns the words that it takes."""
+        n_tokens, n_sequences = len(batch.ids), len(batch.kv_lengths)
+        words[:3] = n_tokens, len(batch.outputs), n_sequences
+        tables = batch.block_tables[:, : self.table_stride]
+        sequences = np.repeat(np.arange(n_sequences), np.diff(batch.query_starts))
+        slots = batch.block_tables[sequences, batch.positions // PAGE] * np.int32(PAGE) + batch.positions % PAGE
+        for part, values in (
+            (self.ids, batch.ids),
+            (self.positions, batch.positions),
+            (self.slots, slots),
+            (self.outputs, batch.outputs),
+            (self.starts, batch.query_starts),
+            (self.lengths, batch.kv_lengths),
+        ):
+            words[part.start : part.start + len(values)] = values
+        end: int = self.tables + n_sequences * self.table_stride
+        words[self.tables : end].reshape(n_sequences, -1)[:, : tables.shape[1]] = tables
+        return end
+
+
+class DeviceBatch:
+    """The block on the device, and its parts."""
+
+    def __init__(self, memory: DeviceMemory, layout: BatchLayout) -> None:
+        def part(place: slice) -> DeviceMemory:
+            return memory.at(4 * place.start, 4 * (place.stop - place.start))
+
+        self.memory, self.layout = memory, layout
+        self.header = part(layout.header)
+        self.ids, self.positions, self.slots = part(layout.ids), part(layout.positions), part(layout.slots)
+        self.outputs = part(layout.outputs)
+        tables = part(slice(layout.tables, layout.n_words))
+        #: PARAMETERS of attention.cu, as far as they are the batch's.
+        self.attention = (self.header, part(layout.starts), part(layout.lengths), tables)
+
+    def header_at(self, slot: int) -> DeviceMemory:
+        """The header from that slot's number on: for kernels that take the first for the number of their rows."""
+        return self.header.at(4 * slot, 4 * (_HEADER - slot))
