@@ -41,29 +41,6 @@ Tensor = Any
 Routing = Any
 
 
-#: What a soft-cap may be.  Beyond, float32 could not hold scores divided by it, or would not tell it from none.
-LEAST_SOFTCAP, MOST_SOFTCAP = 1e-6, 1e6
-
-
-def check_softcap(softcap: float | None) -> None:
-    """Raises:
-    KernelError: scores cannot be capped so.
-    """
-    if softcap is not None and not LEAST_SOFTCAP <= softcap <= MOST_SOFTCAP:
-        raise KernelError(
-            f"a soft-cap is {softcap}, but must lie between {LEAST_SOFTCAP:g} and {MOST_SOFTCAP:g}; without one, "
-            "nothing is capped"
-        )
-
-
-def check_sinks(n_sinks: int, n_heads: int) -> None:
-    """Raises:
-    KernelError: not every query head has one sink.
-    """
-    if n_sinks != n_heads:
-        raise KernelError(f"{n_sinks} sinks do not fit {n_heads} query heads: each has one")
-
-
 class Weight(Protocol):
     """A tensor as it lies in a GGUF file (`localllm.gguf.TensorInfo` is one)."""
 
@@ -86,8 +63,8 @@ class Weight(Protocol):
         ...
 
 
-class Linear(Protocol):
-    """A matrix packed for a backend: y = x @ W.T + bias."""
+class Packed(Protocol):
+    """Matrices [n_out, n_in], packed for a backend."""
 
     @property
     def n_in(self) -> int: ...
@@ -100,28 +77,19 @@ class Linear(Protocol):
 
     @property
     def n_bytes(self) -> int:
-        """What it takes in memory."""
+        """What all of them take in memory."""
         ...
 
 
-class Experts(Protocol):
-    """The matrices of a layer's experts, packed for a backend: y = x @ W[expert].T."""
+class Linear(Packed, Protocol):
+    """One matrix: y = x @ W.T + bias."""
+
+
+class Experts(Packed, Protocol):
+    """The matrices of a layer's experts: y = x @ W[expert].T."""
 
     @property
     def n_experts(self) -> int: ...
-    @property
-    def n_in(self) -> int: ...
-    @property
-    def n_out(self) -> int: ...
-    @property
-    def format(self) -> str:
-        """As `Linear.format`."""
-        ...
-
-    @property
-    def n_bytes(self) -> int:
-        """What all of them take in memory."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -194,16 +162,6 @@ class StepSizes:
     n_pages: int
     n_experts: int = 0
     n_chosen: int = 0
-
-
-def check_head_norm(n_weights: int, head_dim: int) -> None:
-    """Makes sure that a norm of heads has a weight for each value of a head.
-
-    Raises:
-        KernelError: it has not.
-    """
-    if n_weights != head_dim:
-        raise KernelError(f"a norm of {n_weights} weights cannot be taken of heads of {head_dim}")
 
 
 class KVCache(Protocol):
@@ -360,14 +318,6 @@ def hidden_rows(hidden: Hidden | None, n_tokens: int, width: int) -> NDArray[np.
             f"{[n_tokens, width]} in float32"
         )
     return rows
-
-
-def check_choice(k: int, n_experts: int) -> None:
-    """Raises:
-    KernelError: ``k`` of ``n_experts`` cannot be chosen.
-    """
-    if not 1 <= k <= n_experts:
-        raise KernelError(f"{k} of {n_experts} experts cannot be chosen: 1 to {n_experts} can")
 
 
 #: A compiled part of a forward pass: takes a batch, and the hidden states that it begins with, or None if it begins

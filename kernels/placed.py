@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from localllm.errors import KernelError
-from localllm.kernels.ops import Experts, KVCache, Linear, Loader, Weight, Widening
+from localllm.kernels.ops import Experts, KVCache, Linear, Loader, Packed, Weight, Widening
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Placed:
     width: int
 
 
-_Held = TypeVar("_Held", Linear, Experts)
+_Held = TypeVar("_Held", bound=Packed)
 
 
 @dataclass(frozen=True)

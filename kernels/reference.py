@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
+from localllm.kernels.checks import check_choice, check_gate, check_sinks, check_softcap
 from localllm.kernels.embedding import CopiedTable, EmbeddingTable
 from localllm.kernels.ops import (
     LARGEST_CODE,
@@ -38,9 +39,6 @@ from localllm.kernels.ops import (
     Weight,
     WholeStep,
     Widening,
-    check_choice,
-    check_sinks,
-    check_softcap,
     hidden_rows,
 )
 from localllm.quant.formats import dequantize
@@ -256,8 +254,7 @@ class ReferenceOps(Backend):
         return out.reshape(len(q), -1)
 
     def gated(self, gate: Array, up: Array, activation: str) -> Array:
-        if activation not in ACTIVATIONS:
-            raise KernelError(f"there is no activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+        check_gate(gate.shape[1], up.shape[1], activation, ACTIVATIONS)
         return ACTIVATIONS[activation](gate) * up
 
     def route(self, logits: Array, k: int, *, normalise: bool, scale: float = 1.0) -> ReferenceRouting:

@@ -7,10 +7,7 @@ batch, because kernels read the number of tokens when they run.
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -18,15 +15,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError, UsageError
+from localllm.kernels.checks import (
+    check_append,
+    check_choice,
+    check_experts,
+    check_gate,
+    check_norm,
+    check_product,
+    check_queries,
+    check_residual,
+    check_routing,
+    check_sinks,
+    check_softcap,
+    check_tensors,
+)
 from localllm.kernels.cpu import attention as attention_kernels
 from localllm.kernels.cpu import elementwise, matmul
 from localllm.kernels.cpu import experts as expert_kernels
 from localllm.kernels.cpu.cache_types import CACHE_LAYOUTS, PAGE
 from localllm.kernels.cpu.compiler import Kernel, variant
 from localllm.kernels.cpu.host import default_threads, most_threads
-from localllm.kernels.cpu.memory import Arena, aligned_zeros
-from localllm.kernels.cpu.packing import Packer
-from localllm.kernels.cpu.program import Job, Program, Workers
+from localllm.kernels.cpu.memory import aligned_zeros
+from localllm.kernels.cpu.program import Program, Workers
 from localllm.kernels.cpu.recording import (
     ALWAYS,
     N_CHOSEN,
@@ -46,8 +56,8 @@ from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import choose
 from localllm.kernels.cpu.thread_choice import choose_threads
 from localllm.kernels.cpu.tiles import RECORD, TILES
+from localllm.kernels.cpu.weights import CPUExperts, CPULinear, CPUVector, WeightLoader
 from localllm.kernels.embedding import SMALL_TABLE, CopiedTable, DecodedTable, EmbeddingTable, PackedTable
-from localllm.kernels.experts import matrices_to_pack
 from localllm.kernels.ops import (
     Backend,
     Batch,
@@ -65,22 +75,10 @@ from localllm.kernels.ops import (
     Weight,
     WholeStep,
     Widening,
-    check_choice,
-    check_head_norm,
-    check_sinks,
-    check_softcap,
 )
-from localllm.quant.formats import dequantize
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import GROUP, LAYOUTS
-from localllm.quant.repack import FALLBACK, ScaleRangeError, repack, repack_target
 from localllm.quant.types import GGMLType
-
-#: Rows of a file packed at once: enough to be worth a call, few enough for threads to end at the same time.
-PACKED_ROWS = 256
-
-#: Bytes of a matrix in the file that are packed before its pages are let go: the largest would take memory twice.
-KEPT_BYTES = 16 << 20
 
 #: Tokens in a step up to which reading the weights takes longer than multiplying them.
 FEW_TOKENS = 4
@@ -89,63 +87,13 @@ FEW_TOKENS = 4
 HUGE_LAYER = 4 << 20
 
 #: What counts the rows of tensors.
-ROWS = {N_TOKENS: "each token", N_OUTPUTS: "each output", N_CHOSEN: "each expert of a token"}
+_ROWS = {N_TOKENS: "each token", N_OUTPUTS: "each output", N_CHOSEN: "each expert of a token"}
 
 FLOAT_LOADS: dict[KernelType, Any] = {
     GGMLType.F32: load_f32x16,
     GGMLType.F16: load_f16x16,
     GGMLType.BF16: load_bf16x16,
 }
-
-
-@dataclass(frozen=True)
-class CPUVector:
-    """A vector of n values, with zeros behind them up to a padded length."""
-
-    values: NDArray[np.float32]
-    n: int
-
-    @property
-    def address(self) -> int:
-        return self.values.ctypes.data
-
-
-@dataclass(frozen=True)
-class CPULinear:
-    """A packed matrix."""
-
-    packed: NDArray[np.uint8]
-    bias: CPUVector | None
-    type: KernelType
-    n_in: int
-    n_out: int
-
-    @property
-    def format(self) -> str:
-        return self.type.name
-
-    @property
-    def n_bytes(self) -> int:
-        return self.packed.nbytes
-
-
-@dataclass(frozen=True)
-class CPUExperts:
-    """Packed matrices of experts, one after the other."""
-
-    packed: NDArray[np.uint8]
-    type: KernelType
-    n_experts: int
-    n_in: int
-    n_out: int
-
-    @property
-    def format(self) -> str:
-        return self.type.name
-
-    @property
-    def n_bytes(self) -> int:
-        return self.packed.nbytes
 
 
 class CPUOps(Backend):
@@ -187,8 +135,7 @@ class CPUOps(Backend):
         self.workers = Workers(threads)
         self._caller = Workers(1)
         self._progress = progress
-        self._packers: dict[KernelType, Packer] = {}
-        self._memory = Arena()
+        self._loader = WeightLoader(self.workers, self.target, progress)
         self._recording: Recording | None = None
 
     # -- Loading ---------------------------------------------------------------------------------------------------
@@ -196,80 +143,16 @@ class CPUOps(Backend):
     def load_linear(
         self, weight: Weight, bias: Weight | None = None, *, widening: Widening | None = None
     ) -> CPULinear:
-        n_out, n_in = weight.shape
-        if bias is not None and bias.shape != (n_out,):
-            raise KernelError(f"a matrix [{n_out}, {n_in}] cannot have a bias {list(bias.shape)}")
-        packed, kind = self._packed(weight, widening)
-        return CPULinear(packed, None if bias is None else self.load_vector(bias), kind, n_in, n_out)
+        return self._loader.linear(weight, bias, widening)
 
     def load_experts(self, weight: Weight, *, widening: Widening | None = None) -> CPUExperts:
-        return CPUExperts(*self._packed(weight, widening), weight.shape[0], weight.shape[2], weight.shape[1])
+        return self._loader.experts(weight, widening)
 
-    def _packed(self, weight: Weight, widening: Widening | None) -> tuple[NDArray[np.uint8], KernelType]:
-        """The tiles of one matrix or of several, and their format."""
-        kind = repack_target(weight.type)
-        try:
-            return self._pack(weight, kind), kind
-        except ScaleRangeError:
-            kind = FALLBACK
-            if widening is not None:
-                widening(weight, kind.name, _packed_bytes(weight.shape, kind))
-            return self._pack(weight, kind), kind
-
-    def _pack(self, weight: Weight, kind: KernelType) -> NDArray[np.uint8]:
-        """The weight's tiles in ``kind``.
-
-        Raises:
-            ScaleRangeError: it cannot be written so.
-        """
-        packed = self._memory.take(_packed_bytes(weight.shape, kind))
-        matrices = matrices_to_pack(weight, PADDING)
-        try:
-            for rows, tiles in zip(matrices, packed.reshape(len(matrices), -1), strict=True):
-                self._pack_rows(weight, rows, kind, tiles)
-        except ScaleRangeError:
-            self._memory.take_back()
-            raise
-        return packed
-
-    def _pack_rows(
-        self, weight: Weight, rows: NDArray[np.uint8], kind: KernelType, packed: NDArray[np.uint8]
-    ) -> None:
-        """Rows of a weight to tiles."""
-        n_out, n_in, layout = len(rows), weight.shape[-1], LAYOUTS[kind]
-        packer = self._packer(kind)
-        kept_rows = PACKED_ROWS * max(1, KEPT_BYTES // (PACKED_ROWS * rows.shape[1]))
-        firsts = itertools.count(0, PACKED_ROWS)  # taking the next one is one step of Python's: threads may share it
-        given_up = threading.Event()
-
-        def share(*_: int) -> None:
-            while (first := next(firsts)) < n_out and not given_up.is_set():
-                if first % kept_rows == 0:
-                    weight.drop_pages()  # what a thread still reads comes back from the file
-                try:
-                    part = repack(rows[first : first + PACKED_ROWS], weight.type, kind)
-                except ScaleRangeError:
-                    given_up.set()
-                    raise
-                start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(part)))
-                packer.pack(part, packed[start:stop])
-
-        self.workers.run(Job(share, 0))
-
-    def _packer(self, kind: KernelType) -> Packer:
-        if kind not in self._packers:
-            self._packers[kind] = Packer(LAYOUTS[kind], self.target, self._progress)
-        return self._packers[kind]
-
-    @staticmethod
-    def packed_bytes(weight: Weight) -> int:
-        if len(weight.shape) < 2:
-            return 4 * padded(weight.shape[0])
-        return _packed_bytes(weight.shape, repack_target(weight.type))
+    def packed_bytes(self, weight: Weight) -> int:
+        return self._loader.packed_bytes(weight)
 
     def load_vector(self, weight: Weight) -> CPUVector:
-        values = dequantize(weight.data, weight.type).reshape(-1)
-        return CPUVector(np.pad(values, (0, padded(len(values)) - len(values))), len(values))
+        return self._loader.vector(weight)
 
     def load_embedding(self, weight: Weight, packed: Linear | None = None) -> EmbeddingTable:
         if weight.shape[0] * weight.shape[1] <= SMALL_TABLE:
@@ -334,28 +217,7 @@ class CPUOps(Backend):
         return self._recording
 
     def _check_tensors(self, *tensors: Buffer, slot: int | None = None) -> None:
-        """Makes sure that tensors belong to this forward pass and have the same rows, those that ``slot`` counts.
-
-        Kernels believe every address and every number: what does not fit must be found while recording.
-        """
-        for x in tensors:
-            if not isinstance(x, Buffer) or x.recording is not self._now:
-                raise KernelError("an operation was given something else than a tensor of its own forward pass")
-        wanted = tensors[0].slot if slot is None else slot
-        for x in tensors:
-            if x.slot != wanted:
-                raise KernelError(f"a tensor has a row for {ROWS[x.slot]} where one for {ROWS[wanted]} is needed")
-
-    def _check_layer(self, layer: int) -> None:
-        n_layers = self._now.cache.shape.n_layers
-        if not 0 <= layer < n_layers:
-            raise KernelError(f"there is no layer {layer} in a cache of {n_layers} layers")
-
-    def _check_heads(self, what: str, x: Buffer, multiple_of: int) -> None:
-        """Makes sure that a tensor is a row of whole heads, a multiple of so many."""
-        head_dim = self._now.cache.shape.head_dim
-        if x.width == 0 or x.width % (multiple_of * head_dim):
-            raise KernelError(f"{x.width} values of {what} are no multiple of {multiple_of} heads of {head_dim}")
+        check_tensors(tensors, Buffer, self._now, _ROWS, slot)
 
     def _add(self, kernel: Kernel, arguments: Sequence[int | float], units: int, slot: int, **constants: Any) -> None:
         self._now.add(variant(kernel, self.target, **constants), arguments, units, slot)
@@ -378,8 +240,7 @@ class CPUOps(Backend):
     def rms_norm(self, x: Buffer, weight: CPUVector, eps: float) -> Buffer:
         recording = self._now
         self._check_tensors(x)
-        if weight.n != x.width:
-            raise KernelError(f"a norm of {weight.n} weights cannot be taken of {x.width} values")
+        check_norm(weight.n, x.width)
         y = Buffer(recording, x.slot, x.width)
         recording.operands.append(weight)
         arguments = (
@@ -413,8 +274,7 @@ class CPUOps(Backend):
         return results
 
     def _multiply(self, x: Buffer, w: CPULinear, y: Buffer, residual: int, *, wait: bool) -> None:
-        if (x.width, y.width) != (w.n_in, w.n_out):
-            raise KernelError(f"a matrix [{w.n_out}, {w.n_in}] cannot turn {x.width} values into {y.width}")
+        check_product(w, x.width, y.width)
         layout, recording = LAYOUTS[w.type], self._now
         recording.n_products += w.n_in * w.n_out
         batch = recording.header.ctypes.data + 8 * x.slot
@@ -444,11 +304,12 @@ class CPUOps(Backend):
         eps: float = 0.0,
     ) -> Buffer:
         recording, cache = self._now, self._now.cache
-        head_dim = cache.shape.head_dim
-        self._check_append(q, k, v, rope, layer)
-        for x, norm in ((q, q_norm), (k, k_norm)):
+        head_dim, norms = cache.shape.head_dim, (q_norm, k_norm)
+        self._check_tensors(q, k, v, slot=N_TOKENS)
+        check_queries(q.width, layer, cache.shape)
+        check_append(k.width, v.width, rope, [norm.n for norm in norms if norm is not None], cache.shape)
+        for x, norm in zip((q, k), norms, strict=True):
             if norm is not None:
-                check_head_norm(norm.n, head_dim)
                 recording.operands.append(norm)
                 arguments = (x.address, norm.address, x.width // head_dim, head_dim, x.stride, float(eps))
                 self._add(elementwise.head_norm, arguments, 1, N_TOKENS)
@@ -471,21 +332,6 @@ class CPUOps(Backend):
         )
         return q.changed()
 
-    def _check_append(self, q: Buffer, k: Buffer, v: Buffer, rope: Rope | None, layer: int) -> None:
-        shape = self._now.cache.shape
-        self._check_tensors(q, k, v, slot=N_TOKENS)
-        self._check_layer(layer)
-        self._check_heads("queries", q, shape.n_kv_heads)
-        for what, x in (("keys", k), ("values", v)):
-            if x.width != shape.n_kv_heads * shape.head_dim:
-                raise KernelError(
-                    f"{x.width} values of {what} do not fit a cache of {shape.n_kv_heads} heads of {shape.head_dim}"
-                )
-        if rope is not None and 2 * len(rope.frequencies) > shape.head_dim:
-            raise KernelError(
-                f"{len(rope.frequencies)} pairs of values cannot be turned in heads of {shape.head_dim}"
-            )
-
     def attention(
         self,
         q: Buffer,
@@ -499,8 +345,7 @@ class CPUOps(Backend):
         recording, cache = self._now, self._now.cache
         heads, head_dim = cache.shape.n_kv_heads, cache.shape.head_dim
         self._check_tensors(q, slot=N_TOKENS)
-        self._check_layer(layer)
-        self._check_heads("queries", q, heads)
+        check_queries(q.width, layer, cache.shape)
         check_softcap(softcap)
         if sinks is not None:
             check_sinks(sinks.n, q.width // head_dim)
@@ -548,12 +393,9 @@ class CPUOps(Backend):
 
     def gated(self, gate: Buffer, up: Buffer, activation: str) -> Buffer:
         kernels = {"silu": elementwise.gated_silu, "gelu": elementwise.gated_gelu}
-        if activation not in kernels:
-            raise KernelError(f"there is no activation {activation!r}; choose one of {', '.join(kernels)}")
         recording = self._now
         self._check_tensors(gate, up)
-        if gate.width != up.width:
-            raise KernelError(f"a gate of {gate.width} values does not fit {up.width} values")
+        check_gate(gate.width, up.width, activation, kernels)
         y = Buffer(recording, gate.slot, gate.width)
         arguments = (gate.address, up.address, gate.stride // 4, gate.stride, y.address)
         self._add(kernels[activation], arguments, 1, gate.slot)
@@ -582,8 +424,7 @@ class CPUOps(Backend):
         self._check_tensors(h, slot=N_CHOSEN)
         self._check_tensors(residual, slot=N_TOKENS)
         products = self._multiply_experts(h, [weight], routing)[0]
-        if products.width != residual.width:
-            raise KernelError(f"{residual.width} values cannot be added to the {products.width} of a product")
+        check_residual(residual.width, products.width)
         y = residual.changed()
         arguments = (products.address, routing.shares, recording.n_chosen, y.stride // 4, y.stride)
         self._add(expert_kernels.add_experts, (*arguments, residual.address, y.address), 1, N_TOKENS)
@@ -592,8 +433,7 @@ class CPUOps(Backend):
     def _multiply_experts(self, x: Buffer, weights: Sequence[Experts], chosen: Routing) -> list[Buffer]:
         """Rows of x, or of each token's where it has one for each token, times the matrices of the experts."""
         recording = self._now
-        if not isinstance(chosen, ChosenExperts) or chosen.recording is not recording:
-            raise KernelError("an operation was given something else than a routing of its own forward pass")
+        check_routing(chosen, ChosenExperts, recording)
         matrices = [_checked_experts(weight, x.width, chosen.n_experts) for weight in weights]
         results = [Buffer(recording, N_CHOSEN, w.n_out) for w in matrices]
         per_row = recording.n_chosen if x.slot == N_TOKENS else 1
@@ -649,12 +489,6 @@ def _checked_threads(threads: int) -> int:
     return threads
 
 
-def _packed_bytes(shape: Sequence[int], kind: KernelType) -> int:
-    """Bytes of a packed matrix [n_out, n_in] or of several."""
-    *n_experts, n_out, n_in = shape
-    return prod(n_experts) * LAYOUTS[kind].packed_bytes(padded(n_out), n_in)
-
-
 def _constants(kind: KernelType) -> dict[str, Any]:
     """What kernels of a format's products are compiled for."""
     layout = LAYOUTS[kind]
@@ -666,11 +500,7 @@ def _constants(kind: KernelType) -> dict[str, Any]:
 def _checked_experts(weight: Experts, n_in: int, n_experts: int) -> CPUExperts:
     if not isinstance(weight, CPUExperts):
         raise KernelError(f"the CPU backend cannot use a {type(weight).__name__}")
-    if (weight.n_in, weight.n_experts) != (n_in, n_experts):
-        raise KernelError(
-            f"matrices [{weight.n_experts}, {weight.n_out}, {weight.n_in}] do not fit rows of {n_in} values that "
-            f"go to {n_experts} experts"
-        )
+    check_experts(weight, n_in, n_experts)
     return weight
 
 

@@ -11,6 +11,20 @@ from dataclasses import replace
 from itertools import groupby
 
 from localllm.errors import KernelError
+from localllm.kernels.checks import (
+    check_append,
+    check_choice,
+    check_experts,
+    check_gate,
+    check_norm,
+    check_product,
+    check_queries,
+    check_residual,
+    check_routing,
+    check_sinks,
+    check_softcap,
+    check_tensors,
+)
 from localllm.kernels.cuda.attention import NO_WINDOW, Heads
 from localllm.kernels.cuda.batch import N_OUTPUTS, N_PLACES, N_TOKENS
 from localllm.kernels.cuda.cache import PAGE, CacheLayout, CUDACache
@@ -59,10 +73,6 @@ from localllm.kernels.ops import (
     Weight,
     WholeStep,
     Widening,
-    check_choice,
-    check_head_norm,
-    check_sinks,
-    check_softcap,
 )
 
 _GATES = {"silu": "gated_silu", "gelu": "gated_gelu"}
@@ -191,52 +201,13 @@ class CUDAOps(Backend):
     # -- Checks ----------------------------------------------------------------------------------------------------
 
     def _check_tensors(self, *tensors: Buffer, slot: int | None = None) -> None:
-        """Makes sure that tensors belong to this forward pass and have the same rows, those that ``slot`` counts.
-
-        Kernels believe every address and every number: what does not fit must be found while recording.
-        """
-        for x in tensors:
-            if not isinstance(x, Buffer) or x.recording is not self._now:
-                raise KernelError("an operation was given something else than a tensor of its own forward pass")
-        wanted = tensors[0].slot if slot is None else slot
-        for x in tensors:
-            if x.slot != wanted:
-                raise KernelError(f"a tensor has a row for {_ROWS[x.slot]} where one for {_ROWS[wanted]} is needed")
-
-    def _check_layer(self, layer: int) -> None:
-        n_layers = self._now.cache.layout.shape.n_layers
-        if not 0 <= layer < n_layers:
-            raise KernelError(f"there is no layer {layer} in a cache of {n_layers} layers")
-
-    def _check_heads(self, what: str, x: Buffer, multiple_of: int) -> None:
-        """Makes sure that a tensor is a row of whole heads, a multiple of so many."""
-        head_dim = self._now.cache.layout.shape.head_dim
-        if x.width == 0 or x.width % (multiple_of * head_dim):
-            raise KernelError(f"{x.width} values of {what} are no multiple of {multiple_of} heads of {head_dim}")
+        check_tensors(tensors, Buffer, self._now, _ROWS, slot)
 
     def _check_linear(self, x: Buffer, weight: Linear) -> CUDALinear:
         if not isinstance(weight, CUDALinear) or weight.memory.device != self.device:
             raise KernelError(f"CUDA device {self.device} cannot use a {type(weight).__name__} that is not its own")
-        if x.width != weight.n_in:
-            raise KernelError(
-                f"a matrix [{weight.n_out}, {weight.n_in}] cannot turn {x.width} values into {weight.n_out}"
-            )
+        check_product(weight, x.width, weight.n_out)
         return weight
-
-    def _check_append(self, q: Buffer, k: Buffer, v: Buffer, rope: Rope | None, layer: int) -> None:
-        shape = self._now.cache.layout.shape
-        self._check_tensors(q, k, v, slot=N_TOKENS)
-        self._check_layer(layer)
-        self._check_heads("queries", q, shape.n_kv_heads)
-        for what, x in (("keys", k), ("values", v)):
-            if x.width != shape.n_kv_heads * shape.head_dim:
-                raise KernelError(
-                    f"{x.width} values of {what} do not fit a cache of {shape.n_kv_heads} heads of {shape.head_dim}"
-                )
-        if rope is not None and 2 * len(rope.frequencies) > shape.head_dim:
-            raise KernelError(
-                f"{len(rope.frequencies)} pairs of values cannot be turned in heads of {shape.head_dim}"
-            )
 
     # -- Operations ------------------------------------------------------------------------------------------------
 
@@ -256,8 +227,7 @@ class CUDAOps(Backend):
     def rms_norm(self, x: Buffer, weight: CUDAVector, eps: float) -> Buffer:
         recording = self._now
         self._check_tensors(x)
-        if weight.n != x.width:
-            raise KernelError(f"a norm of {weight.n} weights cannot be taken of {x.width} values")
+        check_norm(weight.n, x.width)
         y = Buffer(recording, x.slot, x.width, sources=[x])
         recording.operands.append(weight)
         self._add(Norm(recording.batch, x.read(), weight, eps, y.written))
@@ -268,8 +238,8 @@ class CUDAOps(Backend):
         w = self._check_linear(x, weight)
         if residual is None:
             y = Buffer(self._now, x.slot, w.n_out)
-        elif residual.width != w.n_out:
-            raise KernelError(f"{residual.width} values cannot be added to the {w.n_out} of a product")
+        else:
+            check_residual(residual.width, w.n_out)
         inputs = self._inputs(x, w.packed)
         if residual is not None:
             residual.read()
@@ -316,16 +286,15 @@ class CUDAOps(Backend):
         eps: float = 0.0,
     ) -> Buffer:
         recording = self._now
-        self._check_append(q, k, v, rope, layer)
-        head_dim = recording.cache.layout.shape.head_dim
-        for norm in (q_norm, k_norm):
-            if norm is not None:
-                check_head_norm(norm.n, head_dim)
-                recording.operands.append(norm)
+        shape, norms = recording.cache.layout.shape, (q_norm, k_norm)
+        self._check_tensors(q, k, v, slot=N_TOKENS)
+        check_queries(q.width, layer, shape)
+        check_append(k.width, v.width, rope, [norm.n for norm in norms if norm is not None], shape)
+        recording.operands += [norm for norm in norms if norm is not None]
         if rope is not None:
             recording.phases(rope)  # uploaded now
         rows = q.read(), k.read(), v.read()
-        self._add(RopeAppend(recording, *rows, rope, layer, (q_norm, k_norm), eps))
+        self._add(RopeAppend(recording, *rows, rope, layer, norms, eps))
         return q.changed()
 
     def attention(
@@ -341,8 +310,7 @@ class CUDAOps(Backend):
         recording = self._now
         shape = recording.cache.layout.shape
         self._check_tensors(q, slot=N_TOKENS)
-        self._check_layer(layer)
-        self._check_heads("queries", q, shape.n_kv_heads)
+        check_queries(q.width, layer, shape)
         check_softcap(softcap)
         if sinks is not None:
             check_sinks(sinks.n, q.width // shape.head_dim)
@@ -355,12 +323,9 @@ class CUDAOps(Backend):
         return y
 
     def gated(self, gate: Buffer, up: Buffer, activation: str) -> Buffer:
-        if activation not in _GATES:
-            raise KernelError(f"there is no activation {activation!r}; choose one of {', '.join(_GATES)}")
         recording = self._now
         self._check_tensors(gate, up)
-        if gate.width != up.width:
-            raise KernelError(f"a gate of {gate.width} values does not fit {up.width} values")
+        check_gate(gate.width, up.width, activation, _GATES)
         y = Buffer(recording, gate.slot, gate.width, sources=[gate, up])
         self._add(Gate(recording.batch, gate.read(), up.read(), _GATES[activation], y.written))
         return y
@@ -390,8 +355,7 @@ class CUDAOps(Backend):
         self._check_tensors(h, slot=N_PLACES)
         self._check_tensors(residual, slot=N_TOKENS)
         w = self._check_experts(h, weight, routing)
-        if residual.width != w.n_out:
-            raise KernelError(f"{residual.width} values cannot be added to the {w.n_out} of a product")
+        check_residual(residual.width, w.n_out)
         products = self._multiply_experts([w], [self._inputs(h, w.packed)], routing)[0]
         residual.read()
         y = residual.changed()
@@ -399,15 +363,10 @@ class CUDAOps(Backend):
         return y
 
     def _check_experts(self, x: Buffer, weight: Experts, routing: Routing) -> CUDAExperts:
-        if not isinstance(routing, ChosenExperts) or routing.recording is not self._now:
-            raise KernelError("an operation was given something else than a routing of its own forward pass")
+        check_routing(routing, ChosenExperts, self._now)
         if not isinstance(weight, CUDAExperts) or weight.memory.device != self.device:
             raise KernelError(f"CUDA device {self.device} cannot use a {type(weight).__name__} that is not its own")
-        if (weight.n_in, weight.n_experts) != (x.width, routing.mixture.n):
-            raise KernelError(
-                f"matrices [{weight.n_experts}, {weight.n_out}, {weight.n_in}] do not fit rows of {x.width} values "
-                f"that go to {routing.mixture.n} experts"
-            )
+        check_experts(weight, x.width, routing.mixture.n)
         return weight
 
     def _multiply_experts(

@@ -51,12 +51,15 @@ class CUDAVector:
 
 
 @dataclass(frozen=True, eq=False)
-class CUDALinear:
-    """A packed matrix: on a device's tiles, see `localllm.kernels.cuda.matmul`.  ``name``: as the file has it."""
+class _Packed:
+    """One matrix or several, one after the other, in tiles (`localllm.kernels.cuda.matmul`).
+
+    Attributes:
+        name: as the file has it.
+    """
 
     memory: DeviceMemory
     packed: PackedFormat
-    bias: CUDAVector | None
     n_in: int
     n_out: int
     name: str
@@ -71,23 +74,17 @@ class CUDALinear:
 
 
 @dataclass(frozen=True, eq=False)
-class CUDAExperts:
-    """Packed matrices of experts, one after the other.  ``name``: as the file has it."""
+class CUDALinear(_Packed):
+    """A packed matrix."""
 
-    memory: DeviceMemory
-    packed: PackedFormat
+    bias: CUDAVector | None
+
+
+@dataclass(frozen=True, eq=False)
+class CUDAExperts(_Packed):
+    """Packed matrices of experts."""
+
     n_experts: int
-    n_in: int
-    n_out: int
-    name: str
-
-    @property
-    def format(self) -> str:
-        return self.packed.name
-
-    @property
-    def n_bytes(self) -> int:
-        return self.memory.n_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,13 +141,13 @@ class WeightLoader:
         n_out, n_in = weight.shape
         if bias is not None and bias.shape != (n_out,):
             raise KernelError(f"a matrix [{n_out}, {n_in}] cannot have a bias {list(bias.shape)}")
-        memory, format = self._packed(weight, widening)
-        return CUDALinear(memory, format, None if bias is None else self.vector(bias), n_in, n_out, weight.name)
+        packed = self._packed(weight, widening)
+        return CUDALinear(*packed, n_in, n_out, weight.name, None if bias is None else self.vector(bias))
 
     def experts(self, weight: Weight, widening: Widening | None) -> CUDAExperts:
         """Packed; see `localllm.kernels.ops.Loader.load_experts`."""
         n_experts, n_out, n_in = weight.shape
-        return CUDAExperts(*self._packed(weight, widening), n_experts, n_in, n_out, weight.name)
+        return CUDAExperts(*self._packed(weight, widening), n_in, n_out, weight.name, n_experts)
 
     def _packed(self, weight: Weight, widening: Widening | None) -> tuple[DeviceMemory, PackedFormat]:
         """The tiles of one matrix or of several, and their format."""

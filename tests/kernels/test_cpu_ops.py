@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.errors import DeviceError, KernelError, UsageError
-from localllm.kernels.cpu import host, recording
+from localllm.kernels.cpu import host, recording, weights
 from localllm.kernels.cpu import ops as cpu_ops
 from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cpu.program import Job, Workers
@@ -322,7 +322,7 @@ def test_pages_of_large_matrices_are_dropped_while_they_are_packed(
     monkeypatch: pytest.MonkeyPatch, kept_bytes: int, drops: int
 ) -> None:
     """A matrix of 1,000 rows of 128 bytes is packed 256 rows at a time."""
-    monkeypatch.setattr(cpu_ops, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(weights, "KEPT_BYTES", kept_bytes)
     dropped: list[None] = []
     matrix = random(1000, 32)
     weight = f32(matrix)
@@ -345,10 +345,10 @@ def test_a_scale_that_does_not_fit_stops_all_threads(monkeypatch: pytest.MonkeyP
         time.sleep(0.01)
         return rows
 
-    monkeypatch.setattr(cpu_ops, "repack", repack)
+    monkeypatch.setattr(weights, "repack", repack)
     ops = CPUOps(threads=2)
     with pytest.raises(ScaleRangeError):
-        ops._pack(f32(random(100 * cpu_ops.PACKED_ROWS, 32)), GGMLType.F32)
+        ops._loader._pack(f32(random(100 * weights.PACKED_ROWS, 32)), GGMLType.F32)
     assert len(repacked) < 20
 
 

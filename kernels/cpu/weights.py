@@ -1,0 +1,175 @@
+"""Weights in the memory of a CPU's kernels: threads pack a file's rows into tiles, some hundred at once."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import KernelError
+from localllm.kernels.cpu.memory import Arena
+from localllm.kernels.cpu.packing import Packer
+from localllm.kernels.cpu.program import Job, Workers
+from localllm.kernels.cpu.recording import PADDING, padded
+from localllm.kernels.cpu.target import Target
+from localllm.kernels.experts import matrices_to_pack
+from localllm.kernels.ops import Weight, Widening
+from localllm.quant.formats import dequantize
+from localllm.quant.lut import KernelType
+from localllm.quant.packing import LAYOUTS
+from localllm.quant.repack import FALLBACK, ScaleRangeError, repack, repack_target
+
+#: Rows of a file packed at once: enough to be worth a call, few enough for threads to end at the same time.
+PACKED_ROWS = 256
+
+#: Bytes of a matrix in the file that are packed before its pages are let go: the largest would take memory twice.
+KEPT_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class CPUVector:
+    """A vector of n values, with zeros behind them up to a padded length."""
+
+    values: NDArray[np.float32]
+    n: int
+
+    @property
+    def address(self) -> int:
+        return self.values.ctypes.data
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Tiles of one matrix or of several, one after the other."""
+
+    packed: NDArray[np.uint8]
+    type: KernelType
+    n_in: int
+    n_out: int
+
+    @property
+    def format(self) -> str:
+        return self.type.name
+
+    @property
+    def n_bytes(self) -> int:
+        return self.packed.nbytes
+
+
+@dataclass(frozen=True)
+class CPULinear(_Packed):
+    """A packed matrix."""
+
+    bias: CPUVector | None
+
+
+@dataclass(frozen=True)
+class CPUExperts(_Packed):
+    """Packed matrices of experts, one after the other."""
+
+    n_experts: int
+
+
+class WeightLoader:
+    """Packs weights.
+
+    Args:
+        workers: the threads that do it.
+        target: what the kernels that pack are compiled for.
+        progress: called with (kernels compiled, kernels to compile) when kernels are not in the cache yet.
+    """
+
+    def __init__(self, workers: Workers, target: Target, progress: Callable[[int, int], None] | None) -> None:
+        self._workers, self._target, self._progress = workers, target, progress
+        self._packers: dict[KernelType, Packer] = {}
+        self._memory = Arena()
+
+    def packed_bytes(self, weight: Weight) -> int:
+        """As `localllm.kernels.ops.Loader` has it."""
+        if len(weight.shape) < 2:
+            return 4 * padded(weight.shape[0])
+        return _packed_bytes(weight.shape, repack_target(weight.type))
+
+    def vector(self, weight: Weight) -> CPUVector:
+        """Decoded."""
+        values = dequantize(weight.data, weight.type).reshape(-1)
+        return CPUVector(np.pad(values, (0, padded(len(values)) - len(values))), len(values))
+
+    def linear(self, weight: Weight, bias: Weight | None, widening: Widening | None) -> CPULinear:
+        """Packed; see `localllm.kernels.ops.Loader.load_linear`."""
+        n_out, n_in = weight.shape
+        if bias is not None and bias.shape != (n_out,):
+            raise KernelError(f"a matrix [{n_out}, {n_in}] cannot have a bias {list(bias.shape)}")
+        return CPULinear(*self._packed(weight, widening), n_in, n_out, None if bias is None else self.vector(bias))
+
+    def experts(self, weight: Weight, widening: Widening | None) -> CPUExperts:
+        """Packed; see `localllm.kernels.ops.Loader.load_experts`."""
+        n_experts, n_out, n_in = weight.shape
+        return CPUExperts(*self._packed(weight, widening), n_in, n_out, n_experts)
+
+    def _packed(self, weight: Weight, widening: Widening | None) -> tuple[NDArray[np.uint8], KernelType]:
+        """The tiles of one matrix or of several, and their format."""
+        kind = repack_target(weight.type)
+        try:
+            return self._pack(weight, kind), kind
+        except ScaleRangeError:
+            kind = FALLBACK
+            if widening is not None:
+                widening(weight, kind.name, _packed_bytes(weight.shape, kind))
+            return self._pack(weight, kind), kind
+
+    def _pack(self, weight: Weight, kind: KernelType) -> NDArray[np.uint8]:
+        """The weight's tiles in ``kind``.
+
+        Raises:
+            ScaleRangeError: it cannot be written so.
+        """
+        packed = self._memory.take(_packed_bytes(weight.shape, kind))
+        matrices = matrices_to_pack(weight, PADDING)
+        try:
+            for rows, tiles in zip(matrices, packed.reshape(len(matrices), -1), strict=True):
+                self._pack_rows(weight, rows, kind, tiles)
+        except ScaleRangeError:
+            self._memory.take_back()
+            raise
+        return packed
+
+    def _pack_rows(
+        self, weight: Weight, rows: NDArray[np.uint8], kind: KernelType, packed: NDArray[np.uint8]
+    ) -> None:
+        """Rows of a weight to tiles."""
+        n_out, n_in, layout = len(rows), weight.shape[-1], LAYOUTS[kind]
+        packer = self._packer(kind)
+        kept_rows = PACKED_ROWS * max(1, KEPT_BYTES // (PACKED_ROWS * rows.shape[1]))
+        firsts = itertools.count(0, PACKED_ROWS)  # taking the next one is one step of Python's: threads may share it
+        given_up = threading.Event()
+
+        def share(*_: int) -> None:
+            while (first := next(firsts)) < n_out and not given_up.is_set():
+                if first % kept_rows == 0:
+                    weight.drop_pages()  # what a thread still reads comes back from the file
+                try:
+                    part = repack(rows[first : first + PACKED_ROWS], weight.type, kind)
+                except ScaleRangeError:
+                    given_up.set()
+                    raise
+                start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(part)))
+                packer.pack(part, packed[start:stop])
+
+        self._workers.run(Job(share, 0))
+
+    def _packer(self, kind: KernelType) -> Packer:
+        if kind not in self._packers:
+            self._packers[kind] = Packer(LAYOUTS[kind], self._target, self._progress)
+        return self._packers[kind]
+
+
+def _packed_bytes(shape: Sequence[int], kind: KernelType) -> int:
+    """Bytes of a packed matrix [n_out, n_in] or of several."""
+    *n_experts, n_out, n_in = shape
+    return prod(n_experts) * LAYOUTS[kind].packed_bytes(padded(n_out), n_in)
