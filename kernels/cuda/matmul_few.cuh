@@ -7,6 +7,8 @@
 #pragma once
 #include "fragments.cuh"
 
+constexpr int MAX_CHUNKS = 16;
+
 #if __CUDA_ARCH__ >= 800
 
 // The scales of rows g + 8 i, from those that each lane has of the row of its number.

@@ -13,6 +13,8 @@
 #pragma once
 #include "dots.cuh"
 
+constexpr int MAX_CHUNKS = 16;
+
 // A row's codes of 128 columns.
 template <class F>
 struct RunWords {
