@@ -17,7 +17,7 @@ LEAST_SOFTCAP, MOST_SOFTCAP = 1e-6, 1e6
 
 
 def check_tensors(
-    tensors: Sequence[Any], kind: type, recording: object, counts: Mapping[int, str], slot: int | None = None
+    tensors: Sequence[Any], kind: type[Any], recording: object, counts: Mapping[int, str], slot: int | None = None
 ) -> None:
     """Tensors must belong to this forward pass and have the same rows, those that ``slot`` counts.
 
@@ -116,7 +116,7 @@ def check_choice(k: int, n_experts: int) -> None:
         raise KernelError(f"{k} of {n_experts} experts cannot be chosen: 1 to {n_experts} can")
 
 
-def check_routing(routing: object, kind: type, recording: object) -> None:
+def check_routing(routing: object, kind: type[Any], recording: object) -> None:
     """A routing must belong to this forward pass; ``kind`` is what the backend's are."""
     if not isinstance(routing, kind) or getattr(routing, "recording", None) is not recording:
         raise KernelError("an operation was given something else than a routing of its own forward pass")
