@@ -56,7 +56,7 @@ from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import choose
 from localllm.kernels.cpu.thread_choice import choose_threads
 from localllm.kernels.cpu.tiles import RECORD, TILES
-from localllm.kernels.cpu.weights import CPUExperts, CPULinear, CPUVector, WeightLoader
+from localllm.kernels.cpu.weights import CPUExperts, CPULinear, CPUVector, WeightLoader, packed_bytes
 from localllm.kernels.embedding import SMALL_TABLE, CopiedTable, DecodedTable, EmbeddingTable, PackedTable
 from localllm.kernels.ops import (
     Backend,
@@ -148,8 +148,9 @@ class CPUOps(Backend):
     def load_experts(self, weight: Weight, *, widening: Widening | None = None) -> CPUExperts:
         return self._loader.experts(weight, widening)
 
-    def packed_bytes(self, weight: Weight) -> int:
-        return self._loader.packed_bytes(weight)
+    @staticmethod
+    def packed_bytes(weight: Weight) -> int:
+        return packed_bytes(weight)
 
     def load_vector(self, weight: Weight) -> CPUVector:
         return self._loader.vector(weight)

@@ -89,12 +89,6 @@ class WeightLoader:
         self._packers: dict[KernelType, Packer] = {}
         self._memory = Arena()
 
-    def packed_bytes(self, weight: Weight) -> int:
-        """As `localllm.kernels.ops.Loader` has it."""
-        if len(weight.shape) < 2:
-            return 4 * padded(weight.shape[0])
-        return _packed_bytes(weight.shape, repack_target(weight.type))
-
     def vector(self, weight: Weight) -> CPUVector:
         """Decoded."""
         values = dequantize(weight.data, weight.type).reshape(-1)
@@ -167,6 +161,13 @@ class WeightLoader:
         if kind not in self._packers:
             self._packers[kind] = Packer(LAYOUTS[kind], self._target, self._progress)
         return self._packers[kind]
+
+
+def packed_bytes(weight: Weight) -> int:
+    """As `localllm.kernels.ops.Loader` has it."""
+    if len(weight.shape) < 2:
+        return 4 * padded(weight.shape[0])
+    return _packed_bytes(weight.shape, repack_target(weight.type))
 
 
 def _packed_bytes(shape: Sequence[int], kind: KernelType) -> int:
