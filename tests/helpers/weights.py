@@ -29,6 +29,11 @@ class Tensor:
     def drop_pages(self) -> None: ...
 
 
+def random(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    """Normally distributed."""
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
+
+
 def f32(array: Any) -> Tensor:
     """An array as a float32 tensor."""
     values = np.ascontiguousarray(array, "<f4")

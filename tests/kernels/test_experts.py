@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,35 +13,15 @@ from numpy.typing import NDArray
 from localllm.errors import KernelError
 from localllm.kernels.ops import Experts, Ops
 from localllm.quant.types import GGMLType
-from tests.helpers.backends import BACKENDS, Backend
+from tests.helpers.backends import Backend
 from tests.helpers.blocks import random_rows, values_of
 from tests.helpers.run_model import make_batch
-from tests.helpers.weights import NO_CACHE, Tensor, f32, one_sequence, run
+from tests.helpers.weights import NO_CACHE, Tensor, f32, one_sequence, random, run
 
 Array = NDArray[Any]
 T = GGMLType
 #: A number of experts that is no multiple of anything, and rows of theirs that are no whole groups.
 N_EXPERTS, N_OUT, D = 11, 40, 64
-
-
-@pytest.fixture(params=BACKENDS, ids=lambda b: b.name)
-def backend(request: pytest.FixtureRequest) -> Backend:
-    chosen: Backend = request.param
-    return chosen
-
-
-@cache
-def _ops(backend: Backend) -> Ops:
-    return backend.make()
-
-
-@pytest.fixture
-def ops(backend: Backend) -> Ops:
-    return _ops(backend)
-
-
-def random(*shape: int, seed: int = 0) -> NDArray[np.float32]:
-    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
 
 
 def experts_of(type: GGMLType, n_out: int, n_in: int, seed: int = 0, n: int = N_EXPERTS) -> Tensor:

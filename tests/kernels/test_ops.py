@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import gguf.quants
@@ -24,30 +23,10 @@ from localllm.quant.types import GGMLType
 from tests.helpers.backends import BACKENDS, Backend, shared_by_threads
 from tests.helpers.blocks import random_rows
 from tests.helpers.run_model import make_batch
-from tests.helpers.weights import blocks, f32, one_sequence, run
+from tests.helpers.weights import blocks, f32, one_sequence, random, run
 
 Array = NDArray[Any]
 T = GGMLType
-
-
-@pytest.fixture(params=BACKENDS, ids=lambda b: b.name)
-def backend(request: pytest.FixtureRequest) -> Backend:
-    chosen: Backend = request.param
-    return chosen
-
-
-@cache
-def _ops(backend: Backend) -> Ops:
-    return backend.make()
-
-
-@pytest.fixture
-def ops(backend: Backend) -> Ops:
-    return _ops(backend)
-
-
-def random(*shape: int, seed: int = 0) -> NDArray[np.float32]:
-    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
 
 
 def halves(*shape: int, seed: int = 0) -> NDArray[np.float32]:
@@ -397,16 +376,16 @@ def assert_close(out: Array, expected: Array) -> None:
 @pytest.mark.parametrize(
     ("backend", "head_dim"), [pytest.param(b, d, id=f"{b.name}-{d}") for b in BACKENDS for d in b.head_dims]
 )
-def test_attention_with_heads_of_any_size(backend: Backend, head_dim: int) -> None:
-    talk = Conversation(_ops(backend), [70], 4, 2, head_dim, scale=head_dim**-0.5)
+def test_attention_with_heads_of_any_size(ops: Ops, head_dim: int) -> None:
+    talk = Conversation(ops, [70], 4, 2, head_dim, scale=head_dim**-0.5)
     assert_close(talk.run((0, 0, 70)), talk.expected(0, 0, 70))
 
 
 @pytest.mark.parametrize(
     ("backend", "head_dim"), [pytest.param(b, d, id=f"{b.name}-{d}") for b in BACKENDS for d in b.scaled_head_dims]
 )
-def test_attention_over_a_cache_of_scaled_bytes(backend: Backend, head_dim: int) -> None:
-    talk = Conversation(_ops(backend), [70], 4, 2, head_dim, scale=head_dim**-0.5, cache_type="q8_0")
+def test_attention_over_a_cache_of_scaled_bytes(backend: Backend, ops: Ops, head_dim: int) -> None:
+    talk = Conversation(ops, [70], 4, 2, head_dim, scale=head_dim**-0.5, cache_type="q8_0")
     backend.spoil(talk.cache)
     assert_close(talk.run((0, 0, 70)), talk.expected(0, 0, 70))
 

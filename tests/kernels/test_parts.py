@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels.ops import Backend, HostHidden
-from tests.helpers import backends
 from tests.helpers.run_model import make_batch
-from tests.helpers.weights import NO_CACHE, f32
-
-
-@cache
-def made(backend: backends.Backend) -> Any:
-    return backend.make()
-
-
-@pytest.fixture(params=backends.BACKENDS, ids=lambda b: b.name)
-def ops(request: pytest.FixtureRequest) -> Any:
-    return made(request.param)
-
-
-def random(*shape: int, seed: int = 0) -> NDArray[np.float32]:
-    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
+from tests.helpers.weights import NO_CACHE, f32, random
 
 
 @pytest.mark.parametrize("width", [1, 5, 32, 100])

@@ -16,6 +16,7 @@ from localllm.kernels.reference import in_q8_0, in_range
 from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.module import ORDERS
+from tests.helpers.weights import random
 from tests.kernels.cuda.device import Device
 
 Array = NDArray[Any]
@@ -23,10 +24,6 @@ N_HEADS, N_KV_HEADS, N_TOKENS, N_PAGES = 3, 2, 5, 4
 POSITIONS = np.array([0, 1, 70, 5000, 1_000_000], np.int32)
 SLOTS = np.array([64, 65, 255, 3, 130], np.int32)
 EPS = 0.01
-
-
-def random(*shape: int, seed: int) -> NDArray[np.float32]:
-    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
 
 
 class Written:

@@ -15,6 +15,7 @@ from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.module import ORDERS, Order
+from tests.helpers.weights import random
 from tests.kernels.cuda.device import Device, padded, quantise
 
 Array = NDArray[Any]
@@ -22,10 +23,6 @@ T = GGMLType
 ROW_THREADS, SORTED = 512, 2048
 #: Beyond what exp can hold on either side.
 LARGE = np.array([0, -0.0, 1e-30, -1e-30, 20, -20, 87, -87, 89, -89, 104, -104, 1e4, -1e4], np.float32)
-
-
-def random(*shape: int, seed: int = 0) -> NDArray[np.float32]:
-    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
 
 
 @pytest.fixture(params=[None, *ORDERS], ids=str)

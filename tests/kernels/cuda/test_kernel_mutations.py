@@ -33,6 +33,7 @@ from tests.cuda_on_cpu.module import EmulatedModule, Order
 from tests.cuda_on_cpu.mutate import Mutation
 from tests.cuda_on_cpu.ptx import Location
 from tests.helpers.blocks import random_rows
+from tests.helpers.weights import random
 from tests.kernels.cuda.device import Device, load, multiply, quantise
 from tests.kernels.cuda.test_append import PART, Written, copied_page, heads_of
 from tests.kernels.cuda.test_attention import Talk, smallest
@@ -44,7 +45,6 @@ from tests.kernels.cuda.test_elementwise import (
     logits,
     norm_inputs,
     quantised_launch,
-    random,
     row_launch,
     top,
 )

@@ -1,0 +1,26 @@
+"""The backends that the same tests run on."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from localllm.kernels.ops import Ops
+from tests.helpers.backends import BACKENDS, Backend
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda b: b.name)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    chosen: Backend = request.param
+    return chosen
+
+
+@cache
+def _ops(backend: Backend) -> Ops:
+    return backend.make()
+
+
+@pytest.fixture
+def ops(backend: Backend) -> Ops:
+    return _ops(backend)
