@@ -180,6 +180,7 @@ class StepSizes:
         n_tokens, n_outputs: in a batch, at most.
         n_pages: of the cache.
         n_experts, n_chosen: of a layer, and how many of them a token goes to; 0 without a mixture.
+        types: of the matrices but for routers, as the file has them; none: any.
     """
 
     n_embd: int
@@ -194,6 +195,7 @@ class StepSizes:
     n_pages: int
     n_experts: int = 0
     n_chosen: int = 0
+    types: frozenset[GGMLType] = frozenset()
 
 
 def check_head_norm(n_weights: int, head_dim: int) -> None:

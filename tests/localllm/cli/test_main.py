@@ -116,8 +116,14 @@ BAD_USAGE = {
     ),
     "prompt without quotes": (["generate", "-p", "two", "words"], "'words' stands alone: give a prompt with -p TEXT"),
     "two files": (["inspect", "a.gguf", "b.gguf"], "it is not clear what 'b.gguf' is for"),
-    "a file twice": (["bench", "-m", "a.gguf", "b.gguf"], "a model is named twice, with -m and by a word of its own: leave"),
-    "a value of a strange flag": (["bench", "-m", "a.gguf", "-c", "16"], "there is no flag -c (localllm bench --help"),
+    "a file twice": (
+        ["bench", "-m", "a.gguf", "b.gguf"],
+        "a model is named twice, with -m and by a word of its own: leave",
+    ),
+    "a value of a strange flag": (
+        ["bench", "-m", "a.gguf", "-c", "16"],
+        "there is no flag -c (localllm bench --help",
+    ),
     "no path": (["generate", "-m", ""], "argument -m/--model: the path is empty: name a GGUF file"),
     "an address": (
         ["generate", "-m", "https://example.com/a/b.gguf"],
