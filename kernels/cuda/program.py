@@ -112,8 +112,11 @@ class Program:
         weakref.finalize(self, _settle, self.driver, self.stream, self._readers, kept).atexit = False
 
     def _words(self, n_sequences: int) -> NDArray[np.int32]:
-        """Pinned memory for batches of so many sequences.  Few have more than one, so it grows when it must: tables of
-        as many as there may be tokens take hundreds of megabytes beside a large cache."""
+        """Pinned memory for batches of so many sequences.
+
+        Few have more than one, so it grows when it must: tables of as many as there may be tokens take hundreds of
+        megabytes beside a large cache.
+        """
         words = self.driver.pinned(4 * self.recording.batch.layout.words_of(n_sequences)).view(np.int32)
         words[:] = 0
         return words
