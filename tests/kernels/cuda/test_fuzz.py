@@ -21,22 +21,22 @@ from tests.kernels.cuda.test_attention import KINDS, Talk, assert_right, smalles
 from tests.kernels.cuda.test_matmul import INTEGERS, assert_near, assert_same_bits, name
 
 T = GGMLType
-SEEDS = range(3)
+SEEDS = range(2)
 #: Tokens before and within a sequence: about those of a tile, a page and a span.
 EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 330)
 #: Weights of numbers that float16 has at its ends, and of those that it has not: zero and subnormal scales too.
 SCALES = (0.0, 2.0**-24, 3.0 * 2.0**-20, 2.0**-14, 0.02, 1.0, 60000.0)
 
 
-def random_talk(rng: np.random.Generator, device: Device, variant: Variant, most: int = 330) -> Talk:
+def random_talk(rng: np.random.Generator, device: Device, variant: Variant, most: int) -> Talk:
     """Sequences, heads, a window and queries of any size; some keys and values are NaN."""
-    heads = Heads(int(rng.integers(1, 4)), int(rng.choice([1, 2, 3, 4, 7, 8, 16])))
+    heads = Heads(int(rng.integers(1, 3)), int(rng.choice([1, 2, 3, 4, 7, 8, 16])))
     in_a_tile = max(2, variant.tile_rows // heads.group_size)
     windows = (NO_WINDOW, 1, 2, PAGE - 1, PAGE, PAGE + 1, in_a_tile - 1, in_a_tile, in_a_tile + 1, 10**9)
     heads = Heads(heads.n_kv_heads, heads.group_size, int(rng.choice(windows)))
     edges = [n for n in EDGES if n <= most]
     lengths = []
-    for _ in range(rng.integers(1, 5)):
+    for _ in range(rng.integers(1, 4)):
         length = int(rng.choice(edges))
         n = int(rng.choice([n for n in edges if n <= length]))
         lengths.append((n if rng.random() < 0.6 else 1, length))
@@ -58,7 +58,7 @@ def random_talk(rng: np.random.Generator, device: Device, variant: Variant, most
     return talk
 
 
-def attend(device: Device, variant: Variant, seed: int, most: int = 330) -> None:
+def attend(device: Device, variant: Variant, seed: int, most: int = EDGES[-1]) -> None:
     rng = np.random.default_rng(seed)
     assert_right(random_talk(rng, device, variant if rng.random() < 0.7 else smallest(variant), most))
 
@@ -75,7 +75,7 @@ def multiply_any(device: Device, type: KernelType, seed: int) -> None:
     )
     x.reshape(33, -1, 32)[rng.random((33, n_in // 32)) < 0.2] = 0
     x[rng.integers(33)] = 0
-    x[rng.integers(33)] *= np.float32(1e-38)
+    x[rng.integers(33)] *= np.float32(1e-20)  # with the smallest scales not yet subnormal, which would count as zero
     expected = product(rows, type, x)
     assert_near(expected, quantised(x).values, values_of(rows, type))
     for n in (1, 2, 8, 9, 33):
@@ -94,12 +94,12 @@ def _scales(type: KernelType, rng: np.random.Generator) -> tuple[float, ...]:
 @pytest.mark.parametrize(("head_dim", "kind"), KINDS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_attention(device: Device, head_dim: int, kind: str, seed: int) -> None:
-    attend(device, variant_of(head_dim, kind, device), seed)
+    attend(device, variant_of(head_dim, kind, device), seed, most=257)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_attention_with_soft_cap_and_sinks(device: Device, seed: int) -> None:
-    attend(device, variant_of(8, device=device, soft_cap=True, sinks=True), seed)
+    attend(device, variant_of(8, device=device, soft_cap=True, sinks=True), seed, most=257)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
