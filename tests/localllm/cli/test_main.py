@@ -124,6 +124,7 @@ BAD_USAGE = {
         ["bench", "-m", "a.gguf", "-c", "16"],
         "there is no flag -c (localllm bench --help",
     ),
+    "a value at its flag": (["generate", "-t4x"], "argument -t/--threads: '4x' is not a whole number of at least 1"),
     "no path": (["generate", "-m", ""], "argument -m/--model: the path is empty: name a GGUF file"),
     "an address": (
         ["generate", "-m", "https://example.com/a/b.gguf"],
