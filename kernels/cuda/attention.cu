@@ -37,9 +37,10 @@
 #define ROWS 16
 
 #define LOG2_E 1.4426950408889634f
-// A masked score, and where the largest score starts: above a masked one, so that 2^(masked - largest) is 0.
+// A masked score, and where the largest score starts: above a masked one, so that 2^(masked - largest) is 0, but below
+// any other.
 #define MASKED -3e38f
-#define LOWEST -1e30f
+#define LOWEST -2e38f
 
 // -- Rows and tiles ---------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.helpers.blocks import random_rows, values_of
 from tests.helpers.cuda_sums import product, quantised
 from tests.kernels.cuda.device import Device, load, multiply
-from tests.kernels.cuda.test_attention import KINDS, Talk, assert_right, smallest, variant_of
+from tests.kernels.cuda.test_attention import KINDS, Talk, assert_right, variant_of
 from tests.kernels.cuda.test_matmul import INTEGERS, assert_near, assert_same_bits, name
 
 T = GGMLType
@@ -59,8 +59,7 @@ def random_talk(rng: np.random.Generator, device: Device, variant: Variant, most
 
 
 def attend(device: Device, variant: Variant, seed: int, most: int = EDGES[-1]) -> None:
-    rng = np.random.default_rng(seed)
-    assert_right(random_talk(rng, device, variant if rng.random() < 0.7 else smallest(variant), most))
+    assert_right(random_talk(np.random.default_rng(seed), device, variant, most))
 
 
 def multiply_any(device: Device, type: KernelType, seed: int) -> None:
@@ -102,13 +101,12 @@ def test_attention_with_soft_cap_and_sinks(device: Device, seed: int) -> None:
     attend(device, variant_of(8, device=device, soft_cap=True, sinks=True), seed, most=257)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("head_dim", "kind"), [(8, "f16"), (256, "q8_0")])
-def test_attention_before_sm_80(head_dim: int, kind: str, seed: int) -> None:
+def test_attention_before_sm_80(head_dim: int, kind: str) -> None:
     if reason := nvrtc.missing() or build.missing():
         pytest.skip(reason)
     device = Device(EmulatedDriver(capability=(7, 5), shared_bytes=64 << 10))
-    attend(device, variant_of(head_dim, kind, device), seed, most=130)
+    attend(device, variant_of(head_dim, kind, device), 0, most=65)
 
 
 @pytest.mark.parametrize("type", INTEGERS, ids=name)
