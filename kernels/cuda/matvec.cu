@@ -6,10 +6,8 @@
 // processors; the 16 warps of one block ask for 30 KB, and two blocks fit.
 //
 // Activations are the same for all lanes, so that a load brings one unit to all of them, and the same for all blocks
-// of a processor, whose first cache they stay in.  To its first block they come with the weights, a run ahead: else each
-// 32 columns would wait for the second cache, some 150 ns.  For a block of 32 columns a token takes 8 dot products,
-// 3 loads and 3 operations on floats; unpacking takes 12 (Q4_0, Q4_K), 20 (Q5_0), 24 (Q6_K) or 56 (tables) for all
-// tokens.
+// of a processor, whose first cache they stay in.  For a block of 32 columns a token takes 8 dot products, 3 loads and
+// 3 operations on floats; unpacking takes 12 (Q4_0, Q4_K), 20 (Q5_0), 24 (Q6_K) or 56 (tables) for all tokens.
 #include "dots.cuh"
 
 constexpr int MAX_CHUNKS = 16;
@@ -58,15 +56,6 @@ struct Inputs {
   __device__ __forceinline__ Inputs from(int block, int columns) const {
     return {units + (int64_t)block * (BLOCK / columns) * n_rows, scales + (int64_t)block * n_rows, n_rows};
   }
-
-  // Asks for those of N tokens in 128 columns, a lane for each stretch of up to 32 bytes.
-  template <int N>
-  __device__ __forceinline__ void ask(int lane) const {
-    constexpr int PARTS = N > 2 ? 2 : 1, IN_UNITS = RUN / 16 * PARTS;
-    const void* unit = units + (int64_t)(lane / PARTS) * n_rows + lane % PARTS * 2;
-    const void* scale = scales + (int64_t)(lane - IN_UNITS) * n_rows;
-    if (lane < IN_UNITS + RUN_BLOCKS) prefetch(lane < IN_UNITS ? unit : scale);
-  }
 };
 
 DEVICE int dot4(int4 x, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, int sum) {
@@ -104,7 +93,6 @@ DEVICE void multiply_block(float (&acc)[N], const CodePair (&w)[4], const BlockS
 template <class F, int N>
 DEVICE void multiply_run(float (&acc)[N], RunWords<F>& words, const typename F::Run& scales, Inputs& x,
                          const uint8_t* next, int lane) {
-  if (next) x.from(RUN_BLOCKS, 16).template ask<N>(lane);
 #pragma unroll
   for (int b = 0; b < RUN_BLOCKS; ++b) {
     CodePair w[4];
@@ -123,7 +111,6 @@ DEVICE void multiply_run(float (&acc)[N], RunWords<F>& words, const typename F::
 template <class F, int N>
 DEVICE void multiply_chunk(float (&acc)[N], const uint8_t* tiles, int begin, int end, Inputs x, int lane) {
   x = x.from(begin * F::RUNS * RUN_BLOCKS, 16);
-  x.ask<N>(lane);
   const uint8_t* tile = tiles + begin * tile_bytes<F>();
   RunWords<F> words;
 #pragma unroll
