@@ -148,6 +148,7 @@ class StepSizes:
         n_tokens, n_outputs: in a batch, at most.
         n_pages: of the cache.
         n_experts, n_chosen: of a layer, and how many of them a token goes to; 0 without a mixture.
+        types: of the matrices but for routers, as the file has them; none: any.
     """
 
     n_embd: int
@@ -162,6 +163,7 @@ class StepSizes:
     n_pages: int
     n_experts: int = 0
     n_chosen: int = 0
+    types: frozenset[GGMLType] = frozenset()
 
 
 class KVCache(Protocol):

@@ -28,6 +28,7 @@ class Room:
         output: weights of norm and output matrix.
         scratch: activations of a step, where there are layers.
         logits: those of a step, where the output matrix is.
+        part_scratch: as ``scratch``, of a device that has only a part of the layers; none: the same.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Room:
     output: int
     scratch: int
     logits: int
+    part_scratch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,18 @@ class Share:
         return self.room.embedding if self.embeds and not (self.tied and self.outputs) else 0
 
     @property
+    def scratch(self) -> int:
+        """Bytes of activations."""
+        is_whole = self.embeds and self.outputs
+        return self.room.scratch if is_whole or self.room.part_scratch is None else self.room.part_scratch
+
+    @property
     def total(self) -> int:
         """Bytes of all of it."""
         room = self.room
         in_layers = sum(room.layers[i] for i in self.layers) + len(self.layers) * room.cache
         at_end = room.output + room.logits if self.outputs else 0
-        return self.embedding + in_layers + room.scratch + at_end
+        return self.embedding + in_layers + self.scratch + at_end
 
     @property
     def fits(self) -> bool:

@@ -16,10 +16,12 @@ from typing import NamedTuple
 from localllm.engine import MAX_TOKENS, max_outputs, n_cache_pages
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.cpu.host import memory_advice
+from localllm.kernels.micro_batches import MICRO_BATCH
 from localllm.kernels.ops import CacheShape, CacheType, Place, StepSizes, Weight
 from localllm.layers import Room, Share, plan_layers
 from localllm.models.config import ModelConfig
 from localllm.models.weights import LoadedWeight
+from localllm.quant.types import GGMLType
 
 #: Tokens of context where nobody asks for a number and the model was trained on as many.
 DEFAULT_CONTEXT = 4096
@@ -33,6 +35,7 @@ OVERHEAD_BYTES = 160 << 20
 #: The tensor of the embedding table.
 EMBEDDING = "token_embd.weight"
 
+_ROUTER = ".ffn_gate_inp.weight"
 _LAYER = re.compile(r"blk\.(\d+)\.")
 
 
@@ -227,6 +230,7 @@ class Demand:
         tied: whether the embedding is the output matrix.
         n_gpu_layers, tensor_split: see `localllm.layers.plan_layers`.
         idle: as of a `Placement`.
+        types: of the model's matrices, but for routers.
     """
 
     name: str
@@ -240,6 +244,7 @@ class Demand:
     n_gpu_layers: int | None
     tensor_split: tuple[float, ...] | None
     idle: int = 0
+    types: frozenset[GGMLType] = frozenset()
 
     @classmethod
     def of(
@@ -267,6 +272,7 @@ class Demand:
             n_gpu_layers=n_gpu_layers,
             tensor_split=tensor_split,
             idle=_idle_bytes(config, tensors, devices[0]),
+            types=_multiplied_types(tensors),
         )
 
     @property
@@ -319,10 +325,19 @@ class Demand:
             n_pages=n_pages,
             n_experts=0 if experts is None else experts.n,
             n_chosen=0 if experts is None else experts.n_used,
+            types=self.types,
         )
-        own = device.step_bytes(sizes)
-        scratch, logits = own or (activation_bytes(config, context), logits_bytes(config, context))
-        return replace(room, cache=device.cache_bytes(shape, n_pages), scratch=scratch, logits=logits)
+        whole = device.step_bytes(sizes)
+        scratch, logits = whole or (activation_bytes(config, n_tokens), logits_bytes(config, context))
+        n_part_tokens = min(n_tokens, MICRO_BATCH)
+        part = device.step_bytes(replace(sizes, n_tokens=n_part_tokens))
+        return replace(
+            room,
+            cache=device.cache_bytes(shape, n_pages),
+            scratch=scratch,
+            logits=logits,
+            part_scratch=activation_bytes(config, n_part_tokens) if part is None else part[0],
+        )
 
 
 def _room(config: ModelConfig, tensors: Mapping[str, Weight], device: DeviceSizes) -> Room:
@@ -347,6 +362,16 @@ def _room(config: ModelConfig, tensors: Mapping[str, Weight], device: DeviceSize
     return Room(device.name, device.free, tuple(layers), 0, table_bytes, output, 0, 0)
 
 
+def _multiplied_types(tensors: Mapping[str, Weight]) -> frozenset[GGMLType]:
+    """Of the matrices that rows are multiplied with, but for routers.  A table is one where it is the output too."""
+    looked_up = {EMBEDDING} if "output.weight" in tensors else set()
+    return frozenset(
+        tensor.type
+        for name, tensor in tensors.items()
+        if len(tensor.shape) > 1 and name not in looked_up and not name.endswith(_ROUTER)
+    )
+
+
 def _idle_bytes(config: ModelConfig, tensors: Mapping[str, Weight], device: DeviceSizes) -> int:
     """Bytes of the experts that a token does not go to."""
     if config.experts is None:
@@ -366,7 +391,7 @@ def _groups(share: Share, kernels: str) -> Iterator[LayerGroup]:
     if share.embeds and not shared:
         yield group("embedding", room.embedding, "embedding")
     name, n_bytes = f"layers {layers.start}-{layers.stop - 1}", sum(room.layers[i] for i in layers)
-    yield group(name, n_bytes, *layers, kv_cache=len(layers) * room.cache, scratch=room.scratch)
+    yield group(name, n_bytes, *layers, kv_cache=len(layers) * room.cache, scratch=share.scratch)
     if shared:
         yield group("embedding and output", room.output, "embedding", "output", scratch=room.logits)
     elif share.outputs:
@@ -445,14 +470,14 @@ def _fits(placed: Callable[[], Iterable[Placement]], available: int) -> bool:
         return False
 
 
-def activation_bytes(config: ModelConfig, context: int) -> int:
-    """Bytes of one step's activations: the widest operation's operands, in float32."""
+def activation_bytes(config: ModelConfig, n_tokens: int) -> int:
+    """Bytes of activations of a step of so many tokens: the widest operation's operands, in float32."""
     q_width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     experts = config.experts
     # With experts, a row for each that a token goes to, and of integers once more where rows are put side by side.
     mlp = 3 * config.n_ff if experts is None else experts.n_used * (3 * experts.n_ff + 2 * config.n_embd)
     width = 2 * config.n_embd + max(2 * (q_width + kv_width), mlp)
-    return 4 * min(MAX_TOKENS, context) * width
+    return 4 * n_tokens * width
 
 
 def logits_bytes(config: ModelConfig, context: int) -> int:

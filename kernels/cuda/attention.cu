@@ -37,9 +37,10 @@
 #define ROWS 16
 
 #define LOG2_E 1.4426950408889634f
-// A masked score, and where the largest score starts: above a masked one, so that 2^(masked - largest) is 0.
+// A masked score, and where the largest score starts: above a masked one, so that 2^(masked - largest) is 0, but below
+// any other.
 #define MASKED -3e38f
-#define LOWEST -1e30f
+#define LOWEST -2e38f
 
 // -- Rows and tiles ---------------------------------------------------------------------------------------------------
 
@@ -83,6 +84,12 @@ struct Sight {
 DEVICE Sight sight_of(const Tile& tile, int rows, int group_size, int window) {
   return {max(0, position_of(tile, 0, group_size) - window + 1), position_of(tile, rows, group_size)};
 }
+
+// A row's position, and what products with its query are to be multiplied with.
+struct Row {
+  int position;
+  float factor;
+};
 
 DEVICE size_t place_of(const Tile& tile, int row, int kv_head, int group_size, int stride) {
   const int number = tile.first_row + row;
@@ -166,7 +173,8 @@ DEVICE void widen_page(const Pages& from, uint16_t* page, float* factors, int po
   for (int i = threadIdx.x; i < PAGE * HEAD / 16; i += THREADS) {
     const int row = i / (HEAD / 16), column = i % (HEAD / 16), group = column / (PER_SCALE / 16);
     const float scale = half_to_float(from.scales[group * PAGE + row]);
-    const int exponent = min(max((__float_as_int(scale) >> 23) - 127, -24), 9);
+    // A code of whatever memory held before is -128 at least, and finite times 2^8.
+    const int exponent = min(max((__float_as_int(scale) >> 23) - 127, -24), 8);
     const uint32_t half_power = exponent < -14 ? 1u << (exponent + 24) : (uint32_t)(exponent + 15) << 10;
     const uint32_t power = half_power | half_power << 16;
     const uint4 codes = *(const uint4*)(from.entries + 16 * i);
@@ -319,6 +327,75 @@ DEVICE void add_values(float (&sums)[2 * PAIRS][4], float (&total)[4],
   }
 }
 
+// -- What is not finite -----------------------------------------------------------------------------------------------
+
+// Whether one of two halves is infinite or a NaN: whether its exponent is all ones.
+DEVICE bool has_infinite(uint32_t halves) { return ((halves & 0x7C007C00u) + 0x04000400u) & 0x80008000u; }
+
+// Those of two halves that are finite, and zeros.
+DEVICE uint32_t finite_halves(uint32_t halves) {
+  const uint32_t infinite = ((halves & 0x7C007C00u) + 0x04000400u) & 0x80008000u;
+  return halves & ~((infinite >> 15) * 0xFFFFu);
+}
+
+DEVICE bool is_infinite(float x) { return (__float_as_int(x) & 0x7F800000) == 0x7F800000; }
+
+// Whether there are positions in a page that some rows of a tile see and others do not.
+DEVICE bool parts_rows(const Tile& tile, const Sight& sight, int position, int group_size, int window) {
+  const int low = position_of(tile, 0, group_size);
+  return low < sight.last && (low < position + PAGE - 1 || position <= sight.last - window);
+}
+
+// Of such a page of values, adds what is not finite to the sums of rows that see it, and makes it zero: to the others
+// it must be nothing, and 0 * NaN is NaN.  rows: the 16 of this warp; sums: of PAIRS pairs from `first_pair` on.
+template <int THREADS, int PAIRS>
+DEVICE void set_apart(float (&sums)[2 * PAIRS][4], uint16_t* page, float* factors, int position, const Row* rows,
+                      int window, int first_pair) {
+  constexpr int CHUNKS = Q8_0 ? PAGE * GROUPS : PAGE * HEAD / 8;
+  bool is_there = false;
+  for (int i = threadIdx.x; i < CHUNKS; i += THREADS) {
+#if Q8_0
+    is_there |= is_infinite(factors[i]);
+#else
+    const uint4 words = *(const uint4*)(page + STRIDE * (i / (HEAD / 8)) + i % (HEAD / 8) * 8);
+    is_there |= has_infinite(words.x) || has_infinite(words.y) || has_infinite(words.z) || has_infinite(words.w);
+#endif
+  }
+  if (!__syncthreads_or(is_there)) return;
+
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int key = 0; key < PAGE; key++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int behind = rows[lane / 4 + 8 * half].position - (position + key);
+      if (behind < 0 || window <= behind) continue;
+#pragma unroll
+      for (int tile = 0; tile < 2 * PAIRS; tile++) {
+        const int column = 16 * first_pair + 8 * tile + lane % 4 * 2;
+        if (column >= HEAD) continue;
+        const uint32_t two = *(const uint32_t*)(page + STRIDE * key + column);
+        const float factor = Q8_0 ? factors[column / PER_SCALE * PAGE + key] : 1.0f;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const float value = half_to_float((uint16_t)(two >> 16 * i)) * factor;
+          if (is_infinite(value)) sums[tile][2 * half + i] += value;
+        }
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < CHUNKS; i += THREADS) {
+#if Q8_0
+    if (is_infinite(factors[i])) factors[i] = 0.0f;
+#else
+    uint4& words = *(uint4*)(page + STRIDE * (i / (HEAD / 8)) + i % (HEAD / 8) * 8);
+    words = make_uint4(finite_halves(words.x), finite_halves(words.y), finite_halves(words.z), finite_halves(words.w));
+#endif
+  }
+  __syncthreads();
+}
+
 // -- Softmax ----------------------------------------------------------------------------------------------------------
 
 // How products become scores: with soft-cap, cap * tanh(score / cap).
@@ -335,12 +412,6 @@ struct Scoring {
 // A row's largest score and its weights' total.
 struct State {
   float top, total;
-};
-
-// A row's position, and what products with its query are to be multiplied with.
-struct Row {
-  int position;
-  float factor;
 };
 
 // What sums and totals are multiplied with, when two states become one.
@@ -510,6 +581,9 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
 #if FETCHES_AHEAD
     if (page + 1 < stop) load_page<PREFILL_THREADS>(load_keys, all_keys, next, position + PAGE, tile_sight);
 #endif
+    if (parts_rows(tile, tile_sight, position, group_size, window))
+      set_apart<PREFILL_THREADS, PREFILL_PAIRS>(sums, page_values, factors, position, rows + warp_row, window,
+                                                first_pair);
     if (is_seen) add_values<PREFILL_PAIRS>(sums, weight_sums, scores, page_values, factors, first_pair);
 #if !Q8_0 && BUFFERS == 1
     __syncthreads();
@@ -598,18 +672,18 @@ struct Stream {
   }
   __device__ __forceinline__ float* factors() const { return (float*)(shared + PLACES * LOAD_BYTES); }
   // Page number `number`, once it has come and, unless STAGES is 1, nobody reads the one before any more.
-  __device__ __forceinline__ const uint16_t* next(int number) {
+  __device__ __forceinline__ uint16_t* next(int number) {
 #if STAGES > 1
     wait_for_copies<STAGES - 2>();
     __syncthreads();
-    const uint8_t* const buffer = shared + stage * LOAD_BYTES;
+    uint8_t* const buffer = shared + stage * LOAD_BYTES;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
     load_next();
 #elif !Q8_0
     load_next();
     wait_for_copies<0>();
     __syncthreads();
-    const uint8_t* const buffer = shared;
+    uint8_t* const buffer = shared;
 #endif
 #if Q8_0
     uint16_t* const page = (uint16_t*)(shared + PLACES * LOAD_BYTES + FACTOR_BYTES);
@@ -622,7 +696,7 @@ struct Stream {
     __syncthreads();
     return page;
 #else
-    return (const uint16_t*)buffer;
+    return (uint16_t*)buffer;
 #endif
   }
 };
@@ -675,9 +749,9 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
 #if STAGES == 1
     __syncthreads();  // nobody reads values any more; keys are through before scores are shared
 #endif
-    const uint16_t* page = stream.next(walk.page);
+    const uint16_t* page_keys = stream.next(walk.page);
     float products[2][4];
-    score_page(products, queries, page, stream.factors(), 2 * warp);
+    score_page(products, queries, page_keys, stream.factors(), 2 * warp);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       float* to = scores + (lane / 4 + i / 2 * 8) * SCORE_STRIDE + 16 * warp + i % 2 * 8 + lane % 4 * 2;
@@ -703,7 +777,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
     top = new_top;
 
     walk.advance();
-    page = stream.next(walk.page);
+    uint16_t* const page_values = stream.next(walk.page);
     float weights[KEY_TILES][4];
 #pragma unroll
     for (int i = 0; i < 2 * KEY_TILES; i++) {
@@ -718,7 +792,10 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
       for (int tile = 0; tile < 2 * SPLIT_PAIRS; tile++)
         sums[tile][2 * half] *= keep, sums[tile][2 * half + 1] *= keep;
     }
-    add_values<SPLIT_PAIRS>(sums, weight_sums, weights, page, stream.factors(), SPLIT_PAIRS * warp);
+    if (parts_rows(tile, tile_sight, PAGE * walk.page, group_size, window))
+      set_apart<SPLIT_THREADS, SPLIT_PAIRS>(sums, page_values, stream.factors(), PAGE * walk.page, rows, window,
+                                            SPLIT_PAIRS * warp);
+    add_values<SPLIT_PAIRS>(sums, weight_sums, weights, page_values, stream.factors(), SPLIT_PAIRS * warp);
 
     const int part = walk.low / SPAN_PAGES - first_span;
     walk.advance();

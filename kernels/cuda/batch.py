@@ -27,9 +27,13 @@ class BatchLayout:
         self.header, self.ids, self.positions, self.slots, self.outputs, self.starts, self.lengths = map(
             slice, bounds, bounds[1:]
         )
-        self.tables = bounds[-1]
+        self.tables: int = bounds[-1]
         self.table_stride = max(1, n_pages)
         self.n_words: int = self.tables + max_tokens * self.table_stride
+
+    def words_of(self, n_sequences: int) -> int:
+        """The words that batches of so many sequences take at most."""
+        return self.tables + n_sequences * self.table_stride
 
     def fill(self, words: NDArray[np.int32], batch: Batch) -> int:
         """Writes a batch that was checked; returns the words that it takes."""
@@ -47,7 +51,7 @@ class BatchLayout:
             (self.lengths, batch.kv_lengths),
         ):
             words[part.start : part.start + len(values)] = values
-        end: int = self.tables + n_sequences * self.table_stride
+        end = self.words_of(n_sequences)
         words[self.tables : end].reshape(n_sequences, -1)[:, : tables.shape[1]] = tables
         return end
 

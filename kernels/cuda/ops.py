@@ -149,7 +149,8 @@ class CUDAOps(Backend):
         return CacheLayout(shape, n_pages).n_bytes
 
     def step_bytes(self, sizes: StepSizes) -> tuple[int, int]:
-        return activation_bytes(sizes, self.driver.properties(self.device)), logits_bytes(sizes)
+        properties = self.driver.properties(self.device)
+        return activation_bytes(sizes, properties), logits_bytes(sizes, properties)
 
     def close(self) -> None:
         """Ends the threads that read files."""

@@ -82,13 +82,9 @@ class Program:
         self.operations = fused(recording.operations)
         self._graphs: OrderedDict[Extent, Graph] = OrderedDict()
         self._launches: OrderedDict[Extent, list[_Loaded]] = OrderedDict()
-        layout = recording.batch.layout
         #: Host memory that copies are made from and to.
         self._host_memory: list[NDArray[np.uint8]] = []
-        words = (self._pinned(4 * layout.n_words).view(np.int32) for _ in range(_IN_FLIGHT))
-        self._slots = [_Slot(each, self._event()) for each in words]
-        for slot in self._slots:
-            slot.words[:] = 0
+        self._slots = [_Slot(self._words(1), self._event()) for _ in range(_IN_FLIGHT)]
         self._done = self._event()
         #: What still reads the result of the last run, on other devices.
         self._readers: list[Event] = []
@@ -96,8 +92,18 @@ class Program:
         self._staging: NDArray[np.uint8] | None = None
         self._choosers: dict[int, _Chooser] = {}
         # Whoever lets go of the program does not know what is under way: memory is given back after it.
-        kept = (recording.memory, recording.operands, self._host_memory, self._choosers, keep)
+        kept = (recording.memory, recording.operands, self._host_memory, (*self._slots,), self._choosers, keep)
         weakref.finalize(self, _settle, self.driver, self.stream, self._readers, kept).atexit = False
+
+    def _words(self, n_sequences: int) -> NDArray[np.int32]:
+        """Pinned memory for batches of so many sequences.
+
+        Few have more than one, so it grows when it must: tables of as many as there may be tokens take hundreds of
+        megabytes beside a large cache.
+        """
+        words = self.driver.pinned(4 * self.recording.batch.layout.words_of(n_sequences)).view(np.int32)
+        words[:] = 0
+        return words
 
     def _event(self) -> Event:
         return self.driver.event(self.recording.device)
@@ -120,7 +126,10 @@ class Program:
         slot = self._slots[0]
         self._slots = [*self._slots[1:], slot]
         driver.synchronize(slot.event)
-        n_words = recording.batch.layout.fill(slot.words, batch)
+        n_sequences, layout = len(batch.kv_lengths), recording.batch.layout
+        if len(slot.words) < layout.words_of(n_sequences):
+            slot.words = self._words(min(2 * n_sequences, recording.max_tokens))
+        n_words = layout.fill(slot.words, batch)
         for event in self._readers:
             driver.wait(self.stream, event)
         self._readers.clear()

@@ -71,7 +71,7 @@ class DeviceProfile:
             floor, cost = self.floor(share), share.cost
             yield _COLUMNS.format(
                 share.name,
-                f"{share.n_launches / profile.n_steps:,.0f}",
+                _count(share.n_launches / profile.n_steps),
                 _milliseconds(share.seconds / profile.n_steps),
                 f"{share.seconds / profile.kernel_seconds:.1%}",
                 "-" if cost is None else quantity(cost.n_bytes / share.seconds, "B/s"),
@@ -104,6 +104,11 @@ class DeviceProfile:
                 for share in profile.shares.values()
             ],
         }
+
+
+def _count(n: float) -> str:
+    """Of launches a step; what only some of the steps do is a part of one."""
+    return f"{n:.2g}" if n < 1 else f"{n:,.0f}"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -62,6 +62,7 @@ _OTHER_COMMANDS = {
 }
 
 _SINGLE_DASH = re.compile(r"-[a-z][a-z-]+")
+_FLAG = re.compile(r"--?[a-zA-Z][\w-]*")
 
 
 def check_command(word: str, commands: Collection[str]) -> None:
@@ -99,6 +100,19 @@ def check_flags(words: Sequence[str], known: Collection[str]) -> None:
             raise UsageError(f"there is no flag {flag}: {_ABSENT[flag]}")
         if _SINGLE_DASH.fullmatch(flag) and "-" + flag in known:
             raise UsageError(f"there is no flag {flag}: did you mean -{flag}?")
+
+
+def strange_flags(words: Sequence[str], known: Collection[str]) -> list[str]:
+    """The words of a command line that look like flags and are none; a short flag's value may follow at once."""
+    if "--" in words:
+        words = words[: words.index("--")]
+    flags = [word.partition("=")[0] for word in words]
+    return [flag for flag in flags if _FLAG.fullmatch(flag) and flag not in known and not _has_value(flag, known)]
+
+
+def _has_value(flag: str, known: Collection[str]) -> bool:
+    """Whether it is a short flag with its value, as ``-t4``."""
+    return flag[1] != "-" and flag[:2] in known
 
 
 def unknown_words(words: Sequence[str], known: Collection[str]) -> str:

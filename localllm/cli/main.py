@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from localllm.cli.flags import check_command, check_flags, in_flags, unknown_words
+from localllm.cli.flags import check_command, check_flags, in_flags, strange_flags, unknown_words
 from localllm.cli.parser import make_parsers
 from localllm.cli.start import INTERRUPTED, end_at_once
 from localllm.cli.terminal import discard, is_terminal, prepare_streams, say, visible_line, warn
@@ -103,7 +103,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if argv:
         check_command(argv[0], commands)
         if argv[0] in commands:
-            check_flags(argv[1:], commands[argv[0]].flags)
+            command = commands[argv[0]]
+            check_flags(argv[1:], command.flags)
+            # argparse would complain of the value behind such a flag first.
+            if strange := strange_flags(argv[1:], command.flags):
+                command.error(unknown_words(strange, command.flags))
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         command = commands[arguments.command]

@@ -33,6 +33,8 @@ class Parser(argparse.ArgumentParser):
         return {action.dest: action.option_strings[0] for action in self._actions if action.option_strings}
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("argument FILE: not allowed with argument -m"):
+            message = "a model is named twice, with -m and by a word of its own: leave one of them out"
         raise UsageError(f"{message} ({self.prog} --help shows what there is)")
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from localllm.errors import DeviceError
 from localllm.kernels.cuda.program import Program
-from tests.benchmarks.gpu import correctness, machine
+from tests.benchmarks.gpu import correctness, kernels, machine, models
 from tests.benchmarks.gpu.__main__ import SECONDS, main
 from tests.benchmarks.gpu.report import markdown
 from tests.benchmarks.gpu.sections import Found, Row, Section, run, run_all, shown
 from tests.helpers.backends import no_harness
+from tests.helpers.synthetic import random_gguf
+from tests.kernels.cuda.watched import KernellessDriver
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +77,124 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert capsys.readouterr().err == "there is no GPU to measure: no driver is installed\n"
 
 
-def test_a_section_that_is_not_there() -> None:
-    with pytest.raises(SystemExit, match="there is no section banana: choose of environment"):
-        main(["--sections", "ceilings,banana"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sections", "ceilings,banana"], "there is no section 'banana': choose of environment, ceilings, "),
+        (["--sections", ""], "there is no section ''"),
+        (["--sanitizer", "valgrind"], "there is no tool of compute-sanitizer 'valgrind': choose of memcheck, "),
+        (["--minutes", "0"], "--minutes is 0, but must be a number above 0"),
+        (["--minutes", "nan"], "--minutes is nan, but must be a number above 0"),
+        (["--minutes", "inf"], "--minutes is inf, but must be a number above 0"),
+    ],
+)
+def test_what_makes_no_sense_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(said)
+
+
+def test_results_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That is found before anything is measured."""
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/localllm")):
+        assert main(["--emulated", "--out", str(folder)]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith("the results cannot be written: ")
+        assert err.endswith("make room, or choose another folder with --out\n")
+
+
+def test_a_disk_that_fills_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Path, "write_text", full)
+        assert main(["--emulated", "--out", str(tmp_path), "--sections", "environment"]) == 2
+    assert capsys.readouterr().err.startswith("the results cannot be written: [Errno 28] No space left on device; ")
+
+
+def test_models_that_have_no_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written before that is known."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert main(["--emulated", "--sections", "environment,several"]) == 2
+    assert capsys.readouterr().err == (
+        f"the models take up to 0.0 GB on the disk, but {tmp_path} has 0.0 GB free: set TMPDIR to another folder, or "
+        "leave the sections models and several out\n"
+    )
+    assert not list(tmp_path.iterdir())
+    assert main(["--emulated", "--sections", "environment", "--out", str(tmp_path)]) == 0
+
+
+def test_the_size_of_models(tmp_path: Path) -> None:
+    path = random_gguf(tmp_path / "model.gguf", machine.TINY.model, "q4_0")
+    tensors = models.largest_file(machine.TINY)
+    assert tensors <= path.stat().st_size < tensors + 50_000
+    assert 15e9 < models.largest_file(machine.FULL) < 17e9
+
+
+def test_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found is written, and no model stays."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def interrupted(*_: object, **__: object) -> None:
+        assert any(tmp_path.rglob("*.gguf"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("localllm.load", interrupted)
+    out = tmp_path / "out"
+    assert main(["--emulated", "--sections", "environment,models,several", "--out", str(out)]) == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    found = {each["title"]: each for each in json.loads((out / "gpu.json").read_text())["sections"]}
+    assert list(found) == ["environment", "models"]
+    assert found["environment"]["rows"]
+    assert found["models"]["note"] == "stopped by Ctrl-C: the rest was left out"
+    assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(machine, "open_driver", interrupted)
+    assert main([]) == 130
+    assert capsys.readouterr().err == "stopped by Ctrl-C before anything was measured\n"
+
+
+def test_every_format_and_size_of_the_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is on a GPU, but for small matrices and kernels that do nothing: no section fails."""
+    small = replace(
+        machine.FULL,
+        products=tuple((name, (64,) * len(n_outs), 256) for name, n_outs, _ in machine.FULL.products),
+        copied=1 << 16,
+        heads=(4, 2, 16),
+        decode=((1, 512), (8, 64)),
+        prefill=(512,),
+        model=replace(machine.TINY.model, n_embd=256, n_ff=512, context_length=4096),
+        prompts=(512, 600),
+        generated=4,
+        depth=64,
+        sequences=4,
+        transferred=1 << 16,
+    )
+    driver = KernellessDriver(2, memory=1 << 30)
+    monkeypatch.setattr("localllm.kernels.cuda.cupy_driver.open_driver", lambda: driver)
+    with machine.emulated(tmp_path, driver) as devices:
+        devices = replace(devices, sizes=small)
+        for find in (machine.ceilings, kernels.products, kernels.attention, models.several):
+            assert list(find(devices))
+        rows = list(models.models(devices))
+    assert {row["model"] for row in rows} == set(machine.FULL.file_types)
+    assert not list(tmp_path.iterdir())
 
 
 # -- Sections ------------------------------------------------------------------------------------------------------

@@ -79,6 +79,15 @@ FILE_TYPES = {
 _FALLBACK = {GGMLType.Q4_K: GGMLType.Q5_0, GGMLType.Q5_K: GGMLType.Q5_1, GGMLType.Q6_K: GGMLType.Q8_0}
 
 
+def gguf_bytes(shape: Shape, file_type: str) -> int:
+    """About the size of the file that `random_gguf` writes: that of its tensors."""
+    kind = FILE_TYPES[file_type]
+    return sum(
+        BLOCK_SIZES[tensor_type(name, size, shape, kind)].row_bytes(math.prod(size))
+        for name, size in tensor_shapes(shape)
+    )
+
+
 def random_gguf(path: Path, shape: Shape, file_type: str, seed: int = 0, *, repeat_layers: bool = False) -> Path:
     """Writes a random model.  Memory stays near twice the largest tensor.
 

@@ -302,7 +302,11 @@ def plain_attention(
 
 @dataclass
 class Conversation:
-    """Sequences whose tokens' queries, keys and values are rows of tables, over pages in a random order."""
+    """Sequences whose tokens' queries, keys and values are rows of tables, over pages in a random order.
+
+    Attributes:
+        powers: of two, in turn, that the tokens' queries are multiplied with.
+    """
 
     ops: Ops
     lengths: Sequence[int]
@@ -316,13 +320,15 @@ class Conversation:
     rope: Rope | None = None
     n_layers: int = 1
     cache_type: CacheType = "f16"
+    powers: Sequence[int] = (0,)
     cache: KVCache = field(init=False)
     spare: int = field(init=False)
 
     def __post_init__(self) -> None:
         total = sum(self.lengths)
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
-        self.q = halves(total, self.n_heads * self.head_dim, seed=1)
+        powers = np.exp2(np.resize(self.powers, (total, 1))).astype(np.float32)
+        self.q = halves(total, self.n_heads * self.head_dim, seed=1) * powers
         if self.cache_type == "f16":
             self.k, self.v = (halves(total, self.n_groups * self.head_dim, seed=seed) for seed in (2, 3))
         else:
@@ -528,6 +534,13 @@ def test_scores_beyond_the_range_of_exp(ops: Ops) -> None:
     """Scores in the thousands, of which float32 keeps three decimals."""
     talk = Conversation(ops, [80], 2, 2, 16, scale=300.0)
     np.testing.assert_allclose(talk.run((0, 0, 80)), talk.expected(0, 0, 80), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+def test_queries_of_any_size(ops: Ops, cache_type: CacheType) -> None:
+    """Also beyond the range of float16, in one batch; of those far below it, all positions are alike."""
+    talk = Conversation(ops, [80], 2, 2, 16, cache_type=cache_type, powers=(0, 17, -20, 60, -120, 110))
+    assert_close(talk.run((0, 0, 80)), talk.expected(0, 0, 80))
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)

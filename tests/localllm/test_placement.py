@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localllm.engine import MAX_TOKENS
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.ops import CacheShape, CacheType, Place, Weight
+from localllm.kernels.split import MICRO_BATCH
 from localllm.models.config import ModelConfig, read_config
 from localllm.models.weights import LoadedWeight
 from localllm.placement import (
@@ -315,6 +317,7 @@ def test_what_lies_where_on_several_devices() -> None:
     per_layer, output = IN_LAYERS // LAYERS + 1008 * TOKEN_BYTES // LAYERS, HEAD + 2 * WIDTH
     whole = place(context=1000)
     scratch, logits = (group.scratch for group in whole.groups if group.scratch)
+    scratch //= MAX_TOKENS // MICRO_BATCH  # a part is never given more
     placed = plan(demand(gpus=(5 * per_layer + output + scratch + logits,)), 1 << 50, 1000)
     assert [(g.name, g.device, g.kernels) for g in placed.groups] == [
         ("embedding", "cpu", "kernels of cpu"),

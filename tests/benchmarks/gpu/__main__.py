@@ -15,25 +15,30 @@
 | several | with two GPUs: copies between them, and a split model |
 | sanitizer | the tests under compute-sanitizer, if --sanitizer asks for it |
 
-The tables are written to gpu.md and gpu.json in the folder that --out names.  The exit code is 1 if an output is
-wrong, a test or a section fails, and 2 if there is no GPU.
+The tables are written to gpu.md and gpu.json in the folder that --out names; after Ctrl-C those of what was done by
+then.  Models are written to the folder for temporary files, one at a time.  The exit code is 1 if an output is wrong,
+a test or a section fails, 2 if nothing can be measured, and 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from localllm.errors import DeviceError
+from localllm.cli.start import INTERRUPTED
+from localllm.errors import DeviceError, UsageError
 from tests.benchmarks.gpu import correctness, kernels, machine, models
 from tests.benchmarks.gpu.machine import Machine
 from tests.benchmarks.gpu.report import write
 from tests.benchmarks.gpu.sections import Row, Section, run_all
+from tests.helpers.backends import no_harness
 
 #: Sections, and the seconds that each may take.
 SECONDS = {
@@ -53,20 +58,64 @@ _EMULATED_SUITES = (("profile", ("tests/kernels/cuda/test_profile.py", "-k", "fl
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     given = _arguments(arguments)
-    chosen = given.sections.split(",")
-    if unknown := set(chosen) - set(SECONDS):
-        raise SystemExit(f"there is no section {', '.join(sorted(unknown))}: choose of {', '.join(SECONDS)}")
-    with tempfile.TemporaryDirectory(prefix="localllm-gpu-") as scratch:
-        open_machine = machine.emulated if given.emulated else machine.real
-        try:
+    try:
+        _check(given)
+        with tempfile.TemporaryDirectory(prefix="localllm-gpu-") as scratch:
+            open_machine = machine.emulated if given.emulated else machine.real
             with open_machine(Path(scratch)) as devices:
-                return _run(given, chosen, devices)
-        except DeviceError as error:
-            print(f"there is no GPU to measure: {error}", file=sys.stderr)
-            return 2
+                _check_room(given, devices)
+                return _run(given, devices)
+    except DeviceError as error:
+        said = f"there is no GPU to measure: {error}"
+    except UsageError as error:
+        said = str(error)
+    except OSError as error:
+        said = f"the results cannot be written: {error}; make room, or choose another folder with --out"
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C before anything was measured", file=sys.stderr)
+        return INTERRUPTED
+    print(said, file=sys.stderr)
+    return 2
 
 
-def _run(given: argparse.Namespace, chosen: list[str], devices: Machine) -> int:
+def _check(given: argparse.Namespace) -> None:
+    """Makes sure that the arguments make sense, and that results can be written.
+
+    Raises:
+        UsageError, OSError: they do not, or cannot.
+    """
+    for what, names, known in (
+        ("section", given.sections, tuple(SECONDS)),
+        ("tool of compute-sanitizer", given.sanitizer, correctness.TOOLS),
+    ):
+        if unknown := [name for name in names.split(",") if name not in known]:
+            raise UsageError(f"there is no {what} {', '.join(map(repr, unknown))}: choose of {', '.join(known)}")
+    if not 0 < given.minutes < math.inf:
+        raise UsageError(f"--minutes is {given.minutes:g}, but must be a number above 0")
+    if given.emulated and (reason := no_harness()):
+        raise UsageError(f"kernels cannot be tried out on emulated GPUs here: {reason}")
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=given.out):
+            pass
+
+
+def _check_room(given: argparse.Namespace, devices: Machine) -> None:
+    """Raises:
+    UsageError: there is no room on the disk for the largest model.
+    """
+    if not {"models", "several"} & set(given.sections.split(",")):
+        return
+    needed, free = models.largest_file(devices.sizes), shutil.disk_usage(devices.scratch).free
+    if free < needed:
+        raise UsageError(
+            f"the models take up to {needed / 1e9:.1f} GB on the disk, but {devices.scratch.parent} has "
+            f"{free / 1e9:.1f} GB free: set TMPDIR to another folder, or leave the sections models and several out"
+        )
+
+
+def _run(given: argparse.Namespace, devices: Machine) -> int:
+    chosen = given.sections.split(",")
     sections = [section for name, section in _sections(devices, given).items() if name in chosen]
     results = run_all(sections, 60 * given.minutes, lambda line: print(line, flush=True))
     head = {
@@ -80,6 +129,8 @@ def _run(given: argparse.Namespace, chosen: list[str], devices: Machine) -> int:
     print(f"\nwritten: {', '.join(map(str, paths))}")
     for fault in faults:
         print(f"fault: {fault}", file=sys.stderr)
+    if any(found.is_interrupted for found in results):
+        return INTERRUPTED
     return 1 if faults else 0
 
 

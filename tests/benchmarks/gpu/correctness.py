@@ -20,6 +20,7 @@ SUITES: tuple[Suite, ...] = (
     ("operations", ("tests/kernels/test_ops.py", "-k", "cuda and not emulated")),
 )
 SANITIZER = "compute-sanitizer"
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 #: Processes that share the device.
 _WORKERS = 4
 _NO_TESTS = 5
@@ -33,7 +34,7 @@ def run_tests(seconds: float, suites: Sequence[Suite]) -> Iterator[Row]:
 
 
 def sanitize(tools: Sequence[str], seconds: float, suites: Sequence[Suite]) -> Iterator[Row]:
-    """The same under each tool: memcheck, racecheck, initcheck, synccheck."""
+    """The same under each tool, of `TOOLS`."""
     if shutil.which(SANITIZER) is None:
         yield {"tests": "all", "result": f"not run: {SANITIZER} is not on the PATH"}
         return

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import localllm
@@ -25,6 +25,9 @@ from localllm.llm import LLM
 from localllm.quant.types import GGMLType
 from tests.benchmarks.gpu.sections import Row
 from tests.helpers.synthetic import SHAPES, Shape
+
+if TYPE_CHECKING:
+    from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 
 T = GGMLType
 
@@ -153,12 +156,12 @@ def real(scratch: Path) -> Iterator[Machine]:
 
 
 @contextmanager
-def emulated(scratch: Path, n_devices: int = 2) -> Iterator[Machine]:
-    """Emulated GPUs, and little to do for them: to try the run out."""
-    from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
+def emulated(scratch: Path, driver: EmulatedDriver | None = None) -> Iterator[Machine]:
+    """Emulated GPUs, two unless others are given, and little to do for them: to try the run out."""
+    from tests.cuda_on_cpu import emulated_driver
     from tests.helpers.backends import emulated_cuda
 
-    driver = EmulatedDriver(n_devices, memory=1 << 26)
+    driver = driver or emulated_driver.EmulatedDriver(2, memory=1 << 26)
 
     def devices(name: str, **_: Any) -> tuple[Device, ...]:
         host = Device("cpu", "kernels", 1, 1, CPUOps(threads=1), lambda: None)

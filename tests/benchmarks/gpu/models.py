@@ -17,13 +17,18 @@ from localllm.kernels.cpu.host import usable_cpus
 from localllm.kernels.cuda.profile import BusyTime, watching
 from localllm.llm import LLM
 from tests.benchmarks.gpu.kernels import DECODE, FLOAT_DECODE, PREFILL
-from tests.benchmarks.gpu.machine import Machine
+from tests.benchmarks.gpu.machine import Machine, Sizes
 from tests.benchmarks.gpu.sections import Row
 from tests.benchmarks.results import QUANTISED_TOLERANCE
-from tests.helpers.synthetic import random_gguf
+from tests.helpers.synthetic import gguf_bytes, random_gguf
 
 #: Tokens of the prompt whose outputs are checked.
 CHECKED = 40
+
+
+def largest_file(sizes: Sizes) -> int:
+    """Bytes of the largest model that is written."""
+    return max(gguf_bytes(sizes.model, file_type) for file_type in sizes.file_types)
 
 
 def models(machine: Machine) -> Iterator[Row]:

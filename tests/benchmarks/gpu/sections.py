@@ -19,6 +19,7 @@ class Found:
         seconds: that it took.
         faults: outputs that are wrong, and tests that fail.
         note: why something is missing, if it is.
+        is_interrupted: whether that is Ctrl-C: nothing comes after it.
     """
 
     title: str
@@ -26,6 +27,7 @@ class Found:
     seconds: float = 0.0
     faults: list[str] = field(default_factory=list)
     note: str = ""
+    is_interrupted: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ def run(section: Section, seconds_left: float, show: Callable[[str], None]) -> F
             if time.monotonic() - begin > seconds:
                 found.note = f"stopped after {seconds:.0f} s: the rest was left out"
                 break
+    except KeyboardInterrupt:
+        found.note, found.is_interrupted = "stopped by Ctrl-C: the rest was left out", True
     except Exception as error:  # whatever it is, the other sections are of use
         found.note = f"failed: {type(error).__name__}: {error}"
         found.faults.append(f"{section.title}: {found.note}")
@@ -73,6 +77,8 @@ def run_all(sections: Sequence[Section], seconds: float, show: Callable[[str], N
         results.append(run(section, end - time.monotonic(), show))
         if results[-1].note:
             show(results[-1].note)
+        if results[-1].is_interrupted:
+            break
     return results
 
 

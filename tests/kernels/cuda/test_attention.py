@@ -44,7 +44,9 @@ def smallest(variant: Variant) -> Variant:
 class Talk:
     """Sequences with random queries, and a cache that is NaN wherever none of their tokens lies.
 
-    keys, values: what the cache holds, float64 [length, key heads, head_dim] of each sequence.
+    Attributes:
+        spoilt: what is NaN nevertheless: of keys (0) or values (1), the first head's last value, or in a cache with
+            scales its last values, of that sequence and position.
     """
 
     device: Device
@@ -54,6 +56,7 @@ class Talk:
     scale: float = 0.3
     soft_cap: float = 2.0
     seed: int = 0
+    spoilt: Sequence[tuple[int, int, int]] = ()
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
@@ -85,6 +88,14 @@ class Talk:
                 entries[~seen] = np.nan
             else:
                 scales.transpose(0, 1, 3, 2)[~seen] = np.nan
+                entries[~seen] = -128
+        for what, s, position in self.spoilt:
+            page, place, last = self.tables[s, position // PAGE], position % PAGE, dim - 1
+            if shape.type == "f16":
+                self.entries[what][page, 0, place, last] = self.held[what][page, 0, place, last] = np.nan
+            else:
+                self.scales[what][page, 0, -1, place] = np.nan
+                self.held[what][page, 0, place, last // 32 * 32 :] = np.nan
 
     def _f16(self, whole: tuple[int, int], rng: np.random.Generator) -> tuple[Floats, Floats, Floats]:
         held = rng.standard_normal((*whole, PAGE, self.variant.head_dim)).astype(np.float16)
@@ -183,6 +194,38 @@ def test_ragged_batches(device: Device, head_dim: int, kind: str, window: int | 
     assert_right(Talk(device, variant_of(head_dim, kind, device), heads=heads, scale=head_dim**-0.5))
 
 
+#: Tiles of several tokens in their own first pages, and further on.
+SPOILT_LENGTHS: Lengths = ((40, 330), (5, 70), (1, 70), (3, 3))
+SPOILT = ((1, 0, 300), (1, 0, 301), (0, 0, 322), (1, 0, 200), (1, 1, 66), (0, 1, 68), (1, 2, 69), (1, 3, 1))
+
+
+@pytest.mark.parametrize(("head_dim", "kind"), KINDS)
+@pytest.mark.parametrize("window", [None, 65, 102])
+@pytest.mark.parametrize("spoilt", [SPOILT[:2], SPOILT])
+def test_a_nan_is_seen_by_none_that_do_not_see_its_position(
+    device: Device, head_dim: int, kind: str, window: int | None, spoilt: Any
+) -> None:
+    """Neither by tokens before it nor by those whose window begins after it, though they share a tile with others."""
+    heads, variant = Heads(2, 3, window or attention.NO_WINDOW), variant_of(head_dim, kind, device)
+    clean, talk = (Talk(device, variant, SPOILT_LENGTHS, heads, head_dim**-0.5, spoilt=some) for some in ((), spoilt))
+    expected, out = talk.expected(), assert_right(talk)
+    untouched = ~np.isnan(expected)
+    assert 0.3 < untouched.mean() < 1
+    np.testing.assert_array_equal(out[untouched], clean.run(clean.work_of_bucket())[untouched])
+
+
+def test_an_infinite_value_is_seen_by_none_that_do_not_see_its_position(device: Device) -> None:
+    talk = Talk(device, variant_of(8, device=device), ((5, 70),))
+    clean = talk.run(talk.work_of_bucket())
+    talk.entries[1][talk.tables[0, 1], 0, 68 - PAGE, 2] = np.inf
+    for work in (talk.work_of_bucket(), talk.work(0)):
+        out = talk.run(work)
+        spoilt = np.zeros(out.shape, bool)
+        spoilt[3:, :3, 2] = True
+        assert not np.isfinite(out[spoilt]).any()
+        np.testing.assert_array_equal(out[~spoilt], clean[~spoilt])
+
+
 @pytest.mark.parametrize("group_size", [1, 2, 7, 8, 16])
 def test_groups_of_any_size(device: Device, group_size: int) -> None:
     assert_right(Talk(device, variant_of(8, device=device), ((9, 150), (1, 70)), Heads(2, group_size)))
@@ -205,7 +248,7 @@ def test_soft_caps_of_any_size(device: Device, soft_cap: float) -> None:
     assert_right(Talk(device, variant, ((5, 100), (1, 300)), scale=2.0, soft_cap=soft_cap))
 
 
-@pytest.mark.parametrize("power", [-70, 20, 70])
+@pytest.mark.parametrize("power", [-110, -70, 20, 70, 120])
 def test_queries_of_any_size(device: Device, power: int) -> None:
     talk = Talk(device, variant_of(8, device=device), ((3, 100),), scale=0.3 * 2.0**-power)
     talk.q *= np.float32(2.0**power)

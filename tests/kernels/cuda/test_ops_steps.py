@@ -87,6 +87,20 @@ def test_batches_of_a_bucket_are_one_replay(tmp_path: Path) -> None:
             assert driver.calls == {"upload": 1, "replay": 1, "download": 1}
 
 
+def test_pinned_memory_holds_block_tables_of_batches_that_came(tmp_path: Path) -> None:
+    """Not of as many sequences as there may be tokens."""
+    driver, n_pages = KernellessDriver(memory=1 << 27), 2000
+    runner = Runner(small(tmp_path), CUDAOps(driver, 0, compiles_ahead=False, chunk_bytes=1 << 12), n_pages)
+    of_one_each = 4 * 4 * n_pages
+    assert driver.pinned_bytes < 10 * of_one_each
+    for n_sequences, tables in ((1, None), (1, 0), (3, 6), (6, 0), (7, 14)):
+        driver.pinned_bytes = 0
+        for _ in range(4):
+            runner.run(*((IDS[i : i + 1], 0, [i]) for i in range(n_sequences)), outputs=[])
+        if tables is not None:  # at first there is memory for results, too
+            assert tables * of_one_each <= driver.pinned_bytes <= (tables + 2 * bool(tables)) * of_one_each
+
+
 @needs_harness
 def test_a_graph_serves_caches_of_its_length_and_shorter_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

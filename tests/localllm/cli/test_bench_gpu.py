@@ -100,6 +100,8 @@ def test_steps_of_a_prompt_are_averaged(run: Bench) -> None:
     launches = {op["name"]: op["launches"] for op in pp["profiles"][0]["operations"]}
     assert launches["gate + quantise"] == 3
     assert launches["linear output Q8_0"] == 0.5  # the last one's
+    gather = next(line.split() for line in outcome.out.splitlines() if line.split()[:1] == ["gather"])
+    assert gather[1] == "0.5"
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])
@@ -153,7 +155,7 @@ def test_the_lines_of_a_profile() -> None:
     """The operation that takes longest comes first; of a floor the longer time counts."""
     shares = {
         "a": Share("a", Cost(2e9, 1e9, "int8"), n=2, n_launches=4, seconds=0.01),
-        "b": Share("b", None, n=2, n_launches=2, seconds=0.03),
+        "b": Share("b", None, n=2, n_launches=1, seconds=0.03),
         "c": Share("c", Cost(1e9, 3e12, "f16"), n=2, n_launches=2, seconds=0.02),
     }
     ceilings = DeviceCeilings(1e12, 2e12, {"int8": 1e15, "f16": 5e14})
@@ -164,7 +166,7 @@ def test_the_lines_of_a_profile() -> None:
         "int8 1 PFLOP/s, f16 500 TFLOP/s"
     )
     assert [row.split() for row in rows] == [
-        ["b", "1", "15.000", "ms", "50.0%", "-", "-", "-"],
+        ["b", "0.5", "15.000", "ms", "50.0%", "-", "-", "-"],
         ["c", "1", "10.000", "ms", "33.3%", "50", "GB/s", "150", "TFLOP/s", "30%"],
         ["a", "2", "5.000", "ms", "16.7%", "200", "GB/s", "100", "GFLOP/s", "20%"],
     ]

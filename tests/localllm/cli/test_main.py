@@ -116,7 +116,15 @@ BAD_USAGE = {
     ),
     "prompt without quotes": (["generate", "-p", "two", "words"], "'words' stands alone: give a prompt with -p TEXT"),
     "two files": (["inspect", "a.gguf", "b.gguf"], "it is not clear what 'b.gguf' is for"),
-    "a file twice": (["bench", "-m", "a.gguf", "b.gguf"], "argument FILE: not allowed with argument -m/--model"),
+    "a file twice": (
+        ["bench", "-m", "a.gguf", "b.gguf"],
+        "a model is named twice, with -m and by a word of its own: leave",
+    ),
+    "a value of a strange flag": (
+        ["bench", "-m", "a.gguf", "-c", "16"],
+        "there is no flag -c (localllm bench --help",
+    ),
+    "a value at its flag": (["generate", "-t4x"], "argument -t/--threads: '4x' is not a whole number of at least 1"),
     "no path": (["generate", "-m", ""], "argument -m/--model: the path is empty: name a GGUF file"),
     "an address": (
         ["generate", "-m", "https://example.com/a/b.gguf"],
