@@ -11,19 +11,19 @@
 // shares its tile and its batch.
 //
 // Queries are rounded to float16 after multiplication by a power of two that brings a row's largest near 2^14; scores
-// are float32 and in units of log 2.  Weights are rounded to WEIGHT_PARTS halves: with two, to 22 bits.
+// are float32 and in units of log 2.  Weights are rounded to two halves, to 22 bits.
 //
-// Compiled for: HEAD_DIM; Q8_0 (0 or 1), the cache's type; SOFT_CAP, SINKS (0 or 1); WEIGHT_PARTS (1 or 2); and for the
-// launch geometry that attention.py chooses: WARPS and BUFFERS of `attention_prefill`, STAGES of `attention_split`.
+// Compiled for: HEAD_DIM; Q8_0 (0 or 1), the cache's type; SOFT_CAP, SINKS (0 or 1); and for the launch
+// geometry that attention.py chooses: WARPS and BUFFERS of `attention_prefill`, STAGES of `attention_split`.
 // Where large heads meet little shared memory, nothing is fetched ahead: STAGES is 1, and BUFFERS 1 or, of a cache with
 // scales, 0; pages with scales are then widened straight from global memory.
 //
 // What bounds it on an H200 (4.3 TB/s; 132 SMs at 1.75 GHz, taken to do 2,500 operations a clock by mma.sync, so 580
 // TFLOP/s; predictions, of which nothing is measured yet): per row and key of 128 values there are 256 operations for
-// the score and as many for each part of the weight.  Prefill of 16k tokens counts 4 * 128 operations a visible key:
-// with one part the products allow 580 TFLOP/s, with two 390.  A warp reads 32 KiB of shared memory per 16 rows and
-// page, 256 clocks of an SM's port, for products that take 210 clocks (one part) or 310 (two): 470 TFLOP/s at most by
-// that.  A tile of 128 rows reads 32 KiB of L2 a page in at least 8 * 256 clocks: 16 bytes a clock, which L2 gives.
+// the score and as many for each half of the weight.  Prefill of 16k tokens counts 4 * 128 operations a visible key,
+// so the products allow 390 TFLOP/s.  A warp reads 32 KiB of shared memory per 16 rows and page, 256 clocks of an SM's
+// port, for products that take 310.  A tile of 128 rows reads 32 KiB of L2 a page in at least 8 * 256 clocks: 16 bytes a
+// clock, which L2 gives.
 // Decode reads 512 bytes a key (Q8_0: 272), so 32k positions of 8 key heads take 134 MB or 31 us; its products, for 16
 // rows whether they are used or not, take a sixth of that.
 #include "attention.cuh"
@@ -266,15 +266,10 @@ DEVICE void score_page(float (&scores)[TILES][4], const Queries& q, const uint16
 
 // Weights of 16 keys as halves, and what the halves lose.
 struct Halves {
-  uint32_t high[4];
-#if WEIGHT_PARTS == 2
-  uint32_t low[4];
-#endif
+  uint32_t high[4], low[4];
   __device__ __forceinline__ void set(int i, float first, float second) {
     high[i] = to_halves(first, second);
-#if WEIGHT_PARTS == 2
     low[i] = to_halves(first - half_to_float(high[i]), second - half_to_float(high[i] >> 16));
-#endif
   }
   __device__ __forceinline__ Halves(const float (&near)[4], const float (&far)[4], float2 near_factor,
                                       float2 far_factor) {
@@ -285,9 +280,7 @@ struct Halves {
   }
   __device__ __forceinline__ void add_product(float (&sums)[4], uint32_t b0, uint32_t b1) const {
     mma_f16(sums, make_uint4(high[0], high[1], high[2], high[3]), b0, b1);
-#if WEIGHT_PARTS == 2
     mma_f16(sums, make_uint4(low[0], low[1], low[2], low[3]), b0, b1);
-#endif
   }
 };
 
@@ -437,6 +430,14 @@ DEVICE float share_of(State state, const float* sinks, int head) {
 #endif
 }
 
+// Scales what a lane has of its first or second row.
+template <int PAIRS>
+DEVICE void scale_sums(float (&sums)[2 * PAIRS][4], float (&weight_sums)[4], int half, float keep) {
+  weight_sums[2 * half] *= keep, weight_sums[2 * half + 1] *= keep;
+#pragma unroll
+  for (int tile = 0; tile < 2 * PAIRS; tile++) sums[tile][2 * half] *= keep, sums[tile][2 * half + 1] *= keep;
+}
+
 #define PARAMETERS                                                                                                     \
   const int *__restrict__ header, const int *__restrict__ query_starts, const int *__restrict__ kv_lengths,          \
     const int *__restrict__ block_tables, int block_stride, int n_kv_heads, int group_size, int least, int most,   \
@@ -455,6 +456,60 @@ DEVICE float share_of(State state, const float* sinks, int head) {
 #define PREFILL_SUMS (8 * PREFILL_PAIRS)  // of a thread
 #define FETCHES_AHEAD (Q8_0 ? BUFFERS == 1 : BUFFERS == 2)
 #define PREFILL_PAGES (BUFFERS * LOAD_BYTES + Q8_0 * 2 * PAGE * STRIDE + FACTOR_BYTES)
+
+// Masks the scores of a page that one of this lane's rows does not see.
+DEVICE void mask_scores(float (&scores)[KEY_TILES][4], int half, int last, int window) {
+#pragma unroll
+  for (int i = 0; i < 2 * KEY_TILES; i++) {
+    const int at = i / 2 * 8 + i % 2;
+    if (at <= last - window || last < at) scores[i / 2][2 * half + i % 2] = MASKED;
+  }
+}
+
+// Turns this lane's scores of one of its rows to weights, and returns what the sums so far are to be multiplied with.
+DEVICE float weigh(float (&scores)[KEY_TILES][4], int half, float& top) {
+  float largest = LOWEST;
+#pragma unroll
+  for (int i = 0; i < 2 * KEY_TILES; i++) largest = fmaxf(largest, scores[i / 2][2 * half + i % 2]);
+  largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, 2));
+  const float new_top = fmaxf(top, largest), keep = exp2_of(top - new_top);
+  top = new_top;
+#pragma unroll
+  for (int i = 0; i < 2 * KEY_TILES; i++) {
+    float& score = scores[i / 2][2 * half + i % 2];
+    score = exp2_of(score - new_top);
+  }
+  return keep;
+}
+
+// Merges what a span's sums have come to with those of the spans before it, and clears them.
+DEVICE void merge_span(float* spans, const Merge (&merges)[2], float (&sums)[2 * PREFILL_PAIRS][4], bool is_first) {
+#pragma unroll
+  for (int i = 0; i < PREFILL_SUMS; i++) {
+    float& sum = spans[i * PREFILL_THREADS];
+    sum = merges[i / 2 % 2].sum(is_first ? 0.0f : sum, sums[i / 4][i % 4]);
+    sums[i / 4][i % 4] = 0.0f;
+  }
+}
+
+// Writes this lane's part of its rows.
+DEVICE void write_rows(float* out, int out_stride, const float* spans, const State (&total)[2], const float* sinks,
+                       const Tile& tile, int warp_row, int first_pair, int kv_head, int group_size) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int row = warp_row + lane / 4 + 8 * half;
+    if (row >= tile.n_rows) continue;
+    const float share = share_of(total[half], sinks, kv_head * group_size + (tile.first_row + row) % group_size);
+    float* to = out + place_of(tile, row, kv_head, group_size, out_stride);
+#pragma unroll
+    for (int i = 0; i < PREFILL_SUMS / 2; i++) {
+      const int column = 16 * first_pair + i / 2 * 8 + lane % 4 * 2 + i % 2;
+      if (column < HEAD_DIM) to[column] = spans[(i / 2 * 4 + 2 * half + i % 2) * PREFILL_THREADS] * share;
+    }
+  }
+}
 
 // out = softmax(scale * q @ keys.T, over visible positions) @ values, for the sequences of least ... most tokens.
 // Grid: (at least as many as there are tiles of PREFILL_ROWS rows, key heads).  q, out: float32, so many values a token
@@ -539,30 +594,8 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
           float& score = scores[i / 2][2 * half + i % 2];
           score = scoring.score(score, row.factor);
         }
-        if (is_masked) {
-          const int last = row.position - position - lane % 4 * 2;
-#pragma unroll
-          for (int i = 0; i < 2 * KEY_TILES; i++) {
-            const int at = i / 2 * 8 + i % 2;
-            if (at <= last - window || last < at) scores[i / 2][2 * half + i % 2] = MASKED;
-          }
-        }
-        float largest = LOWEST;
-#pragma unroll
-        for (int i = 0; i < 2 * KEY_TILES; i++) largest = fmaxf(largest, scores[i / 2][2 * half + i % 2]);
-        largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, 2));
-        const float new_top = fmaxf(top[half], largest), keep = exp2_of(top[half] - new_top);
-        top[half] = new_top;
-#pragma unroll
-        for (int i = 0; i < 2 * KEY_TILES; i++) {
-          float& score = scores[i / 2][2 * half + i % 2];
-          score = exp2_of(score - new_top);
-        }
-        weight_sums[2 * half] *= keep, weight_sums[2 * half + 1] *= keep;
-#pragma unroll
-        for (int tile = 0; tile < 2 * PREFILL_PAIRS; tile++)
-          sums[tile][2 * half] *= keep, sums[tile][2 * half + 1] *= keep;
+        if (is_masked) mask_scores(scores, half, row.position - position - lane % 4 * 2, window);
+        scale_sums<PREFILL_PAIRS>(sums, weight_sums, half, weigh(scores, half, top[half]));
       }
     }
 #if !Q8_0 && BUFFERS == 1
@@ -592,12 +625,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
 
     if ((page + 1) % SPAN_PAGES == 0 || page + 1 == stop) {
       const Merge merges[2] = {{total[0], {top[0], weight_sums[0]}}, {total[1], {top[1], weight_sums[2]}}};
-#pragma unroll
-      for (int i = 0; i < PREFILL_SUMS; i++) {
-        float& sum = spans[i * PREFILL_THREADS];
-        sum = merges[i / 2 % 2].sum(is_first_span ? 0.0f : sum, sums[i / 4][i % 4]);
-        sums[i / 4][i % 4] = 0.0f;
-      }
+      merge_span(spans, merges, sums, is_first_span);
 #pragma unroll
       for (int i = 0; i < 4; i++) weight_sums[i] = 0.0f;
       top[0] = top[1] = LOWEST;
@@ -605,18 +633,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
     }
   }
 
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int row = warp_row + lane / 4 + 8 * half;
-    if (row >= tile.n_rows) continue;
-    const float share = share_of(total[half], sinks, kv_head * group_size + (tile.first_row + row) % group_size);
-    float* to = out + place_of(tile, row, kv_head, group_size, out_stride);
-#pragma unroll
-    for (int i = 0; i < PREFILL_SUMS / 2; i++) {
-      const int column = 16 * first_pair + i / 2 * 8 + lane % 4 * 2 + i % 2;
-      if (column < HEAD_DIM) to[column] = spans[(i / 2 * 4 + 2 * half + i % 2) * PREFILL_THREADS] * share;
-    }
-  }
+  write_rows(out, out_stride, spans, total, sinks, tile, warp_row, first_pair, kv_head, group_size);
 }
 
 // -- Decode -----------------------------------------------------------------------------------------------------------
@@ -786,11 +803,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const float keep = keeps[lane / 4 + 8 * half];
-      weight_sums[2 * half] *= keep, weight_sums[2 * half + 1] *= keep;
-#pragma unroll
-      for (int tile = 0; tile < 2 * SPLIT_PAIRS; tile++)
-        sums[tile][2 * half] *= keep, sums[tile][2 * half + 1] *= keep;
+      scale_sums<SPLIT_PAIRS>(sums, weight_sums, half, keeps[lane / 4 + 8 * half]);
     }
     if (parts_rows(tile, tile_sight, PAGE * walk.page, group_size, window))
       set_apart<SPLIT_THREADS, SPLIT_PAIRS>(sums, page_values, stream.factors(), PAGE * walk.page, rows, window,

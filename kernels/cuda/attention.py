@@ -48,7 +48,6 @@ class Variant:
         head_dim, cache_type: of the cache.
         soft_cap: whether scores are capped.
         sinks: whether each query head has a sink.
-        weight_parts: halves that a weight is rounded to: 2 for 22 bits, 1 for 11 bits and a third fewer products.
         warps, buffers: of `attention_prefill`; without buffers, pages with scales are read from where they lie.
         stages: of `attention_split`; with one, nothing is fetched ahead, and pages with scales are read as above.
     """
@@ -57,7 +56,6 @@ class Variant:
     cache_type: CacheType
     soft_cap: bool
     sinks: bool
-    weight_parts: int
     warps: int
     buffers: int
     stages: int
@@ -69,7 +67,6 @@ class Variant:
             "Q8_0": int(self.cache_type == "q8_0"),
             "SOFT_CAP": int(self.soft_cap),
             "SINKS": int(self.sinks),
-            "WEIGHT_PARTS": self.weight_parts,
             "WARPS": self.warps,
             "BUFFERS": self.buffers,
             "STAGES": self.stages,
@@ -136,7 +133,6 @@ def choose_variant(
     *,
     soft_cap: bool = False,
     sinks: bool = False,
-    weight_parts: int = 2,
 ) -> Variant:
     """The fastest variant for a device that gives a block ``shared_bytes`` of shared memory.
 
@@ -149,7 +145,7 @@ def choose_variant(
         if buffers == (2 if cache_type == "q8_0" else 0):
             continue  # what pages with scales are widened to is a buffer, too
         for stages in (4, 3, 2, 1):
-            variant = Variant(head_dim, cache_type, soft_cap, sinks, weight_parts, warps, buffers, stages)
+            variant = Variant(head_dim, cache_type, soft_cap, sinks, warps, buffers, stages)
             staged = stages <= 2 or stages * variant._load_bytes <= _STAGED_BYTES
             if staged and variant.largest_block_bytes <= shared_bytes:
                 return variant

@@ -231,12 +231,10 @@ def test_groups_of_any_size(device: Device, group_size: int) -> None:
     assert_right(Talk(device, variant_of(8, device=device), ((9, 150), (1, 70)), Heads(2, group_size)))
 
 
-def test_soft_cap_and_sinks_with_weights_of_one_half(device: Device) -> None:
-    variant = variant_of(8, device=device, soft_cap=True, sinks=True, weight_parts=1)
+def test_soft_cap_and_sinks(device: Device) -> None:
+    variant = variant_of(8, device=device, soft_cap=True, sinks=True)
     talk = Talk(device, variant, ((20, 300), (1, 10)), scale=1.0)
-    out = talk.run(talk.work_of_bucket())
-    np.testing.assert_allclose(out, talk.expected(), rtol=2e-3, atol=1e-3)
-    np.testing.assert_array_equal(talk.run(talk.work(0)), out)
+    assert_right(talk)
     plain = Talk(device, variant_of(8, device=device), talk.lengths, scale=1.0)
     assert np.abs(plain.expected() - talk.expected()).max() > 0.1
 
