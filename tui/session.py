@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from localllm.tui.keeping import Keeper
 from localllm.tui.replies import ChatModel, ReplyStream, Reports, with_prefill
 from localllm.tui.room import Room
 from localllm.tui.store import Store, automatic_title, clean_title
-from localllm.tui.thinking import ThinkingSplitter, opening_tag, split
+from localllm.tui.thinking import ThinkingClock, ThinkingSplitter, opening_tag, split
 
 Events = Generator[Event, None, None]
 
@@ -100,9 +100,10 @@ class ChatSession:
         return self._ask(text, None)
 
     def edit(self, id_: str, text: str) -> Iterator[Event]:
-        """Says something else in the place of an earlier message, which stays as a branch; the model replies to it.
+        """Says something else in the place of an earlier message; the model replies to it.
 
-        A reply can be edited too: then nothing is generated, but `continue_reply` goes on from there.
+        The earlier one stays as a branch, unless it had no reply.  A reply can be edited too: then nothing is
+        generated, but `continue_reply` goes on from there.
 
         Raises:
             UsageError: as `send`, or there is no such message.
@@ -112,7 +113,7 @@ class ChatSession:
             return self._ask(text, old)
         self._check_free()
         self._full = None
-        edited = self.conversation.add_sibling(id_, text, state="stopped", opened=old.opened)
+        edited = self.conversation.add_sibling(id_, text, state="edited", opened=old.opened)
         self._keeper.save(edited.id)
         return iter(self._warnings())
 
@@ -145,7 +146,7 @@ class ChatSession:
         reply = self.conversation.leaf
         if reply is None or reply.role == "user" or reply.parent is None:
             raise UsageError("the last message is no reply that could be continued: /regen has it replied to")
-        if not reply.is_cut:
+        if not reply.can_go_on:
             raise UsageError("the last reply is complete: /regen asks for another one")
         return self._turn(self._reply(reply.parent, reply.id))
 
@@ -294,6 +295,8 @@ class ChatSession:
         else:
             question = self.conversation.add_sibling(old.id, text, attachments=attached.files)
             question = self._with_window_of(old, question)
+            if not self.conversation.was_replied_to(old.id):
+                self._keeper.delete(self.conversation.delete(old.id))
         self._keeper.save(question.id)
         unknown = [Warned(f"there is no file {name!r}: @{name} is sent as it stands") for name in attached.unknown]
         return self._turn(self._reply(question.id, None), unknown)
@@ -365,6 +368,7 @@ class ChatSession:
         reply = self.conversation[id_]
         splitter = ThinkingSplitter(reply.opened)
         begun = splitter.feed(reply.text)
+        clock = ThinkingClock(None if reply.stats is None else reply.stats.thinking_s)
         state: State = "failed"
         stream: ReplyStream | None = None
         try:
@@ -377,7 +381,9 @@ class ChatSession:
                         yield item
                     elif item.text:
                         self.conversation.update(id_, text=self.conversation[id_].text + item.text)
-                        yield from (Delta(*piece) for piece in splitter.feed(item.text))
+                        pieces = splitter.feed(item.text)
+                        clock.see(pieces)
+                        yield from (Delta(*piece) for piece in pieces)
             yield from (Delta(*piece) for piece in splitter.finish())
             state = self._state(stream)
         except (GeneratorExit, KeyboardInterrupt):
@@ -385,7 +391,7 @@ class ChatSession:
             raise
         finally:
             self._stream = None
-            self._end(id_, state, stream)
+            self._end(id_, state, stream, clock.stop())
 
     def _begin(self, start: Callable[[], ReplyStream]) -> ReplyStream:
         """Starts a stream that `stop` ends, even if it came before."""
@@ -399,12 +405,12 @@ class ChatSession:
             return "context" if stream.usage.total_tokens >= self._loaded().info.context else "length"
         return "stopped" if stream.finish_reason == "cancelled" else "complete"
 
-    def _end(self, id_: str, state: State, stream: ReplyStream | None) -> None:
+    def _end(self, id_: str, state: State, stream: ReplyStream | None, thinking_s: float | None) -> None:
         """Keeps a reply as it will stay; one without a word is taken away, unless the model wanted it so."""
         stats = None
         if stream is not None:
             stream.close()
-            stats = self._stats(stream)
+            stats = replace(self._stats(stream), thinking_s=thinking_s)
         if self.conversation[id_].text or state == "complete":
             self.conversation.update(id_, state=state, stats=stats)
             self._keeper.save(id_)
