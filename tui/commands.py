@@ -14,6 +14,7 @@ from localllm.sampling import Sampling
 from localllm.tui import options
 from localllm.tui.conversation import Conversation, Message
 from localllm.tui.events import Event
+from localllm.tui.numbers import NO_BRANCHES, branch_meant, first_numbered, forks, numbered
 from localllm.tui.session import ChatSession
 from localllm.tui.store import SessionSummary, Store, shortened
 from localllm.tui.transfer import read_export, write_export
@@ -97,33 +98,12 @@ def run(front: Frontend, call: Call) -> None:
     call.command.run(front, call.argument)
 
 
-NO_BRANCHES = "there are no branches: /edit and /regen make them"
-
-
 # -- Messages ------------------------------------------------------------------------------------------------------
-
-
-def _message(conversation: Conversation, number: str) -> Message:
-    """The message of the path that ``3`` or ``#3`` stands for."""
-    path = conversation.path()
-    digits = number.removeprefix("#")
-    if not digits.isdecimal() or not 0 < int(digits) <= len(path):
-        numbers = f"they have numbers from 1 to {len(path)}" if path else "nothing was said yet"
-        raise UsageError(f"there is no message {number}: {numbers}")
-    return path[int(digits) - 1]
-
-
-def _numbered(conversation: Conversation, argument: str) -> tuple[Message | None, str]:
-    """A message whose number stands first, and what follows it."""
-    first, *rest = argument.split(maxsplit=1) or [""]
-    if not first.removeprefix("#").isdecimal():
-        return None, argument
-    return _message(conversation, first), rest[0] if rest else ""
 
 
 def _edit(front: Frontend, argument: str) -> None:
     conversation = front.session.conversation
-    message, text = _numbered(conversation, argument)
+    message, text = first_numbered(conversation, argument)
     if message is None:
         message = next((m for m in reversed(conversation.path()) if m.role == "user"), None)
     if message is None:
@@ -136,7 +116,7 @@ def _edit(front: Frontend, argument: str) -> None:
 
 def _regenerate(front: Frontend, argument: str) -> None:
     conversation = front.session.conversation
-    message = _message(conversation, argument) if argument else None
+    message = numbered(conversation, argument) if argument else None
     front.play(front.session.regenerate(None if message is None else message.id))
 
 
@@ -168,56 +148,10 @@ def _branch(front: Frontend, argument: str) -> None:
     front.say("\n".join(lines) or NO_BRANCHES)
 
 
-class Fork(NamedTuple):
-    """A message of the path that has others in its place.
-
-    Attributes:
-        number: its place in the path, from 1.
-        branches: what stands there, oldest first.
-        at: which of them is in the path, from 1.
-    """
-
-    number: int
-    branches: list[Message]
-    at: int
-
-
-def forks(conversation: Conversation) -> list[Fork]:
-    """Where a conversation branches, first to last."""
-    return [
-        Fork(number, conversation.siblings(message.id), conversation.branch_of(message.id)[0])
-        for number, message in enumerate(conversation.path(), 1)
-        if conversation.branch_of(message.id)[1] > 1
-    ]
-
-
-def branch_meant(conversation: Conversation, argument: str) -> Message:
-    """The branch that ``next``, ``prev`` or a number means: at the last fork, or of the message named before it.
-
-    Raises:
-        UsageError: there is none.
-    """
-    found = forks(conversation)
-    if not found:
-        raise UsageError(NO_BRANCHES)
-    first, *rest = argument.split()
-    fork = found[-1]
-    if rest or first.startswith("#"):
-        message = _message(conversation, first)
-        fork = next((each for each in found if message in each.branches), Fork(0, [message], 1))
-    where = rest[0] if rest else "next" if first.startswith("#") else first
-    steps = {"next": fork.at + 1, "prev": fork.at - 1, "previous": fork.at - 1}
-    number = int(where) if where.isdecimal() else steps.get(where, 0)
-    n = len(fork.branches)
-    if len(rest) > 1 or not 0 < number <= n:
-        raise UsageError(f"there is no branch {where}, and this is {fork.at} of {n}: /branch lists them")
-    return fork.branches[number - 1]
-
-
 def _remove(front: Frontend, argument: str) -> None:
     if not argument:
         raise UsageError("name the message: /remove 3 deletes it and all that follows it")
-    front.session.delete(_message(front.session.conversation, argument).id)
+    front.session.delete(numbered(front.session.conversation, argument).id)
     _show(front, "")
 
 

@@ -12,6 +12,7 @@ from localllm.errors import StoreError, UsageError
 from localllm.tui import commands
 from localllm.tui.conversation import Conversation, Message
 from localllm.tui.events import Event
+from localllm.tui.numbers import NO_BRANCHES, branch_meant, forks
 from localllm.tui.screens.dialogs import Ask, Choose, Tell, confirm
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.screens.sampling import SamplingScreen
@@ -241,9 +242,9 @@ class Commands:
 
     async def _branches(self) -> None:
         """Asks for a branch, and goes there."""
-        found = commands.forks(self._screen.session.conversation)
+        found = forks(self._screen.session.conversation)
         if not found:
-            raise UsageError(commands.NO_BRANCHES)
+            raise UsageError(NO_BRANCHES)
         labels = [
             (branch.id, f"{'●' if i == fork.at else '○'} #{fork.number}  {i}/{len(fork.branches)}  {_line(branch)}")
             for fork in found
@@ -255,7 +256,7 @@ class Commands:
             await self._screen.switch(chosen)
 
     async def _branch(self, argument: str) -> None:
-        await self._screen.switch(commands.branch_meant(self._screen.session.conversation, argument).id)
+        await self._screen.switch(branch_meant(self._screen.session.conversation, argument).id)
 
     async def _copy(self, argument: str) -> None:
         message = self._last("assistant")
