@@ -88,6 +88,8 @@ class BaseApp(App[int]):
     def _notify(self) -> None:
         self._will_notify = False
         self.clear_notifications()
+        for screen in self.screen_stack:  # else what held them would keep its lines
+            screen.query("ToastHolder").remove()
         now = time.monotonic()
         for notice in self._notices:
             seconds = max(1.0, notice.end - now)
