@@ -116,6 +116,13 @@ class ModelInfo:
         return self.placement.cache_type
 
     @property
+    def gpu_bytes(self) -> int:
+        """Bytes of GPU memory that weights, KV cache and activations take, those of the draft model too."""
+        groups = [group for group in self.placement.groups if group.device != self.placement.host]
+        n_bytes = sum(group.weights + group.kv_cache + group.scratch for group in groups)
+        return n_bytes + (0 if self.draft is None else self.draft.gpu_bytes)
+
+    @property
     def formats(self) -> tuple[Format, ...]:
         """How the weights lie in the file, as what kernels read them, and the bytes that takes; most bytes first.
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from textual.app import App
+from textual.notifications import SeverityLevel
 from textual.worker import Worker, WorkerState
 
 from localllm.errors import UsageError
@@ -23,6 +25,18 @@ T = TypeVar("T")
 #: What the library would print on a terminal goes here, for this one is taken.
 LOG = logging.getLogger("localllm.tui")
 
+#: Notifications that are shown at once, at most.
+_MOST_NOTICES = 2
+#: Seconds that one stays, and how many characters of it people read in a second.
+_NOTICE_SECONDS = 3.5
+_READ_PER_SECOND = 20
+
+
+class _Notice(NamedTuple):
+    text: str
+    severity: SeverityLevel
+    end: float
+
 
 class BaseApp(App[int]):
     """An app whose thread draws and does nothing else.
@@ -35,6 +49,8 @@ class BaseApp(App[int]):
         super().__init__()
         self.setup = setup
         self._hands = ThreadPoolExecutor(1, "chat")
+        self._notices: list[_Notice] = []
+        self._will_notify = False
 
     async def offload(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a function in a thread, after all that were given before it."""
@@ -53,11 +69,31 @@ class BaseApp(App[int]):
         """Says in a notification what went wrong."""
         LOG.debug("told to the user", exc_info=error)
         is_usage = isinstance(error, UsageError)
-        self.notify(sentence(error), severity="warning" if is_usage else "error", timeout=10, markup=False)
+        self._tell(sentence(error), "warning" if is_usage else "error")
 
     def say(self, text: str, *, warning: bool = False) -> None:
         """Says something in a notification."""
-        self.notify(shown(text), severity="warning" if warning else "information", timeout=8, markup=False)
+        self._tell(shown(text), "warning" if warning else "information")
+
+    def _tell(self, text: str, severity: SeverityLevel) -> None:
+        """Shows a notification below the one before; those before that one go, and so does one that said the same."""
+        now = time.monotonic()
+        end = now + max(_NOTICE_SECONDS, len(text) / _READ_PER_SECOND)
+        kept = [notice for notice in self._notices if notice.end > now and notice.text != text]
+        self._notices = [*kept, _Notice(text, severity, end)][-_MOST_NOTICES:]
+        # Notifications come by messages: what is cleared before these came would not be.
+        if not self._will_notify:
+            self._will_notify = self.call_later(self._notify)
+
+    def _notify(self) -> None:
+        self._will_notify = False
+        self.clear_notifications()
+        for screen in self.screen_stack:  # else what held them would keep its lines
+            screen.query("ToastHolder").remove()
+        now = time.monotonic()
+        for notice in self._notices:
+            seconds = max(1.0, notice.end - now)
+            self.notify(notice.text, severity=notice.severity, timeout=seconds, markup=False)
 
     def end_threads(self) -> None:
         """Lets the thread of `offload` finish what it has begun."""

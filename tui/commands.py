@@ -14,6 +14,7 @@ from localllm.sampling import Sampling
 from localllm.tui import options
 from localllm.tui.conversation import Conversation, Message
 from localllm.tui.events import Event
+from localllm.tui.numbers import NO_BRANCHES, branch_meant, first_numbered, forks, numbered
 from localllm.tui.session import ChatSession
 from localllm.tui.store import SessionSummary, Store, shortened
 from localllm.tui.transfer import read_export, write_export
@@ -29,6 +30,9 @@ class Frontend(Protocol):
 
     def play(self, events: Iterator[Event]) -> None:
         """Shows events as they come."""
+
+    def edit(self, message: Message) -> None:
+        """Has a message changed, and goes on from there."""
 
     def open(self, conversation: Conversation) -> None:
         """Goes on with another conversation."""
@@ -97,37 +101,22 @@ def run(front: Frontend, call: Call) -> None:
 # -- Messages ------------------------------------------------------------------------------------------------------
 
 
-def _message(session: ChatSession, number: str) -> Message:
-    """The message of the path that ``#3`` stands for."""
-    path = session.conversation.path()
-    digits = number.removeprefix("#")
-    if not digits.isdecimal() or not 0 < int(digits) <= len(path):
-        raise UsageError(f"there is no message {number}: /show numbers them, from #1 to #{len(path)}")
-    return path[int(digits) - 1]
-
-
-def _numbered(session: ChatSession, argument: str) -> tuple[Message | None, str]:
-    """A message whose number stands first, and what follows it."""
-    if not argument.startswith("#"):
-        return None, argument
-    number, *rest = argument.split(maxsplit=1)
-    return _message(session, number), rest[0] if rest else ""
-
-
 def _edit(front: Frontend, argument: str) -> None:
-    session = front.session
-    message, text = _numbered(session, argument)
+    conversation = front.session.conversation
+    message, text = first_numbered(conversation, argument)
     if message is None:
-        message = next((m for m in reversed(session.conversation.path()) if m.role == "user"), None)
+        message = next((m for m in reversed(conversation.path()) if m.role == "user"), None)
     if message is None:
         raise UsageError("there is nothing to edit yet: send a message first")
-    if not text:
-        raise UsageError("give the new text: /edit TEXT, or /edit #3 TEXT for the message of that number")
-    front.play(session.edit(message.id, text))
+    if text:
+        front.play(front.session.edit(message.id, text))
+    else:
+        front.edit(message)
 
 
 def _regenerate(front: Frontend, argument: str) -> None:
-    message, _ = _numbered(front.session, argument)
+    conversation = front.session.conversation
+    message = numbered(conversation, argument) if argument else None
     front.play(front.session.regenerate(None if message is None else message.id))
 
 
@@ -144,44 +133,25 @@ def _summarise(front: Frontend, argument: str) -> None:
 
 
 def _branch(front: Frontend, argument: str) -> None:
-    session = front.session
-    message, where = _numbered(session, argument)
-    if not argument:
-        front.say(_branches(session.conversation))
+    conversation = front.session.conversation
+    if argument:
+        front.session.switch(branch_meant(conversation, argument).id)
+        _show(front, "")
         return
-    forked = [m for m in session.conversation.path() if len(session.conversation.siblings(m.id)) > 1]
-    if message is None:
-        if not forked:
-            raise UsageError("there are no branches yet: /edit and /regen make them")
-        message = forked[-1]
-    if where in ("next", "prev", "previous", ""):
-        session.step(message.id, -1 if where.startswith("prev") else 1)
-    else:
-        siblings = session.conversation.siblings(message.id)
-        if not where.isdecimal() or not 0 < int(where) <= len(siblings):
-            raise UsageError(f"there is no branch {where}: give next, prev or a number from 1 to {len(siblings)}")
-        session.switch(siblings[int(where) - 1].id)
-    _show(front, "")
-
-
-def _branches(conversation: Conversation) -> str:
     lines = []
-    for number, message in enumerate(conversation.path(), 1):
-        siblings = conversation.siblings(message.id)
-        if len(siblings) > 1:
-            lines += [f"#{number} {message.role}, {len(siblings)} branches"]
-            lines += [
-                f"  {'*' if other is message else ' '} {i} {shortened(other.content, 60)}"
-                for i, other in enumerate(siblings, 1)
-            ]
-    return "\n".join(lines) or "no branches: /edit and /regen make them"
+    for fork in forks(conversation):
+        lines += [f"#{fork.number} {fork.branches[0].role}, {len(fork.branches)} branches"]
+        lines += [
+            f"  {'*' if i == fork.at else ' '} {i} {shortened(branch.content, 60)}"
+            for i, branch in enumerate(fork.branches, 1)
+        ]
+    front.say("\n".join(lines) or NO_BRANCHES)
 
 
 def _remove(front: Frontend, argument: str) -> None:
-    message, _ = _numbered(front.session, argument)
-    if message is None:
-        raise UsageError("name the message: /remove #3 deletes it and all that follows it")
-    front.session.delete(message.id)
+    if not argument:
+        raise UsageError("name the message: /remove 3 deletes it and all that follows it")
+    front.session.delete(numbered(front.session.conversation, argument).id)
     _show(front, "")
 
 
@@ -191,7 +161,7 @@ def _show(front: Frontend, argument: str) -> None:
     for number, message in enumerate(conversation.path(), 1):
         at, n = conversation.branch_of(message.id)
         branch = f", branch {at} of {n}" if n > 1 else ""
-        cut = ", cut off" if message.is_cut else ""
+        cut = ", cut off" if message.is_cut else ", edited" if message.state == "edited" else ""
         parts.append(f"#{number} {message.role}{branch}{cut}\n{message.content}")
     front.say("\n\n".join(parts) or "nothing was said yet")
 
@@ -337,7 +307,7 @@ def _chosen(store: Store, session: ChatSession, argument: str) -> str:
 
 def _delete(front: Frontend, argument: str) -> None:
     if not argument:
-        raise UsageError("name the chat: /delete ID, or /delete this; /remove #3 deletes messages")
+        raise UsageError("name the chat: /delete ID, or /delete this; /remove 3 deletes messages")
     session = front.session
     id_ = _chosen(session.store, session, argument)
     session.store.delete(id_)
@@ -372,7 +342,7 @@ def _help(front: Frontend, argument: str) -> None:
     name = argument.removeprefix("/")
     if name and name not in _BY_NAME:
         parse(f"/{name}")  # complains
-    wanted = [_BY_NAME[name]] if name else COMMANDS
+    wanted = [_BY_NAME[name]] if name else [command for command in COMMANDS if command.run is not None]
     usages = [f"/{command.name} {command.arguments}".rstrip() for command in wanted]
     width = max(map(len, usages))
     lines = [f"{usage:<{width}}  {command.help}" for usage, command in zip(usages, wanted, strict=True)]
@@ -381,12 +351,12 @@ def _help(front: Frontend, argument: str) -> None:
 
 COMMANDS = [
     Command("help", "[COMMAND]", "list the commands", _help, ("?",)),
-    Command("regen", "[#N]", "reply again; the earlier reply stays as a branch", _regenerate, ("retry",)),
-    Command("edit", "[#N] TEXT", "change your last message, or number N, and go on from there", _edit),
+    Command("regen", "[N]", "reply again; the earlier reply stays as a branch", _regenerate, ("retry",)),
+    Command("edit", "[N] [TEXT]", "change your last message, or number N: a new branch goes on from there", _edit),
     Command("continue", "", "go on with a reply that was cut off", _continue),
-    Command("branch", "[#N] [next|prev|K]", "list branches, or go to one", _branch),
+    Command("branch", "[[N] next|prev|K]", "list branches, or go to the next, the one before or number K", _branch),
     Command("show", "", "show the conversation, with numbers", _show, ("history",)),
-    Command("remove", "#N", "delete message N and all that follows it", _remove),
+    Command("remove", "N", "delete message N and all that follows it", _remove),
     Command("drop", "", "where the context is full: leave out the oldest turns", _drop),
     Command("summarise", "", "where the context is full: put a summary in their place", _summarise, ("summarize",)),
     Command("system", "[TEXT|none]", "show or set the system prompt", _system),
@@ -404,8 +374,8 @@ COMMANDS = [
     Command("unarchive", "[ID]", "take it back into the list", _unarchive),
     Command("delete", "ID|this", "delete a chat for good", _delete),
     Command("clear", "", "begin a new chat; this one stays saved", _clear, ("new",)),
-    Command("copy", "", "copy the last reply (in the app)", None),
-    Command("theme", "[NAME]", "choose colours (in the app)", None),
+    Command("copy", "[code [N]]", "copy the last reply, or a block of its code", None),
+    Command("theme", "[NAME]", "choose colours", None),
     Command("quit", "", "end", _quit, ("exit", "bye", "q")),
 ]
 

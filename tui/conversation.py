@@ -19,8 +19,9 @@ from localllm.tui.thinking import split
 Role = Literal["user", "assistant"]
 
 #: How far a reply came: it is being written; the model ended it; it was stopped, reached ``max_tokens`` or the end
-#: of the context, or failed; or the program was killed while it was written.  What users say is complete.
-State = Literal["streaming", "complete", "stopped", "length", "context", "failed", "killed"]
+#: of the context, or failed; the program was killed while it was written; or people have written its end.  What users
+#: say is complete.
+State = Literal["streaming", "complete", "stopped", "length", "context", "failed", "killed", "edited"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Stats:
         first_token_s: seconds to the first token.
         rate: tokens a second after it.
         model: which model replied.
+        thinking_s: seconds that it thought before it answered; None if it did not, or that is not known.
     """
 
     prompt_tokens: int = 0
@@ -42,6 +44,7 @@ class Stats:
     first_token_s: float = 0.0
     rate: float = 0.0
     model: str = ""
+    thinking_s: float | None = None
 
     @property
     def prefilled_tokens(self) -> int:
@@ -111,9 +114,14 @@ class Message:
     attachments: tuple[Attachment, ...] = ()
 
     @property
-    def is_cut(self) -> bool:
-        """Whether it is a reply that ended before the model was done, and can be continued."""
+    def can_go_on(self) -> bool:
+        """Whether it is a reply whose end the model did not write, so that it can be continued."""
         return self.state not in ("complete", "streaming")
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is a reply that ended before the model was done."""
+        return self.can_go_on and self.state != "edited"
 
     @property
     def content(self) -> str:
@@ -216,6 +224,10 @@ class Conversation:
     def siblings(self, id_: str) -> list[Message]:
         """The messages that stand in the same place, it among them, oldest first."""
         return self.children(self[id_].parent)
+
+    def was_replied_to(self, id_: str) -> bool:
+        """Whether anything follows a message, in whatever branch, or it is a reply itself."""
+        return self[id_].role == "assistant" or bool(self._children.get(id_))
 
     def branch_of(self, id_: str) -> tuple[int, int]:
         """The number of a message among its siblings, from 1, and how many there are."""

@@ -148,6 +148,8 @@ def _settings(arguments: argparse.Namespace, defaults: Settings) -> tuple[dict[s
     unset: dict[str, Any] = {"stop": [], "logit_bias": {}, "ignore_eos": False, "max_tokens": None}
     given = {name: value for name, value in given.items() if name not in unset or value != unset[name]}
     kept = {name: value for name, value in given.items() if name in options.READERS}
+    if arguments.prefix:
+        kept["reply_prefix"] = arguments.prefix
     return kept, {name: value for name, value in given.items() if name not in kept}
 
 

@@ -9,10 +9,12 @@ import codecs
 import contextlib
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
-from localllm.cli.terminal import is_terminal
+from localllm.cli.terminal import is_terminal, say
 from localllm.errors import UsageError
+from localllm.tui.control import shown
 
 BLOCK = '"""'
 
@@ -54,6 +56,22 @@ class Lines:
         if self._edits:
             self._save_history()
         return text
+
+    def edit(self, text: str) -> str | None:
+        """A text that somebody changes: in its line, where that can be done; None where the input ends."""
+        if self._edits and "\n" not in text and text.isprintable():
+            return self._changed(text)
+        say(f"{shown(text)}\n(type all of the new text; an empty line leaves it as it is)")
+        return self.read()
+
+    def _changed(self, text: str) -> str | None:
+        import readline
+
+        readline.set_startup_hook(partial(readline.insert_text, text))
+        try:
+            return self._line("edit> ")
+        finally:
+            readline.set_startup_hook()
 
     def _continued(self, line: str) -> str:
         parts = []

@@ -49,7 +49,7 @@ MENU = (
     Entry("regen", "Regenerate", "ctrl+r"),
     Entry("continue", "Continue the reply", "ctrl+g"),
     Entry("edit", "Edit your last message", "f2"),
-    Entry("branch", "Next branch"),
+    Entry("branch", "Branches"),
     Entry("copy", "Copy the last reply"),
     Entry("rename", "Rename the chat"),
     Entry("export", "Export the chat"),

@@ -22,7 +22,7 @@ class Pastes:
 
     def fold(self, text: str) -> str:
         """What goes into the editor for a text: itself, or a mark if it is large."""
-        n_lines = text.count("\n") + 1
+        n_lines = text.removesuffix("\n").count("\n") + 1
         if n_lines <= MOST_LINES and len(text) <= MOST_CHARACTERS:
             return text
         number = len(self._texts) + 1

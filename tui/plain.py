@@ -6,8 +6,10 @@ what goes wrong ends the program; a person is told, and goes on.
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,10 +17,10 @@ from types import FrameType
 
 from localllm.cli.start import INTERRUPTED
 from localllm.cli.terminal import StatusLine, is_terminal, say, warn
-from localllm.errors import ContextLengthError, LocalLLMError
+from localllm.errors import ContextLengthError, LocalLLMError, UsageError
 from localllm.tui import commands
 from localllm.tui.control import shown
-from localllm.tui.conversation import Conversation
+from localllm.tui.conversation import Conversation, Message
 from localllm.tui.events import (
     Choice,
     ContextFull,
@@ -34,13 +36,19 @@ from localllm.tui.lines import Lines
 from localllm.tui.replies import ChatModel
 from localllm.tui.session import ChatSession
 
+#: Lines are not folded to fewer columns than these.
+_NARROWEST = 20
+
 LoadModel = Callable[[str], ChatModel]
 
 _FULL = (
     "the context is full ({needed:,} of {context:,} tokens): /drop leaves out the oldest turns, /summarise puts a "
-    "summary in their place, /edit changes your message"
+    "summary in their place, /edit changes your message, /remove {number} takes it back"
 )
-_TOO_LONG = "the message is too long for the context ({needed:,} of {context:,} tokens): /edit makes it shorter"
+_TOO_LONG = (
+    "the message is too long for the context ({needed:,} of {context:,} tokens): /edit makes it shorter, "
+    "/remove {number} takes it back"
+)
 _REPLY_TOO_LONG = "the reply has filled the context of {context:,} tokens, and nothing older is left to be dropped"
 
 
@@ -117,8 +125,10 @@ class PlainChat:
     # -- What commands need ----------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
-        """Tells something, of one line or several."""
-        say(shown(text))
+        """Tells something, of one line or several; on a terminal, in lines that end between words."""
+        lines = shown(text).split("\n")
+        width = shutil.get_terminal_size().columns if is_terminal(sys.stderr) else 0
+        say("\n".join(lines if width < _NARROWEST else (_folded(line, width) for line in lines)))
 
     def play(self, events: Iterator[Event]) -> None:
         """Prints events as they come."""
@@ -141,6 +151,22 @@ class PlainChat:
                 raise KeyboardInterrupt
         if full is not None:
             self._make_room(full)
+
+    def edit(self, message: Message) -> None:
+        """Has a message changed, and goes on from there.
+
+        Raises:
+            UsageError: nobody sits there who could.
+        """
+        if not self._lines.interactive:
+            raise UsageError("give the new text: /edit TEXT, or /edit 3 TEXT for the message of that number")
+        text = self._lines.edit(message.text)
+        if text is None or not text.strip() or text == message.text:
+            self.say("(it stays as it is)")
+        else:
+            self.play(self.session.edit(message.id, text))
+            if message.role == "assistant":
+                self._remark("edited: /continue goes on")
 
     def open(self, conversation: Conversation) -> None:
         """Goes on with another conversation."""
@@ -195,7 +221,8 @@ class PlainChat:
         text = _REPLY_TOO_LONG if full.in_reply else _TOO_LONG
         if len(full.choices) > 1:
             text = _FULL
-        self.say(text.format(needed=full.needed, context=full.context))
+        number = len(self.session.conversation.path())
+        self.say(text.format(needed=full.needed, context=full.context, number=number))
 
     # -- Ctrl-C ----------------------------------------------------------------------------------------------------
 
@@ -217,6 +244,12 @@ class PlainChat:
             raise KeyboardInterrupt
         self._interrupted = True
         self.session.stop()
+
+
+def _folded(line: str, width: int) -> str:
+    if len(line) < width:
+        return line
+    return "\n".join(textwrap.wrap(line, width - 1, subsequent_indent="  ", replace_whitespace=False))
 
 
 class _Printer:

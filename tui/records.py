@@ -162,6 +162,7 @@ def _stats(record: Record) -> Stats | None:
         first_token_s=values.number("first_token_s", _MOST),
         rate=values.number("rate", _MOST),
         model=values.text("model", ""),
+        thinking_s=None if values.get("thinking_s") is None else values.number("thinking_s", _MOST),
     )
 
 

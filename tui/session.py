@@ -7,7 +7,7 @@ the thread that does it; `ChatSession.stop` may come from any other thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -17,24 +17,23 @@ from typing import Any, NamedTuple
 from localllm.errors import UsageError
 from localllm.tui import options, prompts
 from localllm.tui.attachments import attach
-from localllm.tui.conversation import Conversation, Message, State, Stats, Window
+from localllm.tui.conversation import Conversation, Message, Stats, Window
 from localllm.tui.events import (
     Choice,
     ContextFull,
-    Delta,
     Event,
     Finished,
-    Prefill,
     RoomMade,
     Started,
     Summarising,
     Warned,
 )
 from localllm.tui.keeping import Keeper
-from localllm.tui.replies import ChatModel, ReplyStream, Reports, with_prefill
+from localllm.tui.replies import ChatModel, Reports
 from localllm.tui.room import Room
 from localllm.tui.store import Store, automatic_title, clean_title
-from localllm.tui.thinking import ThinkingSplitter, opening_tag, split
+from localllm.tui.thinking import opening_tag, split
+from localllm.tui.writing import Writer
 
 Events = Generator[Event, None, None]
 
@@ -83,8 +82,7 @@ class ChatSession:
         self.store = store
         self.conversation = Conversation() if conversation is None else conversation
         self._keeper = Keeper(store, self.conversation)
-        self._stream: ReplyStream | None = None
-        self._stopped = threading.Event()
+        self._writer = Writer(self.conversation, self._keeper)
         self._busy = threading.Lock()
         self._full: _Full | None = None
 
@@ -100,9 +98,10 @@ class ChatSession:
         return self._ask(text, None)
 
     def edit(self, id_: str, text: str) -> Iterator[Event]:
-        """Says something else in the place of an earlier message, which stays as a branch; the model replies to it.
+        """Says something else in the place of an earlier message; the model replies to it.
 
-        A reply can be edited too: then nothing is generated, but `continue_reply` goes on from there.
+        The earlier one stays as a branch, unless it had no reply.  A reply can be edited too: then nothing is
+        generated, but `continue_reply` goes on from there.
 
         Raises:
             UsageError: as `send`, or there is no such message.
@@ -112,7 +111,7 @@ class ChatSession:
             return self._ask(text, old)
         self._check_free()
         self._full = None
-        edited = self.conversation.add_sibling(id_, text, state="stopped", opened=old.opened)
+        edited = self.conversation.add_sibling(id_, text, state="edited", opened=old.opened)
         self._keeper.save(edited.id)
         return iter(self._warnings())
 
@@ -145,7 +144,7 @@ class ChatSession:
         reply = self.conversation.leaf
         if reply is None or reply.role == "user" or reply.parent is None:
             raise UsageError("the last message is no reply that could be continued: /regen has it replied to")
-        if not reply.is_cut:
+        if not reply.can_go_on:
             raise UsageError("the last reply is complete: /regen asks for another one")
         return self._turn(self._reply(reply.parent, reply.id))
 
@@ -168,9 +167,7 @@ class ChatSession:
 
     def stop(self) -> None:
         """Ends what is being generated; what was said is kept.  Any thread may call it, at any time."""
-        self._stopped.set()
-        if (stream := self._stream) is not None:
-            stream.cancel()
+        self._writer.stop()
 
     # -- What is known ---------------------------------------------------------------------------------------------
 
@@ -182,8 +179,7 @@ class ChatSession:
     @property
     def live(self) -> Stats | None:
         """The counters of the reply that is under way; None if there is none."""
-        stream = self._stream
-        return None if stream is None else self._stats(stream)
+        return None if self.model is None else self._writer.live(self.model)
 
     @property
     def last(self) -> Stats | None:
@@ -294,6 +290,8 @@ class ChatSession:
         else:
             question = self.conversation.add_sibling(old.id, text, attachments=attached.files)
             question = self._with_window_of(old, question)
+            if not self.conversation.was_replied_to(old.id):
+                self._keeper.delete(self.conversation.delete(old.id))
         self._keeper.save(question.id)
         unknown = [Warned(f"there is no file {name!r}: @{name} is sent as it stands") for name in attached.unknown]
         return self._turn(self._reply(question.id, None), unknown)
@@ -310,7 +308,7 @@ class ChatSession:
             raise UsageError("a reply is under way: stop it first")
         try:
             with closing(events):
-                self._stopped.clear()
+                self._writer.stopped.clear()
                 self._full = None
                 yield from before or ()
                 for event in events:
@@ -352,76 +350,11 @@ class ChatSession:
             progress=lambda done, total: reports.put((done, total)),
             **{**self.more, **asked.options},
         )
-        yield from self._written(id_, start, reports, show_begun=is_new)
+        yield from self._writer.write(model, id_, start, reports, show_begun=is_new)
         message = conversation.get(id_)
         yield Finished(message)
         if message is not None and message.state == "context" and message.stats is not None:
             yield self._waits(question, id_, message.stats.total_tokens)
-
-    def _written(
-        self, id_: str, start: Callable[[], ReplyStream], reports: Reports, *, show_begun: bool
-    ) -> Generator[Prefill | Delta, None, None]:
-        """Writes a reply as it comes; whatever ends it, what was said stays."""
-        reply = self.conversation[id_]
-        splitter = ThinkingSplitter(reply.opened)
-        begun = splitter.feed(reply.text)
-        state: State = "failed"
-        stream: ReplyStream | None = None
-        try:
-            if show_begun:
-                yield from (Delta(*piece) for piece in begun)
-            stream = self._begin(start)
-            with self._keeper.saving(id_), closing(with_prefill(stream, reports)) as items:
-                for item in items:
-                    if isinstance(item, Prefill):
-                        yield item
-                    elif item.text:
-                        self.conversation.update(id_, text=self.conversation[id_].text + item.text)
-                        yield from (Delta(*piece) for piece in splitter.feed(item.text))
-            yield from (Delta(*piece) for piece in splitter.finish())
-            state = self._state(stream)
-        except (GeneratorExit, KeyboardInterrupt):
-            state = "stopped"
-            raise
-        finally:
-            self._stream = None
-            self._end(id_, state, stream)
-
-    def _begin(self, start: Callable[[], ReplyStream]) -> ReplyStream:
-        """Starts a stream that `stop` ends, even if it came before."""
-        self._stream = stream = start()
-        if self._stopped.is_set():
-            stream.cancel()
-        return stream
-
-    def _state(self, stream: ReplyStream) -> State:
-        if stream.finish_reason == "length":
-            return "context" if stream.usage.total_tokens >= self._loaded().info.context else "length"
-        return "stopped" if stream.finish_reason == "cancelled" else "complete"
-
-    def _end(self, id_: str, state: State, stream: ReplyStream | None) -> None:
-        """Keeps a reply as it will stay; one without a word is taken away, unless the model wanted it so."""
-        stats = None
-        if stream is not None:
-            stream.close()
-            stats = self._stats(stream)
-        if self.conversation[id_].text or state == "complete":
-            self.conversation.update(id_, state=state, stats=stats)
-            self._keeper.save(id_)
-        else:
-            self._keeper.delete(self.conversation.delete(id_))
-            self._moved()
-
-    def _stats(self, stream: ReplyStream) -> Stats:
-        usage, timings, info = stream.usage, stream.timings, self._loaded().info
-        return Stats(
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            new_tokens=usage.completion_tokens,
-            first_token_s=timings.first_token_s,
-            rate=timings.decode_rate,
-            model=info.name or info.path.name,
-        )
 
     # -- A full context --------------------------------------------------------------------------------------------
 
@@ -444,7 +377,7 @@ class ChatSession:
         summary = room.summary
         if summarise:
             summary = yield from self._summary(room, first)
-            if self._stopped.is_set():
+            if self._writer.stopped.is_set():
                 return
         self._full = None
         self.conversation.update(full.question, window=Window(room.path[first].id, summary))
@@ -461,15 +394,10 @@ class ChatSession:
         for part in room.parts(first):
             messages = room.request(part, summary)
             written = ""
-            stream = self._begin(
-                partial(model.stream_chat, messages, template_variables={"enable_thinking": False}, **given)
-            )
-            try:
-                for chunk in stream:
-                    written += chunk.text
-                    yield Summarising(chunk.text)
-            finally:
-                self._stream = None
-                stream.close()
+            start = partial(model.stream_chat, messages, template_variables={"enable_thinking": False}, **given)
+            with closing(self._writer.dictate(start)) as pieces:
+                for piece in pieces:
+                    written += piece
+                    yield Summarising(piece)
             summary = split(written)[1].strip()
         return summary

@@ -19,6 +19,8 @@ class OpenInfo(Info, Protocol):
 
     @property
     def device(self) -> str: ...
+    @property
+    def gpu_bytes(self) -> int: ...
 
 
 class OpenModel(ChatModel, Protocol):
@@ -70,7 +72,7 @@ class Setup:
         conversation: what is talked about first; its ``model`` is loaded.
         load: loads models.
         list_models: the models to choose from.
-        memory: bytes that are in use.
+        memory: bytes that are in use, GPUs' aside.
         more: keywords of `LLM.stream_chat` beside the conversations' settings.
         when_full: what is done when the context is full; None asks.
         history: the file with what was typed before; None for no file.

@@ -31,6 +31,7 @@ def not_drawing() -> None:
 @dataclass(frozen=True)
 class AppInfo(FakeInfo):
     device: str = "cpu"
+    gpu_bytes: int = 0
 
 
 class Steps(threading.Event):

@@ -67,9 +67,20 @@ def test_what_was_typed_comes_back(tmp_path: Path) -> None:
                 await chat.press(key)
                 seen.append(editor.text)
             assert seen == ["second", "first", "first", "second", "draft", "draft"]
+            editor.empty()
+            await chat.say("/stats")
+            await chat.press("escape")
         async with chatting(setup(AppModel(), history=path)) as chat:
-            await chat.until(lambda: chat.app._chat.composer.typed.older("") is not None)
-        assert History(path).load() == ["first", "second"]
+            editor = chat.app._chat.composer
+            await chat.until(lambda: editor.typed.older("") is not None)
+            editor.typed.newer()
+            seen = []
+            for key in ("up", "up", "down"):  # a command offers nothing that the arrows would go through
+                await chat.press(key)
+                await chat.rest()
+                seen.append(editor.text)
+            assert seen == ["/stats", "second", "/stats"]
+        assert History(path).load() == ["first", "second", "/stats"]
 
     run(test())
 
@@ -84,7 +95,7 @@ def test_esc_stops_and_keeps_what_was_said() -> None:
             await chat.sees("writing · ")
             await chat.press("escape")
             await chat.rest()
-            assert "stopped · c continues" in chat.screen
+            assert "stopped · Ctrl+G or /continue goes on" in chat.screen
             assert "writing" not in chat.screen
             (_, reply) = chat.app._chat.session.conversation.path()
             assert reply.state == "stopped"
@@ -93,8 +104,96 @@ def test_esc_stops_and_keeps_what_was_said() -> None:
             await chat.press("ctrl+g")
             await chat.sees("one twosix seven")
             await chat.rest()
-            assert "c continues" not in chat.screen
+            assert "goes on" not in chat.screen
             assert chat.app._chat.session.conversation.path()[1].text == reply.text + "six seven"
+
+    run(test())
+
+
+def test_a_stopped_reply_goes_on_from_the_editor() -> None:
+    async def test() -> None:
+        model = AppModel([" three"])
+        conversation = Conversation()
+        conversation.add("user", "count")
+        conversation.add("assistant", "one two", state="stopped")
+        async with chatting(setup(model, conversation=conversation)) as chat:
+            assert "stopped · Ctrl+G or /continue goes on" in chat.screen
+            await chat.say("/continue")
+            await chat.sees("one two three")
+            await chat.rest()
+            assert model.asked[0].reply_prefix == "one two"
+            assert "goes on" not in chat.screen
+
+    run(test())
+
+
+def test_who_writes_stands_there_from_the_start() -> None:
+    async def test() -> None:
+        model = AppModel(["one two three", DeviceError("gone: plug it in")], gate=(steps := Steps()))
+        async with chatting(setup(model)) as chat:
+            await chat.say("count")
+            steps.allow(1)
+            await chat.sees("▌ Fake #2")
+            steps.set()
+            await chat.rest()
+            await chat.ask("again")
+            assert "▌ Fake #4" in chat.screen
+            assert "Reply" not in chat.screen
+
+    run(test())
+
+
+def test_how_long_it_thought_is_kept() -> None:
+    async def test() -> None:
+        store = AppStore(None)
+        async with chatting(setup(AppModel(["<think>Hm, well.</think>Yes."], seconds=0.02), store)) as chat:
+            await chat.ask("is it so?")
+            (title,) = [line for line in chat.screen.splitlines() if "▶ Thought for " in line]
+            (kept,) = await chat.app.offload(store.sessions)
+        conversation = store.load(kept.id)
+        stats = conversation.path()[1].stats
+        assert stats is not None
+        assert stats.thinking_s is not None
+        assert f"Thought for {stats.thinking_s:.1f} s" in title
+        async with chatting(setup(AppModel(), conversation=conversation)) as chat:
+            assert title in chat.screen.splitlines()
+
+    run(test())
+
+
+def test_notices_stand_above_what_is_typed() -> None:
+    async def test() -> None:
+        app = ChatApp(setup(AppModel()))
+        async with app.run_test(size=(80, 24), notifications=True) as pilot:
+            chat = Chat(app, pilot)
+            await chat.rest()
+            for text in ("one", "two", "three", "two"):
+                app.say(text)
+                await chat.hears(text)
+            app.say("four")
+            app.say("four")
+            await chat.until(lambda: chat.notices == ["two", "four"])
+            await chat.until(lambda: "four" in "".join(chat.screen.splitlines()[:6]))
+            assert "four" not in "".join(chat.screen.splitlines()[6:])
+            assert all(notice.timeout <= 4 for notice in app._notifications)
+            app.tell(DeviceError("it takes some time to read this: " + "word " * 30))
+            await chat.until(lambda: max(notice.timeout for notice in app._notifications) > 8)
+        app.end()
+
+    run(test())
+
+
+def test_ctrl_d_quits_where_nothing_is_typed() -> None:
+    async def test() -> None:
+        async with chatting(setup(AppModel())) as chat:
+            await chat.type("ab")
+            await chat.press("home", "ctrl+d")
+            assert chat.app._chat.composer.text == "b"
+            await chat.press("ctrl+d")
+            assert chat.app._chat.composer.text == ""
+            assert chat.app.is_running
+            await chat.press("ctrl+d")
+            await chat.until(lambda: not chat.app.is_running)
 
     run(test())
 
@@ -402,5 +501,35 @@ def test_files_are_completed_and_attached(tmp_path: Path, monkeypatch: pytest.Mo
             await chat.rest()
             assert "+ notes.txt · 5 tokens" in chat.screen
             assert "some words to read" in str(model.asked[0].messages)
+
+    run(test())
+
+
+@pytest.mark.parametrize("is_edited", [True, False])
+def test_a_message_that_is_longer_than_the_context(is_edited: bool) -> None:
+    """It can be edited, or taken back."""
+
+    async def test() -> None:
+        long = "word " * 60
+        async with chatting(setup(AppModel(context=40))) as chat:
+            await chat.ask("hi")
+            await chat.say(long)
+            await chat.sees("Take your message back")
+            await chat.press(*([] if is_edited else ["down"]), "enter")
+            await chat.until(lambda: "Take your message back" not in chat.screen)
+            await chat.rest()
+            conversation = chat.app._chat.session.conversation
+            if is_edited:
+                await chat.sees("Editing your message: Enter sends it")
+                assert chat.app._chat.composer.text.strip() == long.strip()
+                chat.app._chat.composer.put("short")
+                await chat.press("enter")
+                await chat.until(lambda: len(conversation) == 4)
+                await chat.rest()
+                assert [message.text for message in conversation.path()] == ["hi", "ok", "short", "ok"]
+            else:
+                assert [message.text for message in conversation.path()] == ["hi", "ok"]
+                assert chat.app._chat.composer.text == ""
+            assert len(conversation.branches()) == 1
 
     run(test())

@@ -10,7 +10,7 @@ import pytest
 
 from localllm.errors import LocalLLMError, UsageError
 from localllm.tui import commands, options
-from localllm.tui.conversation import Conversation
+from localllm.tui.conversation import Conversation, Message
 from localllm.tui.events import ContextFull, Event, RoomMade
 from localllm.tui.session import ChatSession
 from localllm.tui.store import Store
@@ -24,6 +24,7 @@ class Notebook:
         self.session = ChatSession(model, store)
         self.said: list[str] = []
         self.events: list[Event] = []
+        self.opened = ""
         self.ended = False
 
     def say(self, text: str) -> None:
@@ -31,6 +32,9 @@ class Notebook:
 
     def play(self, events: Iterator[Event]) -> None:
         self.events = list(events)
+
+    def edit(self, message: Message) -> None:
+        self.opened = message.text
 
     def open(self, conversation: Conversation) -> None:
         self.session = ChatSession(self.session.model, self.session.store, conversation)
@@ -87,7 +91,8 @@ def test_the_table_is_sound(front: Notebook) -> None:
     asked_for = "system set save load export regen edit branch model stats clear quit help continue prefix sessions"
     assert {*asked_for.split(), "stop-strings", "rename", "delete", "archive", "theme"} <= set(names)
     for command in commands.COMMANDS:
-        assert command.name in front.type("/help")
+        listed = f"/{command.name}" in front.type("/help").replace("\n", " ").split(" ")
+        assert listed == (command.run is not None)  # the others are the app's
         assert command.help in front.type(f"/help {command.name}")
     with pytest.raises(UsageError, match="did you mean /edit"):
         front.type("/help edti")
@@ -101,15 +106,58 @@ def test_editing_and_branches(front: Notebook) -> None:
     assert front.path == ["a", "r0", "b", "r1"]
     front.type("/branch #3 2")
     assert front.path == ["a", "r0", "B", "r2"]
-    front.type("/edit #1 A")
+    front.type("/edit 1 A")
     assert front.path == ["A", "r3"]
     front.type("/regen")
     assert front.path == ["A", "r4"]
     assert front.type("/show") == "#1 user, branch 2 of 2\nA\n\n#2 assistant, branch 2 of 2\nr4"
-    front.type("/remove #2")
+    assert (
+        front.type("/branch") == "#1 user, 2 branches\n    1 a\n  * 2 A\n#2 assistant, 2 branches\n    1 r3\n  * 2 r4"
+    )
+    front.type("/branch 1 prev")
+    assert front.path == ["a", "r0", "B", "r2"]
+    front.type("/branch #1")  # the next one
+    assert front.path == ["A", "r4"]
+    front.type("/remove 2")
     assert front.path == ["A", "r3"]
-    front.type("/edit #2 Well,", "/continue")
+    front.type("/edit #2 Well,")
+    assert "#2 assistant, branch 2 of 2, edited\nWell," in front.type("/show")
+    front.type("/continue")
     assert front.path == ["A", "Well,r5"]
+    assert "edited" not in front.type("/show")
+
+
+def test_a_message_is_opened_to_be_edited(front: Notebook) -> None:
+    front.type("a", "b", "/edit")
+    assert front.opened == "b"
+    for line in ("/edit 1", "/edit #1"):
+        front.type(line)
+        assert front.opened == "a"
+    front.type("/edit 2")
+    assert front.opened == "r0"
+    front.type("/edit two words")
+    assert front.path == ["a", "r0", "two words", "r2"]
+    front.type("/edit 3 4 words")  # a first number is always that of a message
+    assert front.path == ["a", "r0", "4 words", "r3"]
+    front.type("/regen 2")
+    assert front.path == ["a", "r4"]
+
+
+def test_a_message_without_a_reply_is_replaced(front: Notebook) -> None:
+    front.session = ChatSession(FakeModel(context=20), front.session.store)
+    front.type("word " * 40)
+    assert isinstance(front.events[-1], ContextFull)
+    front.type("/edit short")
+    assert front.path == ["short", "ok"]
+    assert len(front.session.conversation) == 2
+    assert len(front.session.store.load(front.session.conversation.id).messages) == 2
+
+
+@pytest.mark.parametrize("where", ["4", "prev next", "0", "#1 4", "2 2", "1 9", "1 2 3", "xyz"])
+def test_branches_that_are_not_there(front: Notebook, where: str) -> None:
+    front.type("a", "/edit b", "/branch prev", "/edit 1 c", "/branch 1 2")
+    with pytest.raises(UsageError, match=r"there is no (branch|message)"):
+        front.type(f"/branch {where}")
 
 
 def test_settings(front: Notebook) -> None:
@@ -147,10 +195,11 @@ def test_settings(front: Notebook) -> None:
         ("/stop-strings 'a", "a quotation mark is open"),
         ('/stop-strings ""', "must be a text that is not empty"),
         ("/edit x", "there is nothing to edit yet"),
-        ("/edit #9 x", "there is no message #9"),
+        ("/edit #9 x", "there is no message #9: nothing was said yet"),
         ("/edit", "nothing to edit"),
         ("/remove", "name the message"),
-        ("/branch next", "no branches yet"),
+        ("/branch next", "there are no branches"),
+        ("/regen x", "there is no message x"),
         ("/load", "name a chat"),
         ("/load xyz", "there is no chat 'xyz'"),
         ("/load no.json", "no.json cannot be read"),

@@ -12,6 +12,7 @@ from localllm.tui.control import shown
 
 def test_symbols() -> None:
     assert shown("\x1b]0;title\x07 \x00 \x7f \x9b") == "␛]0;title␇ ␀ ␡ \\x9b"
+    assert shown("\u202eevil\u202c \u2066x\u2069 שלום\u200f!") == "\\u202eevil\\u202c \\u2066x\\u2069 שלום\u200f!"
     assert shown("a\tb\nc\r\nd\re") == "a\tb\nc\nd␍e"
 
 
@@ -22,4 +23,5 @@ def test_nothing_to_obey_is_left(text: str) -> None:
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cc"])))
 def test_other_text_stays(text: str) -> None:
-    assert shown(text) == text
+    reorders = {"LRE", "RLE", "PDF", "LRO", "RLO", "LRI", "RLI", "FSI", "PDI"}
+    assert all(shown(c) == c for c in text if unicodedata.bidirectional(c) not in reorders)

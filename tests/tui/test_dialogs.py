@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from pathlib import Path
+
+import pytest
+from rich.console import Console
 
 from localllm.errors import NotEnoughMemoryError
 from localllm.progress import LoadProgress
@@ -280,12 +284,20 @@ def test_no_model_is_told() -> None:
     run(test())
 
 
-def test_help_has_every_command_and_key() -> None:
-    text = help_text()
+@pytest.mark.parametrize("width", [56, 76, 140])
+def test_help_has_every_command_and_key(width: int) -> None:
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as printed:
+        console.print(help_text(width))
+    words = printed.get().split()
     for command in COMMANDS:
-        assert f"`/{command.name}" in text
+        assert f"/{command.name}" in words
     for entry in MENU:
-        assert not entry.key or f"({entry.shown_key})" in text
+        assert not entry.key or f"({entry.shown_key})" in words
+    assert (width > 100) == ("Commands" in printed.get().splitlines()[0])
+
+
+def test_help_is_there() -> None:
     assert {entry.name for entry in MENU} <= {command.name for command in COMMANDS}
 
     async def test() -> None:

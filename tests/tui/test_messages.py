@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
+
 from localllm.tui.conversation import Conversation
 from tests.helpers.chat_app import AppModel, Chat, chatting, run, setup
 
@@ -36,7 +40,11 @@ def test_a_message_is_edited_and_branches_are_gone_through() -> None:
             await chat.say("/branch 1")
             await chat.until(lambda: said(chat) == ["a", "one", "b", "two"])
             await chat.say("/branch 7")
-            await chat.hears("this is branch 1 of 2: there is none after it")
+            await chat.hears("there is no branch 7, and this is 1 of 2")
+            await chat.say("/branch")
+            await chat.sees("● #1  1/2  a")
+            await chat.press("down", "enter")
+            await chat.until(lambda: said(chat) == ["ac", "three"])
 
     run(test())
 
@@ -67,6 +75,7 @@ def test_a_reply_is_edited_and_continued() -> None:
             await chat.type("!")
             await chat.press("enter")
             await chat.until(lambda: said(chat) == ["a", "one!"])
+            await chat.sees("edited · Ctrl+G")
             await chat.rest()
             await chat.press("ctrl+up", "c")
             await chat.until(lambda: said(chat) == ["a", "one! and more"])
@@ -86,7 +95,7 @@ def test_regenerating_keeps_the_earlier_reply() -> None:
             await chat.sees("‹ 3/3 ›")
             await chat.rest()
             assert said(chat) == ["a", "three"]
-            await chat.pilot.click("MessageView.assistant .head", offset=(6, 0))
+            await chat.pilot.click("MessageView.assistant .head", offset=(9, 0))
             await chat.until(lambda: said(chat) == ["a", "two"])
 
     run(test())
@@ -98,7 +107,7 @@ def test_branching_from_a_reply() -> None:
             await chat.ask("a")
             await chat.ask("b")
             await chat.press("ctrl+up", "up", "up", "b")
-            await chat.sees("Branching:")
+            await chat.sees("A new branch:")
             await chat.ask("c")
             assert said(chat) == ["a", "one", "c", "three"]
             assert len(chat.app._chat.session.conversation.branches()) == 2
@@ -160,6 +169,36 @@ def test_keys_are_offered_where_they_do_something() -> None:
             await chat.press("up")
             await chat.until(lambda: "c Continue" not in chat.screen)
             assert "e Edit" in chat.screen
+
+    run(test())
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_no_key_is_cut(width: int) -> None:
+    whole = {"⏎ Send", "esc Stop", "^↑ Messages", "f1 Help", "^n New chat", "^o Chats"}
+    whole |= {"e Edit", "r Regenerate", "b New branch", "y Copy", "d Delete"}
+
+    def check(chat: Chat) -> None:
+        line = chat.screen.splitlines()[-1]
+        assert line.endswith("▏^p palette")
+        offered = re.split("  +", line.removesuffix("▏^p palette").strip())
+        assert len(offered) >= 2
+        assert set(offered) <= whole
+
+    async def test() -> None:
+        conversation = Conversation()
+        conversation.add("user", "question")
+        conversation.add("assistant", "answer")
+        conversation.add("user", "another")
+        async with chatting(setup(AppModel(), conversation=conversation), size=(width, 20)) as chat:
+            check(chat)
+            await chat.press("ctrl+up")
+            await chat.sees("e Edit")
+            check(chat)
+            await chat.press("up")
+            await chat.until(lambda: chat.app._chat.selected is chat.views[1])
+            await chat.pilot.pause(0.2)
+            check(chat)
 
     run(test())
 

@@ -71,7 +71,7 @@ def test_history_goes_back_and_forth_and_is_bounded(tmp_path: Path) -> None:
 
 def test_large_texts_are_folded() -> None:
     pastes = Pastes()
-    long, wide = "x\n" * MOST_LINES, "y" * 5000
+    long, wide = "x\n" * (MOST_LINES + 1), "y" * 5000
     assert pastes.fold("short") == "short"
     message = f"see {pastes.fold(long)} and {pastes.fold(wide)}"
     assert message == "see [pasted text #1: 41 lines] and [pasted text #2: 5,000 characters]"
@@ -139,6 +139,8 @@ def test_the_status_line_leaves_out_what_matters_least() -> None:
     assert line(status, 100).plain == whole
     assert line(status, 60).plain == "1,203 / 8,192 · 15% · 23.4 tok/s · Model 1B · cpu"
     assert line(status, 20).plain == "1,203 / 8,192 · 15%"
+    on_gpu = line(Status(model="M", device="cuda:0", memory=812_000_000, gpu_memory=5_100_000_000), 60).plain
+    assert on_gpu == "M · cuda:0 · 812 MB + 5.1 GB GPU in use"
     loading = line(Status("loading weights", 0.5), 60).plain
     assert loading == "loading weights ━━━━━╌╌╌╌╌ 50%"
     assert "no model" in line(Status(), 60).plain

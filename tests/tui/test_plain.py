@@ -133,6 +133,30 @@ def test_a_full_context(give: Give, store: Store, capfd: pytest.CaptureFixture[s
     assert "the model does not get the first" in err
 
 
+def test_a_message_is_edited(give: Give, store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    give('hi\nyou\n/edit 1\nHi\n/edit\n\n/edit 2\n"""\nWell,\nso\n"""\n/continue\n')
+    model = FakeModel(["one", "two", "three", " more"])
+    plain = chat(store, model, interactive=True)
+    assert plain.run() == 0
+    err = capfd.readouterr().err
+    assert "hi\n(type all of the new text; an empty line leaves it as it is)" in err
+    assert "(it stays as it is)" in err
+    assert "(edited: /continue goes on)" in err
+    assert [message.text for message in plain.session.conversation.path()] == ["Hi", "Well,\nso more"]
+    give("hi\n/edit\n")
+    with pytest.raises(UsageError, match="give the new text"):
+        chat(store, FakeModel()).run()
+
+
+def test_a_message_that_is_too_long(give: Give, store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    give("hi\n" + "word " * 60 + "\n/remove 3\nyou\n" + "word " * 60 + "\n/edit me\n")
+    plain = chat(store, FakeModel(context=40), interactive=True)
+    assert plain.run() == 0
+    err = capfd.readouterr().err
+    assert "/edit makes it shorter, /remove 3 takes it back" in err
+    assert [m.text for m in plain.session.conversation.path()] == ["hi", "ok", "you", "ok", "me", "ok"]
+
+
 def test_an_interrupt_ends_a_pipe_and_keeps_the_reply(give: Give, store: Store) -> None:
     give("hi\nnever")
     model = FakeModel(["one two three"], seconds=0.05)
@@ -190,9 +214,10 @@ def test_from_a_pipe_and_again(tiny: Path, tmp_path: Path) -> None:
         assert (
             outcome.err == "#1 user\nhi\n\n#2 assistant, cut off\nzzz\n\n#3 user\nyou\n\n#4 assistant, cut off\nzzz\n"
         )
-    outcome = run_process(["chat", "--continue", *Z, "-sys", "be kind"], stdin=b"/continue\n/system\n", env=env)
+    given = ["-sys", "be kind", "--prefix", "So"]
+    outcome = run_process(["chat", "--continue", *Z, *given], stdin=b"/continue\n/system\n/prefix\n", env=env)
     assert (outcome.code, outcome.out) == (0, "zzz\n")
-    assert outcome.err == "system prompt: be kind\n"
+    assert outcome.err == "system prompt: be kind\nreplies begin with: So\n"
 
 
 def test_bad_command_lines(tmp_path: Path) -> None:
@@ -215,6 +240,27 @@ def test_a_store_that_cannot_be_used(tiny: Path, tmp_path: Path) -> None:
     assert outcome.err.startswith("localllm: warning: the chats in ")
     assert outcome.err.endswith("this chat is not saved\n")
     assert run_process(["chat", "--continue", tiny, *Z], env=env).code == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_message_is_edited_in_its_line(tiny: Path, tmp_path: Path) -> None:
+    arguments = ["chat", "--plain", tiny, *Z, "-n", "2"]
+    with on_terminal(arguments, LOCALLLM_DATA=str(tmp_path), TERM="dumb") as (process, master):
+        _until(master, b"> ")
+        os.write(master, b"hi\r")
+        _until(master, b"zz\r\n")
+        os.write(master, b"/edit\r")
+        _until(master, b"edit> hi")
+        os.write(master, b" there\r")
+        _until(master, b"zz\r\n")
+        os.write(master, b"/help\r")
+        help_lines = _until(master, b"end\r\n").decode().replace("\r", "").splitlines()
+        os.write(master, b"\x04")
+        assert process.wait(60) == 0
+    assert max(map(len, help_lines)) < 80
+    store = Store(tmp_path / "chats.sqlite3")
+    assert [m.text for m in store.load(store.latest() or "").path()] == ["hi there", "zz"]
+    store.close()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")

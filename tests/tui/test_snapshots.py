@@ -40,6 +40,7 @@ def test_the_conversation(size: tuple[int, int], theme: str) -> None:
         ("models", ("ctrl+l",), "llama-3.3-70b"),
         ("sampling", ("ctrl+t",), "Temperature"),
         ("completion", ("slash", "e"), "/export"),
+        ("help", ("f1",), "On a message"),
     ],
 )
 def test_other_screens(name: str, keys: tuple[str, ...], awaited: str) -> None:

@@ -97,7 +97,7 @@ def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
     terminal.sees("writing")
     terminal.press("Escape")
     # An edited question is a branch.
-    terminal.sees("stopped · c continues")
+    terminal.sees("stopped · Ctrl+G or /continue goes on")
     terminal.press("F2")
     terminal.sees("Editing your message")
     terminal.press("!", "Enter")

@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 
 from localllm.errors import UsageError
 from localllm.tui import commands
@@ -22,7 +22,7 @@ from localllm.tui.base import BaseApp
 from localllm.tui.completion import command_choices, file_choices, file_word
 from localllm.tui.control import shown
 from localllm.tui.conversation import Conversation
-from localllm.tui.events import Choice, Event
+from localllm.tui.events import ContextFull, Event
 from localllm.tui.failures import sentence
 from localllm.tui.history import History
 from localllm.tui.menu import MENU, NAMES
@@ -32,11 +32,12 @@ from localllm.tui.screens.following import Follower
 from localllm.tui.screens.links import open_link
 from localllm.tui.screens.messages import MessageActions
 from localllm.tui.screens.models_in_use import ModelInUse
-from localllm.tui.screens.room import ask_room
+from localllm.tui.screens.room import EDIT, TAKE_BACK, ask_room
 from localllm.tui.session import ChatSession
 from localllm.tui.setup import Setup
 from localllm.tui.turns import Turn
 from localllm.tui.widgets.composer import Composer
+from localllm.tui.widgets.keys import Keys
 from localllm.tui.widgets.reply import Reply
 from localllm.tui.widgets.status import StatusLine
 from localllm.tui.widgets.suggestions import Suggestions
@@ -63,10 +64,11 @@ class ChatScreen(MessageActions, Screen[None]):
         Binding("escape", "stop", "Stop"),
         Binding("ctrl+up", "select(-1)", "Messages", key_display="^↑"),
         Binding("ctrl+down", "select(1)", "Next message", show=False),
+        Binding("f1", "command('help')", "Help"),
         *(
             Binding(entry.key, f"command({entry.name!r})", entry.title, show=entry.name in ("clear", "sessions"))
             for entry in MENU
-            if entry.key and entry.name != "quit"
+            if entry.key and entry.name not in ("help", "quit")
         ),
     ]
 
@@ -94,7 +96,7 @@ class ChatScreen(MessageActions, Screen[None]):
         with Vertical(id="editor"):
             yield self.composer
         yield self.status
-        yield Footer()
+        yield Keys()
 
     # -- Start and end ---------------------------------------------------------------------------------------------
 
@@ -196,9 +198,21 @@ class ChatScreen(MessageActions, Screen[None]):
         if session is self.session:
             await self.refresh_all()
         if outcome.full is not None:
-            choice = self.app.setup.when_full
-            if choice is None or choice not in outcome.full.choices:
-                choice = _choice(await self.app.push_screen_wait(ask_room(outcome.full)))
+            await self._make_room(session, outcome.full)
+
+    async def _make_room(self, session: ChatSession, full: ContextFull) -> None:
+        """Does what is to be done about a full context; asks, unless that was said before."""
+        choice = self.app.setup.when_full
+        question = session.conversation.leaf
+        if choice is None or choice not in full.choices:
+            chosen = await self.app.push_screen_wait(ask_room(full))
+            choice = "drop" if chosen == "drop" else "summarise" if chosen == "summarise" else "stop"
+            if question is not None and chosen == EDIT:
+                self.edit(question)
+            elif question is not None and chosen == TAKE_BACK:
+                await self.app.offload(session.delete, question.id)
+                await self.refresh_all()
+        if choice != "stop":
             self.begin(partial(session.make_room, choice))
 
     def _give_back(self, turn: Turn, session: ChatSession) -> None:
@@ -339,7 +353,3 @@ def _sizes(line: str, model: ChatModel) -> list[str]:
     """The files that a line names, and their tokens."""
     attached = attach(line, lambda text: len(model.tokenize(text, add_special=False)))
     return [f"{file.name}: {file.n_tokens:,} tokens" for file in attached.files]
-
-
-def _choice(chosen: str | None) -> Choice:
-    return "drop" if chosen == "drop" else "summarise" if chosen == "summarise" else "stop"

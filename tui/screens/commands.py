@@ -12,12 +12,14 @@ from localllm.errors import StoreError, UsageError
 from localllm.tui import commands
 from localllm.tui.conversation import Conversation, Message
 from localllm.tui.events import Event
-from localllm.tui.screens.dialogs import Ask, Tell, confirm
+from localllm.tui.numbers import NO_BRANCHES, branch_meant, forks
+from localllm.tui.screens.dialogs import Ask, Choose, Tell, confirm
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.screens.sampling import SamplingScreen
 from localllm.tui.screens.sessions import SessionsScreen, ask_export, path_of
 from localllm.tui.screens.system import SystemScreen
 from localllm.tui.session import ChatSession
+from localllm.tui.store import shortened
 from localllm.tui.transfer import read_export, write_export
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class Shared:
         session: what is talked in.
         said: what is to be told.
         events: what is to be shown.
+        message: what is to be edited.
         conversation: what is to be opened.
         model: what is to be loaded.
     """
@@ -44,6 +47,7 @@ class Shared:
         self.session = session
         self.said: list[str] = []
         self.events: Iterator[Event] | None = None
+        self.message: Message | None = None
         self.conversation: Conversation | None = None
         self.model: str | None = None
         self.ends = False
@@ -53,6 +57,9 @@ class Shared:
 
     def play(self, events: Iterator[Event]) -> None:
         self.events = events
+
+    def edit(self, message: Message) -> None:
+        self.message = message
 
     def open(self, conversation: Conversation) -> None:
         self.conversation = conversation
@@ -72,9 +79,8 @@ class Commands:
         #: What is done without an argument.
         self._asking: dict[str, Callable[[], Awaitable[None]]] = {
             "archive": self._archive,
-            "branch": self._next_branch,
+            "branch": self._branches,
             "delete": self._delete,
-            "edit": self._edit,
             "export": self._export,
             "load": partial(self._sessions, ""),
             "model": screen.models.choose,
@@ -122,6 +128,8 @@ class Commands:
         if front.events is not None:
             events = front.events
             screen.begin(lambda: events)
+        elif front.message is not None:
+            screen.edit(front.message)
         elif front.conversation is not None:
             await self._open(front.conversation)
         elif front.model is not None:
@@ -232,30 +240,23 @@ class Commands:
 
     # -- Messages --------------------------------------------------------------------------------------------------
 
-    async def _edit(self) -> None:
-        self._screen.edit(self._last("user"))
-
-    async def _next_branch(self) -> None:
-        message = self._forked()
-        number, n = self._screen.session.conversation.branch_of(message.id)
-        await self._screen.step(message.id, 1 if number < n else 1 - n, selects=False)
+    async def _branches(self) -> None:
+        """Asks for a branch, and goes there."""
+        found = forks(self._screen.session.conversation)
+        if not found:
+            raise UsageError(NO_BRANCHES)
+        labels = [
+            (branch.id, f"{'●' if i == fork.at else '○'} #{fork.number}  {i}/{len(fork.branches)}  {_line(branch)}")
+            for fork in found
+            for i, branch in enumerate(fork.branches, 1)
+        ]
+        at = len(labels) - len(found[-1].branches) + found[-1].at - 1
+        chosen = await self._screen.app.push_screen_wait(Choose("Branches", "", labels, at))
+        if chosen is not None:
+            await self._screen.switch(chosen)
 
     async def _branch(self, argument: str) -> None:
-        message = self._forked()
-        number, n = self._screen.session.conversation.branch_of(message.id)
-        steps = {"next": 1, "prev": -1, "previous": -1}
-        if argument not in steps and not argument.isdecimal():
-            raise UsageError(f"there is no branch {argument}: give next, prev or a number from 1 to {n}")
-        by = steps[argument] if argument in steps else int(argument) - number
-        await self._screen.step(message.id, by, selects=False)
-
-    def _forked(self) -> Message:
-        """The last message with branches."""
-        conversation = self._screen.session.conversation
-        forked = next((m for m in reversed(conversation.path()) if conversation.branch_of(m.id)[1] > 1), None)
-        if forked is None:
-            raise UsageError("there are no branches yet: edit a message or regenerate a reply to have some")
-        return forked
+        await self._screen.switch(branch_meant(self._screen.session.conversation, argument).id)
 
     async def _copy(self, argument: str) -> None:
         message = self._last("assistant")
@@ -303,3 +304,7 @@ class Commands:
 
     async def _quit(self, argument: str) -> None:
         await self._screen.quit()
+
+
+def _line(message: Message) -> str:
+    return shortened(message.content, 55)

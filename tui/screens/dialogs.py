@@ -11,11 +11,12 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Footer, Input, OptionList, Static
+from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from localllm.tui.base import BaseApp
 from localllm.tui.control import shown
+from localllm.tui.widgets.keys import Keys
 
 Result = TypeVar("Result")
 
@@ -35,7 +36,7 @@ class Dialog(ModalScreen[Result | None]):
         with Vertical(classes="box") as box:
             box.border_title = Content(shown(self._title))
             yield from self.content()
-        yield Footer(show_command_palette=False)
+        yield Keys(show_command_palette=False)
 
     def content(self) -> ComposeResult:
         """What is in the box."""
@@ -50,9 +51,10 @@ class Choose(Dialog[str]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", "Choose")]
 
-    def __init__(self, title: str, text: str, choices: Iterable[tuple[str, str]]) -> None:
-        """``choices`` are ids and what is shown for them."""
+    def __init__(self, title: str, text: str, choices: Iterable[tuple[str, str]], at: int = 0) -> None:
+        """``choices`` are ids and what is shown for them; the one at place ``at`` is highlighted first."""
         super().__init__(title)
+        self._at = at
         self._text = text
         self._choices = list(choices)
 
@@ -60,6 +62,9 @@ class Choose(Dialog[str]):
         if self._text:
             yield Static(Content(shown(self._text)), classes="text")
         yield OptionList(*(Option(Content(shown(label)), id=id_) for id_, label in self._choices))
+
+    def on_mount(self) -> None:
+        self.query_one(OptionList).highlighted = self._at
 
     def action_choose(self) -> None:
         self.query_one(OptionList).action_select()

@@ -92,7 +92,9 @@ class Follower:
             if event.total >= _SHORT_PROMPT and event.done < event.total:
                 self._status.change(activity="reading the prompt", progress=event.done / event.total)
         elif isinstance(event, Started):
-            await self._transcript.show(self._session.conversation, streaming=event.id)
+            model = self._session.model
+            writer = "" if model is None else model.info.name or model.info.path.name
+            await self._transcript.show(self._session.conversation, streaming=event.id, writer=writer)
             self._view = self._transcript.view(event.id)
             self._transcript.follow()
         elif isinstance(event, Finished):

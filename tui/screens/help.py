@@ -2,50 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from textual import events
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
-from textual.widgets import Markdown
+from textual.widgets import Static
 
 from localllm.tui.commands import COMMANDS
 from localllm.tui.menu import MENU
 from localllm.tui.screens.dialogs import Dialog
 
-_KEYS = """\
-## Typing
+_TYPING = (
+    ("Enter", "sends"),
+    ("Ctrl+J", "a new line; so are Alt+Enter, Shift+Enter, and \\ before Enter"),
+    ("↑ ↓", "at the first and the last line: what was typed before"),
+    ("/ @", "a command; a text file to attach. Tab takes what is offered"),
+    ("Esc", "stops the reply at once; what was said is kept"),
+    ("Ctrl+G", "goes on with a reply that was cut off"),
+    ("Page ↑ ↓", "scrolls the conversation"),
+    ("Ctrl+P", "finds every command"),
+    ("Ctrl+C Ctrl+Q", "quit, as does Ctrl+D where nothing is typed; the chat is kept, also in mid-reply"),
+)
+_ON_A_MESSAGE = (
+    ("Ctrl+↑ Ctrl+↓", "select one, as do Shift+Tab and a click. Then:"),
+    ("e", "edits it: the chat goes on from there, and what followed stays as a branch"),
+    ("r", "replies again"),
+    ("b", "begins a new branch: the next message goes on from this reply"),
+    ("← →", "other branches, where there is ‹ 2/3 ›"),
+    ("c", "continues a reply that was cut off"),
+    ("y, k", "copies it, or one of its blocks of code (in tmux after: set -s set-clipboard on)"),
+    ("t", "unfolds its thinking, or a long text"),
+    ("d", "deletes it and all that follows"),
+    ("Esc, Enter", "back to the input"),
+)
+_COMMANDS_NOTE = "Without what they need they ask. N is the number of a message. // begins a message with a slash."
 
-| | |
-|---|---|
-| Enter | sends; Ctrl+J (or Alt+Enter, Shift+Enter, or `\\` before Enter) begins a new line |
-| ↑ ↓ | at the first and the last line: what was typed before |
-| / @ | a command; a text file to attach. Tab takes what is offered |
-| Esc | stops the reply at once; what was said is kept |
-| Page ↑ ↓ | scrolls the conversation |
-| Ctrl+P | finds every command |
-| Ctrl+C, Ctrl+Q | quit; the chat is kept, also in mid-reply |
-
-## On a message
-
-Ctrl+↑ and Ctrl+↓, Shift+Tab, or a click select one. Then
-
-| | |
-|---|---|
-| e | edits it: the chat goes on from there, and what followed stays as a branch |
-| r | replies again |
-| b | branches: the next message goes on from here |
-| ← → | other branches, where there is ‹ 2/3 › |
-| c | continues a reply that was cut off |
-| y, k | copies it, or one of its blocks of code |
-| t | unfolds its thinking, or a long text |
-| d | deletes it and all that follows |
-| Esc, Enter | back to the input |
-
-## Commands
-
-Without an argument they ask. `//` begins a message with a slash.
-
-| | |
-|---|---|
-"""
+#: From so many columns on, keys and commands stand side by side.
+_WIDE = 104
 
 
 class HelpScreen(Dialog[None]):
@@ -53,19 +50,46 @@ class HelpScreen(Dialog[None]):
 
     def __init__(self) -> None:
         super().__init__("Help")
-        self.add_class("large")
+        self.add_class("large").add_class("wide")
 
     def content(self) -> ComposeResult:
         with VerticalScroll():
-            yield Markdown(help_text(), open_links=False)
+            yield _Help()
 
 
-def help_text() -> str:
-    """Keys and commands, as Markdown."""
-    keys = {entry.name: entry.shown_key for entry in MENU if entry.key}
-    lines = []
-    for command in COMMANDS:
-        usage = f"/{command.name} {command.arguments}".rstrip().replace("|", "\\|")
-        key = f" ({keys[command.name]})" if command.name in keys else ""
-        lines.append(f"| `{usage}` | {command.help}{key} |")
-    return _KEYS + "\n".join(lines)
+class _Help(Static):
+    """One text, for drawing many widgets takes its time."""
+
+    def on_resize(self, event: events.Resize) -> None:
+        self.update(help_text(event.size.width))
+
+
+def help_text(width: int) -> RenderableType:
+    """Keys and commands, in so many columns."""
+    keys = Group(_part("Typing", _TYPING), "", _part("On a message", _ON_A_MESSAGE))
+    commands = _part("Commands", _commands(), _COMMANDS_NOTE)
+    if width < _WIDE:
+        return Group(keys, "", commands)
+    halves = Table.grid(padding=(0, 3), expand=True)
+    halves.add_column(ratio=1)
+    halves.add_column(ratio=1)
+    halves.add_row(keys, commands)
+    return halves
+
+
+def _part(title: str, rows: Iterable[tuple[str, str]], note: str = "") -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(max_width=24, style="bold")
+    table.add_column()
+    for left, right in rows:
+        table.add_row(Text(left), Text(right))
+    heading = Text.assemble((title, "bold underline"), f"\n{note}" if note else "")
+    return Group(heading, table)
+
+
+def _commands() -> list[tuple[str, str]]:
+    keys = {entry.name: f" ({entry.shown_key})" for entry in MENU if entry.key}
+    return [
+        (f"/{command.name} {command.arguments}".rstrip(), command.help + keys.get(command.name, ""))
+        for command in COMMANDS
+    ]

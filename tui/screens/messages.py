@@ -44,7 +44,9 @@ class MessageActions:
         if action == "step":
             return not is_busy and 1 <= number + cast(int, parameters[0]) <= n
         if action == "continue_reply":
-            return not is_busy and is_reply and message.is_cut
+            return not is_busy and message.can_go_on and view.is_last
+        if action == "branch":
+            return not is_busy and is_reply and not view.is_last
         if action == "unfold":
             return view.thinking is not None or view.is_long
         if action == "copy_code":
@@ -107,8 +109,10 @@ class MessageActions:
         chat = self._chat
         chat.replacing = message.id
         chat.composer.put(message.text)
-        what = "your message" if message.role == "user" else "the reply; c continues it then"
-        chat.hint(f"Editing {what}: Enter keeps the old one as a branch, Esc leaves it.")
+        what = "your message" if message.role == "user" else "the reply; Ctrl+G continues it then"
+        is_kept = chat.session.conversation.was_replied_to(message.id)
+        stays = "keeps the old one as a branch" if is_kept else "sends it"
+        chat.hint(f"Editing {what}: Enter {stays}, Esc leaves it.")
         chat.composer.focus()
 
     def action_regenerate(self) -> None:
@@ -124,14 +128,11 @@ class MessageActions:
     def branch(self, session: ChatSession, message: Message) -> None:
         """Has the next message go on from this one, beside what follows it now."""
         chat = self._chat
-        if message.role == "user":
-            self.edit(message)
-            return
         path = session.conversation.path()
         after = next((later for later in path if later.parent == message.id), None)
         chat.replacing = None if after is None else after.id
         chat.composer.empty()
-        chat.hint("Branching: what you send goes on from the selected reply. Esc leaves it.")
+        chat.hint("A new branch: what you send goes on from the selected reply. Esc leaves it.")
         chat.composer.focus()
 
     def action_step(self, by: int) -> None:
@@ -142,27 +143,27 @@ class MessageActions:
         """For clicks."""
         self._chat.app.spawn(self.step(id_, by), group="step")
 
-    async def step(self, id_: str, by: int, *, selects: bool = True) -> None:
-        """Goes to another branch, and selects the message there if that is wanted."""
+    async def switch(self, id_: str) -> None:
+        """Goes to the branch that a message is in."""
+        await self._chat.app.offload(self._chat.session.switch, id_)
+        await self._chat.refresh_all()
+
+    async def step(self, id_: str, by: int) -> None:
+        """Goes to another branch, and selects the message there."""
         chat = self._chat
         session = chat.session
         parent = session.conversation[id_].parent
         await chat.app.offload(session.step, id_, by)
         await chat.refresh_all()
         there = next((m.id for m in session.conversation.path() if m.parent == parent), "")
-        if selects and (view := chat.transcript.view(there)) is not None:
+        if (view := chat.transcript.view(there)) is not None:
             chat.transcript.release_anchor()
             view.focus()
 
     def action_continue_reply(self) -> None:
         if (picked := self._picked()) is not None:
-            session, message = picked
-            leaf = session.conversation.leaf
-            if leaf is None or leaf.id != message.id:
-                self._chat.app.say("Only the last reply can be continued: b goes on from this one", warning=True)
-                return
             self._chat.composer.focus()
-            self._chat.begin(session.continue_reply)
+            self._chat.begin(picked[0].continue_reply)
 
     def action_copy(self) -> None:
         if (picked := self._picked()) is not None:
@@ -219,4 +220,5 @@ class MessageActions:
 
 def _label(number: int, block: CodeBlock) -> str:
     lines = block.text.splitlines() or [""]
-    return f"{number}  {block.language or 'text'}, {len(lines):,} lines: {lines[0].strip():.50}"
+    size = f"{len(lines):,} line{'s' * (len(lines) != 1)}"
+    return f"{number}  {block.language or 'text'}, {size}: {lines[0].strip():.50}"

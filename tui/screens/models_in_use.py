@@ -82,7 +82,7 @@ class ModelInUse:
             return
         collector.set_aside()
         info = model.info
-        screen.status.change(model=info.name or info.path.name, device=info.device)
+        screen.status.change(model=info.name or info.path.name, device=info.device, gpu_memory=info.gpu_bytes)
         await screen.app.offload(screen.session.use_model, model, self.name)
         await screen.refresh_all()
         screen.model_is_there()
@@ -90,7 +90,7 @@ class ModelInUse:
     async def _close(self) -> None:
         model, self.model, self.name = self.model, None, None
         screen = self._screen
-        screen.status.change(model="", device="")
+        screen.status.change(model="", device="", gpu_memory=0)
         if model is not None:
             collector.take_back()
             session = screen.session

@@ -57,6 +57,7 @@ class Composer(TextArea):
         self.typed = history
         self.suggestions = suggestions
         self.pastes = Pastes()
+        self._called_up = ""
 
     # -- What is in it ---------------------------------------------------------------------------------------------
 
@@ -89,6 +90,10 @@ class Composer(TextArea):
             event.prevent_default()
             event.stop()
             self.action_send()
+        elif event.key == "ctrl+d" and not self.text:  # elsewhere it deletes a character
+            event.prevent_default()
+            event.stop()
+            await self.run_action("app.quit")
 
     async def _on_paste(self, event: events.Paste) -> None:
         event.prevent_default()
@@ -114,7 +119,7 @@ class Composer(TextArea):
         elif not self.cursor_at_first_line or (text := self.typed.older(self.text)) is None:
             self.action_cursor_up()
         else:
-            self.put(text)
+            self._call_up(text)
 
     def action_newer(self) -> None:
         if self.suggestions.display:
@@ -122,7 +127,12 @@ class Composer(TextArea):
         elif not self.cursor_at_last_line or (text := self.typed.newer()) is None:
             self.action_cursor_down()
         else:
-            self.put(text)
+            self._call_up(text)
+
+    def _call_up(self, text: str) -> None:
+        """Puts in what was typed before, and offers no way to go on: the arrows would go through these."""
+        self.put(text)
+        self._called_up = self.text
 
     def action_complete(self) -> None:
         if (chosen := self.suggestions.chosen(self.line_to_cursor)) is not None:
@@ -147,6 +157,10 @@ class Composer(TextArea):
         self._tell()
 
     def _tell(self) -> None:
+        if self.text and self.text == self._called_up:
+            self.suggestions.offer([])
+            return
+        self._called_up = ""
         self.post_message(self.Typed(self.line_to_cursor, self.cursor_location[0] == 0))
 
     @property

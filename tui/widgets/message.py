@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -14,6 +13,7 @@ from textual.widgets import Static
 
 from localllm.tui.control import shown
 from localllm.tui.conversation import Message
+from localllm.tui.thinking import Piece, ThinkingClock
 from localllm.tui.widgets.reply import Reply
 from localllm.tui.widgets.thinking import Thinking
 
@@ -26,6 +26,7 @@ _ENDS = {
     "context": "cut off: the context is full",
     "failed": "cut off by an error",
     "killed": "cut off: the program was ended",
+    "edited": "edited",
 }
 
 
@@ -34,14 +35,15 @@ class MessageView(Vertical, can_focus=True):
 
     Attributes:
         message: what it shows.
+        number: its place in the conversation, from 1; commands take it.
         branch: its number among those in its place, and how many there are.
-        thinking_seconds: how long the model thought; None if that is not known.
+        is_last: whether nothing follows it.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("e", "screen.edit", "Edit"),
         Binding("r", "screen.regenerate", "Regenerate"),
-        Binding("b", "screen.branch", "Branch"),
+        Binding("b", "screen.branch", "New branch"),
         Binding("left", "screen.step(-1)", "Previous branch", key_display="←"),
         Binding("right", "screen.step(1)", "Next branch", key_display="→"),
         Binding("c", "screen.continue_reply", "Continue"),
@@ -58,14 +60,18 @@ class MessageView(Vertical, can_focus=True):
         Binding("pagedown", "screen.scroll_page(1)", "Page down", show=False),
     ]
 
-    def __init__(self, message: Message, branch: tuple[int, int], *, is_streaming: bool = False) -> None:
+    def __init__(
+        self, message: Message, number: int, branch: tuple[int, int], *, is_last: bool, is_streaming: bool = False
+    ) -> None:
         super().__init__(classes=message.role)
         self.message = message
+        self.number = number
         self.branch = branch
-        self.thinking_seconds: float | None = None
+        self.is_last = is_last
         self._is_streaming = is_streaming
         self._is_unfolded = False
-        self._began_thinking: float | None = None
+        self._writer = ""
+        self._clock = ThinkingClock()
         self._reply: Reply | None = None
         self._thinking: Thinking | None = None
 
@@ -77,7 +83,7 @@ class MessageView(Vertical, can_focus=True):
         else:
             # What streams in comes as pieces, from the first one on.
             thinking = "" if self._is_streaming else self.message.thinking
-            self._thinking = Thinking(thinking)
+            self._thinking = Thinking(thinking, _seconds(self.message))
             self._thinking.display = bool(thinking.strip())
             yield self._thinking
             self._reply = Reply("" if self._is_streaming else self.message.content)
@@ -94,10 +100,10 @@ class MessageView(Vertical, can_focus=True):
         """Whether it is a user's message that does not stand there as a whole at first."""
         return self.message.role == "user" and self.message.text.count("\n") >= _MOST_LINES
 
-    def show(self, message: Message, branch: tuple[int, int]) -> None:
+    def show(self, message: Message, branch: tuple[int, int], *, is_last: bool) -> None:
         """Shows the same message as it is now, its text aside."""
-        if (message, branch) != (self.message, self.branch):
-            self.message, self.branch = message, branch
+        if (message, branch, is_last) != (self.message, self.branch, self.is_last):
+            self.message, self.branch, self.is_last = message, branch, is_last
             self._draw()
 
     def set_divider(self, text: str) -> None:
@@ -120,41 +126,34 @@ class MessageView(Vertical, can_focus=True):
 
     # -- Streaming -------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """The model goes on writing it."""
+    def begin(self, writer: str) -> None:
+        """The model of a name writes it, or goes on."""
         self._is_streaming = True
+        self._writer = writer
+        self._clock = ThinkingClock(_seconds(self.message))
         self._draw()
 
     async def write(self, text: str, *, thinking: bool) -> None:
         """Adds a piece."""
         if self._reply is None or self._thinking is None:
             return
-        if not thinking:
-            self._end_thinking()
-            await self._reply.write(text)
-            return
-        now = time.monotonic()
-        if self._began_thinking is None:
-            self._began_thinking = now
+        self._clock.see([Piece(text, thinking)])
+        if thinking:
             self._thinking.display = True
-        self._thinking.write(text, now - self._began_thinking)
+            self._thinking.write(text, self._clock.seconds)
+        else:
+            await self._reply.write(text)
 
     async def finish(self, message: Message) -> None:
         """Shows a reply as it will stay."""
-        self._end_thinking()
         self._is_streaming = False
         self.message = message
         if self._reply is None or self._thinking is None:
             return
         self._thinking.display = bool(message.thinking.strip())
-        self._thinking.show(message.thinking, self.thinking_seconds)
+        self._thinking.show(message.thinking, _seconds(message))
         await self._reply.show(message.content)
         self._draw()
-
-    def _end_thinking(self) -> None:
-        if self._began_thinking is not None:
-            self.thinking_seconds = time.monotonic() - self._began_thinking
-            self._began_thinking = None
 
     # -- Drawing ---------------------------------------------------------------------------------------------------
 
@@ -168,9 +167,10 @@ class MessageView(Vertical, can_focus=True):
         if self.message.role == "user":
             name = "You"
         else:
-            name = shown(self.message.stats.model) if self.message.stats is not None else "Reply"
+            written = "" if self.message.stats is None or self._is_streaming else self.message.stats.model
+            name = shown(written or self._writer) or "Reply"
         number, n = self.branch
-        parts: list[str | Content | tuple[str, str | Style]] = [(name, "bold")]
+        parts: list[str | Content | tuple[str, str | Style]] = [(name, "bold"), (f" #{self.number}", "dim")]
         if n > 1:
             parts += ["  ", self._step("‹", -1, number > 1), f" {number}/{n} ", self._step("›", 1, number < n)]
         return Content.assemble(*parts)
@@ -189,7 +189,8 @@ class MessageView(Vertical, can_focus=True):
             return Content("")
         parts = [f"+ {shown(file.name)} · {file.n_tokens:,} tokens" for file in message.attachments]
         if message.role == "assistant" and message.state in _ENDS:
-            parts.append(f"{_ENDS[message.state]} · c continues")
+            how = " · Ctrl+G or /continue goes on" if self.is_last else ""
+            parts.append(_ENDS[message.state] + how)
         return Content("\n".join(parts))
 
     def _step(self, symbol: str, by: int, is_possible: bool) -> tuple[str, str | Style]:
@@ -197,3 +198,8 @@ class MessageView(Vertical, can_focus=True):
         if not is_possible:
             return (symbol, "dim")
         return (symbol, Style.from_meta({"@click": f"screen.step_message({self.message.id!r}, {by})"}))
+
+
+def _seconds(message: Message) -> float | None:
+    """How long the model thought, if that is known."""
+    return None if message.stats is None else message.stats.thinking_s

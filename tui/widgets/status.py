@@ -27,7 +27,7 @@ class Status:
         meter: how full the context is.
         stats: of the reply that is under way, or of the last one.
         model, device: which runs where; empty if none is loaded.
-        memory: bytes in use.
+        memory, gpu_memory: bytes in use.
     """
 
     activity: str = ""
@@ -37,6 +37,7 @@ class Status:
     model: str = ""
     device: str = ""
     memory: int = 0
+    gpu_memory: int = 0
 
 
 class StatusLine(Static):
@@ -84,7 +85,8 @@ def _parts(status: Status) -> list[tuple[int, Content]]:
     elif not status.activity:
         parts.append((6, Content.styled("no model: /model chooses one", "$text-warning")))
     if status.memory:
-        parts.append((2, Content(f"{quantity(status.memory, 'B')} in use")))
+        gpu = f" + {quantity(status.gpu_memory, 'B')} GPU" if status.gpu_memory else ""
+        parts.append((2, Content(f"{quantity(status.memory, 'B')}{gpu} in use")))
     return parts
 
 

@@ -27,11 +27,13 @@ Ctrl+Up selects a message: to edit, regenerate, branch or copy it\
 
 
 class Place(NamedTuple):
-    """A message of the path, its branch, and what stands above it."""
+    """A message of the path, its number there, its branch, and what stands above it."""
 
     message: Message
+    number: int
     branch: tuple[int, int]
     divider: str
+    is_last: bool
 
 
 class Transcript(VerticalScroll, can_focus=False):
@@ -57,38 +59,41 @@ class Transcript(VerticalScroll, can_focus=False):
     def on_mount(self) -> None:
         self.anchor()
 
-    async def show(self, conversation: Conversation, *, streaming: str | None = None) -> None:
+    async def show(self, conversation: Conversation, *, streaming: str | None = None, writer: str = "") -> None:
         """Draws the path as it is now; what stands there already stays.
 
         Args:
             streaming: the id of a reply that is about to be written.
+            writer: the name of the model that writes it.
         """
         async with self._drawing:
             if conversation.id != self._conversation:
                 self._conversation, self._n_drawn = conversation.id, MOST_DRAWN
                 await self.remove_children()
             self._places = _places(conversation)
-            await self._draw(streaming)
+            await self._draw(streaming, writer)
 
-    async def _draw(self, streaming: str | None = None) -> None:
+    async def _draw(self, streaming: str | None, writer: str) -> None:
         drawn = self._places[-self._n_drawn :]
         kept = _common(self.views, drawn)
         with self.app.batch_update():
             for view in self.views[kept:]:
                 await view.remove()
             for view, place in zip(self.views, drawn, strict=False):
-                view.show(place.message, place.branch)
+                view.show(place.message, place.branch, is_last=place.is_last)
                 view.set_divider(place.divider)
             await self._draw_notes(len(self._places) - len(drawn))
             for place in drawn[kept:]:
                 await self._mount(place, is_streaming=place.message.id == streaming)
         written = None if streaming is None else self.view(streaming)
         if written is not None:
-            written.begin()
+            written.begin(writer)
 
-    async def _mount(self, place: Place, *, is_streaming: bool) -> None:
-        view = MessageView(place.message, place.branch, is_streaming=is_streaming)
-        await self.mount(view)
+    async def _mount(self, place: Place, *, before: MessageView | None = None, is_streaming: bool = False) -> None:
+        view = MessageView(
+            place.message, place.number, place.branch, is_last=place.is_last, is_streaming=is_streaming
+        )
+        await self.mount(view, before=before)
         view.set_divider(place.divider)
 
     async def _draw_notes(self, n_earlier: int) -> None:
@@ -116,9 +121,7 @@ class Transcript(VerticalScroll, can_focus=False):
         earlier = self._places[-self._n_drawn :][: -before or None]
         await self._draw_notes(len(self._places) - len(earlier) - before)
         for place in earlier:
-            view = MessageView(place.message, place.branch)
-            await self.mount(view, before=first)
-            view.set_divider(place.divider)
+            await self._mount(place, before=first)
         return True
 
     def follow(self) -> None:
@@ -143,5 +146,5 @@ def _places(conversation: Conversation) -> list[Place]:
         if window is not None and window.first == message.id and i:
             divider = f"↑ {i:,} message{'s' * (i != 1)} that the model does not get any more"
             divider += ", but a summary of them" if window.summary else ""
-        places.append(Place(message, conversation.branch_of(message.id), divider))
+        places.append(Place(message, i + 1, conversation.branch_of(message.id), divider, i == len(path) - 1))
     return places
