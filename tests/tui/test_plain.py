@@ -185,12 +185,28 @@ def test_from_a_pipe_and_again(tiny: Path, tmp_path: Path) -> None:
     assert store.load(summary.id).settings == {"temperature": 0.0, "max_tokens": 3}
     assert summary.model == str(tiny)
     store.close()
+    outcome = run_process(["chat", "--list"], env=env)
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.updated))
+    assert (outcome.code, outcome.out) == (0, f"{summary.id}  {when}     4 messages  hi\n")
     for which in (["--continue"], ["--session", summary.id[:7]]):
         outcome = run_process(["chat", *which, *Z], stdin=b"/show\n", env=env)
         assert (
             outcome.err == "#1 user\nhi\n\n#2 assistant, cut off\nzzz\n\n#3 user\nyou\n\n#4 assistant, cut off\nzzz\n"
         )
-    outcome = run_process(["chat", "--continue", *Z, "-sys", "be kind"], stdin=b"/continue\n/system\n", env=env)
+    tiny.rename(tiny.with_name("gone"))
+    try:
+        given = [*Z[:-1], "-sys", "be kind", "--session", summary.id]  # and not -q
+        outcome = run_process(["chat", *given], stdin=b"/system\n/model\n", env=env)
+    finally:
+        tiny.with_name("gone").rename(tiny)
+    lines = outcome.err.splitlines()
+    assert lines[0] == (
+        f"localllm: warning: the model of this chat, {tiny}, is not here any more: the demo model replies now; "
+        "/model chooses another one"
+    )
+    assert "system prompt: be kind" in lines
+    assert lines[-1] == f"Continue this chat with: localllm chat --session {summary.id}"
+    outcome = run_process(["chat", "--continue", *Z], stdin=b"/continue\n/system\n", env=env)
     assert (outcome.code, outcome.out) == (0, "zzz\n")
     assert outcome.err == "system prompt: be kind\n"
 
@@ -198,7 +214,10 @@ def test_from_a_pipe_and_again(tiny: Path, tmp_path: Path) -> None:
 def test_bad_command_lines(tmp_path: Path) -> None:
     env = environment(LOCALLLM_DATA=str(tmp_path))
     outcome = run_process(["chat", "--session", "x"], env=env)
-    assert (outcome.code, outcome.error()) == (1, "there is no chat 'x': /sessions lists them")
+    assert (outcome.code, outcome.error()) == (
+        1,
+        "there is no chat 'x': localllm chat --list lists them, and in a chat /sessions does",
+    )
     outcome = run_process(["chat", "--session", "x", "--continue"], env=env)
     assert outcome.code == 2
     outcome = run_process(["chat", "--temp", "-1"], env=env)
