@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from localllm.errors import ContextLengthError, DeviceLostError, UsageError
@@ -19,7 +20,7 @@ from localllm.tui.lines import Lines
 from localllm.tui.plain import PlainChat
 from localllm.tui.session import ChatSession
 from localllm.tui.store import Store
-from tests.helpers.command_line import LIMIT, environment, on_terminal, run_process, running
+from tests.helpers.command_line import LIMIT, Process, environment, on_terminal, run_process, running
 from tests.helpers.data import ROOT
 from tests.helpers.fake_chat import FakeModel
 from tests.helpers.tiny_models import config, random_weights, write_gguf
@@ -247,7 +248,7 @@ def test_at_a_terminal(tiny: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         screen += _until(master, b"> ")
         # Python does not notice a signal between the prompt that it writes and its wait for a line.
-        time.sleep(1)
+        _until_it_waits(process)
         process.send_signal(signal.SIGINT)
         screen += _until(master, b"again)\r\n> ")
         os.write(master, b"\x04")
@@ -258,6 +259,16 @@ def test_at_a_terminal(tiny: Path, tmp_path: Path) -> None:
     store.close()
     assert reply.state == "stopped"
     assert set(reply.text) == {"z"}
+
+
+def _until_it_waits(process: Process) -> None:
+    """Returns when the main thread of a process sleeps till something wakes it."""
+    watched = psutil.Process(process.pid)
+    while True:
+        before = watched.num_ctx_switches()
+        time.sleep(0.1)
+        if watched.status() == psutil.STATUS_SLEEPING and watched.num_ctx_switches() == before:
+            return
 
 
 def _until(descriptor: int, end: bytes) -> bytes:
