@@ -36,7 +36,7 @@ class BaseApp(App[int]):
     def __init__(self, setup: Setup) -> None:
         super().__init__()
         self.setup = setup
-        self.typed_ahead = TypedAhead(self, super().on_event)
+        self.typed_ahead = TypedAhead(self, super().on_event, self.tell)
         self._hands = ThreadPoolExecutor(1, "chat")
 
     async def offload(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

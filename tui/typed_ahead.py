@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 from textual import events
-from textual.app import App
+from textual.app import App, ScreenStackError
 from textual.message import Message
 from textual.message_pump import MessagePump
 from textual.screen import ModalScreen, Screen
@@ -39,10 +39,19 @@ class Passed(Message, bubble=True):
 class TypedAhead:
     """Gives keys to an app one after the other."""
 
-    def __init__(self, app: App[Any], give: Callable[[Typed], Awaitable[None]]) -> None:
-        """``give`` is what hands a key to the widget with the focus."""
+    def __init__(
+        self, app: App[Any], give: Callable[[Typed], Awaitable[None]], fail: Callable[[Exception], None]
+    ) -> None:
+        """Hands nothing on yet.
+
+        Args:
+            app: whose keys they are.
+            give: hands a key to the widget with the focus.
+            fail: is told what a key's action raised.
+        """
         self._app = app
         self._give = give
+        self._fail = fail
         self._waiting: deque[Typed] = deque()
         self._task: asyncio.Task[None] | None = None
         #: Work that opens a dialog or ends soon, and the screen on which it was begun.
@@ -57,12 +66,12 @@ class TypedAhead:
 
     async def take(self, event: Typed) -> None:
         """Hands a key on, now or when its turn has come."""
-        if self.is_done:
-            if self._has_followed():
-                self._task = asyncio.create_task(self._pass_on(await self._given(event)))
-                return
-            self._task = asyncio.create_task(self._pass_on(None))
+        if self.is_done and self._has_followed():
+            self._task = asyncio.create_task(self._pass_on(await self._given(event)))
+            return
         self._waiting.append(event)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._pass_on(None))
 
     def wait_for(self, worker: Worker[object]) -> None:
         """Lets keys wait till a worker has opened a screen above the one that is there now, or has ended."""
@@ -86,7 +95,10 @@ class TypedAhead:
                 await asyncio.sleep(_PERIOD)
             if not self._has_followed():
                 self.go_on()
-            target = await self._given(self._waiting.popleft())
+            try:
+                target = await self._given(self._waiting.popleft())
+            except Exception as error:  # of an action; the keys after it are taken all the same
+                self._fail(error)
 
     async def _given(self, event: Typed) -> MessagePump:
         target = self._app.focused or self._app.screen
@@ -96,7 +108,10 @@ class TypedAhead:
 
     def _has_followed(self) -> bool:
         self._begun = [(worker, screen) for worker, screen in self._begun if not worker.is_finished]
-        screen = self._app.screen
+        try:
+            screen = self._app.screen
+        except ScreenStackError:  # the app begins, or ends
+            return False
         is_ready = screen in self._known or _is_ready(screen)
         return is_ready and all(begun_on is not screen for _, begun_on in self._begun)
 
