@@ -25,7 +25,7 @@ def setup_of(launch: Launch) -> Setup:
     return Setup(
         store=launch.store,
         conversation=launch.conversation,
-        model=launch.model,
+        first_model=launch.model,
         load=launch.load,
         check=launch.check,
         list_models=lambda: list_models(settings.model_folders, arguments.device),

@@ -68,7 +68,7 @@ class Setup:
     Attributes:
         store: where chats are kept.
         conversation: what is talked about first.
-        model: what replies at first, as `Loader` takes it; None is the conversation's.
+        first_model: what replies at first, as `Loader` takes it; None is the conversation's.
         load: loads models.
         check: reads as much of a model's file as tells whether it can be loaded, and raises where it cannot.
         list_models: the models to choose from.
@@ -83,7 +83,7 @@ class Setup:
     store: Store
     load: Loader
     conversation: Conversation = field(default_factory=Conversation)
-    model: str | None = None
+    first_model: str | None = None
     check: Callable[[str], None] = lambda name: None
     list_models: Callable[[], Iterable[ModelEntry]] = tuple
     memory: Callable[[], int] = lambda: 0

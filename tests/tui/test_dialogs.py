@@ -300,7 +300,7 @@ def test_a_chat_whose_model_is_another_or_gone() -> None:
             if name == "gone.gguf":
                 raise ModelNotFoundError("there is no file gone.gguf: check the path")
 
-        built = setup(AppModel(), store, conversation=kept, model="here.gguf", check=check)
+        built = setup(AppModel(), store, conversation=kept, first_model="here.gguf", check=check)
         async with chatting(built) as chat:
             await chat.ask("hello?")
             # What was loaded because the chat's own model is gone is not noted with the chat.

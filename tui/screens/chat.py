@@ -110,7 +110,7 @@ class ChatScreen(MessageActions, Screen[None]):
             self.app.say(notice, warning=True)
         await self.open(setup.conversation)
         saved = setup.conversation.model
-        name = saved if setup.model is None else setup.model
+        name = saved if setup.first_model is None else setup.first_model
         self.app.spawn(self.models.load(name, keeps=name == saved), group="loading")
         self.composer.typed.restore(await self.app.offload(self.composer.typed.load))
         await self._sample_memory()
