@@ -197,6 +197,16 @@ def _source(path: str | os.PathLike[str] | None, *, is_draft: bool = False) -> I
         yield _Source(name, file, read_config(file.metadata, file.tensors))
 
 
+def check_file(path: str | os.PathLike[str]) -> None:
+    """Reads a model's header, and no weights, to tell whether localllm runs it.
+
+    Raises:
+        ModelNotFoundError, GGUFError, UnsupportedArchitectureError, ModelError: it cannot be loaded.
+    """
+    with _source(path):
+        pass
+
+
 def check_runs(file: GGUFFile) -> None:
     """Raises:
     UnsupportedArchitectureError, ModelError: it holds no model that localllm runs.

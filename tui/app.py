@@ -13,6 +13,7 @@ from textual.keys import Keys
 
 from localllm.tui import collector
 from localllm.tui.base import BaseApp
+from localllm.tui.conversation import Conversation
 from localllm.tui.launched import setup_of
 from localllm.tui.palette import CommandsProvider
 from localllm.tui.screens.chat import ChatScreen
@@ -40,6 +41,11 @@ class ChatApp(BaseApp):
         self.theme = setup.theme if setup.theme in self.available_themes else "dark"
         self._chat = ChatScreen(setup)
         self._is_warned = False
+
+    @property
+    def conversation(self) -> Conversation:
+        """The chat that is open."""
+        return self._chat.session.conversation
 
     async def on_mount(self) -> None:
         await self.push_screen(self._chat)
@@ -69,13 +75,15 @@ class ChatApp(BaseApp):
 
 
 def run(launch: Launch) -> int:
-    """Runs the chat in the terminal; returns the exit code."""
-    return run_setup(setup_of(launch))
+    """Runs the chat in the terminal; returns the exit code, and leaves in ``launch`` the chat that was open last."""
+    app = ChatApp(setup_of(launch))
+    code = run_app(app)
+    launch.conversation = app.conversation
+    return code
 
 
-def run_setup(setup: Setup) -> int:
-    """Runs an app; returns the exit code."""
-    app = ChatApp(setup)
+def run_app(app: ChatApp) -> int:
+    """Runs an app in the terminal; returns the exit code."""
     _teach_alt_enter()
     with quick_switching(), _warnings_shown(app):
         code = app.run()

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from textual import events
 from textual.app import App
 from textual.notifications import SeverityLevel
 from textual.worker import Worker, WorkerState
@@ -18,6 +19,7 @@ from localllm.errors import UsageError
 from localllm.tui.control import shown
 from localllm.tui.failures import sentence
 from localllm.tui.setup import Setup
+from localllm.tui.typed_ahead import Passed, TypedAhead
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,6 +50,7 @@ class BaseApp(App[int]):
     def __init__(self, setup: Setup) -> None:
         super().__init__()
         self.setup = setup
+        self.typed_ahead = TypedAhead(self, super().on_event, self.tell)
         self._hands = ThreadPoolExecutor(1, "chat")
         self._notices: list[_Notice] = []
         self._will_notify = False
@@ -60,6 +63,21 @@ class BaseApp(App[int]):
     def spawn(self, work: Coroutine[Any, Any, object], group: str = "default") -> Worker[object]:
         """Has something done while the app goes on; what fails in it is told."""
         return self.run_worker(work, group=group, exit_on_error=False)
+
+    def ask(self, work: Coroutine[Any, Any, object], group: str = "default") -> Worker[object]:
+        """The same for what may open a dialog: keys that are typed ahead wait for that."""
+        worker = self.spawn(work, group)
+        self.typed_ahead.wait_for(worker)
+        return worker
+
+    async def on_event(self, event: events.Event) -> None:
+        if isinstance(event, events.Key | events.Paste) and not event.is_forwarded:
+            await self.typed_ahead.take(event)
+        else:
+            await super().on_event(event)
+
+    def on_passed(self, event: Passed) -> None:
+        event.arrived.set()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         if event.state is WorkerState.ERROR and event.worker.error is not None:

@@ -17,7 +17,7 @@ from localllm.tui.events import Event
 from localllm.tui.numbers import NO_BRANCHES, branch_meant, first_numbered, forks, numbered
 from localllm.tui.session import ChatSession
 from localllm.tui.store import SessionSummary, Store, shortened
-from localllm.tui.transfer import read_export, write_export
+from localllm.tui.transfer import import_chat, write_export
 
 
 class Frontend(Protocol):
@@ -266,11 +266,18 @@ def _load(front: Frontend, argument: str) -> None:
         raise UsageError("name a chat, or a file: /load ID, or /load FILE.json; /sessions lists chats")
     store = front.session.store
     if argument.lower().endswith(".json"):
-        conversation = read_export(Path(argument).expanduser())
-        store.save(conversation, conversation.messages)
-    else:
-        conversation = store.load(store.find(argument))
+        _import(front, argument)
+        return
+    front.open(store.load(store.find(argument)))
+    _show(front, "")
+
+
+def _import(front: Frontend, argument: str) -> None:
+    if not argument:
+        raise UsageError("name a file that was exported: /import FILE.json")
+    conversation = import_chat(front.session.store, Path(argument).expanduser())
     front.open(conversation)
+    front.say(f"imported: {conversation.title}")
     _show(front, "")
 
 
@@ -368,6 +375,7 @@ COMMANDS = [
     Command("sessions", "[WORDS|archived]", "list chats, or search them", _sessions, ("list",)),
     Command("save", "[TITLE]", "tell where this chat is saved, and name it", _save),
     Command("load", "ID|FILE.json", "open a saved chat, or import one", _load, ("open",)),
+    Command("import", "FILE.json", "open a chat that was exported", _import),
     Command("export", "[FILE.md|FILE.json]", "write this chat into a file", _export),
     Command("rename", "TITLE", "give this chat a title", _rename),
     Command("archive", "[ID]", "take this chat, or another one, out of the list", _archive),

@@ -46,6 +46,15 @@ MIGRATIONS = (
         "CREATE INDEX messages_of_session ON messages (session)",
         "CREATE INDEX messages_not_indexed ON messages (seq) WHERE NOT indexed",
     ),
+    (
+        """CREATE TABLE terminals (
+            id TEXT PRIMARY KEY,
+            host TEXT NOT NULL,
+            pid INTEGER NOT NULL,
+            began REAL NOT NULL,  -- seconds since 1970: what tells a process from a later one of its number
+            session TEXT NOT NULL
+        )""",
+    ),
 )
 
 #: Seconds that a statement waits for another process to finish writing.

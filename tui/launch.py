@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -12,9 +14,11 @@ from typing import Any
 
 from localllm.cli.defaults import settle
 from localllm.cli.generate import describe, generation_options, load_model, plan_shower
-from localllm.cli.terminal import LoadStatus, is_terminal, warn
-from localllm.errors import StoreError, UsageError
+from localllm.cli.terminal import LoadStatus, is_terminal, say, visible_line, warn
+from localllm.errors import LocalLLMError, StoreError, UsageError
+from localllm.library.find import model_path
 from localllm.llm import LLM
+from localllm.loading import check_file
 from localllm.options import Request
 from localllm.progress import LoadPlan, LoadProgress
 from localllm.settings import Settings
@@ -34,7 +38,9 @@ class Launch:
         arguments: the command line.
         store: where chats are kept; in memory, if the file cannot be used.
         notices: what there is to tell before anything else.
-        conversation: a new one, or the one to go on with; its ``model`` is what to load.
+        conversation: a new one, or the one to go on with.
+        model: what to load, as a command takes it; empty is the demo model.  It is the conversation's, unless that is
+            gone.
         settings: those of the user's settings file.
         more: keywords of `LLM.stream_chat` beside the conversation's settings.
     """
@@ -43,6 +49,7 @@ class Launch:
     store: Store
     notices: list[str]
     conversation: Conversation
+    model: str
     settings: Settings
     more: dict[str, Any]
 
@@ -61,11 +68,16 @@ class Launch:
         is_new = not len(conversation)
         # A chat goes on as it was, but for what the command line says.
         settings, more = _settings(arguments, defaults if is_new else Settings())
+        model = "" if arguments.model is None else str(arguments.model)
         if names_model or is_new:
-            conversation.model = "" if arguments.model is None else str(arguments.model)
-        elif conversation.model and not Path(conversation.model).exists():
-            notices.append(f"the chat's model {conversation.model} is not there any more: the demo model replies")
-            conversation.model = ""
+            conversation.model = model
+        elif is_here(conversation.model, defaults.model_folders):
+            model = conversation.model
+        else:
+            notices.append(
+                f"the model of this chat, {conversation.model}, is not here any more: {model or 'the demo model'} "
+                "replies now; /model chooses another one"
+            )
         if arguments.system is not None:
             conversation.system = arguments.system
         elif is_new:
@@ -74,19 +86,32 @@ class Launch:
         if not is_new:
             c = conversation
             store.set(c.id, model=c.model, system=c.system, settings=c.settings)
-        return cls(arguments, store, notices, conversation, defaults, more)
+        return cls(arguments, store, notices, conversation, model, defaults, more)
 
-    def load(self, path: str, progress: LoadProgress | None = None, planned: LoadPlan | None = None) -> LLM:
+    def load(self, name: str, progress: LoadProgress | None = None, planned: LoadPlan | None = None) -> LLM:
         """Loads a model, with what the command line says of devices, context and threads.
 
         Args:
-            path: its file; empty is the demo model.
+            name: as a command takes it; empty is the demo model.
             progress, planned: see `localllm.load`.
 
         Raises:
             LocalLLMError: see `localllm.load`.
         """
-        return load_model(self.arguments, path or None, progress, planned)
+        return load_model(self.arguments, self._path(name), progress, planned)
+
+    def check(self, name: str) -> None:
+        """Reads a model's header to see whether it can be loaded.
+
+        Raises:
+            LocalLLMError: it cannot; see `localllm.loading.check_file`.
+        """
+        if (path := self._path(name)) is not None:
+            check_file(path)
+
+    def _path(self, name: str) -> str | None:
+        path = model_path(name or None, self.settings.model_folders)
+        return None if path is None else str(path)
 
     @property
     def history(self) -> Path | None:
@@ -96,13 +121,49 @@ class Launch:
 
 def run(arguments: argparse.Namespace) -> int:
     """Chats as the command line asks."""
+    if arguments.list_chats:
+        return _list_chats()
     launch = Launch.of(arguments)
     try:
-        if arguments.plain or not _has_screen():
-            return _run_plain(launch)
-        return int(_app().run(launch))
+        is_plain = arguments.plain or not _has_screen()
+        code = _run_plain(launch) if is_plain else int(_app().run(launch))
+        if not arguments.quiet:
+            _say_how_to_go_on(launch)
+        return code
     finally:
         launch.store.close()
+
+
+def is_here(model: str, folders: Iterable[Path]) -> bool:
+    """Whether the model of a chat, as a command takes it, is on this machine; an empty name is the demo model."""
+    try:
+        path = model_path(model or None, folders)
+    except LocalLLMError:
+        return False
+    return path is None or Path(path).exists()
+
+
+def _say_how_to_go_on(launch: Launch) -> None:
+    if launch.store.path is not None and len(launch.conversation):
+        say(f"Continue this chat with: localllm chat --session {launch.conversation.id}")
+
+
+def _list_chats() -> int:
+    """Prints the chats that are kept, the ones that were talked in last first."""
+    store = Store(default_path())
+    try:
+        if store.notice is not None:
+            warn(store.notice)
+        found = store.sessions()
+    finally:
+        store.close()
+    if not found:
+        say("no chats yet: localllm chat begins one")
+    for chat in found:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(chat.updated))
+        plural = "s" if chat.n_messages != 1 else " "
+        print(f"{visible_line(chat.id)}  {when}  {chat.n_messages:>4} message{plural}  {visible_line(chat.title)}")
+    return 0
 
 
 def _has_screen() -> bool:
@@ -124,20 +185,24 @@ def _run_plain(launch: Launch) -> int:
     for notice in launch.notices:
         warn(notice)
 
-    def load(path: str) -> LLM:
+    def load(name: str) -> LLM:
         progress = LoadStatus(enabled=not arguments.quiet)
         try:
-            llm = launch.load(path, progress, plan_shower(progress, arguments.quiet))
+            llm = launch.load(name, progress, plan_shower(progress, arguments.quiet))
         finally:
             progress.close()
         if not arguments.quiet:
             describe(llm.info, verbose=arguments.verbose)
         return llm
 
-    session = ChatSession(load(launch.conversation.model), launch.store, launch.conversation, launch.more)
+    session = ChatSession(load(launch.model), launch.store, launch.conversation, launch.more)
+    if (warning := session.enter()) is not None:
+        warn(warning)
     when_full = None if arguments.when_full == "ask" else arguments.when_full
     chat = PlainChat(session, load, Lines(launch.history), when_full=when_full, quiet=arguments.quiet)
-    return chat.run()
+    code = chat.run()
+    launch.conversation = chat.session.conversation
+    return code
 
 
 def _settings(arguments: argparse.Namespace, defaults: Settings) -> tuple[dict[str, Any], dict[str, Any]]:

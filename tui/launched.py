@@ -11,10 +11,8 @@ import psutil
 from localllm.cli.terminal import short_count, visible_line
 from localllm.devices import gpu_memory
 from localllm.kernels.cpu.host import available_memory
-from localllm.library.find import model_path
 from localllm.library.listing import demo_model, find_models, read_details
-from localllm.progress import LoadProgress
-from localllm.tui.setup import ModelEntry, OpenModel, Setup
+from localllm.tui.setup import ModelEntry, Setup
 
 if TYPE_CHECKING:
     from localllm.tui.launch import Launch
@@ -24,14 +22,12 @@ def setup_of(launch: Launch) -> Setup:
     """What the app needs for a command line."""
     arguments, settings = launch.arguments, launch.settings
 
-    def load(name: str, progress: LoadProgress) -> OpenModel:
-        path = model_path(name, settings.model_folders) if name else None
-        return launch.load("" if path is None else str(path), progress)
-
     return Setup(
         store=launch.store,
         conversation=launch.conversation,
-        load=load,
+        first_model=launch.model,
+        load=launch.load,
+        check=launch.check,
         list_models=lambda: list_models(settings.model_folders, arguments.device),
         memory=memory_in_use,
         more=launch.more,

@@ -172,6 +172,8 @@ class PlainChat:
         """Goes on with another conversation."""
         old = self.session
         self.session = ChatSession(old.model, old.store, conversation, old.more)
+        if (warning := self.session.enter()) is not None:
+            warn(warning)
 
     def use_model(self, path: str) -> None:
         """Loads another model for this conversation."""

@@ -14,7 +14,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from localllm.errors import UsageError
+from localllm.errors import StoreError, UsageError
 from localllm.tui import options, prompts
 from localllm.tui.attachments import attach
 from localllm.tui.conversation import Conversation, Message, Stats, Window
@@ -86,6 +86,25 @@ class ChatSession:
         self._busy = threading.Lock()
         self._full: _Full | None = None
 
+    def enter(self) -> str | None:
+        """Notes that the conversation is open here; returns what there is to tell if it is so elsewhere too."""
+        try:
+            others = self.store.enter(self.conversation.id)
+        except StoreError:  # told when something cannot be saved
+            return None
+        if not others:
+            return None
+        return (
+            f"this chat is open in another terminal too ({', '.join(others)}): what is said there is not shown here, "
+            "and what both say is kept, as branches of the chat"
+        )
+
+    def _is_shared(self) -> bool:
+        try:
+            return bool(self.store.others(self.conversation.id))
+        except StoreError:
+            return False
+
     # -- What people do --------------------------------------------------------------------------------------------
 
     def send(self, text: str) -> Iterator[Event]:
@@ -142,11 +161,14 @@ class ChatSession:
         self._check_free()
         self._loaded()
         reply = self.conversation.leaf
-        if reply is None or reply.role == "user" or reply.parent is None:
+        parent = None if reply is None else reply.parent
+        if reply is None or reply.role == "user" or parent is None:
             raise UsageError("the last message is no reply that could be continued: /regen has it replied to")
         if not reply.can_go_on:
             raise UsageError("the last reply is complete: /regen asks for another one")
-        return self._turn(self._reply(reply.parent, reply.id))
+        if self._is_shared():  # or two terminals might go on with one reply, each in its way
+            reply = self.conversation.add_sibling(reply.id, reply.text, state=reply.state, opened=reply.opened)
+        return self._turn(self._reply(parent, reply.id))
 
     def make_room(self, choice: Choice) -> Iterator[Event]:
         """Goes on after `ContextFull`, in the way that was chosen.
@@ -226,16 +248,21 @@ class ChatSession:
         self.conversation.settings = settings
         self._keeper.set(settings=settings)
 
-    def use_model(self, model: ChatModel | None, path: str) -> None:
-        """Lets another model reply from now on; ``path`` is its file, empty for the demo model.
+    def use_model(self, model: ChatModel | None, path: str | None) -> None:
+        """Lets another model reply from now on.
+
+        Args:
+            model: None for no model.
+            path: its file, empty for the demo model, which is kept with the chat; None keeps what is there.
 
         Raises:
             UsageError: a reply is under way.
         """
         self._check_free()
         self.model = model
-        self.conversation.model = path
-        self._keeper.set(model=path)
+        if path is not None:
+            self.conversation.model = path
+            self._keeper.set(model=path)
 
     def switch(self, id_: str) -> None:
         """Goes to the branch that a message is in."""

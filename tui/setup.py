@@ -69,8 +69,10 @@ class Setup:
 
     Attributes:
         store: where chats are kept.
-        conversation: what is talked about first; its ``model`` is loaded.
+        conversation: what is talked about first.
+        first_model: what replies at first, as `Loader` takes it; None is the conversation's.
         load: loads models.
+        check: reads as much of a model's file as tells whether it can be loaded, and raises where it cannot.
         list_models: the models to choose from.
         memory: bytes that are in use, GPUs' aside.
         more: keywords of `LLM.stream_chat` beside the conversations' settings.
@@ -83,6 +85,8 @@ class Setup:
     store: Store
     load: Loader
     conversation: Conversation = field(default_factory=Conversation)
+    first_model: str | None = None
+    check: Callable[[str], None] = lambda name: None
     list_models: Callable[[], Iterable[ModelEntry]] = tuple
     memory: Callable[[], int] = lambda: 0
     more: Mapping[str, Any] = field(default_factory=dict)

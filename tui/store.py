@@ -8,7 +8,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +17,7 @@ from localllm.cli.terminal import visible_line
 from localllm.errors import StoreError
 from localllm.tui import database, options
 from localllm.tui.conversation import Conversation, Message
+from localllm.tui.presence import Terminal
 from localllm.tui.records import Record, extras, parsed, to_message
 from localllm.tui.thinking import split
 
@@ -91,6 +92,7 @@ class Store:
         """
         self.path = path
         self.notice: str | None = None
+        self._terminal = Terminal()
         self._lock = threading.RLock()
         known = None if path is None else database.identity(path)
         try:
@@ -114,6 +116,8 @@ class Store:
         return cls(None)
 
     def close(self) -> None:
+        with suppress(StoreError), self._writing() as execute:
+            self._terminal.leave(execute)
         with self._lock:
             self._connection.close()
 
@@ -184,10 +188,25 @@ class Store:
             if also is not None:
                 execute(also, values)
 
+    # -- Other terminals -------------------------------------------------------------------------------------------
+
+    def enter(self, id_: str) -> list[str]:
+        """Notes that a conversation is open here, and no longer the one before; returns what `others` does."""
+        with self._writing() as execute:
+            self._terminal.enter(execute, id_)
+        return self.others(id_)
+
+    def others(self, id_: str) -> list[str]:
+        """The other terminals that have a conversation open, such as "process 123"."""
+        with self._reading():
+            return self._terminal.others(self._connection.execute, id_)
+
     # -- Reading ---------------------------------------------------------------------------------------------------
 
     def load(self, id_: str) -> Conversation:
         """A conversation; a reply that was being written is marked as cut off by the end of its program.
+
+        One that another terminal is writing now is left out: it will have it.
 
         Raises:
             StoreError: there is none.
@@ -198,7 +217,9 @@ class Store:
                 "SELECT * FROM messages WHERE session = ? ORDER BY seq", (id_,)
             ).fetchall()
         if row is None:
-            raise StoreError(f"there is no chat {id_!r}: /sessions lists them")
+            raise _no_chat(id_)
+        if any(values["state"] == "streaming" for values in kept) and self.others(id_):
+            kept = [values for values in kept if values["state"] != "streaming"]
         messages = [_message(values) for values in kept]
         settings = Record(parsed(row["settings"]), "its settings")
         conversation = Conversation(
@@ -226,7 +247,7 @@ class Store:
                 (beginning,),
             ).fetchall()
         if not beginning or not rows:
-            raise StoreError(f"there is no chat {beginning!r}: /sessions lists them")
+            raise _no_chat(beginning)
         if len(rows) > 1 and rows[0]["id"] != beginning:
             raise StoreError(f"there are several chats whose id begins with {beginning!r}: give more of it")
         return str(rows[0]["id"])
@@ -316,6 +337,10 @@ class Store:
         """A transaction; gives what executes statements in it."""
         with self._reading(), database.transaction(self._connection):
             yield self._connection.execute
+
+
+def _no_chat(id_: str) -> StoreError:
+    return StoreError(f"there is no chat {id_!r}: localllm chat --list lists them, and in a chat /sessions does")
 
 
 def _message(row: sqlite3.Row) -> Message:

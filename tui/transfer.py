@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from localllm.tui.attachments import fenced
 from localllm.tui.control import shown
 from localllm.tui.conversation import Conversation, Message, new_id, short_id
 from localllm.tui.records import Record, parsed, to_message, to_record
-from localllm.tui.store import clean_title
+from localllm.tui.store import Store, clean_title
 
 FORMAT, VERSION = "localllm-chat", 1
 
@@ -168,6 +169,25 @@ def read_export(path: Path) -> Conversation:
         return from_json(data)
     except StoreError as error:
         raise StoreError(f"{path} cannot be imported: {error}") from None
+
+
+def import_chat(store: Store, path: Path) -> Conversation:
+    """Takes the conversation of a file into a store; its title tells it from those that are there.
+
+    Raises:
+        StoreError: it is not such a file, or cannot be kept.
+        UsageError: it cannot be read.
+    """
+    conversation = read_export(path)
+    titles = {chat.title for archived in (False, True) for chat in store.sessions(archived=archived)}
+    conversation.title = _new_title(conversation.title or path.stem, titles)
+    store.save(conversation, conversation.messages)
+    return conversation
+
+
+def _new_title(title: str, titles: set[str]) -> str:
+    names = (f"{title} (copy)" if number == 1 else f"{title} (copy {number})" for number in count(1))
+    return title if title not in titles else next(name for name in names if name not in titles)
 
 
 def _reason(error: Exception) -> str:

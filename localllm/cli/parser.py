@@ -167,6 +167,7 @@ def _add_conversation(group: argparse._ArgumentGroup) -> None:
     which = group.add_mutually_exclusive_group()
     which.add_argument("--continue", dest="resume", action="store_true", help="go on with the last chat")
     which.add_argument("--session", metavar="ID", help="go on with this chat; the beginning of its id is enough")
+    which.add_argument("--list", dest="list_chats", action="store_true", help="list the chats, and their ids")
     group.add_argument("-sys", "--system", "--system-prompt", dest="system", metavar="TEXT", help="the system prompt")
     group.add_argument("--prefix", metavar="TEXT", help="what replies begin with")
     group.add_argument(

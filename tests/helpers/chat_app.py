@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import unicodedata
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from textual.app import App
-from textual.events import Paste
+from textual.events import Key, Paste
+from textual.keys import REPLACED_KEYS, Keys, _character_to_key, _get_unicode_name_from_key
 from textual.pilot import Pilot
 
 from localllm.tui.app import ChatApp
@@ -119,13 +121,25 @@ class Chat:
         return self.app._chat.transcript.views
 
     async def press(self, *keys: str) -> None:
-        await self.pilot.press(*keys)
+        """Presses keys, and waits till they have been handled."""
+        # Textual's own way waits after every key for a processor that does nothing, on a busy machine a second.
+        for key in keys:
+            self.app.post_message(_key(key))
+        await self.pilot._wait_for_screen()
+        await self.until(lambda: self.app.typed_ahead.is_done, "an end of the keys")
+        await self.pilot._wait_for_screen()
+
+    def hit(self, *keys: str) -> None:
+        """Presses keys all at once, faster than the screen follows; what is no name of a key is typed."""
+        for key in keys:
+            for each in [key] if key in set(Keys) else key:
+                self.app.post_message(_key(each))
 
     async def type(self, text: str) -> None:
         """Types a text where the cursor is; pasted, which is quicker, and does the same."""
         assert self.app.screen.focused is not None
         self.app.post_message(Paste(text))
-        await self.pilot.pause()
+        await self.pilot._wait_for_screen()
 
     async def say(self, text: str) -> None:
         """Types a message, and sends it."""
@@ -145,7 +159,7 @@ class Chat:
         await self.app.workers.wait_for_complete(
             [worker for worker in self.app.workers if worker.group in ("turn", "command", "step", "suggestions")]
         )
-        await self.pilot.pause()
+        await self.pilot._wait_for_screen()
 
     async def sees(self, text: str) -> None:
         await self.until(lambda: text in self.screen, f"{text!r} on the screen")
@@ -158,6 +172,15 @@ class Chat:
         while not condition():
             assert asyncio.get_running_loop().time() < end, f"there is not {what}:\n{self.screen}\n{self.notices}"
             await self.pilot.pause(0.02)
+
+
+def _key(name: str) -> Key:
+    """A key by its name, or the character on it."""
+    name = _character_to_key(name) if len(name) == 1 else name
+    try:
+        return Key(name, unicodedata.lookup(_get_unicode_name_from_key(REPLACED_KEYS.get(name, name))))
+    except KeyError:
+        return Key(name, name if len(name) == 1 else None)
 
 
 @asynccontextmanager

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from localllm.errors import NotEnoughMemoryError
+from localllm.errors import ModelNotFoundError, NotEnoughMemoryError
 from localllm.progress import LoadProgress
 from localllm.tui.app import ChatApp
 from localllm.tui.commands import COMMANDS
+from localllm.tui.conversation import Conversation
 from localllm.tui.menu import MENU
 from localllm.tui.screens.help import help_text
 from localllm.tui.setup import ModelEntry
@@ -42,7 +43,6 @@ def test_chats_are_opened_and_searched() -> None:
             await chat.sees("pears")
             await chat.press("ctrl+o")
             await chat.sees("first")
-            await chat.press("slash")
             await chat.type("apple")
             await chat.until(lambda: "third" not in chat.screen)
             await chat.press("enter")
@@ -62,21 +62,21 @@ def test_chats_are_renamed_archived_and_deleted() -> None:
             await other_chats(chat, "first", "second")
             await chat.press("ctrl+o")
             await chat.sees("second  open")
-            await chat.press("r")
-            await chat.sees("Rename")
+            await chat.press("f2")
+            await chat.sees("─ Rename")
             await chat.type("second best")  # all of the old title is selected
             await chat.press("enter")
             await chat.sees("second best  open")
-            await chat.press("down", "a")
+            await chat.press("down", "f3")
             await chat.until(lambda: "first" not in chat.screen.replace("first after", ""))
-            await chat.press("h")
+            await chat.press("f6")
             await chat.sees("Archived chats")
             await chat.sees("first  archived")
-            await chat.press("d")
+            await chat.press("delete")
             await chat.sees("Delete the chat for good?")
             await chat.press("down", "enter")
             await chat.sees("no chat is archived")
-            await chat.press("h", "escape")
+            await chat.press("f6", "escape")
             await chat.until(lambda: title(chat) == "second best")
             await chat.sees("localllm  second best")
             assert [s.title for s in await chat.app.offload(store.sessions)] == ["second best"]
@@ -98,20 +98,27 @@ def test_chats_are_exported_and_imported(tmp_path: Path) -> None:
             await chat.hears("written to")
             await chat.press("ctrl+o")
             await chat.sees("hello  open")
-            await chat.press("e")
+            await chat.press("f4")
             await chat.sees("A new file")
             chat.app.screen.query_one("Input").value = f"{tmp_path}/chat.md"  # type: ignore[attr-defined]
             await chat.press("enter")
             await chat.until((tmp_path / "chat.md").exists)
-            await chat.press("i")
+            await chat.press("f5")
             await chat.sees("that was exported")
             chat.app.screen.query_one("Input").value = f"{tmp_path}/chat.json"  # type: ignore[attr-defined]
             await chat.press("enter")
             await chat.until(lambda: chat.screen.count("2 messages") == 2)
+            await chat.hears("imported: hello (copy)")
             await chat.press("escape")
-            before = chat.app._chat.session.conversation.id
+            await chat.until(lambda: chat.app.screen is chat.app._chat)
+            await chat.say(f"/import {tmp_path}/chat.json")
+            await chat.hears("imported: hello (copy 2)")
+            await chat.until(lambda: title(chat) == "hello (copy 2)")
             await chat.say(f"/load {tmp_path}/chat.json")
-            await chat.until(lambda: chat.app._chat.session.conversation.id != before)
+            await chat.until(lambda: title(chat) == "hello (copy 3)")
+            await chat.say("/import")
+            await chat.sees("for example ~/")
+            await chat.press("escape")
             await chat.say(f"/export {tmp_path}/chat.json")
             await chat.hears("is there already: choose another name")
         assert [m.text for m in read_export(tmp_path / "chat.json").path()] == ["hello", "one"]
@@ -229,9 +236,8 @@ def test_another_model_is_chosen() -> None:
             await chat.sees("needs 61 GB")
             assert models[0].closed
             assert "by demo" in chat.app._chat.session.conversation.path()[1].text  # the chat stays
-            await chat.press("enter")  # Choose another model
+            await chat.press("down", "enter")  # Choose another model
             await chat.sees("70B")
-            await chat.press("slash")
             await chat.type("small")
             await chat.press("enter")
             await chat.until(lambda: loaded[-1] == "/models/small.gguf")
@@ -241,8 +247,77 @@ def test_another_model_is_chosen() -> None:
             assert chat.app._chat.session.conversation.model == "/models/small.gguf"
             await chat.say("/model large")
             await chat.sees("cannot be loaded")
-            await chat.press("down", "enter")  # Back
+            await chat.press("enter")  # Back
             await chat.until(lambda: loaded[-1] == "/models/small.gguf" and chat.app._chat.models.model)
+            await chat.say("/model large")
+            await chat.sees("cannot be loaded")
+            await chat.press("escape")
+            await chat.until(lambda: loaded[-1] == "/models/small.gguf" and chat.app._chat.models.model)
+
+    run(test())
+
+
+def test_a_model_that_cannot_be_read_leaves_the_one_before() -> None:
+    async def test() -> None:
+        model = AppModel(["by the old one", "still by the old one"])
+        loaded: list[str] = []
+
+        def load(name: str, progress: LoadProgress) -> AppModel:
+            loaded.append(name)
+            return model
+
+        def check(name: str) -> None:
+            if name == "typo.gguf":
+                raise ModelNotFoundError("there is no file typo.gguf: check the path")
+
+        async with chatting(setup(model, load=load, check=check, list_models=lambda: ENTRIES)) as chat:
+            await chat.ask("hello")
+            for leave in ("escape", "enter"):  # the first choice is to go back
+                await chat.say("/model typo.gguf")
+                await chat.sees("there is no file typo.gguf")
+                assert "Back to the demo model" in chat.screen
+                await chat.press(leave)
+                await chat.until(lambda: chat.app.screen is chat.app._chat)
+            assert not model.closed
+            await chat.ask("and now?")
+            assert "still by the old one" in chat.screen
+            await chat.say("/model typo.gguf")
+            await chat.sees("there is no file typo.gguf")
+            await chat.press("down", "enter")
+            await chat.sees("70B")
+            await chat.press("escape")
+            assert loaded == [""]
+            assert chat.app._chat.session.conversation.model == ""
+
+    run(test())
+
+
+def test_a_chat_whose_model_is_another_or_gone() -> None:
+    async def test() -> None:
+        store = AppStore(None)
+        for name in ("gone.gguf", "other.gguf"):
+            kept = Conversation(title=name, model=name)
+            kept.add("user", "hello")
+            store.save(kept, kept.messages)
+
+        def check(name: str) -> None:
+            if name == "gone.gguf":
+                raise ModelNotFoundError("there is no file gone.gguf: check the path")
+
+        built = setup(AppModel(), store, conversation=kept, first_model="here.gguf", check=check)
+        async with chatting(built) as chat:
+            await chat.ask("hello?")
+            # What was loaded because the chat's own model is gone is not noted with the chat.
+            assert (await chat.app.offload(store.load, kept.id)).model == "other.gguf"
+            for name, said in (
+                ("gone.gguf", "the model of this chat, gone.gguf, is not here: here.gguf replies now"),
+                ("other.gguf", "this chat was with other.gguf: here.gguf replies now, /model changes that"),
+            ):
+                await chat.press("ctrl+o")
+                await chat.type(name)
+                await chat.press("enter")
+                await chat.until(lambda name=name: title(chat) == name)  # type: ignore[misc]
+                await chat.hears(said)
 
     run(test())
 

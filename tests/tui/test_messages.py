@@ -31,7 +31,7 @@ def test_a_message_is_edited_and_branches_are_gone_through() -> None:
             await chat.press("ctrl+up", "up", "left")
             await chat.sees("‹ 1/2 ›")
             assert said(chat) == ["a", "one", "b", "two"]
-            assert chat.app._chat.selected is chat.views[0]
+            await chat.until(lambda: chat.app._chat.selected is chat.views[0])
             await chat.press("right")
             await chat.sees("‹ 2/2 ›")
             assert said(chat) == ["ac", "three"]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from localllm.errors import ContextLengthError, DeviceLostError, UsageError
@@ -19,7 +20,7 @@ from localllm.tui.lines import Lines
 from localllm.tui.plain import PlainChat
 from localllm.tui.session import ChatSession
 from localllm.tui.store import Store
-from tests.helpers.command_line import LIMIT, environment, on_terminal, run_process, running
+from tests.helpers.command_line import LIMIT, Process, environment, on_terminal, run_process, running
 from tests.helpers.data import ROOT
 from tests.helpers.fake_chat import FakeModel
 from tests.helpers.tiny_models import config, random_weights, write_gguf
@@ -209,11 +210,27 @@ def test_from_a_pipe_and_again(tiny: Path, tmp_path: Path) -> None:
     assert store.load(summary.id).settings == {"temperature": 0.0, "max_tokens": 3}
     assert summary.model == str(tiny)
     store.close()
+    outcome = run_process(["chat", "--list"], env=env)
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.updated))
+    assert (outcome.code, outcome.out) == (0, f"{summary.id}  {when}     4 messages  hi\n")
     for which in (["--continue"], ["--session", summary.id[:7]]):
         outcome = run_process(["chat", *which, *Z], stdin=b"/show\n", env=env)
         assert (
             outcome.err == "#1 user\nhi\n\n#2 assistant, cut off\nzzz\n\n#3 user\nyou\n\n#4 assistant, cut off\nzzz\n"
         )
+    tiny.rename(tiny.with_name("gone"))
+    try:
+        given = [*Z[:-1], "-sys", "be kind", "--session", summary.id]  # and not -q
+        outcome = run_process(["chat", *given], stdin=b"/system\n/model\n", env=env)
+    finally:
+        tiny.with_name("gone").rename(tiny)
+    lines = outcome.err.splitlines()
+    assert lines[0] == (
+        f"localllm: warning: the model of this chat, {tiny}, is not here any more: the demo model replies now; "
+        "/model chooses another one"
+    )
+    assert "system prompt: be kind" in lines
+    assert lines[-1] == f"Continue this chat with: localllm chat --session {summary.id}"
     given = ["-sys", "be kind", "--prefix", "So"]
     outcome = run_process(["chat", "--continue", *Z, *given], stdin=b"/continue\n/system\n/prefix\n", env=env)
     assert (outcome.code, outcome.out) == (0, "zzz\n")
@@ -223,7 +240,10 @@ def test_from_a_pipe_and_again(tiny: Path, tmp_path: Path) -> None:
 def test_bad_command_lines(tmp_path: Path) -> None:
     env = environment(LOCALLLM_DATA=str(tmp_path))
     outcome = run_process(["chat", "--session", "x"], env=env)
-    assert (outcome.code, outcome.error()) == (1, "there is no chat 'x': /sessions lists them")
+    assert (outcome.code, outcome.error()) == (
+        1,
+        "there is no chat 'x': localllm chat --list lists them, and in a chat /sessions does",
+    )
     outcome = run_process(["chat", "--session", "x", "--continue"], env=env)
     assert outcome.code == 2
     outcome = run_process(["chat", "--temp", "-1"], env=env)
@@ -274,7 +294,7 @@ def test_at_a_terminal(tiny: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         screen += _until(master, b"> ")
         # Python does not notice a signal between the prompt that it writes and its wait for a line.
-        time.sleep(1)
+        _until_it_waits(process)
         process.send_signal(signal.SIGINT)
         screen += _until(master, b"again)\r\n> ")
         os.write(master, b"\x04")
@@ -285,6 +305,16 @@ def test_at_a_terminal(tiny: Path, tmp_path: Path) -> None:
     store.close()
     assert reply.state == "stopped"
     assert set(reply.text) == {"z"}
+
+
+def _until_it_waits(process: Process) -> None:
+    """Returns when the main thread of a process sleeps till something wakes it."""
+    watched = psutil.Process(process.pid)
+    while True:
+        before = watched.num_ctx_switches()
+        time.sleep(0.1)
+        if watched.status() == psutil.STATUS_SLEEPING and watched.num_ctx_switches() == before:
+            return
 
 
 def _until(descriptor: int, end: bytes) -> bytes:

@@ -11,7 +11,8 @@ import pytest
 
 import localllm
 from localllm.errors import DeviceLostError, UsageError
-from localllm.tui.conversation import Conversation, Message
+from localllm.quant.types import GGMLType
+from localllm.tui.conversation import Conversation, Message, Stats
 from localllm.tui.events import (
     ContextFull,
     Delta,
@@ -27,6 +28,7 @@ from localllm.tui.replies import ChatModel
 from localllm.tui.session import ChatSession
 from localllm.tui.store import Store
 from tests.helpers.fake_chat import FakeModel, Reply
+from tests.helpers.tiny_models import config, random_weights, write_gguf
 
 
 @pytest.fixture
@@ -452,26 +454,38 @@ def test_the_library_is_a_model() -> None:
         takes(llm)
 
 
-def test_only_what_is_new_is_prefilled(store: Store) -> None:
-    """Editing the last message of a long chat with the demo model."""
+def test_only_what_is_new_is_prefilled(store: Store, tmp_path: Path) -> None:
+    """Editing the last message of a chat of 2,000 tokens with a real engine."""
+    settings = config(max_position_embeddings=4096, intermediate_size=192)
+    template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
+    keys = {"tokenizer.chat_template": template}
+    path = write_gguf(tmp_path / "a.gguf", settings, random_weights(settings), type=GGMLType.Q8_0, metadata=keys)
     past = Conversation(settings={"temperature": 0, "max_tokens": 4})
-    for i in range(12):
+    for i in range(14):
         past.add("user", f"Tell me a story about a dog and {i} cats.")
         past.add("assistant", "Once there was a dog that liked to walk in the park with all of the cats. " * 2)
-    with localllm.load() as llm:
+    with localllm.load(path) as llm:
         session = ChatSession(llm, store, past)
-        list(session.send("What is localllm?"))
-        first = session.last
-        assert first is not None
-        assert first.prompt_tokens > 600
-        list(session.edit(session.conversation.path()[-2].id, "What is a token?"))
-        second = session.last
-        list(session.regenerate())
-        third = session.last
-    assert second is not None
-    assert third is not None
-    assert second.prefilled_tokens <= len("What is a token?") + 8
-    assert third.prefilled_tokens == 1
+        first = after(session, session.send("What is localllm?"))
+        question = session.conversation.path()[-2]
+        edited = after(session, session.edit(question.id, "What is a token?"))
+        again = after(session, session.regenerate())
+        new = len(llm.tokenize("a token?;a:", add_special=False))
+    assert first.prompt_tokens == first.prefilled_tokens > 2000
+    assert edited.prompt_tokens > 2000
+    # What both questions begin with is in the cache, and so is all before them.
+    assert edited.prefilled_tokens <= new + 1
+    assert again.prefilled_tokens == 1
+
+
+def after(session: ChatSession, events: Iterator[Event]) -> Stats:
+    """The counters once all has happened, which also agree with what was told of the prompt meanwhile."""
+    progress = [event for event in events if isinstance(event, Prefill)]
+    stats = session.last
+    assert stats is not None
+    assert progress[-1] == Prefill(stats.prompt_tokens, stats.prompt_tokens)
+    assert all(event.done >= stats.cached_tokens for event in progress)
+    return stats
 
 
 def test_messages_can_be_read_while_they_are_written(store: Store) -> None:

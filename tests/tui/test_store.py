@@ -255,7 +255,7 @@ def test_a_newer_file_is_refused(path: Path) -> None:
         connection.execute("PRAGMA user_version=99")
     connection.close()
     before = path.read_bytes()
-    with pytest.raises(StoreError, match=r"written by a newer localllm \(schema 99, this one knows 1\): update"):
+    with pytest.raises(StoreError, match=r"written by a newer localllm \(schema 99, this one knows 2\): update"):
         Store(path)
     assert path.read_bytes() == before
 
@@ -269,7 +269,7 @@ def test_migrations_run_once_and_in_order(path: Path, monkeypatch: pytest.Monkey
     for _ in range(2):
         store = Store(path)
         assert store.load(conversation.id).path()[0].text == "hello"
-        assert store._connection.execute("PRAGMA user_version").fetchone()[0] == 2
+        assert store._connection.execute("PRAGMA user_version").fetchone()[0] == 3
         store.close()
 
 

@@ -111,7 +111,9 @@ class ChatScreen(MessageActions, Screen[None]):
         for notice in setup.notices:
             self.app.say(notice, warning=True)
         await self.open(setup.conversation)
-        self.app.spawn(self.models.load(setup.conversation.model), group="loading")
+        saved = setup.conversation.model
+        name = saved if setup.first_model is None else setup.first_model
+        self.app.spawn(self.models.load(name, keeps=name == saved), group="loading")
         self.composer.typed.restore(await self.app.offload(self.composer.typed.load))
         await self._sample_memory()
 
@@ -124,6 +126,11 @@ class ChatScreen(MessageActions, Screen[None]):
         self.hint("")
         await self.refresh_all()
         self.transcript.follow()
+        if (warning := await self.app.offload(self.session.enter)) is not None:
+            self.app.say(warning, warning=True)
+            self.hint("Open in another terminal too: what both say is kept, as branches.")
+        if len(conversation):
+            await self.models.tell_difference(conversation.model)
 
     async def end_turn(self) -> None:
         """Stops what is generated, and waits for its end."""
@@ -261,7 +268,7 @@ class ChatScreen(MessageActions, Screen[None]):
             return
         session = self.session
         if self.is_ending:
-            self.app.spawn(self._submit_after_end(), group="submit")
+            self.app.ask(self._submit_after_end(), group="submit")
             return
         if self.turn is not None:
             raise UsageError("a reply is under way: Esc stops it")
@@ -334,7 +341,7 @@ class ChatScreen(MessageActions, Screen[None]):
 
     def run_command(self, text: str) -> None:
         """Runs a command as it is typed, with its slash."""
-        self.app.spawn(self._run_command(text), group="command")
+        self.app.ask(self._run_command(text), group="command")
 
     async def _run_command(self, text: str) -> None:
         if self.is_ending:

@@ -16,11 +16,11 @@ from localllm.tui.numbers import NO_BRANCHES, branch_meant, forks
 from localllm.tui.screens.dialogs import Ask, Choose, Tell, confirm
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.screens.sampling import SamplingScreen
-from localllm.tui.screens.sessions import SessionsScreen, ask_export, path_of
+from localllm.tui.screens.sessions import SessionsScreen, ask_export, ask_import, path_of
 from localllm.tui.screens.system import SystemScreen
 from localllm.tui.session import ChatSession
 from localllm.tui.store import shortened
-from localllm.tui.transfer import read_export, write_export
+from localllm.tui.transfer import import_chat, write_export
 
 if TYPE_CHECKING:
     from localllm.tui.screens.chat import ChatScreen
@@ -82,6 +82,7 @@ class Commands:
             "branch": self._branches,
             "delete": self._delete,
             "export": self._export,
+            "import": self._import,
             "load": partial(self._sessions, ""),
             "model": screen.models.choose,
             "rename": self._rename,
@@ -97,6 +98,7 @@ class Commands:
             "copy": self._copy,
             "export": self._export_to,
             "help": self._help,
+            "import": self._import_from,
             "load": self._load,
             "quit": self._quit,
             "sessions": self._sessions,
@@ -133,7 +135,7 @@ class Commands:
         elif front.conversation is not None:
             await self._open(front.conversation)
         elif front.model is not None:
-            await screen.models.load(front.model)
+            await screen.models.change(front.model)
         else:
             await screen.refresh_all()
             await self._tell(call.command.name, "\n".join(front.said))
@@ -163,21 +165,19 @@ class Commands:
         session = screen.session
         chats = SessionsScreen(session.store, session.conversation.id, words)
         chosen = await screen.app.push_screen_wait(chats)
+        if (title := chats.titles.get(session.conversation.id)) is not None:
+            session.conversation.title = title
+            await screen.refresh_all()
         if chosen is not None:
             await self._open_id(chosen)
         elif session.conversation.id in chats.deleted:
             await self._new()
-        elif (title := chats.titles.get(session.conversation.id)) is not None:
-            session.conversation.title = title
-            await screen.refresh_all()
 
     async def _load(self, argument: str) -> None:
         screen = self._screen
         store = screen.session.store
         if argument.lower().endswith(".json"):
-            conversation = await screen.app.offload(read_export, path_of(argument))
-            await screen.app.offload(store.save, conversation, conversation.messages)
-            await self._open(conversation)
+            await self._import_from(argument)
             return
         try:
             id_ = await screen.app.offload(store.find, argument)
@@ -185,6 +185,17 @@ class Commands:
             await self._sessions(argument)
         else:
             await self._open_id(id_)
+
+    async def _import(self) -> None:
+        name = await self._screen.app.push_screen_wait(ask_import())
+        if name:
+            await self._import_from(name)
+
+    async def _import_from(self, name: str) -> None:
+        screen = self._screen
+        conversation = await screen.app.offload(import_chat, screen.session.store, path_of(name))
+        await self._open(conversation)
+        screen.app.say(f"imported: {conversation.title}")
 
     async def _rename(self) -> None:
         session = self._screen.session
@@ -196,7 +207,7 @@ class Commands:
     async def _archive(self) -> None:
         session = self._screen.session
         await self._screen.app.offload(session.store.archive, session.conversation.id)
-        self._screen.app.say("the chat is archived: Ctrl+O and h show it")
+        self._screen.app.say("the chat is archived: Ctrl+O and F6 show it")
         await self._new()
 
     async def _delete(self) -> None:

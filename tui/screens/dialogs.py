@@ -36,7 +36,7 @@ class Dialog(ModalScreen[Result | None]):
         with Vertical(classes="box") as box:
             box.border_title = Content(shown(self._title))
             yield from self.content()
-        yield Keys(show_command_palette=False)
+        yield Keys(show_command_palette=False, compact=True)
 
     def content(self) -> ComposeResult:
         """What is in the box."""
@@ -72,6 +72,26 @@ class Choose(Dialog[str]):
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
         self.dismiss(event.option_id)
+
+
+class Find(Dialog[str]):
+    """One of a list that is searched: letters always go into the field above it, and the arrows move in the list."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up", "move('cursor_up')", "Up", show=False),
+        Binding("down", "move('cursor_down')", "Down", show=False),
+        Binding("pageup", "move('page_up')", "Page up", show=False),
+        Binding("pagedown", "move('page_down')", "Page down", show=False),
+        Binding("ctrl+home", "move('first')", "First", show=False),
+        Binding("ctrl+end", "move('last')", "Last", show=False),
+    ]
+
+    def action_move(self, where: str) -> None:
+        getattr(self.query_one(OptionList), f"action_{where}")()
+
+
+class FoundList(OptionList, can_focus=False):
+    """What was found; it is looked at from the field."""
 
 
 def confirm(title: str, text: str, yes: str, no: str = "Cancel") -> Choose:

@@ -137,11 +137,11 @@ class MessageActions:
 
     def action_step(self, by: int) -> None:
         if (picked := self._picked()) is not None:
-            self._chat.app.spawn(self.step(picked[1].id, by), group="step")
+            self._chat.app.ask(self.step(picked[1].id, by), group="step")
 
     def action_step_message(self, id_: str, by: int) -> None:
         """For clicks."""
-        self._chat.app.spawn(self.step(id_, by), group="step")
+        self._chat.app.ask(self.step(id_, by), group="step")
 
     async def switch(self, id_: str) -> None:
         """Goes to the branch that a message is in."""
@@ -176,7 +176,7 @@ class MessageActions:
 
     def action_copy_code(self) -> None:
         if (picked := self._picked()) is not None:
-            self._chat.app.spawn(self.copy_code(picked[1], None), group="copy")
+            self._chat.app.ask(self.copy_code(picked[1], None), group="copy")
 
     async def copy_code(self, message: Message, number: int | None) -> None:
         """Puts a block of code on the clipboard: the one of a number, from 1, or one that is chosen.
@@ -207,7 +207,7 @@ class MessageActions:
 
     def action_delete(self) -> None:
         if (picked := self._picked()) is not None:
-            self._chat.app.spawn(self._delete(*picked), group="delete")
+            self._chat.app.ask(self._delete(*picked), group="delete")
 
     async def _delete(self, session: ChatSession, message: Message) -> None:
         chat = self._chat

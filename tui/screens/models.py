@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import ClassVar
 
-from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
+from textual.worker import Worker, WorkerFailed
 
 from localllm.cli.terminal import quantity
 from localllm.tui.failures import sentence
-from localllm.tui.screens.dialogs import Dialog, rows
+from localllm.tui.screens.dialogs import Find, FoundList, rows
 from localllm.tui.setup import ModelEntry
 
 _HEAD = ("model", "size", "format", "parameters", "context", "fits")
 
 
-class ModelsScreen(Dialog[str]):
+class ModelsScreen(Find):
     """The models to choose from; the result is the path of one, or what was typed."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "choose", "Choose"),
-        Binding("slash", "search", "Search"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", "Choose", priority=True)]
 
     def __init__(self, list_models: Callable[[], Iterable[ModelEntry]], current: str | None) -> None:
         """``current`` is the path of the model that is loaded."""
@@ -35,17 +33,17 @@ class ModelsScreen(Dialog[str]):
         self._current = current
         self._entries: list[ModelEntry] = []
         self._shown: list[ModelEntry] = []
+        self._listing: Worker[object] | None = None
         self.add_class("large")
 
     def content(self) -> ComposeResult:
         yield Input(placeholder="Search, or a path to a GGUF file, or ORG/REPO[:QUANT]", id="search")
         yield Static(classes="head")
-        yield OptionList()
+        yield FoundList()
         yield Static("looking for models …", classes="empty", markup=False)
 
     def on_mount(self) -> None:
-        self.query_one(OptionList).focus()
-        self.app.spawn(self._list())
+        self._listing = self.app.spawn(self._list())
 
     async def _list(self) -> None:
         try:
@@ -92,10 +90,6 @@ class ModelsScreen(Dialog[str]):
         event.stop()
         self._draw()
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        event.stop()
-        self.action_choose()
-
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
         event.stop()
         self._explain()
@@ -104,23 +98,17 @@ class ModelsScreen(Dialog[str]):
         event.stop()
         self.dismiss(self._shown[event.option_index].path)
 
-    def on_key(self, event: events.Key) -> None:
-        if event.key == "down" and self.query_one(Input).has_focus:
-            event.stop()
-            self.query_one(OptionList).focus()
-
-    def action_search(self) -> None:
-        self.query_one(Input).focus()
-
     def action_choose(self) -> None:
         """The model that is highlighted, or what was typed where that is none of them."""
+        self.app.ask(self._choose())
+
+    async def _choose(self) -> None:
+        if self._listing is not None:
+            with suppress(WorkerFailed):  # which was told
+                await self._listing.wait()
         place = self.query_one(OptionList).highlighted
         typed = self.query_one(Input).value.strip()
         if place is not None and place < len(self._shown):
             self.dismiss(self._shown[place].path)
         elif typed:
             self.dismiss(typed)
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """A slash is typed while somebody types a path."""
-        return not (action == "search" and self.is_mounted and isinstance(self.focused, Input))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from localllm.errors import LocalLLMError
 from localllm.tui import collector
 from localllm.tui.failures import sentence
 from localllm.tui.loading import Cancelled, Loading
@@ -42,9 +43,30 @@ class ModelInUse:
         if self._loading is not None:
             self._loading.cancel()
 
-    async def load(self, name: str) -> None:
-        """Loads a model in the place of the one before; where that fails, asks what to do."""
+    async def change(self, name: str) -> None:
+        """Loads a model in the place of the one before, which stays where the file of the new one cannot be read."""
+        if self.model is not None and self.name == name:
+            self._screen.app.say(f"{name or 'the demo model'} is loaded already")
+            return
+        try:
+            await asyncio.to_thread(self._screen.app.setup.check, name)
+        except LocalLLMError as error:
+            if self.model is None:
+                await self._ask_after_failure(name, None, error)
+            else:
+                await self._ask_before_change(name, error)
+            return
+        await self.load(name)
+
+    async def load(self, name: str, *, keeps: bool = True) -> None:
+        """Loads a model in the place of the one before; where that fails, asks what to do.
+
+        Args:
+            name: as a command takes it; empty for the demo model.
+            keeps: note the model with the chat.
+        """
         screen = self._screen
+        screen.app.typed_ahead.go_on()
         self.cancel()
         while self._loading is not None:
             await asyncio.sleep(_PERIOD)
@@ -65,7 +87,7 @@ class ModelInUse:
             self._loading = None
             screen.status.change(activity="", progress=None)
         self.model, self.name = model, name
-        await self._use()
+        await self._use(name if keeps else None)
 
     async def _loaded(self, loading: Loading) -> OpenModel:
         """The model; meanwhile the screen shows how far it is."""
@@ -76,14 +98,14 @@ class ModelInUse:
             await asyncio.wait([thread], timeout=_PERIOD)
         return thread.result()
 
-    async def _use(self) -> None:
+    async def _use(self, kept: str | None) -> None:
         screen, model = self._screen, self.model
-        if model is None or self.name is None:
+        if model is None:
             return
         collector.set_aside()
         info = model.info
         screen.status.change(model=info.name or info.path.name, device=info.device, gpu_memory=info.gpu_bytes)
-        await screen.app.offload(screen.session.use_model, model, self.name)
+        await screen.app.offload(screen.session.use_model, model, kept)
         await screen.refresh_all()
         screen.model_is_there()
 
@@ -93,27 +115,52 @@ class ModelInUse:
         screen.status.change(model="", device="", gpu_memory=0)
         if model is not None:
             collector.take_back()
-            session = screen.session
-            await screen.app.offload(session.use_model, None, session.conversation.model)
+            await screen.app.offload(screen.session.use_model, None, None)
             await screen.app.offload(model.close)
+
+    async def _ask_before_change(self, name: str, error: LocalLLMError) -> None:
+        """Says why a model cannot be loaded, while the one before is there still."""
+        choices = [("back", f"Back to {_title(self.name)}"), ("other", "Choose another model")]
+        if await self._chosen(name, error, choices) == "other":
+            await self.choose()
 
     async def _ask_after_failure(self, name: str, before: str | None, error: Exception) -> None:
         choices = [("other", "Choose another model")]
-        if before is not None and before != name:
-            choices.append(("back", f"Back to {before or 'the demo model'}"))
+        can_go_back = before is not None and before != name
+        if can_go_back:
+            choices.insert(0, ("back", f"Back to {_title(before)}"))
         choices += [("again", "Try again"), ("none", "Go on without a model: the chat can be read")]
-        title = f"{name or 'The demo model'} cannot be loaded"
-        chosen = await self._screen.app.push_screen_wait(Choose(title, sentence(error), choices))
+        chosen = await self._chosen(name, error, choices)
         if chosen == "other":
             await self.choose()
-        elif chosen == "back" and before is not None:
-            await self.load(before)
         elif chosen == "again":
-            await self.load(name)
+            await self.change(name)
+        elif before is not None and can_go_back and chosen != "none":  # Esc goes back as well
+            await self.load(before)
+
+    async def _chosen(self, name: str, error: Exception, choices: list[tuple[str, str]]) -> str | None:
+        title = f"{name or 'The demo model'} cannot be loaded"
+        return await self._screen.app.push_screen_wait(Choose(title, sentence(error), choices))
+
+    async def tell_difference(self, saved: str) -> None:
+        """Says so where a chat that is opened was with another model than the one that is loaded."""
+        if self.name is None or self.name == saved:
+            return
+        app = self._screen.app
+        try:
+            await asyncio.to_thread(app.setup.check, saved)
+        except LocalLLMError:
+            app.say(f"the model of this chat, {saved}, is not here: {_title(self.name)} replies now", warning=True)
+        else:
+            app.say(f"this chat was with {_title(saved)}: {_title(self.name)} replies now, /model changes that")
 
     async def choose(self) -> None:
         """Asks for a model, and loads it."""
         screen = self._screen
         name = await screen.app.push_screen_wait(ModelsScreen(screen.app.setup.list_models, self.name))
         if name is not None:
-            await self.load(name)
+            await self.change(name)
+
+
+def _title(name: str | None) -> str:
+    return name or "the demo model"

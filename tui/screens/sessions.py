@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-from textual import events
+from textual.actions import SkipAction
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
@@ -15,23 +15,22 @@ from textual.widgets.option_list import Option
 
 from localllm.errors import UsageError
 from localllm.tui.control import shown
-from localllm.tui.screens.dialogs import Ask, Dialog, confirm
+from localllm.tui.screens.dialogs import Ask, Find, FoundList, confirm
 from localllm.tui.store import SessionSummary, Store
-from localllm.tui.transfer import read_export, write_export
+from localllm.tui.transfer import import_chat, write_export
 
 
-class SessionsScreen(Dialog[str]):
+class SessionsScreen(Find):
     """The chats that are kept; the result is the id of the one to open."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "open", "Open"),
-        Binding("slash", "search", "Search"),
-        Binding("r", "rename", "Rename"),
-        Binding("a", "archive", "Archive"),
-        Binding("d,delete", "delete", "Delete", key_display="d"),
-        Binding("e", "export", "Export"),
-        Binding("i", "import", "Import"),
-        Binding("h", "hidden", "Archived"),
+        Binding("enter", "open", "Open", priority=True),
+        Binding("f2", "rename", "Rename"),
+        Binding("f3", "archive", "Archive"),
+        Binding("delete", "delete", "Delete", key_display="del", priority=True),
+        Binding("f4", "export", "Export"),
+        Binding("f5", "import", "Import"),
+        Binding("f6", "hidden", "Archived"),
     ]
 
     def __init__(self, store: Store, current: str, search: str = "") -> None:
@@ -42,6 +41,8 @@ class SessionsScreen(Dialog[str]):
         self._search = search
         self._archived = False
         self._found: list[SessionSummary] = []
+        #: What these were found for, and whether among archived chats.
+        self._found_for: tuple[str, bool] | None = None
         #: Ids of chats that were deleted here.
         self.deleted: set[str] = set()
         #: New titles of chats that were renamed here, by id.
@@ -50,11 +51,10 @@ class SessionsScreen(Dialog[str]):
 
     def content(self) -> ComposeResult:
         yield Input(self._search, placeholder="Search titles and messages", id="search")
-        yield OptionList()
+        yield FoundList()
         yield Static(classes="empty")
 
     def on_mount(self) -> None:
-        self.query_one(OptionList).focus()
         self._refresh()
 
     # -- The list --------------------------------------------------------------------------------------------------
@@ -62,17 +62,21 @@ class SessionsScreen(Dialog[str]):
     def _refresh(self) -> None:
         self.app.spawn(self._list(), group="sessions")
 
+    @property
+    def _wanted(self) -> tuple[str, bool]:
+        return self.query_one(Input).value, self._archived
+
     async def _list(self) -> None:
-        text = self.query_one(Input).value
+        wanted = text, archived = self._wanted
         if text.strip():
             found = await self.app.offload(self._store.search, text)
         else:
-            found = await self.app.offload(self._store.sessions, archived=self._archived)
-        if not self.is_attached or text != self.query_one(Input).value:
+            found = await self.app.offload(self._store.sessions, archived=archived)
+        if not self.is_attached or wanted != self._wanted:
             return
         chats = self.query_one(OptionList)
         place = chats.highlighted or 0
-        self._found = found
+        self._found, self._found_for = found, wanted
         chats.clear_options()
         chats.add_options([Option(_entry(summary, self._current), id=summary.id) for summary in found])
         chats.highlighted = min(place, len(found) - 1) if found else None
@@ -85,7 +89,10 @@ class SessionsScreen(Dialog[str]):
             return "no chat has these words"
         return "no chat is archived" if self._archived else "no chat is kept yet"
 
-    def _chosen(self) -> SessionSummary | None:
+    async def _chosen(self) -> SessionSummary | None:
+        """The chat that is highlighted, once what was typed has been searched for; None if there is none."""
+        if self._found_for != self._wanted:
+            await self._list()
         place = self.query_one(OptionList).highlighted
         return self._found[place] if place is not None and place < len(self._found) else None
 
@@ -93,27 +100,18 @@ class SessionsScreen(Dialog[str]):
         event.stop()
         self._refresh()
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        event.stop()
-        self.action_open()
-
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
         self.dismiss(event.option_id)
 
-    def on_key(self, event: events.Key) -> None:
-        if event.key == "down" and self.query_one(Input).has_focus:
-            event.stop()
-            self.query_one(OptionList).focus()
-
     # -- What can be done with one ---------------------------------------------------------------------------------
 
     def action_open(self) -> None:
-        if (chosen := self._chosen()) is not None:
-            self.dismiss(chosen.id)
+        self.app.ask(self._open())
 
-    def action_search(self) -> None:
-        self.query_one(Input).focus()
+    async def _open(self) -> None:
+        if (chosen := await self._chosen()) is not None:
+            self.dismiss(chosen.id)
 
     def action_hidden(self) -> None:
         self._archived = not self._archived
@@ -121,40 +119,49 @@ class SessionsScreen(Dialog[str]):
         self._refresh()
 
     def action_rename(self) -> None:
-        if (chosen := self._chosen()) is not None:
-            self.app.spawn(self._rename(chosen))
+        self.app.ask(self._rename())
 
-    async def _rename(self, chosen: SessionSummary) -> None:
+    async def _rename(self) -> None:
+        if (chosen := await self._chosen()) is None:
+            return
         title = await self.app.push_screen_wait(Ask("Rename", value=chosen.title))
         if title:
             self.titles[chosen.id] = await self.app.offload(self._store.rename, chosen.id, title)
             await self._list()
 
     def action_archive(self) -> None:
-        if (chosen := self._chosen()) is not None:
-            self.app.spawn(self._archive(chosen))
+        self.app.ask(self._archive())
 
-    async def _archive(self, chosen: SessionSummary) -> None:
+    async def _archive(self) -> None:
+        if (chosen := await self._chosen()) is None:
+            return
         await self.app.offload(self._store.archive, chosen.id, not chosen.archived)
         self.app.say(f"{chosen.title or 'the chat'}: {'back in the list' if chosen.archived else 'archived'}")
         await self._list()
 
     def action_delete(self) -> None:
-        if (chosen := self._chosen()) is not None:
-            self.app.spawn(self._delete(chosen))
+        field = self.query_one(Input)
+        if not field.cursor_at_end or not field.selection.is_empty:
+            raise SkipAction  # there is something to delete in the field
+        self.app.ask(self._delete())
 
-    async def _delete(self, chosen: SessionSummary) -> None:
+    async def _delete(self) -> None:
+        if (chosen := await self._chosen()) is None:
+            return
         text = f"{chosen.title or 'Untitled'}, {_messages(chosen)}"
+        if others := await self.app.offload(self._store.others, chosen.id):
+            text += f"\n\nIt is open in another terminal ({', '.join(others)})."
         if await self.app.push_screen_wait(confirm("Delete the chat for good?", text, "Delete")) == "yes":
             await self.app.offload(self._store.delete, chosen.id)
             self.deleted.add(chosen.id)
             await self._list()
 
     def action_export(self) -> None:
-        if (chosen := self._chosen()) is not None:
-            self.app.spawn(self._export(chosen))
+        self.app.ask(self._export())
 
-    async def _export(self, chosen: SessionSummary) -> None:
+    async def _export(self) -> None:
+        if (chosen := await self._chosen()) is None:
+            return
         name = await self.app.push_screen_wait(ask_export(chosen.title))
         if name:
             conversation = await self.app.offload(self._store.load, chosen.id)
@@ -162,19 +169,14 @@ class SessionsScreen(Dialog[str]):
             self.app.say(f"written to {name}")
 
     def action_import(self) -> None:
-        self.app.spawn(self._import())
+        self.app.ask(self._import())
 
     async def _import(self) -> None:
         name = await self.app.push_screen_wait(ask_import())
         if name:
-            conversation = await self.app.offload(read_export, path_of(name))
-            await self.app.offload(self._store.save, conversation, conversation.messages)
+            imported = await self.app.offload(import_chat, self._store, path_of(name))
+            self.app.say(f"imported: {imported.title}")
             await self._list()
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Letters are typed while somebody searches."""
-        is_letter = action in ("rename", "archive", "delete", "export", "import", "hidden", "search")
-        return not (is_letter and self.is_mounted and isinstance(self.focused, Input))
 
 
 def ask_export(title: str) -> Ask:
@@ -185,7 +187,7 @@ def ask_export(title: str) -> Ask:
 
 def ask_import() -> Ask:
     """Asks for the file of a chat."""
-    return Ask("Import", "A .json file that was exported", placeholder="chat.json")
+    return Ask("Import", "A .json file that was exported", placeholder="for example ~/Downloads/chat.json")
 
 
 def path_of(name: str) -> Path:

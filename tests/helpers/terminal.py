@@ -1,0 +1,76 @@
+"""A terminal for tests: a program runs in it, keys are pressed, and what is on its screen is read."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from tests.helpers.command_line import command, environment
+from tests.helpers.data import ROOT
+
+#: Seconds that something may take: kernels may have to be compiled first.
+LIMIT = 120.0
+
+
+class Terminal:
+    """A terminal of tmux, with a server of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._socket = str(folder / "tmux")
+        self._folder = folder
+        self._runs = False
+
+    def tmux(self, *arguments: str) -> str:
+        done = subprocess.run(
+            ["tmux", "-S", self._socket, "-f", "/dev/null", *arguments], capture_output=True, check=True, timeout=60
+        )
+        return done.stdout.decode()
+
+    def start(self, *arguments: str) -> None:
+        """Runs a command line, of which the exit code is shown when it ends."""
+        variables = environment(
+            LOCALLLM_DATA=str(self._folder / "data"),
+            LOCALLLM_CONFIG=str(self._folder / "none"),
+            TERM="screen-256color",
+        )
+        given = [f"{name}={value}" for name, value in variables.items() if not name.startswith("TMUX")]
+        line = shlex.join(["env", "-i", *given, *command(*arguments)])
+        line = f"{line}; echo ended with $?; cat"
+        if self._runs:
+            self.tmux("respawn-pane", "-k", "-c", str(ROOT), line)
+        else:
+            self.tmux("new-session", "-d", "-x", "90", "-y", "30", "-c", str(ROOT), line)
+        self._runs = True
+
+    def screen(self) -> str:
+        return self.tmux("capture-pane", "-p")
+
+    def press(self, *keys: str) -> None:
+        self.tmux("send-keys", *keys)
+
+    def sees(self, *texts: str) -> str:
+        """Waits until all texts are on the screen."""
+        return self.until(lambda screen: all(text in screen for text in texts), f"{texts}")
+
+    def until(self, condition: Callable[[str], bool], what: str) -> str:
+        end = time.monotonic() + LIMIT
+        while not condition(screen := self.screen()):
+            assert time.monotonic() < end, f"there is not {what}:\n{screen}"
+            assert "ended with" not in screen or "ended with" in what, screen
+            time.sleep(0.1)
+        return screen
+
+    def kill(self) -> float:
+        """Kills what runs as ``kill -9`` does; returns when, in seconds since 1970."""
+        shell = psutil.Process(int(self.tmux("display-message", "-p", "#{pane_pid}")))
+        (program,) = shell.children()
+        program.kill()
+        return time.time()
+
+    def end(self) -> None:
+        subprocess.run(["tmux", "-S", self._socket, "kill-server"], capture_output=True, check=False, timeout=60)
