@@ -178,9 +178,9 @@ def test_no_key_is_cut(width: int) -> None:
     whole = {"⏎ Send", "esc Stop", "^↑ Messages", "f1 Help", "^n New chat", "^o Chats"}
     whole |= {"e Edit", "r Regenerate", "b New branch", "y Copy", "d Delete"}
 
-    def check(chat: Chat) -> None:
+    async def check(chat: Chat) -> None:
+        await chat.until(lambda: chat.screen.endswith("▏^p palette"), "a whole palette key")
         line = chat.screen.splitlines()[-1]
-        assert line.endswith("▏^p palette")
         offered = re.split("  +", line.removesuffix("▏^p palette").strip())
         assert len(offered) >= 2
         assert set(offered) <= whole
@@ -191,14 +191,13 @@ def test_no_key_is_cut(width: int) -> None:
         conversation.add("assistant", "answer")
         conversation.add("user", "another")
         async with chatting(setup(AppModel(), conversation=conversation), size=(width, 20)) as chat:
-            check(chat)
+            await check(chat)
             await chat.press("ctrl+up")
             await chat.sees("e Edit")
-            check(chat)
+            await check(chat)
             await chat.press("up")
             await chat.until(lambda: chat.app._chat.selected is chat.views[1])
-            await chat.pilot.pause(0.2)
-            check(chat)
+            await check(chat)
 
     run(test())
 

@@ -16,10 +16,10 @@ async def settled(chat: Chat) -> None:
         for editor in [*screen.query(TextArea), *screen.query(Input)]:
             editor.cursor_blink = False
             editor._pause_blink(visible=editor.has_focus)
-    before = ""
-    while (now := snapshots.dump(chat.app)) != before:
-        before = now
-        await chat.pilot.pause(0.2)
+    seen: list[str] = []
+    while len(seen) < 4 or len({*seen[-4:]}) > 1:
+        await chat.pilot.pause(0.1)
+        seen.append(snapshots.dump(chat.app))
 
 
 @pytest.mark.parametrize("theme", ["dark", "light"])
