@@ -16,7 +16,7 @@ from localllm.tui.conversation import Conversation, Message
 from localllm.tui.events import Event
 from localllm.tui.numbers import NO_BRANCHES, branch_meant, first_numbered, forks, numbered
 from localllm.tui.session import ChatSession
-from localllm.tui.store import SessionSummary, Store, shortened
+from localllm.tui.store import SessionSummary, shortened
 from localllm.tui.transfer import import_chat, write_export
 
 
@@ -308,15 +308,15 @@ def _rename(front: Frontend, argument: str) -> None:
     front.say(f"title: {front.session.set_title(argument)}")
 
 
-def _chosen(store: Store, session: ChatSession, argument: str) -> str:
-    return session.conversation.id if argument in ("", "this") else store.find(argument)
+def _chosen(session: ChatSession, argument: str) -> str:
+    return session.conversation.id if argument in ("", "this") else session.store.find(argument)
 
 
 def _delete(front: Frontend, argument: str) -> None:
     if not argument:
         raise UsageError("name the chat: /delete ID, or /delete this; /remove 3 deletes messages")
     session = front.session
-    id_ = _chosen(session.store, session, argument)
+    id_ = _chosen(session, argument)
     session.store.delete(id_)
     front.say(f"deleted {id_}")
     if id_ == session.conversation.id:
@@ -324,13 +324,13 @@ def _delete(front: Frontend, argument: str) -> None:
 
 
 def _archive(front: Frontend, argument: str) -> None:
-    id_ = _chosen(front.session.store, front.session, argument)
+    id_ = _chosen(front.session, argument)
     front.session.store.archive(id_)
     front.say(f"archived {id_}: /unarchive {id_} brings it back")
 
 
 def _unarchive(front: Frontend, argument: str) -> None:
-    id_ = _chosen(front.session.store, front.session, argument)
+    id_ = _chosen(front.session, argument)
     front.session.store.archive(id_, False)
     front.say(f"{id_} is among the chats again")
 
