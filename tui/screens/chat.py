@@ -123,6 +123,7 @@ class ChatScreen(MessageActions, Screen[None]):
         setup = self.app.setup
         self.session = ChatSession(self.models.model, setup.store, conversation, setup.more)
         self.replacing = None
+        self._sends_when_loaded = False
         self.hint("")
         await self.refresh_all()
         self.transcript.follow()
@@ -240,6 +241,9 @@ class ChatScreen(MessageActions, Screen[None]):
             self.replacing = None
             self.hint("")
             self.composer.empty()
+        elif self._sends_when_loaded:
+            self._sends_when_loaded = False
+            self.hint("")
         else:
             self.transcript.follow()
         self.composer.focus()
