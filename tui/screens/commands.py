@@ -41,6 +41,7 @@ class Shared:
         message: what is to be edited.
         conversation: what is to be opened.
         model: what is to be loaded.
+        ends: whether the program is to end.
     """
 
     def __init__(self, session: ChatSession) -> None:
@@ -100,7 +101,6 @@ class Commands:
             "help": self._help,
             "import": self._import_from,
             "load": self._load,
-            "quit": self._quit,
             "sessions": self._sessions,
             "show": self._show,
             "theme": self._theme,
@@ -136,6 +136,8 @@ class Commands:
             await self._open(front.conversation)
         elif front.model is not None:
             await screen.models.change(front.model)
+        elif front.ends:
+            await screen.quit()
         else:
             await screen.refresh_all()
             await self._tell(call.command.name, "\n".join(front.said))
@@ -312,9 +314,6 @@ class Commands:
 
     async def _help(self, argument: str) -> None:
         await self._screen.app.push_screen_wait(HelpScreen())
-
-    async def _quit(self, argument: str) -> None:
-        await self._screen.quit()
 
 
 def _line(message: Message) -> str:

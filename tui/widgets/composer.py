@@ -84,7 +84,7 @@ class Composer(TextArea):
 
     # -- Keys ------------------------------------------------------------------------------------------------------
 
-    async def _on_key(self, event: events.Key) -> None:
+    async def on_key(self, event: events.Key) -> None:
         # No binding with priority: that would overtake letters that wait, of one who types fast.
         if event.key == "enter":
             event.prevent_default()
@@ -95,7 +95,7 @@ class Composer(TextArea):
             event.stop()
             await self.run_action("app.quit")
 
-    async def _on_paste(self, event: events.Paste) -> None:
+    async def on_paste(self, event: events.Paste) -> None:
         event.prevent_default()
         event.stop()
         self.insert(self.pastes.fold(event.text.replace("\r\n", "\n").replace("\r", "\n")))
