@@ -94,6 +94,8 @@ class Store:
         self.notice: str | None = None
         self._terminal = Terminal()
         self._lock = threading.RLock()
+        #: Ids of chats that were deleted here: a reply to one may still be under way, and is not to bring it back.
+        self._deleted: set[str] = set()
         known = None if path is None else database.identity(path)
         try:
             self._connection = database.connect(path)
@@ -126,12 +128,15 @@ class Store:
     def save(self, conversation: Conversation, messages: Iterable[Message]) -> None:
         """Keeps messages of a conversation, new ones and changed ones, and which of them is its leaf.
 
-        The conversation itself is taken in with its first messages; see `set` for what changes in it later.
+        The conversation itself is taken in with its first messages; see `set` for what changes in it later.  One that
+        was deleted is not taken in again.
         """
         leaf = None if conversation.leaf is None else conversation.leaf.id
         conversation.updated = time.time()
         c = conversation
         with self._writing() as execute:
+            if c.id in self._deleted:
+                return
             execute(
                 "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
                 " ON CONFLICT (id) DO UPDATE SET updated = excluded.updated, leaf = excluded.leaf",
@@ -172,6 +177,7 @@ class Store:
     def delete(self, id_: str) -> None:
         """Deletes a conversation for good."""
         self._delete_messages("session = ?", [id_], also="DELETE FROM sessions WHERE id = ?")
+        self._deleted.add(id_)
 
     def delete_messages(self, ids: Iterable[str]) -> None:
         """Deletes messages for good."""
