@@ -32,7 +32,7 @@ _STATS = next(commands.Call(command, "") for command in commands.COMMANDS if com
 
 
 class Shared:
-    """A `localllm.tui.commands.Frontend` that works in the thread of `BaseApp.offload`, and notes what is to be done.
+    """A `Frontend` (`localllm.tui.slash.frontend`) in the thread of `BaseApp.offload`: it notes what is to be done.
 
     Attributes:
         session: what is talked in.
