@@ -10,7 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import TextArea
 
-from localllm.tui.completion import Choice
+from localllm.tui.completion import Completion
 from localllm.tui.history import History
 from localllm.tui.pastes import Pastes
 from localllm.tui.widgets.suggestions import Suggestions
@@ -142,7 +142,7 @@ class Composer(TextArea):
 
     # -- Completion ------------------------------------------------------------------------------------------------
 
-    def complete(self, choice: Choice) -> None:
+    def complete(self, choice: Completion) -> None:
         """Goes on with a choice."""
         row, column = self.cursor_location
         text = choice.text if choice.text.endswith((" ", "/", "\\")) else f"{choice.text} "
@@ -169,5 +169,5 @@ class Composer(TextArea):
         row, column = self.cursor_location
         return self.document.get_line(row)[:column]
 
-    def _word(self, choice: Choice) -> str:
+    def _word(self, choice: Completion) -> str:
         return self.line_to_cursor[choice.start :]
