@@ -19,7 +19,8 @@ from localllm.tui.attachments import fenced
 from localllm.tui.control import shown
 from localllm.tui.conversation import Conversation, Message, new_id, short_id
 from localllm.tui.records import Record, parsed, to_message, to_record
-from localllm.tui.store import Store, clean_title
+from localllm.tui.store import Store
+from localllm.tui.titles import clean_title
 
 FORMAT, VERSION = "localllm-chat", 1
 

@@ -19,7 +19,8 @@ from localllm.tui.screens.sampling import SamplingScreen
 from localllm.tui.screens.sessions import SessionsScreen, ask_export, ask_import
 from localllm.tui.screens.system import SystemScreen
 from localllm.tui.session import ChatSession
-from localllm.tui.store import shortened
+from localllm.tui.slash.settings import stats
+from localllm.tui.titles import shortened
 from localllm.tui.transfer import import_chat, path_of, write_export
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 #: More lines than these are told in a dialog, and no notification.
 _MOST_LINES = 3
-
-_STATS = next(commands.Call(command, "") for command in commands.COMMANDS if command.name == "stats")
 
 
 class Shared:
@@ -291,7 +290,7 @@ class Commands:
     async def _stats(self) -> None:
         screen = self._screen
         front = Shared(screen.session)
-        await screen.app.offload(commands.run, front, _STATS)
+        await screen.app.offload(stats, front, "")
         memory = await screen.app.offload(screen.app.setup.memory)
         lines = [*front.said, f"memory {quantity(memory, 'B')} in use"]
         if screen.models.model is not None:

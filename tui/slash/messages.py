@@ -5,7 +5,7 @@ from __future__ import annotations
 from localllm.errors import UsageError
 from localllm.tui.numbers import NO_BRANCHES, branch_meant, first_numbered, forks, numbered
 from localllm.tui.slash.frontend import Frontend
-from localllm.tui.store import shortened
+from localllm.tui.titles import shortened
 
 
 def edit(front: Frontend, argument: str) -> None:
