@@ -16,7 +16,7 @@ _FILE = re.compile(r"""(?:^|(?<=\s))@("[^"\n]*|[^\s"']*)$""")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Completion:
     """A way to go on.
 
     Attributes:
@@ -32,12 +32,12 @@ class Choice:
     goes_on: bool = False
 
 
-def command_choices(line: str, commands: Iterable[tuple[str, str]]) -> list[Choice]:
+def command_completions(line: str, commands: Iterable[tuple[str, str]]) -> list[Completion]:
     """The commands, each with its help, that begin with what stands in the line; none unless it is one word."""
     match = _COMMAND.fullmatch(line)
     if match is None:
         return []
-    return [Choice(f"/{name}", 0, text) for name, text in commands if name.startswith(match[1].lower())]
+    return [Completion(f"/{name}", 0, text) for name, text in commands if name.startswith(match[1].lower())]
 
 
 def file_word(line: str) -> str | None:
@@ -46,26 +46,26 @@ def file_word(line: str) -> str | None:
     return None if match is None else match[1].lstrip('"')
 
 
-def file_choices(line: str) -> list[Choice]:
+def file_completions(line: str) -> list[Completion]:
     """The files and folders whose names begin as the one at the end of a line; it looks into a folder."""
     match = _FILE.search(line)
     if match is None:
         return []
     folder, beginning = os.path.split(match[1].lstrip('"'))
-    found: list[Choice] = []
+    found: list[Completion] = []
     try:
         with os.scandir(os.path.expanduser(folder) or ".") as entries:
             for _, entry in zip(range(_MOST_SCANNED), entries, strict=False):
                 name = entry.name
                 if name.casefold().startswith(beginning.casefold()) and (beginning or not name.startswith(".")):
-                    found.append(_choice(os.path.join(folder, name), entry.is_dir(), match.start()))
+                    found.append(_completion(os.path.join(folder, name), entry.is_dir(), match.start()))
     except OSError:
         return []
     return sorted(found, key=lambda choice: choice.text.lstrip('@"').casefold())[:MOST]
 
 
-def _choice(path: str, is_folder: bool, start: int) -> Choice:
+def _completion(path: str, is_folder: bool, start: int) -> Completion:
     quote = '"' if re.search(r"\s", path) else ""
     if is_folder:
-        return Choice(f"@{quote}{path}{os.sep}", start, "folder", goes_on=True)
-    return Choice(f"@{quote}{path}{quote} ", start)
+        return Completion(f"@{quote}{path}{os.sep}", start, "folder", goes_on=True)
+    return Completion(f"@{quote}{path}{quote} ", start)

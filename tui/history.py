@@ -45,7 +45,7 @@ class History:
                 if isinstance(entry, str):
                     entries.append(entry)
         if len(lines) > 2 * MOST_ENTRIES:
-            self._rewrite(entries)
+            _rewrite(self.path, entries)
         return entries
 
     def restore(self, entries: list[str]) -> None:
@@ -61,14 +61,6 @@ class History:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(json.dumps(text).encode() + b"\n")
-
-    def _rewrite(self, entries: list[str]) -> None:
-        assert self.path is not None
-        aside = self.path.with_suffix(".new")
-        with contextlib.suppress(OSError):
-            aside.write_bytes(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
-            aside.chmod(0o600)
-            aside.replace(self.path)
 
     def add(self, text: str) -> bool:
         """Remembers a text, and leaves the past; returns whether it is to be saved."""
@@ -99,3 +91,11 @@ class History:
             return self._entries[self._place]
         self._place = None
         return self._draft
+
+
+def _rewrite(path: Path, entries: list[str]) -> None:
+    aside = path.with_suffix(".new")
+    with contextlib.suppress(OSError):
+        aside.write_bytes(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
+        aside.chmod(0o600)
+        aside.replace(path)

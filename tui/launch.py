@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from localllm.cli.defaults import settle
 from localllm.cli.generate import describe, generation_options, load_model, plan_shower
@@ -24,6 +24,7 @@ from localllm.progress import LoadPlan, LoadProgress
 from localllm.settings import Settings
 from localllm.tui import options
 from localllm.tui.conversation import Conversation
+from localllm.tui.events import Choice
 from localllm.tui.lines import Lines
 from localllm.tui.plain import PlainChat
 from localllm.tui.session import ChatSession
@@ -114,6 +115,12 @@ class Launch:
         return None if path is None else str(path)
 
     @property
+    def when_full(self) -> Choice | None:
+        """What is done when the context is full; None asks."""
+        choice: Choice | Literal["ask"] = self.arguments.when_full
+        return None if choice == "ask" else choice
+
+    @property
     def history(self) -> Path | None:
         """The file that keeps what was typed."""
         return None if self.store.path is None else self.store.path.with_name("history")
@@ -198,8 +205,7 @@ def _run_plain(launch: Launch) -> int:
     session = ChatSession(load(launch.model), launch.store, launch.conversation, launch.more)
     if (warning := session.enter()) is not None:
         warn(warning)
-    when_full = None if arguments.when_full == "ask" else arguments.when_full
-    chat = PlainChat(session, load, Lines(launch.history), when_full=when_full, quiet=arguments.quiet)
+    chat = PlainChat(session, load, Lines(launch.history), when_full=launch.when_full, quiet=arguments.quiet)
     code = chat.run()
     launch.conversation = chat.session.conversation
     return code

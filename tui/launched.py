@@ -31,7 +31,7 @@ def setup_of(launch: Launch) -> Setup:
         list_models=lambda: list_models(settings.model_folders, arguments.device),
         memory=memory_in_use,
         more=launch.more,
-        when_full=None if arguments.when_full == "ask" else arguments.when_full,
+        when_full=launch.when_full,
         history=None if launch.history is None else launch.history.with_suffix(".jsonl"),
         notices=tuple(launch.notices),
         theme=settings.theme,

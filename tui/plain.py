@@ -53,7 +53,7 @@ _REPLY_TOO_LONG = "the reply has filled the context of {context:,} tokens, and n
 
 
 class PlainChat:
-    """A chat of lines; a `localllm.tui.commands.Frontend`."""
+    """A chat of lines; a `localllm.tui.slash.frontend.Frontend`."""
 
     def __init__(
         self,

@@ -57,13 +57,13 @@ class Room:
         starts = [i for i, message in enumerate(self.path) if message.role == "user" and i > self.start]
         wanted = self._settings.options.get("max_tokens") or self._context // 4
         limit = self._context - min(wanted, self._context // 2) - reserve
-        i = bisect_left(starts, True, key=lambda start: self._count(self.path[start:], "") <= limit)
+        i = bisect_left(starts, True, key=lambda start: self._count(self.path[start:]) <= limit)
         if i < len(starts):
             return starts[i]
-        return starts[-1] if starts and self._count(self.path[starts[-1] :], "") < self._context - reserve else None
+        return starts[-1] if starts and self._count(self.path[starts[-1] :]) < self._context - reserve else None
 
-    def _count(self, messages: Sequence[Message], summary: str) -> int:
-        sent = prompts.prompt(messages, self._system, summary or self.summary)
+    def _count(self, messages: Sequence[Message]) -> int:
+        sent = prompts.prompt(messages, self._system, self.summary)
         return len(
             self._model.tokenize_chat(
                 sent, template_variables=self._settings.template_variables, reply_prefix=self._begun

@@ -31,8 +31,9 @@ from localllm.tui.events import (
 from localllm.tui.keeping import Keeper
 from localllm.tui.replies import ChatModel, Reports
 from localllm.tui.room import Room
-from localllm.tui.store import Store, automatic_title, clean_title
+from localllm.tui.store import Store
 from localllm.tui.thinking import opening_tag, split
+from localllm.tui.titles import automatic_title, clean_title
 from localllm.tui.writing import Writer
 
 Events = Generator[Event, None, None]

@@ -13,19 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from localllm.cli.terminal import visible_line
 from localllm.errors import StoreError
 from localllm.tui import database, options
 from localllm.tui.conversation import Conversation, Message
 from localllm.tui.presence import Terminal
 from localllm.tui.records import Record, extras, parsed, to_message
 from localllm.tui.thinking import split
+from localllm.tui.titles import clean_title, shortened
 
 #: Environment variable with the folder that chats are kept in.
 DATA_VARIABLE = "LOCALLLM_DATA"
 
-_MOST_OF_A_TITLE = 200
-_AUTOMATIC_TITLE = 50
 _PREVIEW = 80
 
 _SUMMARY = """
@@ -94,6 +92,8 @@ class Store:
         self.notice: str | None = None
         self._terminal = Terminal()
         self._lock = threading.RLock()
+        #: Ids of chats that were deleted here: a reply to one may still be under way, and is not to bring it back.
+        self._deleted: set[str] = set()
         known = None if path is None else database.identity(path)
         try:
             self._connection = database.connect(path)
@@ -126,12 +126,15 @@ class Store:
     def save(self, conversation: Conversation, messages: Iterable[Message]) -> None:
         """Keeps messages of a conversation, new ones and changed ones, and which of them is its leaf.
 
-        The conversation itself is taken in with its first messages; see `set` for what changes in it later.
+        The conversation itself is taken in with its first messages; see `set` for what changes in it later.  One that
+        was deleted is not taken in again.
         """
         leaf = None if conversation.leaf is None else conversation.leaf.id
         conversation.updated = time.time()
         c = conversation
         with self._writing() as execute:
+            if c.id in self._deleted:
+                return
             execute(
                 "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
                 " ON CONFLICT (id) DO UPDATE SET updated = excluded.updated, leaf = excluded.leaf",
@@ -172,6 +175,7 @@ class Store:
     def delete(self, id_: str) -> None:
         """Deletes a conversation for good."""
         self._delete_messages("session = ?", [id_], also="DELETE FROM sessions WHERE id = ?")
+        self._deleted.add(id_)
 
     def delete_messages(self, ids: Iterable[str]) -> None:
         """Deletes messages for good."""
@@ -369,23 +373,3 @@ def _preview(row: sqlite3.Row) -> str:
 def _excerpt(text: str, word: str) -> str:
     place = max(0, text.casefold().find(word) - _PREVIEW // 4)
     return ("…" if place else "") + shortened(text[place : place + 4 * _PREVIEW], _PREVIEW)
-
-
-def shortened(text: str, length: int) -> str:
-    """``text`` in one line, cut between words if it is longer than ``length``."""
-    line = visible_line(" ".join(text.split()))
-    if len(line) <= length:
-        return line
-    cut = line[:length].rsplit(" ", 1)[0] if " " in line[length // 2 : length] else line[: length - 1]
-    return cut.rstrip(" ,.;:") + "…"
-
-
-def clean_title(title: str) -> str:
-    """A title in one line, without control characters, and of bounded length."""
-    return shortened(title, _MOST_OF_A_TITLE)
-
-
-def automatic_title(text: str) -> str:
-    """A title for a conversation that begins with ``text``: its first line, without marks of Markdown, cut short."""
-    line = next((line.strip("#>*-`~ \t") for line in text.splitlines() if line.strip("#>*-`~ \t")), "")
-    return shortened(line, _AUTOMATIC_TITLE)

@@ -19,7 +19,8 @@ from localllm.tui.attachments import fenced
 from localllm.tui.control import shown
 from localllm.tui.conversation import Conversation, Message, new_id, short_id
 from localllm.tui.records import Record, parsed, to_message, to_record
-from localllm.tui.store import Store, clean_title
+from localllm.tui.store import Store
+from localllm.tui.titles import clean_title
 
 FORMAT, VERSION = "localllm-chat", 1
 
@@ -133,6 +134,18 @@ def _messages(values: Record) -> tuple[list[Message], dict[str, str]]:
             )
         )
     return messages, ids
+
+
+def path_of(name: str) -> Path:
+    """The path that somebody typed.
+
+    Raises:
+        UsageError: it begins with the home of somebody who is not there.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{name} is no path here: check its beginning") from None
 
 
 def write_export(conversation: Conversation, path: Path) -> None:

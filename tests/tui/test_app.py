@@ -242,6 +242,36 @@ def test_a_message_waits_for_the_model() -> None:
     run(test())
 
 
+def test_esc_takes_back_what_waits_for_the_model() -> None:
+    async def test() -> None:
+        there = threading.Event()
+        model = AppModel(["hello"])
+
+        def load(name: str, progress: object) -> AppModel:
+            assert there.wait(20)
+            return model
+
+        app = ChatApp(setup(model, load=load))
+        async with app.run_test(size=(80, 24)) as pilot:
+            chat = Chat(app, pilot)
+            await chat.sees("loading the model")
+            await chat.say("hi")
+            await chat.sees("sent as soon as it is there")
+            await chat.press("escape")
+            await chat.until(lambda: "as soon as it is there" not in chat.screen)
+            there.set()
+            await chat.rest()
+            await chat.sees("Fake · cpu")
+            assert model.asked == []
+            assert app._chat.composer.text == "hi"
+            await chat.press("enter")
+            await chat.sees("hello")
+            await chat.rest()
+        app.end()
+
+    run(test())
+
+
 def test_one_thing_at_a_time() -> None:
     async def test() -> None:
         model = AppModel(["one two three"], gate=threading.Event())

@@ -203,6 +203,8 @@ def test_settings(front: Notebook) -> None:
         ("/load", "name a chat"),
         ("/load xyz", "there is no chat 'xyz'"),
         ("/load no.json", "no.json cannot be read"),
+        ("/import ~nobody-of-this-name/a.json", "is no path here: check its beginning"),
+        ("/export ~nobody-of-this-name/a.md", "is no path here: check its beginning"),
         ("/delete", "name the chat"),
         ("/rename", "give a title"),
         ("/save", "nothing to save"),

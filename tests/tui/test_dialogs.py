@@ -401,6 +401,10 @@ def test_the_palette_finds_commands() -> None:
     run(test())
 
 
+def command_has_ended(chat: Chat) -> bool:
+    return all(worker.is_finished for worker in chat.app.workers if worker.group == "command")
+
+
 def test_every_command_does_something() -> None:
     """None of them fails, whatever state the chat is in."""
 
@@ -411,10 +415,9 @@ def test_every_command_does_something() -> None:
                     if command.name == "quit":
                         continue
                     chat.app._chat.run_command(f"/{command.name}")
-                    await chat.pilot.pause(0.05)
-                    while len(chat.app.screen_stack) > 2:
+                    await chat.until(lambda: command_has_ended(chat) or len(chat.app.screen_stack) > 2)
+                    while not command_has_ended(chat) or len(chat.app.screen_stack) > 2:
                         await chat.press("escape")
-                        await chat.pilot.pause(0.05)
                     assert not [n for n in chat.notices if "inside localllm" in n], (
                         command.name,
                         chat.notices,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.tui.completion import Choice, command_choices, file_choices, file_word
+from localllm.tui.completion import Completion, command_completions, file_completions, file_word
 from localllm.tui.conversation import Stats
 from localllm.tui.events import Delta, Finished, Prefill, Started, Summarising
 from localllm.tui.history import MOST_ENTRIES, History
@@ -81,10 +81,10 @@ def test_large_texts_are_folded() -> None:
 
 def test_commands_are_completed() -> None:
     commands = [("set", "a"), ("sessions", "b"), ("quit", "c")]
-    assert [choice.text for choice in command_choices("/se", commands)] == ["/set", "/sessions"]
-    assert [choice.text for choice in command_choices("/", commands)] == ["/set", "/sessions", "/quit"]
+    assert [choice.text for choice in command_completions("/se", commands)] == ["/set", "/sessions"]
+    assert [choice.text for choice in command_completions("/", commands)] == ["/set", "/sessions", "/quit"]
     for text in ("", "se", "/set x", "a /se", "//se"):
-        assert command_choices(text, commands) == []
+        assert command_completions(text, commands) == []
 
 
 def test_files_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,12 +94,12 @@ def test_files_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / ".hidden").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "deep.md").touch()
-    assert file_choices("see @no") == [Choice('@"No te.txt" ', 4), Choice("@notes.txt ", 4)]
-    assert [choice.text for choice in file_choices("@")] == ["@folder/", '@"No te.txt" ', "@notes.txt "]
-    assert file_choices("@folder/") == [Choice("@folder/deep.md ", 0)]
-    assert file_choices("@.h") == [Choice("@.hidden ", 0)]
-    assert file_choices(f"@{tmp_path}/fol") == [Choice(f"@{tmp_path}/folder/", 0, "folder", goes_on=True)]
-    assert file_choices("@gone/x") == []
+    assert file_completions("see @no") == [Completion('@"No te.txt" ', 4), Completion("@notes.txt ", 4)]
+    assert [choice.text for choice in file_completions("@")] == ["@folder/", '@"No te.txt" ', "@notes.txt "]
+    assert file_completions("@folder/") == [Completion("@folder/deep.md ", 0)]
+    assert file_completions("@.h") == [Completion("@.hidden ", 0)]
+    assert file_completions(f"@{tmp_path}/fol") == [Completion(f"@{tmp_path}/folder/", 0, "folder", goes_on=True)]
+    assert file_completions("@gone/x") == []
     assert file_word("me@example.org") is None
     assert file_word('see @"No t') == "No t"
 

@@ -252,6 +252,18 @@ def test_a_reply_is_saved_while_it_is_written(store: Store) -> None:
     list(events)
 
 
+def test_a_chat_that_is_deleted_in_mid_reply_does_not_come_back(store: Store) -> None:
+    session, _ = begin(store, "one two three")
+    events = session.send("a")
+    while next(events) != Delta("one"):
+        pass
+    store.delete(session.conversation.id)
+    session.stop()
+    list(events)
+    assert store.sessions() == []
+    assert store.search("one") == []
+
+
 def test_without_a_store_the_chat_goes_on(store: Store) -> None:
     session, _ = begin(store, "one", "two", "three")
     store._connection.execute("PRAGMA query_only=1")

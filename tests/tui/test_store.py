@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from localllm.errors import StoreError
 from localllm.tui import database
 from localllm.tui.conversation import Attachment, Conversation, Message, Stats, Window
-from localllm.tui.store import Store, automatic_title, clean_title, default_path
+from localllm.tui.store import Store, default_path
+from localllm.tui.titles import automatic_title, clean_title
 
 
 @pytest.fixture

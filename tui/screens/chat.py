@@ -19,7 +19,7 @@ from localllm.errors import UsageError
 from localllm.tui import commands
 from localllm.tui.attachments import attach
 from localllm.tui.base import BaseApp
-from localllm.tui.completion import command_choices, file_choices, file_word
+from localllm.tui.completion import command_completions, file_completions, file_word
 from localllm.tui.control import shown
 from localllm.tui.conversation import Conversation
 from localllm.tui.events import ContextFull, Event
@@ -123,6 +123,7 @@ class ChatScreen(MessageActions, Screen[None]):
         setup = self.app.setup
         self.session = ChatSession(self.models.model, setup.store, conversation, setup.more)
         self.replacing = None
+        self._sends_when_loaded = False
         self.hint("")
         await self.refresh_all()
         self.transcript.follow()
@@ -240,6 +241,9 @@ class ChatScreen(MessageActions, Screen[None]):
             self.replacing = None
             self.hint("")
             self.composer.empty()
+        elif self._sends_when_loaded:
+            self._sends_when_loaded = False
+            self.hint("")
         else:
             self.transcript.follow()
         self.composer.focus()
@@ -311,9 +315,9 @@ class ChatScreen(MessageActions, Screen[None]):
         self.app.spawn(self._suggest(event.line, event.is_first), group="suggestions")
 
     async def _suggest(self, line: str, is_first: bool) -> None:
-        choices = command_choices(line, NAMES) if is_first else []
+        choices = command_completions(line, NAMES) if is_first else []
         if not choices and file_word(line) is not None:
-            choices = await self.app.offload(file_choices, line)
+            choices = await self.app.offload(file_completions, line)
         if line == self.composer.line_to_cursor:
             self.suggestions.offer(choices, line)
         await self._tell_size(line)

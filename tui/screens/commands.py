@@ -16,11 +16,12 @@ from localllm.tui.numbers import NO_BRANCHES, branch_meant, forks
 from localllm.tui.screens.dialogs import Ask, Choose, Tell, confirm
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.screens.sampling import SamplingScreen
-from localllm.tui.screens.sessions import SessionsScreen, ask_export, ask_import, path_of
+from localllm.tui.screens.sessions import SessionsScreen, ask_export, ask_import
 from localllm.tui.screens.system import SystemScreen
 from localllm.tui.session import ChatSession
-from localllm.tui.store import shortened
-from localllm.tui.transfer import import_chat, write_export
+from localllm.tui.slash.settings import stats
+from localllm.tui.titles import shortened
+from localllm.tui.transfer import import_chat, path_of, write_export
 
 if TYPE_CHECKING:
     from localllm.tui.screens.chat import ChatScreen
@@ -28,11 +29,9 @@ if TYPE_CHECKING:
 #: More lines than these are told in a dialog, and no notification.
 _MOST_LINES = 3
 
-_STATS = next(commands.Call(command, "") for command in commands.COMMANDS if command.name == "stats")
-
 
 class Shared:
-    """A `localllm.tui.commands.Frontend` that works in the thread of `BaseApp.offload`, and notes what is to be done.
+    """A `Frontend` (`localllm.tui.slash.frontend`) in the thread of `BaseApp.offload`: it notes what is to be done.
 
     Attributes:
         session: what is talked in.
@@ -41,6 +40,7 @@ class Shared:
         message: what is to be edited.
         conversation: what is to be opened.
         model: what is to be loaded.
+        ends: whether the program is to end.
     """
 
     def __init__(self, session: ChatSession) -> None:
@@ -100,7 +100,6 @@ class Commands:
             "help": self._help,
             "import": self._import_from,
             "load": self._load,
-            "quit": self._quit,
             "sessions": self._sessions,
             "show": self._show,
             "theme": self._theme,
@@ -136,6 +135,8 @@ class Commands:
             await self._open(front.conversation)
         elif front.model is not None:
             await screen.models.change(front.model)
+        elif front.ends:
+            await screen.quit()
         else:
             await screen.refresh_all()
             await self._tell(call.command.name, "\n".join(front.said))
@@ -289,7 +290,7 @@ class Commands:
     async def _stats(self) -> None:
         screen = self._screen
         front = Shared(screen.session)
-        await screen.app.offload(commands.run, front, _STATS)
+        await screen.app.offload(stats, front, "")
         memory = await screen.app.offload(screen.app.setup.memory)
         lines = [*front.said, f"memory {quantity(memory, 'B')} in use"]
         if screen.models.model is not None:
@@ -312,9 +313,6 @@ class Commands:
 
     async def _help(self, argument: str) -> None:
         await self._screen.app.push_screen_wait(HelpScreen())
-
-    async def _quit(self, argument: str) -> None:
-        await self._screen.quit()
 
 
 def _line(message: Message) -> str:

@@ -94,15 +94,15 @@ class FoundList(OptionList, can_focus=False):
     """What was found; it is looked at from the field."""
 
 
-def confirm(title: str, text: str, yes: str, no: str = "Cancel") -> Choose:
+def confirm(title: str, text: str, yes: str) -> Choose:
     """A question; the result is "yes" if it was answered so."""
-    return Choose(title, text, [("no", no), ("yes", yes)])
+    return Choose(title, text, [("no", "Cancel"), ("yes", yes)])
 
 
 class Ask(Dialog[str]):
     """A line of text."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "done", "OK", show=True)]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "done", "OK")]
 
     def __init__(self, title: str, text: str = "", value: str = "", placeholder: str = "") -> None:
         super().__init__(title)
@@ -134,11 +134,11 @@ class Tell(Dialog[None]):
         yield Static(Content(shown(self._text)), classes="text")
 
 
-def rows(cells: Sequence[Sequence[str]], gap: str = "  ") -> list[Content]:
-    """Lines with columns of equal width; numbers of ``cells`` are texts already."""
+def rows(cells: Sequence[Sequence[str]]) -> list[Content]:
+    """Lines of cells, in columns of equal width."""
     columns = [[Content(shown(cell)) for cell in column] for column in zip(*cells, strict=True)]
     widths = [max(cell.cell_length for cell in column) for column in columns]
     return [
-        Content(gap).join(cell.pad_right(width - cell.cell_length) for cell, width in zip(row, widths, strict=True))
+        Content("  ").join(cell.pad_right(width - cell.cell_length) for cell, width in zip(row, widths, strict=True))
         for row in zip(*columns, strict=True)
     ]

@@ -35,6 +35,8 @@ _FIELDS = (
     _Field("thinking", "Thinking", "on or off, for models that can"),
     _Field("reply_prefix", "Reply begins with", "every reply goes on from it"),
 )
+#: The settings that the form has.
+_NAMES = {field.name for field in _FIELDS} | {"stop"}
 
 
 class SamplingScreen(Dialog[dict[str, Any]]):
@@ -72,7 +74,7 @@ class SamplingScreen(Dialog[dict[str, Any]]):
         self.query_one("#stop", TextArea).text = ""
 
     def action_save(self) -> None:
-        settings = {name: value for name, value in self._settings.items() if name not in options_here()}
+        settings = {name: value for name, value in self._settings.items() if name not in _NAMES}
         for field in _FIELDS:
             widget = self.query_one(f"#{field.name}", Input)
             text = widget.value if field.name == "reply_prefix" else widget.value.strip()
@@ -89,11 +91,6 @@ class SamplingScreen(Dialog[dict[str, Any]]):
     def _complain(self, error: UsageError, widget: Input) -> None:
         self.query_one(".error", Static).update(Content(sentence(error)))
         widget.focus()
-
-
-def options_here() -> set[str]:
-    """The settings that the form has."""
-    return {field.name for field in _FIELDS} | {"stop"}
 
 
 def _default(field: _Field) -> str:

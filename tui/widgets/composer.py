@@ -10,7 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import TextArea
 
-from localllm.tui.completion import Choice
+from localllm.tui.completion import Completion
 from localllm.tui.history import History
 from localllm.tui.pastes import Pastes
 from localllm.tui.widgets.suggestions import Suggestions
@@ -84,7 +84,7 @@ class Composer(TextArea):
 
     # -- Keys ------------------------------------------------------------------------------------------------------
 
-    async def _on_key(self, event: events.Key) -> None:
+    async def on_key(self, event: events.Key) -> None:
         # No binding with priority: that would overtake letters that wait, of one who types fast.
         if event.key == "enter":
             event.prevent_default()
@@ -95,7 +95,7 @@ class Composer(TextArea):
             event.stop()
             await self.run_action("app.quit")
 
-    async def _on_paste(self, event: events.Paste) -> None:
+    async def on_paste(self, event: events.Paste) -> None:
         event.prevent_default()
         event.stop()
         self.insert(self.pastes.fold(event.text.replace("\r\n", "\n").replace("\r", "\n")))
@@ -142,7 +142,7 @@ class Composer(TextArea):
 
     # -- Completion ------------------------------------------------------------------------------------------------
 
-    def complete(self, choice: Choice) -> None:
+    def complete(self, choice: Completion) -> None:
         """Goes on with a choice."""
         row, column = self.cursor_location
         text = choice.text if choice.text.endswith((" ", "/", "\\")) else f"{choice.text} "
@@ -169,5 +169,5 @@ class Composer(TextArea):
         row, column = self.cursor_location
         return self.document.get_line(row)[:column]
 
-    def _word(self, choice: Choice) -> str:
+    def _word(self, choice: Completion) -> str:
         return self.line_to_cursor[choice.start :]

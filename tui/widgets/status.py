@@ -15,6 +15,7 @@ from localllm.tui.session import Meter
 
 #: From this share of the context on the meter warns.
 _NEARLY_FULL = 0.85
+_BAR_WIDTH = 10
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,13 @@ def _parts(status: Status) -> list[tuple[int, Content]]:
 def _activity(status: Status) -> str:
     if status.progress is None:
         return status.activity
-    return f"{status.activity} {bar(status.progress)} {status.progress:.0%}"
+    return f"{status.activity} {_bar(status.progress)} {status.progress:.0%}"
 
 
-def bar(share: float, width: int = 10) -> str:
+def _bar(share: float) -> str:
     """A bar, so much of it full."""
-    n_full = round(width * min(1.0, max(0.0, share)))
-    return "━" * n_full + "╌" * (width - n_full)
+    n_full = round(_BAR_WIDTH * min(1.0, max(0.0, share)))
+    return "━" * n_full + "╌" * (_BAR_WIDTH - n_full)
 
 
 def _meter(meter: Meter) -> Content:

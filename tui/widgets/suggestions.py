@@ -8,7 +8,7 @@ from textual.content import Content
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
-from localllm.tui.completion import MOST, Choice
+from localllm.tui.completion import MOST, Completion
 from localllm.tui.control import shown
 
 
@@ -17,11 +17,11 @@ class Suggestions(OptionList, can_focus=False):
 
     def __init__(self) -> None:
         super().__init__()
-        self.choices: list[Choice] = []
+        self.choices: list[Completion] = []
         self._line = ""
         self.display = False
 
-    def offer(self, choices: Sequence[Choice], line: str = "") -> None:
+    def offer(self, choices: Sequence[Completion], line: str = "") -> None:
         """Shows choices for a line; none hides the list."""
         self._line = line
         if list(choices) == self.choices:
@@ -34,7 +34,7 @@ class Suggestions(OptionList, can_focus=False):
         if self.choices:
             self.highlighted = 0
 
-    def chosen(self, line: str) -> Choice | None:
+    def chosen(self, line: str) -> Completion | None:
         """The choice that is highlighted; None while the list is hidden, or was made for another line than this."""
         fits = self.display and line == self._line
         return self.choices[self.highlighted] if fits and self.highlighted is not None else None
@@ -45,6 +45,6 @@ class Suggestions(OptionList, can_focus=False):
             self.highlighted = (self.highlighted + by) % len(self.choices)
 
 
-def _line(choice: Choice) -> Content:
+def _line(choice: Completion) -> Content:
     text = Content(shown(choice.text))
     return Content.assemble(text, "  ", (choice.help, "dim")) if choice.help else text

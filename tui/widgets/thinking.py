@@ -11,10 +11,10 @@ from localllm.tui.control import shown
 class Thinking(Collapsible):
     """A thinking section.  What it holds is drawn only while it is open."""
 
-    def __init__(self, text: str = "", seconds: float | None = None, *, is_open: bool = False) -> None:
+    def __init__(self, text: str, seconds: float | None) -> None:
         self._text = shown(text)
         self._body = Static(Content(self._text), classes="thought")
-        super().__init__(self._body, title=_title(self._text, seconds, is_open), collapsed=True)
+        super().__init__(self._body, title=_title(self._text, seconds, False), collapsed=True)
 
     def write(self, text: str, seconds: float) -> None:
         """Adds a piece, after so many seconds of thinking."""
