@@ -6,7 +6,6 @@ import difflib
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from localllm.errors import UsageError
@@ -17,7 +16,7 @@ from localllm.tui.events import Event
 from localllm.tui.numbers import NO_BRANCHES, branch_meant, first_numbered, forks, numbered
 from localllm.tui.session import ChatSession
 from localllm.tui.store import SessionSummary, Store, shortened
-from localllm.tui.transfer import import_chat, write_export
+from localllm.tui.transfer import import_chat, path_of, write_export
 
 
 class Frontend(Protocol):
@@ -275,7 +274,7 @@ def _load(front: Frontend, argument: str) -> None:
 def _import(front: Frontend, argument: str) -> None:
     if not argument:
         raise UsageError("name a file that was exported: /import FILE.json")
-    conversation = import_chat(front.session.store, Path(argument).expanduser())
+    conversation = import_chat(front.session.store, path_of(argument))
     front.open(conversation)
     front.say(f"imported: {conversation.title}")
     _show(front, "")
@@ -283,7 +282,7 @@ def _import(front: Frontend, argument: str) -> None:
 
 def _export(front: Frontend, argument: str) -> None:
     conversation = front.session.conversation
-    path = Path(argument or f"chat-{conversation.id}.md").expanduser()
+    path = path_of(argument or f"chat-{conversation.id}.md")
     write_export(conversation, path)
     front.say(f"written to {path}")
 

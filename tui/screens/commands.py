@@ -16,11 +16,11 @@ from localllm.tui.numbers import NO_BRANCHES, branch_meant, forks
 from localllm.tui.screens.dialogs import Ask, Choose, Tell, confirm
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.screens.sampling import SamplingScreen
-from localllm.tui.screens.sessions import SessionsScreen, ask_export, ask_import, path_of
+from localllm.tui.screens.sessions import SessionsScreen, ask_export, ask_import
 from localllm.tui.screens.system import SystemScreen
 from localllm.tui.session import ChatSession
 from localllm.tui.store import shortened
-from localllm.tui.transfer import import_chat, write_export
+from localllm.tui.transfer import import_chat, path_of, write_export
 
 if TYPE_CHECKING:
     from localllm.tui.screens.chat import ChatScreen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import ClassVar
 
 from textual.actions import SkipAction
@@ -13,11 +12,10 @@ from textual.content import Content
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from localllm.errors import UsageError
 from localllm.tui.control import shown
 from localllm.tui.screens.dialogs import Ask, Find, FoundList, confirm
 from localllm.tui.store import SessionSummary, Store
-from localllm.tui.transfer import import_chat, write_export
+from localllm.tui.transfer import import_chat, path_of, write_export
 
 
 class SessionsScreen(Find):
@@ -188,18 +186,6 @@ def ask_export(title: str) -> Ask:
 def ask_import() -> Ask:
     """Asks for the file of a chat."""
     return Ask("Import", "A .json file that was exported", placeholder="for example ~/Downloads/chat.json")
-
-
-def path_of(name: str) -> Path:
-    """The path that somebody typed.
-
-    Raises:
-        UsageError: it begins with the home of somebody who is not there.
-    """
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:
-        raise UsageError(f"{name} is no path here: check its beginning") from None
 
 
 def _entry(summary: SessionSummary, current: str) -> Content:
