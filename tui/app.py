@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.command import Provider
@@ -49,6 +51,14 @@ class ChatApp(BaseApp):
 
     async def on_mount(self) -> None:
         await self.push_screen(self._chat)
+        # Windows' loops, and those of threads, take no signals.
+        with suppress(NotImplementedError, RuntimeError, ValueError):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminated)
+
+    def _terminated(self) -> None:
+        """Quits, so that the terminal is left as it was; at once, should it be asked again."""
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+        self.spawn(self._chat.quit(), group="quit")
 
     async def action_quit(self) -> None:
         """Ctrl+Q."""

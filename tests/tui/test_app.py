@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -531,5 +534,25 @@ def test_a_message_that_is_longer_than_the_context(is_edited: bool) -> None:
                 assert [message.text for message in conversation.path()] == ["hi", "ok"]
                 assert chat.app._chat.composer.text == ""
             assert len(conversation.branches()) == 1
+
+    run(test())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
+def test_a_program_that_is_told_to_end_keeps_the_reply() -> None:
+    """``kill`` ends it as Ctrl+Q does, so that the terminal is left as it was."""
+
+    async def test() -> None:
+        gate = Steps()
+        async with chatting(setup(AppModel([REPLY], gate=gate))) as chat:
+            gate.allow(1)
+            await chat.say("hello")
+            await chat.sees("Hello")
+            os.kill(os.getpid(), signal.SIGTERM)
+            await chat.until(lambda: chat.app.return_code == 0, "an end")
+            leaf = chat.app.conversation.leaf
+            assert leaf is not None
+            assert (leaf.text, leaf.state) == ("Hello", "stopped")
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
     run(test())
