@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from localllm.errors import DeviceError, StoreError
-from localllm.tui.app import ChatApp
+from localllm.tui.app import ChatApp, take_any_bytes
 from localllm.tui.conversation import Conversation
 from localllm.tui.history import History
 from localllm.tui.store import Store
@@ -556,3 +556,13 @@ def test_a_program_that_is_told_to_end_keeps_the_reply() -> None:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
     run(test())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has another driver")
+def test_bytes_that_are_no_text_are_taken() -> None:
+    """Of a terminal with another character set, or pasted: Textual would end with a UnicodeDecodeError."""
+    from textual.drivers import linux_driver
+
+    take_any_bytes()
+    decoder = vars(linux_driver)["getincrementaldecoder"]("utf-8")()
+    assert [decoder.decode(data) for data in (b"a\xffb", b"\xc3", b"\xbc")] == ["a\ufffdb", "", "\xfc"]
