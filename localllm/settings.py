@@ -82,7 +82,7 @@ class Settings:
 def settings_path() -> Path | None:
     """The settings file: ``LOCALLLM_CONFIG``, or one in the platform's folder; None where there is no home for it."""
     if named := os.environ.get(CONFIG_VARIABLE):
-        return Path(named).expanduser()
+        return _expanded(named)
     try:
         if sys.platform == "win32":
             base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
@@ -93,6 +93,14 @@ def settings_path() -> Path | None:
     except RuntimeError:  # no variable names a home, and the system does not know the user
         return None
     return base / "localllm" / "config.toml"
+
+
+def _expanded(name: str) -> Path:
+    """A path, its ``~`` replaced by the home that it means; as it is, if there is no such user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
 
 
 def load_settings(path: Path | None = None) -> Settings:
@@ -245,11 +253,11 @@ def check(values: Mapping[str, Any], folder: Path) -> tuple[Settings, list[str]]
         if key is None:
             problems.append(_unknown(name, [*KEYS, SAMPLING], f"{SAMPLING}."))
         elif (read := key.read(value)) is None:
-            problems.append(f"{name} is {value!r:.80} but must be {key.words}")
+            problems.append(f"{name} is {_short(value)} but must be {key.words}")
         else:
             good[name] = read
     if "model_folders" in good:
-        good["model_folders"] = tuple(folder / Path(each).expanduser() for each in good["model_folders"])
+        good["model_folders"] = tuple(folder / _expanded(each) for each in good["model_folders"])
     settings = Settings(**good, given=frozenset(good))
     if SAMPLING not in values:
         return settings, problems
@@ -262,7 +270,7 @@ def _check_sampling(table: object) -> tuple[dict[str, Any], list[str]]:
     from localllm.sampling import Sampling
 
     if not isinstance(table, dict):
-        return {}, [f"{SAMPLING} is {table!r:.80} but must be a table: a line [{SAMPLING}], and settings below it"]
+        return {}, [f"{SAMPLING} is {_short(table)} but must be a table: a line [{SAMPLING}], and settings below it"]
     good: dict[str, Any] = {}
     problems: list[str] = []
     names = sampling_names()
@@ -275,7 +283,17 @@ def _check_sampling(table: object) -> tuple[dict[str, Any], list[str]]:
             good[name] = getattr(Sampling(**setting), name)
         except UsageError as error:
             problems.append(f"{SAMPLING}.{error}")
+        except ValueError:  # of a number that cannot be printed
+            problems.append(f"{SAMPLING}.{name} is {_short(value)}, but must be in range")
     return good, problems
+
+
+def _short(value: object) -> str:
+    """A value for a message."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # a number with thousands of digits, which Python does not print
+        return "a number of very many digits"
 
 
 def _unknown(name: str, names: Any, table: str = "", where: str = "") -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import codecs
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.command import Provider
@@ -49,6 +53,14 @@ class ChatApp(BaseApp):
 
     async def on_mount(self) -> None:
         await self.push_screen(self._chat)
+        # Windows' loops, and those of threads, take no signals.
+        with suppress(NotImplementedError, RuntimeError, ValueError):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminated)
+
+    def _terminated(self) -> None:
+        """Quits, so that the terminal is left as it was; at once, should it be asked again."""
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+        self.spawn(self._chat.quit(), group="quit")
 
     async def action_quit(self) -> None:
         """Ctrl+Q."""
@@ -85,6 +97,7 @@ def run(launch: Launch) -> int:
 def run_app(app: ChatApp) -> int:
     """Runs an app in the terminal; returns the exit code."""
     _teach_alt_enter()
+    take_any_bytes()
     with quick_switching(), _warnings_shown(app):
         code = app.run()
     app.end()
@@ -113,6 +126,20 @@ def _warnings_shown(app: BaseApp) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
+
+
+def take_any_bytes() -> None:
+    """Has Textual read bytes that are no UTF-8 as U+FFFD: one that is pasted would end the app with an error."""
+    try:
+        from textual.drivers import linux_driver
+    except ImportError:  # Windows, whose consoles give characters
+        return
+    if hasattr(linux_driver, "getincrementaldecoder"):
+        vars(linux_driver)["getincrementaldecoder"] = _tolerant_decoder
+
+
+def _tolerant_decoder(encoding: str) -> Callable[[], codecs.IncrementalDecoder]:
+    return partial(codecs.getincrementaldecoder(encoding), errors="replace")
 
 
 def _teach_alt_enter() -> None:

@@ -123,7 +123,12 @@ def _prepare(connection: sqlite3.Connection, path: Path | None) -> None:
     connection.execute("PRAGMA synchronous=NORMAL")
     if version < len(MIGRATIONS):
         with transaction(connection):
-            for number in range(_version(connection), len(MIGRATIONS)):  # another process may have been faster
+            version = _version(connection)  # another process may have been faster
+            if version < 0 or (version == 0 and connection.execute("SELECT 1 FROM sqlite_master").fetchone()):
+                raise StoreError(
+                    f"{path} is a database of another program: move it away, or set LOCALLLM_DATA to another folder"
+                )
+            for number in range(version, len(MIGRATIONS)):
                 for statement in MIGRATIONS[number]:
                     connection.execute(statement)
                 connection.execute(f"PRAGMA user_version={number + 1}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,8 @@ class Keeper:
         self._conversation = conversation
         self._lock = threading.Lock()
         self._unsaved: dict[str, Message] = {}
+        self._unset: dict[str, Any] = {}
+        self._undeleted: list[str] = []
         self._warning: str | None = None
         self._failed = False
 
@@ -35,20 +37,22 @@ class Keeper:
         with self._lock:
             for id_ in ids:
                 self._unsaved[id_] = self._conversation[id_]
-            if self._done(lambda: self._store.save(self._conversation, self._unsaved.values())):
-                self._unsaved.clear()
+            self._unset.pop("leaf", None)  # which is saved with messages, as it is now
+            self._try()
 
     def set(self, **changes: Any) -> None:
         """Saves what belongs to the conversation as a whole; see `Store.set`."""
-        self._done(lambda: self._store.set(self._conversation.id, **changes))
+        with self._lock:
+            self._unset |= changes
+            self._try()
 
     def delete(self, ids: Iterable[str]) -> None:
         """Deletes messages."""
-        doomed = list(ids)
         with self._lock:
-            for id_ in doomed:
+            for id_ in ids:
                 self._unsaved.pop(id_, None)
-        self._done(lambda: self._store.delete_messages(doomed))
+                self._undeleted.append(id_)
+            self._try()
 
     @contextmanager
     def saving(self, id_: str) -> Iterator[None]:
@@ -76,13 +80,21 @@ class Keeper:
         warning, self._warning = self._warning, None
         return warning
 
-    def _done(self, act: Callable[[], None]) -> bool:
+    def _try(self) -> None:
+        """Does all that is still to be done, in an order in which it can be done again."""
         try:
-            act()
+            if self._undeleted:
+                self._store.delete_messages(self._undeleted)
+                self._undeleted.clear()
+            if self._unset:
+                self._store.set(self._conversation.id, **self._unset)
+                self._unset.clear()
+            if self._unsaved:
+                self._store.save(self._conversation, self._unsaved.values())
+                self._unsaved.clear()
         except StoreError as error:
             if not self._failed:
                 self._warning = f"{error}; the chat goes on, but is not saved"
             self._failed = True
-            return False
-        self._failed = False
-        return True
+        else:
+            self._failed = False

@@ -105,6 +105,8 @@ class Store:
             if aside is not None:
                 self.notice = f"the chats in {path} were damaged: they are kept in {aside}, and a new file was begun"
         self._connection.row_factory = sqlite3.Row
+        # One byte that is wrong on the disk shall not hide all chats.
+        self._connection.text_factory = lambda data: data.decode("utf-8", "replace")
         self._connection.create_function("folded", 1, str.casefold, deterministic=True)
         self._connection.create_function("content", 3, _content, deterministic=True)
         with self._reading():
@@ -132,20 +134,22 @@ class Store:
         leaf = None if conversation.leaf is None else conversation.leaf.id
         conversation.updated = time.time()
         c = conversation
+        title, system, model = map(_storable, (c.title, c.system, c.model))
         with self._writing() as execute:
             if c.id in self._deleted:
                 return
             execute(
                 "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
                 " ON CONFLICT (id) DO UPDATE SET updated = excluded.updated, leaf = excluded.leaf",
-                (c.id, c.title, c.system, json.dumps(c.settings), c.model, c.created, c.updated, c.archived, leaf),
+                (c.id, title, system, json.dumps(c.settings), model, c.created, c.updated, c.archived, leaf),
             )
             for m in messages:
+                text, more = _storable(m.text), json.dumps(extras(m))
                 execute(
                     "INSERT INTO messages (id, session, parent, role, text, created, state, opened, extras)"
                     " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET text = excluded.text,"
                     " state = excluded.state, opened = excluded.opened, extras = excluded.extras, indexed = 0",
-                    (m.id, c.id, m.parent, m.role, m.text, m.created, m.state, m.opened, json.dumps(extras(m))),
+                    (m.id, c.id, m.parent, m.role, text, m.created, m.state, m.opened, more),
                 )
 
     def set(self, id_: str, **changes: str | bool | dict[str, Any] | None) -> None:
@@ -160,6 +164,7 @@ class Store:
                 if name not in ("title", "system", "settings", "model", "archived", "leaf"):
                     raise TypeError(f"a conversation has no {name!r} that can be set")
                 kept = json.dumps(value) if isinstance(value, dict) else value
+                kept = _storable(kept) if isinstance(kept, str) else kept
                 execute(f"UPDATE sessions SET {name} = ? WHERE id = ?", (kept, id_))
 
     def rename(self, id_: str, title: str) -> str:
@@ -343,14 +348,23 @@ class Store:
             yield self._connection.execute
 
 
+def _storable(text: str) -> str:
+    """A text with lone surrogates spelled out, which UTF-8 does not have, but names of files do."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _no_chat(id_: str) -> StoreError:
     return StoreError(f"there is no chat {id_!r}: localllm chat --list lists them, and in a chat /sessions does")
 
 
 def _message(row: sqlite3.Row) -> Message:
     values = {key: row[key] for key in ("id", "parent", "role", "text", "created", "state", "opened")}
-    record = Record(parsed(row["extras"]), "what belongs to a message")
-    message = to_message(Record({**record.values, **values}, f"message {row['seq']} of the saved chats"))
+    where = f"message {row['seq']} of the saved chats"
+    try:
+        record = Record(parsed(row["extras"]), "'extras'")
+    except StoreError as error:
+        raise StoreError(f"what belongs to {where} is damaged: {error}") from None
+    message = to_message(Record({**record.values, **values}, where))
     return replace(message, state="killed") if message.state == "streaming" else message
 
 

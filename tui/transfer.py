@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -155,13 +157,27 @@ def write_export(conversation: Conversation, path: Path) -> None:
         UsageError: the file is there already, or cannot be written.
     """
     text = to_json(conversation) if path.suffix.lower() == ".json" else to_markdown(conversation)
+    # What has no place in UTF-8 is of names of files that have none either.
+    data = text.encode("utf-8", "replace")
     try:
-        with path.open("x", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with path.open("xb") as file, _removed_if_cut(path):
+            file.write(data)
+            file.flush()
     except FileExistsError:
         raise UsageError(f"{path} is there already: choose another name") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be written ({_reason(error)}): choose another place") from None
+
+
+@contextmanager
+def _removed_if_cut(path: Path) -> Iterator[None]:
+    """Removes a file that could not be written to its end: the next try would find it there already."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            path.unlink()
+        raise
 
 
 def read_export(path: Path) -> Conversation:

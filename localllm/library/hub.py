@@ -58,7 +58,7 @@ class Hub:
             return str(info.sha), {each.rfilename: _remote_file(each) for each in names}
         except (HubError, UsageError):
             raise
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise HubError(
                 f"what answered at {self.endpoint} is no hub ({type(error).__name__}: {error!s:.200}): check the "
                 "network, and the environment variable HF_ENDPOINT"
@@ -86,9 +86,15 @@ class Hub:
     def link(self, name: str) -> Path:
         """Gives a file, whose blob is in the cache, its name there."""
         with self.complaints():
-            path = self._package.hf_hub_download(
-                self._repo, name, cache_dir=hub_cache(), endpoint=self.endpoint, **_LIBRARY
-            )
+            try:
+                path = self._package.hf_hub_download(
+                    self._repo, name, cache_dir=hub_cache(), endpoint=self.endpoint, **_LIBRARY
+                )
+            except ValueError as error:  # a commit that leads out of the cache
+                raise HubError(
+                    f"what {self.endpoint} answers for {name} is not usable ({error!s:.200}): check the environment "
+                    "variable HF_ENDPOINT"
+                ) from error
             return Path(path)
 
     @contextlib.contextmanager
@@ -170,11 +176,13 @@ def import_hub() -> Any:
 
 def _remote_file(sibling: Any) -> RemoteFile:
     """Raises:
-    ValueError: the hub tells no hash or size of the file.
+    ValueError: the hub tells no name, hash or size that a file can have.
     """
     lfs = sibling.lfs
     sha, n_bytes = (sibling.blob_id, sibling.size) if lfs is None else (lfs.sha256, lfs.size)
-    # The hash becomes a file's name: it must not be able to lead elsewhere.
+    # Both become names of files: they must not be able to lead elsewhere.
+    if not sibling.rfilename.isprintable() or {"", ".", ".."} & set(re.split(r"[/\\]", sibling.rfilename)):
+        raise ValueError(f"a file has the name {sibling.rfilename!r:.100}")
     if not isinstance(sha, str) or not _HASH.fullmatch(sha) or not isinstance(n_bytes, int) or n_bytes < 0:
         raise ValueError(f"no hash and size of {sibling.rfilename}")
     return RemoteFile(sibling.rfilename, n_bytes, sha)

@@ -122,10 +122,17 @@ class _Puller:
         partial = self._partial(file)
         partial.touch()
         waits = iter(RETRY_SECONDS)
+        is_asked = False
         while (have := _size(partial) or 0) != file.n_bytes:
             if have > file.n_bytes:
                 partial.unlink()
+                if is_asked:
+                    raise HubError(
+                        f"{self._hub.endpoint} sends more of {file.name} than the {file.n_bytes:,} bytes that it "
+                        "should have: check the environment variable HF_ENDPOINT, or try again later"
+                    )
                 continue
+            is_asked = True
             cut: BaseException | None = None
             try:
                 self._stream(file, commit, have, report)

@@ -160,3 +160,19 @@ def test_every_sampling_setting_can_be_given_as_its_default(tmp_path: Path) -> N
     path = write(tmp_path / "c.toml", tomlkit.dumps({SAMPLING: defaults}))
     assert load_settings(path).sampling == defaults
     assert os.environ[CONFIG_VARIABLE]  # see conftest.py
+
+
+def test_the_home_of_nobody_is_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('model_folders = "~nobody-of-this-name/x"')
+    assert load_settings(path).model_folders == (tmp_path / "~nobody-of-this-name" / "x",)
+    monkeypatch.setenv(CONFIG_VARIABLE, "~nobody-of-this-name/c.toml")
+    assert load_settings() == Settings()
+
+
+@pytest.mark.parametrize("text", ["model = {}", "sampling = {}", "[sampling]\nmin_p = {}"])
+def test_a_number_that_python_does_not_print(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(text.format("0x" + "f" * 6000))
+    with pytest.raises(SettingsError, match="must be"):
+        load_settings(path)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from localllm.errors import DeviceError, StoreError
-from localllm.tui.app import ChatApp
+from localllm.tui.app import ChatApp, take_any_bytes
 from localllm.tui.conversation import Conversation
 from localllm.tui.history import History
 from localllm.tui.store import Store
@@ -563,3 +566,33 @@ def test_a_message_that_is_longer_than_the_context(is_edited: bool) -> None:
             assert len(conversation.branches()) == 1
 
     run(test())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
+def test_a_program_that_is_told_to_end_keeps_the_reply() -> None:
+    """``kill`` ends it as Ctrl+Q does, so that the terminal is left as it was."""
+
+    async def test() -> None:
+        gate = Steps()
+        async with chatting(setup(AppModel([REPLY], gate=gate))) as chat:
+            gate.allow(1)
+            await chat.say("hello")
+            await chat.sees("Hello")
+            os.kill(os.getpid(), signal.SIGTERM)
+            await chat.until(lambda: chat.app.return_code == 0, "an end")
+            leaf = chat.app.conversation.leaf
+            assert leaf is not None
+            assert (leaf.text, leaf.state) == ("Hello", "stopped")
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    run(test())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has another driver")
+def test_bytes_that_are_no_text_are_taken() -> None:
+    """Of a terminal with another character set, or pasted: Textual would end with a UnicodeDecodeError."""
+    from textual.drivers import linux_driver
+
+    take_any_bytes()
+    decoder = vars(linux_driver)["getincrementaldecoder"]("utf-8")()
+    assert [decoder.decode(data) for data in (b"a\xffb", b"\xc3", b"\xbc")] == ["a\ufffdb", "", "\xfc"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -517,3 +518,26 @@ def test_messages_can_be_read_while_they_are_written(store: Store) -> None:
     thread.join()
     assert max(lengths) <= 1000
     assert model.asked
+
+
+def test_what_could_not_be_kept_is_kept_later(store: Store) -> None:
+    """While another program locks the file: a title, a system prompt, what is deleted, and where the talk goes on."""
+    session, _ = begin(store, "one", "two")
+    list(session.send("first"))
+    list(session.send("second"))
+    conversation = session.conversation
+    store._connection.execute("PRAGMA busy_timeout=10")
+    assert store.path is not None
+    other = sqlite3.connect(store.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    session.set_title("new")
+    session.set_system("be kind")
+    session.delete(conversation.path()[2].id)
+    assert "is not saved" in (session.take_warning() or "")
+    other.execute("ROLLBACK")
+    assert len(kept(session)) == 4
+    list(session.send("third"))
+    loaded = store.load(conversation.id)
+    assert (loaded.title, loaded.system) == ("new", "be kind")
+    assert [message.text for message in loaded.messages] == ["first", "one", "third", "ok"]
+    other.close()

@@ -399,6 +399,41 @@ def test_values_that_somebody_changed_are_said_or_left_out(store: Store) -> None
         store.load(conversation.id)
 
 
+def test_what_is_no_utf8_hides_nothing(store: Store) -> None:
+    """A file may have a name of any bytes, and a disk may change one."""
+    conversation = talk("hello", "there")
+    conversation.model = "m\udcff.gguf"
+    store.save(conversation, conversation.messages)
+    store.set(conversation.id, system="s\ud800")
+    loaded = store.load(conversation.id)
+    assert (loaded.model, loaded.system) == ("m\\udcff.gguf", "s\\ud800")
+    store._connection.execute("UPDATE sessions SET title = CAST(x'61FF' AS TEXT)")
+    store._connection.execute("UPDATE messages SET text = CAST(x'62FF' AS TEXT) WHERE seq = 2")
+    (summary,) = store.sessions()
+    assert (summary.title, summary.preview) == ("a\ufffd", "b\ufffd")
+    assert [message.text for message in store.load(conversation.id).path()] == ["hello", "b\ufffd"]
+
+
+def test_a_damaged_message_is_named(store: Store) -> None:
+    conversation = saved(store, "hello")
+    store._connection.execute("UPDATE messages SET extras = ''")
+    with pytest.raises(StoreError, match="what belongs to message 1 of the saved chats is damaged: it is no JSON"):
+        store.load(conversation.id)
+
+
+@pytest.mark.parametrize("change", ["CREATE TABLE theirs (x)", "PRAGMA user_version=-1"])
+def test_the_database_of_another_program_is_left_alone(path: Path, change: str) -> None:
+    path.parent.mkdir()
+    other = sqlite3.connect(path)
+    other.execute(change)
+    other.close()
+    with pytest.raises(StoreError, match="is a database of another program: move it away"):
+        Store(path)
+    other = sqlite3.connect(path)
+    assert {name for (name,) in other.execute("SELECT name FROM sqlite_master")} <= {"theirs"}
+    other.close()
+
+
 def test_unknown_values_cannot_be_set(store: Store) -> None:
     with pytest.raises(TypeError, match="'colour'"):
         store.set("x", colour="red")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from localllm.errors import StoreError, UsageError
 from localllm.tui.conversation import Attachment, Conversation, Stats, Window
-from localllm.tui.transfer import from_json, read_export, to_json, to_markdown, write_export
+from localllm.tui.transfer import from_json, path_of, read_export, to_json, to_markdown, write_export
 
 
 @pytest.fixture
@@ -160,3 +161,29 @@ def test_any_value_anywhere_is_taken_or_refused(key: str, value: Any) -> None:
     except StoreError:
         return
     assert shape(from_json(to_json(conversation))) == shape(conversation)
+
+
+def test_the_home_of_nobody_is_said() -> None:
+    with pytest.raises(UsageError, match="is no path here"):
+        path_of("~nobody-of-this-name/chat.json")
+
+
+def test_names_that_are_no_utf8_are_exported(conversation: Conversation, tmp_path: Path) -> None:
+    conversation.model = "m\udcff.gguf"
+    write_export(conversation, tmp_path / "a.json")
+    assert read_export(tmp_path / "a.json").model == "m?.gguf"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
+def test_a_file_that_could_not_be_written_to_its_end_is_removed(conversation: Conversation, tmp_path: Path) -> None:
+    import resource
+
+    conversation.add("user", "x" * 100_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(UsageError, match="cannot be written"):
+            write_export(conversation, tmp_path / "a.md")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []

@@ -266,6 +266,31 @@ def test_a_hash_that_is_a_path_is_not_followed(hub: HubServer) -> None:
         pull("org/repo")
 
 
+@pytest.mark.parametrize(
+    "name", ["../../../m.gguf", "/m.gguf", "a/../../m.gguf", "..\\m.gguf", "a\0.gguf", "\x1b[2J.gguf"]
+)
+def test_a_name_that_leads_elsewhere_is_not_followed(hub: HubServer, name: str) -> None:
+    hub.repos["org/repo"] = Repo({name: DEMO})
+    with pytest.raises(HubError, match="is no hub"):
+        pull("org/repo")
+    assert hub.requests == []
+
+
+def test_a_hub_that_sends_more_and_more_is_given_up(hub: HubServer) -> None:
+    """Sizes that are lies would have it fetched again for ever."""
+    hub.repos["org/repo"] = Repo({"m.gguf": DEMO}, sent={"m.gguf": DEMO + b"more"})
+    with pytest.raises(HubError, match=f"sends more of m.gguf than the {len(DEMO):,} bytes"):
+        pull("org/repo")
+    assert len(hub.ranges) == 1
+    assert blobs() == []
+
+
+def test_a_listing_that_is_nested_too_deeply_is_no_hub(hub: HubServer) -> None:
+    hub.listings["org/repo"] = b"[" * 100_000
+    with pytest.raises(HubError, match="is no hub"):
+        pull("org/repo")
+
+
 @pytest.mark.parametrize("name", ["repo", "org/repo/more", "", "./org/repo"])
 def test_what_is_no_name_is_refused(hub: HubServer, name: str) -> None:
     with pytest.raises(UsageError, match="is no name of a model on the hub: write ORG/REPO"):
