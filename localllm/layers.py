@@ -104,14 +104,15 @@ def plan_layers(
         NotEnoughMemoryError: so many layers do not fit there; says how many do.
     """
     n_layers = len(host.layers)
+    without_gpus = "but no GPU was chosen: leave it out, or choose device='cuda'"
     if not gpus and n_gpu_layers:
-        raise UsageError(
-            f"n_gpu_layers is {n_gpu_layers}, but no GPU was chosen: leave it out, or choose device='cuda'"
-        )
+        raise UsageError(f"n_gpu_layers is {n_gpu_layers}, {without_gpus}")
+    if not gpus and tensor_split is not None:
+        raise UsageError(f"tensor_split is {_numbers(tensor_split)!r}, {without_gpus}")
     if tensor_split is not None and len(tensor_split) != len(gpus):
         raise UsageError(
             f"tensor_split is {_numbers(tensor_split)!r}, but needs a number for each GPU, of which there "
-            f"{'is 1' if len(gpus) == 1 else f'are {len(gpus)}'}"
+            f"{'is 1' if len(gpus) == 1 else f'are {len(gpus)}'}: give as many, or leave it out"
         )
 
     def placed(n: int) -> list[Share] | None:

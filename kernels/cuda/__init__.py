@@ -1,1 +1,31 @@
-"""CUDA kernels: C++ that NVRTC compiles for the GPU at hand, and the narrow interface to the device beneath them."""
+"""CUDA kernels: C++ that NVRTC compiles for the GPU at hand, and the narrow interface to the device beneath them.
+
+A ``.cu`` file is a module (module.py); where its launches are chosen says what they are given:
+
+=======================================  ============================================  ==============================
+kernels                                  launches                                      tests, in tests/kernels/cuda
+=======================================  ============================================  ==============================
+pack, embed, quantise, matvec*, matmul*  matmul.py (shapes), operations.py, experts.py test_pack, _quantise, _matmul
+attention, append                        attention.py, cache.py, operations.py         test_attention, test_append
+elementwise                              operations.py                                 test_elementwise, _selection
+experts                                  experts.py                                    test_experts
+ceilings                                 roofline.py                                   test_roofline
+=======================================  ============================================  ==============================
+
+operations.py and experts.py are a step's operations, recording.py what they are recorded in, program.py its graphs.
+
+**To try a change** needs no GPU, but NVRTC and g++ (``pip install -e '.[dev,cuda13]'``).  Edit the ``.cu``, then::
+
+    python -m pytest tests/kernels/cuda/test_elementwise.py         results, and in check mode races and bounds
+    python -m pytest tests/kernels/cuda/test_kernel_mutations.py -k rms_norm
+    python -m tests.kernels.cuda.traffic rms_norm                   sectors and bank passes of each load and store
+    python -m tests.kernels.cuda.registers 80                       registers and spills; --write keeps new budgets
+    python -m tests.benchmarks.gpu --sections products,attention    times, on a GPU
+
+A new kernel needs a case in test_kernel_mutations.py, which fails without.
+
+**To add a format of weights** that no kernel reads, give it a layout for the CPU (`localllm.quant.packing.LAYOUTS`,
+of which `matmul.PACKED_FORMATS` is made, and `localllm.quant.repack.repack_target`), and write its struct:
+formats.cuh says of what, codes.cuh draws codes.  Most tests of packing and products, and the registers, go over
+PACKED_FORMATS; its budgets come from ``registers --write``.
+"""

@@ -6,7 +6,6 @@ Each check looks at one thing and must not fail: what it cannot find out is itse
 from __future__ import annotations
 
 import argparse
-import ctypes.util
 import importlib
 import importlib.metadata
 import json
@@ -23,9 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm import __version__
+from localllm.cli.flags import in_flags
 from localllm.cli.main import DONE, FAILED
 from localllm.cli.terminal import LoadStatus, quantity, visible_line
-from localllm.errors import LocalLLMError
+from localllm.errors import DeviceError, LocalLLMError
 from localllm.kernels.cpu.control_groups import cpu_quota
 from localllm.kernels.cpu.host import (
     LEAST_ADDRESS_SPACE,
@@ -38,6 +38,7 @@ from localllm.kernels.cpu.host import (
     program_output,
     usable_cpus,
 )
+from localllm.kernels.cuda.installation import driver_cuda
 from localllm.progress import of_stage
 
 if TYPE_CHECKING:
@@ -372,19 +373,37 @@ def _memory() -> Iterator[Finding]:
 
 def _gpus() -> Iterator[Finding]:
     names = nvidia_gpus()
-    for name in names:
-        yield Finding("GPUs", "NVIDIA GPU", name, _gpu_advice())
-    if not names and has_nvidia_driver():
-        yield Finding("GPUs", "NVIDIA driver", "there, but nvidia-smi lists no GPU")
     if not names and not has_nvidia_driver():
         yield Finding("GPUs", "NVIDIA GPU", "none found")
+        return
+    advice = _gpu_advice()
+    for name in names:
+        yield Finding("GPUs", "NVIDIA GPU", name, advice)
+    if not names:
+        yield Finding("GPUs", "NVIDIA driver", "there, but nvidia-smi lists no GPU", advice)
 
 
 def _gpu_advice() -> str | None:
-    """What a GPU needs to be computed on; None if that is there."""
-    if any(all(_version(name) for name in EXTRAS[extra]) for extra in ("cuda12", "cuda13")):
-        return None
-    return f"to compute on it: {_installing('cuda13', list(EXTRAS['cuda13']))} (or cuda12, for drivers before 580)"
+    """What is missing before GPUs can be computed on; None if all is there."""
+    if not any(all(_version(name) for name in EXTRAS[extra]) for extra in ("cuda12", "cuda13")):
+        return (
+            f"to compute on it: {_installing('cuda13', list(EXTRAS['cuda13']))} (or cuda12, for drivers before 580)"
+        )
+    try:
+        check_gpus()
+    except DeviceError as error:
+        return in_flags(str(error), {"device": "--device"})
+    return None
+
+
+def check_gpus() -> None:
+    """Raises DeviceError where CUDA has no GPU, or one that cannot be used; says why."""
+    from localllm.kernels.cuda.cupy_driver import open_driver
+    from localllm.kernels.cuda.driver import check_capability
+
+    driver = open_driver()
+    for index in range(driver.device_count):
+        check_capability(index, driver.properties(index))
 
 
 def nvidia_gpus() -> list[str]:
@@ -395,6 +414,5 @@ def nvidia_gpus() -> list[str]:
 
 
 def has_nvidia_driver() -> bool:
-    """Whether the driver's library is there."""
-    name = "nvcuda" if sys.platform == "win32" else "cuda"
-    return ctypes.util.find_library(name) is not None or Path("/proc/driver/nvidia/version").exists()
+    """Whether the driver or its library is there."""
+    return driver_cuda() is not None or Path("/proc/driver/nvidia/version").exists()

@@ -163,5 +163,5 @@ def test_what_is_asked_of_gpus_that_are_not_there() -> None:
         UsageError, match="tensor_split is '3,1', but needs a number for each GPU, of which there is 1"
     ):
         plan_layers(room("cpu", 0), [room("cuda:0", 50)], tensor_split=[3, 1])
-    with pytest.raises(UsageError, match="of which there are 0"):
+    with pytest.raises(UsageError, match="tensor_split is '1', but no GPU was chosen"):
         plan_layers(room("cpu", 0), tensor_split=[1.0])

@@ -182,7 +182,7 @@ def test_arguments_are_checked(path: Path) -> None:
         ({"tensor_split": [1, True]}, "numbers of at least 0"),
         ({"tensor_split": [1, 10**400]}, "numbers of at least 0"),
         ({"tensor_split": 3}, "tensor_split is 3"),
-        ({"tensor_split": [1, 1]}, "needs a number for each GPU, of which there are 0"),
+        ({"tensor_split": [1, 1]}, "tensor_split is '1,1', but no GPU was chosen: leave it out"),
     ):
         with pytest.raises(UsageError, match=words):
             localllm.load(path, device="reference", **options)

@@ -15,6 +15,8 @@
 | several | with two GPUs: copies between them, and a split model |
 | sanitizer | the tests under compute-sanitizer, if --sanitizer asks for it |
 
+It runs the tests too: `pip install -e '.[dev,cuda13]'` first.
+
 The tables are written to gpu.md and gpu.json in the folder that --out names; after Ctrl-C those of what was done by
 then.  Models are written to the folder for temporary files, one at a time.  The exit code is 1 if an output is wrong,
 a test or a section fails, 2 if nothing can be measured, and 130 after Ctrl-C.

@@ -211,6 +211,16 @@ def test_half_of_the_layers_on_the_cpu(make: Callable[[], CUDAOps], load: Callab
     assert_same_text(llm, load(path), LONG)
 
 
+def test_layers_on_the_cpu_and_on_two_devices(load: Callable[..., LLM], tmp_path: Path) -> None:
+    harness()
+    path = small(tmp_path, "qwen2", T.Q4_K, num_hidden_layers=4)
+    driver = EmulatedDriver(2, peers=False)
+    llm = load(path, emulated_cuda(driver, 0), emulated_cuda(driver, 1), n_gpu_layers=2, tensor_split=[1, 1])
+    layers = {d: llm.info.placement.layers_on(d) for d in llm.info.placement.devices}
+    assert layers == {"cpu": 2, "cuda:0": 1, "cuda:1": 1}
+    assert_same_text(llm, load(path), SHORT)
+
+
 def test_a_cpu_behind_a_device(tmp_path: Path) -> None:
     """Not as a plan has it, but hidden states can go that way too."""
     harness()

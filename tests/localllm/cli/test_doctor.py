@@ -17,9 +17,12 @@ import pytest
 
 from localllm.cli import doctor
 from localllm.cli.doctor import EXTRAS, PACKAGES, Finding, findings, nvidia_gpus
+from localllm.errors import DeviceError
 from localllm.kernels.cpu import thread_choice
 from localllm.kernels.cpu.target import available
 from localllm.kernels.cpu.thread_choice import ThreadChoice
+from localllm.kernels.cuda import cupy_driver, installation
+from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.helpers.command_line import Outcome, run_main
 from tests.helpers.data import ROOT
 
@@ -267,7 +270,24 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert advice is not None
     assert "install cupy-cuda13x 'cuda-toolkit[nvrtc,cudart]==13.*' (or" in advice
     monkeypatch.setattr(doctor, "_version", {"cupy-cuda12x": "14", "cuda-toolkit": "12"}.get)
+    monkeypatch.setattr(doctor, "check_gpus", lambda: None)
     assert [f.advice for f in doctor._gpus()] == [None, None]
+
+
+def test_gpus_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "program_output", lambda *_: "NVIDIA H100 80GB HBM3, 555.42, 81559 MiB")
+    monkeypatch.setattr(doctor, "_version", {"cupy-cuda13x": "14", "cuda-toolkit": "13"}.get)
+    monkeypatch.setattr(installation, "driver_cuda", lambda: (11, 8))
+    [gpu] = doctor._gpus()
+    assert gpu.advice is not None
+    assert gpu.advice.startswith("no CUDA device can be used: NVIDIA's driver here runs CUDA up to 11.8")
+    assert gpu.advice.endswith("or use --device cpu")
+
+
+def test_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupy_driver, "open_driver", lambda: EmulatedDriver(capability=(7, 0)))
+    with pytest.raises(DeviceError, match=r"has compute capability 7\.0"):
+        doctor.check_gpus()
 
 
 def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
