@@ -341,6 +341,29 @@ def test_quitting_ends_loading() -> None:
     run(test())
 
 
+def test_escape_takes_back_a_message_that_waits_for_the_model() -> None:
+    async def test() -> None:
+        is_loaded = threading.Event()
+
+        def load(name: str, progress: LoadProgress) -> AppModel:
+            is_loaded.wait(30 if name else 0)
+            return AppModel()
+
+        async with chatting(setup(AppModel(), load=load)) as chat:
+            await chat.say("/model other")
+            await chat.until(lambda: chat.app._chat.models.is_loading)
+            await chat.say("hello")
+            await chat.sees("is being loaded")
+            await chat.press("escape")
+            await chat.until(lambda: "is being loaded" not in chat.screen)
+            is_loaded.set()
+            await chat.rest()
+            assert chat.app._chat.composer.text == "hello"
+            assert not chat.views
+
+    run(test())
+
+
 def test_no_model_is_told() -> None:
     async def test() -> None:
         def load(name: str, progress: LoadProgress) -> AppModel:

@@ -237,6 +237,9 @@ class ChatScreen(MessageActions, Screen[None]):
         elif self.turn is not None:
             self._is_stopped = True
             self.session.stop()
+        elif self._sends_when_loaded:
+            self._sends_when_loaded = False
+            self.hint("")
         elif self.replacing is not None:
             self.replacing = None
             self.hint("")
