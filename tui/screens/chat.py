@@ -244,9 +244,6 @@ class ChatScreen(MessageActions, Screen[None]):
             self.replacing = None
             self.hint("")
             self.composer.empty()
-        elif self._sends_when_loaded:
-            self._sends_when_loaded = False
-            self.hint("")
         else:
             self.transcript.follow()
         self.composer.focus()
