@@ -182,7 +182,7 @@ class ChatSession:
         if full is None:
             raise UsageError("the context is not full: there is nothing to choose")
         if choice not in full.choices:
-            raise UsageError(f"{choice} would not help here: there is {', '.join(full.choices)}")
+            raise UsageError(f"{choice} would not help here: choose {' or '.join(full.choices)}")
         if choice == "stop":
             self._full = None
             return iter(())

@@ -238,6 +238,8 @@ def test_chats(front: Notebook, tmp_path: Path) -> None:
     front.type("/delete this")
     assert front.session.conversation.id != first
     assert front.type("/sessions") == "no chats"
+    with pytest.raises(UsageError, match="nothing to save yet"):
+        front.type("/archive")
 
 
 def test_files(front: Notebook, tmp_path: Path) -> None:

@@ -80,11 +80,31 @@ def test_chats_are_renamed_archived_and_deleted() -> None:
             await chat.until(lambda: title(chat) == "second best")
             await chat.sees("localllm  second best")
             assert [s.title for s in await chat.app.offload(store.sessions)] == ["second best"]
-            await chat.say("/delete")
+            await chat.say("/delete this")
             await chat.sees("Delete this chat for good?")
             await chat.press("down", "enter")
             await chat.sees("New chat")
             assert await chat.app.offload(store.sessions) == []
+            await chat.say("/archive")
+            await chat.hears("there is nothing to save yet")
+
+    run(test())
+
+
+def test_archived_chats_are_listed_and_searched() -> None:
+    async def test() -> None:
+        async with chatting(setup(AppModel())) as chat:
+            await other_chats(chat, "first", "second")
+            await chat.say("/archive")
+            await chat.hears("the chat is archived")
+            await chat.ask("third")
+            await chat.say("/sessions archived")
+            await chat.sees("Archived chats")
+            await chat.sees("second  archived")
+            await chat.type("r")  # it is in all of them
+            await chat.sees("no chat has these words")
+            await chat.press("f6")
+            await chat.sees("third  open")
 
     run(test())
 

@@ -151,6 +151,13 @@ def test_deleting_asks_first() -> None:
             await chat.sees("Delete this message?")
             await chat.press("down", "enter")
             await chat.until(lambda: said(chat) == ["a", "one"])
+            await chat.say("/remove 2")
+            await chat.sees("Delete this message?")
+            await chat.press("down", "enter")
+            await chat.until(lambda: said(chat) == ["a"])
+            await chat.say("/show")  # and what is typed then is no command
+            await chat.until(lambda: chat.app._chat.composer.has_focus and not chat.app._chat.composer.text)
+            assert chat.app._chat.selected is None
 
     run(test())
 

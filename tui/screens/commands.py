@@ -19,6 +19,8 @@ from localllm.tui.screens.sampling import SamplingScreen
 from localllm.tui.screens.sessions import SessionsScreen, ask_export, ask_import
 from localllm.tui.screens.system import SystemScreen
 from localllm.tui.session import ChatSession
+from localllm.tui.slash.chats import check_begun
+from localllm.tui.slash.messages import to_remove
 from localllm.tui.slash.settings import stats
 from localllm.tui.titles import shortened
 from localllm.tui.transfer import import_chat, path_of, write_export
@@ -100,8 +102,8 @@ class Commands:
             "help": self._help,
             "import": self._import_from,
             "load": self._load,
+            "remove": self._remove,
             "sessions": self._sessions,
-            "show": self._show,
             "theme": self._theme,
         }
 
@@ -115,6 +117,8 @@ class Commands:
         if isinstance(call, str):
             return
         name, argument = call.command.name, call.argument
+        if argument == "this" and name in ("archive", "delete"):  # the open chat, as without an argument
+            argument = ""
         if not argument and name in self._asking:
             await self._asking[name]()
         elif name in self._own:
@@ -164,7 +168,8 @@ class Commands:
     async def _sessions(self, words: str) -> None:
         screen = self._screen
         session = screen.session
-        chats = SessionsScreen(session.store, session.conversation.id, words)
+        archived = words == "archived"
+        chats = SessionsScreen(session.store, session.conversation.id, "" if archived else words, archived=archived)
         chosen = await screen.app.push_screen_wait(chats)
         if (title := chats.titles.get(session.conversation.id)) is not None:
             session.conversation.title = title
@@ -207,6 +212,7 @@ class Commands:
 
     async def _archive(self) -> None:
         session = self._screen.session
+        check_begun(session.conversation)
         await self._screen.app.offload(session.store.archive, session.conversation.id)
         self._screen.app.say("the chat is archived: Ctrl+O and F6 show it")
         await self._new()
@@ -270,6 +276,10 @@ class Commands:
     async def _branch(self, argument: str) -> None:
         await self._screen.switch(branch_meant(self._screen.session.conversation, argument).id)
 
+    async def _remove(self, argument: str) -> None:
+        session = self._screen.session
+        await self._screen.delete_asked(session, to_remove(session.conversation, argument))
+
     async def _copy(self, argument: str) -> None:
         message = self._last("assistant")
         what, _, number = argument.partition(" ")
@@ -307,9 +317,6 @@ class Commands:
             raise UsageError(
                 f"there is no theme {argument!r:.40}: there are {', '.join(sorted(app.available_themes))}"
             )
-
-    async def _show(self, argument: str) -> None:
-        self._screen.action_select(-1)
 
     async def _help(self, argument: str) -> None:
         await self._screen.app.push_screen_wait(HelpScreen())

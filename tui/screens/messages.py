@@ -207,9 +207,10 @@ class MessageActions:
 
     def action_delete(self) -> None:
         if (picked := self._picked()) is not None:
-            self._chat.app.ask(self._delete(*picked), group="delete")
+            self._chat.app.ask(self.delete_asked(*picked), group="delete")
 
-    async def _delete(self, session: ChatSession, message: Message) -> None:
+    async def delete_asked(self, session: ChatSession, message: Message) -> None:
+        """Deletes a message and what follows it, if that is meant."""
         chat = self._chat
         text = "It goes for good, and so does all that follows it."
         if await chat.app.push_screen_wait(confirm("Delete this message?", text, "Delete")) == "yes":

@@ -20,7 +20,10 @@ def ask_room(event: ContextFull) -> Choose:
     what = "the conversation and the reply so far have" if event.in_reply else "the conversation has"
     text = f"{what[0].upper()}{what[1:]} {event.needed:,} tokens, and the context holds {event.context:,}."
     if event.choices == ("stop",):
-        text += " The last message alone is too long: shorten it, or load the model with a larger context."
+        too_long = "reply is too long: ask for a shorter one"
+        if not event.in_reply:
+            too_long = "last message alone is too long: shorten it"
+        text += f" The {too_long}, or load the model with a larger context."
     choices: list[tuple[str, str]] = [(choice, _CHOICES[choice]) for choice in event.choices]
     if not event.in_reply:
         choices[-1:] = [

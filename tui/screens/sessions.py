@@ -31,13 +31,13 @@ class SessionsScreen(Find):
         Binding("f6", "hidden", "Archived"),
     ]
 
-    def __init__(self, store: Store, current: str, search: str = "") -> None:
+    def __init__(self, store: Store, current: str, search: str = "", *, archived: bool = False) -> None:
         """``current`` is the id of the chat that is open."""
-        super().__init__("Chats")
+        super().__init__(_title(archived))
         self._store = store
         self._current = current
         self._search = search
-        self._archived = False
+        self._archived = archived
         self._found: list[SessionSummary] = []
         #: What these were found for, and whether among archived chats.
         self._found_for: tuple[str, bool] | None = None
@@ -68,6 +68,7 @@ class SessionsScreen(Find):
         wanted = text, archived = self._wanted
         if text.strip():
             found = await self.app.offload(self._store.search, text)
+            found = [summary for summary in found if summary.archived or not archived]
         else:
             found = await self.app.offload(self._store.sessions, archived=archived)
         if not self.is_attached or wanted != self._wanted:
@@ -113,7 +114,7 @@ class SessionsScreen(Find):
 
     def action_hidden(self) -> None:
         self._archived = not self._archived
-        self.query_one(".box").border_title = "Archived chats" if self._archived else "Chats"
+        self.query_one(".box").border_title = _title(self._archived)
         self._refresh()
 
     def action_rename(self) -> None:
@@ -205,3 +206,7 @@ def age(seconds: float) -> str:
         if (n := int(seconds // length)) >= 1:
             return f"{n:,} {name}{'s' * (n != 1)} ago"
     return "just now"
+
+
+def _title(archived: bool) -> str:
+    return "Archived chats" if archived else "Chats"

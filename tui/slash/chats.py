@@ -13,12 +13,17 @@ from localllm.tui.transfer import import_chat, path_of, write_export
 
 def save(front: Frontend, argument: str) -> None:
     session = front.session
-    if not len(session.conversation):
-        raise UsageError("there is nothing to save yet: chats are saved as they are written")
+    check_begun(session.conversation)
     if argument:
         session.set_title(argument)
     where = "in memory alone" if session.store.path is None else f"in {session.store.path}"
     front.say(f"{session.conversation.id}  {session.conversation.title}, saved {where}")
+
+
+def check_begun(conversation: Conversation) -> None:
+    """Complains where nothing was said: such a chat is not kept."""
+    if not len(conversation):
+        raise UsageError("there is nothing to save yet: chats are saved as they are written")
 
 
 def load(front: Frontend, argument: str) -> None:
@@ -85,6 +90,8 @@ def delete(front: Frontend, argument: str) -> None:
 
 def archive(front: Frontend, argument: str) -> None:
     id_ = _chosen(front.session, argument)
+    if id_ == front.session.conversation.id:
+        check_begun(front.session.conversation)
     front.session.store.archive(id_)
     front.say(f"archived {id_}: /unarchive {id_} brings it back")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from localllm.errors import UsageError
+from localllm.tui.conversation import Conversation, Message
 from localllm.tui.numbers import NO_BRANCHES, branch_meant, first_numbered, forks, numbered
 from localllm.tui.slash.frontend import Frontend
 from localllm.tui.titles import shortened
@@ -56,10 +57,15 @@ def branch(front: Frontend, argument: str) -> None:
 
 
 def remove(front: Frontend, argument: str) -> None:
+    front.session.delete(to_remove(front.session.conversation, argument).id)
+    show(front, "")
+
+
+def to_remove(conversation: Conversation, argument: str) -> Message:
+    """The message that ``/remove`` means."""
     if not argument:
         raise UsageError("name the message: /remove 3 deletes it and all that follows it")
-    front.session.delete(numbered(front.session.conversation, argument).id)
-    show(front, "")
+    return numbered(conversation, argument)
 
 
 def show(front: Frontend, argument: str) -> None:
