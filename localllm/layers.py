@@ -81,6 +81,10 @@ class Share:
         return self.total <= self.room.free
 
 
+#: Why there are no GPUs, if nothing else is known.
+NO_GPU = "no GPU was chosen: leave it out, or choose device='cuda'"
+
+
 def plan_layers(
     host: Room,
     gpus: Sequence[Room] = (),
@@ -88,6 +92,7 @@ def plan_layers(
     tied: bool = False,
     n_gpu_layers: int | None = None,
     tensor_split: Sequence[float] | None = None,
+    without_gpus: str = NO_GPU,
 ) -> list[Share]:
     """Which device has which layers; devices without any are left out.
 
@@ -98,17 +103,17 @@ def plan_layers(
         n_gpu_layers: how many of the last layers go to GPUs; by default as many as fit.
         tensor_split: in what proportion, a number for each GPU; by default in that of their free memory, and where
             this does not fit, any other that does.
+        without_gpus: why there are no GPUs, where there are none.
 
     Raises:
         UsageError: there are no GPUs to put layers on, or not as many as numbers in ``tensor_split``.
         NotEnoughMemoryError: so many layers do not fit there; says how many do.
     """
     n_layers = len(host.layers)
-    without_gpus = "but no GPU was chosen: leave it out, or choose device='cuda'"
     if not gpus and n_gpu_layers:
-        raise UsageError(f"n_gpu_layers is {n_gpu_layers}, {without_gpus}")
+        raise UsageError(f"n_gpu_layers is {n_gpu_layers}, but {without_gpus}")
     if not gpus and tensor_split is not None:
-        raise UsageError(f"tensor_split is {_numbers(tensor_split)!r}, {without_gpus}")
+        raise UsageError(f"tensor_split is {_numbers(tensor_split)!r}, but {without_gpus}")
     if tensor_split is not None and len(tensor_split) != len(gpus):
         raise UsageError(
             f"tensor_split is {_numbers(tensor_split)!r}, but needs a number for each GPU, of which there "

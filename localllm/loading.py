@@ -325,6 +325,7 @@ def _demand(
                 0 if device.free_memory is None else free[device.name],
                 device.kernels,
                 device.ops.step_bytes,
+                device.note,
             )
             for device in devices
         ],

@@ -18,7 +18,7 @@ from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.cpu.host import memory_advice
 from localllm.kernels.micro_batches import MICRO_BATCH
 from localllm.kernels.ops import CacheShape, CacheType, Place, StepSizes, Weight
-from localllm.layers import Room, Share, plan_layers
+from localllm.layers import NO_GPU, Room, Share, plan_layers
 from localllm.models.config import ModelConfig
 from localllm.models.weights import LoadedWeight
 from localllm.quant.types import GGMLType
@@ -204,6 +204,7 @@ class DeviceSizes:
         free: bytes that can be had on a device with memory of its own.
         kernels: which kernels run there, in words.
         step_bytes: of a step's activations and logits as the backend will make them (`Backend.step_bytes`).
+        note: why it is not another device, where that was not chosen by name.
     """
 
     name: str
@@ -213,6 +214,7 @@ class DeviceSizes:
     free: int = 0
     kernels: str = ""
     step_bytes: Callable[[StepSizes], tuple[int, int] | None] = lambda sizes: None
+    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -289,7 +291,12 @@ class Demand:
             self._room_at(room, device, context) for room, device in zip(self.rooms, self.devices, strict=True)
         )
         shares = plan_layers(
-            host, gpus, tied=self.tied, n_gpu_layers=self.n_gpu_layers, tensor_split=self.tensor_split
+            host,
+            gpus,
+            tied=self.tied,
+            n_gpu_layers=self.n_gpu_layers,
+            tensor_split=self.tensor_split,
+            without_gpus=self.devices[0].note or NO_GPU,
         )
         kernels = {device.name: device.kernels for device in self.devices}
         groups = tuple(group for share in shares for group in _groups(share, kernels[share.room.name]))

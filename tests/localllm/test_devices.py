@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from localllm.devices import GPU_OVERHEAD_BYTES, gpu_memory, open_devices
-from localllm.errors import DeviceError
+from localllm.errors import DeviceError, UsageError
 from localllm.kernels.cuda.driver import DeviceProperties, Driver
 from localllm.loading import LoadOptions, plan_file
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
@@ -91,6 +92,8 @@ def test_a_driver_that_does_not_work_is_spoken_of(machine: Machine, tmp_path: Pa
     assert plan.placement.devices == ("cpu",)
     assert plan.said == (cpu.note,)
     assert not plan.has_gpus
+    with pytest.raises(UsageError, match=r"n_gpu_layers is 3, but the model runs on the CPU: .* not installed"):
+        plan_file(replace(options, n_gpu_layers=3))
 
 
 def test_devices_that_are_too_old(machine: Machine) -> None:

@@ -123,6 +123,21 @@ def test_stories260k_writes_the_expected_text(make: Callable[[], CUDAOps], load:
     assert greedy(load(path, make()), prompt, 24) == greedy(load(path), prompt, 24)
 
 
+def test_stories260k_split_writes_the_expected_text(load: Callable[..., LLM]) -> None:
+    """Over two devices, and half of it on the CPU."""
+    harness()
+    path = shared_data("models/stories260K/stories260K.gguf")
+    prompt = "Once upon a time"
+    expected = greedy(load(path), prompt, 16)
+    driver = EmulatedDriver(2, peers=False)
+    over_two = load(path, emulated_cuda(driver, 0), emulated_cuda(driver, 1))
+    assert list(over_two.info.placement.devices) == ["cuda:0", "cuda:1"]
+    assert greedy(over_two, prompt, 16) == expected
+    half = load(path, emulated_cuda(EmulatedDriver()), n_gpu_layers=2)
+    assert {d: half.info.placement.layers_on(d) for d in half.info.placement.devices} == {"cpu": 3, "cuda:0": 2}
+    assert greedy(half, prompt, 16) == expected
+
+
 @pytest.mark.parametrize("order", ["lazy", "eager", "random"])
 def test_streams_in_any_order(order: StreamOrder, load: Callable[..., LLM], tmp_path: Path) -> None:
     harness()
