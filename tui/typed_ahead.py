@@ -17,6 +17,7 @@ from textual.app import App, ScreenStackError
 from textual.message import Message
 from textual.message_pump import MessagePump
 from textual.screen import ModalScreen, Screen
+from textual.widgets import Input, TextArea
 from textual.worker import Worker
 
 Typed = events.Key | events.Paste
@@ -54,6 +55,9 @@ class TypedAhead:
         self._fail = fail
         self._waiting: deque[Typed] = deque()
         self._task: asyncio.Task[None] | None = None
+        #: The editor that the last one went to, if it was a letter; and whether letters followed that are not waited for.
+        self._written_to: MessagePump | None = None
+        self._was_followed = False
         #: Work that opens a dialog or ends soon, and the screen on which it was begun.
         self._begun: list[tuple[Worker[object], Screen[Any]]] = []
         #: Screens that have taken keys: what has no focus there any more was clicked away.
@@ -69,9 +73,18 @@ class TypedAhead:
         if self.is_done and self._has_followed():
             self._task = asyncio.create_task(self._pass_on(await self._given(event)))
             return
+        if self._goes_on_writing(event):
+            self._was_followed = True
+            await self._given(event)
+            return
         self._waiting.append(event)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._pass_on(None))
+
+    def _goes_on_writing(self, event: Typed) -> bool:
+        editor = self._written_to
+        is_there = editor is not None and self._app.focused is editor
+        return is_there and not self._waiting and _is_letter(event) and self._has_followed()
 
     def wait_for(self, worker: Worker[object]) -> None:
         """Lets keys wait till a worker has opened a screen above the one that is there now, or has ended."""
@@ -88,6 +101,9 @@ class TypedAhead:
             # What a key does in a widget may be a message to another one: the second trip comes after it.
             for _ in range(2):
                 await _passed(target)
+            if self._was_followed:
+                self._was_followed = False
+                continue
             if not self._waiting:
                 return
             end = loop.time() + _PATIENCE_SECONDS
@@ -103,6 +119,8 @@ class TypedAhead:
     async def _given(self, event: Typed) -> MessagePump:
         target = self._app.focused or self._app.screen
         self._known.add(self._app.screen)
+        is_written = _is_letter(event) and isinstance(target, Input | TextArea)
+        self._written_to = target if is_written else None
         await self._give(event)
         return target
 
@@ -114,6 +132,11 @@ class TypedAhead:
             return False
         is_ready = screen in self._known or _is_ready(screen)
         return is_ready and all(begun_on is not screen for _, begun_on in self._begun)
+
+
+def _is_letter(event: Typed) -> bool:
+    """Whether an editor only writes it: the next letter need not wait then, as the editor takes both in turn."""
+    return isinstance(event, events.Key) and event.is_printable
 
 
 async def _passed(target: MessagePump | None) -> None:
