@@ -55,7 +55,7 @@ class TypedAhead:
         self._fail = fail
         self._waiting: deque[Typed] = deque()
         self._task: asyncio.Task[None] | None = None
-        #: The editor that the last one went to, if it was a letter; and whether letters followed that are not waited for.
+        #: The editor that the last one went to, if it was a letter; and whether letters followed unawaited.
         self._written_to: MessagePump | None = None
         self._was_followed = False
         #: Work that opens a dialog or ends soon, and the screen on which it was begun.
