@@ -26,6 +26,8 @@ from localllm.tui.store import Store
 
 #: Seconds between two keys, on average.
 _BETWEEN = 0.08
+#: Seconds after which a key will not come any more.
+_LOST = 30.0
 
 
 async def measure(app: ChatApp, seconds: float) -> list[float]:
@@ -33,7 +35,7 @@ async def measure(app: ChatApp, seconds: float) -> list[float]:
     waited: list[float] = []
     async with app.run_test(size=(120, 40)) as pilot:
         chat = app._chat
-        while chat.models.model is None:
+        while chat.session.model is None or chat.models.is_loading:
             await pilot.pause(0.1)
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
@@ -44,6 +46,8 @@ async def measure(app: ChatApp, seconds: float) -> list[float]:
             begun = time.perf_counter()
             app.post_message(events.Key("x", "x"))
             while len(chat.composer.text) == before:
+                if time.perf_counter() - begun > _LOST:
+                    raise SystemExit(f"a key was lost: {chat.status.status}, {app.focused}")
                 await asyncio.sleep(0.0005)
             if chat.turn is not None:
                 waited.append(time.perf_counter() - begun)
