@@ -23,15 +23,25 @@ finite, that is to say: a backend may multiply those that a token does not see b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
+from localllm.kernels.backend import Batch as Batch
+from localllm.kernels.backend import TopK as Best
+from localllm.kernels.backend import top_k as best_of
+from localllm.kernels.graph import CACHE_TYPES as CACHE_TYPES
+from localllm.kernels.graph import LARGEST_CODE as LARGEST_CODE
+from localllm.kernels.graph import LARGEST_SCALED as LARGEST_SCALED
+from localllm.kernels.graph import NEGLIGIBLE as NEGLIGIBLE
+from localllm.kernels.graph import VALUES_PER_SCALE as VALUES_PER_SCALE
+from localllm.kernels.graph import CacheType as CacheType
+from localllm.kernels.graph import Rope as Rope
+from localllm.kernels.graph import Weight as Weight
 from localllm.quant.types import GGMLType
 
 #: What an operation takes and returns: a backend's own handle of a float32 matrix [T, width].
@@ -39,28 +49,6 @@ Tensor = Any
 
 #: What `Ops.route` returns: a backend's own handle of the k experts that each token goes to, and their shares.
 Routing = Any
-
-
-class Weight(Protocol):
-    """A tensor as it lies in a GGUF file (`localllm.gguf.TensorInfo` is one)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def type(self) -> GGMLType: ...
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Numpy order: a matrix is [rows, columns], and computes ``x @ matrix.T``."""
-        ...
-
-    @property
-    def data(self) -> NDArray[np.uint8]:
-        """Raw blocks, uint8 [rows, bytes per row], or [bytes] of a vector."""
-        ...
-
-    def drop_pages(self) -> None:
-        """Says that the data will not be needed soon, so that what the file's mapping holds of it can go."""
-        ...
 
 
 class Packed(Protocol):
@@ -90,37 +78,6 @@ class Experts(Packed, Protocol):
 
     @property
     def n_experts(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding of the first ``2 * len(frequencies)`` values of each head.
-
-    Attributes:
-        frequencies: float32 [n_rot / 2], radians a position.
-        interleaved: pairs are (0, 1), (2, 3), … as in llama's GGUF files; otherwise (0, n/2), (1, n/2 + 1), …
-            as in Hugging Face's code ("NeoX").
-        magnitude: factor on cosine and sine (YaRN's attention factor).
-
-    Source: Su et al., RoFormer (arXiv:2104.09864).
-    """
-
-    frequencies: NDArray[np.float32]
-    interleaved: bool
-    magnitude: float = 1.0
-
-
-#: What keys and values are kept in: float16; or bytes, of which 32 neighbours in a head share a float16 scale.
-CacheType = Literal["f16", "q8_0"]
-
-CACHE_TYPES: tuple[CacheType, ...] = ("f16", "q8_0")
-
-#: How GGML's Q8_0 rounds: so many values share a scale, and the one of largest magnitude becomes this code.
-VALUES_PER_SCALE, LARGEST_CODE = 32, np.float32(127)
-#: Values that share a scale are 0 if none is larger: the largest code divided by something smaller may be infinite.
-NEGLIGIBLE = np.float32(1e-36)
-#: The largest magnitude that a code and a float16 scale can say.
-LARGEST_SCALED = np.float32(127 * 65504)
 
 
 @dataclass(frozen=True)
@@ -184,85 +141,6 @@ class KVCache(Protocol):
     def copy_page(self, source: int, target: int) -> None:
         """Copies one page, in all layers."""
         ...
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A ragged batch: the new tokens of S sequences, laid end to end.
-
-    Prefill, decode, several sequences at once and the checking of drafted tokens are all this.
-
-    Attributes:
-        ids: int32 [T], token ids.
-        positions: int32 [T], place of each token in its sequence, from 0.
-        query_starts: int32 [S + 1]; sequence s has the tokens query_starts[s] : query_starts[s + 1].
-        kv_lengths: int32 [S], tokens in the cache once this batch's are appended.
-        block_tables: int32 [S, max_blocks]; token position p of sequence s lies in page
-            block_tables[s, p // page_size].
-        outputs: int32 [N], rows of the batch whose logits are wanted.
-    """
-
-    ids: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    query_starts: NDArray[np.int32]
-    kv_lengths: NDArray[np.int32]
-    block_tables: NDArray[np.int32]
-    outputs: NDArray[np.int32]
-
-    def sequences(self) -> Iterator[tuple[int, int, int]]:
-        """Of each sequence: its first row in the batch, the one behind its last, and its length in the cache."""
-        starts = self.query_starts.tolist()
-        return zip(starts[:-1], starts[1:], self.kv_lengths.tolist(), strict=True)
-
-    def check(self, page_size: int, n_pages: int) -> None:
-        """Makes sure that no index leads outside the batch or a cache of ``n_pages`` pages.
-
-        Raises:
-            KernelError: one does, or the arrays do not fit together.
-        """
-        n_tokens, starts = len(self.ids), self.query_starts.tolist()
-        if starts[0] != 0 or starts[-1] != n_tokens or any(a >= b for a, b in pairwise(starts)):
-            raise KernelError(f"a batch of {n_tokens} tokens cannot be cut at {starts}")
-        if not len(starts) - 1 == len(self.kv_lengths) == len(self.block_tables):
-            raise KernelError(f"a batch of {len(starts) - 1} sequences needs as many lengths and block tables")
-        for s, (start, stop, kv_length) in enumerate(self.sequences()):
-            first = kv_length - (stop - start)
-            if first < 0 or self.positions[start:stop].tolist() != list(range(first, kv_length)):
-                raise KernelError("a batch's positions do not lead up to the lengths of its sequences")
-            pages = self.block_tables[s, : -(-kv_length // page_size)].tolist()
-            if len(pages) * page_size < kv_length:
-                raise KernelError(f"a batch's block tables are too short for {kv_length} tokens")
-            if min(pages) < 0 or max(pages) >= n_pages:
-                raise KernelError(f"a batch names a page outside a cache of {n_pages}")
-        if len(self.outputs) and not 0 <= self.outputs.min() <= self.outputs.max() < n_tokens:
-            raise KernelError(f"a batch wants the logits of a row that is none of its {n_tokens} tokens")
-
-
-class Best(NamedTuple):
-    """The k largest of each row of logits, those first; of equals the lowest id, and NaN before any number.
-
-    Attributes:
-        ids: int32 [N, k].
-        logits: float32 [N, k].
-    """
-
-    ids: NDArray[np.int32]
-    logits: NDArray[np.float32]
-
-    def row(self, i: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Ids and logits [k] of one row."""
-        return self.ids[i], self.logits[i]
-
-    def copy(self, rows: slice, k: int) -> Best:
-        """The ``k`` largest of some rows, in memory of their own."""
-        return Best(self.ids[rows, :k].copy(), self.logits[rows, :k].copy())
-
-
-def best_of(logits: NDArray[np.float32], k: int) -> Best:
-    """The ``k`` largest of each row of logits [N, n_vocab]."""
-    is_nan = np.isnan(logits)
-    ids = np.lexsort((np.where(is_nan, 0, -logits), ~is_nan))[:, :k].astype(np.int32)
-    return Best(ids, np.take_along_axis(logits, ids, axis=1))
 
 
 class Step(Protocol):

@@ -18,11 +18,8 @@ from numpy.typing import NDArray
 from localllm.errors import KernelError
 from localllm.kernels.checks import check_choice, check_gate, check_sinks, check_softcap
 from localllm.kernels.embedding import CopiedTable, EmbeddingTable
+from localllm.kernels.interpreter import ACTIVATIONS, in_q8_0, in_range, rotate, soft_capped, softmax
 from localllm.kernels.ops import (
-    LARGEST_CODE,
-    LARGEST_SCALED,
-    NEGLIGIBLE,
-    VALUES_PER_SCALE,
     Backend,
     Batch,
     CacheShape,
@@ -291,66 +288,3 @@ def _expert_products(rows: Array, weight: Experts, routing: ReferenceRouting) ->
     pairs = zip(rows, routing.ids.reshape(-1), strict=True)
     products = [weight.matrices[expert] @ row for row, expert in pairs]
     return np.array(products, np.float32).reshape(len(rows), weight.n_out)
-
-
-def rotate(x: Array, positions: NDArray[np.int32], rope: Rope) -> Array:
-    """Rotates the heads x [T, heads, head_dim] to their positions [T]."""
-    angles = positions[:, None].astype(np.float64) * rope.frequencies  # [T, n_rot / 2]
-    cos, sin = ((f(angles) * rope.magnitude).astype(np.float32)[:, None] for f in (np.cos, np.sin))
-    n_rot = 2 * len(rope.frequencies)
-    if rope.interleaved:
-        first, second = slice(0, n_rot, 2), slice(1, n_rot, 2)
-    else:
-        first, second = slice(0, n_rot // 2), slice(n_rot // 2, n_rot)
-    out = x.copy()
-    out[..., first] = x[..., first] * cos - x[..., second] * sin
-    out[..., second] = x[..., second] * cos + x[..., first] * sin
-    return out
-
-
-def in_range(x: Array, kind: np.dtype[Any]) -> Array:
-    """What is beyond the range of ``kind`` becomes its largest finite value, so that 0 * x stays 0."""
-    limit = np.float32(np.finfo(kind).max)
-    return np.clip(x, -limit, limit)
-
-
-def in_q8_0(x: Array, kind: np.dtype[Any]) -> Array:
-    """Groups of 32 values of each head, rounded to bytes times a float16 scale, as GGML's Q8_0 (ties to even)."""
-    head_dim = x.shape[-1]
-    padded = np.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -head_dim % VALUES_PER_SCALE)])
-    groups = padded.reshape(*x.shape[:-1], -1, VALUES_PER_SCALE)
-    largest = np.minimum(np.abs(groups).max(axis=-1, keepdims=True), LARGEST_SCALED)
-    inverse = np.where(largest > NEGLIGIBLE, LARGEST_CODE / largest, np.float32(0))
-    codes = np.clip(np.rint(groups * inverse), -LARGEST_CODE, LARGEST_CODE)
-    scale = in_range(largest / LARGEST_CODE, np.dtype(np.float16)).astype(np.float16).astype(kind)
-    rounded: Array = (codes * scale).reshape(*x.shape[:-1], -1)[..., :head_dim]
-    return rounded
-
-
-def softmax(x: Array) -> Array:
-    """exp(x) / sum(exp(x)) over the last axis."""
-    e: Array = np.exp(x - x.max(axis=-1, keepdims=True))
-    total: Array = e.sum(axis=-1, keepdims=True)
-    return e / total
-
-
-def soft_capped(x: Array, cap: float) -> Array:
-    """cap * tanh(x / cap)."""
-    y: Array = np.float32(cap) * np.tanh(x / np.float32(cap))
-    return y
-
-
-def silu(x: Array) -> Array:
-    """x * sigmoid(x).  Source: arXiv:1702.03118."""
-    with np.errstate(over="ignore"):  # exp(-x) may be inf: the result is then -0
-        y: Array = x / (1 + np.exp(-x))
-    return y
-
-
-def gelu(x: Array) -> Array:
-    """The tanh form, which GGML uses throughout.  Source: arXiv:1606.08415."""
-    y: Array = 0.5 * x * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)))
-    return y
-
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": silu, "gelu": gelu}

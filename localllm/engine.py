@@ -35,7 +35,7 @@ from localllm.checks import in_vocabulary
 from localllm.errors import ClosedError, ContextLengthError, UsageError
 from localllm.kernels.ops import Batch, Best, CacheType, Ops, Step
 from localllm.kernels.process import Process
-from localllm.models.blocks import Model
+from localllm.models.on_ops import OpsModel as Model
 
 #: Tokens that one step evaluates at most.
 MAX_TOKENS = 512

@@ -21,9 +21,9 @@ from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
 from localllm.kernels.cpu.host import available_memory, memory_advice
 from localllm.kernels.ops import CACHE_TYPES, CacheType, Ops
-from localllm.models.config import ModelConfig, read_config
-from localllm.models.registry import builder, load_model
-from localllm.models.weights import LoadedWeight
+from localllm.models.config import ModelConfig
+from localllm.models.on_ops import LoadedWeight, load_model
+from localllm.models.registry import find_architecture, read_config
 from localllm.placement import Demand, DeviceSizes, Placement, Plan, plan, plan_with_draft
 from localllm.progress import LoadPlan, LoadProgress, of_stage
 from localllm.tokenizer import Tokenizer
@@ -211,7 +211,7 @@ def check_runs(file: GGUFFile) -> None:
     """Raises:
     UnsupportedArchitectureError, ModelError: it holds no model that localllm runs.
     """
-    builder(file.metadata)
+    find_architecture(file.metadata)
     if not any(name.startswith("blk.") for name in file.tensors):
         raise ModelError(
             f"{file.path} holds only a vocabulary, no weights: choose the file of the whole model, which is larger"

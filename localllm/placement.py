@@ -20,7 +20,7 @@ from localllm.kernels.micro_batches import MICRO_BATCH
 from localllm.kernels.ops import CacheShape, CacheType, Place, StepSizes, Weight
 from localllm.layers import NO_GPU, Room, Share, plan_layers
 from localllm.models.config import ModelConfig
-from localllm.models.weights import LoadedWeight
+from localllm.models.on_ops import LoadedWeight
 from localllm.quant.types import GGMLType
 
 #: Tokens of context where nobody asks for a number and the model was trained on as many.

@@ -152,7 +152,7 @@ def _memory(file: GGUFFile) -> dict[str, Any]:
     # Imported here: a file that is remembered needs neither models nor numba.
     from localllm.kernels.cpu.ops import CPUOps
     from localllm.loading import check_runs
-    from localllm.models.config import read_config
+    from localllm.models.registry import read_config
     from localllm.placement import DEFAULT_CONTEXT, LEAST_CONTEXT, Demand, DeviceSizes
 
     check_runs(file)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from localllm.gguf import GGUFFile
 from localllm.kernels.ops import Batch, Ops
-from localllm.models.config import read_config
-from localllm.models.registry import load_model
+from localllm.models.on_ops import load_model
+from localllm.models.registry import read_config
 
 MAX_TOKENS = 512
 

@@ -25,8 +25,8 @@ from localllm.engine import Engine, Run, max_outputs
 from localllm.errors import ClosedError, ContextLengthError, UsageError
 from localllm.gguf import GGUFFile
 from localllm.kernels.ops import Batch
-from localllm.models.config import read_config
-from localllm.models.registry import load_model
+from localllm.models.on_ops import load_model
+from localllm.models.registry import read_config
 from tests.helpers.devices import DEVICES
 from tests.helpers.fake_backend import N_VOCAB, PAGE_SIZE, FakeOps, fake_engine, greedy_after, logits_after
 from tests.helpers.tiny_models import tiny_gguf

@@ -14,8 +14,9 @@ from localllm.engine import MAX_TOKENS
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.ops import CacheShape, CacheType, Place, Weight
 from localllm.kernels.split import MICRO_BATCH
-from localllm.models.config import ModelConfig, read_config
-from localllm.models.weights import LoadedWeight
+from localllm.models.config import ModelConfig
+from localllm.models.on_ops import LoadedWeight
+from localllm.models.registry import read_config
 from localllm.placement import (
     DEFAULT_CONTEXT,
     EMBEDDING,

@@ -12,9 +12,8 @@ from localllm.errors import ModelError, UnsupportedArchitectureError
 from localllm.gguf import GGUFFile
 from localllm.kernels.ops import CacheShape
 from localllm.kernels.reference import ReferenceOps
-from localllm.models.blocks import Model
-from localllm.models.config import read_config
-from localllm.models.registry import ARCHITECTURES, builder, load_model
+from localllm.models.on_ops import OpsModel, load_model
+from localllm.models.registry import ARCHITECTURES, find_architecture, read_config
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
 from tests.helpers.run_model import Runner
@@ -34,7 +33,7 @@ def write(
     return tiny_models.write_file(path / "model.gguf", name, tiny_models.gguf_metadata(settings), encoded)
 
 
-def load(path: Path) -> Model:
+def load(path: Path) -> OpsModel:
     with GGUFFile.open(path) as file:
         return load_model(file, ReferenceOps(), read_config(file.metadata, file.tensors), 128)
 
@@ -48,7 +47,7 @@ def test_every_architecture_loads(architecture: str, tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
     with pytest.raises(UnsupportedArchitectureError, match=r"'gpt-x' is not supported.*llama, qwen2, qwen3"):
-        builder({"general.architecture": "gpt-x"})
+        find_architecture({"general.architecture": "gpt-x"})
 
 
 @pytest.mark.parametrize("metadata", [{}, {"general.architecture": 1}])
@@ -56,7 +55,7 @@ def test_a_file_that_is_no_model_is_refused(metadata: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=r"general\.architecture"):
         read_config(metadata, {})
     with pytest.raises(ModelError, match=r"general\.architecture"):
-        builder(metadata)
+        find_architecture(metadata)
 
 
 @pytest.mark.parametrize(

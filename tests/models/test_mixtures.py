@@ -12,7 +12,7 @@ import localllm
 from localllm.gguf import GGUFFile
 from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.reference import ReferenceOps
-from localllm.models.config import read_config
+from localllm.models.registry import read_config
 from localllm.placement import activation_bytes
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models

@@ -12,8 +12,7 @@ import pytest
 from localllm.errors import ModelError
 from localllm.gguf import GGUFFile
 from localllm.kernels.ops import Rope
-from localllm.kernels.reference import ReferenceOps
-from localllm.models.config import read_config
+from localllm.models.registry import read_config
 from localllm.models.rope import make_rope
 from localllm.models.weights import Weights
 from localllm.quant.types import GGMLType
@@ -73,7 +72,7 @@ def rope_of(
     with GGUFFile.open(path / "rope.gguf") as file:
         config = read_config(file.metadata, file.tensors)
         config = config.for_context(context or config.context_length)
-        return make_rope(config, Weights(file.tensors, ReferenceOps()), interleaved=interleaved)
+        return make_rope(config, Weights(file), interleaved=interleaved)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
