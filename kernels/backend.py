@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -293,23 +293,30 @@ def check_operations(graph: Graph, known: Collection[type[Operation[Any]]], back
 
 @dataclass(frozen=True)
 class WeightUse:
-    """A weight of a graph, and what for: a table is looked up row by row, anything else is computed with."""
+    """A weight of a graph, and what for.
+
+    Attributes:
+        layer: where it is computed with, or looked up.
+        is_table: whether rows of it are looked up.
+        is_operand: whether it is computed with.  One that is both is the embedding and the output matrix.
+    """
 
     weight: Weight
     layer: Layer
     is_table: bool
+    is_operand: bool
 
 
-def weights_of(graph: Graph) -> Sequence[WeightUse]:
-    """The weights of a graph, each once; a table that is the output matrix too is not listed as a table.
+def weights_of(graph: Graph) -> tuple[WeightUse, ...]:
+    """The weights of a graph, each once.
 
     Those of the output come first, the largest of all: what packing one takes beside its result then comes on top of
     nothing else.
     """
-    uses: dict[Weight, WeightUse] = {}
+    tables = {node.operation.table for node in graph.nodes if isinstance(node.operation, Embed)}
+    operands = {w for node in graph.nodes if not isinstance(node.operation, Embed) for w in node.operation.weights}
+    layers: dict[Weight, Layer] = {}
     for node in sorted(graph.nodes, key=lambda node: node.layer != "output"):
-        is_table = isinstance(node.operation, Embed)
         for weight in node.operation.weights:
-            if weight not in uses:
-                uses[weight] = WeightUse(weight, node.layer, is_table)
-    return tuple(uses.values())
+            layers.setdefault(weight, node.layer)
+    return tuple(WeightUse(w, layer, w in tables, w in operands) for w, layer in layers.items())

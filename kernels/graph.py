@@ -339,7 +339,6 @@ class RopeAppend(Operation[Tensor]):
     k_norm: Weight | None = None
     eps: float = 0.0
     consumes = ("q", "k", "v")
-    overwrites = "q"
 
     @cached_property
     def result(self) -> Tensor:

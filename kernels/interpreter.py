@@ -86,7 +86,9 @@ class ReferenceBackend(Backend):
 def _packed(use: WeightUse) -> PackedWeight:
     """A weight as the reference holds it: a table as the file has it, anything else in float32."""
     weight = use.weight
-    kernel_type, n_bytes = (weight.type.name, weight.data.nbytes) if use.is_table else ("F32", 4 * prod(weight.shape))
+    kernel_type, n_bytes = (
+        ("F32", 4 * prod(weight.shape)) if use.is_operand else (weight.type.name, weight.data.nbytes)
+    )
     return PackedWeight(weight.name, use.layer, weight.type.name, kernel_type, n_bytes)
 
 
@@ -132,7 +134,7 @@ class ReferenceStep(Step):
         uses = weights_of(graph)
         for use in uses:
             weight = use.weight
-            if use.is_table:
+            if not use.is_operand:
                 self._tables[weight] = CopiedTable.of(weight)
             else:
                 self._arrays[weight] = dequantize(weight.data, weight.type).reshape(weight.shape)

@@ -79,7 +79,7 @@ class OpsModel:
             weight, loader = use.weight, ops.at(use.layer)
             if weight in of_bias:
                 self._hold(weight, use.layer, "F32", loader.packed_bytes(weight), loader)
-            elif use.is_table:
+            elif not use.is_operand:
                 self.tables[weight] = loader.load_embedding(weight)
                 self.loaded.append(
                     LoadedWeight(

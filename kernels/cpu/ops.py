@@ -35,7 +35,7 @@ from localllm.kernels.cpu import experts as expert_kernels
 from localllm.kernels.cpu.cache_types import CACHE_LAYOUTS, PAGE
 from localllm.kernels.cpu.compiler import Kernel, variant
 from localllm.kernels.cpu.host import default_threads, most_threads
-from localllm.kernels.cpu.memory import aligned_zeros
+from localllm.kernels.cpu.memory import PADDING, aligned_zeros, padded
 from localllm.kernels.cpu.program import Program, Workers
 from localllm.kernels.cpu.recording import (
     ALWAYS,
@@ -45,12 +45,10 @@ from localllm.kernels.cpu.recording import (
     N_TILES,
     N_TOKENS,
     N_USED,
-    PADDING,
     Buffer,
     ChosenExperts,
     CPUCache,
     Recording,
-    padded,
 )
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import choose

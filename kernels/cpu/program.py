@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from localllm.errors import DeviceError, KernelError
+from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cpu.compiler import Variant, addresses, kernel, variant
 from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.cpu.simd import call_kernel, call_nap, fetch_add, load_atomic, load_i64, pause, store_atomic
@@ -37,6 +38,9 @@ PIECES = 4
 
 #: Bytes of memory from which on it was not for want of them that a thread could not be started.
 STACK_BYTES = 16 << 20
+
+#: What a kernel is called with.
+Argument = int | float | Buffer | Address
 
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
@@ -79,12 +83,12 @@ class Instruction:
     """A kernel call: ``units * header[slot]`` units of work.
 
     Attributes:
-        arguments: integers (addresses, sizes) and floats, in the kernel's order.
+        arguments: integers (addresses, sizes), floats, and places in buffers, in the kernel's order.
         wait: whether all threads must be done before the next instruction begins.
     """
 
     variant: Variant
-    arguments: Sequence[int | float]
+    arguments: Sequence[Argument]
     units: int
     slot: int
     wait: bool = True
@@ -97,6 +101,7 @@ class Program:
         header: int64; ``header[slot]`` is read when an instruction begins.
         keep: what the arguments' addresses point into, kept alive with the program.
         progress: see `localllm.kernels.cpu.compiler.addresses`.
+        arena: the address of the memory that buffers lie in.
     """
 
     def __init__(
@@ -106,6 +111,7 @@ class Program:
         target: Target,
         keep: object = None,
         progress: Callable[[int, int], None] | None = None,
+        arena: int = 0,
     ) -> None:
         runner = variant(run_program, target)
         self._process = Process()
@@ -113,7 +119,7 @@ class Program:
         self._entry = _ENTRY(code[runner])
         self._keep = (keep, header)
         self._table = np.zeros((len(instructions), INSTRUCTION // 8), np.int64)
-        self._arguments = [np.frombuffer(_pack(i), np.int64) for i in instructions]
+        self._arguments = [np.frombuffer(_pack(i, arena), np.int64) for i in instructions]
         for row, i, arguments in zip(self._table, instructions, self._arguments, strict=True):
             row[:5] = code[i.variant], arguments.ctypes.data, i.units, i.slot, i.wait
         self._counters = np.zeros((len(instructions), LINE // 8), np.int64)
@@ -142,13 +148,21 @@ class Program:
         workers.run(Job(self._entry, self._call.ctypes.data, keep=self, threads=threads), prepare)
 
 
-def _pack(instruction: Instruction) -> bytes:
+def _pack(instruction: Instruction, arena: int) -> bytes:
     """The arguments as the kernel reads them, eight bytes each."""
-    kernel, arguments = instruction.variant.kernel, instruction.arguments
+    kernel = instruction.variant.kernel
+    arguments = [_resolved(argument, arena) for argument in instruction.arguments]
     if [isinstance(a, float) for a in arguments] != [is_float for _, is_float in kernel.parameters]:
         names = ", ".join(f"{name}: {'float' if is_float else 'int'}" for name, is_float in kernel.parameters)
         raise KernelError(f"the kernel {kernel.name} takes ({names}), but was given {tuple(arguments)}")
     return b"".join(struct.pack("<f4x" if isinstance(a, float) else "<q", a) for a in arguments)
+
+
+def _resolved(argument: Argument, arena: int) -> int | float:
+    """A number as it is; a place in a buffer as its address."""
+    if isinstance(argument, Buffer):
+        return arena + argument.offset
+    return arena + argument.buffer.offset + argument.n_bytes if isinstance(argument, Address) else argument
 
 
 def _nap() -> int:

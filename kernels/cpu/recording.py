@@ -17,25 +17,18 @@ from localllm.kernels.cpu import elementwise
 from localllm.kernels.cpu.attention import SPAN, TILE_ROWS, state_bytes
 from localllm.kernels.cpu.cache_types import CACHE_LAYOUTS, PAGE, CacheLayout
 from localllm.kernels.cpu.compiler import Variant, variant
-from localllm.kernels.cpu.memory import aligned_zeros
+from localllm.kernels.cpu.memory import aligned_zeros, padded
 from localllm.kernels.cpu.program import Instruction, Workers
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.tiles import RECORD, TOKENS
 from localllm.kernels.embedding import EmbeddingTable
 from localllm.kernels.ops import Batch, CacheShape, Hidden, Rope, hidden_rows
 
-#: Values that a row of a buffer is padded to.
-PADDING = 32
-
 #: Bytes for what spans of the cache come to; tiles that need more are not cut.
 MOST_PART_BYTES = 32 << 20
 
 # Numbers in a program's header.  The last one is not a batch's, but what kernels find: experts that tokens go to.
 ALWAYS, N_TOKENS, N_OUTPUTS, N_TILES, N_MERGED, N_CHOSEN, N_USED = range(7)
-
-
-def padded(n: int) -> int:
-    return -(-n // PADDING) * PADDING
 
 
 @dataclass(frozen=True)
