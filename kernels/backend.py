@@ -122,23 +122,29 @@ def top_k(logits: NDArray[np.float32], k: int) -> TopK:
 # -- Steps ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(ABC):
     """What a graph ends with: logits [N, n_vocab], or hidden states [T, d] that the next device goes on with.
 
-    This one lies in memory of the host; those of devices that are still computing override both methods, to wait.
-    The arrays are the step's own and good until its next call.
+    It may still be being computed.  The arrays are the step's own and good until its next call.
     """
 
-    _rows: NDArray[np.float32]
-
+    @abstractmethod
     def rows(self) -> NDArray[np.float32]:
-        """All of it."""
-        return self._rows
+        """Waits, and gives it in memory of the host."""
 
     def top_k(self, k: int) -> TopK:
-        """Of logits, the ``k`` largest."""
-        return top_k(self._rows, k)
+        """Of logits, waits and gives the ``k`` largest."""
+        return top_k(self.rows(), k)
+
+
+@dataclass(frozen=True)
+class HostOutput(Output):
+    """That of a step which is through when it returns, in memory of the host."""
+
+    matrix: NDArray[np.float32]
+
+    def rows(self) -> NDArray[np.float32]:
+        return self.matrix
 
 
 class Cache(Protocol):
@@ -168,6 +174,7 @@ class PackedWeight:
         file_type: its format there, such as "IQ2_XS".
         kernel_type: the format that kernels read, such as "LUT_IQ2_16".
         n_bytes: what it takes in memory.
+        is_expert: whether it is the matrices of experts, of which a token needs a few.
     """
 
     name: str
@@ -175,6 +182,7 @@ class PackedWeight:
     file_type: str
     kernel_type: str
     n_bytes: int
+    is_expert: bool = False
 
 
 class Step(ABC):
@@ -182,10 +190,13 @@ class Step(ABC):
 
     Attributes:
         weights: as the backend holds them.
+        max_top_k: how many of the largest logits `top_k` finds on a device, so that only they come from there; 0
+            where all logits lie in memory of the host anyway.
     """
 
     cache: Cache
     weights: tuple[PackedWeight, ...]
+    max_top_k: int = 0
 
     @abstractmethod
     def run(self, batch: Batch, hidden: Output | None = None) -> Output:
@@ -205,7 +216,7 @@ class Step(ABC):
         return self.run(batch).rows()
 
     def top_k(self, batch: Batch, k: int) -> TopK:
-        """Runs a batch, and gives the ``k`` largest logits alone; see `Backend.max_top_k`."""
+        """Runs a batch, and gives the ``k`` largest logits alone, with ``k`` up to `max_top_k`."""
         return self.run(batch).top_k(k)
 
 
@@ -248,13 +259,10 @@ class Backend(Protocol):
     Attributes:
         name: "reference", "cpu", …
         page_size: tokens in a page of the cache.
-        max_top_k: how many of the largest logits `Step.top_k` finds on the device, so that only they come from
-            there; 0 where all logits lie in memory of the host anyway.
     """
 
     name: str
     page_size: int
-    max_top_k: int
 
     def footprint(self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int) -> Footprint:
         """What `compile` will take, to the byte; no weight is read.
@@ -305,6 +313,13 @@ class WeightUse:
     layer: Layer
     is_table: bool
     is_operand: bool
+
+    def packed(self, kernel_type: str, n_bytes: int) -> PackedWeight:
+        """What a backend holds of it, in so many bytes."""
+        weight = self.weight
+        return PackedWeight(
+            weight.name, self.layer, weight.type.name, kernel_type, n_bytes, is_expert=len(weight.shape) == 3
+        )
 
 
 def weights_of(graph: Graph) -> tuple[WeightUse, ...]:

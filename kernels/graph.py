@@ -22,10 +22,11 @@ CUDA.  A declaration checks its arguments, once for all backends: kernels believ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
+from math import prod
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -395,7 +396,7 @@ class Attention(Operation[Tensor]):
         _check_softcap(self.softcap)
         n_heads = self.q.width // self.cache.head_dim
         if self.sinks is not None and self.sinks.shape != (n_heads,):
-            raise KernelError(f"{list(self.sinks.shape)} sinks do not fit {n_heads} query heads: each has one")
+            raise KernelError(f"{prod(self.sinks.shape)} sinks do not fit {n_heads} query heads: each has one")
         return Tensor(Rows.TOKENS, self.q.width)
 
 
@@ -595,21 +596,24 @@ class Graph:
         """Experts that each token goes to; 0 without any."""
         return max((n.operation.k for n in self.nodes if isinstance(n.operation, Route)), default=0)
 
-    def cut(self, layers: Sequence[range]) -> list[Graph]:
-        """One graph for each range of layers; the first also embeds, the last has norm and head.
+    def part(self, layers: range) -> Graph:
+        """The operations of a range of layers; the first layers also embed, the last ones have norm and head.
 
         Raises:
-            KernelError: something else than one tensor with a row for each token would cross a cut.
+            KernelError: something else than one tensor with a row for each token crosses into it.
         """
-        parts: list[Graph] = []
-        for i, those in enumerate(layers):
-            ends = {"embedding": i == 0, "output": i == len(layers) - 1}
-            part = Graph(self.cache_type, caches={n: c for n, c in self.caches.items() if n in those})
-            part.nodes = [n for n in self.nodes if ends.get(str(n.layer), n.layer in those)]
-            made = {x for node in part.nodes for x in node.operation.results}
-            crossing = {x for node in part.nodes for x in node.operation.inputs} - made
-            if (parts and crossing != {parts[-1].result}) or (not parts and crossing):
-                raise KernelError(f"the model cannot be cut at layer {those.start}: more than one tensor crosses it")
-            part.nodes[:0] = [Node(Input(x), those.start) for x in crossing if isinstance(x, Tensor)]
-            parts.append(part)
-        return parts
+        part = Graph(self.cache_type, caches={n: c for n, c in self.caches.items() if n in layers})
+        ends = {"embedding": layers.start == 0, "output": layers.stop == self.n_layers}
+        part.nodes = [n for n in self.nodes if (n.layer in layers if isinstance(n.layer, int) else ends[n.layer])]
+        made = {x for node in part.nodes for x in node.operation.results}
+        crossing = {x for node in part.nodes for x in node.operation.inputs} - made
+        if layers.start:
+            inputs = [x for x in crossing if isinstance(x, Tensor) and x.rows is Rows.TOKENS]
+            if len(inputs) != 1 or len(crossing) != 1:
+                raise KernelError(f"the model cannot be cut at layer {layers.start}: more than one tensor crosses it")
+            part.nodes.insert(0, Node(Input(inputs[0]), layers.start))
+        return part
+
+    @property
+    def n_layers(self) -> int:
+        return 1 + max((node.layer for node in self.nodes if isinstance(node.layer, int)), default=-1)

@@ -1,6 +1,6 @@
 """The paged KV cache: which pages hold which tokens of which sequence.
 
-Keys and values lie in fixed-size pages (`localllm.kernels.ops.KVCache`).  A sequence is a list of tokens and a
+Keys and values lie in fixed-size pages (`localllm.kernels.backend.Cache`).  A sequence is a list of tokens and a
 block table, the pages that hold them in order.  Pages are counted by reference, so that sequences with the same
 beginning share its pages; a page that several sequences hold is never written, but copied first (copy on write).
 Finished sequences are kept, for a later prompt may begin as they do.  When pages run out they give up their last
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from localllm.kernels.ops import KVCache
+from localllm.kernels.backend import Cache
 
 
 class PageAllocator:
@@ -73,7 +73,7 @@ class CachedSequence:
 class PagedCache:
     """The pages of a backend's KV cache, and the sequences in them.  Not thread-safe: its engine locks."""
 
-    def __init__(self, kv: KVCache) -> None:
+    def __init__(self, kv: Cache) -> None:
         self._kv = kv
         self._pages = PageAllocator(kv.n_pages)
         self._active: list[CachedSequence] = []

@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -33,9 +33,8 @@ from numpy.typing import NDArray
 from localllm.cache import CachedSequence, PagedCache
 from localllm.checks import in_vocabulary
 from localllm.errors import ClosedError, ContextLengthError, UsageError
-from localllm.kernels.ops import Batch, Best, CacheType, Ops, Step
+from localllm.kernels.backend import Batch, Step, TopK
 from localllm.kernels.process import Process
-from localllm.models.on_ops import OpsModel as Model
 
 #: Tokens that one step evaluates at most.
 MAX_TOKENS = 512
@@ -79,7 +78,7 @@ class Run:
     n_cached: int = 0
     drafts: list[int] = field(default_factory=list)
     n_best: int = 0
-    logits: NDArray[np.float32] | Best | None = None
+    logits: NDArray[np.float32] | TopK | None = None
     position: int = 0
     n_agreed: int = 0
     waiting: bool = False
@@ -141,26 +140,14 @@ class Engine:
         max_tokens: tokens that one step evaluates at most.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        ops: Ops,
-        *,
-        context: int,
-        parallel: int = 1,
-        max_tokens: int = MAX_TOKENS,
-        cache_type: CacheType = "f16",
-    ) -> None:
-        """Makes a cache of ``cache_type`` with room for ``parallel`` sequences of ``context`` tokens."""
+    def __init__(self, step: Step, *, n_vocab: int, context: int, max_tokens: int = MAX_TOKENS) -> None:
+        """``step`` was compiled for ``max_tokens`` tokens, or as many as the context has, and their `max_outputs`."""
         self.context = context
-        self.n_vocab = model.config.n_vocab
+        self.n_vocab = n_vocab
         self.max_tokens = min(max_tokens, context)
         self._max_outputs = max_outputs(self.n_vocab, self.max_tokens)
-        shape = replace(model.cache_shape, type=cache_type)
-        kv = ops.new_cache(shape, n_cache_pages(context, parallel, ops.page_size))
-        step = ops.compile(lambda: model.forward(ops), kv, max_tokens=self.max_tokens, max_outputs=self._max_outputs)
-        self._most_choices = ops.most_choices
-        self._open: tuple[PagedCache, Step] | None = (PagedCache(kv), step)
+        self._max_top_k = step.max_top_k
+        self._open: tuple[PagedCache, Step] | None = (PagedCache(step.cache), step)
         self._process = Process()
         self._lock = threading.Lock()
         #: Of each thread that waits for a change, what wakes it: held until then.
@@ -391,7 +378,7 @@ class Engine:
 
     def _take_step(self, cache: PagedCache, step: Step, parts: Sequence[_Part]) -> None:
         begin = time.perf_counter()
-        _evaluate(cache, step, parts, _n_best(parts, self._most_choices))
+        _evaluate(cache, step, parts, _n_best(parts, self._max_top_k))
         seconds = time.perf_counter() - begin
         self._company = [part.run for part in parts]
         for run in self._company:
@@ -462,7 +449,7 @@ def _n_best(parts: Sequence[_Part], most: int) -> int:
 def _evaluate(cache: PagedCache, step: Step, parts: Sequence[_Part], n_best: int) -> None:
     """One step over a batch whose room is reserved.  If it fails, the sequences are as before."""
     batch = _batch(parts, cache.page_size)
-    logits = step.best(batch, n_best) if n_best else step(batch)
+    logits = step.top_k(batch, n_best) if n_best else step(batch)
     row = 0
     for part in parts:
         run, ids, stop, n_rows = part.run, part.ids, part.stop, part.n_outputs
@@ -471,7 +458,7 @@ def _evaluate(cache: PagedCache, step: Step, parts: Sequence[_Part], n_best: int
         if not n_rows:
             run.logits = None
         else:
-            run.logits = logits.copy(rows, run.n_best) if isinstance(logits, Best) else logits[rows].copy()
+            run.logits = logits.copy(rows, run.n_best) if isinstance(logits, TopK) else logits[rows].copy()
         if part.reaches_end:
             del run.drafts[part.n_drafts :]
         run.position = stop

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from localllm.drafting.drafter import Drafter, Drafts
 from localllm.engine import Engine, Run
 from localllm.errors import UsageError
-from localllm.kernels.ops import Best
+from localllm.kernels.backend import TopK
 from localllm.sampling import Choice, Sampler
 
 #: Why a generation ended: the model or a stop string ended it; it reached ``max_tokens`` or the end of the
@@ -202,7 +202,7 @@ class Generation:
             self._end("length")
             return None
         row = self._row
-        choice = self._sampler.among(*logits.row(row)) if isinstance(logits, Best) else self._sampler(logits[row])
+        choice = self._sampler.among(*logits.row(row)) if isinstance(logits, TopK) else self._sampler(logits[row])
         now = time.perf_counter()
         if self._n_chosen:
             self._decode_s += now - begin
@@ -219,7 +219,7 @@ class Generation:
             self._end("length")
         return choice
 
-    def _evaluate(self) -> NDArray[np.float32] | Best | None:
+    def _evaluate(self) -> NDArray[np.float32] | TopK | None:
         """Logits, or the largest, whose row `_row` follows the last token; None if it was closed meanwhile."""
         if self._row < 0 and self._drafter is not None and self._n_chosen:
             self._run.drafts = self._propose(self._drafter)

@@ -22,7 +22,7 @@ from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryErro
 from localllm.generation import Generation
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
-from localllm.kernels.ops import CacheType
+from localllm.kernels.graph import CacheType
 from localllm.loading import LoadOptions, Parts, compile_template, load_parts
 from localllm.options import Options, Request
 from localllm.progress import LoadPlan, LoadProgress, default_progress

@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,13 @@ from localllm.engine import Engine
 from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
+from localllm.kernels.backend import Step, weights_of
 from localllm.kernels.cpu.host import available_memory, memory_advice
-from localllm.kernels.ops import CACHE_TYPES, CacheType, Ops
+from localllm.kernels.graph import CACHE_TYPES, CacheType, Graph, Weight
+from localllm.kernels.split import compile_split, page_size
 from localllm.models.config import ModelConfig
-from localllm.models.on_ops import LoadedWeight, load_model
-from localllm.models.registry import find_architecture, read_config
-from localllm.placement import Demand, DeviceSizes, Placement, Plan, plan, plan_with_draft
+from localllm.models.registry import Model, find_architecture, read_config, read_model
+from localllm.placement import DeviceBudget, Placement, Plan, Planner, StepSizes, plan, plan_with_draft
 from localllm.progress import LoadPlan, LoadProgress, of_stage
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import Vocabulary
@@ -145,7 +146,7 @@ def load_parts(options: LoadOptions) -> Parts:
         draft_engine=None if draft is None else draft.engine,
         # A stream may outlive its LLM: the engine, which both hold, is the last to need the threads.
         end_threads=weakref.finalize(loaded.engine, _close, devices),
-        warnings=_notes(devices) + _warnings(loaded) + (() if draft is None else _warnings(draft)),
+        warnings=_notes(devices) + loaded.warnings + (() if draft is None else draft.warnings),
     )
 
 
@@ -271,12 +272,11 @@ def _check_vocabulary(draft: GGUFFile, tokenizer: Tokenizer) -> None:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A model in memory, and what its messages call it."""
+    """A model in memory."""
 
-    name: str
     engine: Engine
     info: ModelInfo
-    weights: tuple[LoadedWeight, ...]
+    warnings: tuple[str, ...]
 
 
 def _open_devices(options: LoadOptions) -> tuple[Device, ...]:
@@ -293,47 +293,43 @@ def _plan(source: _Source, draft_source: _Source | None, devices: Sequence[Devic
     """Where the model goes, and the one that drafts for it, if any."""
     available = available_memory()
     free = {each.name: available if each.free_memory is None else each.free_memory() for each in devices}
-    demand = _demand(source, devices, free, options, options.n_gpu_layers)
+    planner = _planner(source, devices, free, options, options.n_gpu_layers)
     draft_placement = None
-    said = _notes(devices)
     if draft_source is None:
-        placement = plan(demand, available, options.context)
+        placement = plan(planner, available, options.context)
     else:
         # The number of layers is the model's: of the draft model as many go to a GPU as fit, unless none are to.
-        draft = _demand(draft_source, devices, free, options, 0 if options.n_gpu_layers == 0 else None)
-        placement, draft_placement = plan_with_draft(demand, draft, available, options.context)
-    said += _said_of(source.name, source.config, placement)
-    return Plan(placement, draft_placement, free, said)
+        draft = _planner(draft_source, devices, free, options, 0 if options.n_gpu_layers == 0 else None)
+        placement, draft_placement = plan_with_draft(planner, draft, available, options.context)
+    return Plan(placement, draft_placement, free, _notes(devices) + _notices(source.name, source.config, placement))
 
 
-def _demand(
+def _planner(
     source: _Source,
     devices: Sequence[Device],
     free: Mapping[str, int],
     options: LoadOptions,
     n_gpu_layers: int | None,
-) -> Demand:
-    return Demand.of(
+) -> Planner:
+    budgets = (
+        DeviceBudget(
+            device.name,
+            device.backend.page_size,
+            device.backend.footprint,
+            0 if device.free_memory is None else free[device.name],
+            device.kernels,
+            device.note,
+        )
+        for device in devices
+    )
+    return Planner(
+        source.name,
         source.config,
-        source.file.tensors,
-        [
-            DeviceSizes(
-                device.name,
-                device.ops.packed_bytes,
-                device.ops.cache_bytes,
-                device.ops.page_size,
-                0 if device.free_memory is None else free[device.name],
-                device.kernels,
-                device.ops.step_bytes,
-                device.note,
-            )
-            for device in devices
-        ],
-        parallel=options.parallel,
-        cache_type=options.cache_type,
-        name=source.name,
-        n_gpu_layers=n_gpu_layers,
-        tensor_split=None if options.tensor_split is None else tuple(options.tensor_split),
+        read_model(source.file, options.context, options.cache_type).graph,
+        tuple(budgets),
+        options.parallel,
+        n_gpu_layers,
+        None if options.tensor_split is None else tuple(options.tensor_split),
     )
 
 
@@ -346,45 +342,19 @@ def _load_both(
 ) -> tuple[_Loaded, _Loaded | None]:
     """The model, and the one that drafts for it on the same threads, if any."""
     placement, draft_placement = placements
-    spare_bytes = _spare_bytes(devices, [each for each in placements if each is not None])
-    if draft_source is None or draft_placement is None:
-        return _load(source, devices, placement, options, spare_bytes), None
-    draft = _load(draft_source, devices, draft_placement, options, spare_bytes)
-    spare_bytes -= sum(weight.unplanned_bytes for weight in draft.weights)
-    loaded = _load(source, devices, placement, options, spare_bytes)
-    return replace(loaded, info=replace(loaded.info, draft=draft.info)), draft
+    draft = None
+    if draft_source is not None and draft_placement is not None:
+        draft = _load(draft_source, devices, draft_placement, options)
+    loaded = _load(source, devices, placement, options)
+    return loaded if draft is None else replace(loaded, info=replace(loaded.info, draft=draft.info)), draft
 
 
-def _spare_bytes(devices: Sequence[Device], placements: Sequence[Placement]) -> int:
-    """What weights may take beyond the plan, on whichever device: what the fullest one has left."""
-    return min(
-        (available_memory() if device.free_memory is None else device.free_memory())
-        - sum(placement.on(device.name).total for placement in placements)
-        for device in devices
-        if any(device.name in placement.devices for placement in placements)
-    )
-
-
-def _ops(devices: Sequence[Device], placement: Placement) -> Ops:
-    """What a model placed so runs on."""
-    parts = [(device.ops, n) for device in devices if (n := placement.layers_on(device.name))]
-    if len(parts) == 1:
-        return parts[0][0]
-    # Imported here: few models are split.
-    from localllm.kernels.split import SplitOps
-
-    return SplitOps(parts)
-
-
-def _load(
-    source: _Source, devices: Sequence[Device], placement: Placement, options: LoadOptions, spare_bytes: int
-) -> _Loaded:
-    """Packs a model's weights, which may take ``spare_bytes`` beyond the plan, and makes its cache."""
-    file, ops, context = source.file, _ops(devices, placement), placement.context
-    progress = of_stage(options.progress, "weights")
+def _load(source: _Source, devices: Sequence[Device], placement: Placement, options: LoadOptions) -> _Loaded:
+    """Packs a model's weights, and makes its cache."""
+    file, context = source.file, placement.context
+    model = read_model(file, context, options.cache_type)
     try:
-        model = load_model(file, ops, source.config, context, spare_bytes=spare_bytes, progress=progress)
-        engine = Engine(model, ops, context=context, parallel=options.parallel, cache_type=options.cache_type)
+        step = compile_model(model, devices, placement, options)
     except (MemoryError, OSError) as error:
         if isinstance(error, LocalLLMError) or (isinstance(error, OSError) and error.errno != errno.ENOMEM):
             raise
@@ -392,9 +362,38 @@ def _load(
             f"memory ran out while {file.path} was loaded, which takes {placement.total / 1e9:.2f} GB: "
             f"{memory_advice()}, or choose a smaller context or a smaller quantisation of the model"
         ) from error
-    info = _info(source, devices, placement.loaded(model.weights))
     file.check_unchanged()
-    return _Loaded(source.name, engine, info, model.weights)
+    loaded = placement.loaded(step.weights)
+    warnings = _notices(source.name, source.config, placement) + _larger_weights(source.name, placement, loaded)
+    engine = Engine(step, n_vocab=model.config.n_vocab, context=context)
+    return _Loaded(engine, _info(source, devices, loaded), warnings)
+
+
+def compile_model(model: Model, devices: Sequence[Device], placement: Placement, options: LoadOptions) -> Step:
+    """The step of a model that is placed so."""
+    used = [device for device in devices if placement.layers_on(device.name)]
+    backends = [device.backend for device in used]
+    report, graph = of_stage(options.progress, "weights"), model.graph
+    sizes = StepSizes.of(placement.context, options.parallel, model.config.n_vocab, page_size(backends))
+    progress = None if report is None else _Counted(graph, report)
+    limits = asdict(sizes)
+    if len(used) == 1:
+        return backends[0].compile(graph, progress=progress, **limits)
+    ranges = [group.layers for group in placement.groups if group.layers]
+    return compile_split(backends, ranges, graph, progress=progress, **limits)
+
+
+class _Counted:
+    """Tells the bytes of a graph's weights that were packed so far, and of all of them."""
+
+    def __init__(self, graph: Graph, report: Callable[[int, int], None]) -> None:
+        self._report = report
+        self._total = sum(use.weight.data.nbytes for use in weights_of(graph))
+        self._packed: dict[Weight, int] = {}
+
+    def __call__(self, weight: Weight) -> None:
+        self._packed[weight] = weight.data.nbytes
+        self._report(sum(self._packed.values()), self._total)
 
 
 # -- What is said of it --------------------------------------------------------------------------------------------
@@ -405,16 +404,10 @@ def _notes(devices: Sequence[Device]) -> tuple[str, ...]:
     return tuple(device.note for device in devices if device.note is not None)
 
 
-def _warnings(model: _Loaded) -> tuple[str, ...]:
-    widened = _widened(model)
-    said = _said_of(model.name, model.info.config, model.info.placement)
-    return said if widened is None else (*said, widened)
-
-
-def _said_of(name: str, config: ModelConfig, placement: Placement) -> tuple[str, ...]:
+def _notices(name: str, config: ModelConfig, placement: Placement) -> tuple[str, ...]:
     """What a plan leaves to be desired."""
-    said = (_long_context(name, config, placement), _left_over(name, config, placement))
-    return tuple(message for message in said if message is not None)
+    notices = (_long_context(name, config, placement), _spilled_layers(name, config, placement))
+    return tuple(notice for notice in notices if notice is not None)
 
 
 def _long_context(name: str, config: ModelConfig, placement: Placement) -> str | None:
@@ -424,8 +417,8 @@ def _long_context(name: str, config: ModelConfig, placement: Placement) -> str |
     return f"{name} was trained on {trained:,} tokens of context: with context={context:,} it may lose the thread"
 
 
-def _left_over(name: str, config: ModelConfig, placement: Placement) -> str | None:
-    n = placement.left_over
+def _spilled_layers(name: str, config: ModelConfig, placement: Placement) -> str | None:
+    n = placement.spilled_layers
     if not n:
         return None
     left = "no layer" if n == config.n_layers else f"not more than {config.n_layers - n} layers"
@@ -436,16 +429,19 @@ def _left_over(name: str, config: ModelConfig, placement: Placement) -> str | No
     )
 
 
-def _widened(model: _Loaded) -> str | None:
-    widened = [weight for weight in model.weights if weight.unplanned_bytes]
-    if not widened:
-        return None
-    names = ", ".join(weight.name for weight in widened[:3]) + (", …" if len(widened) > 3 else "")
+def _larger_weights(name: str, placement: Placement, loaded: Placement) -> tuple[str, ...]:
+    """That weights took more than was planned, because the format planned on cannot hold their values."""
+    planned = {(w.name, w.layer): w for group in placement.groups for w in group.packed}
+    larger = [w for group in loaded.groups for w in group.packed if w.n_bytes > planned[w.name, w.layer].n_bytes]
+    if not larger:
+        return ()
+    names = ", ".join(weight.name for weight in larger[:3]) + (", …" if len(larger) > 3 else "")
+    before = sum(planned[weight.name, weight.layer].n_bytes for weight in larger)
     return (
-        f"{len(widened)} of the tensors of {model.name} ({names}) have scales beyond the range of float16, in "
-        f"which {widened[0].file_type} is read: they are kept in {widened[0].kernel_type}, take "
-        f"{sum(w.n_bytes for w in widened) / 1e9:.2f} GB instead of "
-        f"{sum(w.planned_bytes for w in widened) / 1e9:.2f} GB, and are slower to compute with"
+        f"{len(larger)} of the tensors of {name} ({names}) have scales beyond the range of float16, in "
+        f"which {larger[0].file_type} is read: they are kept in {larger[0].kernel_type}, take "
+        f"{sum(w.n_bytes for w in larger) / 1e9:.2f} GB instead of {before / 1e9:.2f} GB, and are slower to compute "
+        "with",
     )
 
 

@@ -11,6 +11,7 @@ from localllm.kernels.backend import (
     Backend,
     Batch,
     Footprint,
+    HostOutput,
     Output,
     PackedWeight,
     Progress,
@@ -54,7 +55,6 @@ class CPUBackend(Backend):
 
     name = "cpu"
     page_size = PAGE
-    max_top_k = 0
     #: Products of activations and weights below which the calling thread computes a step alone: handing it to others
     #: would take longer.
     small_step = 8 << 20
@@ -77,7 +77,7 @@ class CPUBackend(Backend):
 
     def footprint(self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int) -> Footprint:
         sizes = {"n_pages": n_pages, "max_tokens": max_tokens, "max_outputs": max_outputs}
-        return footprint(graph, self.target, self.workers.n, **sizes)
+        return footprint(graph, target=self.target, threads=self.workers.n, **sizes)
 
     def compile(
         self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, progress: Progress | None = None
@@ -91,7 +91,7 @@ class CPUBackend(Backend):
 
 
 def footprint(
-    graph: Graph, target: Target, threads: int, *, n_pages: int, max_tokens: int, max_outputs: int
+    graph: Graph, *, target: Target, threads: int, n_pages: int, max_tokens: int, max_outputs: int
 ) -> Footprint:
     """As `Backend.footprint`, of a CPU that is not at work: on so many threads."""
     cache = CPUCache(None, graph.caches, n_pages)
@@ -137,7 +137,7 @@ class CPUStep(Step):
         threads = backend.decode_threads if n_tokens <= FEW_TOKENS else None
         self._program.run(workers, before=lambda: self._fill(batch, hidden), threads=threads)
         n_rows = n_tokens if self._of_tokens else len(batch.outputs)
-        return Output(self._result[:n_rows, : self._width])
+        return HostOutput(self._result[:n_rows, : self._width])
 
     def _fill(self, batch: Batch, hidden: Output | None) -> None:
         """Puts a batch where the program reads it."""

@@ -151,7 +151,8 @@ class _Lowering:
             results = result if isinstance(result, tuple) else (result,)
             self.stored.update(zip(operation.results, results, strict=True))
         result = self.stored[self.graph.result]
-        n_bytes = assign([*self._stages(), [result.buffer]], self.tables.buffers)
+        filled = [*self.tables.buffers, *(y.buffer for _, _, y in self.embeddings)]
+        n_bytes = assign([*self._stages(), [result.buffer]], filled)
         return Lowered(self.instructions, self.tables, self.embeddings, self.hidden, result, n_bytes, self.n_products)
 
     def _stages(self) -> list[list[Buffer]]:

@@ -11,7 +11,6 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import KernelError
 from localllm.kernels.backend import PackedWeight, Progress, WeightUse
 from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.cpu.memory import PADDING, Arena, padded
@@ -21,7 +20,6 @@ from localllm.kernels.cpu.target import Target
 from localllm.kernels.embedding import SMALL_TABLE, CopiedTable, DecodedTable, EmbeddingTable, PackedTable
 from localllm.kernels.experts import matrices_to_pack
 from localllm.kernels.graph import Weight
-from localllm.kernels.ops import Widening
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import LAYOUTS
@@ -46,38 +44,6 @@ class CPUVector:
         return self.values.ctypes.data
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """Tiles of one matrix or of several, one after the other."""
-
-    packed: NDArray[np.uint8]
-    type: KernelType
-    n_in: int
-    n_out: int
-
-    @property
-    def format(self) -> str:
-        return self.type.name
-
-    @property
-    def n_bytes(self) -> int:
-        return self.packed.nbytes
-
-
-@dataclass(frozen=True)
-class CPULinear(_Packed):
-    """A packed matrix."""
-
-    bias: CPUVector | None
-
-
-@dataclass(frozen=True)
-class CPUExperts(_Packed):
-    """Packed matrices of experts, one after the other."""
-
-    n_experts: int
-
-
 class WeightLoader:
     """Packs weights.
 
@@ -97,18 +63,6 @@ class WeightLoader:
         values = dequantize(weight.data, weight.type).reshape(-1)
         return CPUVector(np.pad(values, (0, padded(len(values)) - len(values))), len(values))
 
-    def linear(self, weight: Weight, bias: Weight | None, widening: Widening | None) -> CPULinear:
-        """Packed; see `localllm.kernels.ops.Loader.load_linear`."""
-        n_out, n_in = weight.shape
-        if bias is not None and bias.shape != (n_out,):
-            raise KernelError(f"a matrix [{n_out}, {n_in}] cannot have a bias {list(bias.shape)}")
-        return CPULinear(*self._packed(weight, widening), n_in, n_out, None if bias is None else self.vector(bias))
-
-    def experts(self, weight: Weight, widening: Widening | None) -> CPUExperts:
-        """Packed; see `localllm.kernels.ops.Loader.load_experts`."""
-        n_experts, n_out, n_in = weight.shape
-        return CPUExperts(*self._packed(weight, widening), n_in, n_out, n_experts)
-
     def pack(self, weight: Weight) -> tuple[NDArray[np.uint8], KernelType]:
         """The tiles of one matrix or of several, and their format: another one if that of the plan cannot hold them.
 
@@ -123,17 +77,6 @@ class WeightLoader:
             what = f"for tensor {weight.name}, whose scales are beyond the range of float16 and need {FALLBACK.name},"
             check_memory(n_bytes, what)
             return self._pack(weight, FALLBACK), FALLBACK
-
-    def _packed(self, weight: Weight, widening: Widening | None) -> tuple[NDArray[np.uint8], KernelType]:
-        """The tiles of one matrix or of several, and their format."""
-        kind = repack_target(weight.type)
-        try:
-            return self._pack(weight, kind), kind
-        except ScaleRangeError:
-            kind = FALLBACK
-            if widening is not None:
-                widening(weight, kind.name, _packed_bytes(weight.shape, kind))
-            return self._pack(weight, kind), kind
 
     def _pack(self, weight: Weight, kind: KernelType) -> NDArray[np.uint8]:
         """The weight's tiles in ``kind``.
@@ -240,14 +183,7 @@ def planned_weight(use: WeightUse) -> PackedWeight:
         n_bytes += 4 * prod(weight.shape)
     elif use.is_table and not use.is_operand:
         kernel_type, n_bytes = weight.type.name, weight.data.nbytes
-    return PackedWeight(weight.name, use.layer, weight.type.name, kernel_type, n_bytes)
-
-
-def packed_bytes(weight: Weight) -> int:
-    """As `localllm.kernels.ops.Loader` has it."""
-    if len(weight.shape) < 2:
-        return 4 * padded(weight.shape[0])
-    return _packed_bytes(weight.shape, repack_target(weight.type))
+    return use.packed(kernel_type, n_bytes)
 
 
 def _packed_bytes(shape: Sequence[int], kind: KernelType) -> int:

@@ -99,7 +99,7 @@ def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
             detail("in all", f"{quantity(placement.total, 'B')}, Python and kernels included"),
         ):
             print(clean(line))
-    for message in plan.said:
+    for message in plan.notices:
         warn(in_flags(message, make_parsers()[1]["inspect"].flag_of))
 
 

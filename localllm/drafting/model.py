@@ -16,7 +16,7 @@ from localllm.cache import common_prefix
 from localllm.drafting.costs import StepCosts, moved_share
 from localllm.drafting.drafter import DEFAULT_DRAFTS
 from localllm.engine import Engine, Run
-from localllm.kernels.ops import Best
+from localllm.kernels.backend import TopK
 
 #: Drafting ends before a token that the draft model itself believes in less than this.
 LEAST_PROBABILITY = 0.4
@@ -152,9 +152,9 @@ class ModelDrafter:
         return ids
 
 
-def _likeliest_of(logits: NDArray[np.float32] | Best) -> tuple[int, float]:
+def _likeliest_of(logits: NDArray[np.float32] | TopK) -> tuple[int, float]:
     """The most likely token after the last row, and its probability."""
-    if not isinstance(logits, Best):
+    if not isinstance(logits, TopK):
         return likeliest(logits[-1])
     place, probability = likeliest(logits.logits[-1])
     return int(logits.ids[-1, place]), probability

@@ -11,6 +11,6 @@ DEVICES = [
     "reference",
     pytest.param(
         "cpu",
-        marks=pytest.mark.skipif(find_spec("localllm.kernels.cpu.ops") is None, reason="no CPU backend here"),
+        marks=pytest.mark.skipif(find_spec("localllm.kernels.cpu.backend") is None, reason="no CPU backend here"),
     ),
 ]

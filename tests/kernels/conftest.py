@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 
-from localllm.kernels.ops import Ops
 from tests.helpers.backends import BACKENDS, Backend
+from tests.helpers.recorder import Ops
 
 
 @pytest.fixture(params=BACKENDS, ids=lambda b: b.name)

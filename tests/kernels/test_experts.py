@@ -11,10 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.ops import Experts, Ops
 from localllm.quant.types import GGMLType
 from tests.helpers.backends import Backend
 from tests.helpers.blocks import random_rows, values_of
+from tests.helpers.recorder import Experts, Ops
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import NO_CACHE, Tensor, f32, one_sequence, random, run
 
@@ -206,24 +206,3 @@ def test_a_gated_mixture(backend: Backend, ops: Ops, types: Sequence[GGMLType]) 
 
 
 # -- Loading -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("type", [T.F32, T.F16, T.Q4_0, T.Q6_K], ids=lambda t: t.name)
-@pytest.mark.parametrize("n_out", [N_OUT, 64])
-def test_experts_take_the_bytes_that_were_foretold(ops: Ops, type: GGMLType, n_out: int) -> None:
-    tensor = experts_of(type, n_out, 256)
-    assert ops.at(0).packed_bytes(tensor) == ops.at(0).load_experts(tensor).n_bytes
-
-
-def test_experts_of_another_backend_or_shape_are_refused(ops: Ops) -> None:
-    tables = [ops.load_embedding(f32(random(1, width))) for width in (D, N_EXPERTS)]
-
-    class Others:
-        n_experts, n_in, n_out, format, n_bytes = N_EXPERTS, D, 8, "F32", 0
-
-    def forward(weight: Any) -> Any:
-        x, logits = (ops.embed(t) for t in tables)
-        return ops.expert_linears(x, [weight], ops.route(logits, 1, normalise=True))[0]
-
-    with pytest.raises(KernelError, match="Others"):
-        run(ops, lambda: forward(Others()), one_sequence(1))

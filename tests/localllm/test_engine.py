@@ -21,14 +21,13 @@ from hypothesis import strategies as st
 
 from localllm.cache import PagedCache
 from localllm.devices import Device, open_devices
-from localllm.engine import Engine, Run, max_outputs
+from localllm.engine import Engine, Run, max_outputs, n_cache_pages
 from localllm.errors import ClosedError, ContextLengthError, UsageError
 from localllm.gguf import GGUFFile
-from localllm.kernels.ops import Batch
-from localllm.models.on_ops import load_model
-from localllm.models.registry import read_config
+from localllm.kernels.backend import Batch
+from localllm.models.registry import read_model
 from tests.helpers.devices import DEVICES
-from tests.helpers.fake_backend import N_VOCAB, PAGE_SIZE, FakeOps, fake_engine, greedy_after, logits_after
+from tests.helpers.fake_backend import N_VOCAB, PAGE_SIZE, FakeStep, fake_engine, greedy_after, logits_after
 from tests.helpers.tiny_models import tiny_gguf
 
 
@@ -47,7 +46,7 @@ def decode(engine: Engine, run: Run, n: int) -> list[int]:
     return run.tokens[-n:]
 
 
-def evaluated(ops: FakeOps) -> int:
+def evaluated(ops: FakeStep) -> int:
     """Tokens that the backend has evaluated."""
     return sum(len(batch.ids) for batch in ops.batches)
 
@@ -63,7 +62,7 @@ def test_prefill_in_chunks_then_decode() -> None:
 
 def test_the_largest_logits_are_asked_for_where_they_serve_all_runs() -> None:
     """The most that one of them wants; all, where one wants all, or more than the device can choose."""
-    engine, ops = fake_engine(max_tokens=8, most_choices=20)
+    engine, ops = fake_engine(max_tokens=8, max_top_k=20)
     a, b = engine.start([1, 2, 3]), engine.start(list(range(12)))
 
     def advance(a_wants: int, b_wants: int) -> int:
@@ -622,9 +621,13 @@ def real_engine(request: pytest.FixtureRequest, tiny: Path) -> Iterator[MakeEngi
     def make(*, max_tokens: int = 512, parallel: int = 4) -> Engine:
         [device] = open_devices(request.param, threads=2)
         devices.append(device)
+        n_tokens = min(max_tokens, 96)
+        n_pages = n_cache_pages(96, parallel, device.backend.page_size)
         with GGUFFile.open(tiny) as file:
-            model = load_model(file, device.ops, read_config(file.metadata, file.tensors), 96)
-        return Engine(model, device.ops, context=96, parallel=parallel, max_tokens=max_tokens)
+            graph = read_model(file, 96).graph
+            sizes = {"n_pages": n_pages, "max_tokens": n_tokens, "max_outputs": max_outputs(300, n_tokens)}
+            step = device.backend.compile(graph, **sizes)
+        return Engine(step, n_vocab=300, context=96, max_tokens=max_tokens)
 
     yield make
     for device in devices:

@@ -24,7 +24,7 @@ from localllm.generation import Generation
 from localllm.sampling import make_sampler
 from tests.helpers.data import shared_data
 from tests.helpers.devices import DEVICES
-from tests.helpers.fake_backend import N_VOCAB, FakeOps, fake_engine, greedy_after
+from tests.helpers.fake_backend import N_VOCAB, FakeStep, fake_engine, greedy_after
 from tests.helpers.tiny_models import config, random_weights, write_gguf
 
 # Any drafter, over a backend whose logits tell what the cache held.
@@ -95,7 +95,7 @@ SAMPLINGS = {
 
 def write(
     drafter: Drafter | None, *, context: int = 64, sampling: Sampling = SAMPLINGS["greedy"], **options: Any
-) -> tuple[list[Any], Generation, FakeOps]:
+) -> tuple[list[Any], Generation, FakeStep]:
     engine, ops = fake_engine(context=context, max_tokens=16)
     prompt = [5, 6, 7]
     sampler = make_sampler(sampling, N_VOCAB, prompt_ids=prompt)
@@ -578,7 +578,7 @@ def test_which_of_both_models_does_not_fit_is_said_before_one_is_loaded(
         assert llm.info.draft is not None
         large, small = llm.info.placement.total, llm.info.draft.placement.total
     assert small < large
-    monkeypatch.setattr("localllm.loading.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("localllm.loading.compile_model", lambda *_, **__: pytest.fail("weights were loaded"))
 
     def fails_with(available: int, path: Path, draft: Path, words: str) -> None:
         monkeypatch.setattr("localllm.loading.available_memory", lambda: available)

@@ -10,13 +10,11 @@ import pytest
 
 import localllm
 from localllm.gguf import GGUFFile
-from localllm.kernels.cpu.ops import CPUOps
-from localllm.kernels.reference import ReferenceOps
-from localllm.models.registry import read_config
-from localllm.placement import activation_bytes
+from localllm.models.registry import read_model
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
 from tests.helpers.backends import shared_by_threads
+from tests.helpers.recorder import CPUOps, ReferenceOps
 from tests.helpers.run_model import Runner
 
 T = GGMLType
@@ -57,10 +55,9 @@ def test_a_mixture_is_loaded_and_planned_as_other_models_are(tmp_path: Path) -> 
     with localllm.load(path, context=64) as llm:
         assert len(llm.generate(IDS[:20], max_tokens=5, ignore_eos=True).ids) == 5
         placed = llm.info.placement
-    weights = {weight.name: weight for weight in Runner(path, cpu()).model.weights}
+    weights = {weight.name: weight for weight in Runner(path, cpu()).step.weights}
     for i in range(3):
-        assert weights[f"blk.{i}.ffn_up_exps.weight"].place == i
-    assert all(weight.unplanned_bytes == 0 for weight in weights.values())
+        assert weights[f"blk.{i}.ffn_up_exps.weight"].layer == i
     experts = sum(weight.n_bytes for name, weight in weights.items() if "_exps" in name)
     others = sum(weight.n_bytes for name, weight in weights.items() if name != "token_embd.weight") - experts
     assert placed.multiplied == others + experts - experts * 6 // 9
@@ -68,10 +65,11 @@ def test_a_mixture_is_loaded_and_planned_as_other_models_are(tmp_path: Path) -> 
 
 
 def test_the_plan_has_room_for_what_experts_compute(tmp_path: Path) -> None:
-    """A row of activations for each expert that a token goes to."""
+    """A row of gates and one of their products for each expert that a token goes to."""
     sizes = []
     for k in (1, 9):
         path = tiny_models.tiny_gguf(tmp_path / f"{k}.gguf", "qwen3_moe", num_experts_per_tok=k)
         with GGUFFile.open(path) as file:
-            sizes.append(activation_bytes(read_config(file.metadata, file.tensors), 64))
-    assert sizes[1] - sizes[0] >= 4 * 64 * 8 * 3 * 96
+            footprint = cpu().footprint(read_model(file).graph, n_pages=1, max_tokens=64, max_outputs=1)
+            sizes.append(footprint.buffers)
+    assert sizes[1] - sizes[0] >= 4 * 64 * 8 * 2 * 96

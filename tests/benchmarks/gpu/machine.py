@@ -16,7 +16,6 @@ import localllm
 from localllm.cli.bench_profile import DeviceCeilings
 from localllm.devices import Device
 from localllm.kernels.cpu.host import cpu_model, usable_cpus
-from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cuda import roofline
 from localllm.kernels.cuda.cupy_driver import open_driver
 from localllm.kernels.cuda.driver import Driver
@@ -24,6 +23,7 @@ from localllm.kernels.cuda.ops import CUDAOps
 from localllm.llm import LLM
 from localllm.quant.types import GGMLType
 from tests.benchmarks.gpu.sections import Row
+from tests.helpers.recorder import CPUOps
 from tests.helpers.synthetic import SHAPES, Shape
 
 if TYPE_CHECKING:

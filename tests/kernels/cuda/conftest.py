@@ -12,7 +12,6 @@ import pytest
 import localllm
 from localllm import devices
 from localllm.errors import DeviceError
-from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cuda import cupy_driver
 from localllm.kernels.cuda.cupy_driver import CupyDriver
 from localllm.kernels.cuda.driver import Driver
@@ -22,6 +21,7 @@ from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.fake_cupy import FakeCupy
 from tests.helpers.data import ROOT
+from tests.helpers.recorder import CPUOps
 from tests.kernels.cuda.device import Device
 from tests.kernels.cuda.python_kernels import KERNELS
 

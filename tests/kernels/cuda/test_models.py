@@ -13,9 +13,8 @@ import pytest
 from localllm.errors import DeviceError
 from localllm.kernels.cuda.cupy_driver import open_driver
 from localllm.kernels.cuda.ops import CUDAOps
-from localllm.kernels.micro_batches import MICRO_BATCH
 from localllm.kernels.ops import Backend
-from localllm.kernels.split import SplitOps
+from localllm.kernels.split import MICRO_BATCH
 from localllm.llm import LLM
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
@@ -23,6 +22,7 @@ from tests.cuda_on_cpu.emulated_streams import StreamOrder
 from tests.helpers import tiny_models
 from tests.helpers.backends import emulated_cuda, no_harness
 from tests.helpers.data import shared_data
+from tests.helpers.recorder import SplitOps
 from tests.helpers.run_model import Runner
 from tests.kernels.cuda.conftest import cpu
 from tests.kernels.cuda.watched import KernellessDriver

@@ -18,12 +18,12 @@ from localllm.kernels.cuda.operations import Gate, Norm
 from localllm.kernels.cuda.ops import CUDAOps
 from localllm.kernels.cuda.program import Program
 from localllm.kernels.ops import CacheShape, HostHidden, Step
-from localllm.kernels.split import SplitOps
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu import fake_cupy
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.helpers import tiny_models
 from tests.helpers.backends import emulated_cuda, no_harness
+from tests.helpers.recorder import SplitOps
 from tests.helpers.run_model import Runner, make_batch
 from tests.helpers.weights import NO_CACHE, f32
 from tests.kernels.cuda.watched import KernellessDriver, WatchedDriver

@@ -10,11 +10,11 @@ import pytest
 from localllm.kernels.cuda.costs import BatchSizes, Cost, cost, describe
 from localllm.kernels.cuda.ops import CUDAOps
 from localllm.kernels.cuda.profile import BusyTime, Profiler, total_cost, watching
-from localllm.kernels.split import SplitOps
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.helpers import tiny_models
 from tests.helpers.backends import emulated_cuda, no_harness
+from tests.helpers.recorder import SplitOps
 from tests.helpers.run_model import Runner, make_batch
 from tests.kernels.cuda.watched import KernellessDriver
 

@@ -15,12 +15,12 @@ from localllm.cli.bench_ceilings import amount, ceiling
 from localllm.cli.bench_profile import DeviceCeilings, DeviceProfile
 from localllm.cli.bench_work import Test, Work
 from localllm.devices import Device
-from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cuda.costs import Cost
 from localllm.kernels.cuda.ops import CUDAOps
 from localllm.kernels.cuda.profile import Profile, Share
 from localllm.quant.types import GGMLType
 from tests.helpers.command_line import Outcome, run_main
+from tests.helpers.recorder import CPUOps
 from tests.helpers.tiny_models import tiny_gguf
 from tests.kernels.cuda.watched import KernellessDriver
 
