@@ -15,15 +15,16 @@ from unittest.mock import patch
 import localllm
 from localllm.cli.bench_profile import DeviceCeilings
 from localllm.devices import Device
+from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.cpu.host import cpu_model, usable_cpus
 from localllm.kernels.cuda import roofline
 from localllm.kernels.cuda.cupy_driver import open_driver
 from localllm.kernels.cuda.driver import Driver
+from localllm.kernels.cuda.on_ops import CUDABackend
 from localllm.kernels.cuda.ops import CUDAOps
 from localllm.llm import LLM
 from localllm.quant.types import GGMLType
 from tests.benchmarks.gpu.sections import Row
-from tests.helpers.recorder import CPUOps
 from tests.helpers.synthetic import SHAPES, Shape
 
 if TYPE_CHECKING:
@@ -164,10 +165,10 @@ def emulated(scratch: Path, driver: EmulatedDriver | None = None) -> Iterator[Ma
     driver = driver or emulated_driver.EmulatedDriver(2, memory=1 << 26)
 
     def devices(name: str, **_: Any) -> tuple[Device, ...]:
-        host = Device("cpu", "kernels", 1, 1, CPUOps(threads=1), lambda: None)
+        host = Device("cpu", "kernels", 1, 1, CPUBackend(threads=1), lambda: None)
         numbers = [] if name == "cpu" else [int(n) for n in name.removeprefix("cuda:").split(",")]
         gpus = (
-            Device(f"cuda:{i}", "CUDA", 1, 1, emulated_cuda(driver, i), lambda: None, lambda: 1 << 40)
+            Device(f"cuda:{i}", "CUDA", 1, 1, CUDABackend(emulated_cuda(driver, i)), lambda: None, lambda: 1 << 40)
             for i in numbers
         )
         return (host, *gpus)

@@ -122,7 +122,7 @@ def test_a_warm_start_does_without_numba_and_jinja2(generate: Generate, plain: P
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=LIMIT
     )
     loaded = set(done.stderr.split())
-    assert "localllm.kernels.cpu.ops" in loaded
+    assert "localllm.kernels.cpu.backend" in loaded
     assert not loaded & {"numba", "jinja2", "rich", "gguf", "torch"}
 
 
