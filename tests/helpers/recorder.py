@@ -13,6 +13,8 @@ import numpy as np
 from localllm.kernels import graph as g
 from localllm.kernels.backend import Backend, Cache, Step
 from localllm.kernels.cpu.backend import CPUBackend
+from localllm.kernels.cuda.on_ops import CUDABackend
+from localllm.kernels.cuda.ops import CUDAOps
 from localllm.kernels.graph import CacheType, Graph, Matrix, Rope, Routing, Tensor, Weight
 from localllm.kernels.ops import CacheShape
 from localllm.kernels.reference import ReferenceBackend
@@ -153,6 +155,14 @@ class ReferenceOps(Ops):
         self.cache_type = "f32" if f16_dtype is np.float32 else None
 
 
+def backend_of(ops: Any) -> Backend:
+    """The backend that tests' operations are those of."""
+    if isinstance(ops, CUDAOps):
+        return CUDABackend(ops)
+    backend: Backend = getattr(ops, "backend", ops)
+    return backend
+
+
 class SplitOps:
     """Several backends with a range of layers each."""
 
@@ -160,7 +170,7 @@ class SplitOps:
 
     def __init__(self, parts: Sequence[tuple[Any, int]], *, micro_batch: int = MICRO_BATCH) -> None:
         self.backend = self
-        self.backends = [getattr(ops, "backend", ops) for ops, _ in parts]
+        self.backends = [backend_of(ops) for ops, _ in parts]
         self.layers = [range(*ends) for ends in pairwise(accumulate((n for _, n in parts), initial=0))]
         self._micro_batch = micro_batch
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Batch
 from localllm.models.registry import read_model
+from tests.helpers.recorder import backend_of
 
 MAX_TOKENS = 512
 
@@ -40,11 +41,11 @@ def make_batch(
 class Runner:
     """A model in a file, loaded into a backend, with a cache of ``n_pages`` pages."""
 
-    def __init__(self, path: Path, ops: Any, n_pages: int = 32) -> None:
+    def __init__(self, path: Path, ops: Any, n_pages: int = 32, max_tokens: int = MAX_TOKENS) -> None:
         with GGUFFile.open(path) as file:
-            self.model = read_model(file, cache_type=ops.cache_type or "f16")
-            sizes = {"n_pages": n_pages, "max_tokens": MAX_TOKENS, "max_outputs": MAX_TOKENS}
-            self.step = ops.backend.compile(self.model.graph, **sizes)
+            self.model = read_model(file, cache_type=getattr(ops, "cache_type", None) or "f16")
+            sizes = {"n_pages": n_pages, "max_tokens": max_tokens, "max_outputs": MAX_TOKENS}
+            self.step = backend_of(ops).compile(self.model.graph, **sizes)
         self.cache = self.step.cache
 
     def run(self, *parts: tuple[Sequence[int], int, Sequence[int]], outputs: Any = None) -> NDArray[np.float32]:

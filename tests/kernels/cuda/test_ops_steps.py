@@ -207,11 +207,8 @@ def overlap(a: DeviceMemory, b: DeviceMemory) -> bool:
 @pytest.mark.parametrize("max_tokens", [1, 7, 32, 512])
 def test_integers_of_a_norm_or_gate_lie_apart_from_what_it_reads(tmp_path: Path, max_tokens: int) -> None:
     ops = CUDAOps(KernellessDriver(), 0, compiles_ahead=False)
-    model = Runner(small(tmp_path), ops).model
-    step = ops.compile(
-        lambda: model.forward(ops), ops.new_cache(model.cache_shape, 4), max_tokens=max_tokens, max_outputs=512
-    )
-    fused = [o for o in step.part.operations if isinstance(o, Norm | Gate) and o.inputs is not None]
+    step = Runner(small(tmp_path), ops, 4, max_tokens).step
+    fused = [o for o in step.program.operations if isinstance(o, Norm | Gate) and o.inputs is not None]
     assert len(fused) == 3 * 3 + 1
     for operation in fused:
         assert operation.inputs is not None

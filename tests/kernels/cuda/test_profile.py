@@ -10,12 +10,14 @@ import pytest
 from localllm.kernels.cuda.costs import BatchSizes, Cost, cost, describe
 from localllm.kernels.cuda.ops import CUDAOps
 from localllm.kernels.cuda.profile import BusyTime, Profiler, total_cost, watching
+from localllm.kernels.ops import CacheShape
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.helpers import tiny_models
 from tests.helpers.backends import emulated_cuda, no_harness
 from tests.helpers.recorder import SplitOps
 from tests.helpers.run_model import Runner, make_batch
+from tests.helpers.weights import f32
 from tests.kernels.cuda.watched import KernellessDriver
 
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, 300, 70)]
@@ -121,10 +123,9 @@ def test_the_shares_of_a_mixture(tmp_path: Path) -> None:
 
 def test_capped_logits_are_read_and_written(tmp_path: Path) -> None:
     ops = CUDAOps(KernellessDriver(), 0, compiles_ahead=False)
-    runner, profiler = Runner(small(tmp_path), ops), Profiler(repetitions=1, least_launches=1)
-    capped = ops.compile(
-        lambda: ops.softcap(runner.model.forward(ops), 30.0), runner.cache, max_tokens=8, max_outputs=8
-    )
+    table, profiler = ops.load_embedding(f32(np.ones((300, N_VOCAB)))), Profiler(repetitions=1, least_launches=1)
+    cache = ops.new_cache(CacheShape(1, 1, 16), 1)
+    capped = ops.compile(lambda: ops.softcap(ops.outputs(ops.embed(table)), 30.0), cache, max_tokens=8, max_outputs=8)
     with watching(profiler):
         capped(make_batch([(IDS[:3], 0, [0])], outputs=[0, 2]))
     assert profiler.profiles[0].shares["softcap"].cost == Cost(2 * 2 * 4 * N_VOCAB)
