@@ -195,6 +195,22 @@ def test_the_cache_takes_what_the_backend_says() -> None:
     assert (placed.cache_type, scaled.cache_type) == ("f16", "q8_0")
 
 
+def test_types_are_those_of_matrices_that_rows_are_multiplied_with() -> None:
+    """Not of norms and routers; of the embedding table where it is the output matrix too."""
+    shapes_and_types = {
+        EMBEDDING: ((VOCABULARY, WIDTH), GGMLType.Q8_0),
+        "blk.0.attn_norm.weight": ((WIDTH,), GGMLType.F32),
+        "blk.0.attn_q.weight": ((WIDTH, WIDTH), GGMLType.Q4_0),
+        "blk.0.ffn_gate_inp.weight": ((8, WIDTH), GGMLType.BF16),
+        "blk.0.ffn_gate_exps.weight": ((8, FF, WIDTH), GGMLType.Q5_K),
+        "output.weight": ((VOCABULARY, WIDTH), GGMLType.Q6_K),
+    }
+    weights = {name: Tensor(name, *each) for name, each in shapes_and_types.items()}
+    assert Demand.of(CONFIG, weights, [device()]).types == {GGMLType.Q4_0, GGMLType.Q5_K, GGMLType.Q6_K}
+    del weights["output.weight"]
+    assert Demand.of(CONFIG, weights, [device()]).types == {GGMLType.Q4_0, GGMLType.Q5_K, GGMLType.Q8_0}
+
+
 def test_scratch_holds_a_step_of_512_tokens() -> None:
     """Gate, up and their product of 512 tokens, and the residual stream and its norm."""
     scratch = place(context=2048).scratch

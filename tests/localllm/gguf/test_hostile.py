@@ -185,10 +185,22 @@ DEFECTS: dict[str, tuple[RawGGUF | bytes, str]] = {
         with_tensor(RawTensor("bad", [32], b"", type=250)),
         "tensor 'bad': tensor type 250 is",
     ),
-    "removed tensor type": (
-        with_tensor(RawTensor("bad", [32], b"", type=31)),
-        r"tensor 'bad': tensor type 31 \(Q4_0_4_4\) was removed.*quantisation",
-    ),
+    **{
+        f"removed tensor type {type}": (
+            with_tensor(RawTensor("bad", [32], b"", type=type)),
+            rf"tensor 'bad': tensor type {type} \({name}\) was removed.*quantisation",
+        )
+        for type, name in {
+            4: "Q4_2",
+            5: "Q4_3",
+            31: "Q4_0_4_4",
+            32: "Q4_0_4_8",
+            33: "Q4_0_8_8",
+            36: "IQ4_NL_4_4",
+            37: "IQ4_NL_4_8",
+            38: "IQ4_NL_8_8",
+        }.items()
+    },
     "misaligned offset": (
         with_tensor(numbers("bad", 60)),
         "tensor 'bad': the offset 60 is no multiple .* 32",

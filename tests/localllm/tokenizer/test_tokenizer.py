@@ -18,6 +18,7 @@ from localllm.errors import TokenizerError
 from localllm.tokenizer import Tokenizer
 from tests.helpers.data import ROOT, shared_data
 from tests.helpers.vocabularies import (
+    BYTE,
     CONTROL,
     NORMAL,
     UNKNOWN,
@@ -358,6 +359,14 @@ def test_a_character_that_no_token_spells_is_an_error_and_not_lost() -> None:
         no_unknown[f"tokenizer.ggml.{key}_token_id"] = value
     with pytest.raises(TokenizerError, match=r"no token for 'b'"):
         tiny({key: value for key, value in no_unknown.items() if value is not None}).encode("ab")
+
+
+def test_the_name_of_a_byte_is_plain_text_also_where_not_all_bytes_have_tokens() -> None:
+    begins = ["<", "<0", "<0x", "<0x4", "<0x41"]
+    words = [*((text, -float(i), NORMAL) for i, text in enumerate([*"0x41>A", *begins])), ("▁", -20.0, NORMAL)]
+    tokenizer = tiny(spm_metadata([*tiny_spm_pieces()[:3], ("<0x41>", 0.0, BYTE), *words], add_space_prefix=False))
+    assert tokenizer.decode([3]) == "A"
+    assert tokenizer.encode("<0x41>", add_special=False) == ids_of(tokenizer, "<0x41", ">")
 
 
 def types_for(tokens: list[str]) -> dict[str, Any]:
