@@ -56,7 +56,7 @@ def damaged(keys: Keys, tensors: Tensors) -> Iterator[tuple[str, str, Keys, Tens
     """What was damaged, the architecture, metadata and tensors: for each text of the file."""
     yield "architecture", HOSTILE, keys, tensors
     for name, value in keys.items():
-        for other in (HOSTILE, HOSTILE.encode() + b"\xff", [HOSTILE] * 100, list(range(5000)), 1, True, -0.5):
+        for other in (HOSTILE, HOSTILE.encode() + b"\xff", [HOSTILE] * 100, list(range(1000)), 1):
             if type(value) is not type(other):
                 yield f"{name} is another", "llama", keys | {name: other}, tensors
         if isinstance(value, str):
@@ -102,6 +102,7 @@ def test_every_text_of_a_file_damaged(kind: str, tmp_path: Path, monkeypatch: py
         ("a  b", "'a  b'"),
         ("\n\x1b\u202e\ud800", r"'\n\x1b\u202e\ud800'"),
         (np.arange(4), "array([0, 1, 2, 3])"),
+        (np.eye(2), "array([[1., 0.],        [0., 1.]])"),
         (1.5, "1.5"),
     ],
 )

@@ -63,6 +63,7 @@ def test_folders_and_the_hubs_cache(tmp_path: Path) -> None:
     in_hub("org/one", "model.gguf")
     gguf(tmp_path / "models" / "b.gguf")
     gguf(tmp_path / "models" / "deep" / "er" / "a.GGUF")
+    gguf(tmp_path / "models" / ".hidden" / "c.gguf")
     (tmp_path / "models" / "notes.txt").write_text("no model")
     found = find_models([tmp_path / "models"])
     assert found.problems == ()
