@@ -56,7 +56,7 @@ def damaged(keys: Keys, tensors: Tensors) -> Iterator[tuple[str, str, Keys, Tens
     """What was damaged, the architecture, metadata and tensors: for each text of the file."""
     yield "architecture", HOSTILE, keys, tensors
     for name, value in keys.items():
-        for other in (HOSTILE, HOSTILE.encode() + b"\xff", [HOSTILE] * 100, list(range(1000)), 1):
+        for other in (HOSTILE, HOSTILE.encode() + b"\xff", ["\x1b\n"] * 100, list(range(1000)), 1):
             if type(value) is not type(other):
                 yield f"{name} is another", "llama", keys | {name: other}, tensors
         if isinstance(value, str):
