@@ -16,7 +16,7 @@ from localllm.chat.source import TemplateSource
 from localllm.checks import proportions, text, whole_number
 from localllm.devices import Device, open_devices
 from localllm.engine import Engine
-from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError
+from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
 from localllm.kernels.cpu.host import available_memory, memory_advice
@@ -193,7 +193,7 @@ def _source(path: str | os.PathLike[str] | None, *, is_draft: bool = False) -> I
     """A file, or that of the demo model, open for as long as the context lasts."""
     with _open_demo() if path is None else GGUFFile.open(_file(path)) as file:
         check_runs(file)
-        name = f"the draft model {file.path}" if is_draft else "the model"
+        name = f"the draft model {path_text(file.path)}" if is_draft else "the model"
         yield _Source(name, file, read_config(file.metadata, file.tensors))
 
 
@@ -214,7 +214,8 @@ def check_runs(file: GGUFFile) -> None:
     builder(file.metadata)
     if not any(name.startswith("blk.") for name in file.tensors):
         raise ModelError(
-            f"{file.path} holds only a vocabulary, no weights: choose the file of the whole model, which is larger"
+            f"{path_text(file.path)} holds only a vocabulary, no weights: choose the file of the whole model, which "
+            "is larger"
         )
 
 
@@ -261,8 +262,8 @@ def _check_vocabulary(draft: GGUFFile, tokenizer: Tokenizer) -> None:
     difference = tokenizer.difference(Vocabulary.from_gguf(draft))
     if difference is not None:
         raise UsageError(
-            f"the draft model {draft.path} has another vocabulary than the model: {difference}; choose a smaller "
-            "model of the same family"
+            f"the draft model {path_text(draft.path)} has another vocabulary than the model: {difference}; choose a "
+            "smaller model of the same family"
         )
 
 
@@ -389,7 +390,7 @@ def _load(
         if isinstance(error, LocalLLMError) or (isinstance(error, OSError) and error.errno != errno.ENOMEM):
             raise
         raise NotEnoughMemoryError(
-            f"memory ran out while {file.path} was loaded, which takes {placement.total / 1e9:.2f} GB: "
+            f"memory ran out while {path_text(file.path)} was loaded, which takes {placement.total / 1e9:.2f} GB: "
             f"{memory_advice()}, or choose a smaller context or a smaller quantisation of the model"
         ) from error
     info = _info(source, devices, placement.loaded(model.weights))
