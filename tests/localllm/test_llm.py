@@ -32,7 +32,7 @@ from localllm.errors import (
 from localllm.kernels.cuda import installation
 from localllm.llm import truncate, without_oldest_turn
 from localllm.loading import LoadOptions
-from localllm.options import Request, SamplingOptions
+from localllm.options import CheckedOptions, SamplingOptions
 from tests.helpers.data import ROOT, shared_data
 from tests.helpers.devices import DEVICES
 from tests.helpers.tiny_models import config, random_weights, tiny_gguf, write_gguf
@@ -818,7 +818,7 @@ def test_texts_of_other_types(loaded_reference: LLM, text: Any) -> None:
 @given(value=st.one_of(st.text(), st.floats(), st.integers(max_value=-1), st.lists(st.integers()), st.booleans()))
 def test_bad_max_tokens(value: object) -> None:
     with pytest.raises(UsageError, match="max_tokens"):
-        Request.from_options({"max_tokens": value})
+        CheckedOptions.of({"max_tokens": value})
 
 
 @given(
@@ -826,7 +826,7 @@ def test_bad_max_tokens(value: object) -> None:
 )
 def test_bad_stop_strings(value: object) -> None:
     with pytest.raises(UsageError, match="stop"):
-        Request.from_options({"stop": value})
+        CheckedOptions.of({"stop": value})
 
 
 @pytest.mark.parametrize(
