@@ -179,7 +179,7 @@ class _Reader:
         self._progress = progress
         self._items: list[_Item] = []
         self._n_taken = 0
-        self._last: Chunk | None = None
+        self._finish_reason: FinishReason | None = None
         self._ended = False
         self._is_read = threading.Lock()
         output.request, output.reports_progress = request, progress is not None
@@ -187,8 +187,8 @@ class _Reader:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None while it goes on."""
-        return None if self._last is None else self._last.finish_reason
+        """None while it goes on, or if an error ended it."""
+        return self._finish_reason
 
     @property
     def usage(self) -> Usage:
@@ -218,8 +218,8 @@ class _Reader:
         self._output.is_reader_patient = True
 
     def _close(self) -> None:
-        self._ended = True
-        if self._last is None:
+        if not self._ended:
+            self._ended, self._finish_reason = True, "cancelled"
             self._engine.cancel(self._request)
 
     def __del__(self) -> None:
@@ -242,7 +242,7 @@ class _Reader:
                 raise item
             if isinstance(item, Chunk):
                 if item.finish_reason is not None:
-                    self._last, self._ended = item, True
+                    self._ended, self._finish_reason = True, item.finish_reason
                     return item
                 was_full = self._output.is_full
                 self._output.n_read += 1
@@ -265,17 +265,17 @@ class _Reader:
             yield
         except BaseException:
             self._close()
+            self._finish_reason = None
             raise
         finally:
             self._is_read.release()
 
     def _completion(self, chunks: list[Chunk]) -> Completion:
-        last = chunks[-1] if chunks else self._last
         return Completion(
             text="".join(chunk.text for chunk in chunks),
             ids=tuple(id_ for chunk in chunks for id_ in chunk.ids),
             finish_reason=self.finish_reason or "cancelled",
-            usage=self.usage if last is None or last.usage is None else last.usage,
+            usage=self.usage,
             timings=self.timings,
             logprobs=tuple(c for chunk in chunks for c in chunk.logprobs or ()) if self._output.logprobs else None,
             drafts=self.drafts,

@@ -39,7 +39,7 @@ MAX_RUNNING, MAX_WAITING = 256, 1024
 #: Seconds that a step with tokens of prompts lasts at most while sequences decode.
 STEP_S = 0.1
 
-_Message: TypeAlias = "Callable[[_Loop], None]"
+_Message: TypeAlias = "Callable[[EngineLoop], None]"
 
 
 class Engine:
@@ -77,23 +77,12 @@ class Engine:
         self.has_draft_model = draft_model is not None
         self._max_waiting = max_waiting
         self._process = Process()
-        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        #: Requests that were submitted and not begun; shared with the thread.
-        self._waiting: set[Request] = set()
-        self._ended = threading.Event()
-        scheduler = Scheduler(
-            runner.cache,
-            context=runner.context,
-            max_tokens=runner.max_tokens,
-            max_outputs=runner.max_outputs,
-            max_running=max_running,
-            step_s=step_s,
-        )
-        loop = _Loop(runner, scheduler, draft_model, self._inbox, self._waiting, self._ended, on_end)
+        loop = EngineLoop(runner, draft_model, max_running=max_running, step_s=step_s, on_end=on_end)
+        self._inbox, self._waiting, self._ended = loop.inbox, loop.waiting, loop.ended
         self._thread = threading.Thread(target=loop.run, name="localllm-engine", daemon=True)
         self._thread.start()
         # The thread knows nothing of this object, so that forgetting it ends the thread.
-        weakref.finalize(self, self._inbox.put, _Loop.close).atexit = False
+        weakref.finalize(self, self._inbox.put, EngineLoop.close).atexit = False
         _open.add(self)
 
     def submit(self, request: Request) -> None:
@@ -150,16 +139,16 @@ class Engine:
 
     def wake(self) -> None:
         """Tells the engine that a request may go on whose output was full."""
-        self._inbox.put(_Loop.wake)
+        self._inbox.put(EngineLoop.wake)
 
     def forget(self) -> None:
         """Drops what the cache has of earlier requests, before any request that is submitted later."""
         self.check()
-        self._inbox.put(_Loop.forget)
+        self._inbox.put(EngineLoop.forget)
 
     def close(self) -> None:
         """Ends all requests with a `ClosedError`, waits for the step under way, and lets model and cache go."""
-        self._inbox.put(_Loop.close)
+        self._inbox.put(EngineLoop.close)
         if self._process.is_current and threading.current_thread() is not self._thread:
             self._thread.join()
         self._ended.set()
@@ -176,26 +165,38 @@ def _close_all() -> None:
         engine.close()
 
 
-class _Loop:
-    """What the engine's thread works on."""
+class EngineLoop:
+    """What the engine's thread does, over and over; it knows nothing of the `Engine`.
+
+    Attributes:
+        inbox: messages to the thread; any other may put one in.
+        waiting: requests that were submitted and have not begun.
+        ended: set once no message is read any more.
+    """
 
     def __init__(
         self,
         runner: ModelRunner,
-        scheduler: Scheduler,
-        draft_model: DraftModel | None,
-        inbox: queue.SimpleQueue[_Message],
-        waiting: set[Request],
-        ended: threading.Event,
-        on_end: Callable[[], object] | None,
+        draft_model: DraftModel | None = None,
+        *,
+        max_running: int = MAX_RUNNING,
+        step_s: float = STEP_S,
+        on_end: Callable[[], object] | None = None,
     ) -> None:
+        self.inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self.waiting: set[Request] = set()
+        self.ended = threading.Event()
         self._runner = runner
-        self._scheduler = scheduler
+        self._scheduler = Scheduler(
+            runner.cache,
+            context=runner.context,
+            max_tokens=runner.max_tokens,
+            max_outputs=runner.max_outputs,
+            max_running=max_running,
+            step_s=step_s,
+        )
         self._draft_model = draft_model
         self._cost = StepCost()
-        self._inbox = inbox
-        self._waiting = waiting
-        self._ended = ended
         self._on_end = on_end
         self._is_closed = False
 
@@ -227,12 +228,12 @@ class _Loop:
         try:
             has_work = False
             while self._read_messages(wait=not has_work):
-                has_work = self._step()
-        except BaseException as defect:  # nobody may wait for ever for a thread that has ended
+                has_work = self.step()
+        except BaseException as defect:  # of our own: nobody may wait for ever for a thread that has ended
             error = defect
-        self._ended.set()
-        while not self._inbox.empty():
-            self._inbox.get()(self)
+        self.ended.set()
+        while not self.inbox.empty():
+            self.inbox.get()(self)
         for request in self._scheduler.requests:
             self._end(request, error=error)
         on_end, self._on_end = self._on_end, None
@@ -242,18 +243,18 @@ class _Loop:
 
     def _read_messages(self, *, wait: bool) -> bool:
         """Does what messages say; returns whether to go on."""
-        if wait and self._inbox.empty():
+        if wait and self.inbox.empty():
             deadlines = [r.deadline for r in self._scheduler.requests if r.deadline is not None]
             timeout = max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
             try:
-                self._inbox.get(timeout=timeout)(self)
+                self.inbox.get(timeout=timeout)(self)
             except queue.Empty:
                 return True
-        while not self._inbox.empty():
-            self._inbox.get()(self)
+        while not self.inbox.empty():
+            self.inbox.get()(self)
         return not self._is_closed
 
-    def _step(self) -> bool:
+    def step(self) -> bool:
         """Evaluates the next batch; returns whether there was one."""
         begin = time.perf_counter()
         for request in self._scheduler.requests:
@@ -270,7 +271,7 @@ class _Loop:
         for each in batch:
             if not each.request.started_at:
                 each.request.started_at = evaluating
-                self._waiting.discard(each.request)
+                self.waiting.discard(each.request)
         try:
             logits = self._runner.run(chunks, _top_k(batch))
         except BaseException as error:
@@ -300,7 +301,7 @@ class _Loop:
         return True
 
     def _propose_drafts(self) -> None:
-        for request in self._scheduler.running:
+        for request in list(self._scheduler.running):
             request.drafts = []
             if request.drafter is None or not request.is_decoding or not request.n_generated:
                 continue
@@ -308,8 +309,12 @@ class _Loop:
             if request.max_tokens is not None:
                 most = min(most, request.max_tokens - request.n_generated - 1)
             if most > 0 and not request.output.is_full:
-                ids = request.drafter.propose(request.tokens, most)
-                request.drafts = list(takewhile(lambda id_: 0 <= id_ < self._runner.n_vocab, ids[:most]))
+                try:
+                    ids = request.drafter.propose(request.tokens, most)
+                except BaseException as error:
+                    self._end(request, error=error)
+                else:
+                    request.drafts = list(takewhile(lambda id_: 0 <= id_ < self._runner.n_vocab, ids[:most]))
 
     def _go_on(
         self, each: Scheduled, logits: NDArray[np.float32] | Best, rows: slice, begin: float
@@ -325,7 +330,6 @@ class _Loop:
             request.output.progress(len(sequence))
             if is_whole:
                 request.prefill_s = time.perf_counter() - request.started_at
-        request.last_step_at = begin
         if request.sampler is None:
             if rows.start < rows.stop and isinstance(logits, np.ndarray):
                 request.output.logits(request.logits_from, logits[rows])
@@ -373,7 +377,7 @@ class _Loop:
         self, request: Request, reason: FinishReason | None = None, *, error: BaseException | None = None
     ) -> None:
         self._scheduler.remove(request)
-        self._waiting.discard(request)
+        self.waiting.discard(request)
         request.finish_reason = reason
         if request.drafter is not None:
             request.drafter.close()

@@ -126,6 +126,7 @@ class Request:
         drafter: proposes ``drafts``, tokens to follow ``tokens``.
         n_cached: tokens of the prompt that were in the cache before this request reached them.
         n_reached: tokens that it had in the cache at most: after it was preempted, fewer are there.
+        turn: when it last decoded, counted by the scheduler.
         is_cancelled: may be set by any thread; takes effect before the next step.
     """
 
@@ -150,7 +151,7 @@ class Request:
     is_cancelled: bool = False
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0
-    last_step_at: float = 0.0
+    turn: int = 0
     prefill_s: float = 0.0
     first_token_s: float = 0.0
     decode_s: float = 0.0

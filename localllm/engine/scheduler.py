@@ -20,6 +20,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from localllm.engine.cache import Block, PagedCache
 from localllm.engine.request import Request
@@ -102,6 +103,7 @@ class Scheduler:
         self._max_outputs = max_outputs
         self._max_running = max_running
         self._step_s = step_s
+        self._turns = count(1)
 
     @property
     def requests(self) -> list[Request]:
@@ -128,10 +130,11 @@ class Scheduler:
         prompts = [request for request in active if not request.is_decoding]
         most = min(self._max_outputs, self._max_tokens - (MIN_CHUNK if prompts else 0))
         if len(decoding) > most:  # they take turns
-            decoding = sorted(decoding, key=lambda request: request.last_step_at)[: max(most, 1)]
+            decoding.sort(key=lambda request: request.turn)
         for request in decoding:
-            if request.sequence is not None and self._make_room(request, 1, batch):
+            if len(batch) < max(most, 1) and request.sequence is not None and self._make_room(request, 1, batch):
                 batch.append(Scheduled(request, 1))
+                request.turn = next(self._turns)
         n_decoding = len(batch)
         rows_left = self._max_outputs - n_decoding
         if prompts:
@@ -143,18 +146,26 @@ class Scheduler:
         return batch
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self._max_running:
-            request = self.waiting[0]
-            # Beside its own pages, one for each that runs, or it would soon be preempted again.
-            n_pages = self._cache.n_pages_to_begin(request.tokens[: request.n_reusable], len(request.tokens))
-            while n_pages + len(self.running) > self._cache.n_available and (full := self._paused()):
-                self._preempt(full)
-            if self.running and n_pages + len(self.running) > self._cache.n_available:
+        for request in [each for each in self.waiting if not each.output.is_full]:
+            if len(self.running) >= self._max_running:
                 return
-            del self.waiting[0]
-            request.sequence = self._cache.begin(request.tokens[: request.n_reusable])
+            reusable = request.tokens[: request.n_reusable]
+            n_pages = self._cache.n_pages_to_begin(reusable, len(request.tokens))
+            while n_pages > self._n_spare_pages() and (paused := self._paused()):
+                self._preempt(paused)
+            if self.running and n_pages > self._n_spare_pages():
+                return
+            self.waiting.remove(request)
+            request.sequence = self._cache.begin(reusable)
             request.note_found()
             insort(self.running, request, key=_rank)
+
+    def _n_spare_pages(self) -> int:
+        """Pages beyond those that running requests need for their prompts, and one more for each: with less, what is
+        admitted would soon be preempted again."""
+        sequences = ((each.sequence, each.n_missing) for each in self.running)
+        missing = (self._cache.n_pages_missing(sequence, n) for sequence, n in sequences if sequence is not None)
+        return self._cache.n_available - sum(missing) - len(self.running)
 
     def _add_prompts(self, prompts: list[Request], batch: list[Scheduled], budget: int, rows: int) -> int:
         """Shares the budget among prompts; returns the rows of logits that they take."""
@@ -207,9 +218,9 @@ class Scheduler:
         assert request.sequence is not None
         while not self._cache.reserve(request.sequence, n_tokens):
             busy = {each.request for each in batch} | {request}
-            paused = self._paused(busy)
-            younger = [other for other in self.running if other.rank > request.rank and other not in busy]
-            victim = paused or (younger[-1] if younger else None)
+            younger = self.running[self.running.index(request) + 1 :]
+            victims = [other for other in younger if other not in busy]
+            victim = self._paused(busy) or (victims[-1] if victims else None)
             if victim is None:
                 return False
             self._preempt(victim)
