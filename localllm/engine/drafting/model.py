@@ -141,6 +141,8 @@ class ModelDrafter:
             self._sequence = cache.begin(tokens[:-1])
         sequence = self._sequence
         missing = list(tokens[len(sequence) :])
+        if not missing:  # the text has not gone on since the last call
+            return []
         if max(missing) >= runner.n_vocab:
             self._most = 0  # for good, as the text keeps that token
             return []
