@@ -323,9 +323,7 @@ class Stream(_Reader):
         with self._reading():
             chunk = self._next_chunk(None)
             while chunk is None:
-                if self._queue.empty():
-                    self._engine.check_may_wait()
-                chunk = self._next_chunk(self._queue.get())
+                chunk = self._next_chunk(self._engine.wait_for(self._queue))
             return chunk
 
     def __enter__(self) -> Self:

@@ -368,8 +368,7 @@ class LLM:
                     n_begun += 1
                 if not streams:
                     return
-                engine.check_may_wait()
-                i = ended.get()
+                i = engine.wait_for(ended)
                 done[i] = streams.pop(i).read()
                 if progress is not None:
                     progress(n_yielded + len(done), n_begun)

@@ -61,9 +61,7 @@ class Evaluation:
             What ended it, such as a ClosedError; UsageError in the engine's own thread.
         """
         try:
-            if self._output.ended.empty():
-                self._engine.check_may_wait()
-            error = self._output.ended.get()
+            error = self._engine.wait_for(self._output.ended)
         except BaseException:
             self._engine.cancel(self._request)
             raise

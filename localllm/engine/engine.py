@@ -11,13 +11,14 @@ What comes out for a token does not depend on which other requests share its bat
 from __future__ import annotations
 
 import atexit
+import contextlib
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,11 @@ MAX_RUNNING, MAX_WAITING = 256, 1024
 
 #: Seconds that a step with tokens of prompts lasts at most while sequences decode.
 STEP_S = 0.1
+
+#: Seconds that the end of the process waits for a thread at most, which a caller's own function may hold up.
+_EXIT_S = 10.0
+
+_T = TypeVar("_T")
 
 _Message: TypeAlias = "Callable[[EngineLoop], None]"
 
@@ -120,17 +126,23 @@ class Engine:
         if self._ended.is_set():
             raise ClosedError("the model was closed: load it again to go on")
 
-    def check_may_wait(self) -> None:
-        """Raises:
-        UsageError: this is the engine's own thread, for which it would wait for ever.
-        DeviceError: the engine was made before this process was forked, and nothing will come.
+    def wait_for(self, items: queue.SimpleQueue[_T]) -> _T:
+        """The next item that the engine's thread puts into a queue.
+
+        Raises:
+            UsageError: this is the engine's own thread, which would wait for itself.
+            DeviceError: the engine was made before this process was forked, and nothing will come.
         """
-        self._process.check()
-        if threading.current_thread() is self._thread:
-            raise UsageError(
-                "a logits processor, which runs in the model's own thread, cannot wait for the same model: call it "
-                "from another thread"
-            )
+        while True:
+            self._process.check()
+            if items.empty() and threading.current_thread() is self._thread:
+                raise UsageError(
+                    "a logits processor, which runs in the model's own thread, cannot wait for the same model: call "
+                    "it from another thread"
+                )
+            # With a timeout, because Ctrl-C does not end a wait on every system.
+            with contextlib.suppress(queue.Empty):
+                return items.get(timeout=1.0)
 
     def cancel(self, request: Request) -> None:
         """Ends a request before the next step.  Never waits, so that a finaliser may call it."""
@@ -146,11 +158,14 @@ class Engine:
         self.check()
         self._inbox.put(EngineLoop.forget)
 
-    def close(self) -> None:
-        """Ends all requests with a `ClosedError`, waits for the step under way, and lets model and cache go."""
+    def close(self, timeout: float | None = None) -> None:
+        """Ends all requests with a `ClosedError`, waits for the step under way, and lets model and cache go.
+
+        ``timeout``: seconds to wait at most.
+        """
         self._inbox.put(EngineLoop.close)
         if self._process.is_current and threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(timeout)
         self._ended.set()
 
 
@@ -160,9 +175,9 @@ _open: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A thread that computes while Python takes itself down would end the process in another way."""
+    """Ends the threads: one that computes while Python takes itself down would crash the process."""
     for engine in list(_open):
-        engine.close()
+        engine.close(timeout=_EXIT_S)
 
 
 class EngineLoop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import threading
 import time
 import weakref
@@ -373,14 +374,16 @@ def test_a_request_that_comes_while_it_closes_is_told() -> None:
 
 def test_the_engines_own_thread_is_told_that_it_cannot_wait(engine: Engine) -> None:
     caught: list[BaseException] = []
+    items: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def look(id_: int) -> None:
         try:
-            engine.check_may_wait()
+            engine.wait_for(items)
         except UsageError as error:
             caught.append(error)
+        items.put(id_)
+        assert engine.wait_for(items) == id_, "what is there already can be taken"
 
-    engine.check_may_wait()
     finish(engine, writing([1], 1, output=Results(look)))
     assert "cannot wait for the same model" in str(caught[0])
 
