@@ -6,89 +6,70 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.drafting.costs import LEAST_GAIN, StepCosts, moved_share
-from localllm.drafting.drafter import MOST_DRAFTS
+from localllm.engine.drafting.cost import FIRST_COST, MIN_GAIN, StepCost, moved_rate
 
 
-def costs_of(by_size: dict[int, float]) -> StepCosts:
-    costs = StepCosts()
-    costs.add(1, 0.5)
-    for n, cost in by_size.items():
-        costs.add(n, cost * 0.5)
-    return costs
+def cost_of(token_cost: float, single_s: float = 0.5) -> StepCost:
+    """A step over one token takes ``single_s``, and each further one adds ``token_cost`` of that."""
+    cost = StepCost()
+    cost.add(1, single_s)
+    cost.add(3, single_s * (1 + 2 * token_cost))
+    while abs(cost.token_cost - token_cost) > 1e-9 * (1 + token_cost):
+        cost.add(3, single_s * (1 + 2 * token_cost))
+    return cost
 
 
-@given(
-    by_size=st.lists(st.floats(1, 10), min_size=8, max_size=8),
-    share=st.floats(0, 1),
-    draft_s=st.floats(0, 1),
-    most=st.integers(0, 7),
-)
-def test_best_is_the_best_of_all(by_size: list[float], share: float, draft_s: float, most: int) -> None:
-    costs = costs_of({n + 2: cost for n, cost in enumerate(by_size)})
+@given(token_cost=st.floats(0, 2), rate=st.floats(0, 1), draft_s=st.floats(0, 1), most=st.integers(0, 9))
+def test_best_is_the_best_of_all(token_cost: float, rate: float, draft_s: float, most: int) -> None:
+    cost = cost_of(token_cost)
 
     def gain(n: int) -> float:
-        return sum(share**i for i in range(n + 1)) / (by_size[n - 1] + n * draft_s / 0.5)
+        return sum(rate**i for i in range(n + 1)) / (1 + n * (token_cost + draft_s / 0.5))
 
     gains = {n: gain(n) for n in range(1, most + 1)}
-    best = costs.best(share, most, draft_s)
+    best = cost.best(rate, most, draft_s)
     if best:
         assert gains[best] == pytest.approx(max(gains.values()))
-        assert gains[best] >= LEAST_GAIN - 1e-6
+        assert gains[best] >= MIN_GAIN - 1e-6
     else:
-        assert all(value <= LEAST_GAIN + 1e-6 for value in gains.values())
+        assert all(value <= MIN_GAIN + 1e-6 for value in gains.values())
 
 
-def test_nothing_pays_before_a_step_was_measured() -> None:
-    costs = StepCosts()
-    costs.add(8, 1.0)
-    assert costs.is_due
-    assert costs.best(1.0, 7) == 0
-
-
-def test_unknown_sizes_are_thought_to_cost_a_little_more_than_known_ones() -> None:
-    costs = costs_of({4: 2.0})
-    assert costs.best(1.0, 3) == 3
-    assert costs.best(0.9, 7) > 3
-    assert costs_of({4: 4.0}).best(0.5, 7) == 0
-    assert costs_of({}).best(0.6, 7) > 0
-
-
-def test_larger_numbers_than_are_ever_drafted() -> None:
-    costs = costs_of({MOST_DRAFTS + 1: 2.0})
-    assert costs.best(1.0, 10 * MOST_DRAFTS) == MOST_DRAFTS
-    costs.add(10 * MOST_DRAFTS, 1.0)
+def test_nothing_pays_before_a_step_over_one_token_was_measured() -> None:
+    cost = StepCost()
+    cost.add(8, 1.0)
+    assert cost.best(1.0, 7) == 0
+    cost.add(1, 0.5)
+    assert (cost.token_cost, cost.best(0.6, 7) > 0) == (FIRST_COST, True)
 
 
 def test_one_long_step_is_no_reason_to_give_up() -> None:
-    costs = costs_of({8: 2.0})
-    costs.add(8, 0.5 * 10)
-    assert costs.best(0.9, 7) > 0
+    cost = cost_of(0.15)
+    cost.add(8, 0.5 * 10)
+    assert cost.best(0.9, 7) > 0
     for _ in range(20):
-        costs.add(8, 0.5 * 10)
-    assert costs.best(0.5, 7) == 0
+        cost.add(8, 0.5 * 10)
+    assert cost.best(0.9, 7) == 0
 
 
 def test_what_was_too_dear_is_tried_again_at_last() -> None:
-    costs = costs_of(dict.fromkeys(range(2, 9), 20.0))
-    assert costs.best(0.9, 7) == 0
-    for _ in range(600):
-        costs.add(1, 0.5)
-    assert costs.best(0.9, 7) > 0
+    cost = cost_of(3.0)
+    assert cost.best(0.9, 7) == 0
+    for _ in range(1500):
+        cost.add(1, 0.5)
+    assert cost.best(0.9, 7) > 0
 
 
-def test_a_step_without_drafts_is_due_now_and_then() -> None:
-    costs = costs_of({})
-    for _ in range(100):
-        costs.add(8, 1.0)
-    assert costs.is_due
-    costs.add(1, 0.5)
-    assert not costs.is_due
+def test_the_speed_of_single_steps_is_followed() -> None:
+    cost = cost_of(0.15)
+    for _ in range(50):
+        cost.add(1, 2.0)
+    assert cost.single_s == pytest.approx(2.0, rel=0.01)
 
 
-@given(share=st.floats(0, 1), n_right=st.integers(0, 8), then_wrong=st.booleans())
-def test_shares_move_towards_what_was_seen(share: float, n_right: int, then_wrong: bool) -> None:
-    moved = moved_share(share, n_right, then_wrong=then_wrong)
+@given(rate=st.floats(0, 1), n_right=st.integers(0, 8), then_wrong=st.booleans())
+def test_rates_move_towards_what_was_seen(rate: float, n_right: int, then_wrong: bool) -> None:
+    moved = moved_rate(rate, n_right, then_wrong=then_wrong)
     assert 0 <= moved <= 1
-    assert moved >= share - 1e-9 or then_wrong
-    assert moved <= share + 1e-9 or n_right
+    assert moved >= rate - 1e-9 or then_wrong
+    assert moved <= rate + 1e-9 or n_right
