@@ -294,13 +294,17 @@ def processing(models: Models, work: Callable[[], object]) -> Stream:
 
 
 def test_a_processor_cannot_wait_for_its_own_model(models: Models) -> None:
-    for work in (lambda: stream.read(), lambda: models.stream([2], 3).read()):
-        stream = processing(models, work)
-        with pytest.raises(UsageError, match=r"cannot wait for the same model|already being read"):
-            stream.read()
-        assert eventually(lambda: n_requests(models.engine) == 0)
     other = Models()
-    assert processing(models, lambda: other.stream([2], 3).read()).read().ids == tuple(greedy_after([1], 5))
+    streams = [
+        processing(models, lambda: models.stream([2], 3).read()),
+        processing(models, lambda: streams[1].read()),
+    ]
+    for stream, words in zip(streams, ("call it from another thread", "already being read"), strict=True):
+        with pytest.raises(UsageError, match=words):
+            stream.read()
+    assert eventually(lambda: n_requests(models.engine) == 0)
+    stream = processing(models, lambda: other.stream([2], 3).read())
+    assert stream.read().ids == tuple(greedy_after([1], 5)), "but for another one"
     other.engine.close()
 
 
@@ -358,6 +362,12 @@ def test_other_tasks_go_on_while_one_waits(models: Models) -> None:
     asyncio.run(main())
 
 
+async def read_slowly(stream: AsyncStream) -> None:
+    async with stream:
+        async for _ in stream:
+            await asyncio.sleep(0.002)
+
+
 def test_a_task_that_is_cancelled_stops_the_work(models: Models) -> None:
     async def main() -> None:
         task = asyncio.create_task(models.astream([1]).read())
@@ -367,9 +377,7 @@ def test_a_task_that_is_cancelled_stops_the_work(models: Models) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01), models.astream([2]) as stream:
-                async for _ in stream:
-                    await asyncio.sleep(0.002)
+            await asyncio.wait_for(read_slowly(models.astream([2])), 0.01)
 
     asyncio.run(main())
     assert eventually(lambda: n_requests(models.engine) == 0)
