@@ -151,6 +151,7 @@ class TextOutput:
     def end(self, error: BaseException | None) -> None:
         self.deliver([*self._pending, self._last_chunk() if error is None else error])
         self._pending = []
+        self.request = None  # no cycle, so that what its drafter holds goes with the request
         if self.on_end is not None:
             self.on_end()
 
@@ -239,7 +240,11 @@ class _Reader:
             self._n_taken += 1
             if isinstance(item, BaseException):
                 self._ended = True
-                raise item
+                self._items.clear()
+                try:
+                    raise item
+                finally:
+                    del item  # its traceback refers to this frame: what it holds would stay
             if isinstance(item, Chunk):
                 if item.finish_reason is not None:
                     self._ended, self._finish_reason = True, item.finish_reason
