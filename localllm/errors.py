@@ -50,6 +50,10 @@ class UsageError(LocalLLMError, ValueError):
     """An argument out of range, or arguments that contradict each other."""
 
 
+class QueueFullError(LocalLLMError):
+    """More requests wait for the model already than it accepts."""
+
+
 class SettingsError(LocalLLMError):
     """The settings file cannot be read, or has what it cannot have; says where, and what it can."""
 

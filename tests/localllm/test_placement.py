@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.engine import MAX_TOKENS
+from localllm.engine.runner import MAX_TOKENS
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.ops import CacheShape, CacheType, Place, Weight
 from localllm.kernels.split import MICRO_BATCH
