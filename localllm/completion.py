@@ -325,6 +325,7 @@ class Stream(_Reader):
         """
         if self._ended:
             raise StopIteration
+        self._engine.check_may_wait()
         with self._reading():
             chunk = self._next_chunk(None)
             while chunk is None:

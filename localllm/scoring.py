@@ -66,7 +66,10 @@ class Evaluation:
             self._engine.cancel(self._request)
             raise
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame: what it holds would stay
 
 
 class _RowsOutput:

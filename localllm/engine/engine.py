@@ -126,20 +126,28 @@ class Engine:
         if self._ended.is_set():
             raise ClosedError("the model was closed: load it again to go on")
 
-    def wait_for(self, items: queue.SimpleQueue[_T]) -> _T:
-        """The next item that the engine's thread puts into a queue.
+    def check_may_wait(self) -> None:
+        """Makes sure that what the engine makes can be waited for here.
 
         Raises:
             UsageError: this is the engine's own thread, which would wait for itself.
             DeviceError: the engine was made before this process was forked, and nothing will come.
         """
+        self._process.check()
+        if threading.current_thread() is self._thread:
+            raise UsageError(
+                "a logits processor, which runs in the model's own thread, cannot wait for the same model: call it "
+                "from another thread"
+            )
+
+    def wait_for(self, items: queue.SimpleQueue[_T]) -> _T:
+        """The next item that the engine's thread puts into a queue.
+
+        Raises:
+            UsageError, DeviceError: as `check_may_wait`.
+        """
         while True:
-            self._process.check()
-            if items.empty() and threading.current_thread() is self._thread:
-                raise UsageError(
-                    "a logits processor, which runs in the model's own thread, cannot wait for the same model: call "
-                    "it from another thread"
-                )
+            self.check_may_wait()
             # With a timeout, because Ctrl-C does not end a wait on every system.
             with contextlib.suppress(queue.Empty):
                 return items.get(timeout=1.0)
@@ -158,15 +166,18 @@ class Engine:
         self.check()
         self._inbox.put(EngineLoop.forget)
 
-    def close(self, timeout: float | None = None) -> None:
-        """Ends all requests with a `ClosedError`, waits for the step under way, and lets model and cache go.
-
-        ``timeout``: seconds to wait at most.
-        """
+    def close(self) -> None:
+        """Ends all requests with a `ClosedError`, waits for the step under way, and lets model and cache go."""
         self._inbox.put(EngineLoop.close)
         if self._process.is_current and threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
+            self._thread.join()
         self._ended.set()
+
+    def halt(self) -> None:
+        """Stops the thread as the process ends, and tells nobody: who still reads is a daemon thread."""
+        self._inbox.put(EngineLoop.halt)
+        if self._process.is_current:
+            self._thread.join(_EXIT_S)
 
 
 #: Engines of this process whose threads may run.
@@ -174,10 +185,10 @@ _open: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 @atexit.register
-def _close_all() -> None:
+def _halt_all() -> None:
     """Ends the threads: one that computes while Python takes itself down would crash the process."""
     for engine in list(_open):
-        engine.close(timeout=_EXIT_S)
+        engine.halt()
 
 
 class EngineLoop:
@@ -213,7 +224,7 @@ class EngineLoop:
         self._draft_model = draft_model
         self._cost = StepCost()
         self._on_end = on_end
-        self._is_closed = False
+        self._is_closed = self._is_halted = False
 
     # -- Messages --------------------------------------------------------------------------------------------------
 
@@ -235,6 +246,9 @@ class EngineLoop:
     def close(self) -> None:
         self._is_closed = True
 
+    def halt(self) -> None:
+        self._is_closed = self._is_halted = True
+
     # -- The thread ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -246,6 +260,8 @@ class EngineLoop:
                 has_work = self.step()
         except BaseException as defect:  # of our own: nobody may wait for ever for a thread that has ended
             error = defect
+        if self._is_halted:
+            return
         self.ended.set()
         while not self.inbox.empty():
             self.inbox.get()(self)

@@ -196,7 +196,7 @@ class Request:
         """Rows of logits wanted of ``n`` tokens from position ``start`` on, and drafts behind them."""
         if self.sampler is None:
             return max(0, start + n - max(start, self.logits_from))
-        return 1 + n_drafts if start + n == len(self.tokens) and self.max_tokens != 0 else 0
+        return 1 + n_drafts if start + n == len(self.tokens) else 0
 
     def note_found(self) -> None:
         """Counts what the cache had of the prompt."""

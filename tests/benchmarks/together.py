@@ -1,12 +1,12 @@
 """Requests that share a model: how long streams pause, how many tokens a batch brings, what a request costs to start.
 
-    python -m tests.benchmarks.together model.gguf [-t 2] [--prompt 3500] [--chats 100] [--tests stream,batch,mixed,start]
+    python -m tests.benchmarks.together model.gguf [-t 2] [--prompt 3500] [--tests stream,batch,mixed,start]
 
 ``stream`` writes one text while a long prompt is evaluated beside it: the longest pause between two tokens, and how
 much longer the prompt takes than alone, less the time that the stream's own steps take.  ``batch`` decodes eight
 sequences at once, against one.  ``mixed`` runs 64 requests of mixed lengths and priorities, some of which are
-cancelled, and compares the ids of the others with those that they write alone.  ``start`` keeps so many chats of 8,192
-tokens in the cache, and measures what it takes to find a prompt's beginning among them.
+cancelled, and compares the ids of the others with those that they write alone.  ``start`` keeps 100 chats of 8,192
+tokens in the cache (``--chats``), and measures what it takes to find a prompt's beginning among them.
 
 The exit code is 1 if a text differs from the one written alone.
 """
@@ -20,6 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ def stream_beside_a_prompt(llm: LLM, n_prompt: int) -> bool:
     end = time.perf_counter()
     ended.set()
     writer.join()
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False) if a >= begin and b <= end]
+    gaps = [b - a for a, b in pairwise(times) if a >= begin and b <= end]
     n_steps = len(gaps)
     longer = (beside.timings.prefill_s - n_steps * token_s) / alone.timings.prefill_s - 1
     print(

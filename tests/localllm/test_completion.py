@@ -320,7 +320,7 @@ def test_a_processor_cannot_read_its_own_stream(models: Models) -> None:
     assert eventually(stream._is_read.locked)
     go_on.set()
     reader.join(60)
-    assert "already being read" in str(caught[0])
+    assert "cannot wait for the same model" in str(caught[0])
 
 
 def test_closing_the_engine_ends_a_read(models: Models) -> None:

@@ -67,10 +67,6 @@ def process(work: str, path: Path) -> subprocess.Popen[str]:
 
 
 #: The reader's ClosedError is printed half-way through the end of the process.
-_TOLD_AT_EXIT = pytest.mark.xfail(
-    reason="daemon threads that read are told that their model was closed", strict=False
-)
-
 IN_THREAD = """
 started = threading.Event()
 def write():
@@ -85,7 +81,7 @@ started.wait(60)
 @pytest.mark.parametrize(
     "work",
     [
-        pytest.param(IN_THREAD, marks=_TOLD_AT_EXIT),
+        IN_THREAD,
         "stream = llm.stream('hello', ignore_eos=True); next(stream)",
         "llm.stream('hello', ignore_eos=True, processors=(lambda ids, logits: logits,))",
         "it = llm.generate_many(['a', 'b'], ignore_eos=True); next(it)",
@@ -98,7 +94,6 @@ def test_the_process_ends_while_texts_are_written(tiny: Path, work: str) -> None
     assert (said, complaints) == ("", "")
 
 
-@_TOLD_AT_EXIT
 def test_the_exit_code_while_texts_are_written(tiny: Path) -> None:
     ended = process(IN_THREAD + "\nraise SystemExit(3)", tiny)
     assert ended.communicate(timeout=120) == ("", "")

@@ -52,7 +52,7 @@ def test_so_many_tokens_and_no_more(n: int) -> None:
     engine.run(request)
     assert results(request).ids == greedy_after([1, 2, 3], n)
     assert request.finish_reason == "length"
-    assert sum(len(batch.outputs) for batch in engine.ops.batches) == n
+    assert sum(len(batch.outputs) for batch in engine.ops.batches) == max(n, 1)
 
 
 def test_the_end_of_the_context_ends_a_text() -> None:
@@ -381,8 +381,6 @@ def test_the_engines_own_thread_is_told_that_it_cannot_wait(engine: Engine) -> N
             engine.wait_for(items)
         except UsageError as error:
             caught.append(error)
-        items.put(id_)
-        assert engine.wait_for(items) == id_, "what is there already can be taken"
 
     finish(engine, writing([1], 1, output=Results(look)))
     assert "cannot wait for the same model" in str(caught[0])
