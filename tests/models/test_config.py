@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import ModelError
@@ -275,7 +275,6 @@ VALUES = st.one_of(
 KEYS = st.sampled_from(sorted({*GOOD, *(key for key, _ in BAD)} - {"general.architecture"}))
 
 
-@settings(deadline=None)
 @given(st.dictionaries(KEYS, VALUES, max_size=3))
 def test_whatever_stands_in_the_file_gives_a_configuration_or_a_model_error(changes: dict[str, Any]) -> None:
     try:

@@ -42,7 +42,7 @@ def feed(decoder: StreamDecoder, ids: list[int]) -> list[str]:
     return [*(decoder.feed(token) for token in ids), decoder.finish()]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), st.sampled_from([spm, bpe]), st.booleans(), st.booleans())
 def test_the_parts_make_up_the_decoded_text(data: st.DataObject, make: object, special: bool, more: bool) -> None:
     tokenizer = make()  # type: ignore[operator]
@@ -51,7 +51,7 @@ def test_the_parts_make_up_the_decoded_text(data: st.DataObject, make: object, s
     assert "".join(parts) == tokenizer.decode(ids, special=special, continuation=more)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")),
     st.sampled_from([spm, bpe]),
@@ -98,7 +98,7 @@ def cut_at_first(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.text("ab 漢", max_size=20),
     st.lists(st.text("ab 漢", min_size=1, max_size=6), max_size=4),
@@ -115,7 +115,7 @@ def test_stop_strings_cut_wherever_token_boundaries_fall(text: str, stops: list[
     assert (seen, decoder.stopped) == (expected, stop)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.text("ab", max_size=5), max_size=10),
     st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4),

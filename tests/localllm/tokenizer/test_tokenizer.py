@@ -84,7 +84,7 @@ def test_decoding_undoes_encoding(name: str) -> None:
     # No text has these.  StarCoder lacks a few more, of planes of Unicode that nobody writes.
     assert missing - {0xC0, 0xC1, *range(0xF5, 0x100)} <= ({0xF1, 0xF2, 0xF4} if name == "starcoder" else set())
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(any_text | wordy_text)
     def check(text: str) -> None:
         if not missing.isdisjoint(text.encode()):
@@ -176,7 +176,7 @@ def test_agrees_with_a_trained_sentencepiece_model() -> None:
     processor = train_sentencepiece(CORPUS, 420)
     tokenizer = tiny(sentencepiece_metadata(processor))
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(any_text | st.lists(st.sampled_from(CORPUS.split(" "))).map(" ".join))
     def check(text: str) -> None:
         ids = tokenizer.encode(text, add_special=False)
@@ -204,7 +204,7 @@ def test_agrees_with_a_trained_bpe_model(ignore_merges: bool) -> None:
         )
     )
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(any_text | st.lists(st.sampled_from(CORPUS.split(" "))).map(" ".join))
     def check(text: str) -> None:
         texts = [tokenizer.token_text(token) for token in tokenizer.encode(text, add_special=False)]

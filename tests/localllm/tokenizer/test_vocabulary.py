@@ -208,7 +208,7 @@ VALUES = st.one_of(
 
 
 @pytest.mark.filterwarnings("ignore::localllm.tokenizer.pretokenizers.TokenizerWarning")
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.sampled_from([SPM, BPE]),
     st.dictionaries(st.sampled_from([key.split(".")[-1] for key in {**SPM, **BPE}]), VALUES, max_size=3),
