@@ -112,11 +112,11 @@ N_RESULTS = 11
 
 
 @kernel
-def all_products(begin, end, x, sums_x, codes, first, second, sums, out):
+def all_products(begin, end, x, sums_x, codes, first, second, pairs, sums, out):
     """Every product of ``codes`` int8 [units, 6, 8, 64] with ``x`` int8 [units, 32], added to ``sums`` [units, 16].
 
-    sums_x: of the first 16 and of all 32 of x.  first, second: scales, int16 [units, 16, 2], both halves the same.
-    out: float32 [units, N_RESULTS, 16].
+    sums_x: of the first 16 and of all 32 of x.  first, second: scales, int16 [units, 16, 2], both numbers the same.
+    pairs: int16 [units, 2, 16, 2].  out: float32 [units, N_RESULTS, 16].
     """
     for unit in range(begin, end):
         row, place, w2 = x + 32 * unit, out + N_RESULTS * 64 * unit, codes + 6 * 512 * unit
@@ -143,7 +143,8 @@ def all_products(begin, end, x, sums_x, codes, first, second, sums, out):
             w[v] = load_i8x64(w2 + (2560 + 64 * v))
         store_f32x16(place + 512, to_float(dot32_s8(start, *w[0:8], row, load_splat_i32(sums_x + 8 * unit + 4))))
         store_f32x16(place + 576, to_float(dot16_s8(start, *w[0:4], row, load_splat_i32(sums_x + 8 * unit))))
-        store_f32x16(place + 640, to_float(multiply_pairs(f, s)))
+        numbers = multiply_pairs(load_i32x16(pairs + 128 * unit), load_i32x16(pairs + 128 * unit + 64))
+        store_f32x16(place + 640, to_float(numbers))
 
 
 def test_products_of_bytes(target: Target) -> None:
@@ -156,19 +157,19 @@ def test_products_of_bytes(target: Target) -> None:
     x[1::4], x[2::4] = 127, -127
     x[3::4] = np.where(np.arange(32) % 2, 127, -127)
     x[4::4] = np.where(np.arange(32) % 3, 127, -127)
-    x[:, 16:] *= RNG.integers(0, 2, (n, 1))  # so that the sums of all are not those of the first half
     sums_x = np.stack([x[:, :16].sum(1), x.sum(1)], 1)
     sums, out = RNG.integers(-1000, 1000, (n, 16)), np.zeros((n, N_RESULTS, 16), np.float32)
-    pairs = [np.repeat(each[:, :, None], 2, 2).astype(np.int16) for each in scales]
-    given = x.astype(np.int8), sums_x.astype(np.int32), codes.astype(np.int8), *pairs, sums.astype(np.int32), out
-    call(all_products, target, n, *given)
+    pairs = RNG.integers(-2000, 2000, (n, 2, 16, 2))
+    kinds = [np.int8, np.int32, np.int8, *[np.int16] * 3, np.int32]
+    given = [x, sums_x, codes, *np.repeat(scales[..., None], 2, 3), pairs, sums]
+    call(all_products, target, n, *(a.astype(kind) for a, kind in zip(given, kinds, strict=True)), out)
 
     rows = codes.reshape(n, 6, 8, 16, 4).transpose(1, 0, 3, 2, 4).reshape(6, n, 16, 32)
     low, high = (np.einsum("bnrc,nc->bnr", rows[..., half], x[:, half]) for half in (slice(16), slice(16, 32)))
     (_, _, u4, u5, u6, s8), (f, s) = low + high, scales
     for place, product in {2: u4, 4: u5, 6: u6, 8: s8, 9: low[5]}.items():
         np.testing.assert_array_equal(out[:, place], sums + product)
-    np.testing.assert_array_equal(out[:, 10], 2 * f * s)
+    np.testing.assert_array_equal(out[:, 10], pairs.prod(1).sum(-1))
     sixteens = {place: f * low[i] + s * high[i] for place, i in ((0, 0), (1, 1), (7, 4))}
     for place, product in {**sixteens, 3: f * u4, 5: f * u5}.items():
         np.testing.assert_allclose(out[:, place], sums + product, rtol=2**-23, atol=2)
@@ -182,7 +183,7 @@ look_up = lut_op(TABLE)
 
 @kernel
 def all_codes(begin, end, x, words, out, numbers):
-    """out: int8 [64].  numbers: float32 [14, 16]."""
+    """out: int8 [64].  numbers: float32 [10, 16]."""
     store_i8x64(out, look_up(load_i8x64(x)))
     w = load_i32x16(words)
     store_f32x16(numbers, to_float(unsigned_byte(w, 2)))
