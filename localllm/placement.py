@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import NamedTuple, Protocol
 
-from localllm.engine import MAX_TOKENS, max_outputs, n_cache_pages
+from localllm.engine.runner import MAX_TOKENS, max_outputs, n_cache_pages
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.backend import Footprint, PackedWeight
 from localllm.kernels.cpu.host import memory_advice

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from localllm.errors import UnsupportedArchitectureError
+from localllm.errors import UnsupportedArchitectureError, quoted
 from localllm.kernels.graph import CacheType, Graph, Weight
 from localllm.models import llama, qwen2, qwen3, qwen3moe
 from localllm.models.config import Metadata, ModelConfig, read_architecture
@@ -52,7 +52,7 @@ def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
     if architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedArchitectureError(
-            f"the architecture {architecture!r} is not supported; localllm runs {known}"
+            f"the architecture {quoted(architecture)} is not supported; localllm runs {known}"
         )
     return ARCHITECTURES[architecture]
 

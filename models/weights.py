@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import ModelError
+from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Matrix, Weight
 from localllm.quant.formats import dequantize
 from localllm.quant.types import GGMLType
@@ -127,6 +127,6 @@ class Weights:
         if left:
             others = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise ModelError(
-                f"the file has a tensor {left[0]}{others} that a model of its architecture does not use, "
+                f"the file has a tensor {quoted(left[0])}{others} that a model of its architecture does not use, "
                 "so its output would be wrong: localllm does not support this variant"
             )

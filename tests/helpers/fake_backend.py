@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.engine import Engine, max_outputs, n_cache_pages
+from localllm.engine.engine import Engine
+from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages
 from localllm.kernels.backend import Batch, HostOutput, Output, Step, TopK, top_k
 
 N_VOCAB = 97
@@ -111,10 +113,17 @@ def _write_and_read(batch: Batch, cache: FakeCache) -> list[NDArray[np.int32]]:
     return histories
 
 
-def fake_engine(
+def fake_runner(
     context: int = 64, *, parallel: int = 1, max_tokens: int = 8, max_top_k: int = 0
-) -> tuple[Engine, FakeStep]:
+) -> tuple[ModelRunner, FakeStep]:
     n_tokens = min(max_tokens, context)
     n_pages = n_cache_pages(context, parallel, PAGE_SIZE)
     step = FakeStep(n_pages, n_tokens, max_outputs(N_VOCAB, n_tokens), max_top_k)
-    return Engine(step, n_vocab=N_VOCAB, context=context, max_tokens=max_tokens), step
+    return ModelRunner(step, n_vocab=N_VOCAB, context=context, max_tokens=max_tokens), step
+
+
+def fake_engine(
+    context: int = 64, *, parallel: int = 1, max_tokens: int = 8, max_top_k: int = 0, **settings: Any
+) -> tuple[Engine, FakeStep]:
+    runner, step = fake_runner(context, parallel=parallel, max_tokens=max_tokens, max_top_k=max_top_k)
+    return Engine(runner, **settings), step

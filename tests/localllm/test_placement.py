@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.engine import MAX_TOKENS
+from localllm.engine.runner import MAX_TOKENS
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.backend import Footprint, weights_of
 from localllm.kernels.cpu.backend import CPUBackend
@@ -217,7 +217,7 @@ def test_default_context_is_what_the_model_was_trained_on_up_to_a_limit() -> Non
     assert place(context=100_000).context == 100_000
 
 
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(missing=st.integers(1, 1 << 28))
 def test_default_context_shrinks_to_what_fits(missing: int) -> None:
     full = place()
@@ -266,7 +266,7 @@ def test_a_draft_model_has_the_models_context_or_what_it_was_trained_on() -> Non
         assert draft == SHORT_DRAFT.as_draft(min(placed.context, 1024))
 
 
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(missing=st.integers(1, 1 << 28))
 def test_a_default_context_shrinks_until_both_fit(missing: int) -> None:
     full = sum(placed.total for placed in plan_with_draft(planner(), DRAFT, 1 << 50))

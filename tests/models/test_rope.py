@@ -11,7 +11,7 @@ import pytest
 
 from localllm.errors import ModelError
 from localllm.gguf import GGUFFile
-from localllm.kernels.ops import Rope
+from localllm.kernels.graph import Rope
 from localllm.models.registry import read_config
 from localllm.models.rope import make_rope
 from localllm.models.weights import Weights
