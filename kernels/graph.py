@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
+from localllm.kernels.q8_0 import VALUES_PER_SCALE
 from localllm.quant.types import GGMLType
 
 #: Where an operation belongs: in the layer of that number, or before or behind all of them.
@@ -43,13 +44,6 @@ Layer = int | Literal["embedding", "output"]
 CacheType = Literal["f16", "q8_0", "f32"]
 #: Those that a user can choose.
 CACHE_TYPES: tuple[CacheType, ...] = ("f16", "q8_0")
-
-#: How GGML's Q8_0 rounds: so many values share a scale, and the one of largest magnitude becomes this code.
-VALUES_PER_SCALE, LARGEST_CODE = 32, np.float32(127)
-#: Values that share a scale are 0 if none is larger: the largest code divided by something smaller may be infinite.
-NEGLIGIBLE = np.float32(1e-36)
-#: The largest magnitude that a code and a float16 scale can say.
-LARGEST_SCALED = np.float32(127 * 65504)
 
 #: What a soft-cap may be.  Beyond, float32 could not hold scores divided by it, or would not tell it from none.
 LEAST_SOFTCAP, MOST_SOFTCAP = 1e-6, 1e6

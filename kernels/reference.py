@@ -33,10 +33,6 @@ from localllm.kernels.backend import (
 from localllm.kernels.buffers import Buffer, assign
 from localllm.kernels.embedding import CopiedTable
 from localllm.kernels.graph import (
-    LARGEST_CODE,
-    LARGEST_SCALED,
-    NEGLIGIBLE,
-    VALUES_PER_SCALE,
     Graph,
     KVCache,
     Rope,
@@ -45,6 +41,7 @@ from localllm.kernels.graph import (
     Value,
     Weight,
 )
+from localllm.kernels.q8_0 import LARGEST_CODE, LARGEST_SCALED, NEGLIGIBLE, VALUES_PER_SCALE
 from localllm.quant.formats import dequantize
 
 #: float32; numpy's stubs lose the type in most expressions.

@@ -168,10 +168,9 @@ def _cuda(indices: tuple[int, ...] | None, progress: Callable[[int, int], None] 
 
 
 def _gpu(driver: Driver, index: int, progress: Callable[[int, int], None] | None) -> Device:
-    from localllm.kernels.cuda.on_ops import CUDABackend
-    from localllm.kernels.cuda.ops import CUDAOps
+    from localllm.kernels.cuda.backend import CUDABackend
 
-    backend, properties = CUDABackend(CUDAOps(driver, index, progress=progress)), driver.properties(index)
+    backend, properties = CUDABackend(driver, index, progress=progress), driver.properties(index)
     return Device(
         f"cuda:{index}",
         f"CUDA kernels for {properties.name}",

@@ -25,8 +25,7 @@ from localllm.kernels.backend import Step, weights_of
 from localllm.kernels.cpu.host import available_memory, memory_advice
 from localllm.kernels.graph import CACHE_TYPES, CacheType, Graph, Weight
 from localllm.kernels.split import compile_split, page_size
-from localllm.models.config import ModelConfig
-from localllm.models.registry import Model, find_architecture, read_config, read_model
+from localllm.models.registry import Model, find_architecture, read_model
 from localllm.placement import DeviceBudget, Placement, Plan, Planner, StepSizes, plan, plan_with_draft
 from localllm.progress import LoadPlan, LoadProgress, of_stage
 from localllm.tokenizer import Tokenizer
@@ -117,46 +116,43 @@ def load_parts(options: LoadOptions) -> Parts:
         As `localllm.load`.
     """
     with ExitStack() as sources, ExitStack() as on_failure:
-        source = sources.enter_context(_source(options.path))
+        source = sources.enter_context(_source(options.path, options))
         tokenizer = Tokenizer.from_gguf(source.file)
         template_source, template = _template(source.file, tokenizer, options)
         draft_source = None
         if options.draft_model is not None:
-            draft_source = sources.enter_context(_source(options.draft_model, is_draft=True))
+            draft_source = sources.enter_context(_source(options.draft_model, options, is_draft=True))
             _check_vocabulary(draft_source.file, tokenizer)
         devices = _open_devices(options)
         on_failure.callback(_close, devices)
         found = _plan(source, draft_source, devices, options)
         if options.planned is not None:
             options.planned(found)
+        draft = None
         try:
-            loaded, draft = _load_both(source, draft_source, devices, (found.placement, found.draft), options)
+            if draft_source is not None and found.draft is not None:
+                draft = _load(draft_source, devices, found.draft, options)
+            loaded = _load(source, devices, found.placement, options)
         except MemoryError as error:
             _let_go(error)
             raise
         on_failure.pop_all()
-    _log_info(loaded.info)
+    info, draft_model, warnings = loaded.info, None, _notes(devices) + loaded.warnings
+    _log_info(info)
     if draft is not None:
         _log_info(draft.info, "draft model ")
-    draft_model = None
-    if draft is not None:
         # Steps over one token take as long as reading the weights.
-        cost = draft.info.placement.multiplied / max(1, loaded.info.placement.multiplied)
+        cost = draft.info.placement.multiplied / max(1, info.placement.multiplied)
         draft_model = DraftModel(draft.runner, expected_cost=cost)
-    return Parts(
-        tokenizer,
-        Engine(
-            loaded.runner,
-            draft_model,
-            max_waiting=options.max_waiting,
-            step_s=options.step_s,
-            on_end=partial(_close, devices),
-        ),
-        loaded.info,
-        template_source,
-        template,
-        warnings=_notes(devices) + loaded.warnings + (() if draft is None else draft.warnings),
+        info, warnings = replace(info, draft=draft.info), warnings + draft.warnings
+    engine = Engine(
+        loaded.runner,
+        draft_model,
+        max_waiting=options.max_waiting,
+        step_s=options.step_s,
+        on_end=partial(_close, devices),
     )
+    return Parts(tokenizer, engine, info, template_source, template, warnings)
 
 
 def plan_file(options: LoadOptions) -> Plan:
@@ -165,7 +161,7 @@ def plan_file(options: LoadOptions) -> Plan:
     Raises:
         As `localllm.load`.
     """
-    with _source(options.path) as source:
+    with _source(options.path, options) as source:
         devices = _open_devices(options)
         try:
             return _plan(source, None, devices, options)
@@ -190,21 +186,29 @@ class _Source:
 
     Attributes:
         name: "the model", or "the draft model" with its path.
-        config: its hyper-parameters.
+        model: for the context that was asked for.
     """
 
     name: str
     file: GGUFFile
-    config: ModelConfig
+    model: Model
+
+    def for_context(self, n_tokens: int) -> Model:
+        """The model for sequences of up to so many tokens."""
+        config, cache_type = self.model.config, self.model.graph.cache_type
+        return self.model if config.for_context(n_tokens) == config else read_model(self.file, n_tokens, cache_type)
 
 
 @contextmanager
-def _source(path: str | os.PathLike[str] | None, *, is_draft: bool = False) -> Iterator[_Source]:
+def _source(
+    path: str | os.PathLike[str] | None, options: LoadOptions | None = None, *, is_draft: bool = False
+) -> Iterator[_Source]:
     """A file, or that of the demo model, open for as long as the context lasts."""
     with _open_demo() if path is None else GGUFFile.open(_file(path)) as file:
         check_runs(file)
         name = f"the draft model {path_text(file.path)}" if is_draft else "the model"
-        yield _Source(name, file, read_config(file.metadata, file.tensors))
+        context, cache_type = (None, "f16") if options is None else (options.context, options.cache_type)
+        yield _Source(name, file, read_model(file, context, cache_type))
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
@@ -311,7 +315,7 @@ def _plan(source: _Source, draft_source: _Source | None, devices: Sequence[Devic
         # The number of layers is the model's: of the draft model as many go to a GPU as fit, unless none are to.
         draft = _planner(draft_source, devices, free, options, 0 if options.n_gpu_layers == 0 else None)
         placement, draft_placement = plan_with_draft(planner, draft, available, options.context)
-    return Plan(placement, draft_placement, free, _notes(devices) + _notices(source.name, source.config, placement))
+    return Plan(placement, draft_placement, free, _notes(devices) + _notices(source, placement))
 
 
 def _planner(
@@ -334,8 +338,7 @@ def _planner(
     )
     return Planner(
         source.name,
-        source.config,
-        read_model(source.file, options.context, options.cache_type).graph,
+        source.model,
         tuple(budgets),
         options.parallel,
         n_gpu_layers,
@@ -343,26 +346,9 @@ def _planner(
     )
 
 
-def _load_both(
-    source: _Source,
-    draft_source: _Source | None,
-    devices: Sequence[Device],
-    placements: tuple[Placement, Placement | None],
-    options: LoadOptions,
-) -> tuple[_Loaded, _Loaded | None]:
-    """The model, and the one that drafts for it on the same threads, if any."""
-    placement, draft_placement = placements
-    draft = None
-    if draft_source is not None and draft_placement is not None:
-        draft = _load(draft_source, devices, draft_placement, options)
-    loaded = _load(source, devices, placement, options)
-    return loaded if draft is None else replace(loaded, info=replace(loaded.info, draft=draft.info)), draft
-
-
 def _load(source: _Source, devices: Sequence[Device], placement: Placement, options: LoadOptions) -> _Loaded:
     """Packs a model's weights, and makes its cache."""
-    file, context = source.file, placement.context
-    model = read_model(file, context, options.cache_type)
+    file, model = source.file, source.for_context(placement.context)
     try:
         step = compile_model(model, devices, placement, options)
     except (MemoryError, OSError) as error:
@@ -374,9 +360,12 @@ def _load(source: _Source, devices: Sequence[Device], placement: Placement, opti
         ) from error
     file.check_unchanged()
     loaded = placement.loaded(step.weights)
-    warnings = _notices(source.name, source.config, placement) + _larger_weights(source.name, placement, loaded)
-    runner = ModelRunner(step, n_vocab=model.config.n_vocab, context=context)
-    return _Loaded(runner, _info(source, devices, loaded), warnings)
+    runner = ModelRunner(step, n_vocab=model.config.n_vocab, context=placement.context)
+    return _Loaded(
+        runner,
+        _info(source, devices, loaded),
+        _notices(source, placement) + _larger_weights(source, placement, loaded),
+    )
 
 
 def compile_model(model: Model, devices: Sequence[Device], placement: Placement, options: LoadOptions) -> Step:
@@ -414,32 +403,25 @@ def _notes(devices: Sequence[Device]) -> tuple[str, ...]:
     return tuple(device.note for device in devices if device.note is not None)
 
 
-def _notices(name: str, config: ModelConfig, placement: Placement) -> tuple[str, ...]:
+def _notices(source: _Source, placement: Placement) -> tuple[str, ...]:
     """What a plan leaves to be desired."""
-    notices = (_long_context(name, config, placement), _spilled_layers(name, config, placement))
-    return tuple(notice for notice in notices if notice is not None)
-
-
-def _long_context(name: str, config: ModelConfig, placement: Placement) -> str | None:
+    name, config, notices = source.name, source.model.config, list[str]()
     context, trained = placement.context, config.context_length
-    if context <= trained:
-        return None
-    return f"{name} was trained on {trained:,} tokens of context: with context={context:,} it may lose the thread"
+    if context > trained:
+        notices.append(
+            f"{name} was trained on {trained:,} tokens of context: with context={context:,} it may lose the thread"
+        )
+    if n := placement.spilled_layers:
+        left = "no layer" if n == config.n_layers else f"not more than {config.n_layers - n} layers"
+        notices.append(
+            f"the GPU has room for {left} of {name}: {n} of {config.n_layers} run on the {placement.host}, slower; a "
+            f"smaller context or quantisation leaves more room, and n_gpu_layers={config.n_layers - n} says that it "
+            "is meant so"
+        )
+    return tuple(notices)
 
 
-def _spilled_layers(name: str, config: ModelConfig, placement: Placement) -> str | None:
-    n = placement.spilled_layers
-    if not n:
-        return None
-    left = "no layer" if n == config.n_layers else f"not more than {config.n_layers - n} layers"
-    return (
-        f"the GPU has room for {left} of {name}: {n} of {config.n_layers} run on the {placement.host}, slower; a "
-        f"smaller context or quantisation leaves more room, and n_gpu_layers={config.n_layers - n} says that it is "
-        "meant so"
-    )
-
-
-def _larger_weights(name: str, placement: Placement, loaded: Placement) -> tuple[str, ...]:
+def _larger_weights(source: _Source, placement: Placement, loaded: Placement) -> tuple[str, ...]:
     """That weights took more than was planned, because the format planned on cannot hold their values."""
     planned = {(w.name, w.layer): w for group in placement.groups for w in group.packed}
     larger = [w for group in loaded.groups for w in group.packed if w.n_bytes > planned[w.name, w.layer].n_bytes]
@@ -448,7 +430,7 @@ def _larger_weights(name: str, placement: Placement, loaded: Placement) -> tuple
     names = ", ".join(weight.name for weight in larger[:3]) + (", …" if len(larger) > 3 else "")
     before = sum(planned[weight.name, weight.layer].n_bytes for weight in larger)
     return (
-        f"{len(larger)} of the tensors of {name} ({names}) have scales beyond the range of float16, in "
+        f"{len(larger)} of the tensors of {source.name} ({names}) have scales beyond the range of float16, in "
         f"which {larger[0].file_type} is read: they are kept in {larger[0].kernel_type}, take "
         f"{sum(w.n_bytes for w in larger) / 1e9:.2f} GB instead of {before / 1e9:.2f} GB, and are slower to compute "
         "with",
@@ -464,7 +446,7 @@ def _log_info(info: ModelInfo, role: str = "") -> None:
 
 
 def _info(source: _Source, devices: Sequence[Device], placement: Placement) -> ModelInfo:
-    file, config = source.file, source.config
+    file, config = source.file, source.model.config
     name = file.metadata.get("general.name")
     used = [device for device in devices if device.name in placement.devices]
     return ModelInfo(

@@ -19,6 +19,7 @@ from localllm.kernels.graph import CacheType, Graph
 from localllm.kernels.split import MICRO_BATCH
 from localllm.layers import NO_GPU, LayerRange, plan_layers
 from localllm.models.config import ModelConfig
+from localllm.models.registry import Model
 
 #: Tokens of context where nobody asks for a number and the model was trained on as many.
 DEFAULT_CONTEXT = 4096
@@ -235,13 +236,16 @@ class Planner:
     """
 
     name: str
-    config: ModelConfig
-    graph: Graph
+    model: Model
     devices: tuple[DeviceBudget, ...]
     parallel: int = 1
     n_gpu_layers: int | None = None
     tensor_split: tuple[float, ...] | None = None
     _known: dict[tuple[str, range, StepSizes], Footprint] = field(default_factory=dict, compare=False)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
 
     @property
     def host(self) -> str:
@@ -274,7 +278,7 @@ class Planner:
             groups,
             context,
             self.parallel,
-            self.graph.cache_type,
+            self.model.graph.cache_type,
             host=host.name,
             used_experts=1.0 if experts is None else experts.n_used / experts.n,
         )
@@ -300,7 +304,7 @@ class Planner:
         key = device, layers, replace(sizes, n_pages=n_pages, max_tokens=n_tokens)
         if key not in self._known:
             limits = {"max_tokens": n_tokens, "max_outputs": sizes.max_outputs}
-            self._known[key] = budget.footprint(self.graph.part(layers), n_pages=n_pages, **limits)
+            self._known[key] = budget.footprint(self.model.graph.part(layers), n_pages=n_pages, **limits)
         return self._known[key]
 
     def _n_bytes(self, device: str, layers: range, context: int) -> int:

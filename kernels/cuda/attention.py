@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from localllm.errors import KernelError
 from localllm.kernels.cuda.cache import PAGE, padded_head
 from localllm.kernels.cuda.launch import Launch
-from localllm.kernels.ops import VALUES_PER_SCALE, CacheType
+from localllm.kernels.graph import CacheType
+from localllm.kernels.q8_0 import VALUES_PER_SCALE
 
 #: Pages in a span, after which sums begin anew.  With fewer, more blocks share a short cache; prefill merges more.
 SPAN_PAGES = 4

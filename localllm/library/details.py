@@ -164,7 +164,7 @@ def _memory(file: GGUFFile) -> dict[str, Any]:
     model = read_model(file)
     config = model.config
     cpu = DeviceBudget("cpu", PAGE, partial(footprint, target=choose(), threads=default_threads()))
-    planner = Planner("the model", config, model.graph, (cpu,))
+    planner = Planner("the model", model, (cpu,))
     context = min(config.context_length, DEFAULT_CONTEXT)
     return {
         "trained_context": config.context_length,

@@ -13,12 +13,19 @@ import numpy as np
 from localllm.kernels import graph as g
 from localllm.kernels.backend import Backend, Cache, Step
 from localllm.kernels.cpu.backend import CPUBackend
-from localllm.kernels.cuda.on_ops import CUDABackend
-from localllm.kernels.cuda.ops import CUDAOps
-from localllm.kernels.graph import CacheType, Graph, Matrix, Rope, Routing, Tensor, Weight
-from localllm.kernels.ops import CacheShape
+from localllm.kernels.graph import CacheType, Graph, Matrix, Rope, Routing, Rows, Tensor, Weight
 from localllm.kernels.reference import ReferenceBackend
 from localllm.kernels.split import MICRO_BATCH, compile_split
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What all layers keep: keys and values [heads, head size] of each token."""
+
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int
+    type: CacheType = "f16"
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,9 @@ class Ops:
 
     # -- Operations ------------------------------------------------------------------------------------------------
 
+    def hidden(self, width: int) -> Tensor:
+        return self._graph.add(g.Input(Tensor(Rows.TOKENS, width)))
+
     def embed(self, table: Weight, scale: float = 1.0) -> Tensor:
         return self._graph.add(g.Embed(table, scale))
 
@@ -157,8 +167,6 @@ class ReferenceOps(Ops):
 
 def backend_of(ops: Any) -> Backend:
     """The backend that tests' operations are those of."""
-    if isinstance(ops, CUDAOps):
-        return CUDABackend(ops)
     backend: Backend = getattr(ops, "backend", ops)
     return backend
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.kernels.backend import Batch
-from localllm.kernels.ops import CacheShape
 from localllm.quant.types import GGMLType
+from tests.helpers.recorder import CacheShape
 from tests.helpers.run_model import make_batch
 
 #: A cache for operations that use none.

@@ -16,11 +16,10 @@ from localllm.kernels.cpu import host, weights
 from localllm.kernels.cpu.backend import FEW_TOKENS
 from localllm.kernels.cpu.batch import BatchTables
 from localllm.kernels.cpu.program import Job, Workers
-from localllm.kernels.ops import CacheShape
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.repack import ScaleRangeError
 from localllm.quant.types import GGMLType
-from tests.helpers.recorder import CPUOps
+from tests.helpers.recorder import CacheShape, CPUOps
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import f32, one_sequence, run
 

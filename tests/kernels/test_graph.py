@@ -15,6 +15,7 @@ from localllm.kernels import graph as g
 from localllm.kernels.buffers import ALIGNMENT, Buffer, assign
 from localllm.kernels.graph import Graph, Matrix, Rope, Tensor
 from localllm.kernels.reference import ReferenceBackend
+from tests.helpers.backends import Backend
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import f32, random
 
@@ -129,6 +130,33 @@ def test_keys_and_values_are_appended_where_the_block_table_says() -> None:
         np.testing.assert_array_equal(keys[place].ravel(), k[row].astype(np.float16))
         np.testing.assert_array_equal(values[place].ravel(), v[row].astype(np.float16))
     assert {tuple(place) for place in np.argwhere(keys.any(axis=(2, 3)))} == {*places}
+
+
+def test_layers_may_keep_heads_of_unlike_numbers_and_sizes(backend: Backend) -> None:
+    """Over two pages, one of them copied; what each layer keeps takes what was planned."""
+    graph, heads, n = Graph(), [(2, 8, 2), (1, 16, 3), (2, 8, 2)], 75  # key heads, their size, query heads of each
+    x = graph.add(g.Embed(f32(random(n, 64))))
+    for graph.layer, (n_heads, size, group) in enumerate(heads):
+        widths = n_heads * group * size, n_heads * size, n_heads * size
+        matrices = tuple(Matrix(f32(0.1 * random(width, 64, seed=i))) for i, width in enumerate(widths))
+        q, k, v = graph.add(g.Linears(x, matrices))
+        cache, rope = graph.kv_cache(n_heads, size), Rope(np.ones(size // 2, np.float32), interleaved=True)
+        q = graph.add(g.RopeAppend(q, k, v, cache, rope))
+        y = graph.add(g.Attention(q, cache, scale=size**-0.5, window=40 if graph.layer else None))
+        x = graph.add(g.Linear(y, Matrix(f32(0.1 * random(64, widths[0]))), residual=x))
+    graph.add(g.Outputs(x))
+
+    def logits(made: Any) -> np.ndarray:
+        *first, last = range(-(-n // made.page_size))
+        sizes = {"n_pages": last + 2, "max_tokens": n, "max_outputs": n}
+        step = made.compile(graph, **sizes)
+        assert sum(made.footprint(graph, **sizes).caches.values()) == step.cache.n_bytes
+        step(make_batch([(range(n - 1), 0, [*first, last])]))
+        step.cache.copy_page(last, last + 1)
+        return step(make_batch([([n - 1], n - 1, [*first, last + 1])])).copy()
+
+    expected, found = logits(ReferenceBackend()), logits(backend.make().backend)
+    assert np.abs(found - expected).max() < 2e-2 * np.abs(expected).max()
 
 
 # -- Buffers -------------------------------------------------------------------------------------------------------

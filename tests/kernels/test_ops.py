@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels.graph import CACHE_TYPES, CacheType, KVCache, Rope
-from localllm.kernels.ops import CacheShape
 from localllm.quant.types import GGMLType
 from tests.helpers.backends import BACKENDS, OTHER_CPUS, Backend, shared_by_threads
 from tests.helpers.blocks import random_rows
-from tests.helpers.recorder import CPUOps, Ops
+from tests.helpers.recorder import CacheShape, CPUOps, Ops
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import blocks, f32, one_sequence, random, run
 

@@ -129,7 +129,7 @@ def planner(
 ) -> Planner:
     """``gpus``: the bytes that each has."""
     devices = (device(), *(device(f"cuda:{i}", free) for i, free in enumerate(gpus)))
-    return Planner(name, config, model(tied).graph, devices, parallel, n_gpu_layers, tensor_split)
+    return Planner(name, Model(config, model(tied).graph), devices, parallel, n_gpu_layers, tensor_split)
 
 
 def place(
@@ -196,8 +196,8 @@ def test_the_plan_is_what_backends_say() -> None:
         return replace(footprint(graph, **sizes), caches=dict.fromkeys(graph.caches, 12345), buffers=678)
 
     for cache_type in CACHE_TYPES:
-        graph = model(cache_type=cache_type).graph
-        placed = plan(Planner("it", CONFIG, graph, (replace(device(), footprint=said),), parallel=2), 1 << 50, 1000)
+        it = model(cache_type=cache_type)
+        placed = plan(Planner("it", it, (replace(device(), footprint=said),), parallel=2), 1 << 50, 1000)
         assert (placed.kv_cache, placed.scratch, placed.cache_type) == (LAYERS * 12345, 678, cache_type)
     assert asked == 2 * [{"n_pages": 2 * 63, "max_tokens": MAX_TOKENS, "max_outputs": (32 << 20) // LOGITS}]
 
@@ -206,7 +206,7 @@ def test_the_cpu_takes_what_a_step_of_512_tokens_computes_in() -> None:
     """Gate, up, the residual stream and its norm; integers of the widest; logits, and what is read of a batch."""
     cpu = CPUBackend(threads=2)
     budget = DeviceBudget("cpu", cpu.page_size, cpu.footprint)
-    scratch = plan(Planner("it", CONFIG, model().graph, (budget,)), 1 << 50, 2048).scratch
+    scratch = plan(Planner("it", model(), (budget,)), 1 << 50, 2048).scratch
     activations = 4 * 512 * (2 * FF + 2 * WIDTH)
     assert activations <= scratch <= activations + (64 << 20)
 
@@ -375,7 +375,7 @@ def test_pages_are_as_long_as_those_of_every_device() -> None:
         replace(device(), footprint=measure("cpu")),
         replace(device("cuda:0", 1 << 40), page_size=48, footprint=measure("cuda:0")),
     )
-    plan(Planner("it", CONFIG, model().graph, devices, n_gpu_layers=3), 1 << 50, 500)
+    plan(Planner("it", model(), devices, n_gpu_layers=3), 1 << 50, 500)
     assert asked == {"cpu": {11 * 3}, "cuda:0": {11}}
 
 

@@ -15,7 +15,7 @@ from localllm.kernels.cuda import attention
 from localllm.kernels.cuda.attention import Heads, Variant, Work, choose_variant
 from localllm.kernels.cuda.cache import PAGE, CacheLayout, padded_head
 from localllm.kernels.cuda.driver import DeviceMemory
-from localllm.kernels.ops import CacheShape
+from localllm.kernels.graph import KVCache
 from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.errors import KernelFault
@@ -62,7 +62,7 @@ class Talk:
         rng = np.random.default_rng(self.seed)
         dim, n_kv = self.variant.head_dim, self.heads.n_kv_heads
         n_pages = [-(-length // PAGE) for _, length in self.lengths]
-        shape = CacheShape(1, n_kv, dim, self.variant.cache_type)
+        shape = KVCache(0, n_kv, dim, self.variant.cache_type)
         self.layout = CacheLayout(shape, sum(n_pages) + 1)
         pages = rng.permutation(self.layout.n_pages)
         self.tables = np.full((len(n_pages), max(n_pages)), -1, np.int32)
