@@ -115,7 +115,7 @@ class Profiler:
 
     def run(self, step: CUDAStep, batch: Batch, extent: Extent) -> None:
         profile = self.profiles.setdefault(step.stream.device, Profile())
-        with _hidden_states_kept(step):
+        with hidden_states_kept(step):
             step.launch(extent)  # compiles what is missing
             profile.n_steps += 1
             profile.seconds += self._seconds(step, step.calls, extent, least_launches=1)
@@ -175,8 +175,8 @@ def _by_name(calls: Sequence[Call]) -> dict[str, list[Call]]:
 
 
 @contextmanager
-def _hidden_states_kept(step: CUDAStep) -> Iterator[None]:
-    """What a part of a model begins with lies where it goes on to change it; afterwards it is there again."""
+def hidden_states_kept(step: CUDAStep) -> Iterator[None]:
+    """What a part of a model begins with lies in memory that it uses again; afterwards it is there as before."""
     rows = step.hidden
     restore: Callable[[], None] | None = None
     if rows is not None:

@@ -19,7 +19,7 @@ from localllm.kernels.cuda.arena import Extent
 from localllm.kernels.cuda.cache import CUDACache
 from localllm.kernels.cuda.calls import Attention, Multiply
 from localllm.kernels.cuda.costs import BatchSizes, Cost
-from localllm.kernels.cuda.profile import call_seconds, total_cost, watching
+from localllm.kernels.cuda.profile import call_seconds, hidden_states_kept, total_cost, watching
 from localllm.kernels.cuda.step import CUDAStep
 from localllm.kernels.graph import CacheType, KVCache, Matrix
 from localllm.quant.formats import dequantize
@@ -56,13 +56,14 @@ class Timed:
     n: int = 0
 
     def run(self, step: CUDAStep, batch: Batch, extent: Extent) -> None:
-        step.launch(extent)
         chosen = [call for call in step.calls if isinstance(call, self.kind)]
         machine = self.machine
         self.n, self.cost = len(chosen), total_cost(chosen, BatchSizes.of(batch))
-        self.seconds = call_seconds(
-            step, chosen, extent, repetitions=machine.repetitions, least_launches=machine.least_launches
-        )
+        with hidden_states_kept(step):
+            step.launch(extent)
+            self.seconds = call_seconds(
+                step, chosen, extent, repetitions=machine.repetitions, least_launches=machine.least_launches
+            )
         step.launch(extent)
 
     def row(self, wanted: float, error: float, tolerance: float, what: dict[str, Any]) -> Row:
