@@ -16,6 +16,7 @@ from textual.keys import REPLACED_KEYS, Keys, _character_to_key, _get_unicode_na
 from textual.pilot import Pilot
 
 from localllm.tui.app import ChatApp
+from localllm.tui.screens.models_in_use import ModelState
 from localllm.tui.setup import Setup
 from localllm.tui.store import Store
 from localllm.tui.widgets.message import MessageView
@@ -120,6 +121,11 @@ class Chat:
     def views(self) -> list[MessageView]:
         return self.app._chat.transcript.views
 
+    @property
+    def model_is_settled(self) -> bool:
+        """Whether no model is to be loaded, or being loaded."""
+        return self.app._chat.models.state in (ModelState.LOADED, ModelState.NONE)
+
     async def press(self, *keys: str) -> None:
         """Presses keys, and waits till they have been handled."""
         # Textual's own way waits after every key for a processor that does nothing, on a busy machine a second.
@@ -155,7 +161,7 @@ class Chat:
 
     async def rest(self) -> None:
         """Waits until nothing is generated, and all of it is drawn."""
-        await self.until(lambda: self.app._chat.turn is None and not self.app._chat.models.is_loading)
+        await self.until(lambda: self.app._chat.turn is None and self.model_is_settled)
         await self.app.workers.wait_for_complete(
             [worker for worker in self.app.workers if worker.group in ("turn", "command", "step", "suggestions")]
         )
@@ -191,7 +197,7 @@ async def chatting(built: Setup, size: tuple[int, int] = (80, 24)) -> AsyncItera
         if isinstance(built.store, AppStore):
             built.store.watched = True
         chat = Chat(app, pilot)
-        await chat.until(lambda: not chat.app._chat.models.is_loading and chat.app._chat.status.status.meter)
+        await chat.until(lambda: app._chat.models.state is ModelState.LOADED, "a model")
         await chat.rest()
         yield chat
         if isinstance(built.store, AppStore):

@@ -16,6 +16,7 @@ from localllm.tui.commands import COMMANDS
 from localllm.tui.conversation import Conversation
 from localllm.tui.menu import MENU
 from localllm.tui.screens.help import help_text
+from localllm.tui.screens.models_in_use import ModelState
 from localllm.tui.setup import ModelEntry
 from localllm.tui.transfer import read_export
 from tests.helpers.chat_app import AppModel, AppStore, Chat, chatting, run, setup
@@ -371,7 +372,7 @@ def test_escape_takes_back_a_message_that_waits_for_the_model() -> None:
 
         async with chatting(setup(AppModel(), load=load)) as chat:
             await chat.say("/model other")
-            await chat.until(lambda: chat.app._chat.models.is_loading)
+            await chat.until(lambda: chat.app._chat.models.state is ModelState.LOADING)
             await chat.say("hello")
             await chat.sees("is being loaded")
             await chat.press("escape")
