@@ -131,9 +131,7 @@ class Chat:
         # Textual's own way waits after every key for a processor that does nothing, on a busy machine a second.
         for key in keys:
             self.app.post_message(_key(key))
-        await self.pilot._wait_for_screen()
-        await self.until(lambda: self.app.typed_ahead.is_done, "an end of the keys")
-        await self.pilot._wait_for_screen()
+        await self._handled()
 
     def hit(self, *keys: str) -> None:
         """Presses keys all at once, faster than the screen follows; what is no name of a key is typed."""
@@ -145,11 +143,12 @@ class Chat:
         """Types a text where the cursor is; pasted, which is quicker, and does the same."""
         assert self.app.screen.focused is not None
         self.app.post_message(Paste(text))
-        await self.pilot._wait_for_screen()
+        await self._handled()
 
     async def say(self, text: str) -> None:
         """Types a message, and sends it."""
-        await self.type(text)
+        assert self.app.screen.focused is not None
+        self.app.post_message(Paste(text))
         await self.press("enter")
 
     async def ask(self, text: str) -> None:
@@ -159,13 +158,23 @@ class Chat:
         await self.until(lambda: len(self.app._chat.session.conversation) >= n + 2)
         await self.rest()
 
+    async def _handled(self) -> None:
+        """Waits until keys have had their effect, and it is drawn."""
+        taken = asyncio.Event()
+        self.app.call_later(taken.set)  # behind the keys
+        await asyncio.wait_for(taken.wait(), LIMIT)
+        while (task := self.app.typed_ahead._task) is not None and not task.done():
+            _, late = await asyncio.wait([task], timeout=LIMIT)
+            assert not late, f"the keys have no end:\n{self.screen}"
+        await self.pilot.pause(0)
+
     async def rest(self) -> None:
         """Waits until nothing is generated, and all of it is drawn."""
         await self.until(lambda: self.app._chat.turn is None and self.model_is_settled)
         await self.app.workers.wait_for_complete(
             [worker for worker in self.app.workers if worker.group in ("turn", "command", "step", "suggestions")]
         )
-        await self.pilot._wait_for_screen()
+        await self.pilot.pause(0)
 
     async def sees(self, text: str) -> None:
         await self.until(lambda: text in self.screen, f"{text!r} on the screen")
@@ -174,10 +183,13 @@ class Chat:
         await self.until(lambda: any(text in notice for notice in self.notices), f"{text!r} in a notification")
 
     async def until(self, condition: Callable[[], object], what: str = "what is awaited") -> None:
+        if condition():
+            return
         end = asyncio.get_running_loop().time() + LIMIT
         while not condition():
             assert asyncio.get_running_loop().time() < end, f"there is not {what}:\n{self.screen}\n{self.notices}"
-            await self.pilot.pause(0.02)
+            await asyncio.sleep(0.01)
+        await self.pilot.pause(0)
 
 
 def _key(name: str) -> Key:

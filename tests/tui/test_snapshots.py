@@ -6,7 +6,7 @@ import pytest
 from textual.widgets import Input, TextArea
 
 from tests.helpers import snapshots
-from tests.helpers.chat_app import AppModel, Chat, chatting, run, setup
+from tests.helpers.chat_app import AppModel, Chat, chatting, setup
 from tests.helpers.scenes import MODELS, conversation
 
 
@@ -24,13 +24,10 @@ async def settled(chat: Chat) -> None:
 
 @pytest.mark.parametrize("theme", ["dark", "light"])
 @pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 40)])
-def test_the_conversation(size: tuple[int, int], theme: str) -> None:
-    async def test() -> None:
-        async with chatting(setup(AppModel(), conversation=conversation(), theme=theme), size) as chat:
-            await settled(chat)
-            snapshots.check(chat.app, f"chat-{size[0]}x{size[1]}-{theme}")
-
-    run(test())
+async def test_the_conversation(size: tuple[int, int], theme: str) -> None:
+    async with chatting(setup(AppModel(), conversation=conversation(), theme=theme), size) as chat:
+        await settled(chat)
+        snapshots.check(chat.app, f"chat-{size[0]}x{size[1]}-{theme}")
 
 
 @pytest.mark.parametrize(
@@ -43,31 +40,25 @@ def test_the_conversation(size: tuple[int, int], theme: str) -> None:
         ("help", ("f1",), "On a message"),
     ],
 )
-def test_other_screens(name: str, keys: tuple[str, ...], awaited: str) -> None:
-    async def test() -> None:
-        built = setup(AppModel(), conversation=conversation(), list_models=lambda: MODELS)
-        async with chatting(built, (100, 30)) as chat:
-            for key in keys:  # what one key shows moves what is above the next one's
-                await chat.press(key)
-                await settled(chat)
-            await chat.sees(awaited)
+async def test_other_screens(name: str, keys: tuple[str, ...], awaited: str) -> None:
+    built = setup(AppModel(), conversation=conversation(), list_models=lambda: MODELS)
+    async with chatting(built, (100, 30)) as chat:
+        for key in keys:  # what one key shows moves what is above the next one's
+            await chat.press(key)
             await settled(chat)
-            snapshots.check(chat.app, name)
+        await chat.sees(awaited)
+        await settled(chat)
+        snapshots.check(chat.app, name)
 
-    run(test())
 
-
-def test_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     """With NO_COLOR there are greys alone, and what matters can be told without any."""
     monkeypatch.setenv("NO_COLOR", "1")
 
-    async def test() -> None:
-        async with chatting(setup(AppModel(), conversation=conversation())) as chat:
-            await chat.press("ctrl+up")
-            await settled(chat)
-            legend = snapshots.dump(chat.app).split("\n\n")[-1]
-            colours = [word for word in legend.split() if word.startswith("#")]
-            assert colours
-            assert all(len(set(colour[1:])) == 1 for colour in colours), legend
-
-    run(test())
+    async with chatting(setup(AppModel(), conversation=conversation())) as chat:
+        await chat.press("ctrl+up")
+        await settled(chat)
+        legend = snapshots.dump(chat.app).split("\n\n")[-1]
+        colours = [word for word in legend.split() if word.startswith("#")]
+        assert colours
+        assert all(len(set(colour[1:])) == 1 for colour in colours), legend

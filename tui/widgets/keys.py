@@ -12,6 +12,8 @@ class Keys(Footer):
     _offered: list[tuple[Binding, bool]] | None = None
 
     async def recompose(self) -> None:
+        if not self.is_attached:
+            return
         offered = [(active.binding, active.enabled) for active in self.screen.active_bindings.values()]
         if offered != self._offered:  # what Textual reports is mostly another focus, with the same keys
             self._offered = offered
