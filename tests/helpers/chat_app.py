@@ -16,6 +16,7 @@ from textual.keys import REPLACED_KEYS, Keys, _character_to_key, _get_unicode_na
 from textual.pilot import Pilot
 
 from localllm.tui.app import ChatApp
+from localllm.tui.conversation import Conversation
 from localllm.tui.screens.models_in_use import ModelState
 from localllm.tui.setup import Setup
 from localllm.tui.store import Store
@@ -93,6 +94,14 @@ def setup(model: AppModel, store: Store | None = None, **fields: Any) -> Setup:
     """What an app is built of that talks with a model."""
     given: dict[str, Any] = {"load": lambda name, progress: model, "memory": lambda: 812_000_000, **fields}
     return Setup(AppStore(None) if store is None else store, **given)
+
+
+def talk(*texts: str, title: str = "") -> Conversation:
+    """A chat in which somebody and a model said things in turn."""
+    conversation = Conversation(title=title)
+    for i, text in enumerate(texts):
+        conversation.add("assistant" if i % 2 else "user", text)
+    return conversation
 
 
 def screen_text(app: App[Any]) -> str:
