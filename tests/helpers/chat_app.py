@@ -211,19 +211,24 @@ def _key(name: str) -> Key:
 
 
 @asynccontextmanager
+async def starting(app: ChatApp, size: tuple[int, int] = (80, 24)) -> AsyncIterator[Chat]:
+    """An app that has just begun."""
+    async with app.run_test(size=size) as pilot:
+        yield Chat(app, pilot)
+    app.end()
+
+
+@asynccontextmanager
 async def chatting(built: Setup, size: tuple[int, int] = (80, 24)) -> AsyncIterator[Chat]:
     """An app whose model is loaded."""
-    app = ChatApp(built)
-    async with app.run_test(size=size) as pilot:
+    async with starting(ChatApp(built), size) as chat:
         if isinstance(built.store, AppStore):
             built.store.watched = True
-        chat = Chat(app, pilot)
-        await chat.until(lambda: app._chat.models.state is ModelState.LOADED, "a model")
+        await chat.until(lambda: chat.app._chat.models.state is ModelState.LOADED, "a model")
         await chat.rest()
         yield chat
         if isinstance(built.store, AppStore):
             built.store.watched = False
-    app.end()
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
