@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import unicodedata
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from localllm.tui.screens.models_in_use import ModelState
 from localllm.tui.setup import Setup
 from localllm.tui.store import Store
 from localllm.tui.widgets.message import MessageView
-from tests.helpers.fake_chat import FakeInfo, FakeModel, FakeStream
+from tests.helpers.fake_chat import FakeInfo, FakeModel, FakeStream, Reply
 
 #: Seconds that something may take on a slow machine.
 LIMIT = 30.0
@@ -104,6 +104,16 @@ def talk(*texts: str, title: str = "") -> Conversation:
     return conversation
 
 
+def keeping(*chats: tuple[str, ...], replies: Sequence[Reply] = ()) -> Setup:
+    """What an app is built of whose store has chats, titled as they begin; the last one is open."""
+    store = AppStore(None)
+    conversation = Conversation()
+    for texts in chats:
+        conversation = talk(*texts, title=texts[0])
+        store.save(conversation, conversation.messages)
+    return setup(AppModel(list(replies)), store, conversation=conversation)
+
+
 def screen_text(app: App[Any]) -> str:
     """What is on the screen, without colours."""
     # The compositor is what Textual's own screenshots are made of.
@@ -143,10 +153,8 @@ class Chat:
         await self._handled()
 
     def hit(self, *keys: str) -> None:
-        """Presses keys all at once, faster than the screen follows; what is no name of a key is typed."""
-        for key in keys:
-            for each in [key] if key in set(Keys) else key:
-                self.app.post_message(_key(each))
+        """Presses keys all at once, faster than the screen follows; see `press`."""
+        press(self.app, *keys)
 
     async def type(self, text: str) -> None:
         """Types a text where the cursor is; pasted, which is quicker, and does the same."""
@@ -199,6 +207,13 @@ class Chat:
             assert asyncio.get_running_loop().time() < end, f"there is not {what}:\n{self.screen}\n{self.notices}"
             await asyncio.sleep(0.01)
         await self.pilot.pause(0)
+
+
+def press(app: App[Any], *keys: str) -> None:
+    """Presses keys, and waits for nothing; what is no name of a key is typed."""
+    for key in keys:
+        for each in [key] if key in set(Keys) else key:
+            app.post_message(_key(each))
 
 
 def _key(name: str) -> Key:
