@@ -173,6 +173,23 @@ def test_bad_values_are_refused_by_name(key: str, value: Any) -> None:
     assert len(str(caught.value)) < 250
 
 
+@pytest.mark.parametrize(
+    ("key", "largest"),
+    [
+        ("context_length", 2**31 - 1),
+        ("feed_forward_length", 1 << 24),
+        ("attention.key_length", 512),
+        ("attention.sliding_window", 2**32 - 1),
+        ("rope.scaling.original_context_length", 2**31 - 1),
+        ("rope.scaling.factor", 1e6),
+    ],
+)
+def test_the_largest_value_is_taken_and_the_next_one_is_not(key: str, largest: float) -> None:
+    read({f"llama.{key}": largest})
+    with pytest.raises(ModelError, match=rf"^llama\.{key} is "):
+        read({f"llama.{key}": largest + 1})
+
+
 @pytest.mark.parametrize("key", ["llama.expert_count", "llama.attention.scale", "llama.final_logit_softcapping"])
 def test_unsupported_keys_may_have_values_that_change_nothing(key: str) -> None:
     assert read({key: 0}) == read({})

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localllm.drafting import costs, model
-from localllm.drafting.drafter import Drafts
-from localllm.drafting.lookup import LookupDrafter
+from localllm.engine.drafting import Drafts
+from localllm.engine.drafting.cost import StepCost
+from localllm.engine.drafting.lookup import LookupDrafter
 from localllm.kernels.cuda.ops import CUDAOps
 from localllm.llm import LLM
 from localllm.quant.types import GGMLType
@@ -115,8 +115,8 @@ def test_a_draft_model_on_a_device(
     load: Callable[..., LLM], path: Path, full: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It brings a few logits as well, for how sure it is of its drafts."""
-    monkeypatch.setattr(costs.StepCosts, "best", lambda self, share, most, draft_s=0.0: min(most, 3))
-    monkeypatch.setattr(model, "LEAST_PROBABILITY", 0)
+    monkeypatch.setattr(StepCost, "best", lambda self, rate, most, draft_s=0.0: min(most, 3))
+    monkeypatch.setattr("localllm.engine.drafting.model.MIN_PROBABILITY", 0)
     driver = WatchedDriver()
     llm = load(path, emulated_cuda(driver), draft_model=path)
     written = llm.generate(PROMPT, max_tokens=N_WRITTEN, temperature=0, speculate="draft")
