@@ -364,7 +364,8 @@ for event in session.send("go on"):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
-@pytest.mark.parametrize("round_", range(4))
+# One round shows that the store is sound; CI kills at other points of the time between two savings, too.
+@pytest.mark.parametrize("round_", [0, *(pytest.param(round_, marks=pytest.mark.ci) for round_ in (1, 2, 3))])
 def test_a_killed_chat_loses_a_second_at_most(tmp_path: Path, round_: int) -> None:
     path = tmp_path / "chats.sqlite3"
     process = subprocess.Popen([sys.executable, "-c", KILLED, path], stdout=subprocess.PIPE, cwd=ROOT, text=True)
