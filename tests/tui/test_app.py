@@ -266,7 +266,7 @@ async def test_quitting_keeps_a_reply() -> None:
         await chat.say("count")
         steps.allow(2)
         await chat.sees("one two")
-        await chat.press("ctrl+q")
+        await chat.press("ctrl+c")  # and nothing is being typed
         await chat.until(lambda: not chat.app.is_running)
         store.watched = False
     (kept,) = store.sessions()

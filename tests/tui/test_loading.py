@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from localllm.errors import ModelNotFoundError, NotEnoughMemoryError
 from localllm.progress import LoadProgress
 from localllm.tui.app import ChatApp
@@ -48,6 +50,19 @@ class Halt:
             assert self.goes.wait(LIMIT)
 
 
+class NotingStore(AppStore):
+    """A store that halts where a model is noted with a chat."""
+
+    def __init__(self, halt: Halt) -> None:
+        super().__init__(None)
+        self._halt = halt
+
+    def set(self, id_: str, **changes: str | bool | dict[str, object] | None) -> None:
+        if "model" in changes:
+            self._halt.here("note")
+        super().set(id_, **changes)
+
+
 async def test_a_message_waits_for_the_model_whatever_becomes_of_it_now() -> None:
     """While the one before is closed, while it is loaded, and while it is noted with the chat."""
     halt = Halt()
@@ -57,18 +72,12 @@ async def test_a_message_waits_for_the_model_whatever_becomes_of_it_now() -> Non
             halt.here("close")
             super().close()
 
-    class NotingStore(AppStore):
-        def set(self, id_: str, **changes: object) -> None:
-            if "model" in changes:
-                halt.here("note")
-            super().set(id_, **changes)  # type: ignore[arg-type]
-
     def load(name: str, progress: LoadProgress) -> Model:
         halt.here("load")
         return Model([f"by {name}"])
 
     halt.at("load")
-    async with starting(ChatApp(setup(Model(), NotingStore(None), load=load))) as chat:
+    async with starting(ChatApp(setup(Model(), NotingStore(halt), load=load))) as chat:
         for number, step in enumerate(("load", "close", "load", "note")):
             if number:
                 halt.at(step)
@@ -109,7 +118,9 @@ async def test_esc_takes_back_what_waits_for_the_model() -> None:
         await chat.until(lambda: texts(chat) == ["hi", "hello"])
 
 
-async def test_a_model_that_is_chosen_while_another_is_loaded_takes_its_place() -> None:
+@pytest.mark.parametrize("step", ["one", "note"])
+async def test_a_model_that_is_chosen_while_another_is_loaded_takes_its_place(step: str) -> None:
+    """While that is read, or is there already, but not yet noted with the chat."""
     halt = Halt()
     loaded: list[str] = []
 
@@ -119,14 +130,16 @@ async def test_a_model_that_is_chosen_while_another_is_loaded_takes_its_place() 
         progress("weights", 1, 2)
         return AppModel([f"by {name}"])
 
-    async with chatting(setup(AppModel(), load=load)) as chat:
-        halt.at("one")
+    async with chatting(setup(AppModel(), NotingStore(halt), load=load)) as chat:
+        halt.at(step)
         await chat.say("/model one")
         await chat.until(halt.came.is_set)
-        await chat.say("/model two")
-        await chat.say("/model three")
+        models = chat.app._chat.models
+        for name in ("two", "three"):
+            chat.app.spawn(models.change(name))  # a command would wait for the thread that halts
+            await chat.until(lambda name=name: models._loading.name == name)  # type: ignore[misc, union-attr]
+        assert models.state is ModelState.TO_LOAD
         await chat.say("hello")
-        assert chat.app._chat.models.state is ModelState.TO_LOAD
         halt.goes.set()
         await chat.until(lambda: texts(chat) == ["hello", "by three"])
         await chat.rest()
