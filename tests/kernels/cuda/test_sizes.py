@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localllm.engine import MAX_TOKENS
+from localllm.engine.runner import MAX_TOKENS
 from localllm.kernels.cuda.ops import CUDAOps
 from localllm.kernels.split import MICRO_BATCH
 from localllm.llm import LLM
