@@ -30,9 +30,8 @@ from localllm.kernels.process import Process
 #: Bytes of an instruction in a program's table, and of a counter (a cache line each, or threads would collide).
 INSTRUCTION, LINE = 64, 64
 #: Seconds for which a waiting thread spins before it sleeps: as long as a well shared instruction lets it wait.
-#: Longer, and the thread that it waits for may be without a core: two threads on two busy cores decoded 26 tokens/s
-#: of a 0.5 B model with this, 19 with twice as long and 8 with eight times.
-SPIN_SECONDS = 50e-6
+#: Longer, and the thread that it waits for may be without a core.
+SPIN_SECONDS = 100e-6
 #: Spins in a measurement of how long one takes, and how often it is measured: the shortest time is not disturbed.
 TRIAL_SPINS, SPIN_TRIALS = 4096, 3
 #: Microseconds that it sleeps at a time.  Systems take some tens more.
