@@ -276,7 +276,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def is_next(self, request: Request) -> bool:
         """Whether the request must have a part in each step: rows are shared out in turn."""
         is_only_one = sum(other.rank == request.rank for other, *_ in self.requests) == 1
-        return is_only_one and request.sequence is not None and len(self.requests) <= self.limits[1]
+        n_decoding_at_once = min(self.limits[1], max(1, self.limits[0] - MIN_CHUNK))
+        return is_only_one and request.sequence is not None and len(self.requests) <= n_decoding_at_once
 
     @rule(i=st.integers(0, 11))
     def cancel(self, i: int) -> None:
