@@ -127,13 +127,14 @@ def compiled_with_little_memory(begin, end, x):
     store_f32(x, 2.0)
 
 
-def test_nothing_is_compiled_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """LLVM would end the process."""
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))  # where it was compiled before, it need not be again
     wanted = [variant(compiled_with_little_memory, choose())]
     monkeypatch.setattr("localllm.kernels.cpu.host._system_memory", lambda: 40 << 20)
     with pytest.raises(NotEnoughMemoryError, match=r"^to compile kernels .* takes .* is available: "):
         addresses(wanted)
-    monkeypatch.undo()
+    monkeypatch.setattr("localllm.kernels.cpu.host._system_memory", lambda: 1 << 40)
     there = addresses(wanted)
     monkeypatch.setattr("localllm.kernels.cpu.host._system_memory", lambda: 0)
     assert addresses(wanted) == there
