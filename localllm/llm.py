@@ -93,8 +93,8 @@ def load(
             if standard error is a terminal, one line there says so when compiling takes long.
         planned: called once with the `localllm.placement.Plan`, before anything is loaded.
         max_waiting: how many requests may wait for others; more are refused with a `QueueFullError`.
-        step_s: seconds that a part of a long prompt takes at most while other requests write: the longest that
-            their texts pause for it.
+        step_s: seconds that a part of a long prompt takes at most, if the model can evaluate 64 tokens in that time:
+            about how long other texts pause for it, and cancelling takes.
 
     Raises:
         GGUFError: the file is missing, not a GGUF, or damaged.

@@ -37,7 +37,7 @@ from localllm.kernels.process import Process
 #: Requests that run at once, and that wait, at most.
 MAX_RUNNING, MAX_WAITING = 256, 1024
 
-#: Seconds that a step with tokens of prompts lasts at most while sequences decode.
+#: Seconds that a step with tokens of prompts lasts at most.
 STEP_S = 0.1
 
 #: Seconds that the end of the process waits for a thread at most, which a caller's own function may hold up.
@@ -76,7 +76,7 @@ class Engine:
             runner: evaluates; belongs to the engine from now on, as ``draft_model``.
             max_running: requests whose tokens are in the cache at once.
             max_waiting: requests that wait to be; more are refused.
-            step_s: seconds that a step with tokens of prompts lasts at most while sequences decode.
+            step_s: seconds that a step with tokens of prompts lasts at most.
             on_end: called in the engine's thread when it ends.
         """
         self.context, self.n_vocab, self.max_tokens = runner.context, runner.n_vocab, runner.max_tokens

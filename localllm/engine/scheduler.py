@@ -5,8 +5,9 @@ Each step, in this order:
 1. Requests that wait are admitted by rank (`Request.rank`) while the cache has pages for all of their tokens.
 2. Every sequence that decodes gets its next token, and its drafts where there is room.
 3. What is left of the step's **token budget** goes to prompts, in chunks: half of it to the one that came first, the
-   rest to those that need least.  So long prompts hold up no short ones, and none starves.  While others decode, the
-   budget is what the measured speed allows in ``step_s`` seconds: no stream stalls behind a prompt.
+   rest to those that need least.  So long prompts hold up no short ones, and none starves.  The budget is
+   what the measured speed allows in ``step_s`` seconds: no stream stalls behind a prompt, and a request that comes or
+   is cancelled need not wait for long.
 
 When pages run out, a request takes those of the youngest that came after it, or of one whose reader is behind.  That
 one is **preempted**: it waits again, and evaluates what it lost when it is admitted.  The oldest request is preempted
@@ -28,6 +29,9 @@ from localllm.engine.runner import Chunk
 
 #: Tokens of prompts that a step evaluates at least, however slow the model, and before its speed is known.
 MIN_CHUNK, FIRST_CHUNK = 16, 32
+
+#: The same where nothing decodes: with fewer, CPU kernels unpack weights more often than they need to.
+MIN_CHUNK_ALONE = 64
 
 #: Weight of one step in the running estimates of speed.
 _WEIGHT = 0.3
@@ -64,7 +68,7 @@ class StepTimes:
             self._token_s = _moved(self._token_s, max(seconds - base, 0.1 * seconds) / n_prompt_tokens)
 
     def budget(self, seconds: float) -> int:
-        """Tokens of prompts that a step beside decoding can have, to take so long."""
+        """Tokens of prompts that a step beside those that decode can have, to take so long."""
         if not self._token_s:
             return FIRST_CHUNK
         return max(MIN_CHUNK, int((seconds - self._decode_s) / self._token_s))
@@ -93,7 +97,7 @@ class Scheduler:
         max_running: int,
         step_s: float,
     ) -> None:
-        """``step_s``: seconds that a step with tokens of prompts shall last at most while sequences decode."""
+        """``step_s``: seconds that a step with tokens of prompts shall last at most."""
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.step_times = StepTimes()
@@ -138,9 +142,8 @@ class Scheduler:
         n_decoding = len(batch)
         rows_left = self._max_outputs - n_decoding
         if prompts:
-            budget = self._max_tokens
-            if n_decoding:
-                budget = min(self.step_times.budget(self._step_s), self._max_tokens - n_decoding)
+            budget = self.step_times.budget(self._step_s)
+            budget = min(budget if n_decoding else max(budget, MIN_CHUNK_ALONE), self._max_tokens - n_decoding)
             rows_left -= self._add_prompts(prompts, batch, budget, rows_left)
         self._add_drafts(batch, n_decoding, rows_left)
         return batch

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from localllm.engine.request import BACKGROUND_DELAY_S, Request
-from localllm.engine.scheduler import FIRST_CHUNK, MIN_CHUNK, StepTimes
+from localllm.engine.scheduler import FIRST_CHUNK, MIN_CHUNK, MIN_CHUNK_ALONE, StepTimes
 from tests.helpers.fake_backend import PAGE_SIZE, greedy_after, logits_after
 from tests.helpers.requests import Results, SteppedEngine, reading, results, writing
 
@@ -56,11 +56,11 @@ def test_the_budget_follows_the_measured_speed() -> None:
     assert times.budget(0.1) == pytest.approx(80, abs=1), "a prompt alone says what its tokens cost, too"
 
 
-def test_a_prompt_alone_has_the_whole_step() -> None:
-    engine = SteppedEngine(256, max_tokens=40)
+def test_a_prompt_alone_has_chunks_that_are_worth_their_while() -> None:
+    engine = SteppedEngine(256, max_tokens=80)
     engine.scheduler.step_times.add(40, 0, 1000.0)
     engine.run(writing(range(90), 1))
-    assert engine.sizes == [40, 40, 10]
+    assert engine.sizes[0] == MIN_CHUNK_ALONE
 
 
 def test_half_of_the_budget_is_the_oldest_prompts_and_short_ones_come_first_in_the_rest() -> None:
@@ -276,7 +276,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def is_next(self, request: Request) -> bool:
         """Whether the request must have a part in each step: rows are shared out in turn."""
         is_only_one = sum(other.rank == request.rank for other, *_ in self.requests) == 1
-        return is_only_one and request.sequence is not None and len(self.requests) <= self.limits[1]
+        n_decoding_at_once = min(self.limits[1], max(1, self.limits[0] - MIN_CHUNK))
+        return is_only_one and request.sequence is not None and len(self.requests) <= n_decoding_at_once
 
     @rule(i=st.integers(0, 11))
     def cancel(self, i: int) -> None:
