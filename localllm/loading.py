@@ -22,7 +22,7 @@ from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, Usa
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
 from localllm.kernels.backend import Step, weights_of
-from localllm.kernels.cpu.host import available_memory, memory_advice
+from localllm.kernels.cpu.host import available_memory, default_threads, memory_advice
 from localllm.kernels.graph import CACHE_TYPES, CacheType, Graph, Weight
 from localllm.kernels.split import compile_split, page_size
 from localllm.models.registry import Model, find_architecture, read_model
@@ -156,11 +156,13 @@ def load_parts(options: LoadOptions) -> Parts:
 
 
 def plan_file(options: LoadOptions) -> Plan:
-    """Where `localllm.load` would put a model; no weight is read.
+    """Where `localllm.load` would put a model, and the bytes that takes; no weight is read.
 
     Raises:
         As `localllm.load`.
     """
+    if options.threads is None:  # as many as loading takes, without measuring how many of them decode
+        options = replace(options, threads=default_threads())
     with _source(options.path, options) as source:
         devices = _open_devices(options)
         try:

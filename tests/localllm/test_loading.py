@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -14,11 +15,16 @@ import pytest
 
 import localllm
 from localllm.errors import GGUFError, ModelError
+from localllm.kernels.cpu import backend as cpu_backend
+from localllm.kernels.cpu import host
+from localllm.kernels.cpu.cache import CPUCache
+from localllm.kernels.cpu.thread_choice import ThreadChoice
 from localllm.llm import LLM
 from localllm.placement import Format
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
 from tests.helpers.blocks import random_rows
+from tests.helpers.command_line import run_main
 from tests.helpers.data import ROOT
 from tests.helpers.devices import DEVICES
 
@@ -124,6 +130,37 @@ def test_scales_of_a_draft_model_out_of_range_are_warned_of(tmp_path: Path) -> N
     with pytest.warns(UserWarning, match="float16") as caught:
         localllm.load(path, draft_model=path, **arguments).close()
     assert len(caught) == 2
+
+
+def test_a_plan_tells_the_bytes_that_loading_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """With as many threads as there are cores: the more there are, the more partials attention has."""
+    path = write_model(tmp_path / "model.gguf", max_position_embeddings=1024)
+    monkeypatch.setattr(host, "usable_cores", lambda: 3)
+    monkeypatch.setattr(host, "cpu_quota", lambda: None)
+    monkeypatch.setattr(cpu_backend, "choose_threads", lambda *_: ThreadChoice(2, host.default_threads()))
+    arenas, allocate = list[int](), cpu_backend.aligned_zeros
+    caches, allocate_cache = list[int](), CPUCache.allocate
+
+    def taken(n_bytes: int, kind: type) -> Any:
+        arenas.append(n_bytes)
+        return allocate(n_bytes, kind)
+
+    def cache(*arguments: Any) -> CPUCache:
+        made = allocate_cache(*arguments)
+        caches.append(made.n_bytes)
+        return made
+
+    monkeypatch.setattr(cpu_backend, "aligned_zeros", taken)
+    monkeypatch.setattr(CPUCache, "allocate", cache)
+    with localllm.load(path, device="cpu") as llm:
+        placement = llm.info.placement
+    plan = json.loads(run_main(capfdbinary, "inspect", path, "--plan", "--device", "cpu", "--json").out)["plan"]
+    planned = {name: sum(group[name] for group in plan["groups"]) for name in ("weights", "kv_cache", "scratch")}
+    assert [planned["scratch"]] == arenas == [placement.scratch]
+    assert [planned["kv_cache"]] == caches == [placement.kv_cache]
+    assert (planned["weights"], plan["total"]) == (placement.weights, placement.total)
 
 
 # Files that change.
