@@ -24,7 +24,7 @@ from localllm.errors import DeviceError, KernelError
 from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cpu.compiler import Variant, addresses, kernel, variant
 from localllm.kernels.cpu.host import check_memory
-from localllm.kernels.cpu.simd import call_kernel, call_nap, fetch_add, load_atomic, load_i64, pause, store_atomic
+from localllm.kernels.cpu.simd import call_kernel, call_sleep, fetch_add, load_atomic, load_i64, pause, store_atomic
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.process import Process
 
@@ -36,9 +36,9 @@ SPIN_SECONDS = 100e-6
 #: Spins in a measurement of how long one takes, and how often it is measured: the shortest time is not disturbed.
 TRIAL_SPINS, SPIN_TRIALS = 4096, 3
 #: Microseconds that it sleeps at a time.  Systems take some tens more.
-NAP = 1
-#: Pieces that an instruction's work is cut into, for each thread: more balance better, fewer cost less.
-PIECES = 4
+SLEEP_US = 1
+#: Chunks of an instruction's work for each thread: more balance better, fewer cost less.
+CHUNKS_PER_THREAD = 4
 
 #: Bytes of memory from which on it was not for want of them that a thread could not be started.
 STACK_BYTES = 16 << 20
@@ -50,44 +50,44 @@ _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
 @kernel
-def run_program(begin, end, table, n_instructions, header, counters, meeting, most_spins, nap):
+def run_program(begin, end, table, n_instructions, header, counters, barrier, most_spins, sleep):
     """Runs a program as thread ``begin`` of ``end``.
 
     table: int64 [n, 8]: kernel, arguments, units a header number, which header number, wait afterwards.
-    counters: int64, one a line, zero at first.  meeting: int64, threads that have arrived, and a line further,
-    how often all have.  most_spins: of a waiting thread before it sleeps.  nap: the address of a C function that
+    counters: int64, one a line, zero at first.  barrier: int64, threads that have arrived, and a line further,
+    how often all have.  most_spins: of a waiting thread before it sleeps.  sleep: the address of a C function that
     sleeps for so many microseconds.
     """
     for i in range(n_instructions):
         entry = table + INSTRUCTION * i
         function, arguments = load_i64(entry), load_i64(entry + 8)
         units = load_i64(entry + 16) * load_i64(header + 8 * load_i64(entry + 24))
-        piece = max(1, units // (end * PIECES))
+        chunk = max(1, units // (end * CHUNKS_PER_THREAD))
         if end == 1:
-            piece = max(1, units)
-        place = fetch_add(counters + LINE * i, piece)
+            chunk = max(1, units)
+        place = fetch_add(counters + LINE * i, chunk)
         while place < units:
-            call_kernel(function, arguments, place, min(place + piece, units))
-            place = fetch_add(counters + LINE * i, piece)
+            call_kernel(function, arguments, place, min(place + chunk, units))
+            place = fetch_add(counters + LINE * i, chunk)
         if load_i64(entry + 32) != 0 and end > 1:
-            meetings = load_atomic(meeting + LINE)
-            if fetch_add(meeting, 1) == end - 1:
-                store_atomic(meeting, 0)
-                store_atomic(meeting + LINE, meetings + 1)
+            passed = load_atomic(barrier + LINE)
+            if fetch_add(barrier, 1) == end - 1:
+                store_atomic(barrier, 0)
+                store_atomic(barrier + LINE, passed + 1)
             else:
                 spins = 0
-                while load_atomic(meeting + LINE) == meetings:
+                while load_atomic(barrier + LINE) == passed:
                     pause()
                     spins += 1
                     if spins > most_spins:
-                        call_nap(nap, NAP)
+                        call_sleep(sleep, SLEEP_US)
 
 
 @kernel
-def spin(begin, end, meeting):
+def spin(begin, end, barrier):
     """Spins as a thread that waits in `run_program` does, ``end - begin`` times."""
     for _ in range(begin, end):
-        if load_atomic(meeting) == 0:
+        if load_atomic(barrier) == 0:
             pause()
 
 
@@ -154,11 +154,11 @@ class Program:
         for row, i, arguments in zip(self._table, instructions, self._arguments, strict=True):
             row[:5] = code[i.variant], arguments.ctypes.data, i.units, i.slot, i.wait
         self._counters = np.zeros((len(instructions), LINE // 8), np.int64)
-        self._meeting = np.zeros((2, LINE // 8), np.int64)
-        parts = (self._table, header, self._counters, self._meeting)
-        table, head, counters, meeting = (a.ctypes.data for a in parts)
-        most_spins = spins_in(SPIN_SECONDS, target)
-        self._call = np.array([table, len(instructions), head, counters, meeting, most_spins, _nap()], np.int64)
+        self._barrier = np.zeros((2, LINE // 8), np.int64)
+        parts = (self._table, header, self._counters, self._barrier)
+        table, head, counters, barrier = (a.ctypes.data for a in parts)
+        spins, sleep = spins_in(SPIN_SECONDS, target), _sleep_function()
+        self._call = np.array([table, len(instructions), head, counters, barrier, spins, sleep], np.int64)
 
     def run(self, workers: Workers, before: Callable[[], None] = lambda: None, *, threads: int | None = None) -> None:
         """Runs all instructions once.
@@ -197,7 +197,7 @@ def _resolved(argument: Argument, arena: int) -> int | float:
     return arena + argument.buffer.offset + argument.n_bytes if isinstance(argument, Address) else argument
 
 
-def _nap() -> int:
+def _sleep_function() -> int:
     """The address of the C function by which a waiting thread sleeps.
 
     Merely to offer the core to others (``sched_yield``) is no way to wait where other programs are busy: who offers
