@@ -180,7 +180,7 @@ class ExpertConfig:
         n: experts in a layer.
         n_used: of which a token goes to so many.
         n_ff: width of each.
-        scale: factor on their shares.
+        scale: factor on their weights.
     """
 
     n: int

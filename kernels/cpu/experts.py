@@ -86,10 +86,10 @@ def sum_of_exps(row, n, peak):
 
 
 @kernel
-def route(begin, end, logits, stride, n_experts, k, normalise, ids, shares, scale: float):
-    """The k largest of each row of logits, of equals the lowest id, and their shares; a unit of work is a token.
+def route(begin, end, logits, stride, n_experts, k, norm_topk_prob, ids, expert_weights, scale: float):
+    """The k largest of each row of logits, of equals the lowest id, and their weights; a unit of work is a token.
 
-    ids: int64 [T, k].  shares: float32 [T, k], of all experts or, with ``normalise``, of those.
+    ids: int64 [T, k].  expert_weights: float32 [T, k], of all experts or, with ``norm_topk_prob``, of those.
     """
     for token in range(begin, end):
         row, chosen = logits + token * stride, 8 * token * k
@@ -105,14 +105,14 @@ def route(begin, end, logits, stride, n_experts, k, normalise, ids, shares, scal
             last_id, last = best_id, best
         peak = load_f32(row + 4 * load_i64(ids + chosen))
         total = np.float32(0)
-        if normalise != 0:
+        if norm_topk_prob != 0:
             for rank in range(k):
                 total += exp_of(load_f32(row + 4 * load_i64(ids + chosen + 8 * rank)) - peak)
         else:
             total = sum_of_exps(row, n_experts, peak)
         for rank in range(k):
-            share = exp_of(load_f32(row + 4 * load_i64(ids + chosen + 8 * rank)) - peak) / total
-            store_f32(shares + chosen // 2 + 4 * rank, share * scale)
+            weight = exp_of(load_f32(row + 4 * load_i64(ids + chosen + 8 * rank)) - peak) / total
+            store_f32(expert_weights + chosen // 2 + 4 * rank, weight * scale)
 
 
 @kernel
@@ -226,12 +226,13 @@ def experts_float(begin, end, experts, n_units, weights, n_in, x, x_stride, pair
 
 
 @kernel
-def add_experts(begin, end, products, shares, k, width, stride, residual, y):
-    """y = each token's products [T * k, width] times their shares, the best expert's first, plus residual."""
+def add_experts(begin, end, products, expert_weights, k, width, stride, residual, y):
+    """y = each token's products [T * k, width] times their weights, the best expert's first, plus residual."""
     for token in range(begin, end):
         for i in range(0, 4 * width, 64):
             total = zero_f32x16()
             for pair in range(token * k, token * k + k):
-                total = fma(load_f32x16(products + pair * stride + i), load_splat_f32(shares + 4 * pair), total)
+                weight = load_splat_f32(expert_weights + 4 * pair)
+                total = fma(load_f32x16(products + pair * stride + i), weight, total)
             place = token * stride + i
             store_f32x16(y + place, total + load_f32x16(residual + place))

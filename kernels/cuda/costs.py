@@ -137,12 +137,12 @@ def cost(call: Call, sizes: BatchSizes) -> Cost | None:
             return Cost(sizes.rows(x.slot) * (_row(x) + _row(y)))
         case expert_calls.MultiplyExperts():
             return _expert_product(call, sizes)
-        case expert_calls.Route(logits=logits):  # ids, shares, places, and the tokens of these
+        case expert_calls.Route(logits=logits):  # ids, weights, places, and the tokens of these
             return Cost(sizes.n_tokens * _row(logits) + sizes.rows(N_PLACES) * 4 * 4)
         case expert_calls.Gather(x=x, format=format):
             n = sizes.rows(N_PLACES)
             return Cost(sizes.n_tokens * _row(x) + 4 * n + _input_bytes(format, x.width, n))
-        case expert_calls.AddExperts(products=products, y=y):  # with places and shares
+        case expert_calls.AddExperts(products=products, y=y):  # with places and weights
             return Cost(sizes.rows(N_PLACES) * (_row(products) + 8) + 2 * sizes.n_tokens * _row(y))
     return None
 

@@ -132,8 +132,8 @@ class Ops:
     def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         return self._graph.add(g.Gated(gate, up, activation))
 
-    def route(self, logits: Tensor, k: int, *, normalise: bool, scale: float = 1.0) -> Routing:
-        return self._graph.add(g.Route(logits, k, norm_topk_prob=normalise, scale=scale))
+    def route(self, logits: Tensor, k: int, *, norm_topk_prob: bool, scale: float = 1.0) -> Routing:
+        return self._graph.add(g.Route(logits, k, norm_topk_prob=norm_topk_prob, scale=scale))
 
     def expert_linears(self, x: Tensor, weights: Sequence[Experts], routing: Routing) -> tuple[Tensor, ...]:
         return self._graph.add(g.ExpertLinears(x, tuple(w.weight for w in weights), routing))

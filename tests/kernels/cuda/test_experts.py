@@ -100,7 +100,7 @@ def test_more_experts_than_kernels_know_are_refused(n: int, k: int) -> None:
 
     def forward() -> Any:
         x = ops.embed(table)
-        ops.route(x, k, normalise=True)
+        ops.route(x, k, norm_topk_prob=True)
         return ops.outputs(x)
 
     with pytest.raises(KernelError, match=f"{n} experts, of which a token goes to {k}"):
@@ -128,7 +128,7 @@ def mixed(ops: Ops, type: GGMLType, n: int) -> NDArray[np.float32]:
 
     def forward() -> Any:
         x, logits, residual = (ops.embed(table) for table in tables)
-        routing = ops.route(logits, K, normalise=True)
+        routing = ops.route(logits, K, norm_topk_prob=True)
         h = ops.gated(*ops.expert_linears(x, [gate, up], routing), "silu")
         return ops.outputs(ops.expert_output(h, down, routing, residual))
 
