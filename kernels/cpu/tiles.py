@@ -48,8 +48,8 @@ import numpy as np
 
 from localllm.kernels.cpu.codes import (
     high_number,
+    load_bit_packed,
     load_bits,
-    load_folded,
     low_number,
     lut_op,
     signed_byte_pair,
@@ -229,18 +229,18 @@ def load_nibbles(codes):
 
 @device
 def load_codes(codes):
-    """The codes of 32 columns: nibbles, or folded."""
+    """The codes of 32 columns: nibbles, or bit-packed."""
     if BITS == 4:
         w[0:8] = load_nibbles(codes)
     else:
         for v in static_range(8):
-            w[v] = load_folded(codes, v, BITS)
+            w[v] = load_bit_packed(codes, v, BITS)
     return (*w[0:8],)
 
 
 @device
 def load_k_codes(codes, block):
-    """The codes of columns 32 block …: folded, or the low and then the high nibbles of eight vectors."""
+    """The codes of columns 32 block …: bit-packed, or the low and then the high nibbles of eight vectors."""
     if BITS == 4:
         for v in static_range(8):
             w[v] = load_bits(codes + (512 * (block // 2) + 64 * v), 4 * (block % 2), 15)
