@@ -103,7 +103,14 @@ def test_a_tensor_of_the_wrong_shape_is_named_with_both(name: str, shape: tuple[
 
 
 @pytest.mark.parametrize(
-    "name", ["blk.0.attn_q_norm.weight", "blk.0.foo.weight", "output_norm.bias", "rope_factors_long.weight"]
+    "name",
+    [
+        "blk.0.attn_q_norm.weight",
+        "blk.0.foo.weight",
+        "output_norm.bias",
+        "rope_factors_long.weight",
+        "rope.freqs.bias",
+    ],
 )
 def test_a_tensor_that_no_block_uses_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"a tensor '{name}' that a model"):

@@ -50,6 +50,19 @@ def test_decoded_tokens_have_the_bits_of_prefilled_ones(kind: str, type: GGMLTyp
     assert first == len(IDS)
 
 
+def test_expert_weights_are_scaled(tmp_path: Path) -> None:
+    """As if what comes out of the experts were twice as large."""
+    settings = tiny_models.config("qwen3_moe", num_hidden_layers=1)
+    weights = tiny_models.random_weights(settings)
+    scaled = tiny_models.write_gguf(
+        tmp_path / "scaled.gguf", settings, weights, metadata={"qwen3moe.expert_weights_scale": 2.0}
+    )
+    doubled = {name: 2 * array if name.endswith("down_proj") else array for name, array in weights.items()}
+    large = tiny_models.write_gguf(tmp_path / "large.gguf", settings, doubled)
+    ours, expected = (Runner(path, ReferenceOps()).logits(IDS[:5]) for path in (scaled, large))
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_mixture_is_loaded_and_planned_as_other_models_are(tmp_path: Path) -> None:
     path = tiny_models.tiny_gguf(tmp_path / "model.gguf", "qwen3_moe", type=T.Q4_0)
     with localllm.load(path, context=64) as llm:

@@ -138,6 +138,13 @@ def test_yarn_keeps_high_frequencies_and_scales_low_ones(tmp_path: Path) -> None
     assert rope.magnitude == pytest.approx(0.1 * math.log(4) + 1)
 
 
+def test_the_ramp_of_yarn_begins_at_the_first_frequency(tmp_path: Path) -> None:
+    """None turns 32 times within 16 tokens; the fifth is the first that turns less than once."""
+    rope = rope_of(tmp_path, rope_scaling=SCALINGS["yarn"] | {"original_max_position_embeddings": 16})
+    kept = np.clip(1 - np.arange(32) / 4, 0, 1)
+    np.testing.assert_allclose(rope.frequencies, rope_of(tmp_path).frequencies * (kept + (1 - kept) / 4), rtol=1e-6)
+
+
 def test_yarn_without_extrapolation_is_linear_scaling(tmp_path: Path) -> None:
     yarn = rope_of(
         tmp_path,
