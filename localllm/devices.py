@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: Names that `open_devices` knows.
 DEVICES = ("auto", "cpu", "cuda", "cuda:0,1", "reference")
 
-#: Bytes of a GPU's memory beside the model's: kernels, what is uploaded, and what spans of the cache come to.
+#: Bytes of a GPU's memory beside the model's: kernels, what is uploaded, and what splits of the cache come to.
 GPU_OVERHEAD_BYTES = 256 << 20
 
 _CUDA = re.compile(r"(?:cuda|gpu)(?::(\d{1,9}(?:,\d{1,9})*))?", re.ASCII)

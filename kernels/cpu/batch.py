@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from localllm.kernels.backend import Batch
 from localllm.kernels.buffers import Buffer
-from localllm.kernels.cpu.attention import SPAN, TILE_ROWS, state_bytes
+from localllm.kernels.cpu.attention import SPLIT, TILE_ROWS, state_bytes
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.graph import Rope
 
@@ -30,8 +30,8 @@ class TileTable:
 
     Attributes:
         slot: the place of the number of tiles in the header; that of merged tiles is behind it.
-        tiles, merged: tables for the kernels `attention` and `merge_parts`.
-        max_partials: of all tiles, those that spans of the KV cache come to; 0 where no tile is split.
+        tiles, merged: tables for the kernels `attention` and `merge_partials`.
+        max_partials: of all tiles, those that splits of the KV cache come to; 0 where no tile is split.
         few_tiles: so many leave threads without work, and are split.
     """
 
@@ -44,7 +44,7 @@ class TileTable:
     few_tiles: int
 
     def fill(self, batch: Batch, tiles: NDArray[np.int64], merged: NDArray[np.int64]) -> tuple[int, int]:
-        """Cuts each sequence's query rows into tiles, and few of them into spans; returns how many of both."""
+        """Cuts each sequence's query rows into tiles, and few of them into KV splits; returns how many of both."""
         group_size = self.group_size
         whole: list[tuple[int, int, int, int, int, int]] = []
         for s, (start, stop, kv_length) in enumerate(batch.sequences()):
@@ -52,15 +52,15 @@ class TileTable:
             for first in range(0, n_rows, TILE_ROWS):
                 n = min(TILE_ROWS, n_rows - first)
                 farthest = kv_length - (stop - start) + (first + n - 1) // group_size
-                whole.append((s, first, n, 0, farthest // SPAN + 1, -1))
-        n_partials = sum(n_spans for *_, n_spans, _ in whole)
+                whole.append((s, first, n, 0, farthest // SPLIT + 1, -1))
+        n_partials = sum(n_splits for *_, n_splits, _ in whole)
         if len(whole) > self.few_tiles or not len(whole) < n_partials <= self.max_partials:
             tiles[: len(whole)] = whole
             return len(whole), 0
         split: list[tuple[int, int, int, int, int, int]] = []
-        for i, (s, first, n, _, n_spans, _) in enumerate(whole):
-            merged[i] = s, first, n, len(split), n_spans
-            split += [(s, first, n, span, span + 1, len(split) + span) for span in range(n_spans)]
+        for i, (s, first, n, _, n_splits, _) in enumerate(whole):
+            merged[i] = s, first, n, len(split), n_splits
+            split += [(s, first, n, j, j + 1, len(split) + j) for j in range(n_splits)]
         tiles[: len(split)] = split
         return len(split), len(whole)
 
@@ -101,7 +101,7 @@ class BatchTables:
         if key not in self._tables:
             few = 0 if self._threads == 1 else -(-2 * self._threads // n_kv_heads) - 1
             partial_bytes = n_kv_heads * TILE_ROWS * state_bytes(head)
-            most = min(few * -(-self.n_pages * PAGE // SPAN), MAX_PARTIAL_BYTES // partial_bytes)
+            most = min(few * -(-self.n_pages * PAGE // SPLIT), MAX_PARTIAL_BYTES // partial_bytes)
             n_tiles = self.max_tokens * -(-group_size // TILE_ROWS) + most
             tiles, merged = (Buffer(8 * n, is_kept=True) for n in (_TILE * n_tiles, _MERGED * most))
             slot = self.header.n_bytes // 8
@@ -168,7 +168,7 @@ class BatchTables:
         """Makes the angles of positions before ``stop``."""
         if stop <= self._n_angles:
             return
-        stop = min(-(-stop // SPAN) * SPAN, self.n_pages * PAGE)
+        stop = min(-(-stop // SPLIT) * SPLIT, self.n_pages * PAGE)
         positions = np.arange(self._n_angles, stop, dtype=np.float64)[:, None]
         for rope, buffer in self._ropes.items():
             turns, angles = positions * rope.frequencies, self._views[buffer]

@@ -333,7 +333,7 @@ class _Lowering:
                 *(tables.starts, partials, sinks, y.buffer, y.stride),
             )
             constants: dict[str, Any] = attention_kernels.state_constants(head, sinks=op.sinks is not None)
-            self.call(attention_kernels.merge_parts, arguments, n_heads, table.slot + 1, **constants)
+            self.call(attention_kernels.merge_partials, arguments, n_heads, table.slot + 1, **constants)
         return y
 
     def _attention_constants(self, op: g.Attention) -> dict[str, Any]:

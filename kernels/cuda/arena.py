@@ -186,7 +186,7 @@ class AttentionKind:
     def bucket_bytes(self, n_tokens: int, longest: int) -> int:
         """Bytes of the partials of batches of at most so many tokens, in sequences of at most ``longest``."""
         work = work_of_bucket(n_tokens, longest, self.heads)
-        return 4 * sum(work.part_floats(self.heads, self.variant)) + _ALIGNMENT
+        return 4 * sum(work.partial_floats(self.heads, self.variant)) + _ALIGNMENT
 
 
 # -- Steps ---------------------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ class StepLimits:
 
     def partials(self, buffer: Buffer, kind: AttentionKind, work: Work) -> tuple[Argument, Argument]:
         """The sums and the states in a buffer."""
-        n_sums, n_states = (max(4, 4 * n) for n in work.part_floats(kind.heads, kind.variant))
+        n_sums, n_states = (max(4, 4 * n) for n in work.partial_floats(kind.heads, kind.variant))
         begin = buffer.n_bytes - n_states
         return self.arena.at(buffer, 0, n_sums), self.arena.at(buffer, begin // 8 * 8, n_states)
 

@@ -1,8 +1,8 @@
 """What a step is made of on a CUDA device: calls of kernels, each with the launches that it takes.
 
 A layer of a llama takes eleven launches for a token: norm and quantise, the product with query, key and value,
-rotation and append, attention over spans and their merge, quantise, the product with its output; norm and quantise,
-the product with gate and up, gate and quantise, the product with down.
+rotation and append, attention over KV splits and their merge, quantise, the product with its output; norm and
+quantise, the product with gate and up, gate and quantise, the product with down.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class Attention:
     """Attention over the cache of a layer.
 
     Attributes:
-        partials: for what spans of the cache come to.
+        partials: for what splits of the cache come to.
     """
 
     step: StepLimits
@@ -287,7 +287,7 @@ class Attention:
         step, heads = self.step, self.kind.heads
         work, cache = extent.work(self.kind), step.cache.layer(self.kept.layer)
         sums, states = step.partials(self.partials, self.kind, work)
-        partials = sums, states, np.int32(work.max_parts), np.int32(work.part_rows)
+        partials = sums, states, np.int32(work.max_splits), np.int32(work.partial_rows)
         q, out = ((rows.memory, np.int32(rows.stride)) for rows in (self.q, self.y))
         scoring = np.float32(self.scale), np.float32(self.soft_cap or 0)
         sinks = _NULL if self.sinks is None else self.sinks

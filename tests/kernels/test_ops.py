@@ -500,7 +500,7 @@ def test_attention_with_groups_of_any_size(ops: Ops, group_size: int, n_groups: 
 def test_many_threads_share_a_long_cache(
     window: int | None, cache_type: CacheType, softcap: float | None, sinks: Sequence[float] | None
 ) -> None:
-    """Spans of it are summed up apart, which changes no bit."""
+    """Splits of it are summed up apart, which changes no bit."""
     outputs = []
     more: dict[str, Any] = {"window": window, "cache_type": cache_type, "softcap": softcap, "sinks": sinks}
     for threads in (1, 8):
