@@ -318,10 +318,11 @@ async def test_a_resize_in_mid_stream() -> None:
     model = AppModel([" ".join(f"word{i}" for i in range(99))], gate=(steps := Steps()))
     async with chatting(setup(model)) as chat:
         await chat.say("go")
-        for n, size in ((5, (60, 15)), (30, (20, 6)), (30, (80, 24))):
-            steps.allow(n)
+        steps.allow(5)
+        await chat.sees("word4")
+        for size in ((60, 15), (20, 6), (80, 24)):
+            steps.allow(20)
             await chat.pilot.resize_terminal(*size)
-        await chat.sees("word64")
         steps.set()
         await chat.rest()
         assert "word98" in chat.screen
