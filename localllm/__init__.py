@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from localllm.completion import Chunk as Chunk
     from localllm.completion import Completion as Completion
     from localllm.completion import Stream as Stream
-    from localllm.drafting import Drafts as Drafts
+    from localllm.engine.drafting import Drafts as Drafts
+    from localllm.engine.request import Timings as Timings
+    from localllm.engine.request import Usage as Usage
     from localllm.errors import ClosedError as ClosedError
     from localllm.errors import ContextLengthError as ContextLengthError
     from localllm.errors import DeviceError as DeviceError
@@ -36,14 +38,13 @@ if TYPE_CHECKING:
     from localllm.errors import ModelError as ModelError
     from localllm.errors import ModelNotFoundError as ModelNotFoundError
     from localllm.errors import NotEnoughMemoryError as NotEnoughMemoryError
+    from localllm.errors import QueueFullError as QueueFullError
     from localllm.errors import SettingsError as SettingsError
     from localllm.errors import StoreError as StoreError
     from localllm.errors import TemplateError as TemplateError
     from localllm.errors import TokenizerError as TokenizerError
     from localllm.errors import UnsupportedArchitectureError as UnsupportedArchitectureError
     from localllm.errors import UsageError as UsageError
-    from localllm.generation import Timings as Timings
-    from localllm.generation import Usage as Usage
     from localllm.gguf import GGUFFile as GGUFFile
     from localllm.info import ModelInfo as ModelInfo
     from localllm.llm import LLM as LLM
@@ -65,7 +66,7 @@ _HOMES = {
     "DeviceError": "errors",
     "DeviceLostError": "errors",
     "DeviceMemoryError": "errors",
-    "Drafts": "drafting",
+    "Drafts": "engine.drafting",
     "GGUFError": "errors",
     "GGUFFile": "gguf",
     "HubError": "errors",
@@ -76,16 +77,17 @@ _HOMES = {
     "ModelInfo": "info",
     "ModelNotFoundError": "errors",
     "NotEnoughMemoryError": "errors",
+    "QueueFullError": "errors",
     "Sampling": "sampling",
     "SettingsError": "errors",
     "StoreError": "errors",
     "Stream": "completion",
     "TemplateError": "errors",
-    "Timings": "generation",
+    "Timings": "engine.request",
     "Tokenizer": "tokenizer",
     "TokenizerError": "errors",
     "UnsupportedArchitectureError": "errors",
-    "Usage": "generation",
+    "Usage": "engine.request",
     "UsageError": "errors",
     "load": "llm",
 }
@@ -111,6 +113,7 @@ __all__ = [
     "ModelInfo",
     "ModelNotFoundError",
     "NotEnoughMemoryError",
+    "QueueFullError",
     "Sampling",
     "SettingsError",
     "StoreError",

@@ -34,6 +34,17 @@ def whole_number(name: str, value: object, low: int) -> int:
     return number
 
 
+def seconds(name: str, value: object) -> float:
+    """``value`` as a float.
+
+    Raises:
+        UsageError: it is not a finite number above 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise UsageError(f"{name} is {value!r:.80}, but must be a number of seconds above 0")
+    return float(value)
+
+
 def flag(name: str, value: object) -> bool:
     """Raises:
     UsageError: ``value`` is neither True nor False.

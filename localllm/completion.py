@@ -1,15 +1,37 @@
-"""Generated text: all at once (`Completion`), or as it comes (`Stream` of `Chunk`)."""
+"""Generated text: all at once (`Completion`), or as it comes (`Stream` and `AsyncStream` of `Chunk`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 
-from localllm.drafting.drafter import Drafts
-from localllm.generation import FinishReason, Generation, Timings, Usage
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.engine.drafting import Drafts
+from localllm.engine.engine import Engine
+from localllm.engine.request import FinishReason, Request, Timings, Usage
+from localllm.errors import UsageError
 from localllm.sampling import Choice
 from localllm.tokenizer.stream import StreamDecoder
+
+# It takes a good part of the time to the first token of those that do not use it.
+if TYPE_CHECKING:
+    import asyncio
+
+#: Chunks that a request runs ahead of its reader at most, before it pauses.
+MAX_UNREAD = 64
+
+#: Seconds between two deliveries at least: to wake the reader costs as much as a step of a very small model.
+DELIVERY_S = 0.002
+
+#: Called while a long prompt is evaluated, with the tokens done so far and those of the whole prompt.
+Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +43,11 @@ class Completion:
         ids: the tokens generated, without the end-of-generation token.  Where a stop string ended the text, its
             tokens are among them.
         finish_reason: "stop" (the model ended its text, or a stop string came), "length" (``max_tokens`` or the
-            end of the context) or "cancelled".
+            end of the context), "cancelled" or "timeout".
         usage: counts of tokens.
         timings: seconds and rates.
         logprobs: of each token, with the likeliest ones, where ``logprobs`` asked for them.
-        drafts: how many tokens were guessed and how many accepted, where ``speculate`` asked for guesses.
+        drafts: how many tokens were drafted and how many accepted, where ``speculate`` asked for drafts.
     """
 
     text: str
@@ -64,49 +86,233 @@ class Chunk:
         return self.text
 
 
-class Stream:
-    """An iterator of `Chunk`, and a context manager.
+@dataclass(frozen=True, slots=True)
+class _PromptProgress:
+    """A part of the prompt was evaluated."""
 
-    ``cancel`` may be called from any thread: the work stops at the next token, or between two chunks of a long
-    prompt, and a last chunk says so.  ``close``, or dropping the stream, ends it without one.
+    n_evaluated: int
+
+
+#: What comes out of the engine's thread: an exception is the last of it, as a chunk with a finish reason.
+_Item: TypeAlias = Chunk | _PromptProgress | BaseException
+
+
+class TextOutput:
+    """Makes chunks of text of the tokens that the engine chooses, and hands them to a reader.
+
+    Attributes:
+        deliver: takes the items of a step; called in the engine's thread.
+        logprobs: whether chunks have them.
+        reports_progress: whether the reader wants to know how far the prompt is.
+        is_reader_patient: whether the reader wants everything at once, at the end.
+        n_read: chunks that the reader has taken; the reader counts.
+        on_end: called in the engine's thread when all was delivered.
     """
 
-    def __init__(self, generation: Generation, decoder: StreamDecoder, *, logprobs: bool) -> None:
-        self._generation = generation
+    def __init__(self, decoder: StreamDecoder, deliver: Callable[[list[_Item]], object], *, logprobs: bool) -> None:
+        self.deliver = deliver
+        self.logprobs = logprobs
+        self.is_reader_patient = self.reports_progress = False
+        self.n_read = 0
+        self.on_end: Callable[[], object] | None = None
+        self.request: Request | None = None
         self._decoder = decoder
-        self._logprobs = logprobs
+        self._pending: list[_Item] = []
+        self._n_delivered = 0
+        self._delivered_at = 0.0
+
+    @property
+    def n_unread(self) -> int:
+        return self._n_delivered - self.n_read
+
+    @property
+    def is_full(self) -> bool:
+        return self.n_unread >= MAX_UNREAD
+
+    def progress(self, n_evaluated: int) -> None:
+        if self.reports_progress:
+            self.deliver([_PromptProgress(n_evaluated)])
+
+    def token(self, choice: Choice) -> bool:
+        text = self._decoder.feed(choice.id)
+        self._pending.append(Chunk(text, (choice.id,), (choice,) if self.logprobs else None))
+        return self._decoder.stopped is not None
+
+    def logits(self, position: int, rows: NDArray[np.float32]) -> None:
+        """Text needs none."""
+
+    def flush(self) -> None:
+        now = time.perf_counter()
+        if self._pending and not self.is_reader_patient and now - self._delivered_at >= DELIVERY_S:
+            self._n_delivered += len(self._pending)
+            self.deliver(self._pending)
+            self._pending, self._delivered_at = [], now
+
+    def end(self, error: BaseException | None) -> None:
+        self.deliver([*self._pending, self._last_chunk() if error is None else error])
+        self._pending = []
+        self.request = None  # no cycle, so that what its drafter holds goes with the request
+        if self.on_end is not None:
+            self.on_end()
+
+    def _last_chunk(self) -> Chunk:
+        request = self.request
+        assert request is not None
+        text = self._decoder.finish()
+        if self._decoder.stopped is not None:
+            request.finish_reason = "stop"
+        return Chunk(
+            text,
+            finish_reason=request.finish_reason,
+            usage=request.usage,
+            timings=request.timings,
+            drafts=request.draft_counts,
+        )
+
+
+class _Reader:
+    """What `Stream` and `AsyncStream` have in common: a request, and what was read of it."""
+
+    def __init__(self, engine: Engine, request: Request, output: TextOutput, progress: Progress | None) -> None:
+        self._engine = engine
+        self._request = request
+        self._output = output
+        self._progress = progress
+        self._items: list[_Item] = []
+        self._n_taken = 0
+        self._finish_reason: FinishReason | None = None
         self._ended = False
+        self._is_read = threading.Lock()
+        output.request, output.reports_progress = request, progress is not None
+        engine.submit(request)
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None while it goes on."""
-        return self._generation.finish_reason
+        """None while it goes on, or if an error ended it."""
+        return self._finish_reason
 
     @property
     def usage(self) -> Usage:
         """Counts of tokens so far."""
-        return self._generation.usage
+        return self._request.usage
 
     @property
     def timings(self) -> Timings:
         """Seconds and rates so far."""
-        return self._generation.timings
+        return self._request.timings
 
     @property
     def drafts(self) -> Drafts | None:
-        """What became of guesses so far; None where none were asked for."""
-        return self._generation.drafts
+        """What became of drafts so far; None where none were asked for."""
+        return self._request.draft_counts
 
     def cancel(self) -> None:
-        """Ends the text at the next token."""
-        self._generation.close()
+        """Ends the text before the next step; a last chunk says so."""
+        self._engine.cancel(self._request)
+
+    def read_at_end(self, on_end: Callable[[], object] | None = None) -> None:
+        """Says that nothing is read before all of it is there, so that the model need not wait for the reader.
+
+        ``on_end`` is called in the model's thread then.
+        """
+        self._output.on_end = on_end
+        self._output.is_reader_patient = True
+
+    def _close(self) -> None:
+        if not self._ended:
+            self._ended, self._finish_reason = True, "cancelled"
+            self._engine.cancel(self._request)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_is_read"):
+            self._close()
+
+    def _next_chunk(self, items: list[_Item] | None) -> Chunk | None:
+        """The next chunk of those that came; None if another list has to come first.
+
+        Raises:
+            What ended the request, or the caller's own ``progress``.
+        """
+        if items is not None:
+            self._items, self._n_taken = items, 0
+        while self._n_taken < len(self._items):
+            item = self._items[self._n_taken]
+            self._n_taken += 1
+            if isinstance(item, BaseException):
+                self._ended = True
+                self._items.clear()
+                try:
+                    raise item
+                finally:
+                    del item  # its traceback refers to this frame: what it holds would stay
+            if isinstance(item, Chunk):
+                if item.finish_reason is not None:
+                    self._ended, self._finish_reason = True, item.finish_reason
+                    return item
+                was_full = self._output.is_full
+                self._output.n_read += 1
+                if was_full:
+                    self._engine.wake()
+                return item
+            if self._progress is not None:
+                try:
+                    self._progress(item.n_evaluated, self._request.n_prompt)
+                except (StopIteration, StopAsyncIteration) as error:  # it would look like the end of the stream
+                    raise RuntimeError(f"progress raised {type(error).__name__}") from error
+        return None
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """One read at a time; whatever it raises ends the stream."""
+        if not self._is_read.acquire(blocking=False):
+            raise UsageError("this stream is already being read: ask for one chunk at a time")
+        try:
+            yield
+        except BaseException:
+            self._close()
+            self._finish_reason = None
+            raise
+        finally:
+            self._is_read.release()
+
+    def _completion(self, chunks: list[Chunk]) -> Completion:
+        return Completion(
+            text="".join(chunk.text for chunk in chunks),
+            ids=tuple(id_ for chunk in chunks for id_ in chunk.ids),
+            finish_reason=self.finish_reason or "cancelled",
+            usage=self.usage,
+            timings=self.timings,
+            logprobs=tuple(c for chunk in chunks for c in chunk.logprobs or ()) if self._output.logprobs else None,
+            drafts=self.drafts,
+        )
+
+
+class Stream(_Reader):
+    """An iterator of `Chunk`, and a context manager.
+
+    The model writes on while chunks are read, up to `MAX_UNREAD` ahead.  ``cancel`` may be called from any thread:
+    the work stops before the next step, and a last chunk says so.  ``close``, or dropping the stream, ends it without
+    one.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        decoder: StreamDecoder,
+        make_request: Callable[[TextOutput], Request],
+        *,
+        logprobs: bool,
+        progress: Progress | None,
+    ) -> None:
+        self._queue: queue.SimpleQueue[list[_Item]] = queue.SimpleQueue()
+        output = TextOutput(decoder, self._queue.put, logprobs=logprobs)
+        super().__init__(engine, make_request(output), output, progress)
 
     def close(self) -> None:
         """Ends the stream."""
-        self._ended = True
-        self._generation.close()
+        self._close()
 
-    def __iter__(self) -> Iterator[Chunk]:
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Chunk:
@@ -115,16 +321,16 @@ class Stream:
         Raises:
             StopIteration: it has ended.
             ClosedError: the model was closed.
+            UsageError: a logits processor asks for it, in whose thread nothing can be waited for.
         """
         if self._ended:
             raise StopIteration
-        choice = next(self._generation, None)
-        if choice is None:
-            return self._last_chunk()
-        text = self._decoder.feed(choice.id)
-        if self._decoder.stopped is not None:
-            self._generation.stop()
-        return Chunk(text, (choice.id,), (choice,) if self._logprobs else None)
+        self._engine.check_may_wait()
+        with self._reading():
+            chunk = self._next_chunk(None)
+            while chunk is None:
+                chunk = self._next_chunk(self._engine.wait_for(self._queue))
+            return chunk
 
     def __enter__(self) -> Self:
         return self
@@ -134,22 +340,64 @@ class Stream:
 
     def read(self) -> Completion:
         """Waits for what is still to come, and returns it as one."""
-        chunks = list(self)
-        return Completion(
-            text="".join(chunk.text for chunk in chunks),
-            ids=tuple(id_ for chunk in chunks for id_ in chunk.ids),
-            finish_reason=self.finish_reason or "cancelled",
-            usage=self.usage,
-            timings=self.timings,
-            logprobs=tuple(c for chunk in chunks for c in chunk.logprobs or ()) if self._logprobs else None,
-            drafts=self.drafts,
-        )
+        self.read_at_end()
+        return self._completion(list(self))
 
-    def _last_chunk(self) -> Chunk:
-        self._ended = True
-        text = self._decoder.finish()
-        if self._decoder.stopped is not None:
-            self._generation.stop()
-        return Chunk(
-            text, finish_reason=self.finish_reason, usage=self.usage, timings=self.timings, drafts=self.drafts
-        )
+
+class AsyncStream(_Reader):
+    """As `Stream`, for ``async for``; read by tasks of the event loop that it was made in."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        decoder: StreamDecoder,
+        make_request: Callable[[TextOutput], Request],
+        *,
+        logprobs: bool,
+        progress: Progress | None,
+    ) -> None:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        items: asyncio.Queue[list[_Item]] = asyncio.Queue()
+
+        def deliver(step: list[_Item]) -> None:
+            with contextlib.suppress(RuntimeError):  # a loop that was closed has nobody who would read it
+                loop.call_soon_threadsafe(items.put_nowait, step)
+
+        self._queue = items
+        output = TextOutput(decoder, deliver, logprobs=logprobs)
+        super().__init__(engine, make_request(output), output, progress)
+
+    async def aclose(self) -> None:
+        """Ends the stream."""
+        self._close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """The next chunk.
+
+        Raises:
+            StopAsyncIteration: it has ended.
+            ClosedError: the model was closed.
+        """
+        if self._ended:
+            raise StopAsyncIteration
+        with self._reading():
+            chunk = self._next_chunk(None)
+            while chunk is None:
+                chunk = self._next_chunk(await self._queue.get())
+            return chunk
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def read(self) -> Completion:
+        """Waits for what is still to come, and returns it as one."""
+        self.read_at_end()
+        return self._completion([chunk async for chunk in self])

@@ -2,6 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import reprlib
+
+#: Characters of a value from a file that an error text shows.
+_MOST_QUOTED = 60
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _MOST_QUOTED
+
+
+def quoted(value: object) -> str:
+    """A value that a file gave, for an error text: on one line, escaped, and at most 60 characters long."""
+    text = _short.repr(value).replace("\n", " ")  # of an array; a text's are escaped
+    return text if len(text) <= _MOST_QUOTED else text[: _MOST_QUOTED - 1] + "…"
+
+
+def path_text(path: str | os.PathLike[str]) -> str:
+    """A path for an error text: whole, with escapes for what cannot be printed or is not UTF-8."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in os.fspath(path))
+
 
 class LocalLLMError(Exception):
     """The root of all errors that localllm raises on purpose."""
@@ -29,6 +48,10 @@ class TemplateError(LocalLLMError):
 
 class UsageError(LocalLLMError, ValueError):
     """An argument out of range, or arguments that contradict each other."""
+
+
+class QueueFullError(LocalLLMError):
+    """More requests wait for the model already than it accepts."""
 
 
 class SettingsError(LocalLLMError):

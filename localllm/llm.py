@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import math
 import os
+import queue
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.checks import mappings, text, token_ids
-from localllm.completion import Completion, Stream
-from localllm.drafting.costs import StepCosts
-from localllm.drafting.drafter import Drafter
-from localllm.drafting.lookup import LookupDrafter
-from localllm.drafting.model import ModelDrafter
-from localllm.engine import Engine
+from localllm.checks import mappings, text, token_ids, whole_number
+from localllm.completion import AsyncStream, Completion, Stream
+from localllm.engine.engine import MAX_WAITING, STEP_S, Engine
+from localllm.engine.request import Request
 from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, UsageError
-from localllm.generation import Generation
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.ops import CacheType
 from localllm.loading import LoadOptions, Parts, compile_template, load_parts
-from localllm.options import Options, Request
+from localllm.options import CheckedOptions, Options
 from localllm.progress import LoadPlan, LoadProgress, default_progress
 from localllm.sampling import make_sampler
+from localllm.scoring import Score, last_logits, scores
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.stream import StreamDecoder
 
@@ -35,6 +34,11 @@ if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
 
 Message = Mapping[str, object]
+
+_Reader = TypeVar("_Reader", Stream, AsyncStream)
+
+#: Prompts of `LLM.generate_many` that are under way at once.
+_AT_ONCE = 64
 
 #: Names that `LLM.chat` gives to a template, or to the functions that run it, itself.
 _TAKEN_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "tokenizer", "template", "self"})
@@ -55,6 +59,8 @@ def load(
     draft_model: str | os.PathLike[str] | None = None,
     progress: LoadProgress | None = None,
     planned: LoadPlan | None = None,
+    max_waiting: int = MAX_WAITING,
+    step_s: float = STEP_S,
 ) -> LLM:
     """Loads a model.
 
@@ -75,8 +81,8 @@ def load(
         threads: how many compute; by default one for each physical core that the process may use, and to decode as
             many of them as read memory fastest, which is measured on each machine and kept.
         isa: the instruction set of the CPU's kernels, such as "avx2"; by default the best that runs here.
-        parallel: how many sequences of full length the cache has room for.  Threads that generate at the same
-            time share it; where it is too small they wait for each other.
+        parallel: how many sequences of full length the cache has room for.  Requests that run at the same time share
+            it; where it is too small they wait for each other.
         cache_type: what the cache keeps keys and values in: "f16", or "q8_0", bytes with a scale for each 32,
             which takes about half the memory, for logits that differ by about 1 %.
         chat_template: jinja2 source to use in place of the file's own template.
@@ -86,6 +92,9 @@ def load(
             packed: with "kernels" or "weights", how many kernels or bytes are done, and of how many.  By default,
             if standard error is a terminal, one line there says so when compiling takes long.
         planned: called once with the `localllm.placement.Plan`, before anything is loaded.
+        max_waiting: how many requests may wait for others; more are refused with a `QueueFullError`.
+        step_s: seconds that a part of a long prompt takes at most, if the model can evaluate 64 tokens in that time:
+            about how long other texts pause for it, and cancelling takes.
 
     Raises:
         GGUFError: the file is missing, not a GGUF, or damaged.
@@ -110,6 +119,8 @@ def load(
         draft_model=draft_model,
         progress=default_progress() if progress is None else progress,
         planned=planned,
+        max_waiting=max_waiting,
+        step_s=step_s,
     )
     parts = load_parts(options)
     for message in parts.warnings:
@@ -120,8 +131,9 @@ def load(
 class LLM:
     """A loaded model; `load` makes it.
 
-    Any number of threads may use it at once, and a program may have several.  What a prompt has in common with
-    an earlier one is not evaluated again: the turns of a chat cost only what is new in them.
+    Any number of threads and tasks may use it at once, and a program may have several: a thread of its own evaluates
+    what they ask in common batches.  What a prompt has in common with an earlier one is not evaluated again: the
+    turns of a chat cost only what is new in them.
 
     Everything raises `ClosedError` after `close`.
     """
@@ -129,12 +141,9 @@ class LLM:
     def __init__(self, parts: Parts) -> None:
         self._tokenizer = parts.tokenizer
         self._engine: Engine | None = parts.engine
-        self._draft_engine = parts.draft_engine
-        self._end_threads = parts.end_threads
         self._info = parts.info
         self._template_source = parts.template_source
         self._template = parts.template
-        self._costs = StepCosts()
 
     @property
     def info(self) -> ModelInfo:
@@ -200,23 +209,48 @@ class LLM:
         self._opened()
         return self._tokenizer.decode(token_ids(ids, self._info.n_vocab))
 
-    def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """The logits after each token, float32 [len(ids), n_vocab].
+    def logits(self, ids: Sequence[int], *, last: int | None = None) -> NDArray[np.float32]:
+        """The logits after each token, or after the ``last`` ones, float32 [n, n_vocab].
+
+        Tokens before those that the cache has are not evaluated again.
 
         Raises:
-            UsageError: there are no ids, or one is outside the vocabulary.
+            UsageError: there are no ids, or one is outside the vocabulary; ``last`` is not 1 to their number.
             ContextLengthError: there are more than the context holds.
             NotEnoughMemoryError: the result would not fit into memory.
         """
         engine = self._opened()
         ids = token_ids(ids, self._info.n_vocab)
-        n_bytes, available = 4 * len(ids) * self._info.n_vocab, available_memory()
+        n = len(ids) if last is None else whole_number("last", last, 1)
+        if n > len(ids):
+            raise UsageError(f"last is {n:,}, but there are {len(ids):,} tokens")
+        n_bytes, available = 4 * n * self._info.n_vocab, available_memory()
         if n_bytes > available:
             raise NotEnoughMemoryError(
-                f"the logits of {len(ids):,} tokens take {n_bytes / 1e9:.2f} GB, but {available / 1e9:.2f} GB of "
+                f"the logits of {n:,} tokens take {n_bytes / 1e9:.2f} GB, but {available / 1e9:.2f} GB of "
                 "memory is available: ask for fewer tokens at a time"
             )
-        return engine.logits(ids)
+        return last_logits(engine, ids, n)
+
+    def score(
+        self, prompt: str | Sequence[int], continuations: Sequence[str | Sequence[int]], *, add_special: bool = True
+    ) -> list[Score]:
+        """How likely each continuation of a prompt is; the prompt is evaluated once.
+
+        Args:
+            prompt: a text, or tokens; of an empty one BOS is the beginning.
+            continuations: texts, or tokens.  A text is tokenized together with the prompt, so that a word that goes
+                on across the border is that word; spaces at the prompt's end count as the continuation's.
+            add_special: whether the prompt begins as the model's texts do; see `tokenize`.
+
+        Raises:
+            TypeError, UsageError, ContextLengthError: as `generate`.
+        """
+        engine = self._opened()
+        if isinstance(continuations, str | bytes) or not isinstance(continuations, Sequence):
+            raise UsageError("continuations must be a list of texts, or of lists of token ids")
+        pairs = [self._continued(prompt, continuation, add_special) for continuation in continuations]
+        return scores(engine, pairs)
 
     def generate(
         self,
@@ -238,7 +272,7 @@ class LLM:
             UsageError: an option or token is out of range, or the prompt empty and the model without BOS.
             ContextLengthError: the prompt is too long; see ``overflow``.
         """
-        return self._stream(prompt, add_special, parse_special, Request.from_options(options)).read()
+        return self._stream(Stream, prompt, add_special, parse_special, CheckedOptions.of(options)).read()
 
     def stream(
         self,
@@ -249,7 +283,7 @@ class LLM:
         **options: Unpack[Options],
     ) -> Stream:
         """As `generate`, but an iterator of chunks, as they come.  Closing it stops the work."""
-        return self._stream(prompt, add_special, parse_special, Request.from_options(options))
+        return self._stream(Stream, prompt, add_special, parse_special, CheckedOptions.of(options))
 
     def chat(
         self,
@@ -274,8 +308,8 @@ class LLM:
             TemplateError: there are no messages, one is malformed, or the template fails or refuses them.
             TypeError, UsageError, ContextLengthError: as `generate`.
         """
-        request = Request.from_options(options)
-        return self._stream_chat(messages, tools, template_variables, reply_prefix, request).read()
+        given = CheckedOptions.of(options)
+        return self._stream_chat(Stream, messages, tools, template_variables, reply_prefix, given).read()
 
     def stream_chat(
         self,
@@ -287,23 +321,123 @@ class LLM:
         **options: Unpack[Options],
     ) -> Stream:
         """As `chat`, but an iterator of chunks, as they come.  Closing it stops the work."""
-        request = Request.from_options(options)
-        return self._stream_chat(messages, tools, template_variables, reply_prefix, request)
+        given = CheckedOptions.of(options)
+        return self._stream_chat(Stream, messages, tools, template_variables, reply_prefix, given)
+
+    def generate_many(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        *,
+        add_special: bool = True,
+        parse_special: bool = False,
+        **options: Unpack[Options],
+    ) -> Iterator[Completion]:
+        """As `generate`, for many prompts: evaluates them together, and yields what is written in their order.
+
+        By default they run in the background of other requests (``priority``).
+
+        Args:
+            prompts: any iterable; what is under way at once is taken from it ahead of what is yielded.
+            add_special, parse_special: as `generate`.
+            options: as `generate`, but that ``progress`` is called with the completions done and begun.
+
+        Raises:
+            TypeError, UsageError, ContextLengthError: as `generate`, when the prompt is reached.
+        """
+        progress = options.pop("progress", None)
+        options.setdefault("priority", "background")
+        given, engine = CheckedOptions.of(options), self._opened()
+        if isinstance(prompts, str | bytes):
+            raise UsageError("prompts is a text, but must be a list of prompts: use generate for a single one")
+        waiting, is_all = iter(prompts), False
+        streams: dict[int, Stream] = {}
+        done: dict[int, Completion] = {}
+        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        n_begun = n_yielded = 0
+        try:
+            while True:
+                while not is_all and len(streams) < _AT_ONCE:
+                    try:
+                        prompt = next(waiting)
+                    except StopIteration:
+                        is_all = True
+                        break
+                    stream = self._stream(Stream, prompt, add_special, parse_special, given)
+                    streams[n_begun] = stream
+                    stream.read_at_end(partial(ended.put, n_begun))
+                    n_begun += 1
+                if not streams:
+                    return
+                i = engine.wait_for(ended)
+                done[i] = streams.pop(i).read()
+                if progress is not None:
+                    progress(n_yielded + len(done), n_begun)
+                while n_yielded in done:
+                    yield done.pop(n_yielded)
+                    n_yielded += 1
+        finally:
+            for stream in streams.values():
+                stream.close()
+
+    async def agenerate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        add_special: bool = True,
+        parse_special: bool = False,
+        **options: Unpack[Options],
+    ) -> Completion:
+        """As `generate`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
+        given = CheckedOptions.of(options)
+        return await self._stream(AsyncStream, prompt, add_special, parse_special, given).read()
+
+    def astream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        add_special: bool = True,
+        parse_special: bool = False,
+        **options: Unpack[Options],
+    ) -> AsyncStream:
+        """As `stream`, for ``async for`` in a task."""
+        return self._stream(AsyncStream, prompt, add_special, parse_special, CheckedOptions.of(options))
+
+    async def achat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        template_variables: Mapping[str, object] | None = None,
+        reply_prefix: str = "",
+        **options: Unpack[Options],
+    ) -> Completion:
+        """As `chat`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
+        given = CheckedOptions.of(options)
+        stream = self._stream_chat(AsyncStream, messages, tools, template_variables, reply_prefix, given)
+        return await stream.read()
+
+    def astream_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        template_variables: Mapping[str, object] | None = None,
+        reply_prefix: str = "",
+        **options: Unpack[Options],
+    ) -> AsyncStream:
+        """As `stream_chat`, for ``async for`` in a task."""
+        given = CheckedOptions.of(options)
+        return self._stream_chat(AsyncStream, messages, tools, template_variables, reply_prefix, given)
 
     def forget(self) -> None:
         """Drops what the cache keeps of earlier prompts: the next one is evaluated from its beginning."""
         self._opened().forget()
-        if self._draft_engine is not None:
-            self._draft_engine.forget()
 
     def close(self) -> None:
-        """Lets the model's memory go.  Generations under way in other threads end with a `ClosedError`."""
+        """Lets the model's memory go.  Requests under way in other threads end with a `ClosedError`."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-            if self._draft_engine is not None:
-                self._draft_engine.close()
-            self._end_threads()
 
     def __enter__(self) -> Self:
         self._opened()
@@ -323,15 +457,39 @@ class LLM:
         return engine
 
     def _stream(
-        self, prompt: str | Sequence[int], add_special: bool, parse_special: bool, request: Request
-    ) -> Stream:
+        self,
+        reader: type[_Reader],
+        prompt: str | Sequence[int],
+        add_special: bool,
+        parse_special: bool,
+        given: CheckedOptions,
+    ) -> _Reader:
         context = self._opened().context
         ids = self._prompt_ids(prompt, add_special, parse_special)
-        if request.overflow == "truncate":
-            ids = truncate(ids, context - request.room(context), self._tokenizer.bos_id)
+        if given.overflow == "truncate":
+            ids = truncate(ids, context - given.room(context), self._tokenizer.bos_id)
         # After a text its first space is part of what follows; after BOS alone, or a control token, it is not.
         continuation = not self._tokenizer.is_special(ids[-1])
-        return self._start(ids, request, continuation=continuation, truncatable=lambda: True)
+        return self._start(reader, ids, given, continuation=continuation, truncatable=lambda: True)
+
+    def _continued(
+        self, prompt: str | Sequence[int], continuation: str | Sequence[int], add_special: bool
+    ) -> tuple[list[int], int]:
+        """The tokens of a prompt and its continuation, and where that begins."""
+        if isinstance(continuation, str) and isinstance(prompt, str):
+            stripped = prompt.rstrip()
+            before = self._prompt_ids(stripped, add_special, False)
+            ids = self.tokenize(prompt + continuation, add_special)
+            if ids[: len(before)] == before:
+                return ids, len(before)
+            after = self._tokenizer.encode(
+                prompt[len(stripped) :] + continuation, add_special=False, continuation=True
+            )
+            return before + after, len(before)
+        before = self._prompt_ids(prompt, add_special, False)
+        if isinstance(continuation, str):
+            return before + self._tokenizer.encode(continuation, add_special=False, continuation=True), len(before)
+        return before + token_ids(continuation, self._info.n_vocab), len(before)
 
     def _compiled_template(self, stacklevel: int) -> ChatTemplate:
         """The chat template; ``stacklevel`` is that of our caller's code, for warnings."""
@@ -357,28 +515,30 @@ class LLM:
 
     def _stream_chat(
         self,
+        reader: type[_Reader],
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, object]] | None,
         variables: Mapping[str, object] | None,
         reply_prefix: str,
-        request: Request,
-    ) -> Stream:
+        given: CheckedOptions,
+    ) -> _Reader:
         context = self._opened().context
         encode = self._chat_encoder(tools, variables, reply_prefix, stacklevel=5)
 
         def truncated(chosen: Sequence[Message], ids: list[int]) -> list[int]:
-            limit = context - request.room(context)
+            limit = context - given.room(context)
             while len(ids) > limit and (shorter := without_oldest_turn(chosen)) is not None:
                 chosen, ids = shorter, encode(shorter)
             return ids
 
         ids = encode(messages)
-        if request.overflow == "truncate":
+        if given.overflow == "truncate":
             ids = truncated(messages, ids)
         # What follows a prefix begins with a space of its own.
         return self._start(
+            reader,
             ids,
-            request,
+            given,
             continuation=bool(reply_prefix),
             truncatable=lambda: len(truncated(messages, ids)) <= context,
         )
@@ -412,45 +572,43 @@ class LLM:
         return encode
 
     def _start(
-        self, ids: list[int], request: Request, *, continuation: bool, truncatable: Callable[[], bool]
-    ) -> Stream:
-        """Begins a generation; ``truncatable`` tells whether a prompt that is too long would fit truncated."""
+        self,
+        reader: type[_Reader],
+        ids: list[int],
+        given: CheckedOptions,
+        *,
+        continuation: bool,
+        truncatable: Callable[[], bool],
+    ) -> _Reader:
+        """Submits a request; ``truncatable`` tells whether a prompt that is too long would fit truncated."""
         engine, tokenizer = self._opened(), self._tokenizer
-        sampling = request.sampling
-        if request.ignore_eos:
+        sampling = given.sampling
+        if given.ignore_eos:
             banned = dict.fromkeys(tokenizer.eog_ids, -math.inf)
             sampling = sampling.replace(logit_bias={**sampling.logit_bias, **banned})
-        decoder = StreamDecoder(tokenizer, request.stop, continuation=continuation)
+        decoder = StreamDecoder(tokenizer, given.stop, continuation=continuation)
         if len(ids) > engine.context:
-            raise _too_long(len(ids), engine.context, request.overflow == "truncate", truncatable)
-        sampler = make_sampler(sampling, engine.n_vocab, prompt_ids=ids, token_bytes=tokenizer.token_bytes)
-        drafter = self._drafter(request)
-        generation = Generation(
-            engine,
-            engine.start(ids),
-            sampler,
-            max_tokens=request.max_tokens,
-            stop_ids=tokenizer.eog_ids,
-            progress=request.progress,
-            drafter=drafter,
-        )
-        return Stream(generation, decoder, logprobs=sampling.logprobs is not None)
-
-    def _drafter(self, request: Request) -> Drafter | None:
-        """What guesses tokens for one generation."""
-        if request.speculate == "lookup":
-            return LookupDrafter(self._costs, request.draft_max)
-        if request.speculate is None or (request.speculate == "auto" and self._draft_engine is None):
-            return None
-        if self._draft_engine is None:
+            raise _too_long(len(ids), engine.context, given.overflow == "truncate", truncatable)
+        speculate = given.speculate
+        if speculate == "auto":
+            speculate = "draft" if engine.has_draft_model else None
+        if speculate == "draft" and not engine.has_draft_model:
             raise UsageError(
                 "speculate is 'draft', but there is no draft model: load the model with draft_model=..., or choose "
                 "speculate='lookup'"
             )
-        # Steps over one token take as long as reading the weights.
-        draft = self._info if self._info.draft is None else self._info.draft
-        expected_cost = draft.placement.multiplied / max(1, self._info.placement.multiplied)
-        return ModelDrafter(self._draft_engine, self._costs, request.draft_max, expected_cost=expected_cost)
+        make_request = partial(
+            Request,
+            ids,
+            sampler=make_sampler(sampling, engine.n_vocab, prompt_ids=ids, token_bytes=tokenizer.token_bytes),
+            stop_ids=tokenizer.eog_ids,
+            max_tokens=given.max_tokens,
+            priority=given.priority,
+            timeout_s=given.timeout_s,
+            speculate=speculate,
+            draft_max=given.draft_max,
+        )
+        return reader(engine, decoder, make_request, logprobs=sampling.logprobs is not None, progress=given.progress)
 
 
 def _too_long(n_tokens: int, context: int, truncated: bool, truncatable: Callable[[], bool]) -> ContextLengthError:

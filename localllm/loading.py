@@ -5,18 +5,20 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING
 
 from localllm.chat.source import TemplateSource
-from localllm.checks import proportions, text, whole_number
+from localllm.checks import proportions, seconds, text, whole_number
 from localllm.devices import Device, open_devices
-from localllm.engine import Engine
-from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError
+from localllm.engine.drafting.model import DraftModel
+from localllm.engine.engine import MAX_WAITING, STEP_S, Engine
+from localllm.engine.runner import ModelRunner
+from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
 from localllm.kernels.cpu.host import available_memory, memory_advice
@@ -61,6 +63,8 @@ class LoadOptions:
     draft_model: str | os.PathLike[str] | None
     progress: LoadProgress | None
     planned: LoadPlan | None
+    max_waiting: int = MAX_WAITING
+    step_s: float = STEP_S
 
     def __post_init__(self) -> None:
         text("device", self.device)
@@ -70,9 +74,10 @@ class LoadOptions:
         for name in ("path", "draft_model"):
             if (value := getattr(self, name)) is not None and not isinstance(value, str | os.PathLike):
                 raise UsageError(f"{name} is {value!r:.80}, but must be the path of a GGUF file, as str or Path")
-        for name in ("context", "threads", "parallel"):
-            if (value := getattr(self, name)) is not None or name == "parallel":
+        for name in ("context", "threads", "parallel", "max_waiting"):
+            if (value := getattr(self, name)) is not None or name in ("parallel", "max_waiting"):
                 object.__setattr__(self, name, whole_number(name, value, 1))
+        object.__setattr__(self, "step_s", seconds("step_s", self.step_s))
         if self.n_gpu_layers is not None:
             object.__setattr__(self, "n_gpu_layers", whole_number("n_gpu_layers", self.n_gpu_layers, 0))
         if self.tensor_split is not None:
@@ -93,8 +98,6 @@ class Parts:
     Attributes:
         template_source: of the chat template.
         template: the same compiled, if it was given and not the file's.
-        draft_engine: that of the draft model, if there is one.
-        end_threads: ends the devices' threads; done by itself when nobody holds the engine any more.
         warnings: what whoever asked for the model should be told.
     """
 
@@ -103,8 +106,6 @@ class Parts:
     info: ModelInfo
     template_source: TemplateSource
     template: ChatTemplate | None
-    draft_engine: Engine | None
-    end_threads: Callable[[], object]
     warnings: tuple[str, ...]
 
 
@@ -136,15 +137,23 @@ def load_parts(options: LoadOptions) -> Parts:
     _log_info(loaded.info)
     if draft is not None:
         _log_info(draft.info, "draft model ")
+    draft_model = None
+    if draft is not None:
+        # Steps over one token take as long as reading the weights.
+        cost = draft.info.placement.multiplied / max(1, loaded.info.placement.multiplied)
+        draft_model = DraftModel(draft.runner, expected_cost=cost)
     return Parts(
         tokenizer,
-        loaded.engine,
+        Engine(
+            loaded.runner,
+            draft_model,
+            max_waiting=options.max_waiting,
+            step_s=options.step_s,
+            on_end=partial(_close, devices),
+        ),
         loaded.info,
         template_source,
         template,
-        draft_engine=None if draft is None else draft.engine,
-        # A stream may outlive its LLM: the engine, which both hold, is the last to need the threads.
-        end_threads=weakref.finalize(loaded.engine, _close, devices),
         warnings=_notes(devices) + _warnings(loaded) + (() if draft is None else _warnings(draft)),
     )
 
@@ -193,7 +202,7 @@ def _source(path: str | os.PathLike[str] | None, *, is_draft: bool = False) -> I
     """A file, or that of the demo model, open for as long as the context lasts."""
     with _open_demo() if path is None else GGUFFile.open(_file(path)) as file:
         check_runs(file)
-        name = f"the draft model {file.path}" if is_draft else "the model"
+        name = f"the draft model {path_text(file.path)}" if is_draft else "the model"
         yield _Source(name, file, read_config(file.metadata, file.tensors))
 
 
@@ -214,7 +223,8 @@ def check_runs(file: GGUFFile) -> None:
     builder(file.metadata)
     if not any(name.startswith("blk.") for name in file.tensors):
         raise ModelError(
-            f"{file.path} holds only a vocabulary, no weights: choose the file of the whole model, which is larger"
+            f"{path_text(file.path)} holds only a vocabulary, no weights: choose the file of the whole model, which "
+            "is larger"
         )
 
 
@@ -261,8 +271,8 @@ def _check_vocabulary(draft: GGUFFile, tokenizer: Tokenizer) -> None:
     difference = tokenizer.difference(Vocabulary.from_gguf(draft))
     if difference is not None:
         raise UsageError(
-            f"the draft model {draft.path} has another vocabulary than the model: {difference}; choose a smaller "
-            "model of the same family"
+            f"the draft model {path_text(draft.path)} has another vocabulary than the model: {difference}; choose a "
+            "smaller model of the same family"
         )
 
 
@@ -274,7 +284,7 @@ class _Loaded:
     """A model in memory, and what its messages call it."""
 
     name: str
-    engine: Engine
+    runner: ModelRunner
     info: ModelInfo
     weights: tuple[LoadedWeight, ...]
 
@@ -384,17 +394,17 @@ def _load(
     progress = of_stage(options.progress, "weights")
     try:
         model = load_model(file, ops, source.config, context, spare_bytes=spare_bytes, progress=progress)
-        engine = Engine(model, ops, context=context, parallel=options.parallel, cache_type=options.cache_type)
+        runner = ModelRunner(model, ops, context=context, parallel=options.parallel, cache_type=options.cache_type)
     except (MemoryError, OSError) as error:
         if isinstance(error, LocalLLMError) or (isinstance(error, OSError) and error.errno != errno.ENOMEM):
             raise
         raise NotEnoughMemoryError(
-            f"memory ran out while {file.path} was loaded, which takes {placement.total / 1e9:.2f} GB: "
+            f"memory ran out while {path_text(file.path)} was loaded, which takes {placement.total / 1e9:.2f} GB: "
             f"{memory_advice()}, or choose a smaller context or a smaller quantisation of the model"
         ) from error
     info = _info(source, devices, placement.loaded(model.weights))
     file.check_unchanged()
-    return _Loaded(source.name, engine, info, model.weights)
+    return _Loaded(source.name, runner, info, model.weights)
 
 
 # -- What is said of it --------------------------------------------------------------------------------------------

@@ -1,26 +1,24 @@
-"""What a generation can be asked for: the keywords of `LLM.generate`, `stream`, `chat` and `stream_chat`, checked.
-
-All four take the same ones, so they are declared once, in `Options`; `Request` is what they come to.
-"""
+"""The keywords of `LLM.generate`, `stream`, `chat` and their kin: declared once, in `Options`, and checked."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, TypeVar, cast
 
-from localllm.checks import flag, whole_number
-from localllm.drafting.drafter import DEFAULT_DRAFTS, MOST_DRAFTS
+from localllm.checks import flag, seconds, whole_number
+from localllm.completion import Progress
+from localllm.engine.drafting import DEFAULT_DRAFTS, MAX_DRAFTS
+from localllm.engine.request import PRIORITIES, Priority
 from localllm.errors import UsageError
-from localllm.generation import Progress
 from localllm.sampling import LogitsProcessor, Sampling
 
 #: What happens to a prompt that is too long: it is refused, or its oldest part is left out.
 Overflow = Literal["error", "truncate"]
 
-#: How tokens are guessed ahead of the model: from the text itself, by the draft model, or ("auto") by the draft model
-#: if there is one.
+#: What drafts tokens for the model to verify: the text itself, the draft model, or ("auto") the draft model if there
+#: is one.
 Speculate = Literal["auto", "lookup", "draft"]
 
 _SPECULATES: tuple[Speculate, ...] = ("auto", "lookup", "draft")
@@ -70,11 +68,13 @@ class Options(SamplingOptions, total=False):
             for more than half of it.
         sampling: settings to begin with; single settings given beside it replace its own.
         progress: called while a long prompt is evaluated, with the tokens done and the tokens of the prompt.
-        speculate: guesses several tokens, which the model then checks in one step: the same text, sooner where
-            guesses are good, and `Completion.drafts` says how good they were.  "lookup" guesses that the text
+        speculate: drafts several tokens, which the model then verifies in one step: the same text, sooner where
+            drafts are good, and `Completion.drafts` says how good they were.  "lookup" expects that the text
             repeats what it or the prompt had before; "draft" asks the ``draft_model`` of `localllm.load`; "auto",
-            the default, does that if there is one; None guesses nothing.
-        draft_max: tokens to guess at most for one step.
+            the default, does that if there is one; None drafts nothing.
+        draft_max: tokens to draft at most for one step.
+        priority: "normal", or "background" for requests that let others go first for up to 30 seconds.
+        timeout: seconds after which the text ends where it is, with the ``finish_reason`` "timeout"; waiting counts.
     """
 
     max_tokens: int | None
@@ -85,6 +85,8 @@ class Options(SamplingOptions, total=False):
     progress: Progress | None
     speculate: Speculate | None
     draft_max: int
+    priority: Priority
+    timeout: float | None
 
 
 _NAMES = (*Options.__annotations__,)
@@ -92,8 +94,8 @@ _SAMPLING_NAMES = frozenset(field.name for field in fields(Sampling))
 
 
 @dataclass(frozen=True)
-class Request:
-    """`Options`, checked."""
+class CheckedOptions:
+    """`Options` in their plain Python types, with defaults."""
 
     sampling: Sampling
     max_tokens: int | None
@@ -103,25 +105,22 @@ class Request:
     progress: Progress | None
     speculate: Speculate | None = None
     draft_max: int = DEFAULT_DRAFTS
+    priority: Priority = "normal"
+    timeout_s: float | None = None
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Request:
-        """Raises:
-        TypeError: a keyword is unknown; names the one that is nearest.
-        UsageError: a value is of the wrong type or out of range.
+    def of(cls, options: Mapping[str, Any]) -> CheckedOptions:
+        """Checks the keywords of a call.
+
+        Raises:
+            TypeError: a keyword is unknown; names the one that is nearest.
+            UsageError: a value is of the wrong type or out of range.
         """
         _check_names(options)
-        overflow = options.get("overflow", "error")
-        if not isinstance(overflow, str) or overflow not in _OVERFLOWS:
-            raise UsageError(f"overflow is {overflow!r}, but must be one of {', '.join(map(repr, _OVERFLOWS))}")
         speculate = options.get("speculate", "auto")
-        if speculate is not None and (not isinstance(speculate, str) or speculate not in _SPECULATES):
-            raise UsageError(
-                f"speculate is {speculate!r:.80}, but must be one of {', '.join(map(repr, _SPECULATES))}, or None"
-            )
         draft_max = whole_number("draft_max", options.get("draft_max", DEFAULT_DRAFTS), 1)
-        if draft_max > MOST_DRAFTS:
-            raise UsageError(f"draft_max is {draft_max}, but must be at most {MOST_DRAFTS}")
+        if draft_max > MAX_DRAFTS:
+            raise UsageError(f"draft_max is {draft_max}, but must be at most {MAX_DRAFTS}")
         max_tokens, progress = options.get("max_tokens"), options.get("progress")
         if progress is not None and not callable(progress):
             raise UsageError(f"progress is {progress!r}, but must be a function of two numbers")
@@ -130,16 +129,28 @@ class Request:
             max_tokens=None if max_tokens is None else whole_number("max_tokens", max_tokens, 0),
             stop=_stop_strings(options.get("stop", ())),
             ignore_eos=flag("ignore_eos", options.get("ignore_eos", False)),
-            overflow=overflow,
+            overflow=_one_of("overflow", options.get("overflow", "error"), _OVERFLOWS),
             progress=cast("Callable[[int, int], object] | None", progress),
-            speculate=speculate,
+            speculate=None if speculate is None else _one_of("speculate", speculate, _SPECULATES),
             draft_max=draft_max,
+            priority=_one_of("priority", options.get("priority", "normal"), PRIORITIES),
+            timeout_s=None if options.get("timeout") is None else seconds("timeout", options["timeout"]),
         )
 
     def room(self, context: int) -> int:
         """Tokens that a truncated prompt leaves free for the answer."""
         wanted = context // 4 if self.max_tokens is None else self.max_tokens
         return min(wanted, context // 2)
+
+
+_T = TypeVar("_T", bound=str)
+
+
+def _one_of(name: str, value: object, choices: Sequence[_T]) -> _T:
+    for choice in choices:
+        if isinstance(value, str) and value == choice:
+            return choice
+    raise UsageError(f"{name} is {value!r:.80}, but must be one of {', '.join(map(repr, choices))}")
 
 
 def _check_names(options: Mapping[str, Any]) -> None:

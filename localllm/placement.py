@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import NamedTuple
 
-from localllm.engine import MAX_TOKENS, max_outputs, n_cache_pages
+from localllm.engine.runner import MAX_TOKENS, max_outputs, n_cache_pages
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.cpu.host import memory_advice
 from localllm.kernels.micro_batches import MICRO_BATCH

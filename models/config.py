@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from localllm.errors import ModelError
+from localllm.errors import ModelError, quoted
 from localllm.kernels.ops import Weight
 
 T = TypeVar("T", int, float, str)
@@ -85,7 +85,7 @@ class Metadata:
             value = float(value)
         # Not isinstance: a bool is an int to Python, but not in a file.
         if type(value) is not kind:
-            raise ModelError(f"{full} is {_shown(value)}, but must be of type {kind.__name__}: the file is broken")
+            raise ModelError(f"{full} is {quoted(value)}, but must be of type {kind.__name__}: the file is broken")
         if not isinstance(value, str) and not low <= value <= high:  # also refuses NaN
             raise ModelError(f"{full} is {value}, but must lie between {low:g} and {high:g}: the file is broken")
         return value
@@ -115,19 +115,13 @@ class Metadata:
             full = f"{self.architecture}.{key}"
             if full in self.values and _plain(self.values[full]) not in neutral:
                 raise ModelError(
-                    f"the model has {full} = {_shown(self.values[full])}, which localllm does not support yet"
+                    f"the model has {full} = {quoted(self.values[full])}, which localllm does not support yet"
                 )
 
 
 def _plain(value: Any) -> Any:
     """A numpy scalar or array as Python's own number or list; anything else as it is."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
-
-
-def _shown(value: Any) -> str:
-    """A value as it may stand in a message, cut to a readable length."""
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:60]}…"
 
 
 @dataclass(frozen=True)
@@ -336,7 +330,7 @@ def _read_n_vocab(meta: Metadata, tensors: Mapping[str, Weight]) -> int:
     elif isinstance(tokens, Sized):
         key, n_tokens = "tokenizer.ggml.tokens", len(tokens)
     else:
-        raise ModelError(f"tokenizer.ggml.tokens is {_shown(tokens)}, but must be a list: the file is broken")
+        raise ModelError(f"tokenizer.ggml.tokens is {quoted(tokens)}, but must be a list: the file is broken")
     if n_tokens != n_vocab:
         raise ModelError(
             f"the token embedding has {n_vocab:,} rows, but by {key} the vocabulary has {n_tokens:,} tokens: "
@@ -355,7 +349,7 @@ def _read_rope(meta: Metadata, head_dim: int, context_length: int) -> RopeConfig
     scaling = meta.read("rope.scaling.type", str, "none" if factor == 1 else "linear")
     if scaling not in ROPE_SCALINGS:
         raise ModelError(
-            f"{meta.architecture}.rope.scaling.type is {_shown(scaling)}, which localllm does not support; "
+            f"{meta.architecture}.rope.scaling.type is {quoted(scaling)}, which localllm does not support; "
             f"it knows {', '.join(ROPE_SCALINGS)}"
         )
     original_context = meta.read(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from localllm.errors import UnsupportedArchitectureError
+from localllm.errors import UnsupportedArchitectureError, quoted
 from localllm.kernels.ops import Ops, Weight
 from localllm.models import llama, qwen2, qwen3, qwen3moe
 from localllm.models.blocks import Model
@@ -72,6 +72,6 @@ def builder(metadata: Mapping[str, Any]) -> Callable[[ModelConfig, Weights], Mod
     if architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedArchitectureError(
-            f"the architecture {architecture!r} is not supported; localllm runs {known}"
+            f"the architecture {quoted(architecture)} is not supported; localllm runs {known}"
         )
     return ARCHITECTURES[architecture]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import ModelError, NotEnoughMemoryError
+from localllm.errors import ModelError, NotEnoughMemoryError, quoted
 from localllm.kernels.ops import Experts, Linear, Loader, Ops, Place, Weight
 from localllm.quant.formats import dequantize
 
@@ -179,7 +179,7 @@ class Weights:
         if left:
             others = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise ModelError(
-                f"the file has a tensor {left[0]}{others} that a model of its architecture does not use, "
+                f"the file has a tensor {quoted(left[0])}{others} that a model of its architecture does not use, "
                 "so its output would be wrong: localllm does not support this variant"
             )
 

@@ -1,10 +1,22 @@
-"""Tests do not see the settings of whoever runs them."""
+"""Tests do not see the settings of whoever runs them; none fails for being slow; those marked ``ci`` run where CI is
+set."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import pytest
+from hypothesis import settings
+
 from localllm.settings import CONFIG_VARIABLE
 
 os.environ[CONFIG_VARIABLE] = str(Path(__file__).with_name("no-settings.toml"))
+
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("ci") and not os.environ.get("CI"):
+        pytest.skip("runs in CI: set the environment variable CI")

@@ -19,7 +19,7 @@ from localllm.errors import LocalLLMError, StoreError, UsageError
 from localllm.library.find import model_path
 from localllm.llm import LLM
 from localllm.loading import check_file
-from localllm.options import Request
+from localllm.options import CheckedOptions
 from localllm.progress import LoadPlan, LoadProgress
 from localllm.settings import Settings
 from localllm.tui import options
@@ -214,7 +214,7 @@ def _run_plain(launch: Launch) -> int:
 def _settings(arguments: argparse.Namespace, defaults: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the command line sets: settings that are kept with the chat, and those that are not."""
     given = generation_options(arguments, defaults)
-    Request.from_options(given)  # complains before a model is loaded for nothing
+    CheckedOptions.of(given)  # complains before a model is loaded for nothing
     given["stop"] = list(given["stop"])
     unset: dict[str, Any] = {"stop": [], "logit_bias": {}, "ignore_eos": False, "max_tokens": None}
     given = {name: value for name, value in given.items() if name not in unset or value != unset[name]}

@@ -41,11 +41,16 @@ class Loading:
             Cancelled: `cancel` was called.
             LocalLLMError: it cannot be loaded.
         """
-        model = self._loader(self.name, self._report)
-        if self._cancelled.is_set():
+        if not self._cancelled.is_set():
+            model = self._loader(self.name, self._report)
+            if not self._cancelled.is_set():
+                return model
             model.close()
-            raise Cancelled
-        return model
+        raise Cancelled
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.is_set()
 
     def cancel(self) -> None:
         """Ends it soon, at its next sign of life; any thread may call it."""

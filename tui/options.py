@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from localllm.errors import UsageError
-from localllm.options import Request, SamplingOptions
+from localllm.options import CheckedOptions, SamplingOptions
 
 #: What is not set by typing: functions, and what belongs to single replies.
 _NOT_HERE = frozenset({"processors", "logprobs", "logit_bias", "dry_sequence_breakers"})
@@ -114,7 +114,7 @@ def check(settings: Mapping[str, Any]) -> None:
     for name, kind in (("thinking", bool), ("reply_prefix", str)):
         if not isinstance(settings.get(name, kind()), kind):
             raise UsageError(f"{name} is {settings[name]!r:.80}, which it cannot be")
-    Request.from_options(generation(settings).options)
+    CheckedOptions.of(generation(settings).options)
 
 
 def sound(settings: Mapping[str, Any]) -> dict[str, Any]:

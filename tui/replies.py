@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol, Unpack
 
 from localllm.completion import Chunk
-from localllm.generation import FinishReason, Timings, Usage
+from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.options import Options
 from localllm.tui.events import Prefill
 

@@ -300,7 +300,7 @@ class ChatSession:
 
     def _loaded(self) -> ChatModel:
         if self.model is None:
-            raise UsageError("no model is loaded: choose one with /model")
+            raise UsageError("no model is loaded: wait until one is, or choose one with /model")
         return self.model
 
     def _ask(self, text: str, old: Message | None) -> Iterator[Event]:

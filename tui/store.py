@@ -7,9 +7,11 @@ import os
 import sqlite3
 import threading
 import time
+from bisect import bisect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -385,5 +387,8 @@ def _preview(row: sqlite3.Row) -> str:
 
 
 def _excerpt(text: str, word: str) -> str:
-    place = max(0, text.casefold().find(word) - _PREVIEW // 4)
+    found = text.casefold().find(word)
+    # Letters before the word: folding makes two of some, as of "ß".
+    n_before = bisect(list(accumulate(len(letter.casefold()) for letter in text[:found])), found)
+    place = max(0, n_before - _PREVIEW // 4)
     return ("…" if place else "") + shortened(text[place : place + 4 * _PREVIEW], _PREVIEW)

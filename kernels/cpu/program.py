@@ -8,10 +8,12 @@ counter until none are left, and wait for each other where the next instruction 
 from __future__ import annotations
 
 import ctypes
+import functools
 import queue
 import struct
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,9 +29,11 @@ from localllm.kernels.process import Process
 
 #: Bytes of an instruction in a program's table, and of a counter (a cache line each, or threads would collide).
 INSTRUCTION, LINE = 64, 64
-#: Spins of a waiting thread before it sleeps, which are some tens of microseconds: as long as a well shared
-#: instruction lets it wait.  Longer, and the thread that it waits for may be without a core.
-SPINS = 5000
+#: Seconds for which a waiting thread spins before it sleeps: as long as a well shared instruction lets it wait.
+#: Longer, and the thread that it waits for may be without a core.
+SPIN_SECONDS = 100e-6
+#: Spins in a measurement of how long one takes, and how often it is measured: the shortest time is not disturbed.
+TRIAL_SPINS, SPIN_TRIALS = 4096, 3
 #: Microseconds that it sleeps at a time.  Systems take some tens more.
 NAP = 1
 #: Pieces that an instruction's work is cut into, for each thread: more balance better, fewer cost less.
@@ -42,12 +46,13 @@ _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
 @kernel
-def run_program(begin, end, table, n_instructions, header, counters, meeting, nap):
+def run_program(begin, end, table, n_instructions, header, counters, meeting, most_spins, nap):
     """Runs a program as thread ``begin`` of ``end``.
 
     table: int64 [n, 8]: kernel, arguments, units a header number, which header number, wait afterwards.
     counters: int64, one a line, zero at first.  meeting: int64, threads that have arrived, and a line further,
-    how often all have.  nap: the address of a C function that sleeps for so many microseconds.
+    how often all have.  most_spins: of a waiting thread before it sleeps.  nap: the address of a C function that
+    sleeps for so many microseconds.
     """
     for i in range(n_instructions):
         entry = table + INSTRUCTION * i
@@ -70,8 +75,34 @@ def run_program(begin, end, table, n_instructions, header, counters, meeting, na
                 while load_atomic(meeting + LINE) == meetings:
                     pause()
                     spins += 1
-                    if spins > SPINS:
+                    if spins > most_spins:
                         call_nap(nap, NAP)
+
+
+@kernel
+def spin(begin, end, meeting):
+    """Spins as a thread that waits in `run_program` does, ``end - begin`` times."""
+    for _ in range(begin, end):
+        if load_atomic(meeting) == 0:
+            pause()
+
+
+@functools.cache
+def spins_in(seconds: float, target: Target) -> int:
+    """How often a waiting thread spins in so many seconds.
+
+    One spin takes a nanosecond on some processors and fifty on others, so it is measured, in under a millisecond.
+    """
+    code = variant(spin, target)
+    entry = _ENTRY(addresses([code])[code])
+    arguments = np.zeros(2, np.int64)
+    arguments[0] = arguments[1:].ctypes.data
+    times = []
+    for _ in range(SPIN_TRIALS):
+        begin = time.perf_counter()
+        entry(arguments.ctypes.data, 0, TRIAL_SPINS)
+        times.append(time.perf_counter() - begin)
+    return max(1, round(seconds * TRIAL_SPINS / min(times)))
 
 
 @dataclass(frozen=True)
@@ -109,7 +140,7 @@ class Program:
     ) -> None:
         runner = variant(run_program, target)
         self._process = Process()
-        code = addresses([runner, *(i.variant for i in instructions)], progress)
+        code = addresses([runner, variant(spin, target), *(i.variant for i in instructions)], progress)
         self._entry = _ENTRY(code[runner])
         self._keep = (keep, header)
         self._table = np.zeros((len(instructions), INSTRUCTION // 8), np.int64)
@@ -120,7 +151,8 @@ class Program:
         self._meeting = np.zeros((2, LINE // 8), np.int64)
         parts = (self._table, header, self._counters, self._meeting)
         table, head, counters, meeting = (a.ctypes.data for a in parts)
-        self._call = np.array([table, len(instructions), head, counters, meeting, _nap()], np.int64)
+        most_spins = spins_in(SPIN_SECONDS, target)
+        self._call = np.array([table, len(instructions), head, counters, meeting, most_spins, _nap()], np.int64)
 
     def run(self, workers: Workers, before: Callable[[], None] = lambda: None, *, threads: int | None = None) -> None:
         """Runs all instructions once.

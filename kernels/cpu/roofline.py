@@ -20,6 +20,7 @@ from localllm.kernels.cpu.dots import dot32_s8, dot32_u4, dot32_u5, dot32_u6
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Instruction, Program, Workers
 from localllm.kernels.cpu.simd import (
+    flush_line,
     fma,
     load_f32x16,
     load_i8x64,
@@ -79,6 +80,13 @@ def read_words(begin, end, data, sums):
         for s in static_range(STREAMS - 1):
             total[0, 0] = total[0, 0] + total[s + 1, 0]
         store_i32(sums + 4 * unit, sum_int_lanes(total[0, 0]))
+
+
+@kernel
+def flush_words(begin, end, data):
+    """Takes units of ``UNIT`` bytes out of all caches, where the processor lets a program do that."""
+    for line in range(begin * (UNIT // 64), end * (UNIT // 64)):
+        flush_line(data + 64 * line)
 
 
 @device
@@ -169,6 +177,8 @@ class ReadTest:
         n_bytes: how much; as much as what is judged reads, so that the same caches serve both.  It is rounded up
             to whole units of work.
         progress: see `localllm.kernels.cpu.compiler.addresses`.
+        flushed: whether the buffer is taken out of all caches before each measurement, which is then of memory
+            however large the caches are (on Arm it stays in them).
     """
 
     def __init__(
@@ -177,19 +187,28 @@ class ReadTest:
         target: Target,
         n_bytes: int,
         progress: Callable[[int, int], None] | None = None,
+        *,
+        flushed: bool = False,
     ) -> None:
         n_units = max(1, -(-n_bytes // UNIT))
         self.data = aligned_zeros(n_units * UNIT // 4, np.uint32)
-        self.data[:] = np.arange(len(self.data), dtype=np.uint32)  # pages never written to are all the same one
+        # Pages never written to are all the same one.
+        self.data.reshape(n_units, -1)[:] = np.arange(UNIT // 4, dtype=np.uint32)
         sums = np.zeros(n_units, np.uint32)
-        n_passes = -(-LEAST_READ // self.data.nbytes)
+        n_passes = 1 if flushed else -(-LEAST_READ // self.data.nbytes)
         self._n_bytes = n_passes * self.data.nbytes
         arguments = (self.data.ctypes.data, sums.ctypes.data)
         instruction = Instruction(variant(read_words, target), arguments, n_units, 0, wait=False)
         self._test = _Test(workers, instruction, n_passes, (self.data,), sums, target, progress)
+        self._flush: _Test | None = None
+        if flushed:
+            flush = Instruction(variant(flush_words, target), arguments[:1], n_units, 0, wait=False)
+            self._flush = _Test(workers, flush, 1, (self.data,), sums, target, progress)
 
     def bandwidth(self, threads: int | None = None) -> float:
         """Bytes a second, measured now, with all threads or with so many of them."""
+        if self._flush is not None:
+            self._flush.seconds()
         return self._n_bytes / self._test.seconds(threads)
 
     def total(self) -> int:

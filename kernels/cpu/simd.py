@@ -200,6 +200,13 @@ def prefetch(b, address):
     b.call(function, [pointer, read, keep, data])
 
 
+@op(void, intp)
+def flush_line(b, address):
+    """Takes the cache line at an address out of all caches, on x86; Arm lets only some systems' programs do it."""
+    if lowering_target().family == "x86_64":
+        intrinsic(b, "llvm.x86.sse2.clflush", ir.VoidType(), pointer_to(b, address, i8))
+
+
 # -- Arithmetic ----------------------------------------------------------------------------------------------------
 
 

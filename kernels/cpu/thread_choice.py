@@ -35,10 +35,11 @@ from localllm.kernels.cpu.target import Target
 ENOUGH = 0.95
 #: Measurements with each number of threads, of which the best counts.
 TRIES = 4
-#: Bytes that are read: well beyond the caches, as the weights are.
-LEAST_BYTES, CACHES = 96 << 20, 2
-#: The share of the available memory that they may take.
-PART_OF_MEMORY = 8
+#: Bytes that are read, and the share of the available memory that they may take.  They are flushed from all caches
+#: before each reading, so they come from memory, as weights do.  (A buffer larger than all caches would do the same,
+#: but some servers have 480 MiB of them.)  On Arm, where nothing is flushed, few processors have caches as large.
+N_BYTES = 96 << 20
+PART_OF_MEMORY = 10
 #: Seconds for which a measurement counts, and one that was disturbed.
 KEPT_SECONDS, DISTURBED_SECONDS = 30 * 24 * 60 * 60, 10 * 60
 
@@ -142,7 +143,7 @@ def _compile(target: Target, progress: Progress | None) -> None:
 
     workers = Workers(1)
     try:
-        ReadTest(workers, target, 1, progress)
+        ReadTest(workers, target, 1, progress, flushed=True)
     finally:
         workers.close()
 
@@ -151,10 +152,10 @@ def _measure(cores: int, target: Target) -> ThreadChoice:
     from localllm.kernels.cpu.program import Workers
     from localllm.kernels.cpu.roofline import ReadTest
 
-    n_bytes = min(max(LEAST_BYTES, CACHES * last_level_cache()), available_memory() // PART_OF_MEMORY)
+    n_bytes = min(N_BYTES, available_memory() // PART_OF_MEMORY)
     workers = Workers(cores)
     try:
-        test = ReadTest(workers, target, n_bytes)
+        test = ReadTest(workers, target, n_bytes, flushed=True)
         test.bandwidth()  # starts the threads
         others = OtherLoad()
         decode, curve = knee(lambda n: max(test.bandwidth(n) for _ in range(TRIES)), cores)

@@ -1,6 +1,6 @@
 """Where the time of forward passes goes on CUDA devices.
 
-Programs that run inside ``with watching(…)`` are watched, in that thread.  `BusyTime` times each as a whole;
+Programs that run while ``with watching(…)`` lasts are watched.  `BusyTime` times each as a whole;
 `Profiler` what it is made of.
 
 **How an operation is timed.**  The kernels of a token take a few microseconds each, less than the host needs to
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from localllm.kernels.cuda.costs import BatchSizes, Cost, cost, describe
 from localllm.kernels.cuda.driver import Event
-from localllm.kernels.cuda.program import WATCH, Program, Watch
+from localllm.kernels.cuda.program import WATCHES, Program, Watch
 from localllm.kernels.cuda.recording import Extent, Operation
 from localllm.kernels.cuda.timing import Stopwatch
 from localllm.kernels.ops import Batch
@@ -29,12 +29,12 @@ LEAST_LAUNCHES = 32
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """The programs that this thread runs inside are watched."""
-    token = WATCH.set(watch)
+    """The programs of this process that run meanwhile, in whichever thread, are watched."""
+    WATCHES.append(watch)
     try:
         yield
     finally:
-        WATCH.reset(token)
+        WATCHES.remove(watch)
 
 
 class BusyTime:

@@ -12,7 +12,6 @@ import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,8 +57,8 @@ class Watch(Protocol):
         ...
 
 
-#: What watches the programs that this thread runs, if something does.
-WATCH: ContextVar[Watch | None] = ContextVar("WATCH", default=None)
+#: What watches the programs of this process: the last of them, if there is one.
+WATCHES: list[Watch] = []
 
 
 class Program:
@@ -174,10 +173,10 @@ class Program:
 
     def _compute(self, batch: Batch) -> Extent:
         extent = self._bucket(batch) or self._whole(batch)
-        if (watch := WATCH.get()) is None:
-            self.launch(extent)
+        if WATCHES:
+            WATCHES[-1].run(self, batch, extent)
         else:
-            watch.run(self, batch, extent)
+            self.launch(extent)
         return extent
 
     def launch(self, extent: Extent) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from localllm.errors import TemplateError
+from localllm.errors import TemplateError, path_text, quoted
 from localllm.tokenizer.vocabulary import MetadataFile
 
 _KEY = "tokenizer.chat_template"
@@ -39,7 +39,9 @@ class TemplateSource:
         key = _KEY if name is None else f"{_KEY}.{name}"
         text = file.metadata.get(key)
         if text is None and name is not None:
-            raise TemplateError(f"{file.path} has no chat template called {name!r}")
+            raise TemplateError(f"{path_text(file.path)} has no chat template called {quoted(name)}")
         if text is not None and not isinstance(text, str):
-            raise TemplateError(f"{file.path}: {key} is not a string; the file is damaged or badly converted")
-        return cls(text, f"the chat template of {file.path}")
+            raise TemplateError(
+                f"{path_text(file.path)}: {key} is not a string; the file is damaged or badly converted"
+            )
+        return cls(text, f"the chat template of {path_text(file.path)}")

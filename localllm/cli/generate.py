@@ -28,11 +28,11 @@ from localllm.cli.terminal import (
     warn,
 )
 from localllm.completion import Completion, Stream
-from localllm.drafting.drafter import Drafts
+from localllm.engine.drafting import Drafts
 from localllm.errors import UsageError
 from localllm.info import ModelInfo
 from localllm.llm import LLM, load
-from localllm.options import Request, SamplingOptions
+from localllm.options import CheckedOptions, SamplingOptions
 from localllm.placement import Format, Placement, Plan
 from localllm.progress import LoadPlan, LoadProgress
 from localllm.settings import Settings
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Generates a text as the command line asks."""
     settings = settle(arguments)
     options = generation_options(arguments, settings)
-    Request.from_options(options)  # complains about a setting before a model is loaded for nothing
+    CheckedOptions.of(options)  # complains about a setting before a model is loaded for nothing
     prompt = _prompt(arguments)
     if arguments.chat and not prompt:
         raise UsageError("--chat needs a prompt, the message to answer: give it with -p")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from localllm import __version__
-from localllm.drafting.drafter import DEFAULT_DRAFTS
+from localllm.engine.drafting import DEFAULT_DRAFTS
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:

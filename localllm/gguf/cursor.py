@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from localllm.errors import GGUFError
+from localllm.errors import GGUFError, path_text
 
 # The largest vocabularies have about 650,000 strings (tokens and merges), and no known model has arrays
 # inside arrays.  Each costs time, or becomes a Python object larger than its bytes in the file, so these
@@ -106,16 +106,6 @@ class Cursor:
 def error_at(path: Path, at: int, context: str, defect: str, advice: str = DAMAGED) -> GGUFError:
     """A `GGUFError` that names the file, the byte, the key or tensor, the defect, and what to do."""
     return GGUFError(f"{path_text(path)}: byte {at}, {context}: {defect}; {advice}")
-
-
-def path_text(path: Path) -> str:
-    """The path as text that can be printed, also where the file's name is not UTF-8."""
-    return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-def quoted(name: str) -> str:
-    """A name from the file in quotes, with control characters escaped, and of bounded length."""
-    return repr(name if len(name) <= 80 else name[:77] + "...")
 
 
 def align(offset: int, alignment: int) -> int:

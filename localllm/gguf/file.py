@@ -31,8 +31,8 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
-from localllm.errors import ClosedError, GGUFError
-from localllm.gguf.cursor import DAMAGED, Cursor, path_text, quoted
+from localllm.errors import ClosedError, GGUFError, path_text, quoted
+from localllm.gguf.cursor import DAMAGED, Cursor
 from localllm.gguf.metadata import Metadata, MetadataValue, read_metadata
 from localllm.gguf.strings import StringArray
 from localllm.gguf.tensors import TensorInfo, read_tensors
@@ -265,7 +265,7 @@ def _split_error(part: _Part, defect: str, advice: str) -> GGUFError:
 def _read_split(given: _Part) -> list[_Part]:
     """All parts of the split model that ``given`` is one of, in order."""
     paths = _split_paths(given)
-    missing = [path.name for path in paths if not path.exists()]
+    missing = [path_text(path.name) for path in paths if not path.exists()]
     if missing:
         some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         defect = f"{len(missing)} of the model's {len(paths)} files are not beside it ({some})"

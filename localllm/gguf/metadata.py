@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.gguf.cursor import Cursor, Text, error_at, quoted
+from localllm.errors import quoted
+from localllm.gguf.cursor import Cursor, Text, error_at
 from localllm.gguf.strings import StringArray, read_strings
 
 _DEFAULT_ALIGNMENT = 32

@@ -15,7 +15,8 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.gguf.cursor import Cursor, error_at, quoted
+from localllm.errors import quoted
+from localllm.gguf.cursor import Cursor, error_at
 
 # A string takes at least its length.
 _MIN_STRING_BYTES = 8

@@ -10,7 +10,8 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.gguf.cursor import Cursor, align, quoted
+from localllm.errors import quoted
+from localllm.gguf.cursor import Cursor, align
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
 _MAX_NAME_BYTES = 63  # GGML_MAX_NAME is 64 with its terminating NUL

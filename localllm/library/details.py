@@ -1,7 +1,8 @@
 """What is known of a model's file: read from its header once, and kept for the next time.
 
 Reading takes some hundredths of a second a file, most of it for the vocabulary, so a hundred files would keep people
-waiting.  What was read is kept beside the compiled kernels, as long as a file's size and time stay the same.
+waiting.  What was read is kept beside the compiled kernels, as long as a file's size and time stay the same; but not
+that a file cannot be run, which may change with the program.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from localllm.info import file_type_name
 from localllm.kernels.code_cache import cache_root, write_aside
 
 #: To be raised when `Details` mean something else than before.
-_VERSION = f"{__version__}-1"
+_VERSION = f"{__version__}-2"
 #: Files that are remembered at most.
 _MOST_KEPT = 2000
 
@@ -80,7 +81,7 @@ class DetailsReader:
                 details = _details(file)
         except GGUFError as error:
             return Details(error=str(error))
-        if stamp is not None:
+        if stamp is not None and details.error is None:
             self._kept.pop(key, None)  # so that it comes last
             self._kept[key] = {"stamp": stamp, **asdict(details)}
             self._is_changed = True

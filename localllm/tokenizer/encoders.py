@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from localllm.errors import TokenizerError
+from localllm.errors import TokenizerError, quoted
 from localllm.tokenizer.pretokenizers import PreTokenizer
 from localllm.tokenizer.vocabulary import BPE, TokenType, Vocabulary
 
@@ -53,7 +53,7 @@ class SentencePieceEncoder:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, OSError, ValueError) as error:
             raise TokenizerError(
-                f"{vocabulary.where}: sentencepiece does not accept the vocabulary: {error}"
+                f"{vocabulary.where}: sentencepiece does not accept the vocabulary: {quoted(str(error))}"
             ) from error
 
     def encode(self, text: str) -> list[int]:
@@ -205,7 +205,7 @@ def _bpe_model(vocabulary: Vocabulary) -> tokenizers.models.BPE:
     except BaseException as error:  # the binding raises the bare Exception, and where Rust panics, not even that
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise TokenizerError(_explain_merges(vocabulary) or f"{vocabulary.where}: {error}") from error
+        raise TokenizerError(_explain_merges(vocabulary) or f"{vocabulary.where}: {quoted(str(error))}") from error
 
 
 def _explain_merges(vocabulary: Vocabulary) -> str | None:
@@ -213,8 +213,8 @@ def _explain_merges(vocabulary: Vocabulary) -> str | None:
         for token in (left, right, left + right):
             if token not in vocabulary.ids:
                 return (
-                    f"{vocabulary.where}: merge {index} ({left!r} {right!r}) needs the token {token!r}, "
-                    "which the vocabulary does not have"
+                    f"{vocabulary.where}: merge {index} ({quoted(left)} {quoted(right)}) needs the token "
+                    f"{quoted(token)}, which the vocabulary does not have"
                 )
     return None
 

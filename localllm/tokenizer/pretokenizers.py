@@ -14,6 +14,8 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
+from localllm.errors import quoted
+
 
 class TokenizerWarning(UserWarning):
     """The file's tokenizer is not fully known, so texts may be split differently than in training."""
@@ -217,7 +219,7 @@ def find(name: str | None, where: str) -> PreTokenizer:
     """
     if name is not None and name in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[name]
-    what = "names no pre-tokenizer" if name is None else f"uses the unknown pre-tokenizer {name!r}"
+    what = "names no pre-tokenizer" if name is None else f"uses the unknown pre-tokenizer {quoted(name)}"
     warnings.warn(
         f"{where} {what} (tokenizer.ggml.pre): falling back to 'default', so texts may be split otherwise "
         "than in training and answers may be worse; a newer conversion of the model may help",

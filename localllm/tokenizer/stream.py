@@ -13,8 +13,8 @@ class StreamDecoder:
     """Turns generated ids into text as they come.
 
     Whatever the stop strings, the parts that ``feed`` and ``finish`` return make up the same text as
-    ``tokenizer.decode`` of all the ids (with the same ``special`` and ``continuation``), cut off before the
-    first stop string.  Bytes that begin a character are held back until it is whole; bytes that no
+    ``tokenizer.decode`` of all the ids (with the same ``special`` and ``continuation``), cut off where the
+    first stop string begins.  Bytes that begin a character are held back until it is whole; bytes that no
     continuation can make valid become U+FFFD.
 
     One decoder serves one text.
@@ -67,12 +67,15 @@ class StreamDecoder:
         if text and self._drop_space:
             text = text.removeprefix(" ")
             self._drop_space = False
-        text = self._stops.feed(text)
-        return text + self._stops.flush() if final else text
+        return self._stops.feed(text, final=final)
 
 
 class _StopStrings:
-    """Passes text on up to the first stop string, holding back what may be the beginning of one."""
+    """Passes text on up to the stop string that begins first, holding back what may be the beginning of one.
+
+    So a stop string that is complete has to wait while an earlier one may still become complete: with "abcd" and
+    "bc", "abc" is held back until the next character decides.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         if any(not stop for stop in stops):
@@ -81,33 +84,21 @@ class _StopStrings:
         self._held = ""
         self.found: str | None = None
 
-    def feed(self, text: str) -> str:
+    def feed(self, text: str, *, final: bool) -> str:
         if self.found is not None:
             return ""
         text = self._held + text
-        end = self._find(text)
-        if end is None:
-            end = len(text) - self._n_open(text)
-        self._held = "" if self.found is not None else text[end:]
-        return text[:end]
+        begin = len(text) if final else self._begin_of_open(text)
+        hits = [(start, len(stop), stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if hits and min(hits)[0] <= begin:
+            begin, _, self.found = min(hits)
+        self._held = "" if self.found is not None else text[begin:]
+        return text[:begin]
 
-    def flush(self) -> str:
-        text, self._held = self._held, ""
-        return text
-
-    def _find(self, text: str) -> int | None:
-        """Note the stop string that is complete first, whatever the chunks; return where it begins."""
-        hits = [(text.find(stop), stop) for stop in self._stops]
-        ends = [(start + len(stop), start, stop) for start, stop in hits if start >= 0]
-        if not ends:
-            return None
-        _, start, self.found = min(ends)
-        return start
-
-    def _n_open(self, text: str) -> int:
-        """How many characters at the end of ``text`` may be the beginning of a stop string."""
+    def _begin_of_open(self, text: str) -> int:
+        """From where on the end of ``text`` may be the beginning of a stop string; its length if nowhere."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
+        for begin in range(max(0, len(text) - longest), len(text)):
+            if any(stop.startswith(text[begin:]) for stop in self._stops):
+                return begin
+        return len(text)

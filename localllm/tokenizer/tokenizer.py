@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from localllm import checks
-from localllm.errors import TokenizerError
+from localllm.errors import TokenizerError, quoted
 from localllm.tokenizer.encoders import BYTE_CHARACTERS, make_encoder
 from localllm.tokenizer.vocabulary import BPE, MetadataFile, TokenType, Vocabulary, as_token_id
 
@@ -100,7 +100,7 @@ class Tokenizer:
             return f"its kind is {others.model!r} instead of {own.model!r}"
         for id_, (token, its) in enumerate(zip(own.tokens, others.tokens, strict=False)):
             if token != its:
-                return f"token {id_:,} is {its!r:.60} instead of {token!r:.60}"
+                return f"token {id_:,} is {quoted(its)} instead of {quoted(token)}"
         n = min(len(own), len(others))
         longer = own if len(own) > n else others
         if any(kind != TokenType.UNUSED for kind in longer.types[n:]):

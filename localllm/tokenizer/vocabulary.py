@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localllm.checks import as_int
-from localllm.errors import TokenizerError
+from localllm.errors import TokenizerError, path_text, quoted
 from localllm.tokenizer import pretokenizers
 from localllm.tokenizer.pretokenizers import PreTokenizer
 
@@ -193,7 +193,7 @@ class _Metadata:
     """Typed reading of the ``tokenizer.ggml.*`` keys; every refusal names the file and the key."""
 
     def __init__(self, file: MetadataFile) -> None:
-        self.where = str(file.path)
+        self.where = path_text(file.path)
         self._values = file.metadata
 
     def has(self, name: str) -> bool:
@@ -219,7 +219,9 @@ class _Metadata:
             )
         if not isinstance(value, str) or value not in _MODELS:
             supported = ", ".join(f"{name!r} ({what})" for name, what in _MODELS.items())
-            raise TokenizerError(f"{self.where}: the tokenizer model {value!r} is not supported; {supported} are")
+            raise TokenizerError(
+                f"{self.where}: the tokenizer model {quoted(value)} is not supported; {supported} are"
+            )
         return value
 
     def text(self, name: str) -> str | None:
@@ -315,7 +317,7 @@ class _Metadata:
         if set(lengths) - {2}:
             index = next(index for index, length in enumerate(lengths) if length != 2)
             raise TokenizerError(
-                f"{self.where}: merge {index}, {' '.join(pairs[index])!r}, is not two tokens with one space"
+                f"{self.where}: merge {index}, {quoted(' '.join(pairs[index]))}, is not two tokens with one space"
             )
         return pairs  # type: ignore[return-value]  # each was just seen to be a pair
 
@@ -329,7 +331,7 @@ def _index(tokens: Sequence[str], where: str) -> dict[str, int]:
         first: dict[str, int] = {}
         for index, token in enumerate(tokens):
             if token and first.setdefault(token, index) != index:
-                raise TokenizerError(f"{where}: tokens {first[token]} and {index} are both {token!r}")
+                raise TokenizerError(f"{where}: tokens {first[token]} and {index} are both {quoted(token)}")
     return ids
 
 
@@ -360,7 +362,7 @@ def _byte_values(tokens: Sequence[str], types: bytes | bytearray, where: str) ->
         match = _BYTE_TOKEN.fullmatch(tokens[index])
         if match is None:
             raise TokenizerError(
-                f"{where}: token {index} is called a byte but reads {tokens[index]!r}, not <0x00> to <0xFF>"
+                f"{where}: token {index} is called a byte but reads {quoted(tokens[index])}, not <0x00> to <0xFF>"
             )
         values[index] = int(match[1], 16)
     return values
@@ -441,7 +443,7 @@ def as_token_id(value: object, n_vocab: int) -> int:
     """
     token = as_int(value)
     if token is None:
-        raise TokenizerError(f"a token id must be an integer, not {value!r:.80}")
+        raise TokenizerError(f"a token id must be an integer, not {quoted(value)}")
     if not 0 <= token < n_vocab:
         raise TokenizerError(f"{token} is not a token id: the vocabulary has {n_vocab} tokens")
     return token

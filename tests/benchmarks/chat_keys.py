@@ -21,6 +21,7 @@ from textual import events
 import localllm
 from localllm.tui.app import ChatApp, quick_switching
 from localllm.tui.conversation import Conversation
+from localllm.tui.screens.models_in_use import ModelState
 from localllm.tui.setup import Setup
 from localllm.tui.store import Store
 
@@ -35,7 +36,7 @@ async def measure(app: ChatApp, seconds: float) -> list[float]:
     waited: list[float] = []
     async with app.run_test(size=(120, 40)) as pilot:
         chat = app._chat
-        while chat.session.model is None or chat.models.is_loading:
+        while chat.models.state is not ModelState.LOADED:
             await pilot.pause(0.1)
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:

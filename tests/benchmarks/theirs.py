@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from localllm.cache import common_prefix
+from localllm.engine.cache import common_prefix
 from tests.benchmarks.results import Array
 
 #: Tokens that one call evaluates at most.

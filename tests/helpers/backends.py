@@ -10,7 +10,7 @@ import numpy as np
 
 from localllm.errors import DeviceError
 from localllm.kernels.cpu.ops import CPUOps
-from localllm.kernels.cpu.target import available
+from localllm.kernels.cpu.target import Target, available
 from localllm.kernels.cuda.cupy_driver import open_driver
 from localllm.kernels.cuda.driver import Driver
 from localllm.kernels.cuda.ops import CUDAOps
@@ -29,6 +29,7 @@ class Backend:
         spoil: fills every key and value of a cache with NaN.
         head_dims: the sizes of heads to try; all of them where kernels need not be compiled for each.
         scaled_head_dims: the same for a cache whose values have scales.
+        large_head_dim: the largest, tried with soft-cap and sinks.
         is_exact: whether linear operations compute with activations as they are, not rounded to eight bits.
         half_error: of products with float16 weights, in units of the sum of magnitudes.
         table_error: of rows of an embedding table whose format kernels do not read.
@@ -40,6 +41,7 @@ class Backend:
     spoil: Callable[[Any], None]
     head_dims: tuple[int, ...]
     scaled_head_dims: tuple[int, ...]
+    large_head_dim: int
     is_exact: bool = False
     half_error: float = 1e-6
     table_error: float = 1e-6
@@ -72,9 +74,10 @@ def shared_by_threads(ops: CPUOps) -> CPUOps:
     return ops
 
 
-def _cpu(isa: str, head_dims: tuple[int, ...], scaled_head_dims: tuple[int, ...]) -> Backend:
-    make = lambda: shared_by_threads(CPUOps(threads=2, isa=isa))  # noqa: E731
-    return Backend(f"cpu-{isa}", make, _spoil_cpu, head_dims, scaled_head_dims)
+def _cpu(target: Target) -> Backend:
+    """With sizes of heads that are padded, fill vectors, and fill an odd number of them: others run the same code."""
+    make = lambda: shared_by_threads(CPUOps(threads=2, isa=target.name))  # noqa: E731
+    return Backend(f"cpu-{target.name}", make, _spoil_cpu, (8, 16, 80), (8, 80), 256)
 
 
 def _spoil_cuda(cache: Any) -> None:
@@ -104,20 +107,23 @@ def _cuda() -> Iterator[Backend]:
     # Activations are rounded to float16 too, and scales of tables that are repacked.
     error = 2**-11
     if no_harness() is None:
-        yield Backend("cuda-emulated", emulated_cuda, _spoil_cuda, (16,), (16,), False, error, error, is_slow=True)
+        sizes = (16,), (16,), 16
+        yield Backend("cuda-emulated", emulated_cuda, _spoil_cuda, *sizes, False, error, error, is_slow=True)
     try:
         driver: Driver = open_driver()
     except DeviceError:
         return
     make = lambda: CUDAOps(driver, 0)  # noqa: E731
-    yield Backend("cuda", make, _spoil_cuda, ALL_HEAD_DIMS, ALL_HEAD_DIMS, False, error, error)
+    yield Backend("cuda", make, _spoil_cuda, ALL_HEAD_DIMS, ALL_HEAD_DIMS, 256, False, error, error)
 
 
+BEST, *OTHERS = available()
 BACKENDS = [
-    Backend("reference", ReferenceOps, _spoil_reference, ALL_HEAD_DIMS, ALL_HEAD_DIMS, is_exact=True),
-    *(
-        _cpu(target.name, *(((8, 16, 80), (8, 16)) if i else (ALL_HEAD_DIMS, (8, 16, 80, 128))))
-        for i, target in enumerate(available())
-    ),
+    Backend("reference", ReferenceOps, _spoil_reference, ALL_HEAD_DIMS, ALL_HEAD_DIMS, 256, is_exact=True),
+    _cpu(BEST),
     *_cuda(),
 ]
+NARROW = [target for target in OTHERS if not target.wide]
+#: The CPU backend for other instruction sets, on which less is tried, since kernels are compiled for each: the best
+#: one with narrower vectors, and the one that every processor has.
+OTHER_CPUS = [_cpu(target) for target in dict.fromkeys((NARROW[:1] if BEST.wide else []) + NARROW[-1:])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import unicodedata
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +16,15 @@ from textual.keys import REPLACED_KEYS, Keys, _character_to_key, _get_unicode_na
 from textual.pilot import Pilot
 
 from localllm.tui.app import ChatApp
+from localllm.tui.conversation import Conversation
+from localllm.tui.screens.models_in_use import ModelState
 from localllm.tui.setup import Setup
 from localllm.tui.store import Store
 from localllm.tui.widgets.message import MessageView
-from tests.helpers.fake_chat import FakeInfo, FakeModel, FakeStream
+from tests.helpers.fake_chat import FakeInfo, FakeModel, FakeStream, Reply
 
 #: Seconds that something may take on a slow machine.
-LIMIT = 30.0
+LIMIT = 60.0
 
 
 def not_drawing() -> None:
@@ -94,6 +96,24 @@ def setup(model: AppModel, store: Store | None = None, **fields: Any) -> Setup:
     return Setup(AppStore(None) if store is None else store, **given)
 
 
+def talk(*texts: str, title: str = "") -> Conversation:
+    """A chat in which somebody and a model said things in turn."""
+    conversation = Conversation(title=title)
+    for i, text in enumerate(texts):
+        conversation.add("assistant" if i % 2 else "user", text)
+    return conversation
+
+
+def keeping(*chats: tuple[str, ...], replies: Sequence[Reply] = ()) -> Setup:
+    """What an app is built of whose store has chats, titled as they begin; the last one is open."""
+    store = AppStore(None)
+    conversation = Conversation()
+    for texts in chats:
+        conversation = talk(*texts, title=texts[0])
+        store.save(conversation, conversation.messages)
+    return setup(AppModel(list(replies)), store, conversation=conversation)
+
+
 def screen_text(app: App[Any]) -> str:
     """What is on the screen, without colours."""
     # The compositor is what Textual's own screenshots are made of.
@@ -120,30 +140,32 @@ class Chat:
     def views(self) -> list[MessageView]:
         return self.app._chat.transcript.views
 
+    @property
+    def model_is_settled(self) -> bool:
+        """Whether no model is to be loaded, or being loaded."""
+        return self.app._chat.models.state in (ModelState.LOADED, ModelState.NONE)
+
     async def press(self, *keys: str) -> None:
         """Presses keys, and waits till they have been handled."""
         # Textual's own way waits after every key for a processor that does nothing, on a busy machine a second.
         for key in keys:
             self.app.post_message(_key(key))
-        await self.pilot._wait_for_screen()
-        await self.until(lambda: self.app.typed_ahead.is_done, "an end of the keys")
-        await self.pilot._wait_for_screen()
+        await self._handled()
 
     def hit(self, *keys: str) -> None:
-        """Presses keys all at once, faster than the screen follows; what is no name of a key is typed."""
-        for key in keys:
-            for each in [key] if key in set(Keys) else key:
-                self.app.post_message(_key(each))
+        """Presses keys all at once, faster than the screen follows; see `press`."""
+        press(self.app, *keys)
 
     async def type(self, text: str) -> None:
         """Types a text where the cursor is; pasted, which is quicker, and does the same."""
         assert self.app.screen.focused is not None
         self.app.post_message(Paste(text))
-        await self.pilot._wait_for_screen()
+        await self._handled()
 
     async def say(self, text: str) -> None:
         """Types a message, and sends it."""
-        await self.type(text)
+        assert self.app.screen.focused is not None
+        self.app.post_message(Paste(text))
         await self.press("enter")
 
     async def ask(self, text: str) -> None:
@@ -153,13 +175,23 @@ class Chat:
         await self.until(lambda: len(self.app._chat.session.conversation) >= n + 2)
         await self.rest()
 
+    async def _handled(self) -> None:
+        """Waits until keys have had their effect, and it is drawn."""
+        taken = asyncio.Event()
+        self.app.call_later(taken.set)  # behind the keys
+        await asyncio.wait_for(taken.wait(), LIMIT)
+        while (task := self.app.typed_ahead._task) is not None and not task.done():
+            _, late = await asyncio.wait([task], timeout=LIMIT)
+            assert not late, f"the keys have no end:\n{self.screen}"
+        await self.pilot.pause(0)
+
     async def rest(self) -> None:
         """Waits until nothing is generated, and all of it is drawn."""
-        await self.until(lambda: self.app._chat.turn is None and not self.app._chat.models.is_loading)
+        await self.until(lambda: self.app._chat.turn is None and self.model_is_settled)
         await self.app.workers.wait_for_complete(
             [worker for worker in self.app.workers if worker.group in ("turn", "command", "step", "suggestions")]
         )
-        await self.pilot._wait_for_screen()
+        await self.pilot.pause(0)
 
     async def sees(self, text: str) -> None:
         await self.until(lambda: text in self.screen, f"{text!r} on the screen")
@@ -168,10 +200,20 @@ class Chat:
         await self.until(lambda: any(text in notice for notice in self.notices), f"{text!r} in a notification")
 
     async def until(self, condition: Callable[[], object], what: str = "what is awaited") -> None:
+        if condition():
+            return
         end = asyncio.get_running_loop().time() + LIMIT
         while not condition():
             assert asyncio.get_running_loop().time() < end, f"there is not {what}:\n{self.screen}\n{self.notices}"
-            await self.pilot.pause(0.02)
+            await asyncio.sleep(0.01)
+        await self.pilot.pause(0)
+
+
+def press(app: App[Any], *keys: str) -> None:
+    """Presses keys, and waits for nothing; what is no name of a key is typed."""
+    for key in keys:
+        for each in [key] if key in set(Keys) else key:
+            app.post_message(_key(each))
 
 
 def _key(name: str) -> Key:
@@ -184,19 +226,32 @@ def _key(name: str) -> Key:
 
 
 @asynccontextmanager
-async def chatting(built: Setup, size: tuple[int, int] = (80, 24)) -> AsyncIterator[Chat]:
-    """An app whose model is loaded."""
-    app = ChatApp(built)
-    async with app.run_test(size=size) as pilot:
+async def starting(
+    app: ChatApp, size: tuple[int, int] = (80, 24), *, notifications: bool = False
+) -> AsyncIterator[Chat]:
+    """An app that has just begun."""
+    async with app.run_test(size=size, notifications=notifications) as pilot:
+        try:
+            yield Chat(app, pilot)
+        except BaseException:  # a reply that waits for the test would keep the failure from being told
+            app._chat.session.stop()
+            raise
+    app.end()
+
+
+@asynccontextmanager
+async def chatting(
+    built: Setup, size: tuple[int, int] = (80, 24), *, notifications: bool = False
+) -> AsyncIterator[Chat]:
+    """An app whose model is loaded; ``notifications`` are drawn if it is so said."""
+    async with starting(ChatApp(built), size, notifications=notifications) as chat:
         if isinstance(built.store, AppStore):
             built.store.watched = True
-        chat = Chat(app, pilot)
-        await chat.until(lambda: not chat.app._chat.models.is_loading and chat.app._chat.status.status.meter)
+        await chat.until(lambda: chat.app._chat.models.state is ModelState.LOADED, "a model")
         await chat.rest()
         yield chat
         if isinstance(built.store, AppStore):
             built.store.watched = False
-    app.end()
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.engine import Engine
+from localllm.engine.engine import Engine
+from localllm.engine.runner import ModelRunner
 from localllm.kernels.ops import Batch, Best, CacheShape, Hidden, HostHidden, Step, WholeStep
 
 N_VOCAB = 97
@@ -139,9 +140,17 @@ class FakeModel:
         raise AssertionError("the fake backend computes logits without a model")
 
 
-def fake_engine(
+def fake_runner(
     context: int = 64, *, parallel: int = 1, max_tokens: int = 8, most_choices: int = 0
-) -> tuple[Engine, FakeOps]:
+) -> tuple[ModelRunner, FakeOps]:
     ops = FakeOps()
     ops.most_choices = most_choices
-    return Engine(FakeModel(), ops, context=context, parallel=parallel, max_tokens=max_tokens), ops  # type: ignore[arg-type]
+    runner = ModelRunner(FakeModel(), ops, context=context, parallel=parallel, max_tokens=max_tokens)  # type: ignore[arg-type]
+    return runner, ops
+
+
+def fake_engine(
+    context: int = 64, *, parallel: int = 1, max_tokens: int = 8, most_choices: int = 0, **settings: Any
+) -> tuple[Engine, FakeOps]:
+    runner, ops = fake_runner(context, parallel=parallel, max_tokens=max_tokens, most_choices=most_choices)
+    return Engine(runner, **settings), ops

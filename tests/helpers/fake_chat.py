@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from localllm.completion import Chunk
+from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import ContextLengthError
-from localllm.generation import FinishReason, Timings, Usage
-from localllm.options import Request
+from localllm.options import CheckedOptions
 
 Messages = Sequence[Mapping[str, object]]
 
@@ -106,7 +106,7 @@ class FakeModel:
         reply_prefix: str = "",
         **options: Any,
     ) -> FakeStream:
-        request = Request.from_options(options)
+        request = CheckedOptions.of(options)
         self.asked.append(
             Asked([dict(m) for m in messages], reply_prefix, dict(template_variables or {}), dict(options))
         )
@@ -124,7 +124,7 @@ class FakeStream:
     """A `localllm.tui.replies.ReplyStream`."""
 
     def __init__(
-        self, model: FakeModel, prompt: list[str], n_cached: int, text: str | Exception, request: Request
+        self, model: FakeModel, prompt: list[str], n_cached: int, text: str | Exception, request: CheckedOptions
     ) -> None:
         self._model = model
         self._prompt = prompt

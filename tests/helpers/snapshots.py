@@ -21,14 +21,18 @@ from textual.app import App
 FOLDER = Path(__file__).parent.parent / "tui" / "snapshots"
 
 
-def check(app: App[Any], name: str) -> None:
-    """Compares the screen with the snapshot of a name."""
-    path = FOLDER / f"{name}.txt"
-    now = dump(app)
-    if os.environ.get("LOCALLLM_SNAPSHOTS") == "update":
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(now)
-    assert now == path.read_text(), f"{name} looks otherwise than in {path}: see tests/helpers/snapshots.py"
+#: Whether snapshots are written, not compared with.
+UPDATES = os.environ.get("LOCALLLM_SNAPSHOTS") == "update"
+
+
+def read(name: str) -> str:
+    """The snapshot of a name."""
+    return (FOLDER / f"{name}.txt").read_text()
+
+
+def update(app: App[Any], name: str) -> None:
+    """Makes the screen the snapshot of a name."""
+    (FOLDER / f"{name}.txt").write_text(dump(app))
 
 
 def dump(app: App[Any]) -> str:

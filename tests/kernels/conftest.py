@@ -10,7 +10,8 @@ from localllm.kernels.ops import Ops
 from tests.helpers.backends import BACKENDS, Backend
 
 
-@pytest.fixture(params=BACKENDS, ids=lambda b: b.name)
+# With the scope of the module all tests of a backend follow each other, so one worker of pytest-xdist compiles it.
+@pytest.fixture(params=BACKENDS, ids=lambda b: b.name, scope="module")
 def backend(request: pytest.FixtureRequest) -> Backend:
     chosen: Backend = request.param
     return chosen

@@ -16,7 +16,7 @@ import pytest
 from localllm.errors import DeviceError, KernelError, NotEnoughMemoryError
 from localllm.kernels.cpu import program as program_module
 from localllm.kernels.cpu.compiler import kernel, variant
-from localllm.kernels.cpu.program import Instruction, Job, Program, Workers
+from localllm.kernels.cpu.program import Instruction, Job, Program, Workers, spins_in
 from localllm.kernels.cpu.simd import load_atomic, load_i64, pause, store_atomic
 from localllm.kernels.cpu.target import choose
 
@@ -65,8 +65,7 @@ def mixing(n: int, rounds: int) -> tuple[Program, np.ndarray, Callable[[np.ndarr
     return Program(steps, header, TARGET, keep=data), data, expected
 
 
-@pytest.mark.parametrize(("threads", "rounds"), [(1, 3000), (2, 3000), (3, 800), (4, 800)])
-@pytest.mark.parametrize("n", [1, 2, 7, 64])
+@pytest.mark.parametrize(("threads", "rounds", "n"), [(1, 1000, 7), (2, 3000, 2), (2, 3000, 64), (4, 800, 7)])
 def test_each_instruction_sees_all_of_the_one_before(threads: int, rounds: int, n: int) -> None:
     workers = Workers(threads)
     program, data, expected = mixing(n, rounds)
@@ -144,6 +143,13 @@ def test_a_thread_that_waits_long_sleeps(monkeypatch: pytest.MonkeyPatch) -> Non
     workers.close()
     assert naps
     assert set(naps) == {program_module.NAP}
+
+
+def test_a_thread_spins_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which a trial of spins takes one second and then two: the shorter counts."""
+    clock = iter([0.0, 1.0, 10.0, 12.0, 20.0, 22.0])
+    monkeypatch.setattr(program_module.time, "perf_counter", lambda: next(clock))
+    assert spins_in.__wrapped__(0.25, TARGET) == program_module.TRIAL_SPINS // 4
 
 
 # -- Workers, with jobs in Python ----------------------------------------------------------------------------------

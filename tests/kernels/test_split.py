@@ -51,9 +51,13 @@ def cpu_ops() -> CPUOps:
     return shared_by_threads(CPUOps(threads=2))
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=["llama"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The first of the models, or another that a test names."""
     return tiny_models.tiny_gguf(tmp_path / "model.gguf", max_position_embeddings=256, **MODELS[request.param])
+
+
+every_model = pytest.mark.parametrize("path", MODELS, indirect=True)
 
 
 def split(makers: Sequence[Callable[[], Backend]], layers: Sequence[int]) -> SplitOps:
@@ -81,13 +85,19 @@ def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("layers", SPLITS, ids=str)
+@pytest.mark.parametrize(
+    ("path", "layers"),
+    [*(("llama", layers) for layers in SPLITS), *((name, (1, 1, 1)) for name in MODELS if name != "llama")],
+    indirect=["path"],
+    ids=str,
+)
 @pytest.mark.parametrize("make", [ReferenceOps, cpu_ops], ids=["reference", "cpu"])
 def test_a_split_model_has_the_same_bits(make: Callable[[], Backend], layers: Sequence[int], path: Path) -> None:
     expected = conversation(Runner(path, make()))
     assert_same(conversation(Runner(path, split([make], layers))), expected)
 
 
+@every_model
 @pytest.mark.parametrize("makers", [(cpu_ops, ReferenceOps), (ReferenceOps, cpu_ops)], ids=["to", "from"])
 def test_cpu_and_reference_together(makers: Sequence[Callable[[], Backend]], path: Path) -> None:
     """Between what each would give alone: they differ by how activations are rounded."""

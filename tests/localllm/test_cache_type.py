@@ -17,7 +17,7 @@ from tests.helpers.devices import DEVICES
 from tests.helpers.tiny_models import tiny_gguf
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", "head_dim": 32},
+    "llama": {"model_type": "llama"},
     "llama-window": {"model_type": "mistral", "sliding_window": 50},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 24},

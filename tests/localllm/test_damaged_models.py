@@ -22,7 +22,7 @@ from localllm.gguf import GGUFFile
 from localllm.quant.types import GGMLType
 from tests.helpers.tiny_models import config, random_weights, write_gguf
 
-CASES = int(os.environ.get("LOCALLLM_FUZZ_CASES", "150"))
+CASES = int(os.environ.get("LOCALLLM_FUZZ_CASES", "60"))
 SEED = int(os.environ.get("LOCALLLM_FUZZ_SEED", "0"))
 
 TYPES = (GGMLType.F32, GGMLType.Q8_0, GGMLType.Q4_K)

@@ -7,6 +7,7 @@ judge the model and not the runtime; the last ones ask through localllm itself.
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import gguf
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import pytest
 
 import localllm
+from localllm import LLM
 from tests.demo_model.corpus.topics import Topic, all_topics
 from tests.helpers.data import ROOT
 
@@ -151,17 +153,6 @@ def logits(ids: list[int]) -> Array:
     return rms_norm(x, w["output_norm.weight"]) @ w["token_embd.weight"].T
 
 
-def answer(ids: list[int], max_tokens: int) -> str:
-    """Greedy continuation up to the end token."""
-    start, end = len(ids), meta("tokenizer.ggml.eos_token_id")
-    while len(ids) < start + max_tokens:
-        token = int(logits(ids)[-1].argmax())
-        if token == end:
-            break
-        ids = [*ids, token]
-    return decode(ids[start:])
-
-
 def topic_named(name: str) -> Topic:
     return next(topic for topic in all_topics() if topic.name == name)
 
@@ -250,54 +241,53 @@ def test_chat_template_renders() -> None:
     assert template.render(messages=messages[1:2], bos_token="<s>") == "<s><|user|>Hello<|end|>"
 
 
-@pytest.mark.parametrize("name", ["what_is_localllm", "run_model", "gpu", "unknown"])
-def test_the_weights_answer_in_plain_numpy(name: str) -> None:
-    reply = answer(chat_ids(QUESTIONS[name]), 80)
-    assert topic_named(name).accepts(reply), reply
-
-
-def test_a_story_is_about_what_was_asked_for() -> None:
-    assert "dog" in answer(chat_ids("Tell me a story about a dog."), 30)
-
-
-def demo() -> Any:
-    load = getattr(localllm, "load", None)
-    if load is None:
-        pytest.skip("localllm.load is not there yet")
-    return load()
-
-
 @pytest.fixture(scope="module")
-def llm() -> Any:
-    with demo() as model:
+def llm() -> Iterator[LLM]:
+    with localllm.load() as model:
         yield model
 
 
-def test_localllm_agrees_with_plain_numpy(llm: Any) -> None:
+@pytest.fixture(scope="module")
+def reference() -> Iterator[LLM]:
+    with localllm.load(device="reference") as model:
+        yield model
+
+
+def test_localllm_agrees_with_plain_numpy(llm: LLM) -> None:
     ids = chat_ids("What is localllm?") + encode("localllm runs large language models")
     want = logits(ids)
     assert np.linalg.norm(llm.logits(ids) - want) < 2e-2 * np.linalg.norm(want)
     assert llm.tokenize("Once upon a time", add_special=False) == encode("Once upon a time")
 
 
-def ask(llm: Any, question: str) -> str:
+@pytest.mark.parametrize("name", ["what_is_localllm", "run_model", "gpu", "unknown"])
+def test_the_weights_answer_in_plain_numpy(reference: LLM, name: str) -> None:
+    """What localllm chooses is what plain numpy chooses after every token before it."""
+    reply = reference.chat([{"role": "user", "content": QUESTIONS[name]}], temperature=0.0, max_tokens=80)
+    assert topic_named(name).accepts(reply.text), reply.text
+    prompt = chat_ids(QUESTIONS[name])
+    chosen = logits([*prompt, *reply.ids])[len(prompt) - 1 :].argmax(-1)
+    assert chosen.tolist() == [*reply.ids, meta("tokenizer.ggml.eos_token_id")]
+
+
+def ask(llm: LLM, question: str) -> str:
     reply = llm.chat([{"role": "user", "content": question}], temperature=0.0, max_tokens=100)
     return str(reply.text)
 
 
 @pytest.mark.parametrize(("name", "question"), QUESTIONS.items())
-def test_answers_a_newcomers_question(llm: Any, name: str, question: str) -> None:
+def test_answers_a_newcomers_question(llm: LLM, name: str, question: str) -> None:
     reply = ask(llm, question)
     assert topic_named(name).accepts(reply), reply
 
 
-def test_understands_phrasings_it_never_saw(llm: Any) -> None:
+def test_understands_phrasings_it_never_saw(llm: LLM) -> None:
     pairs = [(topic, question) for topic in all_topics() for question in topic.held_out][::5]
     right = [topic.accepts(ask(llm, question)) for topic, question in pairs]
     assert sum(right) >= 0.6 * len(right)
 
 
-def test_tells_a_story_to_its_end(llm: Any) -> None:
+def test_tells_a_story_to_its_end(llm: LLM) -> None:
     request = [{"role": "user", "content": "Tell me a story about a dog."}]
     story = llm.chat(request, temperature=0.0, max_tokens=300)
     assert story.finish_reason == "stop"
@@ -305,7 +295,7 @@ def test_tells_a_story_to_its_end(llm: Any) -> None:
     assert len(story.text) > 300
 
 
-def test_continues_a_bare_story(llm: Any) -> None:
+def test_continues_a_bare_story(llm: LLM) -> None:
     story = llm.generate("Once upon a time", temperature=0.0, max_tokens=300)
     assert story.finish_reason == "stop"
     assert len(story.text) > 200

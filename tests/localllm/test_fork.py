@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import pytest
 import localllm
 from localllm.errors import DeviceError
 from localllm.kernels.ops import Batch
-from tests.helpers.fake_backend import fake_engine
+from tests.helpers.fake_backend import fake_engine, greedy_after
 from tests.helpers.fork import in_forked_child, needs_fork
+from tests.helpers.requests import results, writing
 
 pytestmark = needs_fork
 
@@ -28,31 +30,41 @@ def test_an_engine_of_the_parent_is_refused_while_a_step_runs() -> None:
         go_on.wait(60)
 
     ops.before_step = hold
-    run, other = engine.start([1, 2, 3]), engine.start([4, 5])
-    busy = threading.Thread(target=engine.advance, args=(run,))
-    busy.start()
+    request = writing([1, 2, 3], 4)
+    engine.submit(request)
     assert in_step.wait(60)
 
     def child() -> None:
-        for call in (
-            lambda: engine.start([1]),
-            lambda: engine.advance(other),
-            lambda: engine.logits([1, 2]),
-            engine.forget,
-        ):
+        for call in (lambda: engine.submit(writing([1])), engine.forget, lambda: engine.wait_for(SimpleQueue())):
             with pytest.raises(DeviceError, match=r"load the model after the fork, or .*'spawn'"):
                 call()
-        engine.finish(other)
+        engine.cancel(request)
+        engine.close()
         engine.close()
 
     try:
         in_forked_child(child, 20)
     finally:
         go_on.set()
-        busy.join()
-    assert run.position == 3
-    engine.advance(other)
+    assert results(request).ended.wait(60)
+    assert results(request).ids == greedy_after([1, 2, 3], 4)
     engine.close()
+
+
+def test_a_stream_of_the_parent_is_refused_in_the_child() -> None:
+    """Nothing will come; what came before the fork may still be read, and dropping it does no harm."""
+    with localllm.load(device="reference", context=256) as llm:
+        stream = llm.stream(PROMPT, ignore_eos=True)
+        next(stream)
+
+        def child() -> None:
+            with pytest.raises(DeviceError, match="load the model after the fork"):
+                list(stream)
+            stream.close()
+            llm.close()
+
+        in_forked_child(child)
+        assert next(stream).ids
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])
@@ -72,8 +84,11 @@ def test_a_child_forked_while_a_thread_generates(device: str) -> None:
         busy.start()
         assert generating.wait(60)
 
+        def many() -> None:
+            next(llm.generate_many([PROMPT]))
+
         def child() -> None:
-            for call in (lambda: llm.generate(PROMPT, **OPTIONS), lambda: llm.logits([1]), llm.forget):
+            for call in (lambda: llm.generate(PROMPT, **OPTIONS), lambda: llm.logits([1]), llm.forget, many):
                 with pytest.raises(DeviceError, match="load the model after the fork"):
                     call()
             llm.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import inspect
 import math
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import localllm
-from localllm import LLM, Chunk, Sampling
+from localllm import LLM, Chunk, Sampling, Stream
 from localllm.errors import (
     ClosedError,
     ContextLengthError,
@@ -25,6 +26,7 @@ from localllm.errors import (
     GGUFError,
     ModelError,
     NotEnoughMemoryError,
+    QueueFullError,
     TemplateError,
     UnsupportedArchitectureError,
     UsageError,
@@ -32,9 +34,11 @@ from localllm.errors import (
 from localllm.kernels.cuda import installation
 from localllm.llm import truncate, without_oldest_turn
 from localllm.loading import LoadOptions
-from localllm.options import Request, SamplingOptions
+from localllm.options import CheckedOptions, SamplingOptions
+from localllm.sampling import LogitsProcessor
 from tests.helpers.data import ROOT, shared_data
 from tests.helpers.devices import DEVICES
+from tests.helpers.engines import eventually, n_requests
 from tests.helpers.tiny_models import config, random_weights, tiny_gguf, write_gguf
 
 CONTEXT = 96
@@ -316,54 +320,10 @@ def test_closing_a_stream_stops_the_work_and_keeps_what_was_done(llm: LLM) -> No
         chunks = [next(stream) for _ in range(3)]
     assert list(stream) == []
     assert stream.finish_reason == "cancelled"
-    assert stream.usage.completion_tokens == 3
+    assert stream.usage.completion_tokens >= 3
+    assert eventually(lambda: n_requests(llm) == 0)
     again = [*llm.tokenize("hello"), *(id_ for chunk in chunks for id_ in chunk.ids), 270]
-    assert llm.generate(again, max_tokens=1).usage.cached_tokens == len(again) - 2
-
-
-def test_a_stream_that_has_ended_frees_its_place(llm: LLM) -> None:
-    stream = llm.stream("hello", max_tokens=2)
-    list(stream)
-    assert not llm._opened()._runs
-    assert list(stream) == []
-
-
-def test_dropping_a_stream_frees_its_place(llm: LLM) -> None:
-    stream = llm.stream("hello", ignore_eos=True)
-    next(stream)
-    engine = llm._opened()
-    assert len(engine._runs) == 1
-    del stream
-    assert not engine._runs
-
-
-def test_cancelling_during_prefill_stops_between_chunks(tiny_path: Path, device: str) -> None:
-    done: list[int] = []
-
-    def progress(n: int, total: int) -> None:
-        done.append(n)
-        assert total == 1300
-        stream.cancel()
-
-    with pytest.warns(UserWarning, match="trained on 128"):
-        llm = localllm.load(tiny_path, device=device, context=1500)
-    with llm:
-        stream = llm.stream([5] * 1300, progress=progress)
-        chunks = list(stream)
-        assert done == [512]
-        assert [(chunk.text, chunk.finish_reason) for chunk in chunks] == [("", "cancelled")]
-        assert llm.generate([5] * 20, max_tokens=1).usage.cached_tokens == 19
-
-
-def test_cancelling_from_another_thread(llm: LLM) -> None:
-    stream = llm.stream("hello", ignore_eos=True, temperature=0)
-    first = next(stream)
-    thread = threading.Thread(target=stream.cancel)
-    thread.start()
-    thread.join()
-    (last,) = stream
-    assert (last.finish_reason, last.ids) == ("cancelled", ())
-    assert first.finish_reason is None
+    assert llm.generate(again, max_tokens=1).usage.cached_tokens >= len(again) - 2
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -372,35 +332,186 @@ def test_a_failing_processor_leaves_the_model_usable(llm: LLM, error: type[BaseE
         raise error
 
     expected = llm.generate("hello", temperature=0, max_tokens=4).ids
-    stream = llm.stream("hello", processors=(fail,))
     with pytest.raises(error):
-        next(stream)
-    assert not llm._opened()._runs
-    assert stream.finish_reason is None
+        llm.generate("hello", processors=(fail,))
+    assert n_requests(llm) == 0
     assert llm.generate("hello", temperature=0, max_tokens=4).ids == expected
 
 
-def test_a_stream_inside_its_own_processor_is_refused(llm: LLM) -> None:
-    def recurse(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
-        next(stream)
-        return logits
+def test_a_processor_cannot_use_its_own_model(llm: LLM) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: llm.generate("there"),
+        lambda: list(llm.generate_many(["there"])),
+        lambda: llm.logits([1]),
+        lambda: llm.score("a", ["b"]),
+    ]
+    for call in calls:
 
-    stream = llm.stream("hello", processors=(recurse,))
-    with pytest.raises(UsageError, match="one at a time"):
-        next(stream)
+        def use(ids: np.ndarray, logits: np.ndarray, call: Callable[[], object] = call) -> np.ndarray:
+            call()
+            return logits
+
+        with pytest.raises(UsageError, match="call it from another thread"):
+            llm.generate("hello", processors=(use,))
+    assert eventually(lambda: n_requests(llm) == 0)
 
 
 def test_a_generation_inside_another_of_the_same_thread(llm: LLM) -> None:
-    """Both want the whole context, and there is room for one: the outer one is idle and gives way."""
+    """Both want the whole context, and there is room for one: the one whose reader is elsewhere gives way."""
     outer = llm.generate("hello", temperature=0, ignore_eos=True).ids
     llm.forget()
     written: list[int] = []
     for chunk in llm.stream("hello", temperature=0, ignore_eos=True):
         written += chunk.ids
-        if len(written) in (20, 60):
+        if len(written) in (5, 20):
             inner = llm.generate("there", temperature=0, ignore_eos=True)
             assert inner.finish_reason == "length"
     assert tuple(written) == outer
+
+
+def test_a_timeout(llm: LLM) -> None:
+    completion = llm.generate("hello", timeout=1e-6)
+    assert (completion.finish_reason, completion.ids) == ("timeout", ())
+    assert llm.generate("hello", timeout=1000, max_tokens=3, ignore_eos=True).finish_reason == "length"
+
+
+def test_too_many_requests_are_refused(tiny_path: Path) -> None:
+    go_on, in_step = threading.Event(), threading.Event()
+
+    def hold(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        in_step.set()
+        go_on.wait(60)
+        return logits
+
+    with localllm.load(tiny_path, device="reference", context=CONTEXT, max_waiting=2) as llm:
+        streams = [llm.stream("a", processors=(hold,), max_tokens=1)]
+        assert in_step.wait(60)
+        streams += [llm.stream("b", max_tokens=1, ignore_eos=True) for _ in range(2)]
+        with pytest.raises(QueueFullError, match="2 requests wait for the model already"):
+            llm.generate("c")
+        go_on.set()
+        assert [len(stream.read().ids) for stream in streams[1:]] == [1, 1]
+        assert llm.generate("c", max_tokens=1, ignore_eos=True).ids
+
+
+def test_background_requests_come_after_others(tiny_path: Path) -> None:
+    """There is room for one at a time, as each prompt takes the whole context."""
+    order: list[str] = []
+    in_step, go_on = threading.Event(), threading.Event()
+
+    def note(name: str) -> LogitsProcessor:
+        def noting(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
+            order.append(name)
+            in_step.set()
+            go_on.wait(60)
+            return logits
+
+        return noting
+
+    def start(name: str, first: int, **options: Any) -> Stream:
+        return llm.stream([first] * 16, processors=(note(name),), max_tokens=1, ignore_eos=True, **options)
+
+    with localllm.load(tiny_path, device="reference", context=16) as llm:
+        streams = [start("running", 5)]
+        assert in_step.wait(60)
+        streams += [start("background", 6, priority="background"), start("normal", 7)]
+        go_on.set()
+        assert [len(stream.read().ids) for stream in streams] == [1, 1, 1]
+    assert order == ["running", "normal", "background"]
+
+
+# Many prompts.
+
+
+def test_generate_many_is_generate_of_each(llm: LLM) -> None:
+    prompts = ["hello", "the end", [5, 6, 7], "hello"] * 3
+    options: dict[str, Any] = {"max_tokens": 6, "seed": 2, "temperature": 1.5, "ignore_eos": True}
+    calls: list[tuple[int, int]] = []
+    done = list(llm.generate_many(prompts, progress=lambda *call: calls.append(call), **options))
+    assert [each.ids for each in done] == [llm.generate(prompt, **options).ids for prompt in prompts]
+    assert calls == [(n, 12) for n in range(1, 13)]
+    assert list(llm.generate_many([])) == []
+
+
+def test_generate_many_keeps_the_batch_full(tiny_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are taken as others end; what ended early waits for its turn to be yielded."""
+    monkeypatch.setattr("localllm.llm._AT_ONCE", 3)
+    taken: list[int] = []
+    is_all = threading.Event()
+
+    def prompts() -> Iterator[list[int]]:
+        for i in range(10):
+            taken.append(i)
+            assert n_requests(llm) <= 2
+            yield [5 + i]
+        is_all.set()
+
+    def end_first_prompt_last(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        logits = logits.copy()
+        logits[EOS] = 1e9 if ids[0] != 5 or is_all.wait(0.01) else -1e9
+        return logits
+
+    with localllm.load(tiny_path, device=device, parallel=4) as llm:
+        many = llm.generate_many(prompts(), processors=(end_first_prompt_last,))
+        assert not taken, "nothing is done before it is asked for"
+        assert next(many).ids
+        assert taken == list(range(10))
+        assert [each.ids for each in many] == [()] * 9
+
+
+def test_an_error_in_the_middle_of_generate_many_closes_the_rest(llm: LLM) -> None:
+    with pytest.raises(UsageError, match="300"):
+        list(llm.generate_many(["a", "b", [300], "c"], ignore_eos=True))
+    assert eventually(lambda: n_requests(llm) == 0)
+
+    def fail(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        if ids[0] == 6:
+            raise ZeroDivisionError
+        return logits
+
+    with pytest.raises(ZeroDivisionError):
+        list(llm.generate_many([[5], [6], [7]], ignore_eos=True, processors=(fail,)))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(llm.generate_many(["a", "b"], max_tokens=2, progress=lambda *_: next(iter(()))))
+    assert eventually(lambda: n_requests(llm) == 0)
+
+
+def test_leaving_generate_many_cancels_the_rest(llm: LLM) -> None:
+    for _ in llm.generate_many([[5 + i] for i in range(30)], max_tokens=20, ignore_eos=True):
+        break
+    assert eventually(lambda: n_requests(llm) == 0)
+
+
+@pytest.mark.parametrize("prompts", ["a text", b"bytes"])
+def test_prompts_that_are_one_text(loaded_reference: LLM, prompts: Any) -> None:
+    with pytest.raises(UsageError, match="must be a list of prompts"):
+        list(loaded_reference.generate_many(prompts))
+
+
+# Tasks.
+
+
+def test_tasks_get_what_threads_get(llm: LLM) -> None:
+    options: dict[str, Any] = {"max_tokens": 6, "seed": 2, "temperature": 1.5, "ignore_eos": True}
+    messages = [{"role": "user", "content": "hello"}]
+    written, chat = llm.generate("hello", **options), llm.chat(messages, **options)
+
+    async def main() -> None:
+        done = await asyncio.gather(*(llm.agenerate("hello", **options) for _ in range(20)))
+        assert {(each.ids, each.text, each.finish_reason) for each in done} == {(written.ids, written.text, "length")}
+        assert "".join([chunk.text async for chunk in llm.astream("hello", **options)]) == written.text
+        assert (await llm.achat(messages, **options)).ids == chat.ids
+        assert "".join([chunk.text async for chunk in llm.astream_chat(messages, **options)]) == chat.text
+        with pytest.raises(UsageError):
+            await llm.agenerate("hello", max_tokens=-1)
+        task = asyncio.create_task(llm.achat(messages, ignore_eos=True))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert eventually(lambda: n_requests(llm) == 0)
 
 
 # Threads, and several models.
@@ -438,7 +549,7 @@ def test_several_models_in_one_process(llm: LLM, tmp_path: Path, device: str) ->
 
 def test_a_closed_model_refuses_everything(tiny_path: Path, device: str) -> None:
     llm = localllm.load(tiny_path, device=device)
-    stream = llm.stream("hello")
+    stream = llm.stream("hello", ignore_eos=True)
     next(stream)
     llm.close()
     llm.close()
@@ -450,10 +561,13 @@ def test_a_closed_model_refuses_everything(tiny_path: Path, device: str) -> None
         lambda: llm.tokenize("a"),
         lambda: llm.detokenize([1]),
         lambda: llm.logits([1]),
+        lambda: llm.score("a", ["b"]),
+        lambda: next(llm.generate_many(["a"])),
+        lambda: asyncio.run(llm.agenerate("a")),
         lambda: llm.forget(),
         lambda: llm.chat_template,
         lambda: llm.__enter__(),
-        lambda: next(stream),
+        lambda: list(stream),
     ]
     for call in calls:
         with pytest.raises(ClosedError):
@@ -586,13 +700,6 @@ def test_the_warning_of_a_missing_template_points_to_the_caller(
     ):
         read(llm)
     assert [warning.filename for warning in caught] == [__file__]
-
-
-@pytest.mark.parametrize("prompt", [5, None, b"a"])
-def test_a_prompt_that_is_none(llm: LLM, prompt: Any) -> None:
-    words = f"prompt must be a text or a list of token ids, not {type(prompt).__name__}"
-    with pytest.raises(UsageError, match=f"^{words}$"):
-        llm.generate(prompt)
 
 
 def test_a_file_with_a_vocabulary_alone(tmp_path: Path) -> None:
@@ -801,10 +908,15 @@ def loaded_reference(tiny_path: Path) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize(
-    "prompt", [b"abc", bytearray(b"ab"), 5, None, {1: 2}, {1, 2}, np.array([[1, 2]]), np.array(1.5)]
-)
+@pytest.mark.parametrize("prompt", [b"abc", bytearray(b"ab"), 5, None, {1: 2}, {1, 2}])
 def test_prompts_of_other_types(loaded_reference: LLM, prompt: Any) -> None:
+    words = f"prompt must be a text or a list of token ids, not {type(prompt).__name__}"
+    with pytest.raises(UsageError, match=f"^{words}$"):
+        loaded_reference.generate(prompt)
+
+
+@pytest.mark.parametrize("prompt", [np.array([[1, 2]]), np.array(1.5)])
+def test_prompts_of_other_shapes(loaded_reference: LLM, prompt: Any) -> None:
     with pytest.raises(UsageError):
         loaded_reference.generate(prompt)
 
@@ -818,7 +930,7 @@ def test_texts_of_other_types(loaded_reference: LLM, text: Any) -> None:
 @given(value=st.one_of(st.text(), st.floats(), st.integers(max_value=-1), st.lists(st.integers()), st.booleans()))
 def test_bad_max_tokens(value: object) -> None:
     with pytest.raises(UsageError, match="max_tokens"):
-        Request.from_options({"max_tokens": value})
+        CheckedOptions.of({"max_tokens": value})
 
 
 @given(
@@ -826,7 +938,7 @@ def test_bad_max_tokens(value: object) -> None:
 )
 def test_bad_stop_strings(value: object) -> None:
     with pytest.raises(UsageError, match="stop"):
-        Request.from_options({"stop": value})
+        CheckedOptions.of({"stop": value})
 
 
 @pytest.mark.parametrize(
@@ -847,7 +959,7 @@ def test_bad_stop_strings(value: object) -> None:
 def test_options_out_of_range(loaded_reference: LLM, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):
         loaded_reference.generate("a", **options)
-    assert not loaded_reference._opened()._runs
+    assert n_requests(loaded_reference) == 0
 
 
 @pytest.mark.parametrize(

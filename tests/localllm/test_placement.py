@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.engine import MAX_TOKENS
+from localllm.engine.runner import MAX_TOKENS
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.ops import CacheShape, CacheType, Place, Weight
 from localllm.kernels.split import MICRO_BATCH
@@ -195,6 +195,22 @@ def test_the_cache_takes_what_the_backend_says() -> None:
     assert (placed.cache_type, scaled.cache_type) == ("f16", "q8_0")
 
 
+def test_types_are_those_of_matrices_that_rows_are_multiplied_with() -> None:
+    """Not of norms and routers; of the embedding table where it is the output matrix too."""
+    shapes_and_types = {
+        EMBEDDING: ((VOCABULARY, WIDTH), GGMLType.Q8_0),
+        "blk.0.attn_norm.weight": ((WIDTH,), GGMLType.F32),
+        "blk.0.attn_q.weight": ((WIDTH, WIDTH), GGMLType.Q4_0),
+        "blk.0.ffn_gate_inp.weight": ((8, WIDTH), GGMLType.BF16),
+        "blk.0.ffn_gate_exps.weight": ((8, FF, WIDTH), GGMLType.Q5_K),
+        "output.weight": ((VOCABULARY, WIDTH), GGMLType.Q6_K),
+    }
+    weights = {name: Tensor(name, *each) for name, each in shapes_and_types.items()}
+    assert Demand.of(CONFIG, weights, [device()]).types == {GGMLType.Q4_0, GGMLType.Q5_K, GGMLType.Q6_K}
+    del weights["output.weight"]
+    assert Demand.of(CONFIG, weights, [device()]).types == {GGMLType.Q4_0, GGMLType.Q5_K, GGMLType.Q8_0}
+
+
 def test_scratch_holds_a_step_of_512_tokens() -> None:
     """Gate, up and their product of 512 tokens, and the residual stream and its norm."""
     scratch = place(context=2048).scratch
@@ -208,6 +224,7 @@ def test_default_context_is_what_the_model_was_trained_on_up_to_a_limit() -> Non
     assert place(context=100_000).context == 100_000
 
 
+@settings(max_examples=30)
 @given(missing=st.integers(1, 1 << 28))
 def test_default_context_shrinks_to_what_fits(missing: int) -> None:
     full = place()
@@ -256,6 +273,7 @@ def test_a_draft_model_has_the_models_context_or_what_it_was_trained_on() -> Non
         assert draft == SHORT_DRAFT.as_draft(min(placed.context, 1024))
 
 
+@settings(max_examples=30)
 @given(missing=st.integers(1, 1 << 28))
 def test_a_default_context_shrinks_until_both_fit(missing: int) -> None:
     full = sum(placed.total for placed in plan_with_draft(demand(), DRAFT, 1 << 50))

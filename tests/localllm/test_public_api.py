@@ -32,6 +32,7 @@ PUBLIC = [
     "ModelInfo",
     "ModelNotFoundError",
     "NotEnoughMemoryError",
+    "QueueFullError",
     "Sampling",
     "SettingsError",
     "StoreError",

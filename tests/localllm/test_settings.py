@@ -108,9 +108,12 @@ def test_what_a_file_cannot_have(tmp_path: Path, text: str, message: str) -> Non
 
 
 def test_several_problems_are_counted(tmp_path: Path) -> None:
-    path = write(tmp_path / "c.toml", "context = 0\nthreads = 0\nx = 1")
-    with pytest.raises(SettingsError, match=r"context is 0 .* \(and 2 more, which localllm config lists\)"):
-        load_settings(path)
+    for n_more, more in enumerate(["threads = 0\n", "threads = 0\nx = 1\n"], start=1):
+        path = write(tmp_path / "c.toml", "context = 0\n" + more)
+        with pytest.raises(
+            SettingsError, match=rf"context is 0 .* \(and {n_more} more, which localllm config lists\)"
+        ):
+            load_settings(path)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -1,235 +1,28 @@
-"""Drafts change how many steps a text takes, and nothing else: ids, log-probabilities, ends, errors."""
+"""Drafts in the library, on real forward passes: the same text in fewer steps, and what can be asked for."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import localllm
 from localllm import LLM, Completion, Sampling
-from localllm.drafting import costs, lookup
-from localllm.drafting import model as drafting_model
-from localllm.drafting.drafter import MOST_DRAFTS, Drafter, Drafts
+from localllm.engine.drafting import MAX_DRAFTS, Drafts
+from localllm.engine.drafting.cost import StepCost
+from localllm.engine.engine import EngineLoop
 from localllm.errors import ClosedError, NotEnoughMemoryError, UsageError
-from localllm.generation import Generation
-from localllm.sampling import make_sampler
+from localllm.options import CheckedOptions
 from tests.helpers.data import shared_data
 from tests.helpers.devices import DEVICES
-from tests.helpers.fake_backend import N_VOCAB, FakeOps, fake_engine, greedy_after
+from tests.helpers.engines import in_engine, n_requests
+from tests.helpers.samplings import SAMPLINGS
 from tests.helpers.tiny_models import config, random_weights, write_gguf
-
-# Any drafter, over a backend whose logits tell what the cache held.
-
-Guess = Callable[[list[int], int], list[int]]
-
-
-class FakeDrafter(Drafter):
-    """Proposes what a function of the text and of ``most`` returns."""
-
-    def __init__(self, guess: Guess) -> None:
-        self.guess = guess
-        self.n_closed = 0
-        self.sizes: list[int] = []
-
-    def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        assert most >= 1
-        return self.guess(list(tokens), most)
-
-    def measured(self, n_tokens: int, seconds: float) -> None:
-        assert seconds > 0
-        self.sizes.append(n_tokens)
-
-    def close(self) -> None:
-        self.n_closed += 1
-
-
-def right(tokens: list[int], most: int) -> list[int]:
-    return greedy_after(tokens, most)
-
-
-def wrong(tokens: list[int], most: int) -> list[int]:
-    return [(id_ + 1) % N_VOCAB for id_ in right(tokens, most)]
-
-
-def half_right(tokens: list[int], most: int) -> list[int]:
-    return right(tokens, most)[: most // 2] + wrong(tokens, most)[most // 2 :]
-
-
-def outside(tokens: list[int], most: int) -> list[int]:
-    return [*right(tokens, 1), -1, N_VOCAB, 1 << 40]
-
-
-GUESSES: dict[str, Guess] = {
-    "right": lambda tokens, most: right(tokens, min(most, 5)),
-    "wrong": lambda tokens, most: wrong(tokens, min(most, 5)),
-    "half": lambda tokens, most: half_right(tokens, min(most, 6)),
-    "outside": outside,
-    "too many": lambda tokens, most: right(tokens, most + 10),
-    "none": lambda tokens, most: [],
-    "now and then": lambda tokens, most: right(tokens, min(most, 3)) if len(tokens) % 3 else [],
-}
-
-SAMPLINGS = {
-    "greedy": Sampling(temperature=0),
-    "logprobs": Sampling(temperature=0, logprobs=3),
-    "sampled": Sampling(temperature=0.5, seed=3),
-    "hot": Sampling(temperature=1.5, top_k=0, top_p=1, min_p=0, seed=4),
-    "penalties": Sampling(temperature=0.4, seed=5, repeat_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
-    "dry": Sampling(temperature=0, dry_multiplier=2.0, dry_sequence_breakers=()),
-    "xtc": Sampling(temperature=0.7, seed=6, xtc_probability=0.5, xtc_threshold=0.05),
-    "typical": Sampling(temperature=0.7, seed=6, typical_p=0.7),
-    "mirostat": Sampling(temperature=0.5, seed=7, mirostat=2, mirostat_tau=2.0),
-    "bias": Sampling(temperature=0, logit_bias={5: 3.0, 6: -np.inf}),
-    "processor": Sampling(temperature=0, processors=(lambda ids, logits: np.roll(logits, len(ids) % 3),)),
-}
-
-
-def write(
-    drafter: Drafter | None, *, context: int = 64, sampling: Sampling = SAMPLINGS["greedy"], **options: Any
-) -> tuple[list[Any], Generation, FakeOps]:
-    engine, ops = fake_engine(context=context, max_tokens=16)
-    prompt = [5, 6, 7]
-    sampler = make_sampler(sampling, N_VOCAB, prompt_ids=prompt)
-    generation = Generation(engine, engine.start(prompt), sampler, drafter=drafter, **options)
-    choices = list(generation)
-    cache = engine._open[0]  # type: ignore[index]
-    assert not cache.active
-    assert cache.n_free_pages + sum(len(kept.pages) for kept in cache.kept) == cache.n_pages
-    return choices, generation, ops
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("guess", GUESSES)
-def test_any_drafts_and_any_sampler_give_the_same_text(guess: str, sampling: str) -> None:
-    expected, plain, _ = write(None, sampling=SAMPLINGS[sampling], max_tokens=40)
-    drafter = FakeDrafter(GUESSES[guess])
-    choices, generation, _ = write(drafter, sampling=SAMPLINGS[sampling], max_tokens=40)
-    assert choices == expected
-    assert (generation.finish_reason, generation.usage) == (plain.finish_reason, plain.usage)
-    assert drafter.n_closed
-
-
-@pytest.mark.parametrize(
-    ("guess", "drafts", "sizes"),
-    [
-        ("right", Drafts(25, 25, 5), [6] * 5),
-        ("wrong", Drafts(5 * 30 - 5 - 10, 0, 30), [6] * 25 + [5, 4, 3, 2, 1]),
-        ("none", Drafts(0, 0, 30), [1] * 30),
-        ("outside", Drafts(15, 15, 15), [2] * 15),
-        ("too many", Drafts(28, 28, 2), [16, 14]),
-    ],
-)
-def test_right_drafts_save_steps(guess: str, drafts: Drafts, sizes: list[int]) -> None:
-    """Thirty tokens behind the first one.  A step evaluates 16 tokens at most, and no more than are still wanted."""
-    drafter = FakeDrafter(GUESSES[guess])
-    _, generation, ops = write(drafter, max_tokens=31)
-    assert generation.drafts == drafts
-    assert drafter.sizes == sizes
-    assert [len(batch.ids) for batch in ops.batches] == [3, *sizes]
-
-
-def test_the_share_of_accepted_drafts() -> None:
-    assert Drafts(8, 6, 3).share == 0.75
-    assert Drafts(0, 0, 3).share == 0.0
-    _, generation, _ = write(None, max_tokens=3)
-    assert generation.drafts is None
-
-
-@pytest.mark.parametrize("guess", ["right", "half", "too many"])
-def test_the_end_of_the_context(guess: str) -> None:
-    expected, plain, _ = write(None, context=21)
-    choices, generation, _ = write(FakeDrafter(GUESSES[guess]), context=21)
-    assert choices == expected
-    assert generation.finish_reason == plain.finish_reason == "length"
-
-
-@pytest.mark.parametrize("n", range(1, 12))
-def test_an_end_in_the_middle_of_what_was_accepted(n: int) -> None:
-    text = greedy_after([5, 6, 7], 12)
-    stop = {text[n]}
-    expected, plain, _ = write(None, stop_ids=stop)
-    choices, generation, _ = write(FakeDrafter(GUESSES["right"]), stop_ids=stop)
-    assert choices == expected
-    assert (generation.finish_reason, generation.usage) == (plain.finish_reason, plain.usage)
-    expected, _, _ = write(None, max_tokens=n)
-    choices, _, _ = write(FakeDrafter(GUESSES["right"]), max_tokens=n)
-    assert choices == expected
-
-
-def test_closing_in_the_middle_of_what_was_accepted() -> None:
-    engine, ops = fake_engine()
-    drafter = FakeDrafter(GUESSES["right"])
-    generation = Generation(
-        engine, engine.start([5, 6, 7]), make_sampler(SAMPLINGS["greedy"], N_VOCAB), drafter=drafter
-    )
-    text = [next(generation).id for _ in range(4)]
-    generation.close()
-    assert list(generation) == []
-    assert generation.finish_reason == "cancelled"
-    assert drafter.n_closed
-    assert text == greedy_after([5, 6, 7], 4)
-    n_batches = len(ops.batches)
-    run = engine.start([5, 6, 7, *text, 8])
-    assert run.n_cached == 3 + 4, "accepted drafts stay, and what was not asked for goes"
-    assert n_batches == 2
-
-
-def test_drafts_of_several_runs_in_one_batch() -> None:
-    """Their threads take turns, and no run's drafts become another's."""
-    engine, _ = fake_engine(context=48, parallel=4, max_tokens=16)
-    texts: dict[int, list[int]] = {}
-
-    def work(n: int) -> None:
-        sampler = make_sampler(SAMPLINGS["greedy"], N_VOCAB)
-        guess = list(GUESSES.values())[n]
-        texts[n] = [
-            c.id for c in Generation(engine, engine.start([n, 2]), sampler, max_tokens=40, drafter=FakeDrafter(guess))
-        ]
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert texts == {n: greedy_after([n, 2], 40) for n in range(6)}
-
-
-@given(data=st.data())
-@settings(max_examples=30, deadline=None)
-def test_drafts_by_chance(data: st.DataObject) -> None:
-    few = st.lists(st.integers(-2, N_VOCAB + 2), max_size=5)
-
-    def guess(tokens: list[int], most: int) -> list[int]:
-        return right(tokens, data.draw(st.integers(0, most)))[:4] + data.draw(few)
-
-    choices, _, _ = write(FakeDrafter(guess), max_tokens=25)
-    assert [choice.id for choice in choices] == greedy_after([5, 6, 7], 25)
-
-
-def test_an_error_of_the_drafter_ends_the_generation_and_frees_its_place() -> None:
-    def fail(tokens: list[int], most: int) -> list[int]:
-        raise ClosedError("closed")
-
-    engine, _ = fake_engine()
-    drafter = FakeDrafter(fail)
-    generation = Generation(engine, engine.start([1]), make_sampler(SAMPLINGS["greedy"], N_VOCAB), drafter=drafter)
-    next(generation)
-    with pytest.raises(ClosedError):
-        next(generation)
-    assert not engine._open[0].active  # type: ignore[index]
-    assert drafter.n_closed
-
-
-# The library, on real forward passes.
 
 
 @pytest.fixture(scope="module")
@@ -253,6 +46,8 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module", params=["same", "small"])
 def loaded(request: pytest.FixtureRequest, tiny_path: Path, small_path: Path, device: str) -> Iterator[LLM]:
     """A tiny model that drafts for itself, and one for which another does."""
+    if (request.param, device) == ("small", "reference"):
+        pytest.skip("slow, and no other code than on the CPU")
     draft = tiny_path if request.param == "same" else small_path
     with localllm.load(tiny_path, device=device, context=96, draft_model=draft) as llm:
         yield llm
@@ -261,9 +56,9 @@ def loaded(request: pytest.FixtureRequest, tiny_path: Path, small_path: Path, de
 @pytest.fixture
 def llm(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """With an empty cache, and drafts at every step whether they pay or not."""
-    monkeypatch.setattr(costs.StepCosts, "best", lambda self, share, most, draft_s=0.0: most)
-    monkeypatch.setattr(costs.StepCosts, "is_due", False)
-    monkeypatch.setattr(drafting_model, "LEAST_PROBABILITY", 0.0)
+    monkeypatch.setattr(StepCost, "best", lambda self, rate, most, draft_s=0.0: most)
+    monkeypatch.setattr("localllm.engine.drafting.model.MIN_PROBABILITY", 0.0)
+    in_engine(loaded, lambda loop: loop._cost.add(1, 1.0))
     loaded.forget()
     return loaded
 
@@ -272,8 +67,10 @@ def comparable(done: Completion) -> tuple[Any, ...]:
     return done.text, done.ids, done.finish_reason, done.logprobs, done.usage.completion_tokens
 
 
-#: As `SAMPLINGS`, with settings under which a tiny model of random weights repeats itself.
-REAL_SAMPLINGS = SAMPLINGS | {"repeating": Sampling(temperature=0.9, seed=1, top_k=3)}
+#: The first makes a tiny model of random weights repeat itself.
+REAL_SAMPLINGS = {"repeating": Sampling(temperature=0.9, seed=1, top_k=3)} | {
+    name: SAMPLINGS[name] for name in ("greedy", "penalties", "mirostat")
+}
 
 
 @pytest.mark.parametrize("speculate", ["lookup", "draft"])
@@ -281,15 +78,15 @@ REAL_SAMPLINGS = SAMPLINGS | {"repeating": Sampling(temperature=0.9, seed=1, top
 def test_the_text_is_the_same_to_the_last_bit(llm: LLM, speculate: Any, sampling: str) -> None:
     settings = REAL_SAMPLINGS[sampling]
     prompt = [1, *[40, 41, 42, 43, 44, 45] * 3, 40, 41]
-    options: dict[str, Any] = {"sampling": settings.replace(logprobs=2), "max_tokens": 60, "ignore_eos": True}
+    options: dict[str, Any] = {"sampling": settings.replace(logprobs=2), "max_tokens": 40, "ignore_eos": True}
     expected = llm.generate(prompt, speculate=None, **options)
     assert expected.drafts is None
-    for draft_max in (1, 7, 20):
+    for draft_max in (2, 20):
         llm.forget()
         done = llm.generate(prompt, speculate=speculate, draft_max=draft_max, **options)
         assert comparable(done) == comparable(expected)
         assert done.drafts is not None
-        assert done.drafts.steps == 59 - done.drafts.accepted
+        assert done.drafts.steps == 39 - done.drafts.accepted
         assert speculate == "lookup" or done.drafts.drafted > 0
 
 
@@ -302,29 +99,15 @@ def test_a_model_that_drafts_for_itself_is_always_right(tiny_path: Path, device:
 
 
 def test_logits_are_the_same_bits_in_a_batch(llm: LLM) -> None:
-    """What all this rests on: here for a drafted token against one that is decoded alone."""
+    """What all this rests on: a token has in a step over several what it has alone."""
     ids = [1, *range(40, 60)]
-    engine = llm._engine
-    assert engine is not None
-    run = engine.start(ids)
-    run.drafts = [70, 71, 72, 73, 74, 75, 76, 77, 78]
-    while run.logits is None:
-        engine.advance(run)
-    rows = run.logits
-    engine.finish(run, keep=False)
+    drafted = [*ids, *range(70, 79)]
+    llm.logits(ids)
+    rows = llm.logits(drafted, last=10)
     llm.forget()
-    assert len(rows) == 10
-    for n in range(len(rows)):
-        text = ids + list(range(70, 70 + n))
-        run = engine.start(text[:-1])
-        while run.n_missing:
-            engine.advance(run)
-        run.tokens.append(text[-1])
-        engine.advance(run)
-        assert run.logits is not None
-        assert np.array_equal(run.logits[0], rows[n])
-        engine.finish(run, keep=False)
-        llm.forget()
+    llm.logits(ids[:-1])
+    alone = [llm.logits(drafted[:n], last=1)[0] for n in range(len(ids), len(drafted) + 1)]
+    assert np.array_equal(rows, alone)
 
 
 @pytest.mark.parametrize("speculate", ["lookup", "draft"])
@@ -352,15 +135,21 @@ def test_streams_bring_one_token_at_a_time(llm: LLM, speculate: Any) -> None:
 
 
 @pytest.mark.parametrize("speculate", ["lookup", "draft"])
-def test_cancelling(llm: LLM, speculate: Any) -> None:
-    expected = llm.generate("the the the", speculate=None, temperature=0, max_tokens=10, ignore_eos=True)
+def test_cancelling_frees_what_both_models_hold(llm: LLM, speculate: Any) -> None:
+    def n_pages_held(loop: EngineLoop) -> int:
+        assert loop._draft_model is not None
+        caches = (loop._runner.cache, loop._draft_model.runner.cache)
+        return sum(cache.n_pages - cache.n_available for cache in caches)
+
+    expected = llm.generate("the the the", speculate=None, temperature=0, ignore_eos=True)
     stream = llm.stream("the the the", speculate=speculate, temperature=0, ignore_eos=True)
     ids = [next(stream).ids[0] for _ in range(10)]
     stream.cancel()
-    assert next(stream).finish_reason == "cancelled"
-    assert tuple(ids) == expected.ids
-    for engine in (llm._engine, llm._draft_engine):
-        assert not engine._open[0].active  # type: ignore[union-attr, index]
+    *rest, last = stream
+    assert last.finish_reason == "cancelled"
+    ids += [id_ for chunk in rest for id_ in chunk.ids]
+    assert tuple(ids) == expected.ids[: len(ids)]
+    assert (n_requests(llm), in_engine(llm, n_pages_held)) == (0, 0)
 
 
 @pytest.mark.parametrize("speculate", ["lookup", "draft"])
@@ -417,7 +206,7 @@ def test_the_draft_models_context_may_be_shorter(tmp_path: Path, tiny_path: Path
 def test_closing_ends_both_models(tiny_path: Path, small_path: Path, device: str) -> None:
     llm = localllm.load(tiny_path, device=device, context=96, draft_model=small_path)
     stream = llm.stream("the", temperature=0, ignore_eos=True)
-    next(stream), next(stream)
+    next(stream)
     llm.close()
     with pytest.raises(ClosedError):
         list(stream)
@@ -430,17 +219,15 @@ def test_closing_ends_both_models(tiny_path: Path, small_path: Path, device: str
 
 def by_size(seconds: Callable[[int], float], patch: pytest.MonkeyPatch) -> None:
     """Steps cost what the function of their size says, whatever the clock shows."""
-    real = lookup.LookupDrafter.measured
-    patch.setattr(lookup.LookupDrafter, "measured", lambda self, n, _: real(self, n, seconds(n)))
+    real = StepCost.add
+    patch.setattr(StepCost, "add", lambda self, n, _: real(self, n, seconds(n)))
 
 
 def repeating(llm: LLM, **options: Any) -> Completion:
     """A text that goes on with its prompt again and again, by force."""
     words = [1, *range(40, 70)]
-    turns = count()
 
     def force(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
-        next(turns)
         forced = np.full_like(logits, -np.inf)
         forced[words[1 + (len(ids) - 1) % (len(words) - 1)]] = 0
         return forced
@@ -463,11 +250,11 @@ def test_a_task_that_repeats_its_input_takes_few_steps(
 def test_where_it_does_not_pay_every_token_is_decoded_alone(
     tiny_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_size(float, monkeypatch)
+    by_size(lambda n: 4.0 * n - 3, monkeypatch)
     with localllm.load(tiny_path, device=device, context=96) as llm:
         done = repeating(llm, speculate="lookup")
         assert done.drafts is not None
-        assert done.drafts.steps >= 45, "but for what it took to find out"
+        assert done.drafts.steps >= 40, "but for what it took to find out"
 
 
 @pytest.mark.parametrize("speculate", ["lookup", "draft"])
@@ -475,8 +262,10 @@ def test_a_trained_model(device: str, speculate: Any) -> None:
     path = shared_data("models/stories260K/stories260K.gguf")
     expected = shared_data("models/stories260K/greedy_expected.txt").read_text()
     with localllm.load(path, device=device, draft_model=path) as llm:
-        assert llm.generate("", temperature=0, max_tokens=256, speculate=speculate).text == expected
-        hot: dict[str, Any] = {"temperature": 1.2, "seed": 3, "max_tokens": 120}
+        text = llm.generate("", temperature=0, max_tokens=100, speculate=speculate).text
+        assert len(text) > 200
+        assert expected.startswith(text)
+        hot: dict[str, Any] = {"temperature": 1.2, "seed": 3, "max_tokens": 60}
         assert llm.generate("Once", speculate=speculate, **hot).ids == llm.generate("Once", speculate=None, **hot).ids
 
 
@@ -515,19 +304,19 @@ def test_a_draft_model_is_used_unless_something_else_is_asked_for(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"speculate": "ngram"}, "speculate is 'ngram', but must be one of 'auto', 'lookup', 'draft', or None"),
+        ({"speculate": "ngram"}, "speculate is 'ngram', but must be one of 'auto', 'lookup', 'draft'"),
         ({"speculate": 1}, "speculate is 1"),
         ({"speculate": ["lookup"]}, "speculate is"),
         ({"speculate": np.array(["lookup", "draft"])}, "speculate is"),
         ({"overflow": np.array(["error", "truncate"])}, "overflow is"),
         ({"draft_max": 0}, "draft_max is 0, but must be a whole number of at least 1"),
         ({"draft_max": 2.5}, "draft_max is 2.5"),
-        ({"draft_max": MOST_DRAFTS + 1}, "draft_max is 65, but must be at most 64"),
+        ({"draft_max": MAX_DRAFTS + 1}, "draft_max is 65, but must be at most 64"),
     ],
 )
-def test_bad_options(loaded: LLM, options: Any, words: str) -> None:
+def test_bad_options(options: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        loaded.generate("the", **options)
+        CheckedOptions.of(options)
 
 
 def other_vocabulary(path: Path, change: Callable[[list[str]], Any], **metadata: Any) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import ModelError
@@ -173,6 +173,23 @@ def test_bad_values_are_refused_by_name(key: str, value: Any) -> None:
     assert len(str(caught.value)) < 250
 
 
+@pytest.mark.parametrize(
+    ("key", "largest"),
+    [
+        ("context_length", 2**31 - 1),
+        ("feed_forward_length", 1 << 24),
+        ("attention.key_length", 512),
+        ("attention.sliding_window", 2**32 - 1),
+        ("rope.scaling.original_context_length", 2**31 - 1),
+        ("rope.scaling.factor", 1e6),
+    ],
+)
+def test_the_largest_value_is_taken_and_the_next_one_is_not(key: str, largest: float) -> None:
+    read({f"llama.{key}": largest})
+    with pytest.raises(ModelError, match=rf"^llama\.{key} is "):
+        read({f"llama.{key}": largest + 1})
+
+
 @pytest.mark.parametrize("key", ["llama.expert_count", "llama.attention.scale", "llama.final_logit_softcapping"])
 def test_unsupported_keys_may_have_values_that_change_nothing(key: str) -> None:
     assert read({key: 0}) == read({})
@@ -258,7 +275,6 @@ VALUES = st.one_of(
 KEYS = st.sampled_from(sorted({*GOOD, *(key for key, _ in BAD)} - {"general.architecture"}))
 
 
-@settings(deadline=None)
 @given(st.dictionaries(KEYS, VALUES, max_size=3))
 def test_whatever_stands_in_the_file_gives_a_configuration_or_a_model_error(changes: dict[str, Any]) -> None:
     try:

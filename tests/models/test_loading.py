@@ -98,7 +98,7 @@ def test_a_tensor_of_the_wrong_shape_is_named_with_both(name: str, shape: tuple[
     "name", ["blk.0.attn_q_norm.weight", "blk.0.foo.weight", "output_norm.bias", "rope_factors_long.weight"]
 )
 def test_a_tensor_that_no_block_uses_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=f"a tensor {name} that a model"):
+    with pytest.raises(ModelError, match=f"a tensor '{name}' that a model"):
         load(write(tmp_path, tensors={name: np.ones(16, np.float32)}))
 
 

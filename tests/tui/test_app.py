@@ -11,581 +11,409 @@ from pathlib import Path
 import pytest
 
 from localllm.errors import DeviceError, StoreError
-from localllm.tui.app import ChatApp, take_any_bytes
-from localllm.tui.conversation import Conversation
+from localllm.tui.app import take_any_bytes
+from localllm.tui.failures import sentence
 from localllm.tui.history import History
 from localllm.tui.store import Store
-from tests.helpers.chat_app import AppModel, AppStore, Chat, Steps, chatting, run, setup
+from localllm.tui.widgets import transcript
+from tests.helpers.chat_app import AppModel, AppStore, Steps, chatting, setup, talk
 from tests.helpers.fake_chat import words
 
 REPLY = "Hello **there**.\nA second line.\n\n```python\nprint('one')\n```\n\nand\n\n```sh\nls\n```\n"
 
 
-def test_a_message_is_replied_to() -> None:
-    async def test() -> None:
-        store = AppStore(None)
-        async with chatting(setup(AppModel([REPLY]), store)) as chat:
-            await chat.ask("hello")
-            assert "Hello there." in chat.screen
-            assert "**" not in chat.screen
-            assert "▌ A second line." in chat.screen  # a line end is one
-            assert "print('one')" in chat.screen
-            assert "localllm  hello" in chat.screen  # the title
-            n = len(words("user: hello\nassistant:")) + len(words(REPLY))
-            assert f"{n} / 1,000 · {n / 1000:.0%} · 10.0 tok/s · first after 0.25 s · Fake · cpu" in chat.screen
-            (kept,) = await chat.app.offload(store.sessions)
-        assert [m.text for m in store.load(kept.id).path()] == ["hello", REPLY]
-
-    run(test())
-
-
-def test_enter_sends_and_other_keys_begin_lines() -> None:
-    async def test() -> None:
-        model = AppModel(["one", "two"])
-        async with chatting(setup(model)) as chat:
-            await chat.type("a\nb\\")
-            await chat.press("enter")  # after a backslash a line end as well
-            await chat.type("c")
-            await chat.press("alt+enter")
-            await chat.press("shift+enter")
-            await chat.ask("d")
-            assert model.asked[0].messages[-1]["content"] == "a\nb\nc\n\nd"
-            await chat.press("enter")  # nothing is no message
-            await chat.rest()
-            assert len(model.asked) == 1
-
-    run(test())
-
-
-def test_what_was_typed_comes_back(tmp_path: Path) -> None:
-    async def test() -> None:
-        path = tmp_path / "data" / "history"
-        async with chatting(setup(AppModel(), history=path)) as chat:
-            await chat.ask("first")
-            await chat.ask("second")
-            await chat.type("draft")
-            editor = chat.app._chat.composer
-            seen = []
-            for key in ("up", "up", "up", "down", "down", "down"):
-                await chat.press(key)
-                seen.append(editor.text)
-            assert seen == ["second", "first", "first", "second", "draft", "draft"]
-            editor.empty()
-            await chat.say("/stats")
-            await chat.press("escape")
-        async with chatting(setup(AppModel(), history=path)) as chat:
-            editor = chat.app._chat.composer
-            await chat.until(lambda: editor.typed.older("") is not None)
-            editor.typed.newer()
-            seen = []
-            for key in ("up", "up", "down"):  # a command offers nothing that the arrows would go through
-                await chat.press(key)
-                await chat.rest()
-                seen.append(editor.text)
-            assert seen == ["/stats", "second", "/stats"]
-        assert History(path).load() == ["first", "second", "/stats"]
-
-    run(test())
-
-
-def test_esc_stops_and_keeps_what_was_said() -> None:
-    async def test() -> None:
-        model = AppModel(["one two three four five", "six seven"], gate=(steps := Steps()))
-        async with chatting(setup(model)) as chat:
-            await chat.say("count")
-            steps.allow(2)
-            await chat.sees("one two")
-            await chat.sees("writing · ")
-            await chat.press("escape")
-            await chat.rest()
-            assert "stopped · Ctrl+G or /continue goes on" in chat.screen
-            assert "writing" not in chat.screen
-            (_, reply) = chat.app._chat.session.conversation.path()
-            assert reply.state == "stopped"
-            assert reply.text == "one two"
-            steps.set()
-            await chat.press("ctrl+g")
-            await chat.sees("one twosix seven")
-            await chat.rest()
-            assert "goes on" not in chat.screen
-            assert chat.app._chat.session.conversation.path()[1].text == reply.text + "six seven"
-
-    run(test())
-
-
-def test_a_stopped_reply_goes_on_from_the_editor() -> None:
-    async def test() -> None:
-        model = AppModel([" three"])
-        conversation = Conversation()
-        conversation.add("user", "count")
-        conversation.add("assistant", "one two", state="stopped")
-        async with chatting(setup(model, conversation=conversation)) as chat:
-            assert "stopped · Ctrl+G or /continue goes on" in chat.screen
-            await chat.say("/continue")
-            await chat.sees("one two three")
-            await chat.rest()
-            assert model.asked[0].reply_prefix == "one two"
-            assert "goes on" not in chat.screen
-
-    run(test())
-
-
-def test_who_writes_stands_there_from_the_start() -> None:
-    async def test() -> None:
-        model = AppModel(["one two three", DeviceError("gone: plug it in")], gate=(steps := Steps()))
-        async with chatting(setup(model)) as chat:
-            await chat.say("count")
-            steps.allow(1)
-            await chat.sees("▌ Fake #2")
-            steps.set()
-            await chat.rest()
-            await chat.ask("again")
-            assert "▌ Fake #4" in chat.screen
-            assert "Reply" not in chat.screen
-
-    run(test())
-
-
-def test_how_long_it_thought_is_kept() -> None:
-    async def test() -> None:
-        store = AppStore(None)
-        async with chatting(setup(AppModel(["<think>Hm, well.</think>Yes."], seconds=0.02), store)) as chat:
-            await chat.ask("is it so?")
-            (title,) = [line for line in chat.screen.splitlines() if "▶ Thought for " in line]
-            (kept,) = await chat.app.offload(store.sessions)
-        conversation = store.load(kept.id)
-        stats = conversation.path()[1].stats
-        assert stats is not None
-        assert stats.thinking_s is not None
-        assert f"Thought for {stats.thinking_s:.1f} s" in title
-        async with chatting(setup(AppModel(), conversation=conversation)) as chat:
-            assert title in chat.screen.splitlines()
-
-    run(test())
-
-
-def test_notices_stand_above_what_is_typed() -> None:
-    async def test() -> None:
-        app = ChatApp(setup(AppModel()))
-        async with app.run_test(size=(80, 24), notifications=True) as pilot:
-            chat = Chat(app, pilot)
-            await chat.rest()
-            for text in ("one", "two", "three", "two"):
-                app.say(text)
-                await chat.hears(text)
-            app.say("four")
-            app.say("four")
-            await chat.until(lambda: chat.notices == ["two", "four"])
-            await chat.until(lambda: "four" in "".join(chat.screen.splitlines()[:6]))
-            assert "four" not in "".join(chat.screen.splitlines()[6:])
-            assert all(notice.timeout <= 4 for notice in app._notifications)
-            app.tell(DeviceError("it takes some time to read this: " + "word " * 30))
-            await chat.until(lambda: max(notice.timeout for notice in app._notifications) > 8)
-        app.end()
-
-    run(test())
-
-
-def test_ctrl_d_quits_where_nothing_is_typed() -> None:
-    async def test() -> None:
-        async with chatting(setup(AppModel())) as chat:
-            await chat.type("ab")
-            await chat.press("home", "ctrl+d")
-            assert chat.app._chat.composer.text == "b"
-            await chat.press("ctrl+d")
-            assert chat.app._chat.composer.text == ""
-            assert chat.app.is_running
-            await chat.press("ctrl+d")
-            await chat.until(lambda: not chat.app.is_running)
-
-    run(test())
-
-
-def test_thinking_is_folded() -> None:
-    async def test() -> None:
-        model = AppModel(["<think>Hm, well.</think>Yes."], gate=threading.Event())
-        async with chatting(setup(model)) as chat:
-            await chat.say("is it so?")
-            assert model.gate is not None
-            model.gate.set()
-            await chat.sees("Yes.")
-            await chat.rest()
-            assert "▶ Thought for " in chat.screen
-            assert "Hm, well." not in chat.screen
-            await chat.press("ctrl+up", "t")
-            await chat.sees("Hm, well.")
-            await chat.press("t")
-            await chat.until(lambda: "Hm, well." not in chat.screen)
-
-    run(test())
-
-
-def test_a_message_waits_for_the_model() -> None:
-    async def test() -> None:
-        there = threading.Event()
-        model = AppModel(["hello"])
-
-        def load(name: str, progress: object) -> AppModel:
-            assert there.wait(20)
-            return model
-
-        app = ChatApp(setup(model, load=load))
-        async with app.run_test(size=(80, 24)) as pilot:
-            chat = Chat(app, pilot)
-            await chat.sees("loading the model")
-            await chat.say("hi")
-            await chat.sees("sent as soon as it is there")
-            there.set()
-            await chat.until(lambda: len(app._chat.session.conversation) == 2)
-            await chat.rest()
-            assert "hello" in chat.screen
-            assert app._chat.composer.text == ""
-        app.end()
-
-    run(test())
-
-
-def test_esc_takes_back_what_waits_for_the_model() -> None:
-    async def test() -> None:
-        there = threading.Event()
-        model = AppModel(["hello"])
-
-        def load(name: str, progress: object) -> AppModel:
-            assert there.wait(20)
-            return model
-
-        app = ChatApp(setup(model, load=load))
-        async with app.run_test(size=(80, 24)) as pilot:
-            chat = Chat(app, pilot)
-            await chat.sees("loading the model")
-            await chat.say("hi")
-            await chat.sees("sent as soon as it is there")
-            await chat.press("escape")
-            await chat.until(lambda: "as soon as it is there" not in chat.screen)
-            there.set()
-            await chat.rest()
-            await chat.sees("Fake · cpu")
-            assert model.asked == []
-            assert app._chat.composer.text == "hi"
-            await chat.press("enter")
-            await chat.sees("hello")
-            await chat.rest()
-        app.end()
-
-    run(test())
-
-
-def test_one_thing_at_a_time() -> None:
-    async def test() -> None:
-        model = AppModel(["one two three"], gate=threading.Event())
-        async with chatting(setup(model)) as chat:
-            await chat.say("first")
-            await chat.until(lambda: chat.app._chat.turn)
-            await chat.say("second")
-            await chat.hears("a reply is under way: Esc stops it")
-            assert chat.app._chat.composer.text == "second"
-            assert model.gate is not None
-            model.gate.set()
-            await chat.rest()
-
-    run(test())
-
-
-def test_control_sequences_are_shown() -> None:
-    async def test() -> None:
-        evil = "\x1b]52;c;aGk=\x07\x1b[2J red [bold]not markup[/] <b>html</b> [@click=app.quit]x[/]"
-        async with chatting(setup(AppModel([evil]))) as chat:
-            await chat.ask("[red]me too[/]")
-            assert "␛]52;c;aGk=␇␛[2J red [bold]not markup[/] <b>html</b>" in chat.screen.replace("\n ▌ ", " ")
-            assert "[red]me too[/]" in chat.screen
-            assert "\x1b" not in chat.screen
-
-    run(test())
-
-
-@pytest.mark.parametrize(
-    ("address", "opens"),
-    [("https://example.org/a?b=c", True), ("ssh://example.org", False), ("tel:123", False), ("readme.md", False)],
-)
-def test_links_are_asked_about(address: str, opens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        opened: list[str] = []
-        async with chatting(setup(AppModel([f"a [link]({address}) here"]))) as chat:
-            monkeypatch.setattr(chat.app, "open_url", opened.append)
-            await chat.ask("go")
-            await chat.pilot.click("MarkdownParagraph", offset=(3, 0))
-            await chat.sees(address)
-            assert opened == []
-            assert ("Open in the browser" in chat.screen) == opens
-            await chat.press("end", "enter")
-            await chat.pilot.pause()
-            assert opened == ([address] if opens else [])
-            assert opens or chat.app.clipboard == address
-
-    run(test())
-
-
-def test_a_failing_reply_keeps_the_chat() -> None:
-    async def test() -> None:
-        failures: list[str | Exception] = [
-            MemoryError(),
-            DeviceError("the device is gone: plug it in"),
-            ZeroDivisionError("x"),
-            "fine",
-        ]
-        model = AppModel(list(failures))
-        async with chatting(setup(model)) as chat:
-            for text in ("memory ran out", "the device is gone: plug it in", "something went wrong inside localllm"):
-                await chat.ask("again")
-                await chat.hears(text)
-            assert "cut off by an error" in chat.screen
-            assert "so farso far" not in chat.screen
-            await chat.ask("again")
-            assert "fine" in chat.screen
-
-    run(test())
-
-
-def test_what_cannot_be_sent_stays(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with chatting(setup(AppModel())) as chat:
-            message = f'see @"{tmp_path}/gone.txt"'
-            chat.app._chat.composer.put(message)
-            await chat.press("enter")
-            await chat.hears("there is no file")
-            await chat.rest()
-            assert chat.app._chat.composer.text == message
-            assert len(chat.app._chat.session.conversation) == 0
-
-    run(test())
-
-
-def test_a_store_that_fails_is_told_and_the_chat_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        def fail(*_: object, **__: object) -> None:
-            raise StoreError("the disk is full")
-
-        store = AppStore(None)
-        monkeypatch.setattr(store, "save", fail)
-        async with chatting(setup(AppModel(["one", "two"]), store)) as chat:
-            await chat.ask("hi")
-            await chat.hears("the disk is full; the chat goes on, but is not saved")
-            await chat.ask("and now")
-            assert "two" in chat.screen
-
-    run(test())
-
-
-def test_what_is_sent_while_a_reply_ends_waits_for_its_end() -> None:
-    async def test() -> None:
-        model = AppModel(["one two", "three"], gate=(steps := Steps()))
-        async with chatting(setup(model)) as chat:
-            await chat.say("first")
-            steps.allow(1)
-            await chat.sees("one")
-            await chat.type("second")
-            await chat.press("escape", "enter")
-            steps.set()
-            await chat.until(lambda: len(chat.app._chat.session.conversation) == 4)
-            await chat.rest()
-            assert "three" in chat.screen
-            assert chat.notices == []
-
-    run(test())
-
-
-def test_what_there_is_to_tell_at_first_is_told(tmp_path: Path) -> None:
-    async def test() -> None:
-        path = tmp_path / "chats.sqlite3"
-        path.write_bytes(b"this is no database" * 100)
-        store = Store(path)
-        assert store.notice is not None
-        async with chatting(setup(AppModel(), store, notices=[store.notice])) as chat:
-            await chat.hears("were damaged: they are kept in")
-            await chat.ask("hi")
-        assert [s.title for s in store.sessions()] == ["hi"]
-        store.close()
-
-    run(test())
-
-
-def test_quitting_keeps_a_reply(tmp_path: Path) -> None:
-    async def test(key: str) -> None:
-        store = AppStore(None)
-        model = AppModel(["one two three"], gate=(steps := Steps()))
-        async with chatting(setup(model, store)) as chat:
-            await chat.say("count")
-            steps.allow(2)
-            await chat.sees("one two")
+async def test_a_message_is_replied_to() -> None:
+    store = AppStore(None)
+    async with chatting(setup(AppModel([REPLY]), store)) as chat:
+        await chat.ask("hello")
+        assert "Hello there." in chat.screen
+        assert "**" not in chat.screen
+        assert "▌ A second line." in chat.screen  # a line end is one
+        assert "print('one')" in chat.screen
+        assert "localllm  hello" in chat.screen  # the title
+        n = len(words("user: hello\nassistant:")) + len(words(REPLY))
+        assert f"{n} / 1,000 · {n / 1000:.0%} · 10.0 tok/s · first after 0.25 s · Fake · cpu" in chat.screen
+        (kept,) = await chat.app.offload(store.sessions)
+    assert [m.text for m in store.load(kept.id).path()] == ["hello", REPLY]
+
+
+async def test_enter_sends_and_other_keys_begin_lines() -> None:
+    model = AppModel()
+    async with chatting(setup(model)) as chat:
+        await chat.type("a\nb\\")
+        await chat.press("enter")  # after a backslash a line end as well
+        await chat.type("c")
+        await chat.press("alt+enter", "shift+enter")
+        await chat.ask("d")
+        assert model.asked[0].messages[-1]["content"] == "a\nb\nc\n\nd"
+        await chat.press("enter")  # nothing is no message
+        await chat.rest()
+        assert len(model.asked) == 1
+
+
+async def test_what_was_typed_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "history"
+    History(path).save("first")
+    async with chatting(setup(AppModel(), history=path)) as chat:
+        editor = chat.app._chat.composer
+        await chat.until(lambda: editor.typed.older("") is not None)
+        editor.typed.newer()
+        await chat.ask("second")
+        await chat.type("draft")
+        seen = []
+        for key in ("up", "up", "up", "down", "down", "down"):
             await chat.press(key)
-            await chat.until(lambda: not chat.app.is_running)
-            store.watched = False
-        (kept,) = store.sessions()
-        reply = store.load(kept.id).path()[-1]
+            seen.append(editor.text)
+        assert seen == ["second", "first", "first", "second", "draft", "draft"]
+        editor.empty()
+        await chat.say("/stats")
+        await chat.press("escape")
+        seen = []
+        for key in ("up", "up", "down"):  # a command offers nothing that the arrows would go through
+            await chat.press(key)
+            await chat.rest()
+            seen.append(editor.text)
+        assert seen == ["/stats", "second", "/stats"]
+    assert History(path).load() == ["first", "second", "/stats"]
+
+
+async def test_esc_stops_and_keeps_what_was_said() -> None:
+    model = AppModel(["one two three four five", "six seven"], gate=(steps := Steps()))
+    async with chatting(setup(model)) as chat:
+        await chat.say("count")
+        steps.allow(2)
+        await chat.sees("one two")
+        await chat.sees("writing · ")
+        await chat.press("escape")
+        await chat.rest()
+        assert "stopped · Ctrl+G or /continue goes on" in chat.screen
+        assert "writing" not in chat.screen
+        (_, reply) = chat.app._chat.session.conversation.path()
         assert reply.state == "stopped"
         assert reply.text == "one two"
-        assert model.closed
-
-    for key in ("ctrl+q", "ctrl+c"):
-        run(test(key))
-
-
-def test_ctrl_c_warns_of_what_is_being_typed() -> None:
-    async def test() -> None:
-        async with chatting(setup(AppModel())) as chat:
-            await chat.type("draft")
-            await chat.press("ctrl+c")
-            await chat.hears("Ctrl+C again quits")
-            assert chat.app.is_running
-            await chat.press("ctrl+c")
-            await chat.until(lambda: not chat.app.is_running)
-
-    run(test())
+        steps.set()
+        await chat.press("ctrl+g")
+        await chat.sees("one twosix seven")
+        await chat.rest()
+        assert "goes on" not in chat.screen
+        assert model.asked[1].reply_prefix == "one two"
+        assert chat.app._chat.session.conversation.path()[1].text == reply.text + "six seven"
 
 
-def test_a_resize_in_mid_stream() -> None:
-    async def test() -> None:
-        model = AppModel([" ".join(f"word{i}" for i in range(200))], gate=threading.Event())
-        async with chatting(setup(model)) as chat:
-            await chat.say("go")
-            assert model.gate is not None
-            model.gate.set()
-            await chat.sees("word3")
-            for size in ((60, 15), (120, 40), (20, 6), (80, 24)):
-                await chat.pilot.resize_terminal(*size)
-            await chat.rest()
-            assert "word199" in chat.screen
-
-    run(test())
-
-
-def test_the_end_is_followed_unless_somebody_scrolls() -> None:
-    async def test() -> None:
-        model = AppModel(["\n\n".join(f"paragraph {i}" for i in range(60))] * 2, gate=threading.Event())
-        async with chatting(setup(model)) as chat:
-            assert model.gate is not None
-            model.gate.set()
-            await chat.ask("go")
-            assert "paragraph 59" in chat.screen
-            await chat.press("pageup", "pageup")
-            await chat.pilot.pause()
-            assert "paragraph 59" not in chat.screen
-            place = chat.app._chat.transcript.scroll_y
-            model.gate.clear()
-            await chat.say("again")
-            await chat.sees("again")
-            model.gate.set()
-            await chat.pilot.pause()
-            await chat.press("pageup", "pageup", "pageup")
-            await chat.rest()
-            assert "paragraph 59" not in chat.screen
-            assert chat.app._chat.transcript.scroll_y != place
-            await chat.press("escape")
-            await chat.sees("paragraph 59")
-
-    run(test())
+async def test_a_failing_reply_keeps_the_chat_and_who_wrote_it() -> None:
+    model = AppModel(
+        ["one two three", MemoryError(), DeviceError("gone: plug it in"), "fine"], gate=(steps := Steps())
+    )
+    async with chatting(setup(model)) as chat:
+        await chat.say("count")
+        steps.allow(1)
+        await chat.sees("▌ Fake #2")  # from the start
+        steps.set()
+        await chat.rest()
+        for text in ("memory ran out", "gone: plug it in"):
+            await chat.ask("again")
+            await chat.hears(text)
+        assert "cut off by an error" in chat.screen
+        assert "so farso far" not in chat.screen
+        assert "▌ Fake #6" in chat.screen
+        await chat.ask("again")
+        assert "fine" in chat.screen
+        assert "Reply" not in chat.screen
 
 
-def test_long_conversations_are_drawn_from_their_end() -> None:
-    async def test() -> None:
-        conversation = Conversation()
-        for i in range(100):
-            conversation.add("user" if i % 2 == 0 else "assistant", f"message {i}")
-        async with chatting(setup(AppModel(), conversation=conversation)) as chat:
-            assert len(chat.views) == 30
-            await chat.press("ctrl+up", "home")
-            await chat.until(lambda: len(chat.views) == 60)
-            texts = [view.message.text for view in chat.views]
-            assert texts == [f"message {i}" for i in range(40, 100)]
-
-    run(test())
+def test_errors_are_told_in_a_sentence() -> None:
+    assert sentence(OSError(12, "x")) == sentence(MemoryError()) != sentence(OSError(5, "x"))
+    assert sentence(OSError(5, "x")) == "the system refused: [Errno 5] x"
+    assert sentence(ZeroDivisionError("x\x1b")).startswith(
+        "something went wrong inside localllm (ZeroDivisionError: x"
+    )
+    assert "\x1b" not in sentence(DeviceError("x\x1b"))
 
 
-def test_a_large_text_is_pasted() -> None:
-    async def test() -> None:
-        model = AppModel(context=100_000)
-        text = "\r\n".join(f"line {i}" for i in range(20_000))
-        async with chatting(setup(model)) as chat:
-            await chat.type(text)
-            await chat.sees("[pasted text #1: 20,000 lines]")
+async def test_thinking_is_folded_and_its_time_is_kept() -> None:
+    store = AppStore(None)
+    async with chatting(setup(AppModel(["<think>Hm, well.</think>Yes."], seconds=0.02), store)) as chat:
+        await chat.ask("is it so?")
+        (title,) = [line for line in chat.screen.splitlines() if "▶ Thought for " in line]
+        assert "Yes." in chat.screen
+        assert "Hm, well." not in chat.screen
+        await chat.press("ctrl+up", "t")
+        await chat.sees("Hm, well.")
+        await chat.press("t")
+        await chat.until(lambda: "Hm, well." not in chat.screen)
+        (kept,) = await chat.app.offload(store.sessions)
+    conversation = store.load(kept.id)
+    stats = conversation.path()[1].stats
+    assert stats is not None
+    assert stats.thinking_s is not None
+    assert f"Thought for {stats.thinking_s:.1f} s" in title
+    async with chatting(setup(AppModel(), conversation=conversation)) as chat:
+        assert title in chat.screen.splitlines()
+
+
+async def test_notices_stand_above_what_is_typed() -> None:
+    async with chatting(setup(AppModel()), notifications=True) as chat:
+        app = chat.app
+        for text in ("one", "two", "three", "two"):
+            app.say(text)
+            await chat.hears(text)
+        app.say("four")
+        app.say("four")
+        await chat.until(lambda: chat.notices == ["two", "four"])
+        await chat.until(lambda: "four" in "".join(chat.screen.splitlines()[:6]))
+        assert "four" not in "".join(chat.screen.splitlines()[6:])
+        assert all(notice.timeout <= 4 for notice in app._notifications)
+        app.tell(DeviceError("it takes some time to read this: " + "word " * 30))
+        await chat.until(lambda: any(notice.timeout > 8 for notice in app._notifications))
+
+
+async def test_one_thing_at_a_time() -> None:
+    model = AppModel(["one two", "three"], gate=(steps := Steps()))
+    async with chatting(setup(model)) as chat:
+        await chat.say("first")
+        steps.allow(1)
+        await chat.sees("one")
+        await chat.say("second")
+        await chat.hears("a reply is under way: Esc stops it")
+        assert chat.app._chat.composer.text == "second"
+        await chat.press("escape", "enter")  # what is sent while a reply ends waits for its end
+        steps.set()
+        await chat.until(lambda: len(chat.app._chat.session.conversation) == 4)
+        await chat.rest()
+        assert "three" in chat.screen
+        assert len(chat.notices) == 1
+
+
+async def test_control_sequences_are_shown() -> None:
+    evil = "\x1b]52;c;aGk=\x07\x1b[2J red [bold]not markup[/] <b>html</b> [@click=app.quit]x[/]"
+    async with chatting(setup(AppModel([evil]))) as chat:
+        await chat.ask("[red]me too[/]")
+        assert "␛]52;c;aGk=␇␛[2J red [bold]not markup[/] <b>html</b>" in chat.screen.replace("\n ▌ ", " ")
+        assert "[red]me too[/]" in chat.screen
+        assert "\x1b" not in chat.screen
+
+
+async def test_links_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    page, other = "https://example.org/a?b=c", "ssh://example.org"
+    reply = f"a [page]({page}) here\n\na [host]({other}) there"
+    async with chatting(setup(AppModel(), conversation=talk("go", reply))) as chat:
+        monkeypatch.setattr(chat.app, "open_url", opened.append)
+        await chat.sees("there")
+        for paragraph, address in zip(chat.app.screen.query("MarkdownParagraph"), (page, other), strict=True):
+            await chat.pilot.click(paragraph, offset=(3, 0))
+            await chat.sees(address)
+            assert ("Open in the browser" in chat.screen) == (address == page)
+            assert opened == [page] * (address == other)
+            await chat.press("end", "enter")
+            await chat.until(lambda: chat.app.screen is chat.app._chat)
+        assert opened == [page]
+        assert chat.app.clipboard == other
+
+
+async def test_what_cannot_be_sent_stays(tmp_path: Path) -> None:
+    async with chatting(setup(AppModel())) as chat:
+        for text, complaint in (
+            (f'see @"{tmp_path}/gone.txt"', "there is no file"),
+            ("/modle x", "did you mean /model?"),
+        ):
+            chat.app._chat.composer.put(text)
             await chat.press("enter")
-            await chat.until(lambda: model.asked)
+            await chat.hears(complaint)
             await chat.rest()
-            assert model.asked[0].messages[-1]["content"] == text.replace("\r\n", "\n")
-            assert "… 19,985 more lines" in chat.screen
-
-    run(test())
-
-
-def test_files_are_completed_and_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / "notes.txt").write_text("some words to read\n")
-        (tmp_path / "novel.txt").touch()
-        model = AppModel()
-        async with chatting(setup(model)) as chat:
-            await chat.type("read @no")
-            await chat.sees("@novel.txt")
-            await chat.press("down", "up", "tab")
-            await chat.until(lambda: chat.app._chat.composer.text == "read @notes.txt ")
-            await chat.sees("notes.txt: 5 tokens")
-            await chat.press("enter")
-            await chat.until(lambda: model.asked)
-            await chat.rest()
-            assert "+ notes.txt · 5 tokens" in chat.screen
-            assert "some words to read" in str(model.asked[0].messages)
-
-    run(test())
+            assert chat.app._chat.composer.text == text
+            assert len(chat.app._chat.session.conversation) == 0
+        chat.app._chat.composer.empty()
+        await chat.ask("//not a command")
+        assert chat.app._chat.session.conversation.path()[0].text == "/not a command"
 
 
-@pytest.mark.parametrize("is_edited", [True, False])
-def test_a_message_that_is_longer_than_the_context(is_edited: bool) -> None:
-    """It can be edited, or taken back."""
+async def test_a_store_that_fails_is_told_and_the_chat_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise StoreError("the disk is full")
 
-    async def test() -> None:
-        long = "word " * 60
-        async with chatting(setup(AppModel(context=40))) as chat:
-            await chat.ask("hi")
-            await chat.say(long)
-            await chat.sees("Take your message back")
-            await chat.press(*([] if is_edited else ["down"]), "enter")
-            await chat.until(lambda: "Take your message back" not in chat.screen)
-            await chat.rest()
-            conversation = chat.app._chat.session.conversation
-            if is_edited:
-                await chat.sees("Editing your message: Enter sends it")
-                assert chat.app._chat.composer.text.strip() == long.strip()
-                chat.app._chat.composer.put("short")
-                await chat.press("enter")
-                await chat.until(lambda: len(conversation) == 4)
-                await chat.rest()
-                assert [message.text for message in conversation.path()] == ["hi", "ok", "short", "ok"]
-            else:
-                assert [message.text for message in conversation.path()] == ["hi", "ok"]
-                assert chat.app._chat.composer.text == ""
-            assert len(conversation.branches()) == 1
+    store = AppStore(None)
+    monkeypatch.setattr(store, "save", fail)
+    async with chatting(setup(AppModel(["one", "two"]), store)) as chat:
+        await chat.ask("hi")
+        await chat.hears("the disk is full; the chat goes on, but is not saved")
+        await chat.ask("and now")
+        assert "two" in chat.screen
 
-    run(test())
+
+async def test_what_there_is_to_tell_at_first_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "chats.sqlite3"
+    path.write_bytes(b"this is no database" * 100)
+    store = Store(path)
+    assert store.notice is not None
+    async with chatting(setup(AppModel(), store, notices=[store.notice])) as chat:
+        await chat.hears("were damaged: they are kept in")
+        await chat.ask("hi")
+    assert [s.title for s in store.sessions()] == ["hi"]
+    store.close()
+
+
+# The end.
+
+
+async def test_quitting_keeps_a_reply() -> None:
+    store = AppStore(None)
+    model = AppModel(["one two three"], gate=(steps := Steps()))
+    async with chatting(setup(model, store)) as chat:
+        await chat.say("count")
+        steps.allow(2)
+        await chat.sees("one two")
+        await chat.press("ctrl+c")  # and nothing is being typed
+        await chat.until(lambda: not chat.app.is_running)
+        store.watched = False
+    (kept,) = store.sessions()
+    reply = store.load(kept.id).path()[-1]
+    assert reply.state == "stopped"
+    assert reply.text == "one two"
+    assert model.closed
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
-def test_a_program_that_is_told_to_end_keeps_the_reply() -> None:
+async def test_a_program_that_is_told_to_end_keeps_the_reply() -> None:
     """``kill`` ends it as Ctrl+Q does, so that the terminal is left as it was."""
+    gate = Steps()
+    async with chatting(setup(AppModel([REPLY], gate=gate))) as chat:
+        gate.allow(1)
+        await chat.say("hello")
+        await chat.sees("Hello")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await chat.until(lambda: chat.app.return_code == 0, "an end")
+        leaf = chat.app.conversation.leaf
+        assert leaf is not None
+        assert (leaf.text, leaf.state) == ("Hello", "stopped")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
-    async def test() -> None:
-        gate = Steps()
-        async with chatting(setup(AppModel([REPLY], gate=gate))) as chat:
-            gate.allow(1)
-            await chat.say("hello")
-            await chat.sees("Hello")
-            os.kill(os.getpid(), signal.SIGTERM)
-            await chat.until(lambda: chat.app.return_code == 0, "an end")
-            leaf = chat.app.conversation.leaf
-            assert leaf is not None
-            assert (leaf.text, leaf.state) == ("Hello", "stopped")
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
-    run(test())
+async def test_ctrl_c_warns_of_what_is_being_typed() -> None:
+    async with chatting(setup(AppModel())) as chat:
+        await chat.type("draft")
+        await chat.press("ctrl+c")
+        await chat.hears("Ctrl+C again quits")
+        assert chat.app.is_running
+        await chat.press("ctrl+c")
+        await chat.until(lambda: not chat.app.is_running)
+
+
+async def test_ctrl_d_quits_where_nothing_is_typed() -> None:
+    async with chatting(setup(AppModel())) as chat:
+        await chat.type("ab")
+        await chat.press("home", "ctrl+d")
+        assert chat.app._chat.composer.text == "b"
+        await chat.press("ctrl+d")
+        assert chat.app._chat.composer.text == ""
+        assert chat.app.is_running
+        await chat.press("ctrl+d")
+        await chat.until(lambda: not chat.app.is_running)
+
+
+# What is long.
+
+
+async def test_a_resize_in_mid_stream() -> None:
+    model = AppModel([" ".join(f"word{i}" for i in range(99))], gate=(steps := Steps()))
+    async with chatting(setup(model)) as chat:
+        await chat.say("go")
+        steps.allow(5)
+        await chat.sees("word4")
+        for size in ((60, 15), (20, 6), (80, 24)):
+            steps.allow(20)
+            await chat.pilot.resize_terminal(*size)
+        steps.set()
+        await chat.rest()
+        assert "word98" in chat.screen
+
+
+async def test_the_end_is_followed_unless_somebody_scrolls() -> None:
+    many = [f"paragraph {i}" for i in range(30)]
+    conversation = talk("go", "\n\n".join(many))
+    model = AppModel(["\n\n".join(many)], gate=threading.Event())
+    async with chatting(setup(model, conversation=conversation)) as chat:
+        assert model.gate is not None
+        await chat.sees("paragraph 29")
+        await chat.press("pageup", "pageup")
+        await chat.until(lambda: "paragraph 29" not in chat.screen)
+        place = chat.app._chat.transcript.scroll_y
+        await chat.say("again")
+        await chat.sees("again")
+        model.gate.set()
+        await chat.press("pageup", "pageup", "pageup")
+        await chat.rest()
+        assert "paragraph 29" not in chat.screen
+        assert chat.app._chat.transcript.scroll_y != place
+        await chat.press("escape")
+        await chat.sees("paragraph 29")
+
+
+async def test_long_conversations_are_drawn_from_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transcript, "MOST_DRAWN", 3)
+    conversation = talk(*(f"message {i}" for i in range(10)))
+    async with chatting(setup(AppModel(), conversation=conversation)) as chat:
+        assert len(chat.views) == 3
+        await chat.press("ctrl+up", "home")
+        await chat.until(lambda: len(chat.views) == 6)
+        assert [view.message.text for view in chat.views] == [f"message {i}" for i in range(4, 10)]
+
+
+async def test_a_large_text_is_pasted() -> None:
+    model = AppModel(context=100_000)
+    text = "\r\n".join(f"line {i}" for i in range(20_000))
+    async with chatting(setup(model)) as chat:
+        await chat.type(text)
+        await chat.sees("[pasted text #1: 20,000 lines]")
+        await chat.press("enter")
+        await chat.until(lambda: model.asked)
+        await chat.rest()
+        assert model.asked[0].messages[-1]["content"] == text.replace("\r\n", "\n")
+        assert "… 19,985 more lines" in chat.screen
+
+
+async def test_files_are_completed_and_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("some words to read\n")
+    (tmp_path / "novel.txt").touch()
+    model = AppModel()
+    async with chatting(setup(model)) as chat:
+        await chat.type("read @no")
+        await chat.sees("@novel.txt")
+        await chat.press("down", "up", "tab")
+        await chat.until(lambda: chat.app._chat.composer.text == "read @notes.txt ")
+        await chat.sees("notes.txt: 5 tokens")
+        await chat.press("enter")
+        await chat.until(lambda: model.asked)
+        await chat.rest()
+        assert "+ notes.txt · 5 tokens" in chat.screen
+        assert "some words to read" in str(model.asked[0].messages)
+
+
+async def test_a_message_that_is_longer_than_the_context() -> None:
+    """It can be taken back, or edited."""
+    long = "word " * 60
+    async with chatting(setup(AppModel(context=40), conversation=talk("hi", "ok"))) as chat:
+        conversation = chat.app._chat.session.conversation
+        await chat.say(long)
+        await chat.sees("Take your message back")
+        await chat.press("down", "enter")
+        await chat.until(lambda: chat.app.screen is chat.app._chat)
+        await chat.rest()
+        assert [message.text for message in conversation.path()] == ["hi", "ok"]
+        assert chat.app._chat.composer.text == ""
+        await chat.say(long)
+        await chat.sees("Take your message back")
+        await chat.press("enter")
+        await chat.sees("Editing your message: Enter sends it")
+        await chat.rest()
+        assert chat.app._chat.composer.text.strip() == long.strip()
+        chat.app._chat.composer.put("short")
+        await chat.press("enter")
+        await chat.until(lambda: len(conversation) == 4)
+        await chat.rest()
+        assert [message.text for message in conversation.path()] == ["hi", "ok", "short", "ok"]
+        assert len(conversation.branches()) == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has another driver")

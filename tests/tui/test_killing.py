@@ -18,7 +18,10 @@ from localllm.tui.store import Store
 from tests.helpers.terminal import LIMIT, Terminal
 from tests.helpers.tiny_models import config, random_weights, write_gguf
 
-pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux"),
+    pytest.mark.ci,  # real seconds of writing and killing; test_plain.py kills a chat once without a screen
+]
 
 KILLS = int(os.environ.get("LOCALLLM_KILLS", "3"))
 #: Seconds of text that may be lost.  The program promises one, on a machine that lets it run.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from localllm.tui.conversation import Conversation
-from tests.helpers.chat_app import AppModel, Chat, chatting, run, setup
+from tests.helpers.chat_app import AppModel, Chat, chatting, setup, talk
 
 
 def said(chat: Chat) -> list[str]:
@@ -16,206 +14,145 @@ def said(chat: Chat) -> list[str]:
     return drawn if drawn == [message.text for message in chat.app._chat.session.conversation.path()] else []
 
 
-def test_a_message_is_edited_and_branches_are_gone_through() -> None:
-    async def test() -> None:
-        async with chatting(setup(AppModel(["one", "two", "three"]))) as chat:
-            await chat.ask("a")
-            await chat.ask("b")
-            await chat.press("ctrl+up", "up", "up", "up")
-            assert chat.app._chat.selected is chat.views[0]
-            await chat.press("e")
-            await chat.sees("Editing your message")
-            await chat.ask("c")
-            assert said(chat) == ["ac", "three"]
-            assert "‹ 2/2 ›" in chat.screen
-            await chat.press("ctrl+up", "up", "left")
-            await chat.sees("‹ 1/2 ›")
-            assert said(chat) == ["a", "one", "b", "two"]
-            await chat.until(lambda: chat.app._chat.selected is chat.views[0])
-            await chat.press("right")
-            await chat.sees("‹ 2/2 ›")
-            assert said(chat) == ["ac", "three"]
-            await chat.press("right")  # there is none
-            await chat.press("escape")
-            await chat.say("/branch 1")
-            await chat.until(lambda: said(chat) == ["a", "one", "b", "two"])
-            await chat.say("/branch 7")
-            await chat.hears("there is no branch 7, and this is 1 of 2")
-            await chat.say("/branch")
-            await chat.sees("● #1  1/2  a")
-            await chat.press("down", "enter")
-            await chat.until(lambda: said(chat) == ["ac", "three"])
-
-    run(test())
-
-
-def test_esc_leaves_editing() -> None:
-    async def test() -> None:
-        async with chatting(setup(AppModel(["one", "two"]))) as chat:
-            await chat.ask("a")
-            await chat.press("f2")
-            await chat.sees("Editing your message")
-            assert chat.app._chat.composer.text == "a"
-            await chat.press("escape")
-            await chat.until(lambda: "Editing" not in chat.screen)
-            assert chat.app._chat.composer.text == ""
-            await chat.ask("b")
-            assert said(chat) == ["a", "one", "b", "two"]
-
-    run(test())
+async def test_a_message_is_edited_and_branches_are_gone_through() -> None:
+    async with chatting(setup(AppModel(["two", "three"]), conversation=talk("a", "one"))) as chat:
+        await chat.press("f2")
+        await chat.sees("Editing your message")
+        assert chat.app._chat.composer.text == "a"
+        await chat.press("escape")  # leaves it
+        await chat.until(lambda: "Editing" not in chat.screen)
+        assert chat.app._chat.composer.text == ""
+        await chat.ask("b")
+        await chat.press("ctrl+up", "up", "up", "up")
+        assert chat.app._chat.selected is chat.views[0]
+        await chat.press("e")
+        await chat.sees("Editing your message")
+        await chat.ask("c")
+        assert said(chat) == ["ac", "three"]
+        assert "‹ 2/2 ›" in chat.screen
+        await chat.press("ctrl+up", "up", "left")
+        await chat.sees("‹ 1/2 ›")
+        assert said(chat) == ["a", "one", "b", "two"]
+        await chat.until(lambda: chat.app._chat.selected is chat.views[0])
+        await chat.press("right", "right")  # there is none more
+        await chat.sees("‹ 2/2 ›")
+        assert said(chat) == ["ac", "three"]
+        await chat.press("escape")
+        await chat.say("/branch 1")
+        await chat.until(lambda: said(chat) == ["a", "one", "b", "two"])
+        await chat.say("/branch")
+        await chat.sees("● #1  1/2  a")
+        await chat.press("down", "enter")
+        await chat.until(lambda: said(chat) == ["ac", "three"])
 
 
-def test_a_reply_is_edited_and_continued() -> None:
-    async def test() -> None:
-        model = AppModel(["one", " and more"])
-        async with chatting(setup(model)) as chat:
-            await chat.ask("a")
-            await chat.press("ctrl+up", "e")
-            await chat.sees("Editing the reply")
-            await chat.type("!")
-            await chat.press("enter")
-            await chat.until(lambda: said(chat) == ["a", "one!"])
-            await chat.sees("edited · Ctrl+G")
-            await chat.rest()
-            await chat.press("ctrl+up", "c")
-            await chat.until(lambda: said(chat) == ["a", "one! and more"])
-            assert model.asked[-1].reply_prefix == "one!"
-
-    run(test())
+async def test_a_reply_is_edited_and_continued() -> None:
+    model = AppModel([" and more"])
+    async with chatting(setup(model, conversation=talk("a", "one"))) as chat:
+        await chat.press("ctrl+up", "e")
+        await chat.sees("Editing the reply")
+        await chat.type("!")
+        await chat.press("enter")
+        await chat.until(lambda: said(chat) == ["a", "one!"])
+        await chat.sees("edited · Ctrl+G")
+        await chat.rest()
+        await chat.press("ctrl+up", "c")
+        await chat.until(lambda: said(chat) == ["a", "one! and more"])
+        assert model.asked[-1].reply_prefix == "one!"
 
 
-def test_regenerating_keeps_the_earlier_reply() -> None:
-    async def test() -> None:
-        async with chatting(setup(AppModel(["one", "two", "three"]))) as chat:
-            await chat.ask("a")
-            await chat.press("ctrl+r")
-            await chat.until(lambda: said(chat) == ["a", "two"])
-            await chat.rest()
-            await chat.press("ctrl+up", "r")
-            await chat.sees("‹ 3/3 ›")
-            await chat.rest()
-            assert said(chat) == ["a", "three"]
-            await chat.pilot.click("MessageView.assistant .head", offset=(9, 0))
-            await chat.until(lambda: said(chat) == ["a", "two"])
-
-    run(test())
-
-
-def test_branching_from_a_reply() -> None:
-    async def test() -> None:
-        async with chatting(setup(AppModel(["one", "two", "three"]))) as chat:
-            await chat.ask("a")
-            await chat.ask("b")
-            await chat.press("ctrl+up", "up", "up", "b")
-            await chat.sees("A new branch:")
-            await chat.ask("c")
-            assert said(chat) == ["a", "one", "c", "three"]
-            assert len(chat.app._chat.session.conversation.branches()) == 2
-
-    run(test())
+async def test_a_reply_is_regenerated_and_branched_from() -> None:
+    async with chatting(setup(AppModel(["two", "three", "four"]), conversation=talk("a", "one"))) as chat:
+        await chat.press("ctrl+r")
+        await chat.until(lambda: said(chat) == ["a", "two"])
+        await chat.rest()
+        await chat.press("ctrl+up", "r")
+        await chat.sees("‹ 3/3 ›")
+        await chat.rest()
+        assert said(chat) == ["a", "three"]
+        await chat.pilot.click("MessageView.assistant .head", offset=(9, 0))
+        await chat.until(lambda: said(chat) == ["a", "two"])
+    async with chatting(setup(AppModel(["three"]), conversation=talk("a", "one", "b", "two"))) as chat:
+        await chat.press("ctrl+up", "up", "up", "b")
+        await chat.sees("A new branch:")
+        await chat.ask("c")
+        assert said(chat) == ["a", "one", "c", "three"]
+        assert len(chat.app._chat.session.conversation.branches()) == 2
 
 
-def test_copying() -> None:
-    async def test() -> None:
-        reply = "See:\n\n```python\nprint(1)\n```\nor\n```sh\nls\n```\n"
-        async with chatting(setup(AppModel([reply]))) as chat:
-            await chat.ask("a")
-            await chat.press("ctrl+up", "y")
-            await chat.until(lambda: chat.app.clipboard == reply)
-            await chat.press("k")
-            await chat.sees("Copy which block?")
-            await chat.press("down", "enter")
-            await chat.until(lambda: chat.app.clipboard == "ls\n")
-            await chat.press("escape")
-            await chat.say("/copy code 1")
-            await chat.until(lambda: chat.app.clipboard == "print(1)\n")
-            await chat.say("/copy")
-            await chat.until(lambda: chat.app.clipboard == reply)
-            await chat.say("/copy code 3")
-            await chat.hears("there are 2 blocks of code")
-
-    run(test())
+async def test_copying() -> None:
+    reply = "See:\n\n```python\nprint(1)\n```\nor\n```sh\nls\n```\n"
+    async with chatting(setup(AppModel(), conversation=talk("a", reply))) as chat:
+        await chat.press("ctrl+up", "y")
+        await chat.until(lambda: chat.app.clipboard == reply)
+        await chat.press("k")
+        await chat.sees("Copy which block?")
+        await chat.press("down", "enter")
+        await chat.until(lambda: chat.app.clipboard == "ls\n")
+        await chat.press("escape")
+        await chat.say("/copy code 1")
+        await chat.until(lambda: chat.app.clipboard == "print(1)\n")
+        await chat.say("/copy")
+        await chat.until(lambda: chat.app.clipboard == reply)
+        await chat.say("/copy code 3")
+        await chat.hears("there are 2 blocks of code")
 
 
-def test_deleting_asks_first() -> None:
-    async def test() -> None:
-        async with chatting(setup(AppModel(["one", "two"]))) as chat:
-            await chat.ask("a")
-            await chat.ask("b")
-            await chat.press("ctrl+up", "up", "d")
-            await chat.sees("Delete this message?")
-            await chat.press("enter")  # Cancel stands first
-            await chat.pilot.pause()
-            assert said(chat) == ["a", "one", "b", "two"]
-            await chat.press("d")
-            await chat.sees("Delete this message?")
-            await chat.press("down", "enter")
-            await chat.until(lambda: said(chat) == ["a", "one"])
-            await chat.say("/remove 2")
-            await chat.sees("Delete this message?")
-            await chat.press("down", "enter")
-            await chat.until(lambda: said(chat) == ["a"])
-            await chat.say("/show")  # and what is typed then is no command
-            await chat.until(lambda: chat.app._chat.composer.has_focus and not chat.app._chat.composer.text)
-            assert chat.app._chat.selected is None
-
-    run(test())
+async def test_deleting_asks_first() -> None:
+    async with chatting(setup(AppModel(), conversation=talk("a", "one", "b", "two"))) as chat:
+        await chat.press("ctrl+up", "up", "d")
+        await chat.sees("Delete this message?")
+        await chat.press("enter")  # Cancel stands first
+        await chat.until(lambda: chat.app.screen is chat.app._chat)
+        assert said(chat) == ["a", "one", "b", "two"]
+        await chat.press("d")
+        await chat.sees("Delete this message?")
+        await chat.press("down", "enter")
+        await chat.until(lambda: said(chat) == ["a", "one"])
+        await chat.say("/remove 2")
+        await chat.sees("Delete this message?")
+        await chat.press("down", "enter")
+        await chat.until(lambda: said(chat) == ["a"])
+        await chat.say("/show")  # and what is typed then is no command
+        await chat.until(lambda: chat.app._chat.composer.has_focus and not chat.app._chat.composer.text)
+        assert chat.app._chat.selected is None
 
 
-def test_keys_are_offered_where_they_do_something() -> None:
-    async def test() -> None:
-        conversation = Conversation()
-        conversation.add("user", "question")
-        conversation.add("assistant", "answer", state="stopped")
-        async with chatting(setup(AppModel(), conversation=conversation), size=(120, 24)) as chat:
-            assert "New chat" in chat.screen
-            await chat.press("ctrl+up")
-            await chat.sees("c Continue")
-            assert "k Copy code" not in chat.screen
-            assert "branch" not in chat.screen.lower().replace("b branch", "")
-            await chat.press("up")
-            await chat.until(lambda: "c Continue" not in chat.screen)
-            assert "e Edit" in chat.screen
+async def test_keys_are_offered_where_they_do_something() -> None:
+    conversation = Conversation()
+    conversation.add("user", "\n".join(f"line {i}" for i in range(100)))
+    conversation.add("assistant", "answer", state="stopped")
+    async with chatting(setup(AppModel(), conversation=conversation), size=(120, 60)) as chat:
+        await chat.sees("New chat")
+        assert "… 85 more lines (t unfolds)" in chat.screen
+        await chat.press("ctrl+up")
+        await chat.sees("c Continue")
+        assert "k Copy code" not in chat.screen
+        assert "t Unfold" not in chat.screen
+        assert "branch" not in chat.screen.lower().replace("b branch", "")
+        await chat.press("up")
+        await chat.until(lambda: "c Continue" not in chat.screen)
+        assert "e Edit" in chat.screen
+        await chat.press("t")
+        await chat.sees("line 50")
 
-    run(test())
 
-
-@pytest.mark.parametrize("width", [40, 60, 80, 100])
-def test_no_key_is_cut(width: int) -> None:
+async def test_no_key_is_cut() -> None:
     whole = {"⏎ Send", "esc Stop", "^↑ Messages", "f1 Help", "^n New chat", "^o Chats"}
     whole |= {"e Edit", "r Regenerate", "b New branch", "y Copy", "d Delete"}
 
-    async def check(chat: Chat) -> None:
-        await chat.until(lambda: chat.screen.endswith("▏^p palette"), "a whole palette key")
-        line = chat.screen.splitlines()[-1]
-        offered = re.split("  +", line.removesuffix("▏^p palette").strip())
-        assert len(offered) >= 2
-        assert set(offered) <= whole
+    def offered(chat: Chat) -> set[str]:
+        line, end = chat.screen.splitlines()[-1], "▏^p palette"
+        return set(re.split("  +", line.removesuffix(end).strip())) if line.endswith(end) else set()
 
-    async def test() -> None:
-        conversation = Conversation()
-        conversation.add("user", "question")
-        conversation.add("assistant", "answer")
-        conversation.add("user", "another")
-        async with chatting(setup(AppModel(), conversation=conversation), size=(width, 20)) as chat:
-            await check(chat)
+    async with chatting(setup(AppModel(), conversation=talk("question", "answer", "another"))) as chat:
+        for i, n_fit in enumerate((2, 4, 6, 6)):
+            await chat.pilot.resize_terminal(40 + 20 * i, 20)
+            await chat.until(lambda n_fit=n_fit: len(offered(chat)) >= n_fit, "keys, and a whole palette key")
+            assert offered(chat) <= whole
             await chat.press("ctrl+up")
-            await chat.sees("e Edit")
-            await check(chat)
+            await chat.until(lambda: {"e Edit", "r Regenerate"} <= offered(chat) <= whole)
             await chat.press("up")
             await chat.until(lambda: chat.app._chat.selected is chat.views[1])
-            await check(chat)
-
-    run(test())
-
-
-def test_long_messages_of_users_are_folded() -> None:
-    async def test() -> None:
-        conversation = Conversation()
-        conversation.add("user", "\n".join(f"line {i}" for i in range(100)))
-        async with chatting(setup(AppModel(), conversation=conversation), size=(80, 60)) as chat:
-            await chat.sees("… 85 more lines (t unfolds)")
-            await chat.press("ctrl+up", "t")
-            await chat.sees("line 50")
-
-    run(test())
+            await chat.until(lambda: {"e Edit", "r Regenerate"} <= offered(chat) <= whole)
+            await chat.press("escape")

@@ -12,7 +12,7 @@ import pytest
 from localllm.errors import StoreError
 from localllm.tui.session import ChatSession
 from localllm.tui.store import Store
-from tests.helpers.chat_app import AppModel, chatting, run, setup
+from tests.helpers.chat_app import AppModel, chatting, setup
 from tests.helpers.fake_chat import FakeModel
 
 
@@ -120,24 +120,21 @@ def test_one_reply_is_continued_in_two_terminals(stores: tuple[Store, Store]) ->
     assert sorted(texts) == ["begun and", "begun and one more", "begun and two more", "hello"]
 
 
-def test_the_app_tells(tmp_path: Path) -> None:
+async def test_the_app_tells(tmp_path: Path) -> None:
     first, second = Store(tmp_path / "chats.sqlite3"), Store(tmp_path / "chats.sqlite3")
 
-    async def test() -> None:
-        one = session(first, "a reply")
-        one.enter()
-        list(one.send("hello"))
-        built = setup(AppModel(), second, conversation=second.load(one.conversation.id))
-        async with chatting(built) as chat:
-            await chat.hears("open in another terminal too")
-            assert "Open in another terminal too: what both say is kept" in chat.screen
-            await chat.press("ctrl+o")
-            await chat.sees("hello  open")
-            await chat.press("delete")
-            await chat.sees("It is open in another terminal (process")
-            await chat.press("escape", "escape")
-
-    run(test())
+    one = session(first, "a reply")
+    one.enter()
+    list(one.send("hello"))
+    built = setup(AppModel(), second, conversation=second.load(one.conversation.id))
+    async with chatting(built) as chat:
+        await chat.hears("open in another terminal too")
+        assert "Open in another terminal too: what both say is kept" in chat.screen
+        await chat.press("ctrl+o")
+        await chat.sees("hello  open")
+        await chat.press("delete")
+        await chat.sees("It is open in another terminal (process")
+        await chat.press("escape", "escape")
     first.close()
     second.close()
 

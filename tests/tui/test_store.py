@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sqlite3
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +20,7 @@ from localllm.tui import database
 from localllm.tui.conversation import Attachment, Conversation, Message, Stats, Window
 from localllm.tui.store import Store, default_path
 from localllm.tui.titles import automatic_title, clean_title
+from tests.helpers.data import ROOT
 
 
 @pytest.fixture
@@ -182,6 +183,19 @@ def test_searching(searched: Store) -> None:
     assert hit.message == cooking.path()[0].id
     assert "boil" in hit.preview
     assert searched.search("kitchen")[0].message is None
+
+
+def test_an_excerpt_begins_shortly_before_what_is_found(searched: Store) -> None:
+    before = "Maß " * 500
+    saved(searched, f"{before}needle {'hay ' * 500}", title="far")
+    saved(searched, f"a Needle {'hay ' * 500}", title="near")
+    saved(searched, f"{before}a needle", title="last")
+    excerpts = {hit.title: hit.preview for hit in searched.search("needle")}
+    assert excerpts == {
+        "far": f"…{'Maß ' * 5}needle {'hay ' * 12}hay…",
+        "near": f"a Needle {'hay ' * 16}hay…",
+        "last": f"…ß {'Maß ' * 4}a needle",
+    }
 
 
 def test_what_changes_is_found_as_it_is_now(searched: Store) -> None:
@@ -351,23 +365,21 @@ def test_memory() -> None:
         store.sessions()
 
 
-def _write_many(path: Path, n: int) -> None:
-    store = Store(path)
-    conversation = Conversation()
-    for i in range(n):
-        message = conversation.add("user", str(i))
-        store.save(conversation, [message])
-    store.close()
+WRITES = """
+import sys
+from pathlib import Path
+from localllm.tui.conversation import Conversation
+from localllm.tui.store import Store
+store, conversation = Store(Path(sys.argv[1])), Conversation()
+for i in range(30):
+    store.save(conversation, [conversation.add("user", str(i))])
+store.close()
+"""
 
 
 def test_processes_write_at_once(path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_write_many, args=(path, 30)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    processes = [subprocess.Popen([sys.executable, "-c", WRITES, path], cwd=ROOT) for _ in range(3)]
+    assert [process.wait(120) for process in processes] == [0, 0, 0]
     store = Store(path)
     assert [summary.n_messages for summary in store.sessions()] == [30, 30, 30]
     store.close()

@@ -31,7 +31,7 @@ from localllm.tui.screens.commands import Commands
 from localllm.tui.screens.following import Follower
 from localllm.tui.screens.links import open_link
 from localllm.tui.screens.messages import MessageActions
-from localllm.tui.screens.models_in_use import ModelInUse
+from localllm.tui.screens.models_in_use import ModelInUse, ModelState
 from localllm.tui.screens.room import EDIT, TAKE_BACK, ask_room
 from localllm.tui.session import ChatSession
 from localllm.tui.setup import Setup
@@ -54,7 +54,7 @@ class ChatScreen(MessageActions, Screen[None]):
 
     Attributes:
         session: what is talked in.
-        models: the model that is loaded, or being loaded.
+        models: the model that is loaded, or will be.
         turn: what is being generated; None if nothing is.
     """
 
@@ -103,17 +103,17 @@ class ChatScreen(MessageActions, Screen[None]):
     def on_mount(self) -> None:
         self.composer.focus()
         self.hint("")
+        first, saved = self.app.setup.first_model, self.session.conversation.model
+        name = saved if first is None else first
+        # Before any key is handled: a /model that is typed ahead comes after it, and Ctrl+Q finds it to cancel.
+        self.app.spawn(self.models.load(name, keeps=name == saved), group="loading")
         self.app.spawn(self._start())
         self.set_interval(_MEMORY_SECONDS, self._look_at_memory)
 
     async def _start(self) -> None:
-        setup = self.app.setup
-        for notice in setup.notices:
+        for notice in self.app.setup.notices:
             self.app.say(notice, warning=True)
-        await self.open(setup.conversation)
-        saved = setup.conversation.model
-        name = saved if setup.first_model is None else setup.first_model
-        self.app.spawn(self.models.load(name, keeps=name == saved), group="loading")
+        await self._show_chat()
         self.composer.typed.restore(await self.app.offload(self.composer.typed.load))
         await self._sample_memory()
 
@@ -125,13 +125,16 @@ class ChatScreen(MessageActions, Screen[None]):
         self.replacing = None
         self._sends_when_loaded = False
         self.hint("")
+        await self._show_chat()
+        if len(conversation):
+            await self.models.tell_difference(conversation.model)
+
+    async def _show_chat(self) -> None:
         await self.refresh_all()
         self.transcript.follow()
         if (warning := await self.app.offload(self.session.enter)) is not None:
             self.app.say(warning, warning=True)
             self.hint("Open in another terminal too: what both say is kept, as branches.")
-        if len(conversation):
-            await self.models.tell_difference(conversation.model)
 
     async def end_turn(self) -> None:
         """Stops what is generated, and waits for its end."""
@@ -252,8 +255,12 @@ class ChatScreen(MessageActions, Screen[None]):
 
     def on_composer_sent(self, event: Composer.Sent) -> None:
         event.stop()
+        self._send(event.text)
+
+    def _send(self, text: str) -> None:
+        """Submits a text, or tells why it cannot be sent."""
         try:
-            self.submit(event.text)
+            self.submit(text)
         except UsageError as error:
             self.app.tell(error)
 
@@ -270,19 +277,18 @@ class ChatScreen(MessageActions, Screen[None]):
             self._remember(text)
             self.run_command(text)
             return
-        session = self.session
         if self.is_ending:
             self.app.ask(self._submit_after_end(), group="submit")
             return
         if self.turn is not None:
             raise UsageError("a reply is under way: Esc stops it")
-        if session.model is None:
-            if not self.models.is_loading:
-                raise UsageError("no model is loaded: choose one with /model")
+        if self.models.state is ModelState.NONE:
+            raise UsageError("no model is loaded: choose one with /model")
+        if self.models.state is not ModelState.LOADED:
             self._sends_when_loaded = True
             self.hint("The model is being loaded: the message is sent as soon as it is there. Esc: not.")
             return
-        replaced, self.replacing = self.replacing, None
+        session, replaced, self.replacing = self.session, self.replacing, None
         self._remember(text)
         start = partial(session.send, typed) if replaced is None else partial(session.edit, replaced, typed)
         self.begin(start, typed=typed)
@@ -303,12 +309,12 @@ class ChatScreen(MessageActions, Screen[None]):
         if self.composer.typed.add(text):
             self.app.spawn(self.app.offload(self.composer.typed.save, text), group="history")
 
-    def model_is_there(self) -> None:
-        """Sends what waited for the model."""
+    def send_waiting(self) -> None:
+        """Sends the message that waits for the model; where none could be loaded, it stays in the editor."""
         if self._sends_when_loaded:
             self._sends_when_loaded = False
             self.hint("")
-            self.composer.action_send()
+            self._send(self.composer.message)
 
     def on_composer_typed(self, event: Composer.Typed) -> None:
         event.stop()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from localllm.errors import LocalLLMError
 from localllm.tui import collector
 from localllm.tui.failures import sentence
-from localllm.tui.loading import Cancelled, Loading
+from localllm.tui.loading import Loading
 from localllm.tui.screens.dialogs import Choose
 from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.setup import OpenModel
@@ -20,23 +21,35 @@ if TYPE_CHECKING:
 _PERIOD = 0.1
 
 
+class ModelState(Enum):
+    """What becomes of a message that is sent now."""
+
+    #: It waits: a model was asked for, as when the app starts, but its loading has not begun.
+    TO_LOAD = auto()
+    #: It waits: a model is being loaded.
+    LOADING = auto()
+    #: The model replies to it.
+    LOADED = auto()
+    #: It is refused: loading failed.
+    NONE = auto()
+
+
 class ModelInUse:
     """One model at a time, for two may not fit.
 
     Attributes:
+        state: whether there is a model, or will be; only this class sets it.
         model: the one that is loaded; None if none is.
         name: its name, empty for the demo model; None if none is loaded.
     """
 
     def __init__(self, screen: ChatScreen) -> None:
+        self.state = ModelState.TO_LOAD
         self.model: OpenModel | None = None
         self.name: str | None = None
         self._screen = screen
         self._loading: Loading | None = None
-
-    @property
-    def is_loading(self) -> bool:
-        return self._loading is not None
+        self._one_at_a_time = asyncio.Lock()
 
     def cancel(self) -> None:
         """Ends loading, if a model is being loaded."""
@@ -45,49 +58,55 @@ class ModelInUse:
 
     async def change(self, name: str) -> None:
         """Loads a model in the place of the one before, which stays where the file of the new one cannot be read."""
+        screen = self._screen
         if self.model is not None and self.name == name:
-            self._screen.app.say(f"{name or 'the demo model'} is loaded already")
+            screen.app.say(f"{name or 'the demo model'} is loaded already")
             return
-        try:
-            await asyncio.to_thread(self._screen.app.setup.check, name)
-        except LocalLLMError as error:
-            if self.model is None:
-                await self._ask_after_failure(name, None, error)
-            else:
+        if self.state is not ModelState.NONE:
+            try:
+                await asyncio.to_thread(screen.app.setup.check, name)
+            except LocalLLMError as error:
                 await self._ask_before_change(name, error)
-            return
+                return
+        screen.app.typed_ahead.go_on()
         await self.load(name)
 
     async def load(self, name: str, *, keeps: bool = True) -> None:
         """Loads a model in the place of the one before; where that fails, asks what to do.
+
+        A later call takes the place of one whose model is still being loaded.
 
         Args:
             name: as a command takes it; empty for the demo model.
             keeps: note the model with the chat.
         """
         screen = self._screen
-        screen.app.typed_ahead.go_on()
         self.cancel()
-        while self._loading is not None:
-            await asyncio.sleep(_PERIOD)
-        await screen.end_turn()
-        before = self.name
-        await self._close()
         loading = self._loading = Loading(screen.app.setup.load, name)
+        self.state = ModelState.TO_LOAD
+        async with self._one_at_a_time:
+            before = self.name
+            await screen.end_turn()
+            await self._close()
+            error = await self._load_now(loading, name if keeps else None)
+        if error is not None:
+            await self._ask_after_failure(name, before, error)
+            screen.send_waiting()
+
+    async def _load_now(self, loading: Loading, kept: str | None) -> Exception | None:
+        """Loads a model and lets it reply; returns why it cannot be loaded, unless that was cancelled."""
+        self.state = ModelState.LOADING
         try:
             model = await self._loaded(loading)
-        except Cancelled:
-            return
         except Exception as error:
-            self._loading = None
-            screen.status.change(activity="", progress=None)
-            await self._ask_after_failure(name, before, error)
-            return
-        finally:
-            self._loading = None
-            screen.status.change(activity="", progress=None)
-        self.model, self.name = model, name
-        await self._use(name if keeps else None)
+            if loading.is_cancelled:
+                return None
+            self.state = ModelState.NONE
+            self._screen.status.change(activity="", progress=None)
+            return error
+        self.model, self.name = model, loading.name
+        await self._use(model, loading, kept)
+        return None
 
     async def _loaded(self, loading: Loading) -> OpenModel:
         """The model; meanwhile the screen shows how far it is."""
@@ -98,16 +117,24 @@ class ModelInUse:
             await asyncio.wait([thread], timeout=_PERIOD)
         return thread.result()
 
-    async def _use(self, kept: str | None) -> None:
-        screen, model = self._screen, self.model
-        if model is None:
-            return
+    async def _use(self, model: OpenModel, loading: Loading, kept: str | None) -> None:
+        screen = self._screen
         collector.set_aside()
         info = model.info
-        screen.status.change(model=info.name or info.path.name, device=info.device, gpu_memory=info.gpu_bytes)
+        screen.status.change(
+            activity="",
+            progress=None,
+            model=info.name or info.path.name,
+            device=info.device,
+            gpu_memory=info.gpu_bytes,
+        )
         await screen.app.offload(screen.session.use_model, model, kept)
-        await screen.refresh_all()
-        screen.model_is_there()
+        try:
+            await screen.refresh_all()
+        finally:
+            if not loading.is_cancelled:  # else the app ends, or another model is to be loaded
+                self.state = ModelState.LOADED
+                screen.send_waiting()
 
     async def _close(self) -> None:
         model, self.model, self.name = self.model, None, None
@@ -119,8 +146,9 @@ class ModelInUse:
             await screen.app.offload(model.close)
 
     async def _ask_before_change(self, name: str, error: LocalLLMError) -> None:
-        """Says why a model cannot be loaded, while the one before is there still."""
-        choices = [("back", f"Back to {_title(self.name)}"), ("other", "Choose another model")]
+        """Says why a model cannot be loaded, while the one before is there still, or is being loaded."""
+        back = "Back" if self.model is None else f"Back to {_title(self.name)}"
+        choices = [("back", back), ("other", "Choose another model")]
         if await self._chosen(name, error, choices) == "other":
             await self.choose()
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from textual.binding import Binding
 from textual.widgets import Footer
 
 
 class Keys(Footer):
     """A footer in which no key is cut: where it is too narrow for all, the last ones are left out."""
 
+    _offered: list[tuple[Binding, bool]] | None = None
+
     async def recompose(self) -> None:
-        await super().recompose()
-        self._fit()
+        if not self.is_attached:
+            return
+        offered = [(active.binding, active.enabled) for active in self.screen.active_bindings.values()]
+        if offered != self._offered:  # what Textual reports is mostly another focus, with the same keys
+            self._offered = offered
+            await super().recompose()
+            self._fit()
 
     def on_resize(self) -> None:
         self._fit()

@@ -18,7 +18,7 @@ from tests.helpers.blocks import random_rows, values_of
 from tests.helpers.cuda_sums import product, quantised
 from tests.kernels.cuda.device import Device, load, multiply
 from tests.kernels.cuda.test_attention import KINDS, Talk, assert_right, variant_of
-from tests.kernels.cuda.test_matmul import INTEGERS, assert_near, assert_same_bits, name
+from tests.kernels.cuda.test_matmul import INTEGERS, TENSOR_INTEGERS, assert_near, assert_same_bits
 
 T = GGMLType
 SEEDS = range(2)
@@ -109,6 +109,10 @@ def test_attention_before_sm_80(head_dim: int, kind: str) -> None:
     attend(device, variant_of(head_dim, kind, device), 0, most=65)
 
 
-@pytest.mark.parametrize("type", INTEGERS, ids=name)
+# Those that tensor cores read as another are tried in CI only: each is three modules, which take g++ some seconds.
+@pytest.mark.parametrize(
+    "type",
+    [pytest.param(t, marks=[] if t in TENSOR_INTEGERS else [pytest.mark.ci], id=t.name) for t in INTEGERS],
+)
 def test_products(device: Device, type: KernelType) -> None:
     multiply_any(device, type, 0)

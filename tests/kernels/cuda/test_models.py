@@ -88,8 +88,9 @@ def assert_near(a: np.ndarray, b: np.ndarray) -> None:
 # -- The CPU's text ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("type", [T.Q4_0, T.Q4_K, T.Q8_0, T.F16], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    ("kind", "type"), [("llama", T.Q4_0), ("qwen2", T.Q4_K), ("qwen3", T.Q8_0), ("llama", T.F16)], ids=str
+)
 def test_the_text_is_the_cpus(
     make: Callable[[], CUDAOps], load: Callable[..., LLM], tmp_path: Path, kind: str, type: GGMLType
 ) -> None:
@@ -99,8 +100,7 @@ def test_the_text_is_the_cpus(
     assert_same_text(on_cuda, on_cpu, SHORT)
 
 
-@pytest.mark.parametrize(("kind", "type"), [("mixtral", T.Q4_0), ("qwen3_moe", T.Q8_0)], ids=str)
-@pytest.mark.parametrize("n", [SHORT, LONG])
+@pytest.mark.parametrize(("kind", "type", "n"), [("mixtral", T.Q4_0, LONG), ("qwen3_moe", T.Q8_0, SHORT)], ids=str)
 def test_a_mixture_of_experts(
     make: Callable[[], CUDAOps], load: Callable[..., LLM], tmp_path: Path, kind: str, type: GGMLType, n: int
 ) -> None:
@@ -138,13 +138,11 @@ def test_stories260k_split_writes_the_expected_text(load: Callable[..., LLM]) ->
     assert greedy(half, prompt, 16) == expected
 
 
-@pytest.mark.parametrize("order", ["lazy", "eager", "random"])
-def test_streams_in_any_order(order: StreamOrder, load: Callable[..., LLM], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("eager", 0), ("random", 1)])
+def test_streams_in_any_order(order: StreamOrder, seed: int, load: Callable[..., LLM], tmp_path: Path) -> None:
     harness()
     path = small(tmp_path)
-    on_cpu = load(path)
-    for seed in range(3 if order == "random" else 1):
-        assert_same_text(load(path, emulated_cuda(EmulatedDriver(order=order, seed=seed))), on_cpu, SHORT)
+    assert_same_text(load(path, emulated_cuda(EmulatedDriver(order=order, seed=seed))), load(path), SHORT)
 
 
 # -- Several devices -----------------------------------------------------------------------------------------------
@@ -177,10 +175,7 @@ def on_one_device(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
 
 @pytest.mark.parametrize(
     ("n_devices", "peers", "order"),
-    [
-        *((1, True, "lazy"), (2, True, "lazy"), (2, True, "eager"), (2, False, "lazy")),
-        *((2, False, "random"), (3, True, "random"), (3, False, "lazy")),
-    ],
+    [(1, True, "lazy"), (2, True, "eager"), (2, False, "random"), (3, True, "random"), (3, False, "lazy")],
 )
 def test_layers_split_over_devices_give_the_same_bits(
     n_devices: int, peers: bool, order: StreamOrder, on_one_device: tuple[Path, list[np.ndarray]]
@@ -256,17 +251,17 @@ LARGER = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 
     ("kind", "type", "context", "changes"),
     [
         ("llama", T.Q4_0, 64, {}),
-        ("llama", T.Q4_0, 2048, {"vocab_size": 20000, "num_hidden_layers": 6, "head_dim": 64} | LARGER),
+        ("llama", T.Q4_0, 2048, {"vocab_size": 8000, "num_hidden_layers": 4, "head_dim": 64} | LARGER),
         ("qwen2", T.Q4_K, 4096, {"num_hidden_layers": 4, "tie_word_embeddings": True} | LARGER),
         ("qwen3", T.F16, 1024, {"num_hidden_layers": 6, "head_dim": 128} | LARGER),
         ("llama", T.F32, 256, {"num_hidden_layers": 6} | LARGER),
-        ("mixtral", T.Q4_0, 1024, {"num_hidden_layers": 8} | LARGER),
+        ("mixtral", T.Q4_0, 1024, {"num_hidden_layers": 4} | LARGER),
         ("mixtral", T.F32, 256, LARGER),
         (
             "qwen3_moe",
             T.Q4_K,
             2048,
-            {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 256} | LARGER,
+            LARGER | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 256, "hidden_size": 256},
         ),
         ("qwen3_moe", T.F16, 64, {}),
     ],
@@ -299,9 +294,7 @@ def assert_takes_what_was_planned(load: Callable[..., LLM], path: Path, context:
 # -- Company -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "type"), [("llama", T.Q4_0), ("llama", T.F16), ("mixtral", T.Q4_0), ("mixtral", T.F16)], ids=str
-)
+@pytest.mark.parametrize(("kind", "type"), [("llama", T.Q4_0), ("llama", T.F16), ("mixtral", T.Q4_0)], ids=str)
 def test_decoded_tokens_have_the_bits_of_prefilled_ones(
     make: Callable[[], CUDAOps], tmp_path: Path, kind: str, type: GGMLType
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localllm.engine import MAX_TOKENS
+from localllm.engine.runner import MAX_TOKENS
 from localllm.kernels.cuda.ops import CUDAOps
 from localllm.kernels.split import MICRO_BATCH
 from localllm.llm import LLM
@@ -38,7 +38,7 @@ def test_a_step_takes_what_the_plan_says(
     """Prompts longer than a step and a micro-batch, and tokens chosen among the best of them on the device."""
     n_devices, options = SPLITS[split]
     if type == "mixture":
-        path = tiny_gguf(tmp_path / "model.gguf", "qwen3_moe", type=T.Q8_0, max_position_embeddings=2048)
+        path = tiny_gguf(tmp_path / "model.gguf", "qwen3_moe", type=T.Q4_0, max_position_embeddings=2048)
     else:
         path = tiny_gguf(tmp_path / "model.gguf", type=type, **WIDE)
     driver = KernellessDriver(n_devices, memory=1 << 30)

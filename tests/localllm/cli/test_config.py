@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from localllm.errors import UsageError
 from localllm.settings import KEYS
 from tests.helpers.command_line import Outcome, environment, run_main
 from tests.helpers.data import ROOT
@@ -234,10 +235,14 @@ def test_generating_imports_nothing_of_settings_or_the_hub() -> None:
     assert done.stdout.split() == ["0"]
 
 
-def test_settings_hold_for_bench(path: Path, capfdbinary: Capture) -> None:
+def test_settings_hold_for_bench(path: Path, capfdbinary: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     write(path, 'device = "cpu"\nthreads = 1\ncache_type = "q8_0"\n')
-    outcome = run_main(capfdbinary, "bench", "-q", "--json", "-p", "8", "-n", "2", "-r", "1")
-    assert outcome.code == 0, outcome.err
-    result = json.loads(outcome.out.splitlines()[-1])
-    assert (result["device"], result["cache_type"]) == ("cpu", "q8_0")
-    assert {each["threads"] for each in result["results"]} == {1}
+    asked: dict[str, object] = {}
+
+    def load(path: object, **options: object) -> None:
+        asked.update(options)
+        raise UsageError("that will do")
+
+    monkeypatch.setattr("localllm.cli.bench.load", load)
+    assert run_main(capfdbinary, "bench", "-q", "-p", "8", "-n", "2", "-r", "1").error() == "that will do"
+    assert (asked["device"], asked["threads"], asked["cache_type"]) == ("cpu", 1, "q8_0")

@@ -49,7 +49,16 @@ def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
     assert not any((c < " " and c not in "\t\n") or "\x7f" <= c < "\xa0" for c in visible(text))
     line = visible_line(text)
     assert len(line.splitlines()) <= 1
-    assert not any(c < " " or "\x7f" <= c < "\xa0" or c in "\u202e\u2066" for c in line)
+    assert not any(c < " " or "\x7f" <= c < "\xa0" for c in line)
+
+
+def test_marks_of_direction_and_ends_of_lines_are_spelled_out_in_a_line() -> None:
+    """Those that Unicode's bidirectional algorithm obeys (UAX #9, table 4), and what `str.splitlines` ends at."""
+    marks = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    ends = "\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029"
+    line = visible_line(f"a{marks}{ends}\tz")
+    assert line.isprintable()
+    assert line.count("\\") == len(marks + ends) + 1
 
 
 def test_a_status_line_is_written_over_and_wiped(screen: FakeTerminal) -> None:

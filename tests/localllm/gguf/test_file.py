@@ -185,7 +185,7 @@ def test_strings_whatever_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     length = st.sampled_from([1, 255, 256, 257, 65_535, 65_536])
     text = st.one_of(piece, st.binary(max_size=24), length.map(lambda n: b"t" * n), st.lists(piece).map(b"".join))
 
-    @settings(max_examples=60, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=60, database=None, derandomize=True)
     @given(st.lists(text, max_size=40))
     def check(strings: list[bytes]) -> None:
         with GGUFFile.open(strings_file(path, strings)) as file:

@@ -105,6 +105,10 @@ DEFECTS: dict[str, tuple[RawGGUF | bytes, str]] = {
         with_key(ARRAY, array(STRING, [], 2**61)),
         "2305843009213693952 strings cannot",
     ),
+    "strings without room for their lengths": (
+        with_key(ARRAY, array(STRING, [bytes(40)], 10)),
+        "key 'bad': 10 strings cannot be in the 40 bytes that are left",
+    ),
     "more strings than any vocabulary": (
         with_key(ARRAY, array(STRING, [bytes(8 * 2_097_153)], 2_097_153)),
         "2097153 strings are more than localllm takes",
@@ -185,10 +189,22 @@ DEFECTS: dict[str, tuple[RawGGUF | bytes, str]] = {
         with_tensor(RawTensor("bad", [32], b"", type=250)),
         "tensor 'bad': tensor type 250 is",
     ),
-    "removed tensor type": (
-        with_tensor(RawTensor("bad", [32], b"", type=31)),
-        r"tensor 'bad': tensor type 31 \(Q4_0_4_4\) was removed.*quantisation",
-    ),
+    **{
+        f"removed tensor type {type}": (
+            with_tensor(RawTensor("bad", [32], b"", type=type)),
+            rf"tensor 'bad': tensor type {type} \({name}\) was removed.*quantisation",
+        )
+        for type, name in {
+            4: "Q4_2",
+            5: "Q4_3",
+            31: "Q4_0_4_4",
+            32: "Q4_0_4_8",
+            33: "Q4_0_8_8",
+            36: "IQ4_NL_4_4",
+            37: "IQ4_NL_4_8",
+            38: "IQ4_NL_8_8",
+        }.items()
+    },
     "misaligned offset": (
         with_tensor(numbers("bad", 60)),
         "tensor 'bad': the offset 60 is no multiple .* 32",
@@ -244,7 +260,7 @@ def test_defect(tmp_path: Path, name: str) -> None:
         GGUFFile.open(path)
     assert caught.match(message)
     text = str(caught.value)
-    assert len(text) < 400
+    assert len(text) - len(str(path)) < 300
     assert text.isprintable()
 
 
@@ -404,20 +420,20 @@ def test_flipped_bytes(tmp_path: Path) -> None:
     rng = random.Random(4)
     path = tmp_path / "flip.gguf"
     opened = 0
-    for _ in range(2000):
+    for _ in range(600):
         content = bytearray(original)
         mutate(content, rng, len(content))
         path.write_bytes(content)
         opened += open_and_read_all(path)
     # Most of the file is structure, and a change there must be seen more often than not.
-    assert 0 < opened < 1000
+    assert 0 < opened < 300
 
 
 def test_flipped_bytes_allocate_no_more_than_the_file(tmp_path: Path) -> None:
     original = rich_gguf()
     rng = random.Random(5)
     path = tmp_path / "flip.gguf"
-    for _ in range(200):
+    for _ in range(60):
         content = bytearray(original)
         mutate(content, rng, len(content))
         path.write_bytes(content)
@@ -435,14 +451,14 @@ def test_real_file_cut_and_flipped(tmp_path: Path, name: str) -> None:
     rng = random.Random(6)
     path = tmp_path / "real.gguf"
     path.write_bytes(original)
-    for _ in range(500):
+    for _ in range(150):
         changed = bytearray(original[:header])
         mutate(changed, rng, header)
         overwrite(path, changed)
         open_and_read_all(path)
     overwrite(path, original[:header])
     assert open_and_read_all(path)
-    for n in sorted({*rng.sample(range(1, header), 300), *rng.sample(range(header, len(original)), 100)})[::-1]:
+    for n in sorted({*rng.sample(range(1, header), 100), *rng.sample(range(header, len(original)), 30)})[::-1]:
         os.truncate(path, n)
         # Less than a line of alignment can be padding.
         assert not open_and_read_all(path) or n > len(original) - 32, n
@@ -453,11 +469,10 @@ def overwrite(path: Path, head: bytes | bytearray) -> None:
         file.write(head)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_noise_after_a_good_header(tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
+def test_noise_after_a_good_header(tmp_path: Path) -> None:
+    rng = random.Random(7)
     path = tmp_path / "noise.gguf"
-    for _ in range(200):
+    for _ in range(300):
         counts = u64(rng.randrange(4)) + u64(rng.randrange(4))
         # Small numbers are likelier to be taken for lengths and types.
         noise = bytes(rng.choice((0, 0, 0, 0, 1, 2, 4, 8, 9, rng.randrange(256))) for _ in range(200))

@@ -19,6 +19,7 @@ from localllm.library.find import find
 from localllm.library.hub_cache import hub_cache
 from localllm.library.listing import demo_model, find_models, read_details
 from localllm.loading import LoadOptions, plan_file
+from localllm.models.registry import ARCHITECTURES
 from tests.helpers.command_line import run_main, run_on_terminal
 from tests.helpers.data import ROOT
 from tests.helpers.gguf_writer import RawGGUF, key, string
@@ -62,6 +63,7 @@ def test_folders_and_the_hubs_cache(tmp_path: Path) -> None:
     in_hub("org/one", "model.gguf")
     gguf(tmp_path / "models" / "b.gguf")
     gguf(tmp_path / "models" / "deep" / "er" / "a.GGUF")
+    gguf(tmp_path / "models" / ".hidden" / "c.gguf")
     (tmp_path / "models" / "notes.txt").write_text("no model")
     found = find_models([tmp_path / "models"])
     assert found.problems == ()
@@ -280,6 +282,18 @@ def test_details_are_remembered_until_a_file_changes(tmp_path: Path, monkeypatch
     assert opened == [path]
     path.unlink()
     assert "does not exist" in str(DetailsReader().read(path).error)
+
+
+def test_a_model_that_cannot_be_run_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.gguf"
+    shutil.copy(DEMO, path)
+    for is_supported in (False, True):
+        with monkeypatch.context() as changed:
+            if not is_supported:
+                changed.delitem(ARCHITECTURES, "llama")
+            reader = DetailsReader()
+            assert (reader.read(path).error is None) == is_supported
+            reader.save()
 
 
 @pytest.mark.parametrize("change", ["text", "version", "stamp", "types", "list"])

@@ -48,6 +48,8 @@ def test_what_is_a_name_and_what_a_path(text: str, name: HubName | None) -> None
         ("m-TQ1_0.gguf", "TQ1_0"),
         ("Qwen2-0.5B.gguf", None),
         ("phi-4.gguf", None),
+        ("m-F16-to-Q4_0.gguf", "Q4_0"),
+        ("Q8_0/m-Q4_0.gguf", "Q4_0"),
         ("q4all.gguf", None),
     ],
 )

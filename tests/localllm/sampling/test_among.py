@@ -46,7 +46,7 @@ chosen = st.fixed_dictionaries(
 
 
 @given(rows, chosen, st.integers(0, 20), st.randoms(use_true_random=False))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120)
 def test_the_choice_is_that_of_all_logits(logits: Any, options: dict[str, Any], more: int, random: Any) -> None:
     """For several tokens with the same random numbers, in whatever order the largest come."""
     sampling = Sampling(**options)

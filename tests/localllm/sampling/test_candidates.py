@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.sampling import candidates as steps
@@ -83,7 +83,6 @@ def plain_draw(pairs: Pairs, u: float) -> int:
 values = st.lists(st.sampled_from([-math.inf, -2.5, -0.0, 0.0, 1e-30, 1.0, 3e38]), min_size=1, max_size=60)
 
 
-@settings(deadline=None)
 @given(values, st.integers(1, 70), st.sampled_from([np.float32, np.float64]))
 def test_highest_is_a_stable_sort(items: list[float], count: int, dtype: type[np.floating]) -> None:
     array = np.array(items, dtype)
@@ -220,7 +219,6 @@ def test_draw_with_the_largest_number_gives_one_of_the_last(n: int, scale: float
     assert math.fsum(probabilities(pairs)[rank + 1 :]) < 1e-6
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.sampled_from([-math.inf, -800.0, -5.0, 0.0, 0.5]), min_size=1, max_size=30),
     st.floats(0, 1, exclude_max=True),

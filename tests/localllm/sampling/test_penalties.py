@@ -54,7 +54,6 @@ def test_penalize_keeps_impossible_tokens_impossible_and_overflows_in_silence() 
     assert penalize(logits, **both, repeat=1.5, presence=-9.0, frequency=0).tolist() == [-np.inf, -np.inf, 1]
 
 
-@settings(deadline=None)
 @given(
     ids,
     ids,
@@ -80,7 +79,6 @@ def test_penalties_look_over_their_window(
     np.testing.assert_allclose(step(logits), expected, rtol=1e-6, atol=1e-6)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=40))
 def test_suffix_match_lengths(text: list[int]) -> None:
     expected = []
@@ -137,7 +135,7 @@ def dry_penalties(
     return {LETTERS[i]: -float(penalized[i]) for i in np.flatnonzero(penalized)}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     prompt=st.text("ab", max_size=25) | st.text(LETTERS, max_size=25),
     generated=st.text("ab", max_size=25) | st.text(LETTERS, max_size=25),
@@ -189,7 +187,6 @@ def tokens_since_last(breakers: Sequence[str], pieces: Sequence[bytes]) -> int:
     raise AssertionError("unreachable")
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.sampled_from(range(len(PIECES))), max_size=12),
     st.lists(st.sampled_from(["<|end|>", "x", "é", "s<|", "a b"]), min_size=1, max_size=3),

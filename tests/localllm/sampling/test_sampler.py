@@ -478,7 +478,7 @@ def test_ids_outside_the_vocabulary(id_: int) -> None:
             make_sampler(greedy.replace(logit_bias={id_: 1.0}), 5)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32), st.data())
 def test_no_settings_give_a_token_of_probability_0_or_change_the_logits(seed: int, data: st.DataObject) -> None:
     n_vocab = data.draw(st.sampled_from([1, 2, 7, 60]))

@@ -27,7 +27,7 @@ def words(name: str, text: str) -> list[str]:
 def test_every_kind_compiles_and_loses_nothing(name: str) -> None:
     splitter = word_splitter(PRE_TOKENIZERS[name])
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     @given(st.text(st.characters(exclude_categories=["Cs"])) | st.text(" \n\r\t'a9!漢e\u0301_", max_size=30))
     def check(text: str) -> None:
         assert "".join(word for word, _ in splitter.pre_tokenize_str(text)) == text
@@ -118,7 +118,7 @@ def cut(text: str, *patterns: str) -> list[str]:
     return pieces
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.text("0123 a.,", max_size=24))
 def test_linear_digit_groups_cut_where_the_original_does(text: str) -> None:
     assert words("superbpe", text) == cut(text, r"\d+", r"(?=(\d{3})+(?!\d))")
@@ -128,7 +128,7 @@ def test_linear_digit_groups_cut_where_the_original_does(text: str) -> None:
     assert aya == [word for word in grouped if word[0].isdigit()]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(" \ta,", max_size=12))
 def test_trailing_spaces_of_deepseek_llm_are_one_word(text: str) -> None:
     # The gaps between words are the spaces; the pattern for those at the end must not cut them.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from localllm.errors import TokenizerError, UsageError
 from localllm.tokenizer import Tokenizer
-from localllm.tokenizer.stream import StreamDecoder
+from localllm.tokenizer.stream import StreamDecoder, _StopStrings
 from tests.helpers.vocabularies import (
     CONTROL,
     FakeFile,
@@ -42,7 +42,7 @@ def feed(decoder: StreamDecoder, ids: list[int]) -> list[str]:
     return [*(decoder.feed(token) for token in ids), decoder.finish()]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), st.sampled_from([spm, bpe]), st.booleans(), st.booleans())
 def test_the_parts_make_up_the_decoded_text(data: st.DataObject, make: object, special: bool, more: bool) -> None:
     tokenizer = make()  # type: ignore[operator]
@@ -51,7 +51,7 @@ def test_the_parts_make_up_the_decoded_text(data: st.DataObject, make: object, s
     assert "".join(parts) == tokenizer.decode(ids, special=special, continuation=more)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")),
     st.sampled_from([spm, bpe]),
@@ -90,19 +90,18 @@ def test_the_space_that_encoding_adds_is_taken_away_once() -> None:
 
 
 def cut_at_first(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The rule, character by character: the stop string that is complete first; of several the longest."""
-    for end in range(1, len(text) + 1):
-        complete = [stop for stop in stops if text[:end].endswith(stop)]
-        if complete:
-            stop = max(complete, key=len)
-            return text[: end - len(stop)], stop
+    """The rule for a whole text: the stop string that begins first; of several the shortest."""
+    for begin in range(len(text)):
+        found = [stop for stop in stops if text.startswith(stop, begin)]
+        if found:
+            return text[:begin], min(found, key=len)
     return text, None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300)
 @given(
     st.text("ab 漢", max_size=20),
-    st.lists(st.text("ab 漢", min_size=1, max_size=4), max_size=3),
+    st.lists(st.text("ab 漢", min_size=1, max_size=6), max_size=4),
     st.sampled_from([spm, bpe]),
 )
 def test_stop_strings_cut_wherever_token_boundaries_fall(text: str, stops: list[str], make: object) -> None:
@@ -114,6 +113,33 @@ def test_stop_strings_cut_wherever_token_boundaries_fall(text: str, stops: list[
         seen += part
         assert expected.startswith(seen)  # nothing of a stop string was shown, not even for a moment
     assert (seen, decoder.stopped) == (expected, stop)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.text("ab", max_size=5), max_size=10),
+    st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4),
+)
+def test_text_is_released_as_early_as_it_is_certain(chunks: list[str], stops: list[str]) -> None:
+    """Held back is what some further text would cut off, and no more."""
+    finder = _StopStrings(stops)
+    endings = ["", *(stop[i:] for stop in stops for i in range(1, len(stop)))]
+    text = seen = ""
+    for chunk in chunks:
+        text += chunk
+        seen += finder.feed(chunk, final=False)
+        assert seen == min((cut_at_first(text + ending, stops)[0] for ending in endings), key=len)
+    assert seen + finder.feed("", final=True) == cut_at_first(text, stops)[0]
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [("d", ("x", "abcd")), ("e", ("xa", "bc")), ("", ("xa", "bc"))],
+)
+def test_of_overlapping_stop_strings_the_one_that_begins_first_wins(end: str, expected: tuple[str, str]) -> None:
+    decoder = StreamDecoder(bpe(), ["bc", "abcd"])
+    ids = [id_ for letter in "xabc" + end for id_ in ids_of(bpe(), letter)]
+    assert ("".join(feed(decoder, ids)), decoder.stopped) == expected
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from localllm.errors import TokenizerError
 from localllm.tokenizer import Tokenizer
+from localllm.tokenizer.vocabulary import Vocabulary
 from tests.helpers.data import ROOT, shared_data
 from tests.helpers.vocabularies import (
+    BYTE,
     CONTROL,
     NORMAL,
     UNKNOWN,
@@ -82,7 +84,7 @@ def test_decoding_undoes_encoding(name: str) -> None:
     # No text has these.  StarCoder lacks a few more, of planes of Unicode that nobody writes.
     assert missing - {0xC0, 0xC1, *range(0xF5, 0x100)} <= ({0xF1, 0xF2, 0xF4} if name == "starcoder" else set())
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(any_text | wordy_text)
     def check(text: str) -> None:
         if not missing.isdisjoint(text.encode()):
@@ -129,6 +131,13 @@ def test_phi_3_swallows_white_space_after_special_tokens() -> None:
     assert marked == [user, *plain, end]
 
 
+@pytest.mark.parametrize(("name", "swallows"), [("Phi-3 mini", True), ("phi3", True), ("Phi 2", False)])
+def test_white_space_after_special_tokens(name: str, swallows: bool) -> None:
+    tokenizer = tiny({**bpe_metadata([], [("<|user|>", CONTROL), ("<s>", CONTROL)]), "general.name": name})
+    texts = ["<|user|>", "a", "<s>", "Ġ", "a"] if swallows else ["<|user|>", "Ċ", "Ġ", "a", "<s>", "Ġ", "a"]
+    assert tokenizer.encode("<|user|>\n a<s> a", parse_special=True) == ids_of(tokenizer, *texts)
+
+
 def test_stories_agree_with_the_facts() -> None:
     ids = real_tokenizer("models/stories260K/stories260K.gguf").encode("Once upon a time")
     assert ids == [1, 403, 407, 261, 378]
@@ -167,7 +176,7 @@ def test_agrees_with_a_trained_sentencepiece_model() -> None:
     processor = train_sentencepiece(CORPUS, 420)
     tokenizer = tiny(sentencepiece_metadata(processor))
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(any_text | st.lists(st.sampled_from(CORPUS.split(" "))).map(" ".join))
     def check(text: str) -> None:
         ids = tokenizer.encode(text, add_special=False)
@@ -186,17 +195,16 @@ def test_agrees_with_a_trained_bpe_model(ignore_merges: bool) -> None:
     reference.train_from_iterator([CORPUS], trainer)
     model = json.loads(reference.to_str())["model"]
     merges = [tuple(merge) for merge in model["merges"]]
-    special = [] if not ignore_merges else [("Ġtokenizer", NORMAL)]  # no merge leads to it
     tokenizer = tiny(
         bpe_metadata(
             merges,
-            [*special, ("<|endoftext|>", CONTROL)],
+            [("Ġtokenizer", NORMAL), ("<|endoftext|>", CONTROL)],  # no merge leads to the first
             pre="llama3" if ignore_merges else "gpt-2",
             add_bos_token=False,
         )
     )
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(any_text | st.lists(st.sampled_from(CORPUS.split(" "))).map(" ".join))
     def check(text: str) -> None:
         texts = [tokenizer.token_text(token) for token in tokenizer.encode(text, add_special=False)]
@@ -289,6 +297,30 @@ def test_bytes_that_are_no_text_become_replacement_characters() -> None:
     assert tokenizer.decode([3 + 0xE2, 3 + 0x82, 3 + ord("x"), 3 + 0xFF]) == "\ufffdx\ufffd"
 
 
+def test_how_vocabularies_differ() -> None:
+    """Unused tokens at the end are padding, and no difference."""
+    words = tiny_spm_pieces(WORDS)
+    others = {
+        "same": words,
+        "padded": [*words, ("<pad>", 0.0, UNUSED)],
+        "longer": [*words, ("more", 0.0, NORMAL)],
+        "renamed": [*words[:-1], ("ho", -6.0, NORMAL)],
+    }
+    tokenizer = tiny(spm_metadata(words))
+
+    def difference(metadata: dict[str, Any]) -> str | None:
+        return tokenizer.difference(Vocabulary.from_gguf(FakeFile(metadata)))
+
+    n = len(words)
+    assert {name: difference(spm_metadata(pieces)) for name, pieces in others.items()} == {
+        "same": None,
+        "padded": None,
+        "longer": f"it has {n + 1} tokens instead of {n}",
+        "renamed": f"token {n - 1} is 'ho' instead of 'hi'",
+    }
+    assert difference(bpe_metadata()) == "its kind is 'gpt2' instead of 'llama'"
+
+
 # --- end of generation
 
 
@@ -309,6 +341,13 @@ def test_end_tokens_are_known_by_their_text_whatever_their_type(text: str) -> No
         tokenizer = tiny(bpe_metadata([], [(text, kind), ("<x>", CONTROL)], eos_token_id=257))
         assert tokenizer.eog_ids == {256, 257}
         assert tokenizer.is_special(256)
+
+
+def test_a_word_that_merges_lead_to_is_no_end_token() -> None:
+    merges = [("[", "E"), ("[E", "O"), ("[EO", "S"), ("[EOS", "]")]
+    tokenizer = tiny(bpe_metadata(merges, [("<x>", CONTROL)]))
+    assert tokenizer.eog_ids == set(ids_of(tokenizer, "<x>"))
+    assert not tokenizer.is_special(*ids_of(tokenizer, "[EOS]"))
 
 
 def test_end_tokens_are_known_by_metadata() -> None:
@@ -358,6 +397,14 @@ def test_a_character_that_no_token_spells_is_an_error_and_not_lost() -> None:
         no_unknown[f"tokenizer.ggml.{key}_token_id"] = value
     with pytest.raises(TokenizerError, match=r"no token for 'b'"):
         tiny({key: value for key, value in no_unknown.items() if value is not None}).encode("ab")
+
+
+def test_the_name_of_a_byte_is_plain_text_also_where_not_all_bytes_have_tokens() -> None:
+    begins = ["<", "<0", "<0x", "<0x4", "<0x41"]
+    words = [*((text, -float(i), NORMAL) for i, text in enumerate([*"0x41>A", *begins])), ("▁", -20.0, NORMAL)]
+    tokenizer = tiny(spm_metadata([*tiny_spm_pieces()[:3], ("<0x41>", 0.0, BYTE), *words], add_space_prefix=False))
+    assert tokenizer.decode([3]) == "A"
+    assert tokenizer.encode("<0x41>", add_special=False) == ids_of(tokenizer, "<0x41", ">")
 
 
 def types_for(tokens: list[str]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.drafting.costs import StepCosts
-from localllm.drafting.lookup import LONGEST, SHORTEST, LookupDrafter, NGramIndex, continuation
+from localllm.engine.drafting.cost import StepCost
+from localllm.engine.drafting.lookup import LONGEST, SHORTEST, LookupDrafter, NGramIndex, continuation
 
 
 def naive_find(tokens: Sequence[int]) -> tuple[int, int] | None:
@@ -71,21 +71,18 @@ def test_a_token_costs_the_same_however_long_the_text() -> None:
     assert max(read) <= 2 * sum(range(SHORTEST, LONGEST + 1))
 
 
-def costs(*seconds: float) -> StepCosts:
-    """Costs where a step over one token takes a second, and the next ones over 2, 3, … as given."""
-    made = StepCosts()
-    made.add(1, 1.0)
-    for n, cost in enumerate(seconds, start=2):
-        made.add(n, cost)
-    return made
-
-
-TILE = [2.0] * 7  #: What up to eight tokens cost if they are multiplied as eight.
+def cost_of(token_cost: float) -> StepCost:
+    """A step over one token takes a second, and each further one adds ``token_cost``."""
+    cost = StepCost()
+    cost.add(1, 1.0)
+    for _ in range(100):
+        cost.add(8, 1 + 7 * token_cost)
+    return cost
 
 
 def test_drafts_begin_where_guesses_come_true() -> None:
     """Guesses are compared with the text before any draft is made of them."""
-    drafter = LookupDrafter(costs(*TILE), most=7)
+    drafter = LookupDrafter(cost_of(0.3), most=7)
     tokens = [1, 2, 3, 4, 5]
     proposed = [len(drafter.propose(tokens, 100))]
     for i in range(40):
@@ -98,7 +95,7 @@ def test_drafts_begin_where_guesses_come_true() -> None:
 
 def test_drafts_end_where_guesses_do_not_come_true() -> None:
     """The same four tokens, and each time another behind them."""
-    drafter = LookupDrafter(costs(*TILE), most=7)
+    drafter = LookupDrafter(cost_of(0.15), most=7)
     proposed = []
     for i in range(100):
         tokens = [token for j in range(i + 1) for token in (1, 2, 3, 4, 1000 + j)][:-1]
@@ -107,7 +104,7 @@ def test_drafts_end_where_guesses_do_not_come_true() -> None:
 
 
 def test_no_drafts_where_a_larger_step_costs_as_much_as_its_tokens() -> None:
-    drafter = LookupDrafter(costs(2, 3, 4, 5, 6, 7, 8), most=7)
+    drafter = LookupDrafter(cost_of(1.0), most=7)
     tokens = [1, 2, 3] * 10
     for i in range(40):
         assert not drafter.propose(tokens, 100)
@@ -115,9 +112,10 @@ def test_no_drafts_where_a_larger_step_costs_as_much_as_its_tokens() -> None:
 
 
 def test_no_drafts_before_a_step_was_measured() -> None:
-    drafter = LookupDrafter(StepCosts())
+    cost = StepCost()
+    drafter = LookupDrafter(cost)
     tokens = [1, 2, 3] * 10
     assert not drafter.propose(tokens, 100)
-    drafter.measured(1, 0.5)
+    cost.add(1, 0.5)
     tokens.append(1)
     assert drafter.propose(tokens, 100)

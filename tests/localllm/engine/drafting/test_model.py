@@ -1,4 +1,4 @@
-"""Drafts by a model: its run follows the text, whatever of the drafts was right."""
+"""Drafts by a model: its sequence follows the text, whatever of the drafts was right."""
 
 from __future__ import annotations
 
@@ -7,29 +7,34 @@ import random
 import numpy as np
 import pytest
 
-from localllm.drafting import model as drafting_model
-from localllm.drafting.costs import StepCosts
-from localllm.drafting.model import ModelDrafter, likeliest
-from tests.helpers.fake_backend import N_VOCAB, fake_engine, greedy_after
+from localllm.engine.drafting.cost import StepCost
+from localllm.engine.drafting.model import DraftModel, ModelDrafter, likeliest
+from tests.helpers.fake_backend import N_VOCAB, FakeOps, fake_runner, greedy_after
 
 
 @pytest.fixture(autouse=True)
 def _every_token_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake backend's likeliest tokens are not likely at all."""
-    monkeypatch.setattr(drafting_model, "LEAST_PROBABILITY", 0.0)
+    monkeypatch.setattr("localllm.engine.drafting.model.MIN_PROBABILITY", 0.0)
 
 
-def cheap() -> StepCosts:
-    """Costs with which any draft pays."""
-    costs = StepCosts()
-    costs.add(1, 1000.0)
-    costs.add(8, 1000.0)
-    return costs
+def cheap() -> StepCost:
+    """A cost with which any draft pays."""
+    cost = StepCost()
+    cost.add(1, 1000.0)
+    for _ in range(100):
+        cost.add(8, 1000.0)
+    return cost
+
+
+def draft_model(context: int = 64, max_tokens: int = 8, expected_cost: float = 0.0) -> tuple[DraftModel, FakeOps]:
+    runner, ops = fake_runner(context, max_tokens=max_tokens)
+    return DraftModel(runner, expected_cost=expected_cost), ops
 
 
 def test_drafts_are_the_models_own_text() -> None:
-    engine, ops = fake_engine(context=64)
-    drafter = ModelDrafter(engine, cheap(), most=5)
+    model, ops = draft_model()
+    drafter = ModelDrafter(model, cheap(), most=5)
     tokens = [5, 6, 7]
     assert drafter.propose(tokens, 100) == greedy_after(tokens, 5)
     tokens += greedy_after(tokens, 6)
@@ -41,9 +46,8 @@ def test_drafts_are_the_models_own_text() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_it_follows_any_text(seed: int) -> None:
     chance = random.Random(seed)
-    engine, _ = fake_engine(context=200)
-    costs = cheap()
-    drafter = ModelDrafter(engine, costs, most=4)
+    model, _ = draft_model(context=200)
+    drafter = ModelDrafter(model, cheap(), most=4)
     tokens = [1, 2, 3]
     while len(tokens) < 150:
         most = chance.randint(1, 6)
@@ -54,14 +58,15 @@ def test_it_follows_any_text(seed: int) -> None:
         tokens.append(chance.randrange(N_VOCAB))
     drafter.close()
     drafter.close()
-    assert len(engine._open[0].active) == 0  # type: ignore[index]
+    assert model.runner.cache.n_available == model.runner.cache.n_pages
 
 
 def test_it_pauses_where_drafts_are_wrong_and_goes_on_where_they_are_right() -> None:
-    engine, _ = fake_engine(context=1000)
-    costs = cheap()
-    costs.add(8, 3000.0)
-    drafter = ModelDrafter(engine, costs, most=7)
+    model, _ = draft_model(context=1000)
+    cost = cheap()
+    for _ in range(100):
+        cost.add(8, 3000.0)
+    drafter = ModelDrafter(model, cost, most=7)
     tokens = [1]
     drafted = []
     for _ in range(400):
@@ -79,10 +84,10 @@ def test_it_pauses_where_drafts_are_wrong_and_goes_on_where_they_are_right() -> 
 
 def test_what_is_not_expected_to_pay_is_not_tried_at_once() -> None:
     """To find out it would have to evaluate the prompt; and what it cost once is known to the next text."""
-    engine, ops = fake_engine(context=400, max_tokens=100)
-    costs = cheap()
+    cost = cheap()
     for expected, first_try in ((0.9, 64), (0.01, 0)):
-        drafter = ModelDrafter(engine, costs, expected_cost=expected)
+        model, ops = draft_model(context=400, max_tokens=100, expected_cost=expected)
+        drafter = ModelDrafter(model, cost)
         tokens = [1, 2, 3]
         for n in range(80):
             assert bool(drafter.propose(tokens, 100)) == (n >= first_try)
@@ -90,14 +95,14 @@ def test_what_is_not_expected_to_pay_is_not_tried_at_once() -> None:
                 break
             assert not ops.batches
             tokens.append(5)
-        drafter.close()
-    costs.draft_s = 0.9 * costs.single_s
-    assert not ModelDrafter(engine, costs, expected_cost=0.01).propose([1, 2, 3], 100)
+    model, _ = draft_model(expected_cost=0.01)
+    model.measured(0.9 * cost.single_s)
+    assert not ModelDrafter(model, cost).propose([1, 2, 3], 100)
 
 
 def test_a_text_beyond_its_context_gets_no_drafts() -> None:
-    engine, _ = fake_engine(context=16, max_tokens=16)
-    drafter = ModelDrafter(engine, cheap(), most=4)
+    model, _ = draft_model(context=16, max_tokens=16)
+    drafter = ModelDrafter(model, cheap(), most=4)
     tokens = list(range(1, 13))
     assert len(drafter.propose(tokens, 100)) == 4
     tokens += [1, 2]
@@ -109,8 +114,8 @@ def test_a_text_beyond_its_context_gets_no_drafts() -> None:
 
 
 def test_a_long_prompt_is_taken_up_a_chunk_at_a_time() -> None:
-    engine, ops = fake_engine(context=64, max_tokens=8)
-    drafter = ModelDrafter(engine, cheap(), most=2)
+    model, ops = draft_model(context=64, max_tokens=8)
+    drafter = ModelDrafter(model, cheap(), most=2)
     tokens = list(range(1, 25))
     for n_batches in (1, 2):
         assert not drafter.propose(tokens, 100)
@@ -123,37 +128,46 @@ def test_a_long_prompt_is_taken_up_a_chunk_at_a_time() -> None:
 
 
 def test_it_does_not_wait_for_room() -> None:
-    engine, _ = fake_engine(context=16)
-    other = engine.start(list(range(16)))
-    engine.advance(other)
-    engine.advance(other)
-    other.waiting = True  # as if its thread were about to go on
-    drafter = ModelDrafter(engine, cheap(), most=2)
+    model, _ = draft_model(context=16)
+    cache = model.runner.cache
+    other = cache.begin([])
+    assert cache.reserve(other, 16)
+    drafter = ModelDrafter(model, cheap(), most=2)
     tokens = [50, 51, 52]
     assert not drafter.propose(tokens, 100)
-    other.waiting = False
-    engine.finish(other)
+    cache.release(other)
     tokens.append(53)
     assert drafter.propose(tokens, 100) == greedy_after(tokens, 2)
 
 
+def test_a_text_that_has_not_gone_on_gets_no_more_drafts() -> None:
+    """As where its request had no part in the step."""
+    model, _ = draft_model()
+    drafter = ModelDrafter(model, cheap(), most=3)
+    tokens = [1, 2, 3]
+    assert drafter.propose(tokens, 100)
+    assert not drafter.propose(tokens, 100)
+    tokens += greedy_after(tokens, 2)
+    assert drafter.propose(tokens, 100) == greedy_after(tokens, 3)
+
+
 def test_tokens_that_it_does_not_have_end_its_drafts() -> None:
-    engine, _ = fake_engine()
-    drafter = ModelDrafter(engine, cheap())
+    model, _ = draft_model()
+    drafter = ModelDrafter(model, cheap())
     tokens = [1, 2]
     assert drafter.propose(tokens, 100)
     tokens.append(N_VOCAB)
     assert not drafter.propose(tokens, 100)
     tokens.append(1)
     assert not drafter.propose(tokens, 100)
-    assert not ModelDrafter(engine, cheap()).propose([N_VOCAB + 5], 100)
+    assert not ModelDrafter(model, cheap()).propose([N_VOCAB + 5], 100)
 
 
 def test_it_gives_up_before_tokens_it_does_not_believe_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting_model, "LEAST_PROBABILITY", 0.999)
-    engine, ops = fake_engine()
+    monkeypatch.setattr("localllm.engine.drafting.model.MIN_PROBABILITY", 0.999)
+    model, ops = draft_model()
     tokens = [1, 2]
-    drafter = ModelDrafter(engine, cheap())
+    drafter = ModelDrafter(model, cheap())
     assert not drafter.propose(tokens, 100)
     assert len(ops.batches) == 1
     tokens.append(5)

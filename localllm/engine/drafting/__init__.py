@@ -1,4 +1,10 @@
-"""What guesses the tokens that follow, and what became of the guesses."""
+"""Speculative decoding: proposing tokens that the model verifies in one step, several at a time.
+
+`lookup` proposes that the text repeats itself; `model` asks a smaller model.  What is proposed changes how fast a
+text comes, never the text: the engine samples each token from the model's own logits, in the same order, as long as
+the tokens chosen are those proposed.  (Leviathan et al., arXiv:2211.17192, and Chen et al., arXiv:2302.01318, accept
+more drafts where the temperature is high, but keep only the distribution of texts, not the text of a seed.)
+"""
 
 from __future__ import annotations
 
@@ -11,16 +17,16 @@ from typing import Protocol
 DEFAULT_DRAFTS = 7
 
 #: Drafts a step that may be asked for at most.
-MOST_DRAFTS = 64
+MAX_DRAFTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What became of a generation's drafts.
+    """What became of a request's drafts.
 
     Attributes:
-        drafted: tokens that were guessed and evaluated.
-        accepted: how many of them the text went on with.
+        drafted: tokens that were proposed and evaluated.
+        accepted: how many of them the text continued with.
         steps: evaluations by the model that the tokens after the first one took; without drafts, one for each.
     """
 
@@ -35,10 +41,10 @@ class Drafts:
 
 
 class Drafter(Protocol):
-    """Guesses what one text goes on with.  What it guesses may change how fast the text comes, never the text."""
+    """Proposes how one text continues.  Called in the engine's thread."""
 
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """At most ``most`` tokens that may follow ``tokens``; none where guessing is not worth it.
+        """At most ``most`` tokens that may follow ``tokens``; none where that is not expected to pay.
 
         Args:
             tokens: the text so far.  It begins with that of the last call: what it has beyond that tells which of
@@ -47,10 +53,6 @@ class Drafter(Protocol):
         """
         ...
 
-    def measured(self, n_tokens: int, seconds: float) -> None:
-        """Told of the model's steps that went on with this text alone: over how many tokens, how long it took."""
-        ...
-
     def close(self) -> None:
-        """Lets go of what it holds.  Never waits; may be called more than once, also from a finaliser."""
+        """Lets go of what it holds; may be called more than once."""
         ...

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from localllm.cache import common_prefix
-from localllm.drafting.costs import StepCosts, moved_share
-from localllm.drafting.drafter import DEFAULT_DRAFTS
+from localllm.engine.cache import common_prefix
+from localllm.engine.drafting import DEFAULT_DRAFTS
+from localllm.engine.drafting.cost import StepCost, moved_rate
 
 #: Tokens in a row that are looked for: the longest first.
 LONGEST, SHORTEST = 4, 2
 
-#: How often what follows the same 2, 3, 4 tokens is thought to be the same, until it was seen.
-_FIRST_SHARES = {2: 0.1, 3: 0.2, 4: 0.3}
+#: How often the same 2, 3, 4 tokens are expected to be followed by the same, until it was seen.
+_FIRST_RATES = {2: 0.1, 3: 0.2, 4: 0.3}
 
 
 class NGramIndex:
@@ -67,16 +67,16 @@ def continuation(tokens: Sequence[int], place: int, n: int) -> list[int]:
 class LookupDrafter:
     """Drafts by `NGramIndex`.
 
-    Looking up costs next to nothing.  So it is done at every step, and the first token found is compared with what
+    A look-up costs next to nothing.  So it is done at every step, and the first token found is compared with what
     comes even where no draft is made of it: that is how it is known when drafts begin to pay.
     """
 
-    def __init__(self, costs: StepCosts, most: int = DEFAULT_DRAFTS) -> None:
+    def __init__(self, cost: StepCost, most: int = DEFAULT_DRAFTS) -> None:
         """``most``: drafts a step at most."""
-        self._costs = costs
+        self._cost = cost
         self._most = most
         self._index = NGramIndex()
-        self._shares = dict(_FIRST_SHARES)  # by the length of the match
+        self._rates = dict(_FIRST_RATES)  # by the length of the match
         self._guess: list[int] = []
         self._n_matched = self._n_before = 0
 
@@ -88,12 +88,9 @@ class LookupDrafter:
             return []
         self._n_matched, place = match
         self._n_before = len(tokens)
-        n = 0 if self._costs.is_due else self._costs.best(self._shares[self._n_matched], min(most, self._most))
+        n = self._cost.best(self._rates[self._n_matched], min(most, self._most))
         self._guess = continuation(tokens, place, max(n, 1))
         return self._guess[:n]
-
-    def measured(self, n_tokens: int, seconds: float) -> None:
-        self._costs.add(n_tokens, seconds)
 
     def close(self) -> None:
         """There is nothing to let go of."""
@@ -103,5 +100,5 @@ class LookupDrafter:
         if self._guess:
             came = tokens[self._n_before : self._n_before + len(self._guess)]
             n_right = common_prefix(self._guess, came)
-            share = self._shares[self._n_matched]
-            self._shares[self._n_matched] = moved_share(share, n_right, then_wrong=n_right < len(came))
+            rate = self._rates[self._n_matched]
+            self._rates[self._n_matched] = moved_rate(rate, n_right, then_wrong=n_right < len(came))

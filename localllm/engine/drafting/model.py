@@ -1,0 +1,184 @@
+"""Drafts by a smaller model with the same vocabulary.
+
+Sources: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (arXiv:2211.17192); Chen et al.,
+Accelerating Large Language Model Decoding with Speculative Sampling (arXiv:2302.01318).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.engine.cache import CachedSequence, common_prefix
+from localllm.engine.drafting import DEFAULT_DRAFTS
+from localllm.engine.drafting.cost import StepCost, moved_rate
+from localllm.engine.runner import Chunk, ModelRunner
+from localllm.kernels.ops import Best
+
+#: Drafting ends before a token that the draft model itself believes in less than this.
+MIN_PROBABILITY = 0.4
+
+#: How often a draft is expected to be right, until it was seen.
+_FIRST_RATE = 0.7
+
+#: Where drafts do not pay: tokens until they are tried again, at first and at most, and how many then.
+_FIRST_PAUSE, _LONGEST_PAUSE, _TRIED = 16, 512, 4
+
+#: Where drafts are not even expected to pay: tokens of an answer until they are tried.
+_FIRST_TRY = 64
+
+#: Tokens of a prompt that the draft model evaluates in one step of the engine at most.
+_CHUNK = 128
+
+#: Tokens that a draft model may have missed, for the time of its step to be that of any other.
+_FEW = 8
+
+#: Where a device finds the largest logits, a probability is that among so many: the rest adds little to it.
+_TOP_K = 64
+
+#: Weight of one measurement in the seconds that a draft takes.
+_WEIGHT = 0.25
+
+
+class DraftModel:
+    """The model that drafts for an engine.
+
+    Attributes:
+        runner: evaluates it.
+        token_s: seconds that a draft takes; before it was measured, ``expected_cost`` steps of the large model.
+    """
+
+    def __init__(self, runner: ModelRunner, *, expected_cost: float) -> None:
+        self.runner = runner
+        self._expected_cost = expected_cost
+        self._token_s = 0.0
+
+    def token_s(self, cost: StepCost) -> float:
+        return self._token_s or self._expected_cost * cost.single_s
+
+    def measured(self, seconds: float) -> None:
+        self._token_s += (_WEIGHT if self._token_s else 1.0) * (seconds - self._token_s)
+
+
+class ModelDrafter:
+    """Drafts the most likely tokens for one text.
+
+    The draft model's cache records only tokens of the text.  Those that are drafted are evaluated behind them; what
+    was right of them is recorded when the text has come to it.
+    """
+
+    def __init__(self, model: DraftModel, cost: StepCost, most: int = DEFAULT_DRAFTS) -> None:
+        """
+        Args:
+            model: drafts.
+            cost: of the large model's steps.
+            most: drafts a step at most.
+        """
+        self._model = model
+        self._runner = model.runner
+        self._cost = cost
+        self._most = most
+        self._sequence: CachedSequence | None = None
+        self._rate = _FIRST_RATE
+        self._pause = _FIRST_PAUSE
+        self._resume_at: int | None = None
+        self._n_before = 0
+        self._guess: list[int] = []
+        self._gave_up = self._is_behind = False
+
+    def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        self._learn(tokens)
+        self._guess, self._gave_up = [], False
+        n = self._how_many(len(tokens), min(most, self._most, self._runner.context - len(tokens)))
+        if n > 0:
+            self._guess = self._draft(tokens, n)
+            self._n_before = len(tokens)
+        return self._guess
+
+    def close(self) -> None:
+        if self._sequence is not None:
+            self._runner.cache.release(self._sequence)
+        self._sequence = None
+        self._most = 0
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        """Compares the last guess with what came.  To give up early is to know of no right token either."""
+        if not self._guess and not self._gave_up:
+            return
+        came = tokens[self._n_before : self._n_before + len(self._guess)]
+        n_right = common_prefix(self._guess, came)
+        self._rate = moved_rate(self._rate, n_right, then_wrong=n_right < len(came) or self._gave_up)
+        if self._sequence is not None:
+            # The last one drafted was not evaluated any more.
+            self._runner.cache.append(self._sequence, self._guess[: min(n_right, len(self._guess) - 1)])
+
+    def _how_many(self, n_tokens: int, most: int) -> int:
+        """How many tokens to draft.  Where it does not pay, a few after ever longer pauses, in case that changed."""
+        if most < 1 or not self._cost.single_s:
+            return 0
+        if self._is_behind:
+            return min(most, _TRIED)
+        n = self._cost.best(self._rate, most, self._model.token_s(self._cost))
+        if n:
+            self._pause = _FIRST_PAUSE
+        elif self._resume_at is None:  # the first time it would have to evaluate all of the prompt
+            self._resume_at = n_tokens + _FIRST_TRY
+        elif n_tokens >= self._resume_at:
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            n = min(most, _TRIED)
+        if n:
+            self._resume_at = n_tokens + self._pause
+        return n
+
+    def _draft(self, tokens: Sequence[int], n: int) -> list[int]:
+        """At most ``n`` tokens; none while the model still has to evaluate the prompt, a chunk at a time, or if its
+        cache is full."""
+        runner, cache = self._runner, self._runner.cache
+        if self._sequence is None:
+            self._sequence = cache.begin(tokens[:-1])
+        sequence = self._sequence
+        missing = list(tokens[len(sequence) :])
+        if not missing:  # the text has not gone on since the last call
+            return []
+        if max(missing) >= runner.n_vocab:
+            self._most = 0  # for good, as the text keeps that token
+            return []
+        chunk = missing[: min(_CHUNK, runner.max_tokens)]
+        self._is_behind = len(chunk) < len(missing)
+        if not cache.reserve(sequence, len(chunk) + n - 1):
+            return []
+        begin = time.perf_counter()
+        logits = runner.run([Chunk(sequence, chunk, int(not self._is_behind), len(sequence))], _TOP_K)
+        cache.append(sequence, chunk)
+        ids: list[int] = []
+        while not self._is_behind:
+            id_, probability = _likeliest_of(logits)
+            if not probability >= MIN_PROBABILITY:  # a NaN is none either
+                self._gave_up = True
+                break
+            ids.append(id_)
+            if len(ids) == n:
+                break
+            logits = runner.run([Chunk(sequence, [id_], 1, len(tokens) + len(ids) - 1)], _TOP_K)
+        if len(chunk) <= _FEW:
+            self._model.measured((time.perf_counter() - begin) / max(1, len(ids) + self._gave_up))
+        return ids
+
+
+def _likeliest_of(logits: NDArray[np.float32] | Best) -> tuple[int, float]:
+    """The most likely token after the last row, and its probability."""
+    if not isinstance(logits, Best):
+        return likeliest(logits[-1])
+    place, probability = likeliest(logits.logits[-1])
+    return int(logits.ids[-1, place]), probability
+
+
+def likeliest(logits: NDArray[np.float32]) -> tuple[int, float]:
+    """The most likely token, and its probability; NaN if the logits hold one."""
+    id_ = int(logits.argmax())
+    with np.errstate(invalid="ignore"):
+        total = np.exp(logits - logits[id_]).sum()
+    return id_, float(1 / total)

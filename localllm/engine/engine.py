@@ -1,0 +1,428 @@
+"""Runs requests in a thread of its own: admit, schedule, evaluate, sample, hand over.
+
+Any thread may submit a request, cancel it or close the engine: that is a message in a queue, which the engine's
+thread reads before each step.  What the engine makes of a request goes to the request's `Output` as it comes.  So a
+caller that is interrupted, stops reading or dies holds up nobody, and an exception in a caller's own function ends
+its request alone.
+
+What comes out for a token does not depend on which other requests share its batch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.checks import in_vocabulary
+from localllm.engine.drafting.cost import StepCost
+from localllm.engine.drafting.lookup import LookupDrafter
+from localllm.engine.drafting.model import DraftModel, ModelDrafter
+from localllm.engine.request import FinishReason, Request
+from localllm.engine.runner import ModelRunner
+from localllm.engine.scheduler import Scheduled, Scheduler
+from localllm.errors import ClosedError, ContextLengthError, QueueFullError, UsageError
+from localllm.kernels.ops import Best
+from localllm.kernels.process import Process
+
+#: Requests that run at once, and that wait, at most.
+MAX_RUNNING, MAX_WAITING = 256, 1024
+
+#: Seconds that a step with tokens of prompts lasts at most.
+STEP_S = 0.1
+
+#: Seconds that the end of the process waits for a thread at most, which a caller's own function may hold up.
+_EXIT_S = 10.0
+
+_T = TypeVar("_T")
+
+_Message: TypeAlias = "Callable[[EngineLoop], None]"
+
+
+class Engine:
+    """A model, and the thread that runs requests on it.  Every method may be called from any thread.
+
+    It ends with `close`, or when nothing refers to it any more.
+
+    Attributes:
+        context: tokens that a sequence can hold.
+        n_vocab: logits a token.
+        max_tokens: tokens that one step evaluates at most.
+        has_draft_model: whether requests can have drafts of a smaller model.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        draft_model: DraftModel | None = None,
+        *,
+        max_running: int = MAX_RUNNING,
+        max_waiting: int = MAX_WAITING,
+        step_s: float = STEP_S,
+        on_end: Callable[[], object] | None = None,
+    ) -> None:
+        """Starts the thread.
+
+        Args:
+            runner: evaluates; belongs to the engine from now on, as ``draft_model``.
+            max_running: requests whose tokens are in the cache at once.
+            max_waiting: requests that wait to be; more are refused.
+            step_s: seconds that a step with tokens of prompts lasts at most.
+            on_end: called in the engine's thread when it ends.
+        """
+        self.context, self.n_vocab, self.max_tokens = runner.context, runner.n_vocab, runner.max_tokens
+        self.has_draft_model = draft_model is not None
+        self._max_waiting = max_waiting
+        self._process = Process()
+        loop = EngineLoop(runner, draft_model, max_running=max_running, step_s=step_s, on_end=on_end)
+        self._inbox, self._waiting, self._ended = loop.inbox, loop.waiting, loop.ended
+        self._thread = threading.Thread(target=loop.run, name="localllm-engine", daemon=True)
+        self._thread.start()
+        # The thread knows nothing of this object, so that forgetting it ends the thread.
+        weakref.finalize(self, self._inbox.put, EngineLoop.close).atexit = False
+        _open.add(self)
+
+    def submit(self, request: Request) -> None:
+        """Begins a request; its `Output` is told of everything else.
+
+        Raises:
+            UsageError: there are no tokens, or one is outside the vocabulary.
+            ContextLengthError: they do not fit into the context.
+            QueueFullError: too many requests wait already.
+            ClosedError: the engine was closed.
+            DeviceError: it was made before this process was forked.
+        """
+        self.check()
+        if not request.tokens:
+            raise UsageError("there are no tokens to evaluate: the prompt is empty")
+        in_vocabulary(request.tokens, self.n_vocab)
+        if len(request.tokens) > self.context:
+            advice = "shorten it or load the model with a larger context"
+            raise ContextLengthError(len(request.tokens), self.context, advice)
+        if len(self._waiting) >= self._max_waiting:
+            raise QueueFullError(
+                f"{len(self._waiting):,} requests wait for the model already: try again later, or load the model "
+                "with a larger max_waiting"
+            )
+        self._waiting.add(request)
+        self._inbox.put(lambda loop: loop.add(request))
+        self.check()  # closed meanwhile, it may not have seen the message
+
+    def check(self) -> None:
+        """Raises:
+        ClosedError: the engine was closed.
+        DeviceError: it was made before this process was forked.
+        """
+        self._process.check()
+        if self._ended.is_set():
+            raise ClosedError("the model was closed: load it again to go on")
+
+    def check_may_wait(self) -> None:
+        """Makes sure that what the engine makes can be waited for here.
+
+        Raises:
+            UsageError: this is the engine's own thread, which would wait for itself.
+            DeviceError: the engine was made before this process was forked, and nothing will come.
+        """
+        self._process.check()
+        if threading.current_thread() is self._thread:
+            raise UsageError(
+                "a logits processor, which runs in the model's own thread, cannot wait for the same model: call it "
+                "from another thread"
+            )
+
+    def wait_for(self, items: queue.SimpleQueue[_T]) -> _T:
+        """The next item that the engine's thread puts into a queue.
+
+        Raises:
+            UsageError, DeviceError: as `check_may_wait`.
+        """
+        while True:
+            self.check_may_wait()
+            # With a timeout, because Ctrl-C does not end a wait on every system.
+            with contextlib.suppress(queue.Empty):
+                return items.get(timeout=1.0)
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request before the next step.  Never waits, so that a finaliser may call it."""
+        request.is_cancelled = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Tells the engine that a request may go on whose output was full."""
+        self._inbox.put(EngineLoop.wake)
+
+    def forget(self) -> None:
+        """Drops what the cache has of earlier requests, before any request that is submitted later."""
+        self.check()
+        self._inbox.put(EngineLoop.forget)
+
+    def close(self) -> None:
+        """Ends all requests with a `ClosedError`, waits for the step under way, and lets model and cache go."""
+        self._inbox.put(EngineLoop.close)
+        if self._process.is_current and threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._ended.set()
+
+    def halt(self) -> None:
+        """Stops the thread as the process ends, and tells nobody: who still reads is a daemon thread."""
+        self._inbox.put(EngineLoop.halt)
+        if self._process.is_current:
+            self._thread.join(_EXIT_S)
+
+
+#: Engines of this process whose threads may run.
+_open: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@atexit.register
+def _halt_all() -> None:
+    """Ends the threads: one that computes while Python takes itself down would crash the process."""
+    for engine in list(_open):
+        engine.halt()
+
+
+class EngineLoop:
+    """What the engine's thread does, over and over; it knows nothing of the `Engine`.
+
+    Attributes:
+        inbox: messages to the thread; any other may put one in.
+        waiting: requests that were submitted and have not begun.
+        ended: set once no message is read any more.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        draft_model: DraftModel | None = None,
+        *,
+        max_running: int = MAX_RUNNING,
+        step_s: float = STEP_S,
+        on_end: Callable[[], object] | None = None,
+    ) -> None:
+        self.inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self.waiting: set[Request] = set()
+        self.ended = threading.Event()
+        self._runner = runner
+        self._scheduler = Scheduler(
+            runner.cache,
+            context=runner.context,
+            max_tokens=runner.max_tokens,
+            max_outputs=runner.max_outputs,
+            max_running=max_running,
+            step_s=step_s,
+        )
+        self._draft_model = draft_model
+        self._cost = StepCost()
+        self._on_end = on_end
+        self._is_closed = self._is_halted = False
+
+    # -- Messages --------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        if request.speculate == "lookup":
+            request.drafter = LookupDrafter(self._cost, request.draft_max)
+        elif request.speculate == "draft" and self._draft_model is not None:
+            request.drafter = ModelDrafter(self._draft_model, self._cost, request.draft_max)
+        self._scheduler.add(request)
+
+    def wake(self) -> None:
+        """Something changed: see what can run."""
+
+    def forget(self) -> None:
+        self._runner.cache.forget()
+        if self._draft_model is not None:
+            self._draft_model.runner.cache.forget()
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def halt(self) -> None:
+        self._is_closed = self._is_halted = True
+
+    # -- The thread ------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """The engine's thread."""
+        error: BaseException = ClosedError("the model was closed: load it again to go on")
+        try:
+            has_work = False
+            while self._read_messages(wait=not has_work):
+                has_work = self.step()
+        except BaseException as defect:  # of our own: nobody may wait for ever for a thread that has ended
+            error = defect
+        if self._is_halted:
+            return
+        self.ended.set()
+        while not self.inbox.empty():
+            self.inbox.get()(self)
+        for request in self._scheduler.requests:
+            self._end(request, error=error)
+        on_end, self._on_end = self._on_end, None
+        self.__dict__.clear()  # the memory of model and cache
+        if on_end is not None:
+            on_end()
+
+    def _read_messages(self, *, wait: bool) -> bool:
+        """Does what messages say; returns whether to go on."""
+        if wait and self.inbox.empty():
+            deadlines = [r.deadline for r in self._scheduler.requests if r.deadline is not None]
+            timeout = max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
+            try:
+                self.inbox.get(timeout=timeout)(self)
+            except queue.Empty:
+                return True
+        while not self.inbox.empty():
+            self.inbox.get()(self)
+        return not self._is_closed
+
+    def step(self) -> bool:
+        """Evaluates the next batch; returns whether there was one."""
+        begin = time.perf_counter()
+        for request in self._scheduler.requests:
+            if request.is_cancelled:
+                self._end(request, "cancelled")
+            elif request.deadline is not None and begin >= request.deadline:
+                self._end(request, "timeout")
+        self._propose_drafts()
+        batch = self._scheduler.next_batch()
+        if not batch:
+            return False
+        chunks = [each.chunk() for each in batch]
+        evaluating = time.perf_counter()
+        for each in batch:
+            if not each.request.started_at:
+                each.request.started_at = evaluating
+                self.waiting.discard(each.request)
+        try:
+            logits = self._runner.run(chunks, _top_k(batch))
+        except BaseException as error:
+            for each in batch:
+                self._end(each.request, error=error)
+            return True
+        seconds = time.perf_counter() - evaluating
+        n_tokens = sum(len(chunk.ids) for chunk in chunks)
+        n_decoding = sum(each.request.is_decoding for each in batch)
+        self._scheduler.step_times.add(
+            sum(e.n_tokens for e in batch if not e.request.is_decoding), n_decoding, seconds
+        )
+        if len(batch) == n_decoding == 1:
+            self._cost.add(n_tokens, seconds)
+        row = 0
+        for each, chunk in zip(batch, chunks, strict=True):
+            rows = slice(row, row + chunk.n_outputs)
+            row = rows.stop
+            try:
+                reason = self._go_on(each, logits, rows, begin)
+                each.request.output.flush()
+            except BaseException as error:
+                self._end(each.request, error=error)
+            else:
+                if reason is not None:
+                    self._end(each.request, reason)
+        return True
+
+    def _propose_drafts(self) -> None:
+        for request in list(self._scheduler.running):
+            request.drafts = []
+            if request.drafter is None or not request.is_decoding or not request.n_generated:
+                continue
+            most = self._runner.context - len(request.tokens)
+            if request.max_tokens is not None:
+                most = min(most, request.max_tokens - request.n_generated - 1)
+            if most > 0 and not request.output.is_full:
+                try:
+                    ids = request.drafter.propose(request.tokens, most)
+                except BaseException as error:
+                    self._end(request, error=error)
+                else:
+                    request.drafts = list(takewhile(lambda id_: 0 <= id_ < self._runner.n_vocab, ids[:most]))
+
+    def _go_on(
+        self, each: Scheduled, logits: NDArray[np.float32] | Best, rows: slice, begin: float
+    ) -> FinishReason | None:
+        """Records what a step has evaluated for a request, and samples; returns why it ends, if it does."""
+        request, sequence = each.request, each.request.sequence
+        assert sequence is not None
+        position = len(sequence)
+        self._runner.cache.append(sequence, request.tokens[position : position + each.n_tokens])
+        request.n_reached = max(request.n_reached, len(sequence))
+        is_whole = not request.n_missing
+        if not request.n_generated:
+            request.output.progress(len(sequence))
+            if is_whole:
+                request.prefill_s = time.perf_counter() - request.started_at
+        if request.sampler is None:
+            if rows.start < rows.stop and isinstance(logits, np.ndarray):
+                request.output.logits(request.logits_from, logits[rows])
+                request.logits_from = len(sequence)
+            return "stop" if is_whole else None
+        if not is_whole:
+            return None
+        if request.max_tokens == 0:
+            return "length"
+        is_first = not request.n_generated
+        reason = self._sample(each, logits, rows.start)
+        if is_first:
+            request.first_token_s = time.perf_counter() - request.submitted_at
+        else:
+            request.n_decode_steps += 1
+            request.decode_s += time.perf_counter() - begin
+        return reason
+
+    def _sample(self, each: Scheduled, logits: NDArray[np.float32] | Best, row: int) -> FinishReason | None:
+        """Chooses the next token, and those after it for as long as they are what was drafted."""
+        request, sampler, sequence = each.request, each.request.sampler, each.request.sequence
+        assert sampler is not None
+        assert sequence is not None
+        request.n_drafted += each.n_drafts
+        for i in range(each.n_drafts + 1):
+            at = row + i
+            choice = sampler.among(*logits.row(at)) if isinstance(logits, Best) else sampler(logits[at])
+            request.n_chosen += 1
+            is_draft = i < each.n_drafts and request.drafts[i] == choice.id
+            request.n_accepted += is_draft
+            if choice.id in request.stop_ids:
+                return "stop"
+            sampler.accept(choice.id)
+            request.tokens.append(choice.id)
+            if request.output.token(choice):
+                return "stop"
+            if request.n_generated == request.max_tokens or len(request.tokens) > self._runner.context:
+                return "length"
+            if not is_draft:
+                break
+            self._runner.cache.append(sequence, [choice.id])
+        return None
+
+    def _end(
+        self, request: Request, reason: FinishReason | None = None, *, error: BaseException | None = None
+    ) -> None:
+        self._scheduler.remove(request)
+        self.waiting.discard(request)
+        request.finish_reason = reason
+        if request.drafter is not None:
+            request.drafter.close()
+        if isinstance(error, StopIteration | StopAsyncIteration):  # as Python does where a generator raises one
+            error, cause = RuntimeError(f"a function given to the model raised {type(error).__name__}"), error
+            error.__cause__ = cause
+        request.output.end(error)
+
+
+def _top_k(batch: Sequence[Scheduled]) -> int:
+    """How many of the largest logits serve all requests of a batch; 0 if one needs all."""
+    wanted = [
+        0 if each.request.sampler is None else each.request.sampler.n_enough
+        for each in batch
+        if each.request.n_missing == each.n_tokens or each.request.sampler is None
+    ]
+    return max(wanted, default=0) if all(wanted) else 0

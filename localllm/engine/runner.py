@@ -1,0 +1,121 @@
+"""Evaluates batches: a model's compiled step, and the cache that it reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.engine.cache import CachedSequence, PagedCache
+from localllm.kernels.ops import Batch, Best, CacheType, Ops
+from localllm.models.blocks import Model
+
+#: Tokens that one step evaluates at most.
+MAX_TOKENS = 512
+
+#: Bytes of logits that one step computes at most.
+MAX_LOGITS_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one sequence has in a batch.
+
+    Attributes:
+        sequence: has pages reserved up to the end of the chunk.
+        ids: the tokens to evaluate.
+        n_outputs: for how many of the last of them logits are wanted.
+        start: position of the first of them; what the cache holds from there on is overwritten.
+    """
+
+    sequence: CachedSequence
+    ids: list[int]
+    n_outputs: int
+    start: int
+
+
+class ModelRunner:
+    """A model on its device, with its cache.  Used by one thread.
+
+    Attributes:
+        cache: which tokens are where.
+        context: tokens that a sequence can hold.
+        n_vocab: logits a token.
+        max_tokens: tokens that one step evaluates at most.
+        max_outputs: rows of logits that one step computes at most.
+        max_top_k: largest logits that are found on the device; 0 where all lie in memory of the host anyway.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        ops: Ops,
+        *,
+        context: int,
+        parallel: int = 1,
+        max_tokens: int = MAX_TOKENS,
+        cache_type: CacheType = "f16",
+    ) -> None:
+        """Makes a cache of ``cache_type`` with room for ``parallel`` sequences of ``context`` tokens."""
+        self.context = context
+        self.n_vocab = model.config.n_vocab
+        self.max_tokens = min(max_tokens, context)
+        self.max_outputs = max_outputs(self.n_vocab, self.max_tokens)
+        self.max_top_k = ops.most_choices
+        kv = ops.new_cache(
+            replace(model.cache_shape, type=cache_type), n_cache_pages(context, parallel, ops.page_size)
+        )
+        self.cache = PagedCache(kv)
+        self._step = ops.compile(
+            lambda: model.forward(ops), kv, max_tokens=self.max_tokens, max_outputs=self.max_outputs
+        )
+
+    def run(self, chunks: Sequence[Chunk], top_k: int = 0) -> NDArray[np.float32] | Best:
+        """Evaluates a batch; writes the cache's pages, but records nothing of it (`PagedCache.append`).
+
+        Returns:
+            The logits [rows, n_vocab] of all chunks in turn, or only the ``top_k`` largest of each row: the backend's
+            own memory, good until the next call.
+        """
+        batch = make_batch(chunks, self.cache.page_size)
+        return self._step.best(batch, top_k) if 0 < top_k <= self.max_top_k else self._step(batch)
+
+
+def n_cache_pages(context: int, parallel: int, page_size: int) -> int:
+    """Pages of a cache for ``parallel`` sequences of ``context`` tokens."""
+    return parallel * -(-context // page_size)
+
+
+def max_outputs(n_vocab: int, max_tokens: int) -> int:
+    """Rows of logits that one step computes at most."""
+    return max(1, min(max_tokens, MAX_LOGITS_BYTES // (4 * n_vocab)))
+
+
+def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
+    """The chunks laid end to end, as a backend takes them."""
+    ids: list[int] = []
+    positions: list[int] = []
+    query_starts = [0]
+    kv_lengths: list[int] = []
+    outputs: list[int] = []
+    n_blocks = max(-(-(chunk.start + len(chunk.ids)) // page_size) for chunk in chunks)
+    block_tables = np.zeros((len(chunks), n_blocks), np.int32)
+    for s, chunk in enumerate(chunks):
+        stop = chunk.start + len(chunk.ids)
+        ids += chunk.ids
+        positions += range(chunk.start, stop)
+        outputs += range(len(ids) - chunk.n_outputs, len(ids))
+        query_starts.append(len(ids))
+        kv_lengths.append(stop)
+        pages = chunk.sequence.pages[:n_blocks]
+        block_tables[s, : len(pages)] = pages
+    return Batch(
+        ids=np.array(ids, np.int32),
+        positions=np.array(positions, np.int32),
+        query_starts=np.array(query_starts, np.int32),
+        kv_lengths=np.array(kv_lengths, np.int32),
+        block_tables=block_tables,
+        outputs=np.array(outputs, np.int32),
+    )

@@ -1,0 +1,246 @@
+"""Decides what the next step evaluates.  Plain data: no threads, no clocks, no logits.
+
+Each step, in this order:
+
+1. Requests that wait are admitted by rank (`Request.rank`) while the cache has pages for all of their tokens.
+2. Every sequence that decodes gets its next token, and its drafts where there is room.
+3. What is left of the step's **token budget** goes to prompts, in chunks: half of it to the one that came first, the
+   rest to those that need least.  So long prompts hold up no short ones, and none starves.  The budget is
+   what the measured speed allows in ``step_s`` seconds: no stream stalls behind a prompt, and a request that comes or
+   is cancelled need not wait for long.
+
+When pages run out, a request takes those of the youngest that came after it, or of one whose reader is behind.  That
+one is **preempted**: it waits again, and evaluates what it lost when it is admitted.  The oldest request is preempted
+by nobody, so there is always progress.
+
+Sources: Yu et al., Orca (OSDI 2022); Agrawal et al., Sarathi-Serve (arXiv:2403.02310).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from localllm.engine.cache import Block, PagedCache
+from localllm.engine.request import Request
+from localllm.engine.runner import Chunk
+
+#: Tokens of prompts that a step evaluates at least, however slow the model, and before its speed is known.
+MIN_CHUNK, FIRST_CHUNK = 16, 32
+
+#: The same where nothing decodes: with fewer, CPU kernels unpack weights more often than they need to.
+MIN_CHUNK_ALONE = 64
+
+#: Weight of one step in the running estimates of speed.
+_WEIGHT = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """What a request has in a step: its next ``n_tokens``, and its first ``n_drafts`` drafts behind them."""
+
+    request: Request
+    n_tokens: int
+    n_drafts: int = 0
+
+    def chunk(self) -> Chunk:
+        request, sequence = self.request, self.request.sequence
+        assert sequence is not None
+        start = len(sequence)
+        ids = request.tokens[start : start + self.n_tokens] + request.drafts[: self.n_drafts]
+        return Chunk(sequence, ids, request.n_outputs(start, self.n_tokens, self.n_drafts), start)
+
+
+class StepTimes:
+    """Running estimates of how long steps take, from those that were made."""
+
+    def __init__(self) -> None:
+        self._decode_s = 0.0  # a step without prompts
+        self._token_s = 0.0  # what each token of a prompt adds
+
+    def add(self, n_prompt_tokens: int, n_decoding: int, seconds: float) -> None:
+        if not n_prompt_tokens:
+            self._decode_s = _moved(self._decode_s, seconds)
+        elif n_prompt_tokens >= MIN_CHUNK:
+            base = self._decode_s if n_decoding else 0.0
+            self._token_s = _moved(self._token_s, max(seconds - base, 0.1 * seconds) / n_prompt_tokens)
+
+    def budget(self, seconds: float) -> int:
+        """Tokens of prompts that a step beside those that decode can have, to take so long."""
+        if not self._token_s:
+            return FIRST_CHUNK
+        return max(MIN_CHUNK, int((seconds - self._decode_s) / self._token_s))
+
+
+def _moved(estimate: float, measured: float) -> float:
+    return estimate + _WEIGHT * (measured - estimate) if estimate else measured
+
+
+class Scheduler:
+    """The requests of an engine.
+
+    Attributes:
+        waiting: those without pages, by rank.
+        running: those with pages, by rank.
+        step_times: how long steps take.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        *,
+        context: int,
+        max_tokens: int,
+        max_outputs: int,
+        max_running: int,
+        step_s: float,
+    ) -> None:
+        """``step_s``: seconds that a step with tokens of prompts shall last at most."""
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.step_times = StepTimes()
+        self._cache = cache
+        self._context = context
+        self._max_tokens = max_tokens
+        self._max_outputs = max_outputs
+        self._max_running = max_running
+        self._step_s = step_s
+        self._turns = count(1)
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.running, *self.waiting]
+
+    def add(self, request: Request) -> None:
+        insort(self.waiting, request, key=_rank)
+
+    def remove(self, request: Request) -> None:
+        """Ends a request; what it has in the cache stays until the pages are needed."""
+        if request.sequence is None:
+            self.waiting.remove(request)
+        else:
+            self.running.remove(request)
+            self._cache.release(request.sequence)
+            request.sequence = None
+
+    def next_batch(self) -> list[Scheduled]:
+        """What the next step evaluates, with pages reserved; nothing if there is nothing to do."""
+        self._admit()
+        batch: list[Scheduled] = []
+        active = [request for request in self.running if not request.output.is_full]
+        decoding = [request for request in active if request.is_decoding]
+        prompts = [request for request in active if not request.is_decoding]
+        most = min(self._max_outputs, self._max_tokens - (MIN_CHUNK if prompts else 0))
+        if len(decoding) > most:  # they take turns
+            decoding.sort(key=lambda request: request.turn)
+        for request in decoding:
+            if len(batch) < max(most, 1) and request.sequence is not None and self._make_room(request, 1, batch):
+                batch.append(Scheduled(request, 1))
+                request.turn = next(self._turns)
+        n_decoding = len(batch)
+        rows_left = self._max_outputs - n_decoding
+        if prompts:
+            budget = self.step_times.budget(self._step_s)
+            budget = min(budget if n_decoding else max(budget, MIN_CHUNK_ALONE), self._max_tokens - n_decoding)
+            rows_left -= self._add_prompts(prompts, batch, budget, rows_left)
+        self._add_drafts(batch, n_decoding, rows_left)
+        return batch
+
+    def _admit(self) -> None:
+        for request in [each for each in self.waiting if not each.output.is_full]:
+            if len(self.running) >= self._max_running:
+                return
+            reusable = request.tokens[: request.n_reusable]
+            n_pages = self._cache.n_pages_to_begin(reusable, len(request.tokens))
+            while n_pages > self._n_spare_pages() and (paused := self._paused()):
+                self._preempt(paused)
+            if self.running and n_pages > self._n_spare_pages():
+                return
+            self.waiting.remove(request)
+            request.sequence = self._cache.begin(reusable)
+            request.note_found()
+            insort(self.running, request, key=_rank)
+
+    def _n_spare_pages(self) -> int:
+        """Pages beyond those that running requests need for their prompts, and one more for each: with less, what is
+        admitted would soon be preempted again."""
+        sequences = ((each.sequence, each.n_missing) for each in self.running)
+        missing = (self._cache.n_pages_missing(sequence, n) for sequence, n in sequences if sequence is not None)
+        return self._cache.n_available - sum(missing) - len(self.running)
+
+    def _add_prompts(self, prompts: list[Request], batch: list[Scheduled], budget: int, rows: int) -> int:
+        """Shares the budget among prompts; returns the rows of logits that they take."""
+        oldest, *others = prompts
+        rows_left = rows
+        #: Pages that this step computes: who needs the same one waits for it.
+        computed: set[tuple[Block, tuple[int, ...]]] = set()
+
+        def add(request: Request, n_most: int) -> int:
+            nonlocal rows_left
+            if request.sequence is None:  # preempted just now
+                return 0
+            self._cache.extend(request.sequence, request.tokens[: request.n_reusable])
+            request.note_found()
+            key = self._cache.next_page_key(request.sequence, request.tokens)
+            if key in computed:
+                return 0
+            start, n = len(request.sequence), min(n_most, request.n_missing)
+            if request.sampler is None:  # as many as there are rows for
+                n = min(n, max(0, request.logits_from - start) + rows_left)
+            n_rows = request.n_outputs(start, n, 0)
+            if n < 1 or n_rows > rows_left or not self._make_room(request, n, batch):
+                return 0
+            batch.append(Scheduled(request, n))
+            rows_left -= n_rows
+            if key is not None:
+                computed.add(key)
+            return n
+
+        n_first = min(oldest.n_missing, -(-budget // 2) if others else budget)
+        n_first = max(n_first, budget - sum(request.n_missing for request in others))
+        budget -= add(oldest, n_first)
+        for request in sorted(others, key=lambda request: request.n_missing):
+            if budget > 0:
+                budget -= add(request, budget)
+        return rows - rows_left
+
+    def _add_drafts(self, batch: list[Scheduled], n_decoding: int, rows_left: int) -> None:
+        tokens_left = self._max_tokens - sum(each.n_tokens for each in batch)
+        for i, each in enumerate(batch[:n_decoding]):
+            request = each.request
+            n = min(len(request.drafts), self._context - len(request.tokens), tokens_left, rows_left)
+            # Nobody gives up pages for what is only proposed.
+            if n > 0 and request.sequence is not None and self._cache.reserve(request.sequence, 1 + n):
+                batch[i] = Scheduled(request, 1, n)
+                tokens_left -= n
+                rows_left -= n
+
+    def _make_room(self, request: Request, n_tokens: int, batch: Sequence[Scheduled]) -> bool:
+        assert request.sequence is not None
+        while not self._cache.reserve(request.sequence, n_tokens):
+            busy = {each.request for each in batch} | {request}
+            younger = self.running[self.running.index(request) + 1 :]
+            victims = [other for other in younger if other not in busy]
+            victim = self._paused(busy) or (victims[-1] if victims else None)
+            if victim is None:
+                return False
+            self._preempt(victim)
+        return True
+
+    def _paused(self, busy: set[Request] | None = None) -> Request | None:
+        """The youngest request whose reader is behind."""
+        for request in reversed(self.running):
+            if request.output.is_full and not (busy and request in busy):
+                return request
+        return None
+
+    def _preempt(self, request: Request) -> None:
+        self.remove(request)
+        request.drafts = []
+        self.add(request)
+
+
+def _rank(request: Request) -> float:
+    return request.rank

@@ -1,0 +1,155 @@
+"""What a model thinks of given tokens: their logits, and how likely they are."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.engine.engine import Engine
+from localllm.engine.request import Priority, Request
+from localllm.sampling import Choice
+
+#: Takes the position of a token, and the logits [n, n_vocab] after it and those that follow.
+OnRows = Callable[[int, NDArray[np.float32]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a continuation is.
+
+    Attributes:
+        logprob: the natural logarithm of its probability after the prompt.
+        ids: its tokens.
+        logprobs: that of each token, after the prompt and those before it.
+        is_greedy: whether each is the likeliest token at its place.
+    """
+
+    logprob: float
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    is_greedy: bool
+
+
+class Evaluation:
+    """A request for logits, which is under way."""
+
+    def __init__(
+        self, engine: Engine, ids: Sequence[int], first: int, on_rows: OnRows, *, priority: Priority = "normal"
+    ) -> None:
+        """Begins to evaluate ``ids``.
+
+        Args:
+            first: position of the first token whose logits are wanted.
+            on_rows: called in the engine's thread as they come, with memory that is used again for the next ones.
+
+        Raises:
+            As `Engine.submit`.
+        """
+        self._engine = engine
+        self._output = _RowsOutput(on_rows)
+        self._request = Request(list(ids), self._output, logits_from=first, priority=priority)
+        engine.submit(self._request)
+
+    def wait(self) -> None:
+        """Returns when all were handed over.
+
+        Raises:
+            What ended it, such as a ClosedError; UsageError in the engine's own thread.
+        """
+        try:
+            error = self._engine.wait_for(self._output.ended)
+        except BaseException:
+            self._engine.cancel(self._request)
+            raise
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame: what it holds would stay
+
+
+class _RowsOutput:
+    """Hands over logits as they come."""
+
+    is_full = False
+
+    def __init__(self, on_rows: OnRows) -> None:
+        self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._on_rows = on_rows
+
+    def progress(self, n_evaluated: int) -> None: ...
+
+    def token(self, choice: Choice) -> bool:
+        raise AssertionError("logits are wanted, no tokens")
+
+    def logits(self, position: int, rows: NDArray[np.float32]) -> None:
+        self._on_rows(position, rows)
+
+    def flush(self) -> None: ...
+
+    def end(self, error: BaseException | None) -> None:
+        self.ended.put(error)
+
+
+def last_logits(engine: Engine, ids: Sequence[int], n: int) -> NDArray[np.float32]:
+    """The logits [n, n_vocab] after the last ``n`` tokens.
+
+    Raises:
+        As `Engine.submit` and `Evaluation.wait`.
+    """
+    first = len(ids) - n
+    logits = np.empty((n, engine.n_vocab), np.float32)
+
+    def keep(position: int, rows: NDArray[np.float32]) -> None:
+        logits[position - first : position - first + len(rows)] = rows
+
+    Evaluation(engine, ids, first, keep).wait()
+    return logits
+
+
+class _Scoring:
+    """Adds up how likely the tokens from position ``first`` on are, as logits come."""
+
+    def __init__(self, engine: Engine, ids: Sequence[int], first: int) -> None:
+        self._ids = ids
+        self._first = first
+        self._logprobs: list[float] = []
+        self._is_greedy = True
+        # The logits after the last token are wanted by nobody.
+        self._evaluation = Evaluation(engine, ids[:-1], first - 1, self._add) if first < len(ids) else None
+
+    def _add(self, position: int, rows: NDArray[np.float32]) -> None:
+        for row, id_ in zip(rows, self._ids[position + 1 :], strict=False):
+            peak = float(row.max())
+            total = np.exp(row - np.float32(peak), dtype=np.float64).sum()
+            self._logprobs.append(float(row[id_]) - peak - float(np.log(total)))
+            self._is_greedy &= int(row.argmax()) == id_
+
+    def score(self) -> Score:
+        if self._evaluation is not None:
+            self._evaluation.wait()
+        ids = tuple(self._ids[self._first :])
+        return Score(sum(self._logprobs), ids, tuple(self._logprobs), self._is_greedy)
+
+
+#: Continuations that are evaluated at once.
+_AT_ONCE = 64
+
+
+def scores(engine: Engine, texts: Sequence[tuple[Sequence[int], int]]) -> list[Score]:
+    """How likely the tokens of each text are from a position on, which is at least 1.
+
+    Raises:
+        As `Engine.submit` and `Evaluation.wait`.
+    """
+    under_way: list[_Scoring] = []
+    done: list[Score] = []
+    for ids, first in texts:
+        under_way.append(_Scoring(engine, ids, first))
+        if len(under_way) == _AT_ONCE:
+            done.append(under_way.pop(0).score())
+    return done + [each.score() for each in under_way]

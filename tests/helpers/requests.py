@@ -1,0 +1,140 @@
+"""Requests without text, and an engine without a thread, whose steps a test takes one by one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from localllm.engine.engine import Engine, EngineLoop
+from localllm.engine.request import Request
+from localllm.engine.runner import ModelRunner
+from localllm.sampling import Choice, Sampling, make_sampler
+from tests.helpers.fake_backend import N_VOCAB, FakeOps, fake_runner
+
+GREEDY = Sampling(temperature=0)
+
+
+class Results:
+    """An output that keeps everything.
+
+    Attributes:
+        choices: the tokens chosen.
+        rows: of logits.
+        n_done: how much of the prompt was evaluated, after each step.
+        error: what ended the request.
+        is_full: set by the test.
+        on_token: called with each id; returns whether the text is complete.
+    """
+
+    def __init__(self, on_token: Callable[[int], object] = lambda id_: False) -> None:
+        self.choices: list[Choice] = []
+        self.rows: list[np.ndarray] = []
+        self.n_done: list[int] = []
+        self.error: BaseException | None = None
+        self.is_full = False
+        self.on_token = on_token
+        self.ended = threading.Event()
+        self._next_row: int | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        return [choice.id for choice in self.choices]
+
+    def progress(self, n_evaluated: int) -> None:
+        self.n_done.append(n_evaluated)
+
+    def token(self, choice: Choice) -> bool:
+        self.choices.append(choice)
+        return bool(self.on_token(choice.id))
+
+    def logits(self, position: int, rows: np.ndarray) -> None:
+        assert self._next_row in (None, position), "rows come once, and in order"
+        self._next_row = position + len(rows)
+        self.rows += list(rows.copy())
+
+    def flush(self) -> None: ...
+
+    def end(self, error: BaseException | None) -> None:
+        assert not self.ended.is_set()
+        self.error = error
+        self.ended.set()
+
+
+def results(request: Request) -> Results:
+    assert isinstance(request.output, Results)
+    return request.output
+
+
+def writing(
+    prompt: Sequence[int],
+    max_tokens: int | None = 8,
+    *,
+    sampling: Sampling = GREEDY,
+    n_vocab: int = N_VOCAB,
+    output: Results | None = None,
+    **options: Any,
+) -> Request:
+    """A request to go on with a prompt."""
+    sampler = make_sampler(sampling, n_vocab, prompt_ids=prompt)
+    return Request(list(prompt), output or Results(), sampler=sampler, max_tokens=max_tokens, **options)
+
+
+def reading(ids: Sequence[int], first: int = 0, **options: Any) -> Request:
+    """A request for the logits from position ``first`` on."""
+    return Request(list(ids), Results(), logits_from=first, **options)
+
+
+class SteppedEngine:
+    """An engine whose steps the test takes."""
+
+    def __init__(self, context: int = 64, *, runner: ModelRunner | None = None, **settings: Any) -> None:
+        self.ops = FakeOps()
+        if runner is None:
+            sizes = {
+                name: settings.pop(name) for name in ("parallel", "max_tokens", "most_choices") if name in settings
+            }
+            runner, self.ops = fake_runner(context, **sizes)
+        self.cache = runner.cache
+        self.loop = EngineLoop(runner, **settings)
+        self.scheduler = self.loop._scheduler
+
+    def submit(self, *requests: Request) -> None:
+        for request in requests:
+            self.loop.add(request)
+
+    def step(self, n: int = 1) -> bool:
+        """Takes steps; returns whether the last one had something to do."""
+        return [self.loop.step() for _ in range(n)][-1]
+
+    def run(self, *requests: Request, most: int = 5000) -> None:
+        """Submits requests, and takes steps until nothing is left to do."""
+        self.submit(*requests)
+        for _ in range(most):
+            if not self.loop.step():
+                return
+        raise AssertionError(f"there is still something to do after {most} steps")
+
+    @property
+    def n_evaluated(self) -> int:
+        """Tokens that the backend has evaluated."""
+        return sum(len(batch.ids) for batch in self.ops.batches)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of each batch."""
+        return [len(batch.ids) for batch in self.ops.batches]
+
+    def check_all_pages_are_back(self) -> None:
+        assert not self.scheduler.requests
+        assert self.cache.n_available == self.cache.n_pages
+
+
+def finish(engine: Engine, request: Request, seconds: float = 60) -> Results:
+    """Submits a request and waits for its end."""
+    engine.submit(request)
+    out = results(request)
+    assert out.ended.wait(seconds)
+    return out

@@ -1,0 +1,523 @@
+"""The engine: what a step makes of requests, the thread that takes the steps, and real forward passes."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localllm.devices import Device, open_devices
+from localllm.engine.engine import Engine
+from localllm.engine.request import Request
+from localllm.engine.runner import ModelRunner, max_outputs
+from localllm.errors import ClosedError, ContextLengthError, QueueFullError, UsageError
+from localllm.gguf import GGUFFile
+from localllm.kernels.ops import Batch
+from localllm.models.config import read_config
+from localllm.models.registry import load_model
+from localllm.sampling import Sampling
+from tests.helpers.devices import DEVICES
+from tests.helpers.fake_backend import N_VOCAB, fake_engine, fake_runner, greedy_after
+from tests.helpers.requests import Results, SteppedEngine, finish, reading, results, writing
+from tests.helpers.tiny_models import tiny_gguf
+
+# What a step makes of requests.
+
+
+def test_what_a_request_knows_in_the_end() -> None:
+    engine = SteppedEngine(max_tokens=8)
+    request = writing(range(12), 5)
+    engine.run(request)
+    assert request.finish_reason == "length"
+    assert (request.usage.prompt_tokens, request.usage.cached_tokens, request.usage.completion_tokens) == (12, 0, 5)
+    timings = request.timings
+    assert (timings.prefill_tokens, timings.decode_tokens) == (12, 4)
+    now = time.perf_counter()
+    assert 0 < timings.prefill_s <= timings.first_token_s < now - request.submitted_at
+    assert 0 < timings.decode_s < now - request.submitted_at
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_so_many_tokens_and_no_more(n: int) -> None:
+    engine = SteppedEngine()
+    request = writing([1, 2, 3], n)
+    engine.run(request)
+    assert results(request).ids == greedy_after([1, 2, 3], n)
+    assert request.finish_reason == "length"
+    assert sum(len(batch.outputs) for batch in engine.ops.batches) == max(n, 1)
+
+
+def test_the_end_of_the_context_ends_a_text() -> None:
+    engine = SteppedEngine(16)
+    request = writing(range(10), None)
+    engine.run(request)
+    assert results(request).ids == greedy_after(range(10), 7), "the last token is chosen, and not evaluated"
+    assert request.finish_reason == "length"
+    engine.check_all_pages_are_back()
+
+
+def test_a_stop_token_ends_a_text_and_is_not_part_of_it() -> None:
+    text = greedy_after([1, 2], 6)
+    engine = SteppedEngine()
+    request = writing([1, 2], 20, stop_ids={text[4]})
+    engine.run(request)
+    assert results(request).ids == text[: text.index(text[4])]
+    assert request.finish_reason == "stop"
+
+
+def test_the_output_ends_a_text() -> None:
+    text = greedy_after([1, 2], 6)
+    engine = SteppedEngine()
+    request = writing([1, 2], 20, output=Results(lambda id_: id_ == text[3]))
+    engine.run(request)
+    assert results(request).ids == text[: text.index(text[3]) + 1]
+    assert request.finish_reason == "stop"
+
+
+def test_a_later_prompt_uses_what_an_earlier_one_left() -> None:
+    engine = SteppedEngine(max_tokens=64)
+    first = writing([1, 2, 3, 4, 5, 6], 4)
+    engine.run(first)
+    before = engine.n_evaluated
+    second = writing([*first.tokens, 7, 8], 1)
+    engine.run(second)
+    assert second.n_cached == 9, "the last token of the answer was chosen but never evaluated"
+    assert engine.n_evaluated - before == 3
+    assert results(second).ids == greedy_after([*first.tokens, 7, 8], 1)
+
+
+def test_the_last_token_of_a_cached_prompt_is_evaluated_again() -> None:
+    engine = SteppedEngine(max_tokens=64)
+    for _ in range(3):
+        request = writing(range(8), 1)
+        engine.run(request)
+        assert results(request).ids == greedy_after(range(8), 1)
+    assert engine.sizes == [8, 1, 1]
+
+
+def test_forget_drops_what_earlier_requests_left() -> None:
+    engine = SteppedEngine()
+    engine.run(writing([1, 2, 3], 1))
+    engine.loop.forget()
+    request = writing([1, 2, 3], 1)
+    engine.run(request)
+    assert request.n_cached == 0
+
+
+def test_the_largest_logits_are_asked_for_where_they_serve_all_requests() -> None:
+    """The most that one of them wants; all, where one wants all, or more than the device can choose."""
+    engine = SteppedEngine(max_tokens=64, parallel=8, most_choices=20)
+
+    def chosen(*samplings: Sampling | None) -> int:
+        requests = [
+            reading([i, 5, i]) if s is None else writing([i, 5, i], 1, sampling=s) for i, s in enumerate(samplings)
+        ]
+        engine.run(*requests)
+        return engine.ops.chosen[-1]
+
+    greedy, some, many = Sampling(temperature=0), Sampling(top_k=5, seed=1), Sampling(top_k=30, seed=1)
+    everything = Sampling(temperature=0, logprobs=1)
+    assert chosen(greedy) == 1
+    assert chosen(greedy, some) == 6
+    assert [chosen(some, many), chosen(greedy, everything), chosen(greedy, None)] == [0, 0, 0]
+
+
+def test_the_largest_logits_choose_as_all_would() -> None:
+    sampling = Sampling(top_k=5, temperature=1.5, seed=3)
+    texts = []
+    for most_choices in (0, 20):
+        engine = SteppedEngine(most_choices=most_choices)
+        request = writing([1, 2, 3], 20, sampling=sampling)
+        engine.run(request)
+        texts.append(results(request).ids)
+    assert texts[0] == texts[1]
+
+
+class OddError(BaseException):
+    """Nobody expects it."""
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), OddError(), KeyboardInterrupt(), SystemExit(1)])
+def test_an_error_of_a_callers_function_ends_its_request_alone(error: BaseException) -> None:
+    def fail(ids: Any, logits: Any) -> Any:
+        raise error
+
+    engine = SteppedEngine(parallel=2)
+    good, bad = writing([1, 2, 3], 6), writing([1, 2, 3], 6, sampling=Sampling(processors=(fail,)))
+    engine.run(good, bad)
+    assert results(bad).error is error
+    assert bad.finish_reason is None
+    assert results(good).ids == greedy_after([1, 2, 3], 6)
+    engine.check_all_pages_are_back()
+
+
+@pytest.mark.parametrize("kind", [StopIteration, StopAsyncIteration])
+def test_a_stop_iteration_is_no_end(kind: type[BaseException]) -> None:
+    def fail(ids: Any, logits: Any) -> Any:
+        raise kind
+
+    engine = SteppedEngine()
+    request = writing([1], 6, sampling=Sampling(processors=(fail,)))
+    engine.run(request)
+    assert isinstance(results(request).error, RuntimeError)
+    assert isinstance(results(request).error.__cause__, kind)  # type: ignore[union-attr]
+
+
+def test_a_failed_step_ends_the_requests_of_its_batch_and_leaves_the_rest_usable() -> None:
+    engine = SteppedEngine(parallel=2)
+    engine.run(writing(range(9), 1))
+    failing = writing([*range(9), 5, 6], 4)
+
+    def fail(batch: Batch) -> None:
+        raise MemoryError("none left")
+
+    engine.ops.before_step = fail
+    engine.run(failing)
+    assert isinstance(results(failing).error, MemoryError)
+    engine.ops.before_step = lambda batch: None
+    again = writing([*range(9), 5, 6], 4)
+    engine.run(again)
+    assert results(again).ids == greedy_after([*range(9), 5, 6], 4)
+    assert again.n_cached == 9
+    engine.check_all_pages_are_back()
+
+
+def test_a_cancelled_request_ends_before_the_next_step() -> None:
+    engine = SteppedEngine(parallel=2, max_tokens=8)
+    writes, reads = writing([1, 2], 20), writing(range(30), 5)
+    engine.submit(writes, reads)
+    engine.step(2)
+    n = len(engine.ops.batches)
+    writes.is_cancelled = reads.is_cancelled = True
+    assert not engine.step()
+    assert len(engine.ops.batches) == n
+    assert (writes.finish_reason, reads.finish_reason) == ("cancelled", "cancelled")
+    engine.check_all_pages_are_back()
+
+
+def test_a_request_that_waits_can_be_cancelled() -> None:
+    engine = SteppedEngine(max_running=1)
+    first, second = writing([1], 4), writing([2], 4)
+    engine.submit(first, second)
+    engine.step()
+    second.is_cancelled = True
+    engine.step()
+    assert results(second).ended.is_set()
+    engine.run()
+    assert results(first).ids == greedy_after([1], 4)
+
+
+def test_a_request_ends_at_its_deadline() -> None:
+    engine = SteppedEngine()
+    now = time.perf_counter()
+    late = writing([1, 2], 50, timeout_s=5.0, submitted_at=now - 6)
+    in_time = writing([3], 3, timeout_s=60.0)
+    engine.run(late, in_time)
+    assert (late.finish_reason, results(late).ids) == ("timeout", [])
+    assert in_time.finish_reason == "length"
+
+
+def test_a_step_has_room_for_one_row_of_logits_at_least() -> None:
+    assert max_outputs(n_vocab=1 << 40, max_tokens=512) == 1
+    assert max_outputs(n_vocab=1000, max_tokens=512) == 512
+    assert max_outputs(n_vocab=128_256, max_tokens=512) * 128_256 * 4 <= 64 << 20
+
+
+# The thread.
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine, _ = fake_engine(64, parallel=4, max_tokens=16)
+    yield engine
+    engine.close()
+
+
+def test_many_threads_at_once(engine: Engine) -> None:
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(8):
+                prompt = rng.integers(0, 3, rng.integers(1, 30)).tolist()
+                n = int(rng.integers(0, 30))
+                request = writing(prompt, n)
+                if rng.random() < 0.2:
+                    engine.submit(request)
+                    time.sleep(0.001)
+                    engine.cancel(request)
+                    assert results(request).ended.wait(60)
+                    assert results(request).ids == greedy_after(prompt, 30)[: len(results(request).ids)]
+                else:
+                    assert finish(engine, request).ids == greedy_after(prompt, min(n, 65 - len(prompt)))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+
+
+def test_requests_of_different_threads_share_batches() -> None:
+    engine, ops = fake_engine(64, parallel=4, max_tokens=16)
+    first = threading.Event()
+    ops.before_step = lambda batch: first.wait(60)  # type: ignore[func-returns-value]
+    requests = [writing([i], 10) for i in range(4)]
+    for request in requests:
+        engine.submit(request)
+    first.set()
+    for i, request in enumerate(requests):
+        assert results(request).ended.wait(60)
+        assert results(request).ids == greedy_after([i], 10)
+    assert len(ops.batches) <= 11 + 10
+    engine.close()
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [0, N_VOCAB], [1 << 40]])
+def test_ids_outside_the_vocabulary_never_reach_the_backend(ids: list[int], engine: Engine) -> None:
+    for request in (reading(ids), Request(list(ids), Results(), sampler=writing([1]).sampler)):
+        with pytest.raises(UsageError):
+            engine.submit(request)
+
+
+def test_what_does_not_fit_is_refused_with_both_numbers(engine: Engine) -> None:
+    with pytest.raises(ContextLengthError, match="65 tokens but the context holds 64") as caught:
+        engine.submit(writing([1] * 65))
+    assert (caught.value.n_tokens, caught.value.context) == (65, 64)
+    assert len(finish(engine, reading([1] * 64)).rows) == 64
+
+
+def test_too_many_that_wait_are_refused() -> None:
+    engine, ops = fake_engine(max_waiting=2, max_running=1)
+    go_on = threading.Event()
+    in_step = threading.Event()
+
+    def hold(batch: Batch) -> None:
+        in_step.set()
+        go_on.wait(60)
+
+    ops.before_step = hold
+    running, *waiting = (writing([i], 3) for i in range(3))
+    engine.submit(running)
+    assert in_step.wait(60)
+    for request in waiting:
+        engine.submit(request)
+    with pytest.raises(QueueFullError, match="2 requests wait for the model already"):
+        engine.submit(writing([9], 3))
+    go_on.set()
+    for request in (running, *waiting):
+        assert results(request).ended.wait(60)
+    assert finish(engine, writing([9], 3)).ids == greedy_after([9], 3)
+    engine.close()
+
+
+def test_closing_ends_requests_and_lets_the_memory_go() -> None:
+    runner, ops = fake_runner(64, max_tokens=8)
+    ended = threading.Event()
+    engine = Engine(runner, on_end=ended.set)
+    stream = writing([1, 2], None, output=Results(lambda id_: time.sleep(0.002)))
+    engine.submit(stream)
+    engine.close()
+    engine.close()
+    assert isinstance(results(stream).error, ClosedError)
+    assert ended.is_set()
+    with pytest.raises(ClosedError):
+        engine.submit(writing([1]))
+    with pytest.raises(ClosedError):
+        engine.forget()
+    engine.cancel(stream)
+    cache = weakref.ref(ops.cache)
+    del runner, ops
+    gc.collect()
+    assert cache() is None
+
+
+def test_an_engine_that_nobody_holds_ends() -> None:
+    runner, _ = fake_runner()
+    ended = threading.Event()
+    engine = Engine(runner, on_end=ended.set)
+    finish(engine, writing([1], 2))
+    thread = engine._thread
+    del engine
+    gc.collect()
+    assert ended.wait(60)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_request_that_comes_while_it_closes_is_told() -> None:
+    for _ in range(50):
+        engine, _ = fake_engine()
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        request = writing([1], 2)
+        try:
+            engine.submit(request)
+        except ClosedError:
+            pass
+        else:
+            assert results(request).ended.wait(60)
+        closing.join()
+
+
+def test_the_engines_own_thread_is_told_that_it_cannot_wait(engine: Engine) -> None:
+    caught: list[BaseException] = []
+    items: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def look(id_: int) -> None:
+        try:
+            engine.wait_for(items)
+        except UsageError as error:
+            caught.append(error)
+
+    finish(engine, writing([1], 1, output=Results(look)))
+    assert "cannot wait for the same model" in str(caught[0])
+
+
+def test_closing_from_the_engines_own_thread(engine: Engine) -> None:
+    request = writing([1], 5, output=Results(lambda id_: engine.close()))
+    out = finish(engine, request)
+    assert isinstance(out.error, ClosedError)
+
+
+def test_a_defect_of_the_loop_reaches_everybody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody may wait for ever for a thread that has ended."""
+
+    class Broken(Results):
+        def end(self, error: BaseException | None) -> None:
+            super().end(error)
+            if error is None:
+                raise RuntimeError("a defect")
+
+    broken, other = writing([1], 2, output=Broken()), writing([2], None, output=Results(lambda _: time.sleep(0.01)))
+    engine.submit(other)
+    engine.submit(broken)
+    assert results(other).ended.wait(60)
+    assert isinstance(results(other).error, RuntimeError)
+    with pytest.raises(ClosedError):
+        engine.submit(writing([1]))
+
+
+def test_a_deadline_passes_while_nothing_runs(engine: Engine) -> None:
+    out = Results()
+    request = writing([1], None, output=out, timeout_s=0.05)
+    out.is_full = True
+    engine.submit(request)
+    assert out.ended.wait(60)
+    assert request.finish_reason == "timeout"
+
+
+def test_a_request_goes_on_when_its_reader_has_caught_up(engine: Engine) -> None:
+    out = Results()
+    request = writing([1], 6, output=out)
+    out.is_full = True
+    engine.submit(request)
+    assert finish(engine, writing([2], 3)).ids == greedy_after([2], 3)
+    assert not out.choices
+    out.is_full = False
+    engine.wake()
+    assert out.ended.wait(60)
+    assert out.ids == greedy_after([1], 6)
+
+
+# Over real forward passes.
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gguf(tmp_path_factory.mktemp("engine") / "tiny.gguf")
+
+
+MakeEngine = Callable[..., SteppedEngine]
+
+
+@pytest.fixture(params=DEVICES)
+def real_engine(request: pytest.FixtureRequest, tiny: Path) -> Iterator[MakeEngine]:
+    """Makes engines of a tiny random model on a device."""
+    devices: list[Device] = []
+
+    def make(*, max_tokens: int = 512, parallel: int = 4) -> SteppedEngine:
+        [device] = open_devices(request.param, threads=2)
+        devices.append(device)
+        with GGUFFile.open(tiny) as file:
+            model = load_model(file, device.ops, read_config(file.metadata, file.tensors), 96)
+        return SteppedEngine(
+            runner=ModelRunner(model, device.ops, context=96, parallel=parallel, max_tokens=max_tokens)
+        )
+
+    yield make
+    for device in devices:
+        device.close()
+
+
+def logits(engine: SteppedEngine, ids: list[int], first: int = 0) -> np.ndarray:
+    request = reading(ids, first)
+    engine.run(request)
+    return np.array(results(request).rows)
+
+
+def close_to(a: np.ndarray, b: np.ndarray) -> bool:
+    """The largest difference is under 1e-4 of the largest logit."""
+    return float(np.abs(a - b).max()) < 1e-4 * float(np.abs(b).max())
+
+
+def test_cached_decode_equals_prefill(real_engine: MakeEngine) -> None:
+    engine = real_engine()
+    ids = np.random.default_rng(1).integers(0, 300, 70).tolist()
+    full = logits(engine, ids)
+    engine.loop.forget()
+    for n in range(34, 71):
+        assert close_to(logits(engine, ids[:n], n - 1)[0], full[n - 1])
+
+
+def test_chunks_do_not_matter(real_engine: MakeEngine) -> None:
+    ids = np.random.default_rng(2).integers(0, 300, 90).tolist()
+    assert close_to(logits(real_engine(max_tokens=7), ids), logits(real_engine(), ids))
+
+
+def test_a_token_has_the_same_bits_in_any_company(real_engine: MakeEngine) -> None:
+    rng = np.random.default_rng(3)
+    engine, other = real_engine(), real_engine()
+    texts = [rng.integers(0, 300, n).tolist() for n in (1, 17, 40, 16)]
+    requests = [reading(text) for text in texts]
+    engine.run(*requests)
+    for request, text in zip(requests, texts, strict=True):
+        other.loop.forget()
+        assert np.array_equal(results(request).rows, logits(other, text))
+
+
+def test_a_shared_beginning_equals_a_prompt_from_scratch(real_engine: MakeEngine) -> None:
+    engine, other = real_engine(), real_engine()
+    rng = np.random.default_rng(4)
+    trunk = rng.integers(0, 300, 37).tolist()
+    logits(engine, trunk)
+    for n in (37, 36, 32, 20, 1):
+        branch = trunk[:n] + rng.integers(0, 300, 9).tolist()
+        request = reading(branch, len(branch) - 1)
+        engine.run(request)
+        assert request.n_cached == n
+        assert close_to(results(request).rows[0], logits(other, branch)[-1])
+
+
+def test_what_requests_lose_for_want_of_room_comes_back_the_same(real_engine: MakeEngine) -> None:
+    narrow, wide = real_engine(parallel=1), real_engine()
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, 300, 50).tolist() for _ in range(3)]
+    texts = []
+    for engine in (narrow, wide):
+        requests = [writing(prompt, 40, n_vocab=300) for prompt in prompts]
+        engine.run(*requests)
+        texts.append([results(request).ids for request in requests])
+    assert texts[0] == texts[1]

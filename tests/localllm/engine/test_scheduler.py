@@ -1,0 +1,353 @@
+"""What a step evaluates: plain data, so its steps are taken one by one."""
+
+from __future__ import annotations
+
+import os
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from localllm.engine.request import BACKGROUND_DELAY_S, Request
+from localllm.engine.scheduler import FIRST_CHUNK, MIN_CHUNK, MIN_CHUNK_ALONE, StepTimes
+from tests.helpers.fake_backend import PAGE_SIZE, greedy_after, logits_after
+from tests.helpers.requests import Results, SteppedEngine, reading, results, writing
+
+
+def test_a_prompt_in_chunks_then_decoding() -> None:
+    engine = SteppedEngine(max_tokens=8)
+    request = writing(range(20), 10)
+    engine.run(request)
+    assert results(request).ids == greedy_after(range(20), 10)
+    assert results(request).n_done == [8, 16, 20]
+    assert engine.sizes == [8, 8, 4] + [1] * 9
+    assert [len(batch.outputs) for batch in engine.ops.batches] == [0, 0, 1] + [1] * 9
+    engine.check_all_pages_are_back()
+
+
+def test_decoding_goes_first_and_a_prompt_gets_what_is_left() -> None:
+    engine = SteppedEngine(256, parallel=2, max_tokens=40)
+    stream, prompt = writing([1, 2], 20), writing(range(90), 1)
+    engine.submit(stream)
+    engine.step()
+    engine.submit(prompt)
+    engine.step(3)
+    assert engine.sizes == [2, 1 + FIRST_CHUNK, *engine.sizes[2:]]
+    assert len(results(stream).choices) == 4, "one token each step"
+    engine.run()
+    assert results(stream).ids == greedy_after([1, 2], 20)
+
+
+def test_the_budget_follows_the_measured_speed() -> None:
+    times = StepTimes()
+    assert times.budget(0.1) == FIRST_CHUNK
+    for _ in range(20):
+        times.add(0, 1, 0.02)
+        times.add(100, 1, 0.02 + 100 * 0.001)
+    assert times.budget(0.1) == pytest.approx(80, abs=1)
+    for _ in range(20):
+        times.add(100, 1, 0.02 + 100 * 0.01)
+    assert times.budget(0.1) == MIN_CHUNK, "however slow the model, a prompt goes on"
+    for _ in range(20):
+        times.add(400, 0, 0.4)
+    assert times.budget(0.1) == pytest.approx(80, abs=1), "a prompt alone says what its tokens cost, too"
+
+
+def test_a_prompt_alone_has_chunks_that_are_worth_their_while() -> None:
+    engine = SteppedEngine(256, max_tokens=80)
+    engine.scheduler.step_times.add(40, 0, 1000.0)
+    engine.run(writing(range(90), 1))
+    assert engine.sizes[0] == MIN_CHUNK_ALONE
+
+
+def test_half_of_the_budget_is_the_oldest_prompts_and_short_ones_come_first_in_the_rest() -> None:
+    engine = SteppedEngine(256, parallel=8, max_tokens=32)
+    long, longer, short = writing([1] * 80, 1), writing([2] * 90, 1), writing([3] * 10, 1)
+    engine.submit(long, longer, short)
+    engine.step()
+    assert {16: long, 6: longer, 10: short} == {n: r for r in (long, longer, short) for n in [results(r).n_done[-1]]}
+    assert results(short).ended.is_set()
+
+
+def test_what_the_others_do_not_need_is_the_oldest_prompts() -> None:
+    engine = SteppedEngine(256, parallel=8, max_tokens=32)
+    long, short = writing([1] * 80, 1), writing([3] * 5, 1)
+    engine.submit(long, short)
+    engine.step()
+    assert (results(long).n_done, results(short).n_done) == ([27], [5])
+
+
+def test_prompts_that_begin_alike_are_evaluated_once() -> None:
+    """Also where they come at the same time: one evaluates a page, and the others wait for it."""
+    engine = SteppedEngine(256, parallel=8, max_tokens=64)
+    common = list(range(10 * PAGE_SIZE))
+    requests = [writing([*common, 90 + i], 4) for i in range(4)]
+    engine.run(*requests)
+    assert engine.n_evaluated == len(common) + 4 + 4 * 3
+    assert [request.n_cached for request in requests] == [0] + [len(common)] * 3
+    assert [results(r).ids for r in requests] == [greedy_after([*common, 90 + i], 4) for i in range(4)]
+
+
+def test_requests_of_the_background_come_later_but_come() -> None:
+    engine = SteppedEngine(64, parallel=1, max_tokens=64)
+    now = 1000.0
+    background = writing([1] * 40, 1, priority="background", submitted_at=now)
+    soon = writing([2] * 40, 1, submitted_at=now + 1)
+    late = writing([3] * 40, 1, submitted_at=now + BACKGROUND_DELAY_S + 1)
+    order: list[Request] = []
+    for request in (background, soon, late):
+        request.output = Results(lambda _, r=request: order.append(r))
+    engine.run(background, soon, late)
+    assert order == [soon, background, late]
+
+
+def test_a_request_waits_until_its_whole_prompt_has_room() -> None:
+    engine = SteppedEngine(32, parallel=1, max_tokens=32)
+    first, second = writing([1] * 16, 8), writing([2] * 16, 2)
+    engine.submit(first, second)
+    engine.step()
+    assert (first.sequence is not None, second.sequence) == (True, None)
+    engine.run()
+    assert results(second).ids == greedy_after([2] * 16, 2)
+
+
+def test_the_youngest_is_preempted_and_writes_on_later() -> None:
+    engine = SteppedEngine(32, parallel=1, max_tokens=32)
+    older, younger = writing([1] * 8, 24), writing([2] * 8, 24)
+    engine.submit(older)
+    engine.step()
+    engine.submit(younger)
+    was_preempted = False
+    while engine.step():
+        was_preempted |= younger.sequence is None and bool(younger.n_generated) and younger.finish_reason is None
+        assert older.sequence is not None or older.finish_reason is not None
+    assert was_preempted
+    assert results(older).ids == greedy_after([1] * 8, 24)
+    assert results(younger).ids == greedy_after([2] * 8, 24)
+    assert engine.n_evaluated < 2 * 31 + 40, "it must wait then, and not fight for pages token by token"
+
+
+def test_what_is_evaluated_again_does_not_count_as_cached() -> None:
+    engine = SteppedEngine(32, parallel=1, max_tokens=32)
+    older, younger = writing([1] * 8, 24), writing([2] * 8, 24)
+    engine.submit(older)
+    engine.step()
+    engine.run(younger)
+    assert (older.n_cached, younger.n_cached) == (0, 0)
+
+
+def test_a_request_whose_reader_is_behind_pauses_and_gives_up_its_pages_first() -> None:
+    engine = SteppedEngine(32, parallel=1, max_tokens=32)
+    older, younger = writing([1] * 8, 24), writing([2] * 20, 4)
+    engine.submit(older)
+    engine.step(3)
+    results(older).is_full = True
+    assert not engine.step()
+    engine.submit(younger)
+    while engine.step():
+        assert len(results(older).choices) == 3
+    assert results(younger).ids == greedy_after([2] * 20, 4)
+    results(older).is_full = False
+    engine.run()
+    assert results(older).ids == greedy_after([1] * 8, 24)
+
+
+def test_logits_in_chunks_of_as_many_rows_as_a_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.engine.runner.MAX_LOGITS_BYTES", 4 * 97 * 3)
+    engine = SteppedEngine(max_tokens=8)
+    ids = list(range(11))
+    request = reading(ids)
+    engine.run(request)
+    assert [len(batch.outputs) for batch in engine.ops.batches] == [3, 3, 3, 2]
+    assert all((row == logits_after(ids[: n + 1])).all() for n, row in enumerate(results(request).rows))
+    engine.run(writing([50, *ids], 1))
+    assert engine.sizes[4:] == [8, 4], "a prompt needs few logits, and keeps its chunks"
+
+
+def test_logits_of_the_last_tokens_use_what_is_cached() -> None:
+    engine = SteppedEngine(max_tokens=64)
+    ids = list(range(30))
+    engine.run(writing(ids[:21], 0))
+    request = reading(ids, 26)
+    engine.run(request)
+    assert engine.sizes == [21, 9]
+    assert len(results(request).rows) == 4
+    again = reading(ids, 26)
+    engine.run(again)
+    assert engine.sizes[2:] == [4]
+    assert request.n_cached == 21
+
+
+def test_rows_of_logits_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More sequences decode than a step has rows for: they take turns."""
+    monkeypatch.setattr("localllm.engine.runner.MAX_LOGITS_BYTES", 4 * 97 * 3)
+    engine = SteppedEngine(32, parallel=8, max_tokens=32)
+    requests = [writing([i], 9) for i in range(7)]
+    engine.submit(*requests)
+    for _ in range(12):
+        engine.step()
+        lengths = [len(results(r).choices) for r in requests]
+        assert max(lengths) - min(lengths) <= 1
+    engine.run()
+    assert [results(r).ids for r in requests] == [greedy_after([i], 9) for i in range(7)]
+
+
+def test_prompts_are_not_starved_by_many_that_decode() -> None:
+    engine = SteppedEngine(64, parallel=24, max_tokens=24)
+    decoding = [writing([i], 40) for i in range(20)]
+    engine.submit(*decoding)
+    engine.step(4)
+    prompt = writing(range(40), 1)
+    engine.submit(prompt)
+    engine.step(3)
+    assert results(prompt).ended.is_set()
+
+
+def test_no_more_run_than_are_allowed() -> None:
+    engine = SteppedEngine(32, parallel=8, max_running=2)
+    requests = [writing([i], 5) for i in range(6)]
+    engine.submit(*requests)
+    while engine.step():
+        assert len(engine.scheduler.running) <= 2
+    assert [results(r).ids for r in requests] == [greedy_after([i], 5) for i in range(6)]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests of all kinds over too few pages, against a model of each: what it writes alone."""
+
+    @initialize(
+        parallel=st.integers(1, 4),
+        max_tokens=st.integers(4, 40),
+        max_running=st.integers(1, 6),
+        rows=st.integers(1, 8),
+    )
+    def begin(self, parallel: int, max_tokens: int, max_running: int, rows: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("localllm.engine.runner.MAX_LOGITS_BYTES", 4 * 97 * rows)
+            self.engine = SteppedEngine(32, parallel=parallel, max_tokens=max_tokens, max_running=max_running)
+        self.limits = min(max_tokens, 32), rows
+        self.requests: list[tuple[Request, list[int], Any]] = []
+        self.serial = count()
+
+    @rule(
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=32),
+        n=st.integers(0, 32),
+        background=st.booleans(),
+        guess=st.sampled_from([None, 0, 1, 2, 3]),
+        first=st.integers(0, 31),
+        reads=st.booleans(),
+    )
+    def submit(self, prompt: list[int], n: int, background: bool, guess: int | None, first: int, reads: bool) -> None:
+        if len(self.requests) >= 12:
+            return
+        priority: Any = "background" if background else "normal"
+        submitted_at = 1.0 + next(self.serial) * 10.0
+        if reads:
+            first = min(first, len(prompt) - 1)
+            request = reading(prompt, first, priority=priority, submitted_at=submitted_at)
+            expected: Any = [logits_after(prompt[: i + 1]) for i in range(first, len(prompt))]
+        else:
+            drafter = None if guess is None else Guesses(guess)
+            request = writing(prompt, n, priority=priority, submitted_at=submitted_at, drafter=drafter)
+            expected = greedy_after(prompt, min(n, 32 - len(prompt) + 1))
+        self.requests.append((request, list(prompt), expected))
+        self.engine.submit(request)
+
+    @rule(n=st.integers(1, 8))
+    def step(self, n: int) -> None:
+        for _ in range(n):
+            n_before = len(self.engine.ops.batches)
+            oldest = min((r for r, *_ in self.requests if self.can_run(r)), key=lambda r: r.rank, default=None)
+            n_missing = (oldest.n_missing, oldest.n_generated) if oldest and self.is_next(oldest) else None
+            self.engine.step()
+            for batch in self.engine.ops.batches[n_before:]:
+                assert len(batch.ids) <= self.limits[0]
+                assert len(batch.outputs) <= self.limits[1]
+            if oldest and n_missing and oldest.finish_reason is None:
+                assert (oldest.n_missing, oldest.n_generated) != n_missing, "the oldest does not go on"
+            self.settle()
+
+    def can_run(self, request: Request) -> bool:
+        return request.finish_reason is None and not request.output.is_full
+
+    def is_next(self, request: Request) -> bool:
+        """Whether the request must have a part in each step: rows are shared out in turn."""
+        is_only_one = sum(other.rank == request.rank for other, *_ in self.requests) == 1
+        n_decoding_at_once = min(self.limits[1], max(1, self.limits[0] - MIN_CHUNK))
+        return is_only_one and request.sequence is not None and len(self.requests) <= n_decoding_at_once
+
+    @rule(i=st.integers(0, 11))
+    def cancel(self, i: int) -> None:
+        if i < len(self.requests):
+            self.requests[i][0].is_cancelled = True
+
+    @rule(i=st.integers(0, 11))
+    def pause_or_go_on(self, i: int) -> None:
+        if i < len(self.requests):
+            output = results(self.requests[i][0])
+            output.is_full = not output.is_full
+
+    @rule()
+    def forget(self) -> None:
+        self.engine.loop.forget()
+
+    def settle(self) -> None:
+        """Compares what has ended with its model, and what has not with a beginning of it."""
+        for request, prompt, expected in list(self.requests):
+            out = results(request)
+            assert out.error is None
+            if request.sampler is None:
+                assert all((a == b).all() for a, b in zip(out.rows, expected, strict=False))
+                done: Any = len(out.rows) == len(expected)
+            else:
+                assert out.ids == expected[: len(out.ids)]
+                assert request.tokens == prompt + out.ids
+                done = len(out.ids) == len(expected)
+            if out.ended.is_set():
+                assert request.is_cancelled or done
+                self.requests.remove((request, prompt, expected))
+
+    @invariant()
+    def lists_are_in_order(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        scheduler = self.engine.scheduler
+        for each in (scheduler.running, scheduler.waiting):
+            assert [r.rank for r in each] == sorted(r.rank for r in each)
+        assert all(r.sequence is not None for r in scheduler.running)
+        assert all(r.sequence is None for r in scheduler.waiting)
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            for request, *_ in self.requests:
+                results(request).is_full = False
+            self.engine.run()
+            self.settle()
+            assert not self.requests
+            self.engine.check_all_pages_are_back()
+
+
+class Guesses:
+    """Drafts of which the first ``n_right`` are right."""
+
+    def __init__(self, n_right: int) -> None:
+        self.n_right = n_right
+
+    def propose(self, tokens: list[int], most: int) -> list[int]:
+        right = greedy_after(tokens, min(most, self.n_right + 2))
+        return right[: self.n_right] + [(id_ + 1) % 97 for id_ in right[self.n_right :]]
+
+    def close(self) -> None: ...
+
+
+#: More, for whoever wants to be sure: LOCALLLM_TEST_EXAMPLES=250 makes 10,000 rules and more.
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=int(os.environ.get("LOCALLLM_TEST_EXAMPLES", "40")),
+    stateful_step_count=40,
+    deadline=None,
+    phases=[Phase.generate],
+)

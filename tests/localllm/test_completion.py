@@ -1,0 +1,458 @@
+"""Streams, read by threads and by tasks, over a fake engine whose steps a test can hold up."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from localllm.completion import MAX_UNREAD, AsyncStream, Chunk, Stream, TextOutput
+from localllm.engine.request import Request
+from localllm.errors import ClosedError, UsageError
+from localllm.kernels.ops import Batch
+from localllm.sampling import LogitsProcessor, Sampling
+from tests.helpers.engines import eventually, n_requests
+from tests.helpers.fake_backend import fake_engine, greedy_after
+from tests.helpers.requests import writing
+
+CONTEXT = 400
+
+
+class Numbers:
+    """Makes a text of ids: their numbers; ends it behind a given one."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.stopped: str | None = None
+        self._stop = stop
+
+    def feed(self, id_: int) -> str:
+        if id_ == self._stop:
+            self.stopped = str(id_)
+        return f"{id_} "
+
+    def finish(self) -> str:
+        return "."
+
+
+class Models:
+    """A fake engine, and streams of it."""
+
+    def __init__(self) -> None:
+        self.engine, self.ops = fake_engine(CONTEXT, parallel=4, max_tokens=16)
+
+    def stream(self, prompt: list[int], n: int | None = None, **options: Any) -> Stream:
+        return self._start(Stream, prompt, n, **options)
+
+    def astream(self, prompt: list[int], n: int | None = None, **options: Any) -> AsyncStream:
+        return self._start(AsyncStream, prompt, n, **options)
+
+    def _start(
+        self,
+        reader: type[Any],
+        prompt: list[int],
+        n: int | None,
+        *,
+        progress: Any = None,
+        stop: int | None = None,
+        logprobs: bool = False,
+        **options: Any,
+    ) -> Any:
+        def make_request(output: TextOutput) -> Request:
+            return writing(prompt, n, output=output, **options)  # type: ignore[arg-type]
+
+        decoder: Any = Numbers(stop)
+        return reader(self.engine, decoder, make_request, logprobs=logprobs, progress=progress)
+
+    def hold(self, n_batches: int = 0) -> threading.Event:
+        """Holds up the engine before the step after the next ``n_batches``, until the event that is returned."""
+        go_on, n_before = threading.Event(), len(self.ops.batches)
+
+        def wait(batch: Batch) -> None:
+            if len(self.ops.batches) - n_before > n_batches:
+                go_on.wait(60)
+
+        self.ops.before_step = wait
+        return go_on
+
+
+@pytest.fixture
+def models() -> Iterator[Models]:
+    models = Models()
+    yield models
+    models.ops.before_step = lambda batch: None
+    models.engine.close()
+
+
+def ids_of(chunks: list[Chunk]) -> list[int]:
+    return [id_ for chunk in chunks for id_ in chunk.ids]
+
+
+def text_of(ids: list[int]) -> str:
+    return "".join(f"{id_} " for id_ in ids) + "."
+
+
+# Reading.
+
+
+def test_a_chunk_for_each_token_and_a_last_one(models: Models) -> None:
+    expected = greedy_after([1, 2], 20)
+    chunks = list(models.stream([1, 2], 20))
+    assert [chunk.ids for chunk in chunks] == [*((id_,) for id_ in expected), ()]
+    assert "".join(map(str, chunks)) == text_of(expected)
+    assert [chunk.finish_reason for chunk in chunks] == [None] * 20 + ["length"]
+    assert all(chunk.usage is chunk.timings is None for chunk in chunks[:-1])
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 20
+    completion = models.stream([1, 2], 20).read()
+    assert (list(completion.ids), completion.text) == (expected, text_of(expected))
+    assert completion.finish_reason == "length"
+
+
+def test_what_is_read_after_a_part_was_read(models: Models) -> None:
+    stream = models.stream([1, 2], 20)
+    first = [next(stream) for _ in range(5)]
+    rest = stream.read()
+    assert ids_of(first) + list(rest.ids) == greedy_after([1, 2], 20)
+    assert list(stream) == []
+    assert stream.finish_reason == "length"
+
+
+def test_a_stop_string_is_the_reason_even_at_the_last_token(models: Models) -> None:
+    ids = greedy_after([1, 2], 5)
+    for n in (5, 9):
+        completion = models.stream([1, 2], n, stop=ids[4]).read()
+        assert (completion.finish_reason, list(completion.ids)) == ("stop", ids)
+
+
+def test_logprobs_where_they_are_asked_for(models: Models) -> None:
+    completion = models.stream([1], 3, logprobs=True, sampling=Sampling(temperature=0, logprobs=2)).read()
+    assert completion.logprobs is not None
+    assert [choice.id for choice in completion.logprobs] == list(completion.ids)
+    assert models.stream([1], 3).read().logprobs is None
+
+
+def test_a_request_runs_ahead_of_its_reader_only_so_far(models: Models) -> None:
+    stream = models.stream([1], None)
+    request = stream._request
+    assert eventually(lambda: n_requests(models.engine) and request.n_generated >= MAX_UNREAD)
+    assert models.stream([2], 100).read().ids == tuple(greedy_after([2], 100)), "it holds up nobody"
+    assert MAX_UNREAD <= request.n_generated <= MAX_UNREAD + 100
+    n_before = request.n_generated
+    assert [next(stream).ids[0] for _ in range(150)] == greedy_after([1], 150)
+    assert request.n_generated > n_before, "and goes on when its reader does"
+    assert stream.usage.completion_tokens >= 150
+
+
+def test_progress_is_called_in_the_readers_thread(models: Models) -> None:
+    calls: list[tuple[int, int, threading.Thread]] = []
+    stream = models.stream(
+        [1] * 40, 2, progress=lambda n, total: calls.append((n, total, threading.current_thread()))
+    )
+    stream.read()
+    assert [(n, total) for n, total, _ in calls] == [(16, 40), (32, 40), (40, 40)]
+    assert {thread for _, _, thread in calls} == {threading.current_thread()}
+
+
+# Ending early.
+
+
+def test_cancelling_says_so_in_a_last_chunk(models: Models) -> None:
+    go_on = models.hold(n_batches=5)
+    stream = models.stream([1, 2])
+    next(stream)
+    thread = threading.Thread(target=stream.cancel)
+    thread.start()
+    thread.join()
+    go_on.set()
+    *written, last = stream
+    assert (last.finish_reason, last.ids, last.text) == ("cancelled", (), ".")
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 1 + len(written), "what was written until then still comes"
+    assert [*stream] == []
+    assert n_requests(models.engine) == 0
+
+
+def test_cancelling_a_prompt_stops_between_its_chunks(models: Models) -> None:
+    done: list[int] = []
+
+    def progress(n: int, total: int) -> None:
+        done.append(n)
+        stream.cancel()
+        go_on.set()
+
+    go_on = models.hold(n_batches=1)
+    stream = models.stream([5] * 100, progress=progress)
+    (last,) = stream
+    assert (last.finish_reason, last.text) == ("cancelled", ".")
+    assert done == [16, 32]
+    assert models.stream([5] * 50, 1).read().usage.cached_tokens == 32
+
+
+def test_a_timeout(models: Models) -> None:
+    go_on = models.hold(n_batches=3)
+    stream = models.stream([1], timeout_s=0.05)
+    written = [next(stream)]
+    threading.Event().wait(0.06)
+    go_on.set()
+    written += list(stream)
+    assert written[-1].finish_reason == stream.finish_reason == "timeout"
+    assert ids_of(written) == greedy_after([1], len(written) - 1)
+
+
+def close(stream: Stream) -> None:
+    stream.close()
+    assert stream.finish_reason == "cancelled"
+    assert list(stream) == []
+
+
+def leave(stream: Stream) -> None:
+    with pytest.raises(ZeroDivisionError), stream:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("end", [close, leave, lambda stream: None])
+def test_closing_or_dropping_a_stream_frees_its_place(models: Models, end: Callable[[Stream], object]) -> None:
+    stream = models.stream([1] * 30)
+    first = [next(stream) for _ in range(5)]
+    end(stream)
+    assert stream.usage.completion_tokens >= 5
+    del stream
+    gc.collect()
+    assert eventually(lambda: n_requests(models.engine) == 0)
+    again = models.stream([*[1] * 30, *ids_of(first), 9], 1).read()
+    assert again.usage.cached_tokens == 35, "what was evaluated stays"
+
+
+def test_closing_from_another_thread_ends_a_read(models: Models) -> None:
+    """Whoever reads at that time must not wait for ever."""
+    go_on = models.hold(n_batches=3)
+    stream = models.stream([1])
+    written: list[Chunk] = []
+    reader = threading.Thread(target=lambda: written.extend(stream))
+    reader.start()
+    assert eventually(lambda: written)
+    stream.close()
+    go_on.set()
+    reader.join(60)
+    assert not reader.is_alive()
+    assert ids_of(written) == greedy_after([1], len(ids_of(written)))
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(3)])
+def test_what_progress_raises_comes_out_and_frees_the_place(models: Models, error: BaseException) -> None:
+    def fail(n: int, total: int) -> None:
+        raise error
+
+    stream = models.stream([1] * 50, progress=fail)
+    with pytest.raises(type(error)) as caught:
+        next(stream)
+    assert caught.value is error
+    assert stream.finish_reason is None
+    assert list(stream) == []
+    assert eventually(lambda: n_requests(models.engine) == 0)
+
+
+@pytest.mark.parametrize("kind", [StopIteration, StopAsyncIteration])
+def test_a_stop_iteration_of_a_callers_function_is_no_end(models: Models, kind: type[Exception]) -> None:
+    def fail(*_: Any) -> Any:
+        raise kind
+
+    for options in ({"progress": fail}, {"sampling": Sampling(processors=(fail,))}):
+        with pytest.raises(RuntimeError, match=kind.__name__) as caught:
+            models.stream([1], 5, **options).read()
+        assert isinstance(caught.value.__cause__, kind)
+
+
+# Readers in the wrong place.
+
+
+def test_two_threads_on_one_stream(models: Models) -> None:
+    go_on = models.hold()
+    stream = models.stream([1], 5)
+    written: list[Chunk] = []
+    reader = threading.Thread(target=lambda: written.extend(stream))
+    reader.start()
+    assert eventually(stream._is_read.locked)
+    with pytest.raises(UsageError, match="already being read"):
+        next(stream)
+    go_on.set()
+    reader.join(60)
+    assert ids_of(written) == greedy_after([1], 5), "the one who was first has all"
+
+
+def processing(models: Models, work: Callable[[], object]) -> Stream:
+    def process(ids: Any, logits: Any) -> Any:
+        work()
+        return logits
+
+    processor: LogitsProcessor = process
+    return models.stream([1], 5, sampling=Sampling(temperature=0, processors=(processor,)))
+
+
+def test_a_processor_cannot_wait_for_its_own_model(models: Models) -> None:
+    stream = processing(models, lambda: models.stream([2], 3).read())
+    with pytest.raises(UsageError, match="call it from another thread"):
+        stream.read()
+    assert eventually(lambda: n_requests(models.engine) == 0)
+    other = Models()
+    stream = processing(models, lambda: other.stream([2], 3).read())
+    assert stream.read().ids == tuple(greedy_after([1], 5)), "but for another one"
+    other.engine.close()
+
+
+def test_a_processor_cannot_read_its_own_stream(models: Models) -> None:
+    go_on = models.hold()
+    stream = processing(models, lambda: stream.read())
+    caught: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            stream.read()
+        except UsageError as error:
+            caught.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert eventually(stream._is_read.locked)
+    go_on.set()
+    reader.join(60)
+    assert "cannot wait for the same model" in str(caught[0])
+
+
+def test_closing_the_engine_ends_a_read(models: Models) -> None:
+    stream = models.stream([1])
+    next(stream)
+    models.engine.close()
+    with pytest.raises(ClosedError):
+        list(stream)
+    assert list(stream) == []
+
+
+# Tasks.
+
+
+def test_tasks_read_what_threads_read(models: Models) -> None:
+    async def main() -> None:
+        expected = greedy_after([1, 2], 20)
+        chunks = [chunk async for chunk in models.astream([1, 2], 20)]
+        assert ids_of(chunks) == expected
+        assert chunks[-1].finish_reason == "length"
+        completion = await models.astream([1, 2], 20).read()
+        assert (list(completion.ids), completion.text) == (expected, text_of(expected))
+        texts = await asyncio.gather(*(models.astream([i], 30).read() for i in range(20)))
+        assert [list(text.ids) for text in texts] == [greedy_after([i], 30) for i in range(20)]
+
+    asyncio.run(main())
+
+
+def test_a_task_that_stops_reading_holds_up_nobody(models: Models) -> None:
+    async def main() -> None:
+        slow = models.astream([1])
+        assert (await anext(slow)).ids == (greedy_after([1], 1)[0],)
+        assert list((await models.astream([2], 100).read()).ids) == greedy_after([2], 100)
+        rest = [(await anext(slow)).ids[0] for _ in range(150)]
+        assert rest == greedy_after([1], 151)[1:]
+        await slow.aclose()
+        assert [chunk async for chunk in slow] == []
+
+    asyncio.run(main())
+    assert eventually(lambda: n_requests(models.engine) == 0)
+
+
+def test_other_tasks_go_on_while_one_waits(models: Models) -> None:
+    go_on = models.hold()
+
+    async def main() -> None:
+        waits = asyncio.create_task(models.astream([1], 3).read())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not waits.done()
+        go_on.set()
+        assert list((await waits).ids) == greedy_after([1], 3)
+
+    asyncio.run(main())
+
+
+async def read_slowly(stream: AsyncStream) -> None:
+    async with stream:
+        async for _ in stream:
+            await asyncio.sleep(0.002)
+
+
+def test_a_task_that_is_cancelled_stops_the_work(models: Models) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(models.astream([1]).read())
+        while not models.ops.batches:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(read_slowly(models.astream([2])), 0.01)
+
+    asyncio.run(main())
+    assert eventually(lambda: n_requests(models.engine) == 0)
+
+
+def test_cancelling_a_stream_of_a_task_says_so(models: Models) -> None:
+    async def main() -> None:
+        stream = models.astream([1])
+        first = await anext(stream)
+        stream.cancel()
+        *rest, last = [chunk async for chunk in stream]
+        assert last.finish_reason == stream.finish_reason == "cancelled"
+        assert ids_of([first, *rest]) == greedy_after([1], 1 + len(rest))
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_was_closed_harms_nobody(models: Models) -> None:
+    kept: list[AsyncStream] = []
+
+    async def main() -> None:
+        kept.append(models.astream([1] * 50, 100))
+        kept[0].read_at_end()
+
+    go_on = models.hold()
+    asyncio.run(main())
+    go_on.set()
+    assert eventually(lambda: n_requests(models.engine) == 0)
+    assert models.stream([2], 5).read().ids == tuple(greedy_after([2], 5))
+
+
+def test_errors_reach_a_task(models: Models) -> None:
+    def fail(*_: Any) -> Any:
+        raise StopAsyncIteration
+
+    async def main() -> None:
+        for options in ({"progress": fail}, {"sampling": Sampling(processors=(fail,))}):
+            with pytest.raises(RuntimeError, match="StopAsyncIteration"):
+                await models.astream([1], 5, **options).read()
+        two = models.astream([1])
+        with pytest.raises(UsageError, match="already being read"):
+            await asyncio.gather(two.read(), two.read())
+        stream = models.astream([1])
+        await anext(stream)
+        closing = asyncio.to_thread(models.engine.close)
+        with pytest.raises(ClosedError):
+            await asyncio.gather(stream.read(), closing)
+
+    asyncio.run(main())
+
+
+def test_streams_outside_of_a_loop_are_refused(models: Models) -> None:
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        models.astream([1])
+    assert n_requests(models.engine) == 0
+
+
+def test_a_request_that_is_refused_leaves_nothing(models: Models) -> None:
+    with pytest.raises(UsageError):
+        models.stream([10**6])
+    gc.collect()
+    assert n_requests(models.engine) == 0
+    assert not models.ops.batches

@@ -1,0 +1,138 @@
+"""Models that nobody holds any more, processes that end, and Ctrl-C: nothing hangs, and nothing is said of it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+
+import localllm
+from tests.helpers.data import ROOT
+from tests.helpers.engines import eventually, in_engine
+from tests.helpers.tiny_models import tiny_gguf
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gguf(tmp_path_factory.mktemp("interruption") / "tiny.gguf")
+
+
+def n_threads() -> int:
+    return sum(thread.name == "localllm-engine" for thread in threading.enumerate())
+
+
+def start_and_drop(path: Path) -> weakref.ref[object]:
+    llm = localllm.load(path, device="reference")
+    next(llm.stream("hello", ignore_eos=True))
+    return weakref.ref(in_engine(llm, lambda loop: loop._runner))
+
+
+def test_a_model_that_nobody_holds_ends_its_thread_and_lets_its_memory_go(tiny: Path) -> None:
+    n_before = n_threads()
+    runner = start_and_drop(tiny)
+    gc.collect()
+    assert eventually(lambda: n_threads() == n_before)
+    gc.collect()
+    assert runner() is None
+
+
+def test_a_stream_keeps_its_model(tiny: Path) -> None:
+    """Whoever still reads has what is left, though nobody holds the model."""
+
+    def start() -> localllm.Stream:
+        return localllm.load(tiny, device="reference").stream("hello", max_tokens=100, ignore_eos=True)
+
+    n_before = n_threads()
+    stream = start()
+    gc.collect()
+    assert len(stream.read().ids) == 100
+    del stream
+    gc.collect()
+    assert eventually(lambda: n_threads() == n_before)
+
+
+def process(work: str, path: Path) -> subprocess.Popen[str]:
+    """Python that loads a model as ``llm`` and then works."""
+    source = f"import signal, threading, localllm\nllm = localllm.load({str(path)!r}, device='reference')\n{work}"
+    return subprocess.Popen(
+        [sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+#: The reader's ClosedError is printed half-way through the end of the process.
+IN_THREAD = """
+started = threading.Event()
+def write():
+    while True:
+        for chunk in llm.stream("hello", ignore_eos=True):
+            started.set()
+threading.Thread(target=write, daemon=True).start()
+started.wait(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        IN_THREAD,
+        "stream = llm.stream('hello', ignore_eos=True); next(stream)",
+        "llm.stream('hello', ignore_eos=True, processors=(lambda ids, logits: logits,))",
+        "it = llm.generate_many(['a', 'b'], ignore_eos=True); next(it)",
+        "import sys; sys.stream = llm.stream('hello', ignore_eos=True)",
+    ],
+    ids=["read by a daemon thread", "read in part", "with a processor", "many", "kept to the end"],
+)
+def test_the_process_ends_while_texts_are_written(tiny: Path, work: str) -> None:
+    said, complaints = process(work, tiny).communicate(timeout=120)
+    assert (said, complaints) == ("", "")
+
+
+def test_the_exit_code_while_texts_are_written(tiny: Path) -> None:
+    ended = process(IN_THREAD + "\nraise SystemExit(3)", tiny)
+    assert ended.communicate(timeout=120) == ("", "")
+    assert ended.returncode == 3
+
+
+INTERRUPTED = """
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the suite runs it is perhaps ignored
+expected = llm.generate("hello", temperature=0, max_tokens=5, ignore_eos=True).ids
+WAYS = {
+    "generate": lambda: llm.generate("hello", ignore_eos=True, processors=(say,)),
+    "stream": lambda: list(llm.stream("hello", ignore_eos=True, processors=(say,))),
+    "many": lambda: list(llm.generate_many(["hello"] * 3, ignore_eos=True, processors=(say,))),
+}
+n_said = 0
+def say(ids, logits):
+    global n_said
+    n_said += 1
+    if n_said == 2:
+        print("writing", flush=True)
+    go_on.wait(0.05)
+    return logits
+go_on = threading.Event()
+try:
+    WAYS[way]()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+go_on.set()
+assert llm.generate("hello", temperature=0, max_tokens=5, ignore_eos=True).ids == expected
+print("usable", flush=True)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs signals")
+@pytest.mark.parametrize("way", ["generate", "stream", "many"])
+def test_ctrl_c_interrupts_and_leaves_the_model_usable(tiny: Path, way: str) -> None:
+    running = process(f"way = {way!r}\n{INTERRUPTED}", tiny)
+    assert running.stdout is not None
+    assert running.stdout.readline() == "writing\n"
+    running.send_signal(signal.SIGINT)
+    said, complaints = running.communicate(timeout=120)
+    assert (said, complaints, running.returncode) == ("interrupted\nusable\n", "", 0)

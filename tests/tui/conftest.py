@@ -1,0 +1,27 @@
+"""The chat app in tests: tests are coroutines, nothing waits for people's eyes, no garbage is collected."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from localllm.tui import collector
+from localllm.tui.screens import following
+from tests.helpers.chat_app import run
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
+
+
+@pytest.fixture(autouse=True)
+def quick_app(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws what a model writes as soon as it comes; collecting garbage would take longer than most tests."""
+    monkeypatch.setattr(following, "PERIOD", 0.005)
+    monkeypatch.setattr(collector, "set_aside", lambda: None)

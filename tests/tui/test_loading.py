@@ -1,0 +1,301 @@
+"""The model of the chat app is loaded, changed, or fails to load, and people type meanwhile."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from localllm.errors import ModelNotFoundError, NotEnoughMemoryError
+from localllm.progress import LoadProgress
+from localllm.tui.app import ChatApp
+from localllm.tui.conversation import Conversation
+from localllm.tui.screens.models_in_use import ModelState
+from localllm.tui.setup import ModelEntry
+from tests.helpers.chat_app import LIMIT, AppModel, AppStore, Chat, chatting, setup, starting, talk
+
+ENTRIES = (
+    ModelEntry("small", "/models/small.gguf", 600_000_000, "Q4_0", "1.1B", 2048, "yes"),
+    ModelEntry("large", "/models/large.gguf", 60_000_000_000, "Q8_0", "70B", 8192, "no"),
+    ModelEntry("broken", "/models/broken.gguf", 1000, error="broken.gguf is no GGUF file: get it again"),
+)
+
+
+def texts(chat: Chat) -> list[str]:
+    return [message.text for message in chat.app._chat.session.conversation.path()]
+
+
+class Halt:
+    """Stops a thread at one of the steps that it comes to.
+
+    Attributes:
+        step: which one.
+        came: set when it has come there.
+        goes: set to let it go on.
+    """
+
+    def __init__(self) -> None:
+        self.step: str | None = None
+        self.came = threading.Event()
+        self.goes = threading.Event()
+
+    def at(self, step: str) -> None:
+        self.step = step
+        self.came.clear()
+        self.goes.clear()
+
+    def here(self, step: str) -> None:
+        if step == self.step:
+            self.came.set()
+            assert self.goes.wait(LIMIT)
+
+
+class NotingStore(AppStore):
+    """A store that halts where a model is noted with a chat."""
+
+    def __init__(self, halt: Halt) -> None:
+        super().__init__(None)
+        self._halt = halt
+
+    def set(self, id_: str, **changes: str | bool | dict[str, object] | None) -> None:
+        if "model" in changes:
+            self._halt.here("note")
+        super().set(id_, **changes)
+
+
+async def test_a_message_waits_for_the_model_whatever_becomes_of_it_now() -> None:
+    """While the one before is closed, while it is loaded, and while it is noted with the chat."""
+    halt = Halt()
+
+    class Model(AppModel):
+        def close(self) -> None:
+            halt.here("close")
+            super().close()
+
+    def load(name: str, progress: LoadProgress) -> Model:
+        halt.here("load")
+        return Model([f"by {name}"])
+
+    halt.at("load")
+    async with starting(ChatApp(setup(Model(), NotingStore(halt), load=load))) as chat:
+        for number, step in enumerate(("load", "close", "load", "note")):
+            if number:
+                halt.at(step)
+                await chat.say(f"/model {number}")
+            await chat.until(halt.came.is_set)
+            await chat.say(f"hello {number}")
+            await chat.sees("The model is being loaded: the message is sent as soon as it is there")
+            assert chat.app._chat.composer.text == f"hello {number}"
+            halt.goes.set()
+            await chat.until(lambda n=number: len(texts(chat)) == 2 * n + 2)  # type: ignore[misc]
+            await chat.rest()
+            assert texts(chat)[-2:] == [f"hello {number}", f"by {number or ''}"]
+            assert "is being loaded" not in chat.screen
+            assert chat.app._chat.composer.text == ""
+        assert chat.notices == []
+
+
+async def test_esc_takes_back_what_waits_for_the_model() -> None:
+    there = threading.Event()
+    model = AppModel(["hello"])
+
+    def load(name: str, progress: LoadProgress) -> AppModel:
+        assert there.wait(LIMIT)
+        return model
+
+    async with starting(ChatApp(setup(model, load=load))) as chat:
+        await chat.sees("loading the model")
+        await chat.say("hi")
+        await chat.sees("sent as soon as it is there")
+        await chat.press("escape")
+        await chat.until(lambda: "as soon as it is there" not in chat.screen)
+        there.set()
+        await chat.rest()
+        await chat.sees("Fake · cpu")
+        assert model.asked == []
+        assert chat.app._chat.composer.text == "hi"
+        await chat.press("enter")
+        await chat.until(lambda: texts(chat) == ["hi", "hello"])
+
+
+@pytest.mark.parametrize("step", ["one", "note"])
+async def test_a_model_that_is_chosen_while_another_is_loaded_takes_its_place(step: str) -> None:
+    """While that is read, or is there already, but not yet noted with the chat."""
+    halt = Halt()
+    loaded: list[str] = []
+
+    def load(name: str, progress: LoadProgress) -> AppModel:
+        loaded.append(name)
+        halt.here(name)
+        progress("weights", 1, 2)
+        return AppModel([f"by {name}"])
+
+    async with chatting(setup(AppModel(), NotingStore(halt), load=load)) as chat:
+        halt.at(step)
+        await chat.say("/model one")
+        await chat.until(halt.came.is_set)
+        models = chat.app._chat.models
+        for name in ("two", "three"):
+            chat.app.spawn(models.change(name))  # a command would wait for the thread that halts
+            await chat.until(lambda name=name: models._loading.name == name)  # type: ignore[misc, union-attr]
+        assert models.state is ModelState.TO_LOAD
+        await chat.say("hello")
+        halt.goes.set()
+        await chat.until(lambda: texts(chat) == ["hello", "by three"])
+        await chat.rest()
+        assert loaded == ["", "one", "three"]
+        assert chat.app._chat.session.conversation.model == "three"
+
+
+async def test_quitting_ends_loading() -> None:
+    waits = threading.Event()
+    done: list[int] = []
+
+    def load(name: str, progress: LoadProgress) -> AppModel:
+        for i in range(10_000):
+            progress("weights", i, 10_000)
+            done.append(i)
+            waits.wait(0.01)
+        return AppModel()
+
+    async with starting(ChatApp(setup(AppModel(), load=load))) as chat:
+        await chat.sees("loading weights")
+        await chat.press("ctrl+q")
+        await chat.until(lambda: not chat.app.is_running)
+    assert len(done) < 10_000
+
+
+async def test_no_model_is_told() -> None:
+    halt = Halt()
+
+    def load(name: str, progress: LoadProgress) -> AppModel:
+        halt.here(name)
+        if not name:
+            raise MemoryError
+        return AppModel(["well"])
+
+    async with starting(ChatApp(setup(AppModel(), load=load))) as chat:
+        await chat.sees("memory ran out")
+        halt.at("")
+        await chat.press("down", "enter")  # Try again
+        await chat.until(halt.came.is_set)
+        await chat.say("hello")
+        await chat.sees("is being loaded")
+        halt.goes.set()
+        await chat.sees("memory ran out")
+        assert chat.app._chat.models.state is ModelState.NONE
+        await chat.press("end", "enter")
+        await chat.hears("no model is loaded: choose one with /model")
+        await chat.sees("no model: /model chooses one")
+        assert "is being loaded" not in chat.screen
+        assert chat.app._chat.composer.text == "hello"
+        chat.app.clear_notifications()
+        await chat.press("enter")
+        await chat.hears("no model is loaded: choose one with /model")
+        chat.app._chat.composer.empty()
+        await chat.press("ctrl+r")
+        await chat.hears("no model is loaded: wait until one is")
+        await chat.say("/model small")
+        await chat.rest()
+        await chat.ask("hello")
+        assert texts(chat) == ["hello", "well"]
+
+
+async def test_another_model_is_chosen() -> None:
+    loaded: list[str] = []
+    models: list[AppModel] = []
+
+    def load(name: str, progress: LoadProgress) -> AppModel:
+        loaded.append(name)
+        progress("weights", 1, 2)
+        if "large" in name:
+            raise NotEnoughMemoryError("large.gguf needs 61 GB, and there are 16: choose a smaller one")
+        models.append(AppModel([f"by {name or 'demo'}"]))
+        return models[-1]
+
+    built = setup(AppModel(), load=load, list_models=lambda: ENTRIES, conversation=talk("hello", "by demo"))
+    async with chatting(built, size=(100, 24)) as chat:
+        await chat.press("ctrl+l")
+        await chat.sees("70B")
+        assert "60 GB" in chat.screen
+        assert "cannot be run" in chat.screen
+        await chat.press("down", "down")
+        await chat.sees("is no GGUF file: get it again")
+        await chat.press("up", "enter")
+        await chat.sees("needs 61 GB")
+        assert models[0].closed
+        assert texts(chat) == ["hello", "by demo"]  # the chat stays
+        await chat.press("down", "enter")  # Choose another model
+        await chat.sees("70B")
+        await chat.type("small")
+        await chat.press("enter")
+        await chat.until(lambda: loaded[-1] == "/models/small.gguf")
+        await chat.rest()
+        await chat.ask("and you?")
+        assert "by /models/small.gguf" in chat.screen
+        assert chat.app._chat.session.conversation.model == "/models/small.gguf"
+        for go_back in ("enter", "escape"):
+            await chat.say("/model large")
+            await chat.sees("cannot be loaded")
+            await chat.press(go_back)
+            await chat.until(lambda: loaded[-1] == "/models/small.gguf")
+            await chat.rest()
+            assert chat.app._chat.models.state is ModelState.LOADED
+
+
+async def test_a_model_that_cannot_be_read_leaves_the_one_before() -> None:
+    model = AppModel(["still by the old one"])
+    loaded: list[str] = []
+
+    def load(name: str, progress: LoadProgress) -> AppModel:
+        loaded.append(name)
+        return model
+
+    def check(name: str) -> None:
+        if name == "typo.gguf":
+            raise ModelNotFoundError("there is no file typo.gguf: check the path")
+
+    async with chatting(setup(model, load=load, check=check, list_models=lambda: ENTRIES)) as chat:
+        for leave in ("escape", "enter"):  # the first choice is to go back
+            await chat.say("/model typo.gguf")
+            await chat.sees("there is no file typo.gguf")
+            assert "Back to the demo model" in chat.screen
+            await chat.press(leave)
+            await chat.until(lambda: chat.app.screen is chat.app._chat)
+        assert not model.closed
+        await chat.ask("and now?")
+        assert "still by the old one" in chat.screen
+        await chat.say("/model typo.gguf")
+        await chat.sees("there is no file typo.gguf")
+        await chat.press("down", "enter")
+        await chat.sees("70B")
+        await chat.press("escape")
+        assert loaded == [""]
+        assert chat.app._chat.session.conversation.model == ""
+
+
+async def test_a_chat_whose_model_is_another_or_gone() -> None:
+    store = AppStore(None)
+    for name in ("gone.gguf", "other.gguf"):
+        kept = Conversation(title=name, model=name)
+        kept.add("user", "hello")
+        store.save(kept, kept.messages)
+
+    def check(name: str) -> None:
+        if name == "gone.gguf":
+            raise ModelNotFoundError("there is no file gone.gguf: check the path")
+
+    built = setup(AppModel(), store, conversation=kept, first_model="here.gguf", check=check)
+    async with chatting(built) as chat:
+        # What was loaded because the chat's own model is gone is not noted with the chat.
+        assert (await chat.app.offload(store.load, kept.id)).model == "other.gguf"
+        assert chat.notices == []
+        for name, said in (
+            ("gone.gguf", "the model of this chat, gone.gguf, is not here: here.gguf replies now"),
+            ("other.gguf", "this chat was with other.gguf: here.gguf replies now, /model changes that"),
+        ):
+            await chat.press("ctrl+o")
+            await chat.type(name)
+            await chat.press("enter")
+            await chat.until(lambda name=name: chat.app.conversation.title == name)  # type: ignore[misc]
+            await chat.hears(said)
