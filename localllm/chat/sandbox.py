@@ -18,6 +18,7 @@ from datetime import datetime
 from functools import partial
 from itertools import islice
 from operator import length_hint
+from string import Formatter
 from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any, NoReturn, cast
 
@@ -181,7 +182,19 @@ def _listed(value: Any) -> Any:
 # --- methods and functions
 
 _TEXT_METHODS = (
-    *("capitalize", "count", "endswith", "find", "index", "isalnum", "isalpha", "isdigit", "islower", "isspace"),
+    *(
+        "capitalize",
+        "count",
+        "endswith",
+        "find",
+        "format",
+        "index",
+        "isalnum",
+        "isalpha",
+        "isdigit",
+        "islower",
+        "isspace",
+    ),
     *("isupper", "join", "lower", "lstrip", "removeprefix", "removesuffix", "replace", "rfind", "rsplit", "rstrip"),
     *("split", "startswith", "strip", "title", "upper"),
 )
@@ -195,11 +208,24 @@ def _text_method(name: str, text: str, *args: Any, **kwargs: Any) -> Any:
     _pay_search(text, _short(needle) if name in ("rfind", "rsplit", "strip", "lstrip", "rstrip") else needle)
     if name == "join":
         _pay_steps(args[0], text)
+    elif name == "format":
+        return _format(text, *args, **kwargs)
     elif name == "replace":
         _pay(4 * text.count(needle) * len(args[1]))
     elif name in ("split", "rsplit"):
         _pay(96 * (text.count(needle) if needle else len(text) // 2))
     return getattr(text, name)(*args, **kwargs)
+
+
+def _format(text: str, *args: Any, **kwargs: Any) -> str:
+    values = [_text(arg) for arg in args]
+    named = {key: _text(value) for key, value in kwargs.items()}
+    longest = max(map(len, (*values, *named.values())), default=0)
+    for _, field, form, conversion in _short(list(Formatter().parse(text))):
+        if form or conversion or not (field or "0").replace("_", "0").isalnum():
+            raise SecurityError("it formats text with more than plain '{}' or '{name}'")
+        _pay(64 + 4 * longest)
+    return text.format(*values, **named)
 
 
 def _dict(*pairs: Any, **more: Any) -> dict[Any, Any]:
@@ -349,6 +375,9 @@ class _Environment(ImmutableSandboxedEnvironment):
             return getattr(obj, attribute)
         _pay(256)
         return super().getattr(obj, attribute)
+
+    def wrap_str_format(self, value: Any) -> None:
+        """Leaves ``str.format`` to `call`, which has its own."""
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         if type(obj) is dict and isinstance(argument, str) and argument in obj:

@@ -52,7 +52,7 @@ ON_TEXTS = """
     x|map(attribute=x)|list; [1]|map(x)|list; [1]|select(x)|list; [x]|selectattr(x)|list; raise_exception(x)
     raise_exception([x, x]); strftime_now(x); x|default(x)|string; x|dictsort; x|items|list; x|slice(HUGE)|list
     x|truncate(HUGE); x.zfill(HUGE); x.ljust(HUGE); x.expandtabs(HUGE); x.partition(x); x.translate({97: x})
-    x.casefold(); x == x ~ ''; x < x ~ 'b'; x.startswith(x); x.endswith((x, x))
+    ('{0}' * 400).format(x); x.casefold(); x == x ~ ''; x < x ~ 'b'; x.startswith(x); x.endswith((x, x))
 """
 # What a template does with its own result g over and over, by what it starts with.
 GROWING = {
@@ -211,6 +211,7 @@ ALONE = {
     "percent star": "{{ '%*d' % (999999999, 1) }}",
     "percent key": "{{ '%(a)999999999d' % {'a': 1} }}",
     "format": "{{ '{:999999999}'.format(1) }}",
+    "format of attributes": "{{ '{0.__class__}'.format(1) }}{{ '{0[0]}'.format(messages) }}",
     "format in format": "{{ '{:{}}'.format(1, 999999999) }}",
     "format filter": "{{ '%999999999d'|format(1) }}",
     "JSON indent": "{{ [[[[1]]]]|tojson(indent=999999999) }}",

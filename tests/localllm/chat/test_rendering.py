@@ -191,6 +191,7 @@ EXPRESSIONS = """
     none in x; 'Hello' not in x; x in ['a', 'b', 3]; x == 3; x != ''; x == x; x == []; 'x' ~ x ~ 1; x if x else 'no'
     x and 1; x or 'or'; [x, 1]; (x, 2); {'k': x}; {x: 1}; dict(k=x); dict(x); namespace(k=x).k; x|tojson|safe
     (x|string) + '!'; range(x)|list; x // 2; x % 4; x ** 2; x * 2; 2 * x; x + 1; x + 'x'; x + [1]
+    '<{}> {}'.format(x, 1); '{a_b}{0}{0}{{}}'.format(x, a_b=x)
     x - 1; x / 2; x < 3; x >= 3; x > 'a'; x <= [5]; (x|map('string')|list) + ['q']
     'yes' if x|list|selectattr('nope') else 'no'
 """
