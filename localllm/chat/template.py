@@ -13,7 +13,7 @@ from jinja2.exceptions import SecurityError
 
 from localllm.chat import sandbox
 from localllm.chat.source import TemplateSource
-from localllm.errors import TemplateError
+from localllm.errors import TemplateError, quoted
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import MetadataFile
 
@@ -196,7 +196,7 @@ def _check_messages(messages: Sequence[Mapping[str, object]]) -> None:
         raise TemplateError(f"messages must be a list of mappings, such as [{_EXAMPLE}]")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise TemplateError(f"message {index} is not a mapping such as {_EXAMPLE}: {message!r:.80}")
+            raise TemplateError(f"message {index} is not a mapping such as {_EXAMPLE}: {quoted(message)}")
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise TemplateError(
@@ -204,9 +204,9 @@ def _check_messages(messages: Sequence[Mapping[str, object]]) -> None:
             )
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
-            raise TemplateError(f"message {index} (role {role!r:.40}) has no 'content'")
+            raise TemplateError(f"message {index} (role {quoted(role)}) has no 'content'")
         if content is not None and (isinstance(content, bytes) or not isinstance(content, str | Sequence)):
-            raise TemplateError(f"the content of message {index} (role {role!r:.40}) is neither text nor a list")
+            raise TemplateError(f"the content of message {index} (role {quoted(role)}) is neither text nor a list")
 
 
 def _plain(value: object, where: str) -> object:
