@@ -298,7 +298,7 @@ class LLM:
 
         Args:
             messages: each with a ``role`` ("system", "user", "assistant") and a ``content``.
-            tools: JSON schemas of functions that the model may call, for templates that know them.
+            tools: JSON schemas of functions that the model may call; a template that does not use them is a warning.
             template_variables: whatever else the template reads, such as ``{"enable_thinking": False}``.
             reply_prefix: what the answer begins with; the model goes on from there, and only what it adds comes
                 back.  Names of control tokens in it are text.
@@ -561,6 +561,9 @@ class LLM:
             mappings("tools", tools)
         text("reply_prefix", reply_prefix)
         template = self._compiled_template(stacklevel)
+        if tools and not template.reads("tools"):
+            message = f"the chat template of {self._info.path} does not use tools: the model is told of none"
+            warnings.warn(message, stacklevel=stacklevel - 1)
 
         def encode(chosen: Sequence[Message]) -> list[int]:
             ids = encode_chat(tokenizer, template, chosen, tools=tools, **more)

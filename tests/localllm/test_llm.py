@@ -702,6 +702,28 @@ def test_the_warning_of_a_missing_template_points_to_the_caller(
     assert [warning.filename for warning in caught] == [__file__]
 
 
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        lambda llm: llm.chat([{"role": "user", "content": "a"}], tools=[TOOL], max_tokens=1),
+        lambda llm: llm.stream_chat([{"role": "user", "content": "a"}], tools=[TOOL], max_tokens=1),
+        lambda llm: llm.tokenize_chat([{"role": "user", "content": "a"}], tools=[TOOL]),
+    ],
+)
+def test_tools_that_a_template_does_not_use_are_a_warning(chat: Callable[[LLM], object], tiny_path: Path) -> None:
+    with localllm.load(tiny_path, device="reference", chat_template="{{ messages[0].content }}") as llm:
+        with pytest.warns(UserWarning, match="does not use tools: the model is told of none") as caught:
+            chat(llm)
+        assert [warning.filename for warning in caught] == [__file__]
+    with localllm.load(
+        tiny_path, device="reference", chat_template="{{ messages[0].content }}{{ tools[0].function.name }}"
+    ) as llm:
+        chat(llm)
+
+
 def test_a_file_with_a_vocabulary_alone(tmp_path: Path) -> None:
     path = tmp_path / "vocabulary.gguf"
     write_gguf(path, config(), {})
