@@ -22,10 +22,9 @@ from localllm.kernels.cpu.matmul import (
     MOST_TOKENS,
     SLAB,
     finish_rows,
+    multiply_tokens,
     one_float_token,
-    one_token,
     several_float_tokens,
-    several_tokens,
 )
 from localllm.kernels.cpu.simd import (
     fma,
@@ -186,17 +185,12 @@ def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs,
         tiles = weights + (load_i64(entry) * n_groups + group) * n_tiles * TILE_BYTES
         first_place, n_places = load_i64(entry + 8), load_i64(entry + 16)
         rows = group * 64
-        if n_places == 1:
-            record = x + first_place * n_tiles * (BLOCKS * RECORD)
-            out = y + load_i64(pairs + 8 * first_place) * y_stride
-            one_token(tiles, n_tiles, record, 0, 0, out, rows)
-        else:
-            for first in range(first_place, first_place + n_places, MOST_TOKENS):
-                n = min(MOST_TOKENS, first_place + n_places - first)
-                several_tokens(n, tiles, n_tiles, slab, sums, x + first * n_tiles * (BLOCKS * RECORD))
-                for i in range(n):
-                    place = load_i64(pairs + 8 * (first + i)) * y_stride + rows
-                    finish_rows(load_f32x16(sums + 64 * i), 0, 0, y, rows, place)
+        for first in range(first_place, first_place + n_places, MOST_TOKENS):
+            n = min(MOST_TOKENS, first_place + n_places - first)
+            multiply_tokens(n, tiles, n_tiles, slab, sums, x + first * n_tiles * (BLOCKS * RECORD))
+            for i in range(n):
+                place = load_i64(pairs + 8 * (first + i)) * y_stride + rows
+                finish_rows(load_f32x16(sums + 64 * i), 0, 0, y, rows, place)
 
 
 @kernel
