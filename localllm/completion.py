@@ -178,8 +178,7 @@ class _Reader:
         self._request = request
         self._output = output
         self._progress = progress
-        self._items: list[_Item] = []
-        self._n_taken = 0
+        self._items: Iterator[_Item] = iter(())  # of the step that is being read
         self._finish_reason: FinishReason | None = None
         self._ended = False
         self._is_read = threading.Lock()
@@ -227,20 +226,15 @@ class _Reader:
         if hasattr(self, "_is_read"):
             self._close()
 
-    def _next_chunk(self, items: list[_Item] | None) -> Chunk | None:
-        """The next chunk of those that came; None if another list has to come first.
+    def _next_chunk(self) -> Chunk | None:
+        """The next chunk of those that came; None if the items of another step have to come first.
 
         Raises:
             What ended the request, or the caller's own ``progress``.
         """
-        if items is not None:
-            self._items, self._n_taken = items, 0
-        while self._n_taken < len(self._items):
-            item = self._items[self._n_taken]
-            self._n_taken += 1
+        for item in self._items:
             if isinstance(item, BaseException):
-                self._ended = True
-                self._items.clear()
+                self._ended, self._items = True, iter(())
                 try:
                     raise item
                 finally:
@@ -249,9 +243,9 @@ class _Reader:
                 if item.finish_reason is not None:
                     self._ended, self._finish_reason = True, item.finish_reason
                     return item
-                was_full = self._output.is_full
                 self._output.n_read += 1
-                if was_full:
+                # Asked after counting: between the two the engine may find the output full, and pause.
+                if self._output.n_unread == MAX_UNREAD - 1:
                     self._engine.wake()
                 return item
             if self._progress is not None:
@@ -327,9 +321,9 @@ class Stream(_Reader):
             raise StopIteration
         self._engine.check_may_wait()
         with self._reading():
-            chunk = self._next_chunk(None)
-            while chunk is None:
-                chunk = self._next_chunk(self._engine.wait_for(self._queue))
+            while (chunk := self._next_chunk()) is None:
+                items = self._engine.wait_for(self._queue)
+                self._items = iter(items)
             return chunk
 
     def __enter__(self) -> Self:
@@ -386,9 +380,8 @@ class AsyncStream(_Reader):
         if self._ended:
             raise StopAsyncIteration
         with self._reading():
-            chunk = self._next_chunk(None)
-            while chunk is None:
-                chunk = self._next_chunk(await self._queue.get())
+            while (chunk := self._next_chunk()) is None:
+                self._items = iter(await self._queue.get())
             return chunk
 
     async def __aenter__(self) -> Self:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -145,6 +146,27 @@ def test_a_request_runs_ahead_of_its_reader_only_so_far(models: Models) -> None:
     assert [next(stream).ids[0] for _ in range(150)] == greedy_after([1], 150)
     assert request.n_generated > n_before, "and goes on when its reader does"
     assert stream.usage.completion_tokens >= 150
+
+
+def test_a_request_that_pauses_just_as_a_chunk_is_read_goes_on(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = models.hold(n_batches=3)
+
+    def read(output: TextOutput, n: int) -> None:
+        if n == 1:  # the engine runs ahead and pauses before the chunk counts as read
+            go_on.set()
+            assert eventually(lambda: output.is_full)
+            time.sleep(0.02)
+        vars(output)["n_read"] = n
+
+    monkeypatch.setattr("localllm.completion.DELIVERY_S", 0.0)  # so that it is full with exactly as many as it may be
+    monkeypatch.setattr(TextOutput, "n_read", property(lambda output: vars(output)["n_read"], read), raising=False)
+    stream = models.stream([1], 2 * MAX_UNREAD)
+    reader = threading.Thread(target=lambda: list(stream), daemon=True)
+    reader.start()
+    reader.join(60)
+    assert stream.finish_reason == "length"
 
 
 def test_progress_is_called_in_the_readers_thread(models: Models) -> None:
