@@ -158,7 +158,7 @@ class Engine:
         self.wake()
 
     def wake(self) -> None:
-        """Tells the engine that a request may go on whose output was full."""
+        """Tells the engine that a request whose output was full may go on."""
         self._inbox.put(EngineLoop.wake)
 
     def forget(self) -> None:
@@ -215,7 +215,6 @@ class EngineLoop:
         self._runner = runner
         self._scheduler = Scheduler(
             runner.cache,
-            context=runner.context,
             max_tokens=runner.max_tokens,
             max_outputs=runner.max_outputs,
             max_running=max_running,
@@ -267,8 +266,8 @@ class EngineLoop:
             self.inbox.get()(self)
         for request in self._scheduler.requests:
             self._end(request, error=error)
-        on_end, self._on_end = self._on_end, None
-        self.__dict__.clear()  # the memory of model and cache
+        on_end = self._on_end
+        self.__dict__.clear()  # frees the memory of model and cache
         if on_end is not None:
             on_end()
 
@@ -322,7 +321,7 @@ class EngineLoop:
             rows = slice(row, row + chunk.n_outputs)
             row = rows.stop
             try:
-                reason = self._go_on(each, logits, rows, begin)
+                reason = self._take_results(each, logits, rows, begin)
                 each.request.output.flush()
             except BaseException as error:
                 self._end(each.request, error=error)
@@ -339,15 +338,16 @@ class EngineLoop:
             most = self._runner.context - len(request.tokens)
             if request.max_tokens is not None:
                 most = min(most, request.max_tokens - request.n_generated - 1)
-            if most > 0 and not request.output.is_full:
-                try:
-                    ids = request.drafter.propose(request.tokens, most)
-                except BaseException as error:
-                    self._end(request, error=error)
-                else:
-                    request.drafts = list(takewhile(lambda id_: 0 <= id_ < self._runner.n_vocab, ids[:most]))
+            if most < 1 or request.output.is_full:
+                continue
+            try:
+                ids = request.drafter.propose(request.tokens, most)
+            except BaseException as error:
+                self._end(request, error=error)
+            else:
+                request.drafts = list(takewhile(lambda id_: 0 <= id_ < self._runner.n_vocab, ids[:most]))
 
-    def _go_on(
+    def _take_results(
         self, each: Scheduled, logits: NDArray[np.float32] | Best, rows: slice, begin: float
     ) -> FinishReason | None:
         """Records what a step has evaluated for a request, and samples; returns why it ends, if it does."""

@@ -206,6 +206,36 @@ def test_prompts_are_not_starved_by_many_that_decode() -> None:
     assert results(prompt).ended.is_set()
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_prompts_are_not_starved_for_rows_of_logits(monkeypatch: pytest.MonkeyPatch, is_read: bool) -> None:
+    monkeypatch.setattr("localllm.engine.runner.MAX_LOGITS_BYTES", 4 * 97 * 3)
+    engine = SteppedEngine(64, parallel=8, max_tokens=64)
+    decoding = [writing([i], 50) for i in range(4)]
+    engine.submit(*decoding)
+    engine.step(4)
+    prompt = reading(range(10)) if is_read else writing(range(10), 1)
+    engine.submit(prompt)
+    engine.step(12)
+    assert results(prompt).ended.is_set()
+    engine.run()
+    assert [results(r).ids for r in decoding] == [greedy_after([i], 50) for i in range(4)]
+
+
+def test_requests_that_nobody_reads_make_way() -> None:
+    engine = SteppedEngine(32, parallel=8, max_running=2)
+    unread = [writing([i], 20) for i in range(2)]
+    engine.submit(*unread)
+    engine.step(2)
+    for request in unread:
+        results(request).is_full = True
+    engine.run(writing([5], 3), again := writing([6], 3))
+    assert results(again).ids == greedy_after([6], 3)
+    for request in unread:
+        results(request).is_full = False
+    engine.run()
+    assert [results(r).ids for r in unread] == [greedy_after([i], 20) for i in range(2)]
+
+
 def test_no_more_run_than_are_allowed() -> None:
     engine = SteppedEngine(32, parallel=8, max_running=2)
     requests = [writing([i], 5) for i in range(6)]
