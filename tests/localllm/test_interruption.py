@@ -58,6 +58,17 @@ def test_a_stream_keeps_its_model(tiny: Path) -> None:
     assert eventually(lambda: n_threads() == n_before)
 
 
+def test_a_stream_that_is_kept_does_not_keep_the_memory_of_a_closed_model(tiny: Path) -> None:
+    llm = localllm.load(tiny, device="reference", draft_model=tiny)
+    stream = llm.stream("hello", max_tokens=3, ignore_eos=True)
+    stream.read()
+    runners = in_engine(llm, lambda loop: [weakref.ref(r) for r in (loop._runner, loop._draft_model.runner)])  # type: ignore[union-attr]
+    llm.close()
+    gc.collect()
+    assert [runner() for runner in runners] == [None, None]
+    assert stream.drafts is not None
+
+
 def process(work: str, path: Path) -> subprocess.Popen[str]:
     """Python that loads a model as ``llm`` and then works."""
     source = f"import signal, threading, localllm\nllm = localllm.load({str(path)!r}, device='reference')\n{work}"
