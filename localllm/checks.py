@@ -1,4 +1,4 @@
-"""What is said of arguments that are of the wrong type or out of range: `UsageError`, with the argument's name."""
+"""Checks of arguments: a `UsageError` names one that is of the wrong type or out of range."""
 
 from __future__ import annotations
 

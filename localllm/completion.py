@@ -93,7 +93,7 @@ class _PromptProgress:
     n_evaluated: int
 
 
-#: What comes out of the engine's thread: an exception is the last of it, as a chunk with a finish reason.
+#: What comes out of the engine's thread.  The last item is an exception, or a chunk with a finish reason.
 _Item: TypeAlias = Chunk | _PromptProgress | BaseException
 
 

@@ -93,8 +93,9 @@ def load(
             if standard error is a terminal, one line there says so when compiling takes long.
         planned: called once with the `localllm.placement.Plan`, before anything is loaded.
         max_waiting: how many requests may wait for others; more are refused with a `QueueFullError`.
-        step_s: seconds that a part of a long prompt takes at most, if the model can evaluate 64 tokens in that time:
-            about how long other texts pause for it, and cancelling takes.
+        step_s: seconds that a step with a part of a long prompt takes, at most: about how long other streams pause
+            for it, and how long cancelling takes.  A very slow model takes longer: a part has at least 16 tokens,
+            or 64 where nothing else decodes.
 
     Raises:
         GGUFError: the file is missing, not a GGUF, or damaged.
