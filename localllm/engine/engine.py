@@ -345,7 +345,7 @@ class EngineLoop:
             except BaseException as error:
                 self._end(request, error=error)
             else:
-                request.drafts = list(takewhile(lambda id_: 0 <= id_ < self._runner.n_vocab, ids[:most]))
+                request.drafts = list(takewhile(lambda id_: id_ < self._runner.n_vocab, ids[:most]))
 
     def _take_results(
         self, each: Scheduled, logits: NDArray[np.float32] | Best, rows: slice, begin: float

@@ -233,7 +233,6 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.remove(request)
-        request.drafts = []
         self.add(request)
 
 

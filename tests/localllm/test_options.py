@@ -41,6 +41,7 @@ def test_a_truncated_prompt_leaves_room_for_the_answer(llm: LLM, max_tokens: int
         {"ignore_eos": 1},
         {"overflow": "wrap"},
         {"overflow": ["error"]},
+        {"overflow": None},
         {"speculate": "always"},
         {"progress": 3},
         {"sampling": {"temperature": 0}},
@@ -50,8 +51,3 @@ def test_a_truncated_prompt_leaves_room_for_the_answer(llm: LLM, max_tokens: int
 def test_what_an_option_cannot_be_is_refused_by_name(llm: LLM, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"^{next(iter(options))} is "):
         llm.generate("a", **options)
-
-
-def test_an_unknown_option_is_an_unknown_keyword(llm: LLM) -> None:
-    with pytest.raises(TypeError, match="'temprature': did you mean 'temperature'"):
-        llm.generate("a", temprature=1)  # type: ignore[call-arg]

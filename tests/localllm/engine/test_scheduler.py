@@ -68,7 +68,7 @@ def test_half_of_the_budget_is_the_oldest_prompts_and_short_ones_come_first_in_t
     long, longer, short = writing([1] * 80, 1), writing([2] * 90, 1), writing([3] * 10, 1)
     engine.submit(long, longer, short)
     engine.step()
-    assert {16: long, 6: longer, 10: short} == {n: r for r in (long, longer, short) for n in [results(r).n_done[-1]]}
+    assert [results(request).n_done for request in (long, longer, short)] == [[16], [6], [10]]
     assert results(short).ended.is_set()
 
 
@@ -128,6 +128,19 @@ def test_the_youngest_is_preempted_and_writes_on_later() -> None:
     assert results(older).ids == greedy_after([1] * 8, 24)
     assert results(younger).ids == greedy_after([2] * 8, 24)
     assert engine.n_evaluated < 2 * 31 + 40, "it must wait then, and not fight for pages token by token"
+
+
+def test_of_several_the_youngest_is_preempted_first() -> None:
+    engine = SteppedEngine(48, parallel=1, max_tokens=48)
+    requests = [writing([i] * 8, 30) for i in range(3)]
+    for request in requests:
+        engine.submit(request)
+        engine.step()
+    assert all(request.sequence is not None for request in requests)
+    preempted: list[Request] = []
+    while engine.step():
+        preempted += [r for r in engine.scheduler.waiting if r not in preempted]
+    assert preempted == [requests[2], requests[1]]
 
 
 def test_what_is_evaluated_again_does_not_count_as_cached() -> None:
