@@ -55,3 +55,13 @@ def test_what_an_option_cannot_be_is_refused_by_name(llm: LLM, options: dict[str
 def test_an_unknown_option_is_an_unknown_keyword(llm: LLM) -> None:
     with pytest.raises(TypeError, match="'temprature': did you mean 'temperature'"):
         llm.generate("a", temprature=1)  # type: ignore[call-arg]
+
+
+def test_long_values_are_cut_in_messages(llm: LLM) -> None:
+    def says_nothing(ids: Any, logits: Any) -> None: ...
+
+    says_nothing.__name__ = "x" * 10_000
+    for options in ({"stop": [5] * 10_000}, {"sampling": "x" * 10_000}, {"processors": (says_nothing,)}):
+        with pytest.raises(UsageError) as caught:
+            llm.generate("a", **options)  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 300
