@@ -209,12 +209,8 @@ class _Reader:
         """Ends the text before the next step; a last chunk says so."""
         self._engine.cancel(self._request)
 
-    def read_at_end(self, on_end: Callable[[], object] | None = None) -> None:
-        """Says that nothing is read before all of it is there, so that the model need not wait for the reader.
-
-        ``on_end`` is called in the model's thread then.
-        """
-        self._output.on_end = on_end
+    def read_at_end(self) -> None:
+        """Says that nothing is read before all of it is there, so that the model need not wait for the reader."""
         self._output.is_reader_patient = True
 
     def _close(self) -> None:
@@ -297,9 +293,12 @@ class Stream(_Reader):
         *,
         logprobs: bool,
         progress: Progress | None,
+        on_end: Callable[[], object] | None = None,
     ) -> None:
+        """``on_end``: called in the engine's thread when all is there; nothing is read before."""
         self._queue: queue.SimpleQueue[list[_Item]] = queue.SimpleQueue()
         output = TextOutput(decoder, self._queue.put, logprobs=logprobs)
+        output.on_end, output.is_reader_patient = on_end, on_end is not None
         super().__init__(engine, make_request(output), output, progress)
 
     def close(self) -> None:
@@ -359,7 +358,7 @@ class AsyncStream(_Reader):
             with contextlib.suppress(RuntimeError):  # a loop that was closed has nobody who would read it
                 loop.call_soon_threadsafe(items.put_nowait, step)
 
-        self._queue = items
+        self._queue, self._loop = items, loop
         output = TextOutput(decoder, deliver, logprobs=logprobs)
         super().__init__(engine, make_request(output), output, progress)
 
@@ -376,9 +375,16 @@ class AsyncStream(_Reader):
         Raises:
             StopAsyncIteration: it has ended.
             ClosedError: the model was closed.
+            UsageError: another event loop asks for it, or a logits processor, in whose thread nothing can be waited
+                for.
         """
+        import asyncio
+
         if self._ended:
             raise StopAsyncIteration
+        self._engine.check_may_wait()
+        if asyncio.get_running_loop() is not self._loop:
+            raise UsageError("this stream belongs to another event loop: read it in the loop that it was made in")
         with self._reading():
             while (chunk := self._next_chunk()) is None:
                 self._items = iter(await self._queue.get())

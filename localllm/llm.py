@@ -8,6 +8,7 @@ import queue
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import numpy as np
@@ -17,7 +18,7 @@ from localllm.checks import mappings, text, token_ids, whole_number
 from localllm.completion import AsyncStream, Completion, Stream
 from localllm.engine.engine import MAX_WAITING, STEP_S, Engine
 from localllm.engine.request import Request
-from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, UsageError
+from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, QueueFullError, UsageError
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.ops import CacheType
@@ -350,6 +351,8 @@ class LLM:
         given, engine = CheckedOptions.of(options), self._opened()
         if isinstance(prompts, str | bytes):
             raise UsageError("prompts is a text, but must be a list of prompts: use generate for a single one")
+        if not isinstance(prompts, Iterable):
+            raise UsageError(f"prompts is {prompts!r:.80}, but must be a list of prompts")
         waiting, is_all = iter(prompts), False
         streams: dict[int, Stream] = {}
         done: dict[int, Completion] = {}
@@ -363,9 +366,14 @@ class LLM:
                     except StopIteration:
                         is_all = True
                         break
-                    stream = self._stream(Stream, prompt, add_special, parse_special, given)
-                    streams[n_begun] = stream
-                    stream.read_at_end(partial(ended.put, n_begun))
+                    reader = partial(Stream, on_end=partial(ended.put, n_begun))
+                    try:
+                        streams[n_begun] = self._stream(reader, prompt, add_special, parse_special, given)
+                    except QueueFullError:
+                        if not streams:
+                            raise
+                        waiting = chain([prompt], waiting)  # once one of ours has ended
+                        break
                     n_begun += 1
                 if not streams:
                     return
@@ -459,7 +467,7 @@ class LLM:
 
     def _stream(
         self,
-        reader: type[_Reader],
+        reader: Callable[..., _Reader],
         prompt: str | Sequence[int],
         add_special: bool,
         parse_special: bool,
@@ -516,7 +524,7 @@ class LLM:
 
     def _stream_chat(
         self,
-        reader: type[_Reader],
+        reader: Callable[..., _Reader],
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, object]] | None,
         variables: Mapping[str, object] | None,
@@ -577,7 +585,7 @@ class LLM:
 
     def _start(
         self,
-        reader: type[_Reader],
+        reader: Callable[..., _Reader],
         ids: list[int],
         given: CheckedOptions,
         *,

@@ -43,6 +43,9 @@ STEP_S = 0.1
 #: Seconds that the end of the process waits for a thread at most, which a caller's own function may hold up.
 _EXIT_S = 10.0
 
+#: Seconds that the engine's thread sleeps at most: waits of many years are more than a system's clock can count.
+_LONGEST_SLEEP_S = 3600.0
+
 _T = TypeVar("_T")
 
 _Message: TypeAlias = "Callable[[EngineLoop], None]"
@@ -83,6 +86,7 @@ class Engine:
         self.has_draft_model = draft_model is not None
         self._max_waiting = max_waiting
         self._process = Process()
+        self._is_halted = False
         loop = EngineLoop(runner, draft_model, max_running=max_running, step_s=step_s, on_end=on_end)
         self._inbox, self._waiting, self._ended = loop.inbox, loop.waiting, loop.ended
         self._thread = threading.Thread(target=loop.run, name="localllm-engine", daemon=True)
@@ -119,12 +123,18 @@ class Engine:
 
     def check(self) -> None:
         """Raises:
-        ClosedError: the engine was closed.
+        ClosedError: the engine was closed, or the process is ending.
         DeviceError: it was made before this process was forked.
         """
         self._process.check()
         if self._ended.is_set():
             raise ClosedError("the model was closed: load it again to go on")
+        self._check_goes_on()
+
+    def _check_goes_on(self) -> None:
+        # A daemon thread would only print it, half-way through the end of the process.
+        if self._is_halted and threading.current_thread() is threading.main_thread():
+            raise ClosedError("the process is ending, and its models have stopped: use them before that")
 
     def check_may_wait(self) -> None:
         """Makes sure that what the engine makes can be waited for here.
@@ -132,8 +142,10 @@ class Engine:
         Raises:
             UsageError: this is the engine's own thread, which would wait for itself.
             DeviceError: the engine was made before this process was forked, and nothing will come.
+            ClosedError: the process is ending, and nothing will come.
         """
         self._process.check()
+        self._check_goes_on()
         if threading.current_thread() is self._thread:
             raise UsageError(
                 "a logits processor, which runs in the model's own thread, cannot wait for the same model: call it "
@@ -144,7 +156,7 @@ class Engine:
         """The next item that the engine's thread puts into a queue.
 
         Raises:
-            UsageError, DeviceError: as `check_may_wait`.
+            UsageError, DeviceError, ClosedError: as `check_may_wait`.
         """
         while True:
             self.check_may_wait()
@@ -175,6 +187,7 @@ class Engine:
 
     def halt(self) -> None:
         """Stops the thread as the process ends, and tells nobody: who still reads is a daemon thread."""
+        self._is_halted = True
         self._inbox.put(EngineLoop.halt)
         if self._process.is_current:
             self._thread.join(_EXIT_S)
@@ -275,7 +288,7 @@ class EngineLoop:
         """Does what messages say; returns whether to go on."""
         if wait and self.inbox.empty():
             deadlines = [r.deadline for r in self._scheduler.requests if r.deadline is not None]
-            timeout = max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
+            timeout = min(max(0.0, min(deadlines) - time.perf_counter()), _LONGEST_SLEEP_S) if deadlines else None
             try:
                 self.inbox.get(timeout=timeout)(self)
             except queue.Empty:

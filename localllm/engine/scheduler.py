@@ -71,7 +71,8 @@ class StepTimes:
         """Tokens of prompts that a step beside those that decode can have, to take so long."""
         if not self._token_s:
             return FIRST_CHUNK
-        return max(MIN_CHUNK, int((seconds - self._decode_s) / self._token_s))
+        tokens = (seconds - self._decode_s) / self._token_s
+        return max(MIN_CHUNK, int(min(tokens, 2.0**31)))  # an infinite number is no int
 
 
 def _moved(estimate: float, measured: float) -> float:

@@ -466,6 +466,26 @@ def test_errors_reach_a_task(models: Models) -> None:
     asyncio.run(main())
 
 
+def test_a_processor_cannot_wait_for_its_own_model_in_a_loop_of_its_own(models: Models) -> None:
+    async def ask() -> None:
+        await models.astream([2], 3).read()
+
+    stream = processing(models, lambda: asyncio.run(ask()))
+    with pytest.raises(UsageError, match="call it from another thread"):
+        stream.read()
+
+
+def test_a_stream_of_another_loop_is_refused(models: Models) -> None:
+    async def start() -> AsyncStream:
+        return models.astream([1], 3)
+
+    async def read(stream: AsyncStream) -> None:
+        await anext(stream)
+
+    with pytest.raises(UsageError, match="belongs to another event loop"):
+        asyncio.run(read(asyncio.run(start())))
+
+
 def test_streams_outside_of_a_loop_are_refused(models: Models) -> None:
     with pytest.raises(RuntimeError, match="no running event loop"):
         models.astream([1])

@@ -111,6 +111,29 @@ def test_the_exit_code_while_texts_are_written(tiny: Path) -> None:
     assert ended.returncode == 3
 
 
+#: Registered before localllm's own, so that it is called after.
+AT_EXIT = """
+import atexit
+def late():
+    for use in (lambda: llm.generate("hello"), lambda: next(begun)):
+        try:
+            use()
+        except localllm.ClosedError as error:
+            print(error)
+atexit.register(late)
+import localllm
+llm = localllm.load({path!r}, device="reference")
+begun = llm.stream("hello", ignore_eos=True)
+"""
+
+
+def test_a_function_called_at_the_end_of_the_process_cannot_use_a_model(tiny: Path) -> None:
+    source = AT_EXIT.format(path=str(tiny))
+    ended = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    line = "the process is ending, and its models have stopped: use them before that\n"
+    assert (ended.stdout, ended.stderr) == (2 * line, "")
+
+
 INTERRUPTED = """
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where the suite runs it is perhaps ignored
 expected = llm.generate("hello", temperature=0, max_tokens=5, ignore_eos=True).ids

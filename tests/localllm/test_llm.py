@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import localllm
 from localllm import LLM, Sampling, Stream
+from localllm.engine.engine import Engine
 from localllm.errors import (
     ClosedError,
     ContextLengthError,
@@ -483,7 +484,26 @@ def test_leaving_generate_many_cancels_the_rest(llm: LLM) -> None:
     assert eventually(lambda: n_requests(llm) == 0)
 
 
-@pytest.mark.parametrize("prompts", ["a text", b"bytes"])
+def test_generate_many_waits_where_the_queue_is_full(tiny_path: Path) -> None:
+    with localllm.load(tiny_path, device="reference", context=CONTEXT, max_waiting=2) as llm:
+        prompts = [[5 + i] for i in range(12)]
+        many = llm.generate_many(prompts, max_tokens=3, temperature=0, ignore_eos=True)
+        alone = [llm.generate(prompt, max_tokens=3, temperature=0, ignore_eos=True).ids for prompt in prompts]
+        assert [each.ids for each in many] == alone
+
+
+def test_generate_many_hears_of_what_ended_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = Engine.submit
+
+    def submit_and_wait(engine: Engine, request: Any) -> None:
+        submit(engine, request)
+        assert eventually(lambda: n_requests(engine) == 0)
+
+    monkeypatch.setattr(Engine, "submit", submit_and_wait)
+    assert len(list(llm.generate_many(["a"] * 3, max_tokens=1))) == 3
+
+
+@pytest.mark.parametrize("prompts", ["a text", b"bytes", 5, None])
 def test_prompts_that_are_one_text(loaded_reference: LLM, prompts: Any) -> None:
     with pytest.raises(UsageError, match="must be a list of prompts"):
         list(loaded_reference.generate_many(prompts))

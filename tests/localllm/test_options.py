@@ -51,3 +51,13 @@ def test_a_truncated_prompt_leaves_room_for_the_answer(llm: LLM, max_tokens: int
 def test_what_an_option_cannot_be_is_refused_by_name(llm: LLM, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"^{next(iter(options))} is "):
         llm.generate("a", **options)
+
+
+def test_long_values_are_cut_in_messages(llm: LLM) -> None:
+    def says_nothing(ids: Any, logits: Any) -> None: ...
+
+    says_nothing.__name__ = "x" * 10_000
+    for options in ({"stop": [5] * 10_000}, {"sampling": "x" * 10_000}, {"processors": (says_nothing,)}):
+        with pytest.raises(UsageError) as caught:
+            llm.generate("a", **options)  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 300

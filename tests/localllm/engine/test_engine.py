@@ -423,6 +423,17 @@ def test_a_deadline_passes_while_nothing_runs(engine: Engine) -> None:
     assert request.finish_reason == "timeout"
 
 
+def test_a_deadline_beyond_what_a_clock_can_count(engine: Engine) -> None:
+    out = Results()
+    out.is_full = True  # so that the engine sleeps until the deadline
+    request = writing([1], None, output=out, timeout_s=1e300)
+    engine.submit(request)
+    assert finish(engine, writing([2], 3)).ids == greedy_after([2], 3)
+    engine.cancel(request)
+    assert out.ended.wait(60)
+    assert request.finish_reason == "cancelled"
+
+
 def test_a_request_goes_on_when_its_reader_has_caught_up(engine: Engine) -> None:
     out = Results()
     request = writing([1], 6, output=out)

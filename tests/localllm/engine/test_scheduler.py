@@ -56,6 +56,12 @@ def test_the_budget_follows_the_measured_speed() -> None:
     assert times.budget(0.1) == pytest.approx(80, abs=1), "a prompt alone says what its tokens cost, too"
 
 
+def test_steps_may_last_as_long_as_a_number_can_say() -> None:
+    times = StepTimes()
+    times.add(100, 0, 1e-3)
+    assert times.budget(1e308) > 10**9
+
+
 def test_a_prompt_alone_has_chunks_that_are_worth_their_while() -> None:
     engine = SteppedEngine(256, max_tokens=80)
     engine.scheduler.step_times.add(40, 0, 1000.0)
