@@ -8,7 +8,7 @@ import queue
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import numpy as np
@@ -353,28 +353,24 @@ class LLM:
             raise UsageError("prompts is a text, but must be a list of prompts: use generate for a single one")
         if not isinstance(prompts, Iterable):
             raise UsageError(f"prompts is {prompts!r:.80}, but must be a list of prompts")
-        waiting, is_all = iter(prompts), False
+        numbered = enumerate(prompts)
+        refused: list[tuple[int, str | Sequence[int]]] = []
         streams: dict[int, Stream] = {}
         done: dict[int, Completion] = {}
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         n_begun = n_yielded = 0
         try:
             while True:
-                while not is_all and len(streams) < _AT_ONCE:
+                for i, prompt in islice(chain(refused, numbered), _AT_ONCE - len(streams)):
+                    reader = partial(Stream, on_end=partial(ended.put, i))
                     try:
-                        prompt = next(waiting)
-                    except StopIteration:
-                        is_all = True
-                        break
-                    reader = partial(Stream, on_end=partial(ended.put, n_begun))
-                    try:
-                        streams[n_begun] = self._stream(reader, prompt, add_special, parse_special, given)
+                        streams[i] = self._stream(reader, prompt, add_special, parse_special, given)
                     except QueueFullError:
                         if not streams:
                             raise
-                        waiting = chain([prompt], waiting)  # once one of ours has ended
+                        refused = [(i, prompt)]  # it is tried again when one of ours has ended
                         break
-                    n_begun += 1
+                    refused, n_begun = [], i + 1
                 if not streams:
                     return
                 i = engine.wait_for(ended)
