@@ -20,6 +20,7 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate as ChatTemplate
+    from localllm.completion import AsyncStream as AsyncStream
     from localllm.completion import Chunk as Chunk
     from localllm.completion import Completion as Completion
     from localllm.completion import Stream as Stream
@@ -51,12 +52,14 @@ if TYPE_CHECKING:
     from localllm.llm import load as load
     from localllm.sampling import Choice as Choice
     from localllm.sampling import Sampling as Sampling
+    from localllm.scoring import Score as Score
     from localllm.tokenizer import Tokenizer as Tokenizer
 
 __version__ = "0.1.0"
 
 #: The module that each public name comes from.
 _HOMES = {
+    "AsyncStream": "completion",
     "Choice": "sampling",
     "Chunk": "completion",
     "ChatTemplate": "chat",
@@ -79,6 +82,7 @@ _HOMES = {
     "NotEnoughMemoryError": "errors",
     "QueueFullError": "errors",
     "Sampling": "sampling",
+    "Score": "scoring",
     "SettingsError": "errors",
     "StoreError": "errors",
     "Stream": "completion",
@@ -94,6 +98,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncStream",
     "ChatTemplate",
     "Choice",
     "Chunk",
@@ -115,6 +120,7 @@ __all__ = [
     "NotEnoughMemoryError",
     "QueueFullError",
     "Sampling",
+    "Score",
     "SettingsError",
     "StoreError",
     "Stream",

@@ -8,6 +8,7 @@ import queue
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import numpy as np
@@ -17,7 +18,7 @@ from localllm.checks import mappings, text, token_ids, whole_number
 from localllm.completion import AsyncStream, Completion, Stream
 from localllm.engine.engine import MAX_WAITING, STEP_S, Engine
 from localllm.engine.request import Request
-from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, UsageError
+from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, QueueFullError, UsageError
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import CacheType
@@ -93,8 +94,9 @@ def load(
             if standard error is a terminal, one line there says so when compiling takes long.
         planned: called once with the `localllm.placement.Plan`, before anything is loaded.
         max_waiting: how many requests may wait for others; more are refused with a `QueueFullError`.
-        step_s: seconds that a part of a long prompt takes at most, if the model can evaluate 64 tokens in that time:
-            about how long other texts pause for it, and cancelling takes.
+        step_s: seconds that a step with a part of a long prompt takes, at most: about how long other streams pause
+            for it, and how long cancelling takes.  A very slow model takes longer: a part has at least 16 tokens,
+            or 64 where nothing else decodes.
 
     Raises:
         GGUFError: the file is missing, not a GGUF, or damaged.
@@ -349,23 +351,26 @@ class LLM:
         given, engine = CheckedOptions.of(options), self._opened()
         if isinstance(prompts, str | bytes):
             raise UsageError("prompts is a text, but must be a list of prompts: use generate for a single one")
-        waiting, is_all = iter(prompts), False
+        if not isinstance(prompts, Iterable):
+            raise UsageError(f"prompts is {prompts!r:.80}, but must be a list of prompts")
+        numbered = enumerate(prompts)
+        refused: list[tuple[int, str | Sequence[int]]] = []
         streams: dict[int, Stream] = {}
         done: dict[int, Completion] = {}
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         n_begun = n_yielded = 0
         try:
             while True:
-                while not is_all and len(streams) < _AT_ONCE:
+                for i, prompt in islice(chain(refused, numbered), _AT_ONCE - len(streams)):
+                    reader = partial(Stream, on_end=partial(ended.put, i))
                     try:
-                        prompt = next(waiting)
-                    except StopIteration:
-                        is_all = True
+                        streams[i] = self._stream(reader, prompt, add_special, parse_special, given)
+                    except QueueFullError:
+                        if not streams:
+                            raise
+                        refused = [(i, prompt)]  # it is tried again when one of ours has ended
                         break
-                    stream = self._stream(Stream, prompt, add_special, parse_special, given)
-                    streams[n_begun] = stream
-                    stream.read_at_end(partial(ended.put, n_begun))
-                    n_begun += 1
+                    refused, n_begun = [], i + 1
                 if not streams:
                     return
                 i = engine.wait_for(ended)
@@ -458,7 +463,7 @@ class LLM:
 
     def _stream(
         self,
-        reader: type[_Reader],
+        reader: Callable[..., _Reader],
         prompt: str | Sequence[int],
         add_special: bool,
         parse_special: bool,
@@ -515,7 +520,7 @@ class LLM:
 
     def _stream_chat(
         self,
-        reader: type[_Reader],
+        reader: Callable[..., _Reader],
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, object]] | None,
         variables: Mapping[str, object] | None,
@@ -576,7 +581,7 @@ class LLM:
 
     def _start(
         self,
-        reader: type[_Reader],
+        reader: Callable[..., _Reader],
         ids: list[int],
         given: CheckedOptions,
         *,

@@ -123,7 +123,7 @@ class CheckedOptions:
             raise UsageError(f"draft_max is {draft_max}, but must be at most {MAX_DRAFTS}")
         max_tokens, progress = options.get("max_tokens"), options.get("progress")
         if progress is not None and not callable(progress):
-            raise UsageError(f"progress is {progress!r}, but must be a function of two numbers")
+            raise UsageError(f"progress is {progress!r:.80}, but must be a function of two numbers")
         return cls(
             sampling=_sampling(options),
             max_tokens=None if max_tokens is None else whole_number("max_tokens", max_tokens, 0),
@@ -158,13 +158,13 @@ def _check_names(options: Mapping[str, Any]) -> None:
         if name not in _NAMES:
             near = difflib.get_close_matches(name, _NAMES, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_NAMES)}"
-            raise TypeError(f"unexpected keyword argument {name!r}: {hint}")
+            raise TypeError(f"unexpected keyword argument {name!r:.80}: {hint}")
 
 
 def _sampling(options: Mapping[str, Any]) -> Sampling:
     sampling = options.get("sampling")
     if sampling is not None and not isinstance(sampling, Sampling):
-        raise UsageError(f"sampling is {sampling!r}, but must be a localllm.Sampling")
+        raise UsageError(f"sampling is {sampling!r:.80}, but must be a localllm.Sampling")
     settings = {name: value for name, value in options.items() if name in _SAMPLING_NAMES}
     return Sampling(**settings) if sampling is None else sampling.replace(**settings)
 
@@ -176,5 +176,5 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
         or isinstance(stops, bytes | bytearray)
         or not all(isinstance(text, str) and text for text in stops)
     ):
-        raise UsageError(f"stop is {stop!r}, but must be a text that is not empty, or a list of such")
+        raise UsageError(f"stop is {stop!r:.80}, but must be a text that is not empty, or a list of such")
     return tuple(stops)

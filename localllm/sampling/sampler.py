@@ -235,7 +235,7 @@ class _Processor:
 
     def __call__(self, logits: Logits) -> Logits:
         result: object = self._function(self._history.last(-1), logits.copy())
-        name = f"the logits processor {getattr(self._function, '__name__', type(self._function).__name__)}"
+        name = f"the logits processor {getattr(self._function, '__name__', type(self._function).__name__)!s:.80}"
         if not isinstance(result, np.ndarray):
             raise UsageError(f"{name} returned {type(result).__name__} instead of a float32 array")
         if result.shape != logits.shape or result.dtype != np.float32:

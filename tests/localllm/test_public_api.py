@@ -13,6 +13,7 @@ from tests.helpers.data import ROOT
 
 PUBLIC = [
     "LLM",
+    "AsyncStream",
     "ChatTemplate",
     "Choice",
     "Chunk",
@@ -34,6 +35,7 @@ PUBLIC = [
     "NotEnoughMemoryError",
     "QueueFullError",
     "Sampling",
+    "Score",
     "SettingsError",
     "StoreError",
     "Stream",
