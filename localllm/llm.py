@@ -88,7 +88,7 @@ def load(
             which takes about half the memory, for logits that differ by about 1 %.
         chat_template: jinja2 source to use in place of the file's own template.
         draft_model: the GGUF file of a smaller model with the same vocabulary, which guesses tokens for the large
-            one to check; see ``speculate`` in `localllm.options.Options`.
+            one to check; see ``speculate`` in `localllm.Options`.
         progress: called while kernels are compiled, which the first start on a machine has to do, and weights
             packed: with "kernels" or "weights", how many kernels or bytes are done, and of how many.  By default,
             if standard error is a terminal, one line there says so when compiling takes long.
@@ -239,6 +239,9 @@ class LLM:
     ) -> list[Score]:
         """How likely each continuation of a prompt is; the prompt is evaluated once.
 
+        To choose among answers, take the one with the greatest ``logprob``, or, where they differ in length,
+        ``logprob / len(ids)``.
+
         Args:
             prompt: a text, or tokens; of an empty one BOS is the beginning.
             continuations: texts, or tokens.  A text is tokenized together with the prompt, so that a word that goes
@@ -267,7 +270,7 @@ class LLM:
         Args:
             prompt: a text, or tokens, which are taken as they are.  Of an empty one BOS is the beginning.
             add_special, parse_special: how a text is tokenized; see `tokenize`.
-            options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.options.Options`.
+            options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.Options`.
 
         Raises:
             TypeError: an option is unknown.
@@ -304,7 +307,7 @@ class LLM:
             template_variables: whatever else the template reads, such as ``{"enable_thinking": False}``.
             reply_prefix: what the answer begins with; the model goes on from there, and only what it adds comes
                 back.  Names of control tokens in it are text.
-            options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.options.Options`.
+            options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.Options`.
 
         Raises:
             TemplateError: there are no messages, one is malformed, or the template fails or refuses them.
@@ -336,7 +339,8 @@ class LLM:
     ) -> Iterator[Completion]:
         """As `generate`, for many prompts: evaluates them together, and yields what is written in their order.
 
-        By default they run in the background of other requests (``priority``).
+        By default they run in the background of other requests (``priority``).  A chat goes in as its tokens, which
+        `tokenize_chat` makes.
 
         Args:
             prompts: any iterable; what is under way at once is taken from it ahead of what is yielded.
@@ -344,7 +348,8 @@ class LLM:
             options: as `generate`, but that ``progress`` is called with the completions done and begun.
 
         Raises:
-            TypeError, UsageError, ContextLengthError: as `generate`, when the prompt is reached.
+            TypeError, UsageError, ContextLengthError: as `generate`, when the first completion is asked for, or
+                where the prompt is taken: completions of prompts before it that were not yielded yet are lost.
         """
         progress = options.pop("progress", None)
         options.setdefault("priority", "background")

@@ -55,7 +55,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class Options(SamplingOptions, total=False):
-    """Keywords of a generation, sampling settings among them.
+    """Keywords of a generation.  The settings of `localllm.Sampling`, which describes them, are among them.
 
     Attributes:
         max_tokens: tokens to generate at most.  By default until the model ends its text or the context is full;
@@ -73,7 +73,8 @@ class Options(SamplingOptions, total=False):
             repeats what it or the prompt had before; "draft" asks the ``draft_model`` of `localllm.load`; "auto",
             the default, does that if there is one; None drafts nothing.
         draft_max: tokens to draft at most for one step.
-        priority: "normal", or "background" for requests that let others go first for up to 30 seconds.
+        priority: "normal", or "background" for requests that let others begin first for up to 30 seconds; those that
+            have begun to decode share every step.
         timeout: seconds after which the text ends where it is, with the ``finish_reason`` "timeout"; waiting counts.
     """
 

@@ -33,6 +33,7 @@ PUBLIC = [
     "ModelInfo",
     "ModelNotFoundError",
     "NotEnoughMemoryError",
+    "Options",
     "QueueFullError",
     "Sampling",
     "Score",
