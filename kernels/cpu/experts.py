@@ -21,6 +21,7 @@ from localllm.kernels.cpu.matmul import (
     FLOAT_SLAB,
     MOST_TOKENS,
     SLAB,
+    few_tokens,
     finish_rows,
     multiply_tokens,
     one_float_token,
@@ -185,12 +186,17 @@ def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs,
         tiles = weights + (load_i64(entry) * n_groups + group) * n_tiles * TILE_BYTES
         first_place, n_places = load_i64(entry + 8), load_i64(entry + 16)
         rows = group * 64
-        for first in range(first_place, first_place + n_places, MOST_TOKENS):
-            n = min(MOST_TOKENS, first_place + n_places - first)
-            multiply_tokens(n, tiles, n_tiles, slab, sums, x + first * n_tiles * (BLOCKS * RECORD))
-            for i in range(n):
-                place = load_i64(pairs + 8 * (first + i)) * y_stride + rows
-                finish_rows(load_f32x16(sums + 64 * i), 0, 0, y, rows, place)
+        if n_places == 1:
+            few_tokens(1, tiles, n_tiles, x + first_place * n_tiles * (BLOCKS * RECORD), sums)
+            place = load_i64(pairs + 8 * first_place) * y_stride + rows
+            finish_rows(load_f32x16(sums), 0, 0, y, rows, place)
+        else:
+            for first in range(first_place, first_place + n_places, MOST_TOKENS):
+                n = min(MOST_TOKENS, first_place + n_places - first)
+                multiply_tokens(n, tiles, n_tiles, slab, sums, x + first * n_tiles * (BLOCKS * RECORD))
+                for i in range(n):
+                    place = load_i64(pairs + 8 * (first + i)) * y_stride + rows
+                    finish_rows(load_f32x16(sums + 64 * i), 0, 0, y, rows, place)
 
 
 @kernel

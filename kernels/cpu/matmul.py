@@ -97,13 +97,11 @@ def many_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
 
 @template
 def multiply_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
-    """sums = sixteen rows times so many tokens, by what is fastest for that many.
+    """sums = sixteen rows times so many tokens, more than one, by what is fastest for that many.
 
     What comes out for tokens that fill up a tile is not looked at.
     """
-    if n_tokens == 1:
-        few_tokens(1, tiles, n_tiles, x, sums)
-    elif n_tokens <= HALF_TILE:
+    if n_tokens <= HALF_TILE:
         few_tokens(HALF_TILE, tiles, n_tiles, x, sums)
     elif n_tokens <= FEW:
         for token in range(0, n_tokens, TOKENS):
@@ -124,6 +122,11 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
     n_tokens = load_i64(batch)
     slab = stack(SLAB * BLOCK_BYTES)
     sums = stack(64 * MOST_TOKENS)
+    if n_tokens == 1:  # by itself, as decoding is bound by how fast weights are read
+        for group in range(begin, end):
+            few_tokens(1, weights + group * n_tiles * TILE_BYTES, n_tiles, x, sums)
+            finish_rows(load_f32x16(sums), bias, residual, y, group * 64, group * 64)
+        return
     for first in range(0, n_tokens, MOST_TOKENS):
         n = min(MOST_TOKENS, n_tokens - first)
         records = x + first * n_tiles * (BLOCKS * RECORD)
