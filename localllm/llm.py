@@ -88,7 +88,7 @@ def load(
         cache_type: what the cache keeps keys and values in: "f16", or "q8_0", bytes with a scale for each 32,
             which takes about half the memory, for logits that differ by about 1 %.
         chat_template: jinja2 source to use in place of the file's own template.
-        draft_model: the GGUF file of a smaller model with the same vocabulary, which guesses tokens for the large
+        draft_model: the GGUF file of a smaller model with the same vocabulary, which drafts tokens for the large
             one to check; see ``speculate`` in `localllm.Options`.
         progress: called while kernels are compiled, which the first start on a machine has to do, and weights
             packed: with "kernels" or "weights", how many kernels or bytes are done, and of how many.  By default,

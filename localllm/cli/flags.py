@@ -35,7 +35,7 @@ _ABSENT = {
         ("--jinja", "the file's chat template is always used, leave it out"),
         ("--chat-template --chat-template-file", "from Python there is localllm.load(chat_template=...)"),
         ("-j --json-schema --grammar --grammar-file", _NOT_HERE),
-        ("--draft-min --draft-p-min --draft-p-split", "how many tokens are guessed follows from what comes of it"),
+        ("--draft-min --draft-p-min --draft-p-split", "drafts grow with how many are accepted"),
         ("-td --threads-draft -tbd --threads-batch-draft", "-t holds for the draft model too"),
         ("-cd --ctx-size-draft", "-c holds for the draft model too"),
         ("-ngld --gpu-layers-draft -devd --device-draft", "--device holds for the draft model too"),

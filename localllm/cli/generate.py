@@ -106,9 +106,9 @@ def generation_options(arguments: argparse.Namespace, settings: Settings) -> dic
     if "logprobs" in options and not arguments.json:
         raise UsageError("--logprobs needs --json, which prints them")
     if "speculate" in options and arguments.draft_model is not None:
-        raise UsageError("--lookup and --draft-model are two ways to guess: leave one of them out")
+        raise UsageError("--lookup and --draft-model are two ways to draft tokens: leave one of them out")
     if "draft_max" in options and "speculate" not in options and arguments.draft_model is None:
-        raise UsageError("--draft-max needs --lookup or --draft-model, which guess")
+        raise UsageError("--draft-max needs --lookup or --draft-model, which draft tokens")
     text: Callable[[str, str], str] = _unescaped if arguments.escape else _valid
     options["stop"] = [text(stop, "--stop") for stop in arguments.stop] or settings.stop
     options["logit_bias"] = dict(arguments.logit_bias)
@@ -366,7 +366,7 @@ def _report(stream: Stream, *, verbose: bool) -> None:
     )
     if (drafts := stream.drafts) is not None:
         if drafts.drafted:
-            say(f"guessed {_tokens(drafts.drafted)}, {drafts.accepted:,} of them right ({drafts.share:.0%})")
+            say(f"drafted {_tokens(drafts.drafted)}, {drafts.accepted:,} accepted ({drafts.share:.0%})")
         else:
             say("drafted no tokens: not expected to pay")
     if verbose:

@@ -146,7 +146,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     _add_prompt(parser.add_argument_group("prompt"))
     _add_ending(parser.add_argument_group("where the text ends"))
     _add_sampling(parser.add_argument_group("how the next token is chosen"))
-    _add_speculation(parser.add_argument_group("guessing ahead: the same text, sooner"))
+    _add_speculation(parser.add_argument_group("speculative decoding: the same text, sooner"))
     _add_output(parser.add_argument_group("output"))
 
 
@@ -157,7 +157,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     _add_conversation(parser.add_argument_group("conversation"))
     _add_ending(parser.add_argument_group("where replies end"))
     _add_sampling(parser.add_argument_group("how the next token is chosen"))
-    _add_speculation(parser.add_argument_group("guessing ahead: the same text, sooner"))
+    _add_speculation(parser.add_argument_group("speculative decoding: the same text, sooner"))
     _add_loudness(parser.add_argument_group("output").add_mutually_exclusive_group())
     parser.set_defaults(escape=False)
 
@@ -369,7 +369,7 @@ def _add_speculation(group: argparse._ArgumentGroup) -> None:
         action="store_const",
         const="lookup",
         default=argparse.SUPPRESS,
-        help="guess that the text repeats what it or the prompt had before",
+        help="draft tokens from what the text or the prompt had before",
     )
     group.add_argument(
         "-md",
@@ -378,7 +378,7 @@ def _add_speculation(group: argparse._ArgumentGroup) -> None:
         dest="draft_model",
         type=model_file,
         metavar="FILE",
-        help="a smaller model with the same vocabulary, which guesses",
+        help="a smaller model with the same vocabulary, which drafts tokens",
     )
     group.add_argument(
         "--draft-max",
@@ -388,7 +388,7 @@ def _add_speculation(group: argparse._ArgumentGroup) -> None:
         type=whole(1),
         metavar="N",
         default=argparse.SUPPRESS,
-        help=f"tokens to guess at most for one step (default: {DEFAULT_DRAFTS})",
+        help=f"tokens to draft at most for one step (default: {DEFAULT_DRAFTS})",
     )
 
 

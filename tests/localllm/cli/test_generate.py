@@ -361,12 +361,12 @@ def test_what_is_said_beside_the_text(generate: Generate, plain: Path) -> None:
 def test_guessing_ahead_gives_the_same_text(generate: Generate, plain: Path) -> None:
     prompt = ("-p", "the cat the cat the cat", "--temp", 0, "-n", 40, "--ignore-eos")
     expected = generate(*prompt)
-    assert "guessed" not in expected.err
+    assert "drafted" not in expected.err
     for flags in (["--lookup"], ["-md", plain], ["--draft-model", plain, "--draft-max", 3, "-v"]):
         outcome = generate(*prompt, *flags)
         assert (outcome.code, outcome.out) == (0, expected.out)
-        some, none = r"[\d,]+ tokens?, [\d,]+ of them right \(\d+%\)", "nothing: this text gave no reason to .*"
-        assert re.search(rf"^guessed ({some}|{none})$", outcome.err, re.MULTILINE)
+        some, none = r"[\d,]+ tokens?, [\d,]+ accepted \(\d+%\)", "no tokens: not expected to pay"
+        assert re.search(rf"^drafted ({some}|{none})$", outcome.err, re.MULTILINE)
         assert ("draft model" in outcome.err) == ("--lookup" not in flags)
     assert re.search(r"decode .* in \d+ steps$", outcome.err, re.MULTILINE)
     details = [line[2:22].strip() for line in outcome.err.splitlines() if line.startswith("  ")]
@@ -381,7 +381,7 @@ def test_guessing_ahead_gives_the_same_text(generate: Generate, plain: Path) -> 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--lookup", "-md", "x.gguf"], "--lookup and --draft-model are two ways to guess"),
+        (["--lookup", "-md", "x.gguf"], "--lookup and --draft-model are two ways to draft tokens"),
         (["--draft-max", 3], "--draft-max needs --lookup or --draft-model"),
         (["--lookup", "--draft-max", 0], "'0' is not a whole number of at least 1"),
         (["--lookup", "--draft-max", 1000], "--draft-max is 1000, but must be at most 64"),
