@@ -1,0 +1,470 @@
+"""Rounding floats to codes times scales with the least weighted squared error: one search for all such formats.
+
+Once the codes ``q`` of a sub-block are given, the best scale (and minimum) follow by least squares, and how good they
+are from three weighted sums: of q, of q² and of q times the values.  So for each block:
+
+1. **Fit** each sub-block alone: round it under many scales at once and keep the codes whose own best scale has the
+   least error, then look once more around that scale.
+2. Fit the block's scale to those of its sub-blocks, in the same way: they too are values to be rounded, each weighted
+   by how much the error minds it.
+3. **Settle**: for that scale take for each sub-block the integer scale (and minimum) that really has the least error;
+   then the block's scale by least squares for all codes together.
+
+A sweep over every scale at which a code changes would be exact; in tests (`tests/quant/test_rounding.py`) the
+candidates here come within a percent of its error, at a tenth of its time, because candidates are lanes of the
+processor's vectors: the loops over them are innermost and of constant length, so that LLVM finds the vectors.
+
+numba compiles these functions on first use and keeps them in its cache.  (The compiler in `localllm.kernels` takes
+vectors written by hand, and `localllm.quant` comes before it in the order of imports.)
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+#: Candidates tried together.
+LANES = 32
+#: Rows of the candidates' table: what a value is multiplied by and what is added before it is rounded, the sums of
+#: weights times codes, their squares, and codes times values; the scale and minimum it stands for.
+INV, OFF, SQ, SQQ, SQX, SCALE, MIN = (i * LANES for i in range(7))
+TABLE = 7 * LANES
+#: Rows of a codebook that are looked at together; all codebooks have a multiple.
+ROWS = 256
+#: How far from the integer scale and minimum at hand `choose` looks, by candidate.
+STEPS = np.array([[c - LANES // 2, 0] for c in range(LANES)], np.float32).T.copy()
+STEPS_WITH_MIN = np.array([[c // 5 - 3, c % 5 - 2] for c in range(LANES)], np.float32).T.copy()
+
+jit = njit(fastmath={"nsz", "arcp", "contract", "afn", "reassoc"}, nogil=True, error_model="numpy", cache=True)
+#: For what is given no NaN: LLVM finds no vectors for a minimum else.
+jit_finite = njit(fastmath=True, nogil=True, error_model="numpy", cache=True)
+
+
+@jit
+def half(x):
+    """``x`` as float16 would store it."""
+    if x == 0 or not math.isfinite(x):
+        return np.float32(x)
+    _, exponent = math.frexp(x)
+    unit = math.ldexp(1.0, max(exponent - 11, -24))
+    return np.float32(np.rint(x / unit) * unit)
+
+
+@jit
+def inverse(x):
+    return np.float32(1) / x if x != 0 else np.float32(0)
+
+
+@jit
+def scan(x, w, lo, hi, lut, t):
+    """Round x [n] under each candidate: to integers lo … hi, or to what ``lut`` has for each half from -128 on."""
+    for c in range(3 * LANES):
+        t[SQ + c] = 0
+    if lut.size == 0:
+        for i in range(x.size):
+            xi = x[i]
+            wi = w[i]
+            for c in range(LANES):
+                q = min(max(np.rint(xi * t[INV + c] + t[OFF + c]), lo), hi)
+                wq = wi * q
+                t[SQ + c] += wq
+                t[SQQ + c] += wq * q
+                t[SQX + c] += wq * xi
+    else:
+        for i in range(x.size):
+            xi = 2 * x[i]
+            wi = w[i]
+            for c in range(LANES):
+                y = min(max(np.floor(xi * t[INV + c]), np.float32(-256)), np.float32(255))
+                q = lut[np.int32(y) + 256]
+                wq = wi * q
+                t[SQ + c] += wq
+                t[SQQ + c] += wq * q
+                t[SQX + c] += wq * x[i]
+
+
+@jit
+def code(x, inv, off, lo, hi, lut, out):
+    """The codes of x [n]."""
+    if lut.size == 0:
+        for i in range(x.size):
+            out[i] = np.int8(min(max(np.rint(x[i] * inv + off), lo), hi))
+    else:
+        for i in range(x.size):
+            y = min(max(np.floor(2 * x[i] * inv), np.float32(-256)), np.float32(255))
+            out[i] = np.int8(lut[np.int32(y) + 256])
+
+
+@jit
+def best(t, sw, sx, affine, m_most):
+    """The candidate whose codes, with the scale and minimum that suit them, explain most of Σ w x².
+
+    Returns:
+        (explained, scale, minimum, Σ w q²), float32.
+    """
+    zero = np.float32(0)
+    for c in range(LANES):
+        sq, sqq, sqx = t[SQ + c], t[SQQ + c], t[SQX + c]
+        scale = sqx / sqq if sqq > 0 else zero
+        low = zero
+        if affine:
+            det = sw * sqq - sq * sq
+            determined = det > np.float32(1e-6) * sw * sqq
+            inv = np.float32(1) / (det if determined else np.float32(1))
+            lowest = (sqq * sx - sq * sqx) * inv
+            free = determined and lowest <= m_most
+            scale = (sw * sqx - sq * sx) * inv if free else scale
+            low = lowest if free else zero
+        t[SCALE + c] = scale
+        t[MIN + c] = low
+        t[INV + c] = scale * sqx + low * sx
+    c = highest(t[INV : INV + LANES])
+    return t[INV + c], t[SCALE + c], t[MIN + c], t[SQQ + c]
+
+
+@jit_finite
+def highest(values):
+    """Where the highest of `LANES` values is."""
+    most = values[0]
+    for c in range(LANES):
+        most = max(most, values[c])
+    for c in range(LANES):
+        if values[c] == most:
+            return c
+    return 0
+
+
+@jit
+def fit(x, w, lo, hi, lut, affine, m_most, tries, t):
+    """Scale and minimum of values x [n] by themselves.
+
+    Args:
+        m_most: the highest minimum allowed (0 in formats that subtract it).
+        tries: [LANES, 2], the levels that the smallest and the largest value are put at; in symmetric formats 0
+            and the level that the value farthest from zero is put at.
+
+    Returns:
+        (scale, minimum, Σ w q²), float32.
+    """
+    sw, sx, low, high = np.float32(0), np.float32(0), x[0], x[0]
+    for i in range(x.size):
+        sw += w[i]
+        sx += w[i] * x[i]
+        low = min(low, x[i])
+        high = max(high, x[i])
+    if affine:
+        low = min(low, m_most)
+        span = high - low
+    else:
+        span = high if high > -low else low
+    if span == 0:
+        return np.float32(0), low if affine else np.float32(0), np.float32(0)
+    for c in range(LANES):
+        t[INV + c] = (tries[c, 1] - tries[c, 0]) / span
+        t[OFF + c] = tries[c, 0] - low * t[INV + c] if affine else np.float32(0)
+    scan(x, w, lo, hi, lut, t)
+    most, scale, minimum, sqq = best(t, sw, sx, affine, m_most)
+    # Once more around the best scale: steps of 1/100 in symmetric formats; else of 1/30, and of 1/8 of a level.
+    for c in range(LANES):
+        if affine:
+            t[INV + c] = inverse(scale) * (1 + (c % 8 - 4) * np.float32(1 / 30))
+            t[OFF + c] = -minimum * t[INV + c] + (c // 8 - 2) * np.float32(1 / 8)
+        else:
+            t[INV + c] = inverse(scale) * (1 + (c - 16) * np.float32(1 / 100))
+            t[OFF + c] = 0
+    scan(x, w, lo, hi, lut, t)
+    found = best(t, sw, sx, affine, m_most)
+    if found[0] > most:
+        most, scale, minimum, sqq = found
+    return scale, minimum, sqq
+
+
+@jit
+def choose(x, w, lo, hi, lut, t, d, dmin, affine, s, m, s_lo, s_hi, m_hi):
+    """The integer scale and minimum near (s, m) with the least error, its candidate, and Σ w x."""
+    sw, sx = np.float32(0), np.float32(0)
+    for i in range(x.size):
+        sw += w[i]
+        sx += w[i] * x[i]
+    steps = STEPS_WITH_MIN if affine else STEPS
+    for c in range(LANES):
+        t[SCALE + c] = min(max(s + steps[0, c], s_lo), s_hi)
+        t[MIN + c] = min(max(m + steps[1, c], np.float32(0)), m_hi)
+        t[INV + c] = inverse(d * t[SCALE + c])
+        t[OFF + c] = dmin * t[MIN + c] * t[INV + c]
+    scan(x, w, lo, hi, lut, t)
+    for c in range(LANES):
+        a, b = d * t[SCALE + c], dmin * t[MIN + c]
+        t[INV + c] = 2 * a * (t[SQX + c] + b * t[SQ + c]) - a * a * t[SQQ + c] - 2 * b * sx - b * b * sw
+    at = highest(t[INV : INV + LANES])
+    return t[SCALE + at], t[MIN + at], at, sx
+
+
+@jit
+def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries, s_tries, m_tries, out, ds, ss):
+    """Encode blocks.
+
+    Args:
+        x: float32 [n_blocks, length].
+        weights: float32 [k, length], the weights of a row's k blocks.
+        sub: values in a sub-block.
+        s_lo, s_hi, m_hi: the range of the integer scales and minima; ``s_hi`` is 0 in formats that have none.
+        tries, s_tries, m_tries: candidates of `fit`, for values, scales and minima.
+        out: int8 [n_blocks, length], receives the codes (levels).
+        ds: float32 [n_blocks, 2], receives scale and minimum (which is subtracted), as float16 stores them.
+        ss: int16 [2, n_blocks, length / sub], receives integer scales and minima.
+    """
+    n_sub = x.shape[1] // sub
+    t = np.empty(TABLE, np.float32)
+    # Of each sub-block: scale, minimum, their weights, and the integers for them.
+    part = np.empty((6, n_sub), np.float32)
+    none = np.zeros(0, np.float32)
+    for b in range(x.shape[0]):
+        w = weights[b % weights.shape[0]]
+        for j in range(n_sub):
+            xs, ws = x[b, j * sub : (j + 1) * sub], w[j * sub : (j + 1) * sub]
+            part[0, j], low, part[2, j] = fit(xs, ws, lo, hi, lut, affine, m_most, tries, t)
+            part[1, j], part[3, j] = -low, ws.sum()
+        if s_hi == 0:
+            d, dmin = half(part[0, 0]), half(part[1, 0])
+            part[4, 0], part[5, 0] = 1, 1
+        else:
+            d = half(fit(part[0], part[2], s_lo, s_hi, none, False, np.float32(0), s_tries, t)[0])
+            dmin = np.float32(0)
+            if affine:
+                dmin = half(fit(part[1], part[3], np.float32(0), m_hi, none, False, np.float32(0), m_tries, t)[0])
+            for j in range(n_sub):
+                part[4, j] = min(max(np.rint(part[0, j] * inverse(d)), s_lo), s_hi)
+                part[5, j] = min(max(np.rint(part[1, j] * inverse(dmin)), np.float32(0)), m_hi)
+            aa, ab, bb, ax, bx = np.float32(0), np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+            for j in range(n_sub):
+                xs, ws = x[b, j * sub : (j + 1) * sub], w[j * sub : (j + 1) * sub]
+                s, m, c, sx = choose(
+                    xs, ws, lo, hi, lut, t, d, dmin, affine, part[4, j], part[5, j], s_lo, s_hi, m_hi
+                )
+                part[4, j], part[5, j] = s, m
+                aa += s * s * t[SQQ + c]
+                ab += s * m * t[SQ + c]
+                bb += m * m * part[3, j]
+                ax += s * t[SQX + c]
+                bx += m * sx
+            # The minimum of Σ w (x - d S q + dmin M)²; S, M and q stay.
+            det = aa * bb - ab * ab
+            if det > np.float32(1e-6) * aa * bb:
+                d, dmin = half((bb * ax - ab * bx) / det), half((ab * ax - aa * bx) / det)
+            else:
+                d = half((ax + dmin * ab) * inverse(aa))
+        for j in range(n_sub):
+            inv = inverse(d * part[4, j])
+            code(
+                x[b, j * sub : (j + 1) * sub],
+                inv,
+                dmin * part[5, j] * inv,
+                lo,
+                hi,
+                lut,
+                out[b, j * sub : (j + 1) * sub],
+            )
+            ss[0, b, j], ss[1, b, j] = np.int16(part[4, j]), np.int16(part[5, j])
+        ds[b, 0], ds[b, 1] = d, dmin
+
+
+# -- Codebooks -----------------------------------------------------------------------------------------------------
+
+
+@jit_finite
+def products(x, w, book, a, b):
+    """For every row g of a codebook [len(x), rows] Σ w x g and Σ w g²: at scale s it costs s² b - 2 s a + Σ w x²."""
+    for first in range(0, a.size, ROWS):
+        p, q = a[first : first + ROWS], b[first : first + ROWS]
+        for i in range(0, x.size, 4):
+            w0, w1, w2, w3 = w[i], w[i + 1], w[i + 2], w[i + 3]
+            x0, x1, x2, x3 = w0 * x[i], w1 * x[i + 1], w2 * x[i + 2], w3 * x[i + 3]
+            b0, b1 = book[i, first : first + ROWS], book[i + 1, first : first + ROWS]
+            b2, b3 = book[i + 2, first : first + ROWS], book[i + 3, first : first + ROWS]
+            if i == 0:
+                p[:] = 0
+                q[:] = 0
+            for g in range(ROWS):
+                g0, g1, g2, g3 = b0[g], b1[g], b2[g], b3[g]
+                p[g] += x0 * g0 + x1 * g1 + x2 * g2 + x3 * g3
+                q[g] += w0 * g0 * g0 + w1 * g1 * g1 + w2 * g2 * g2 + w3 * g3 * g3
+
+
+@jit
+def best_row(a, b, s, t):
+    """The row with the least s b - 2 a."""
+    for first in range(0, a.size, ROWS):
+        p, q = a[first : first + ROWS], b[first : first + ROWS]
+        if first == 0:
+            for g in range(ROWS):
+                t[g] = s * q[g] - 2 * p[g]
+        else:
+            for g in range(ROWS):
+                t[g] = min(t[g], s * q[g] - 2 * p[g])
+    for g in range(ROWS // 2):
+        t[g] = min(t[g], t[g + ROWS // 2])
+    for g in range(ROWS // 4):
+        t[g] = min(t[g], t[g + ROWS // 4])
+    for g in range(ROWS // 16):
+        t[ROWS + g] = min(min(t[g], t[g + ROWS // 16]), min(t[g + ROWS // 8], t[g + 3 * (ROWS // 16)]))
+    least = t[ROWS]
+    for g in range(1, ROWS // 16):
+        least = min(least, t[ROWS + g])
+    lane = 0
+    for g in range(ROWS // 4):
+        if t[g] == least:
+            lane = g
+            break
+    row, least = lane, s * b[lane] - 2 * a[lane]
+    for g in range(lane + ROWS // 4, a.size, ROWS // 4):
+        if s * b[g] - 2 * a[g] < least:
+            row, least = g, s * b[g] - 2 * a[g]
+    return row
+
+
+@jit
+def cost_at(s, a, b, rows):
+    """What groups cost at scale s, each with the best of its rows a, b [groups, candidates]; sets ``rows``."""
+    cost = np.float32(0)
+    for k in range(a.shape[0]):
+        least = s * b[k, 0] - 2 * a[k, 0]
+        rows[k] = 0
+        for c in range(1, a.shape[1]):
+            if s * b[k, c] - 2 * a[k, c] < least:
+                least, rows[k] = s * b[k, c] - 2 * a[k, c], c
+        cost += s * least
+    return cost
+
+
+@jit
+def encode_rows(x, weights, sub, books, signed, even, s_hi, lut, tries, s_tries, index, masks, ds, ss):
+    """Encode blocks of 256 values as rows of a codebook, with a sign for each value or a choice of two codebooks.
+
+    Which row is best depends on the scale.  Rows are compared at a few scales only; the winners, a handful, are all
+    that is looked at when scales are fitted and settled as in `encode`.
+
+    Args:
+        x: float32 [n_blocks, 256].
+        weights: float32 [k, 256], the weights of a row's k blocks.
+        sub: values that share an integer scale S, which stands for 2 S + 1.
+        books: float32 [1 or 2, values in a row, rows]; of two, one is chosen for each sub-block.
+        signed: rows are magnitudes, and every value has a sign.
+        even: of each 8 signs an even number is negative.
+        s_hi: the highest S.
+        lut: what `scan` needs to round to 2 S + 1.
+        tries, s_tries: candidates: what the largest value is put at, and those of `fit` for the scales.
+        index: uint16 [n_blocks, 256 / values in a row], receives rows.
+        masks: uint8 [n_blocks, 32], receives signs, or 255 where the second codebook was chosen.
+        ds: float32 [n_blocks], receives scales for which 2 S + 1 are the factors, not yet rounded to float16.
+        ss: uint8 [n_blocks, 256 / sub], receives S.
+    """
+    n_books, length, n_rows = books.shape
+    n_sub, n_groups, n_tries = 256 // sub, sub // length, tries.size
+    all_a, all_b = np.empty(n_rows, np.float32), np.empty(n_rows, np.float32)
+    a = np.empty((n_sub, n_books, n_groups, n_tries), np.float32)
+    b = np.empty((n_sub, n_books, n_groups, n_tries), np.float32)
+    row = np.empty((n_sub, n_books, n_groups, n_tries), np.uint16)
+    best, rows = np.empty(n_groups, np.int64), np.empty(n_groups, np.int64)
+    t = np.empty(2 * ROWS, np.float32)
+    part = np.empty((2, n_sub), np.float32)
+    y = np.empty(256, np.float32)
+    for block in range(x.shape[0]):
+        w = weights[block % weights.shape[0]]
+        masks[block] = 0
+        for i in range(256):
+            y[i] = x[block, i]
+            if signed and y[i] < 0:
+                y[i] = -y[i]
+                masks[block, i // 8] |= 1 << (i % 8)
+        if even:
+            for k in range(32):
+                make_even(y[8 * k : 8 * k + 8], w[8 * k : 8 * k + 8], masks[block, k : k + 1])
+        for j in range(n_sub):
+            span = np.float32(0)
+            for i in range(sub * j, sub * (j + 1)):
+                span = max(span, abs(y[i]))
+            least, part[0, j], part[1, j] = np.float32(0), 0, 0
+            for v in range(n_books):
+                for k in range(n_groups):
+                    at = sub * j + length * k
+                    products(y[at : at + length], w[at : at + length], books[v], all_a, all_b)
+                    for c in range(n_tries):
+                        g = best_row(all_a, all_b, span / tries[c], t)
+                        a[j, v, k, c], b[j, v, k, c], row[j, v, k, c] = all_a[g], all_b[g], g
+                for c in range(4 * n_tries - 3):
+                    near = c // 4
+                    target = tries[near]
+                    if c % 4:
+                        target += (tries[near + 1] - target) * (c % 4) / 4
+                    cost = cost_at(span / target, a[j, v], b[j, v], rows)
+                    if cost < least:
+                        numerator, denominator = np.float32(0), np.float32(0)
+                        for k in range(n_groups):
+                            numerator += a[j, v, k, rows[k]]
+                            denominator += b[j, v, k, rows[k]]
+                        least, part[0, j], part[1, j] = cost, numerator * inverse(denominator), denominator
+        d = fit(part[0], part[1], np.float32(0), np.float32(0), lut, False, np.float32(0), s_tries, t)[0]
+        numerator, denominator = np.float32(0), np.float32(0)
+        for j in range(n_sub):
+            least, chosen, factor = np.float32(np.inf), 0, np.float32(1)
+            for s in range(s_hi + 1):
+                for v in range(n_books):
+                    cost = cost_at(d * (2 * s + 1), a[j, v], b[j, v], rows)
+                    if cost < least:
+                        least, chosen, factor, ss[block, j] = cost, v, np.float32(2 * s + 1), s
+                        best[:] = rows
+            for k in range(n_groups):
+                index[block, n_groups * j + k] = row[j, chosen, k, best[k]]
+                numerator += factor * a[j, chosen, k, best[k]]
+                denominator += factor * factor * b[j, chosen, k, best[k]]
+            if chosen == 1:
+                masks[block, sub // 8 * j : sub // 8 * (j + 1)] = 255
+        ds[block] = numerator * inverse(denominator)
+
+
+@jit
+def make_even(y, w, mask):
+    """Change the sign of one of 8 values if an odd number is negative: the one whose error grows least."""
+    n, at, least = 0, 0, np.float32(np.inf)
+    for i in range(8):
+        n += mask[0] >> i & 1
+        if w[i] * y[i] < least:
+            least, at = w[i] * y[i], i
+    if n % 2:
+        y[at] = -y[at]
+        mask[0] ^= 1 << at
+
+
+# -- Powers of two -------------------------------------------------------------------------------------------------
+
+
+@jit
+def encode_powers(x, weights, lut, out, exponents):
+    """Encode blocks whose scale is a power of two: of the three that may be best, the one with the least error.
+
+    Args:
+        x, weights, out: as in `encode`.
+        lut: the levels, as `scan` takes them; the highest is 12.
+        exponents: uint8 [n_blocks], receives e, where the scale is 2^(e - 128).
+    """
+    trial = np.empty(x.shape[1], np.int8)
+    for b in range(x.shape[0]):
+        w = weights[b % weights.shape[0]]
+        high = np.float32(0)
+        for i in range(x.shape[1]):
+            high = max(high, abs(x[b, i]))
+        # 6 times 2^p is at least the largest value.
+        first = math.frexp(high / np.float32(12))[1] if high > 0 else -125
+        least = np.float32(np.inf)
+        for e in range(max(first - 1, -127), first + 2):
+            scale = np.float32(math.ldexp(1.0, e))
+            code(x[b], np.float32(1) / scale, np.float32(0), np.float32(0), np.float32(0), lut, trial)
+            error = np.float32(0)
+            for i in range(x.shape[1]):
+                error += w[i] * (x[b, i] - scale * trial[i]) ** 2
+            if error < least:
+                least, exponents[b] = error, np.uint8(e + 128)
+                out[b] = trial
