@@ -26,6 +26,8 @@ from localllm.quant.types import BLOCK_SIZES, GGMLType
 
 # Values that a thread encodes at a time.
 _CHUNK = 1 << 16
+# More than blocks with float16 scales can hold, and little enough for sums of squares.
+_MOST = 1e15
 
 
 def quantize(
@@ -59,19 +61,23 @@ def quantize(
             f"the shape is {list(values.shape)}"
         )
     n = values.shape[-1]
-    rows = np.ascontiguousarray(values).reshape(-1, n) if n else np.empty((0, size.length))
     out = np.empty((*values.shape[:-1], size.row_bytes(n)), np.uint8)
-    blocks = out.reshape(len(rows), -1, size.n_bytes) if n else np.empty((0, 0, size.n_bytes), np.uint8)
+    if not out.size:
+        return out
+    rows = np.ascontiguousarray(values).reshape(-1, n)
+    blocks = out.reshape(len(rows), -1, size.n_bytes)
     importance = _importance(weights, n).reshape(-1, size.length)
 
     def encode(first: int) -> None:
-        chunk = rows[first : first + step].astype(np.float32, copy=False)
-        if not np.isfinite(chunk).all():
-            raise _unfit(type)
-        done = _encode(chunk.reshape(-1, size.length), type, importance)
+        with np.errstate(all="ignore"):  # what overflows is found
+            chunk = rows[first : first + step].astype(np.float32, copy=False)
+            if not (np.abs(chunk) <= most).all():
+                raise _unfit(type)
+            done = _encode(chunk.reshape(-1, size.length), type, importance)
         blocks[first : first + step] = done.reshape(len(chunk), -1, size.n_bytes)
 
-    step = max(_CHUNK // max(n, 1), 1)
+    most = np.finfo(np.float32).max if size.length == 1 else _MOST
+    step = max(_CHUNK // n, 1)
     starts = range(0, len(rows), step)
     if len(starts) < 2:
         for start in starts:
@@ -102,20 +108,19 @@ def _importance(weights: npt.NDArray[np.floating] | None, n: int) -> Floats:
 
 def _encode(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
     """Encode blocks: float32 [n_blocks, length], and the weights [k, length] of a row's k blocks."""
-    with np.errstate(all="ignore"):  # what overflows is found below
-        match type:
-            case GGMLType.F32:
-                return x.astype("<f4").view(np.uint8)
-            case GGMLType.F16:
-                return _finite_half(x, type).view(np.uint8)
-            case GGMLType.BF16:
-                return _bfloat16(x)
-            case GGMLType.MXFP4:
-                return _encode_mxfp4(x, weights)
-            case _ if type in _ROWS:
-                return _encode_rows(x, type, weights)
-            case _:
-                return _encode_codes(x, type, weights)
+    match type:
+        case GGMLType.F32:
+            return x.astype("<f4").view(np.uint8)
+        case GGMLType.F16:
+            return _finite_half(x, type).view(np.uint8)
+        case GGMLType.BF16:
+            return _bfloat16(x)
+        case GGMLType.MXFP4:
+            return _encode_mxfp4(x, weights)
+        case _ if type in _ROWS:
+            return _encode_rows(x, type, weights)
+        case _:
+            return _encode_codes(x, type, weights)
 
 
 def _finite_half(values: Floats, type: GGMLType) -> npt.NDArray[np.float16]:

@@ -37,9 +37,22 @@ ROWS = 256
 STEPS = np.array([[c - LANES // 2, 0] for c in range(LANES)], np.float32).T.copy()
 STEPS_WITH_MIN = np.array([[c // 5 - 3, c % 5 - 2] for c in range(LANES)], np.float32).T.copy()
 
-jit = njit(fastmath={"nsz", "arcp", "contract", "afn", "reassoc"}, nogil=True, error_model="numpy", cache=True)
-#: For what is given no NaN: LLVM finds no vectors for a minimum else.
-jit_finite = njit(fastmath=True, nogil=True, error_model="numpy", cache=True)
+
+def _compiled(**options):
+    """A decorator that compiles; where nothing can be kept on disk, for this process only."""
+
+    def decorate(function):
+        try:
+            return njit(cache=True, nogil=True, error_model="numpy", **options)(function)
+        except RuntimeError:
+            return njit(nogil=True, error_model="numpy", **options)(function)
+
+    return decorate
+
+
+jit = _compiled(fastmath={"nsz", "arcp", "contract", "afn", "reassoc"})
+#: For what is given no NaN and no infinity.
+jit_finite = _compiled(fastmath=True)
 
 
 @jit
@@ -55,6 +68,15 @@ def half(x):
 @jit
 def inverse(x):
     return np.float32(1) / x if x != 0 else np.float32(0)
+
+
+@jit
+def place(y):
+    """Where in a table by halves ``y``, in halves, is looked up; not outside of it, whatever ``y`` is."""
+    y = np.floor(y)
+    y = y if y > np.float32(-256) else np.float32(-256)
+    y = y if y < np.float32(255) else np.float32(255)
+    return np.int32(y) + 256
 
 
 @jit
@@ -77,8 +99,7 @@ def scan(x, w, lo, hi, lut, t):
             xi = 2 * x[i]
             wi = w[i]
             for c in range(LANES):
-                y = min(max(np.floor(xi * t[INV + c]), np.float32(-256)), np.float32(255))
-                q = lut[np.int32(y) + 256]
+                q = lut[place(xi * t[INV + c])]
                 wq = wi * q
                 t[SQ + c] += wq
                 t[SQQ + c] += wq * q
@@ -93,8 +114,7 @@ def code(x, inv, off, lo, hi, lut, out):
             out[i] = np.int8(min(max(np.rint(x[i] * inv + off), lo), hi))
     else:
         for i in range(x.size):
-            y = min(max(np.floor(2 * x[i] * inv), np.float32(-256)), np.float32(255))
-            out[i] = np.int8(lut[np.int32(y) + 256])
+            out[i] = np.int8(lut[place(2 * x[i] * inv)])
 
 
 @jit
@@ -159,7 +179,7 @@ def fit(x, w, lo, hi, lut, affine, m_most, tries, t):
         span = high - low
     else:
         span = high if high > -low else low
-    if span == 0:
+    if abs(span) < np.float32(1e-30):  # 1 / span would not be finite; in float16 it is 0 anyway
         return np.float32(0), low if affine else np.float32(0), np.float32(0)
     for c in range(LANES):
         t[INV + c] = (tries[c, 1] - tries[c, 0]) / span
@@ -410,6 +430,8 @@ def encode_rows(x, weights, sub, books, signed, even, s_hi, lut, tries, s_tries,
         numerator, denominator = np.float32(0), np.float32(0)
         for j in range(n_sub):
             least, chosen, factor = np.float32(np.inf), 0, np.float32(1)
+            best[:] = 0
+            ss[block, j] = 0
             for s in range(s_hi + 1):
                 for v in range(n_books):
                     cost = cost_at(d * (2 * s + 1), a[j, v], b[j, v], rows)
