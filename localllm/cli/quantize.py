@@ -15,6 +15,7 @@ from localllm.quantize import ImportanceMatrix, Plan, TensorPlan, TensorResult, 
 from localllm.quantize import run as write
 
 _LINE = "{:<36} {:>18} {:>8} {:>8} {:>9} {:>9} {:>8}"
+_HEAD = _LINE.format("tensor", "shape", "from", "to", "bytes", "bytes", "error")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,12 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
             allow_requantize=arguments.allow_requantize,
         )
         results: list[TensorResult] = []
-        if not arguments.quiet:
-            print(_LINE.format("tensor", "shape", "from", "to", "bytes", "bytes", "error"), flush=True)
         if arguments.dry_run:
-            for tensor in planned.tensors:
-                if not arguments.quiet:
-                    print(_line(tensor), flush=True)
+            if not arguments.quiet:
+                print(_HEAD, *(_line(tensor) for tensor in planned.tensors), sep="\n", flush=True)
             if planned.missing_importance:
                 warn(
                     f"{len(planned.missing_importance)} tensors need an importance matrix (--imatrix) at these types"
@@ -69,7 +67,7 @@ def _write(planned: Plan, arguments: argparse.Namespace) -> list[TensorResult]:
             status.clear()
             results.append(result)
             if not arguments.quiet:
-                print(_line(result.plan, result), flush=True)
+                print(*([] if results[1:] else [_HEAD]), _line(result.plan, result), sep="\n", flush=True)
             if result.n_cleared:
                 warn(f"{visible_line(result.plan.name)}: {result.n_cleared:,} values were not finite and became 0")
     finally:
