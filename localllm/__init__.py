@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from localllm.errors import ModelError as ModelError
     from localllm.errors import ModelNotFoundError as ModelNotFoundError
     from localllm.errors import NotEnoughMemoryError as NotEnoughMemoryError
+    from localllm.errors import OutputError as OutputError
     from localllm.errors import QueueFullError as QueueFullError
     from localllm.errors import SettingsError as SettingsError
     from localllm.errors import StoreError as StoreError
@@ -76,6 +77,7 @@ _HOMES = {
     "ModelError": "errors",
     "ModelInfo": "info",
     "ModelNotFoundError": "errors",
+    "OutputError": "errors",
     "NotEnoughMemoryError": "errors",
     "QueueFullError": "errors",
     "Sampling": "sampling",
@@ -113,6 +115,7 @@ __all__ = [
     "ModelInfo",
     "ModelNotFoundError",
     "NotEnoughMemoryError",
+    "OutputError",
     "QueueFullError",
     "Sampling",
     "SettingsError",

@@ -31,6 +31,7 @@ PUBLIC = [
     "ModelError",
     "ModelInfo",
     "ModelNotFoundError",
+    "OutputError",
     "NotEnoughMemoryError",
     "QueueFullError",
     "Sampling",
