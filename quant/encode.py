@@ -269,6 +269,7 @@ class _Rows:
         unit: 2 S + 1 times the block's scale times this is the scale.
         signed, even: values have signs; of each 8 an even number is negative.
         s_hi: the highest S.
+        n_tries: scales at which rows are looked for.
     """
 
     sub: int
@@ -277,6 +278,7 @@ class _Rows:
     signed: bool = True
     even: bool = False
     s_hi: int = 15
+    n_tries: int = 6
 
 
 _ROWS: dict[GGMLType, _Rows] = {
@@ -290,20 +292,46 @@ _ROWS: dict[GGMLType, _Rows] = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class _Books:
+    """A format's codebooks, in integers.
+
+    Attributes:
+        unit: what the integers are times.
+        middles: float32 [books, k], between the k + 1 values that rows have.
+        near: int8 [books, points, values in a row, lanes], the rows nearest to each combination of these values.
+        index: uint16 [points, lanes], which rows those are.
+    """
+
+    unit: float
+    middles: Floats
+    near: npt.NDArray[np.int8]
+    index: npt.NDArray[np.uint16]
+
+
 @cache
-def _books(type: GGMLType) -> Floats:
-    """Codebooks [1 or 2, values in a row, rows].
+def _books(type: GGMLType) -> _Books:
+    """The codebooks of a format.
 
     IQ1 moves all values by 1/8 up or down: in IQ1_S the same way for a whole sub-block, which chooses one of two
     books; in IQ1_M for each row, which is one book of twice the rows.
     """
-    columns = grid(cast(GridFormat, FORMATS[type]).grid_name).T
-    books = columns[None]
-    if type is GGMLType.IQ1_S:
-        books = np.stack([columns + 1 / 8, columns - 1 / 8])
-    elif type is GGMLType.IQ1_M:
-        books = np.concatenate([columns + 1 / 8, columns - 1 / 8], axis=1)[None]
-    return np.ascontiguousarray(books, np.float32)
+    rows = grid(cast(GridFormat, FORMATS[type]).grid_name)
+    unit, books = 1.0, [rows]
+    if type in (GGMLType.IQ1_S, GGMLType.IQ1_M):
+        unit, books = 1 / 8, [8 * rows + 1, 8 * rows - 1]
+    values = np.unique(rows) / unit
+    points = np.stack(np.meshgrid(*[values] * rows.shape[1], indexing="ij"), axis=-1).reshape(-1, rows.shape[1])
+    if type is GGMLType.IQ1_M:
+        books = [np.concatenate(books)]
+    # Squared distances, less what is the same for all rows; the shift moves points and rows alike.
+    plain = books[0] if len(books) == 1 else rows / unit
+    distances = (plain**2).sum(axis=1) - 2 * points.astype(np.float32) @ plain.T
+    index = np.argpartition(distances, _LANES, axis=1)[:, :_LANES].astype(np.uint16)
+    near = np.ascontiguousarray(np.stack([book[index].transpose(0, 2, 1) for book in books]), np.int8)
+    shifts = [0.0] if len(books) == 1 else [1.0, -1.0]
+    middles = np.stack([(values[1:] + values[:-1]) / 2 + shift for shift in shifts]).astype(np.float32)
+    return _Books(unit, middles, near, index)
 
 
 def _encode_rows(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
@@ -311,20 +339,21 @@ def _encode_rows(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
 
     rows, books = _ROWS[type], _books(type)
     n = len(x)
-    index = np.empty((n, 256 // books.shape[1]), np.uint16)
+    points = np.empty((n, 256 // books.near.shape[2]), np.int32)
     masks = np.empty((n, 32), np.uint8)
     scales = np.empty(n, np.float32)
     integers = np.empty((n, 256 // rows.sub), np.uint8)
     top = 2 * rows.s_hi + 1
-    tries = np.geomspace(*rows.tries, 5).astype(np.float32) * books.max()
+    tries = np.geomspace(*rows.tries, rows.n_tries).astype(np.float32) * books.near.max()
     rounding.encode_rows(
-        x, weights, rows.sub, books, rows.signed, rows.even, rows.s_hi,
-        _halves_table(range(1, top + 1, 2)), tries, _tries(top, 0.6, 1.15), index, masks, scales, integers,
+        x, weights, rows.sub, books.middles, books.near, rows.signed, rows.even, rows.s_hi,
+        _halves_table(range(1, top + 1, 2)), tries, _tries(top, 0.6, 1.15), points, masks, scales, integers,
     )  # fmt: skip
+    index = books.index.ravel()[points]
     if type is GGMLType.IQ1_M:
         masks = np.where(index >> 11, np.uint8(255), np.uint8(0))
         index &= 2047
-    d = _finite_half(scales / np.float32(rows.unit), type)
+    d = _finite_half(scales / np.float32(rows.unit * books.unit), type)
     return cast(GridFormat, FORMATS[type]).pack(index, masks, d, integers)
 
 

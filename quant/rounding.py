@@ -31,8 +31,6 @@ LANES = 32
 #: weights times codes, their squares, and codes times values; the scale and minimum it stands for.
 INV, OFF, SQ, SQQ, SQX, SCALE, MIN = (i * LANES for i in range(7))
 TABLE = 7 * LANES
-#: Rows of a codebook that are looked at together; all codebooks have a multiple.
-ROWS = 256
 #: How far from the integer scale and minimum at hand `choose` looks, by candidate.
 STEPS = np.array([[c - LANES // 2, 0] for c in range(LANES)], np.float32).T.copy()
 STEPS_WITH_MIN = np.array([[c // 5 - 3, c % 5 - 2] for c in range(LANES)], np.float32).T.copy()
@@ -294,55 +292,31 @@ def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries
 # -- Codebooks -----------------------------------------------------------------------------------------------------
 
 
-@jit_finite
-def products(x, w, book, a, b):
-    """For every row g of a codebook [len(x), rows] Σ w x g and Σ w g²: at scale s it costs s² b - 2 s a + Σ w x²."""
-    for first in range(0, a.size, ROWS):
-        p, q = a[first : first + ROWS], b[first : first + ROWS]
-        for i in range(0, x.size, 4):
-            w0, w1, w2, w3 = w[i], w[i + 1], w[i + 2], w[i + 3]
-            x0, x1, x2, x3 = w0 * x[i], w1 * x[i + 1], w2 * x[i + 2], w3 * x[i + 3]
-            b0, b1 = book[i, first : first + ROWS], book[i + 1, first : first + ROWS]
-            b2, b3 = book[i + 2, first : first + ROWS], book[i + 3, first : first + ROWS]
-            if i == 0:
-                p[:] = 0
-                q[:] = 0
-            for g in range(ROWS):
-                g0, g1, g2, g3 = b0[g], b1[g], b2[g], b3[g]
-                p[g] += x0 * g0 + x1 * g1 + x2 * g2 + x3 * g3
-                q[g] += w0 * g0 * g0 + w1 * g1 * g1 + w2 * g2 * g2 + w3 * g3 * g3
-
-
 @jit
-def best_row(a, b, s, t):
-    """The row with the least s b - 2 a."""
-    for first in range(0, a.size, ROWS):
-        p, q = a[first : first + ROWS], b[first : first + ROWS]
-        if first == 0:
-            for g in range(ROWS):
-                t[g] = s * q[g] - 2 * p[g]
-        else:
-            for g in range(ROWS):
-                t[g] = min(t[g], s * q[g] - 2 * p[g])
-    for g in range(ROWS // 2):
-        t[g] = min(t[g], t[g + ROWS // 2])
-    for g in range(ROWS // 4):
-        t[g] = min(t[g], t[g + ROWS // 4])
-    for g in range(ROWS // 16):
-        t[ROWS + g] = min(min(t[g], t[g + ROWS // 16]), min(t[g + ROWS // 8], t[g + 3 * (ROWS // 16)]))
-    least = t[ROWS]
-    for g in range(1, ROWS // 16):
-        least = min(least, t[ROWS + g])
-    lane = 0
-    for g in range(ROWS // 4):
-        if t[g] == least:
-            lane = g
-            break
-    row, least = lane, s * b[lane] - 2 * a[lane]
-    for g in range(lane + ROWS // 4, a.size, ROWS // 4):
-        if s * b[g] - 2 * a[g] < least:
-            row, least = g, s * b[g] - 2 * a[g]
-    return row
+def best_row(x, w, s, middles, near, t):
+    """Of the rows near x / s the one with the least Σ w (s row - x)², as its place in ``near``: (point, lane).
+
+    Args:
+        middles: float32 [k], where the nearest of the k + 1 values that rows have changes.
+        near: int8 [points, len(x), LANES], for each combination of such values the rows nearest to it.
+    """
+    inv = inverse(s)
+    point = 0
+    for i in range(x.size):
+        y = x[i] * inv
+        digit = 0
+        for middle in middles:
+            digit += y > middle
+        point = point * (middles.size + 1) + digit
+    for c in range(LANES):
+        t[c] = 0
+    for i in range(x.size):
+        xi = x[i]
+        wi = w[i]
+        for c in range(LANES):
+            e = s * near[point, i, c] - xi
+            t[c] -= wi * e * e
+    return point, highest(t)
 
 
 @jit
@@ -360,35 +334,36 @@ def cost_at(s, a, b, rows):
 
 
 @jit
-def encode_rows(x, weights, sub, books, signed, even, s_hi, lut, tries, s_tries, index, masks, ds, ss):
+def encode_rows(x, weights, sub, middles, near, signed, even, s_hi, lut, tries, s_tries, points, masks, ds, ss):
     """Encode blocks of 256 values as rows of a codebook, with a sign for each value or a choice of two codebooks.
 
-    Which row is best depends on the scale.  Rows are compared at a few scales only; the winners, a handful, are all
-    that is looked at when scales are fitted and settled as in `encode`.
+    Which row is best depends on the scale.  It is looked for, among the rows near the values, at a few scales only;
+    the winners, a handful, are all that is looked at when scales are fitted and settled as in `encode`.
 
     Args:
         x: float32 [n_blocks, 256].
         weights: float32 [k, 256], the weights of a row's k blocks.
         sub: values that share an integer scale S, which stands for 2 S + 1.
-        books: float32 [1 or 2, values in a row, rows]; of two, one is chosen for each sub-block.
+        middles, near: [1 or 2, …], for each codebook as `best_row` takes them; of two books, one is chosen for each
+            sub-block.
         signed: rows are magnitudes, and every value has a sign.
         even: of each 8 signs an even number is negative.
         s_hi: the highest S.
         lut: what `scan` needs to round to 2 S + 1.
         tries, s_tries: candidates: what the largest value is put at, and those of `fit` for the scales.
-        index: uint16 [n_blocks, 256 / values in a row], receives rows.
+        points: int32 [n_blocks, 256 / values in a row], receives rows as places in ``near``: point times `LANES`
+            plus lane.
         masks: uint8 [n_blocks, 32], receives signs, or 255 where the second codebook was chosen.
         ds: float32 [n_blocks], receives scales for which 2 S + 1 are the factors, not yet rounded to float16.
         ss: uint8 [n_blocks, 256 / sub], receives S.
     """
-    n_books, length, n_rows = books.shape
+    n_books, _, length, _ = near.shape
     n_sub, n_groups, n_tries = 256 // sub, sub // length, tries.size
-    all_a, all_b = np.empty(n_rows, np.float32), np.empty(n_rows, np.float32)
     a = np.empty((n_sub, n_books, n_groups, n_tries), np.float32)
     b = np.empty((n_sub, n_books, n_groups, n_tries), np.float32)
-    row = np.empty((n_sub, n_books, n_groups, n_tries), np.uint16)
+    row = np.empty((n_sub, n_books, n_groups, n_tries), np.int32)
     best, rows = np.empty(n_groups, np.int64), np.empty(n_groups, np.int64)
-    t = np.empty(2 * ROWS, np.float32)
+    t = np.empty(TABLE, np.float32)
     part = np.empty((2, n_sub), np.float32)
     y = np.empty(256, np.float32)
     for block in range(x.shape[0]):
@@ -410,15 +385,20 @@ def encode_rows(x, weights, sub, books, signed, even, s_hi, lut, tries, s_tries,
             for v in range(n_books):
                 for k in range(n_groups):
                     at = sub * j + length * k
-                    products(y[at : at + length], w[at : at + length], books[v], all_a, all_b)
                     for c in range(n_tries):
-                        g = best_row(all_a, all_b, span / tries[c], t)
-                        a[j, v, k, c], b[j, v, k, c], row[j, v, k, c] = all_a[g], all_b[g], g
+                        point, lane = best_row(
+                            y[at : at + length], w[at : at + length], span / tries[c], middles[v], near[v], t
+                        )
+                        row[j, v, k, c] = LANES * point + lane
+                        a[j, v, k, c], b[j, v, k, c] = 0, 0
+                        for i in range(length):
+                            g = np.float32(near[v, point, i, lane])
+                            a[j, v, k, c] += w[at + i] * y[at + i] * g
+                            b[j, v, k, c] += w[at + i] * g * g
                 for c in range(4 * n_tries - 3):
-                    near = c // 4
-                    target = tries[near]
+                    target = tries[c // 4]
                     if c % 4:
-                        target += (tries[near + 1] - target) * (c % 4) / 4
+                        target += (tries[c // 4 + 1] - target) * (c % 4) / 4
                     cost = cost_at(span / target, a[j, v], b[j, v], rows)
                     if cost < least:
                         numerator, denominator = np.float32(0), np.float32(0)
@@ -439,7 +419,7 @@ def encode_rows(x, weights, sub, books, signed, even, s_hi, lut, tries, s_tries,
                         least, chosen, factor, ss[block, j] = cost, v, np.float32(2 * s + 1), s
                         best[:] = rows
             for k in range(n_groups):
-                index[block, n_groups * j + k] = row[j, chosen, k, best[k]]
+                points[block, n_groups * j + k] = row[j, chosen, k, best[k]]
                 numerator += factor * a[j, chosen, k, best[k]]
                 denominator += factor * factor * b[j, chosen, k, best[k]]
             if chosen == 1:
