@@ -287,8 +287,8 @@ _ROWS: dict[GGMLType, _Rows] = {
     GGMLType.IQ2_S: _Rows(16, (0.8, 2), 1 / 8),
     GGMLType.IQ3_XXS: _Rows(32, (0.8, 1.7), 1 / 4, even=True),
     GGMLType.IQ3_S: _Rows(32, (0.8, 1.7)),
-    GGMLType.IQ1_S: _Rows(32, (0.8, 4), signed=False, s_hi=7),
-    GGMLType.IQ1_M: _Rows(16, (0.8, 4), signed=False, s_hi=7),
+    GGMLType.IQ1_S: _Rows(32, (1.1, 2.8), signed=False, s_hi=7, n_tries=3),
+    GGMLType.IQ1_M: _Rows(16, (0.8, 4), signed=False, s_hi=7, n_tries=4),
 }
 
 
@@ -298,13 +298,15 @@ class _Books:
 
     Attributes:
         unit: what the integers are times.
-        middles: float32 [books, k], between the k + 1 values that rows have.
+        lowest, step, top: the values of rows, about: the lowest for each book, and ``top`` steps beyond it.
         near: int8 [books, points, values in a row, lanes], the rows nearest to each combination of these values.
         index: uint16 [points, lanes], which rows those are.
     """
 
     unit: float
-    middles: Floats
+    lowest: Floats
+    step: np.float32
+    top: int
     near: npt.NDArray[np.int8]
     index: npt.NDArray[np.uint16]
 
@@ -329,9 +331,10 @@ def _books(type: GGMLType) -> _Books:
     distances = (plain**2).sum(axis=1) - 2 * points.astype(np.float32) @ plain.T
     index = np.argpartition(distances, _LANES, axis=1)[:, :_LANES].astype(np.uint16)
     near = np.ascontiguousarray(np.stack([book[index].transpose(0, 2, 1) for book in books]), np.int8)
-    shifts = [0.0] if len(books) == 1 else [1.0, -1.0]
-    middles = np.stack([(values[1:] + values[:-1]) / 2 + shift for shift in shifts]).astype(np.float32)
-    return _Books(unit, middles, near, index)
+    top = len(values) - 1
+    step = np.float32((values[-1] - values[0]) / top)
+    lowest = values[0] + np.array([0] if len(books) == 1 else [1, -1], np.float32)
+    return _Books(unit, lowest.astype(np.float32), step, top, near, index)
 
 
 def _encode_rows(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
@@ -346,7 +349,7 @@ def _encode_rows(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
     top = 2 * rows.s_hi + 1
     tries = np.geomspace(*rows.tries, rows.n_tries).astype(np.float32) * books.near.max()
     rounding.encode_rows(
-        x, weights, rows.sub, books.middles, books.near, rows.signed, rows.even, rows.s_hi,
+        x, weights, rows.sub, books.lowest, books.step, books.top, books.near, rows.signed, rows.even, rows.s_hi,
         _halves_table(range(1, top + 1, 2)), tries, _tries(top, 0.6, 1.15), points, masks, scales, integers,
     )  # fmt: skip
     index = books.index.ravel()[points]

@@ -293,21 +293,20 @@ def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries
 
 
 @jit
-def best_row(x, w, s, middles, near, t):
+def best_row(x, w, s, lowest, step, top, near, t):
     """Of the rows near x / s the one with the least Σ w (s row - x)², as its place in ``near``: (point, lane).
 
     Args:
-        middles: float32 [k], where the nearest of the k + 1 values that rows have changes.
-        near: int8 [points, len(x), LANES], for each combination of such values the rows nearest to it.
+        lowest, step, top: rows have values about ``lowest``, ``lowest + step``, … ``lowest + top * step``.
+        near: int8 [points, len(x), LANES], for each combination of these values the rows nearest to it.
     """
-    inv = inverse(s)
+    inv = inverse(s * step)
     point = 0
     for i in range(x.size):
-        y = x[i] * inv
-        digit = 0
-        for middle in middles:
-            digit += y > middle
-        point = point * (middles.size + 1) + digit
+        digit = np.rint(x[i] * inv - lowest / step)
+        digit = digit if digit > 0 else np.float32(0)
+        digit = digit if digit < top else np.float32(top)
+        point = point * (top + 1) + np.int64(digit)
     for c in range(LANES):
         t[c] = 0
     for i in range(x.size):
@@ -320,21 +319,35 @@ def best_row(x, w, s, middles, near, t):
 
 
 @jit
-def cost_at(s, a, b, rows):
-    """What groups cost at scale s, each with the best of its rows a, b [groups, candidates]; sets ``rows``."""
+def cost_at(s, a, b):
+    """What groups cost at scale s, less Σ w x², each with the best of its rows a, b [groups, candidates]."""
     cost = np.float32(0)
     for k in range(a.shape[0]):
         least = s * b[k, 0] - 2 * a[k, 0]
-        rows[k] = 0
         for c in range(1, a.shape[1]):
-            if s * b[k, c] - 2 * a[k, c] < least:
-                least, rows[k] = s * b[k, c] - 2 * a[k, c], c
+            least = min(least, s * b[k, c] - 2 * a[k, c])
         cost += s * least
     return cost
 
 
 @jit
-def encode_rows(x, weights, sub, middles, near, signed, even, s_hi, lut, tries, s_tries, points, masks, ds, ss):
+def choose_rows(s, a, b, rows):
+    """Sets ``rows`` to each group's best candidate at scale s; returns their Σ w x row and Σ w row²."""
+    sum_a, sum_b = np.float32(0), np.float32(0)
+    for k in range(a.shape[0]):
+        rows[k] = 0
+        for c in range(1, a.shape[1]):
+            if s * b[k, c] - 2 * a[k, c] < s * b[k, rows[k]] - 2 * a[k, rows[k]]:
+                rows[k] = c
+        sum_a += a[k, rows[k]]
+        sum_b += b[k, rows[k]]
+    return sum_a, sum_b
+
+
+@jit
+def encode_rows(
+    x, weights, sub, lowest, step, top, near, signed, even, s_hi, lut, tries, s_tries, points, masks, ds, ss
+):
     """Encode blocks of 256 values as rows of a codebook, with a sign for each value or a choice of two codebooks.
 
     Which row is best depends on the scale.  It is looked for, among the rows near the values, at a few scales only;
@@ -344,8 +357,8 @@ def encode_rows(x, weights, sub, middles, near, signed, even, s_hi, lut, tries, 
         x: float32 [n_blocks, 256].
         weights: float32 [k, 256], the weights of a row's k blocks.
         sub: values that share an integer scale S, which stands for 2 S + 1.
-        middles, near: [1 or 2, …], for each codebook as `best_row` takes them; of two books, one is chosen for each
-            sub-block.
+        lowest, step, top, near: as `best_row` takes them, ``lowest`` and ``near`` [1 or 2, …] for each codebook; of
+            two, one is chosen for each sub-block.
         signed: rows are magnitudes, and every value has a sign.
         even: of each 8 signs an even number is negative.
         s_hi: the highest S.
@@ -362,7 +375,7 @@ def encode_rows(x, weights, sub, middles, near, signed, even, s_hi, lut, tries, 
     a = np.empty((n_sub, n_books, n_groups, n_tries), np.float32)
     b = np.empty((n_sub, n_books, n_groups, n_tries), np.float32)
     row = np.empty((n_sub, n_books, n_groups, n_tries), np.int32)
-    best, rows = np.empty(n_groups, np.int64), np.empty(n_groups, np.int64)
+    rows = np.empty(n_groups, np.int64)
     t = np.empty(TABLE, np.float32)
     part = np.empty((2, n_sub), np.float32)
     y = np.empty(256, np.float32)
@@ -381,47 +394,47 @@ def encode_rows(x, weights, sub, middles, near, signed, even, s_hi, lut, tries, 
             span = np.float32(0)
             for i in range(sub * j, sub * (j + 1)):
                 span = max(span, abs(y[i]))
-            least, part[0, j], part[1, j] = np.float32(0), 0, 0
+            least, best, chosen = np.float32(0), np.float32(0), 0
+            part[0, j], part[1, j] = 0, 0
             for v in range(n_books):
                 for k in range(n_groups):
                     at = sub * j + length * k
+                    ys, ws, book = y[at : at + length], w[at : at + length], near[v]
                     for c in range(n_tries):
-                        point, lane = best_row(
-                            y[at : at + length], w[at : at + length], span / tries[c], middles[v], near[v], t
-                        )
+                        point, lane = best_row(ys, ws, span / tries[c], lowest[v], step, top, book, t)
                         row[j, v, k, c] = LANES * point + lane
                         a[j, v, k, c], b[j, v, k, c] = 0, 0
                         for i in range(length):
-                            g = np.float32(near[v, point, i, lane])
-                            a[j, v, k, c] += w[at + i] * y[at + i] * g
-                            b[j, v, k, c] += w[at + i] * g * g
-                for c in range(4 * n_tries - 3):
-                    target = tries[c // 4]
-                    if c % 4:
-                        target += (tries[c // 4 + 1] - target) * (c % 4) / 4
-                    cost = cost_at(span / target, a[j, v], b[j, v], rows)
+                            g = np.float32(book[point, i, lane])
+                            a[j, v, k, c] += ws[i] * ys[i] * g
+                            b[j, v, k, c] += ws[i] * g * g
+                for c in range(2 * n_tries - 1):
+                    target = tries[c // 2]
+                    if c % 2:
+                        target = (target + tries[c // 2 + 1]) / 2
+                    cost = cost_at(span / target, a[j, v], b[j, v])
                     if cost < least:
-                        numerator, denominator = np.float32(0), np.float32(0)
-                        for k in range(n_groups):
-                            numerator += a[j, v, k, rows[k]]
-                            denominator += b[j, v, k, rows[k]]
-                        least, part[0, j], part[1, j] = cost, numerator * inverse(denominator), denominator
+                        least, best, chosen = cost, span / target, v
+            if least < 0:
+                sum_a, sum_b = choose_rows(best, a[j, chosen], b[j, chosen], rows)
+                part[0, j], part[1, j] = sum_a * inverse(sum_b), sum_b
         d = fit(part[0], part[1], np.float32(0), np.float32(0), lut, False, np.float32(0), s_tries, t)[0]
         numerator, denominator = np.float32(0), np.float32(0)
         for j in range(n_sub):
             least, chosen, factor = np.float32(np.inf), 0, np.float32(1)
-            best[:] = 0
             ss[block, j] = 0
-            for s in range(s_hi + 1):
+            near_s = np.rint((part[0, j] * inverse(d) - 1) / 2)
+            for step_s in range(-3, 4):
+                s = min(max(near_s + step_s, np.float32(0)), np.float32(s_hi))
                 for v in range(n_books):
-                    cost = cost_at(d * (2 * s + 1), a[j, v], b[j, v], rows)
+                    cost = cost_at(d * (2 * s + 1), a[j, v], b[j, v])
                     if cost < least:
-                        least, chosen, factor, ss[block, j] = cost, v, np.float32(2 * s + 1), s
-                        best[:] = rows
+                        least, chosen, factor, ss[block, j] = cost, v, 2 * s + 1, np.uint8(s)
+            sum_a, sum_b = choose_rows(d * factor, a[j, chosen], b[j, chosen], rows)
+            numerator += factor * sum_a
+            denominator += factor * factor * sum_b
             for k in range(n_groups):
-                points[block, n_groups * j + k] = row[j, chosen, k, best[k]]
-                numerator += factor * a[j, chosen, k, best[k]]
-                denominator += factor * factor * b[j, chosen, k, best[k]]
+                points[block, n_groups * j + k] = row[j, chosen, k, rows[k]]
             if chosen == 1:
                 masks[block, sub // 8 * j : sub // 8 * (j + 1)] = 255
         ds[block] = numerator * inverse(denominator)
