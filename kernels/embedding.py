@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.kernels.ops import Weight
+from localllm.kernels.graph import Weight
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import KernelType, LUTType, dequantize_lut
 from localllm.quant.packing import LAYOUTS

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.kernels.ops import Weight
+from localllm.kernels.graph import Weight
 
 
 def matrices_to_pack(weight: Weight, group: int) -> NDArray[np.uint8]:

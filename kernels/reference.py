@@ -1,296 +1,310 @@
 """Plain numpy: every operation as its formula reads.  Slow, and the truth that other backends are tested against.
 
-Matrices are dequantised to float32 when they are loaded; activations are never quantised.  Every token is
-computed by itself, so that it has the same bits in whatever batch it comes.
+Weights are decoded to float32 when they are loaded; activations are never quantised.  Every token is computed by
+itself, so that it has the same bits in whatever batch it comes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import KernelError
-from localllm.kernels.checks import check_choice, check_gate, check_sinks, check_softcap
-from localllm.kernels.embedding import CopiedTable, EmbeddingTable
-from localllm.kernels.ops import (
-    LARGEST_CODE,
-    LARGEST_SCALED,
-    NEGLIGIBLE,
-    VALUES_PER_SCALE,
+from localllm.kernels import graph as g
+from localllm.kernels.backend import (
     Backend,
     Batch,
-    CacheShape,
-    Experts,
-    Hidden,
-    HostHidden,
-    KVCache,
-    Linear,
-    Part,
-    Rope,
-    Routing,
+    Footprint,
+    HostOutput,
+    Output,
+    PackedWeight,
+    Progress,
     Step,
-    Tensor,
-    Weight,
-    WholeStep,
-    Widening,
-    hidden_rows,
+    WeightUse,
+    check_operations,
+    input_rows,
+    weights_of,
 )
+from localllm.kernels.buffers import Buffer, assign
+from localllm.kernels.embedding import CopiedTable
+from localllm.kernels.graph import (
+    Graph,
+    KVCache,
+    Rope,
+    Rows,
+    Tensor,
+    Value,
+    Weight,
+)
+from localllm.kernels.q8_0 import LARGEST_CODE, LARGEST_SCALED, NEGLIGIBLE, VALUES_PER_SCALE
 from localllm.quant.formats import dequantize
-from localllm.quant.types import GGMLType
 
 #: float32; numpy's stubs lose the type in most expressions.
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True)
-class ReferenceLinear:
-    matrix: Array  # [n_out, n_in]
-    bias: Array | None
-    n_in: int
-    n_out: int
-    format: str = "F32"
-    n_bytes: int = 0
+class ReferenceBackend(Backend):
+    """Interprets graphs in plain numpy.
 
-
-@dataclass(frozen=True)
-class ReferenceExperts:
-    matrices: Array  # [E, n_out, n_in]
-    n_experts: int
-    n_in: int
-    n_out: int
-    format: str = "F32"
-    n_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class ReferenceRouting:
-    ids: Array  # [T, k]
-    shares: Array
-
-
-@dataclass(frozen=True)
-class ReferenceCache:
-    keys: Array  # [n_layers, n_pages, page_size, G, head_dim]
-    values: Array
-    page_size: int
-    n_pages: int
-    n_bytes: int
-    #: Rounds [..., head_dim] to what the cache's type can say, in the arrays' type.
-    rounded: Callable[[Array, np.dtype[Any]], Array]
-
-    def copy_page(self, source: int, target: int) -> None:
-        self.keys[:, target] = self.keys[:, source]
-        self.values[:, target] = self.values[:, source]
-
-
-class ReferenceOps(Backend):
-    """The `Ops` protocol in plain numpy.
-
-    With a float32 cache it computes as if a model's attention had no cache at all, which is what independent
-    implementations are compared with; backends are compared with the float16 cache, which they have too.
+    With a cache of type "f32" it computes as if a model's attention had no cache at all, which is what independent
+    implementations are compared with; backends are compared with a float16 cache, which they have too.
     """
 
     name = "reference"
     page_size = 16
 
-    _batch: Batch
-    _cache: ReferenceCache
-    _hidden: Hidden | None
+    def footprint(self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int) -> Footprint:
+        check_operations(graph, _OPERATIONS, self.name)
+        n_rows = {Rows.TOKENS: max_tokens, Rows.OUTPUTS: max_outputs, Rows.CHOSEN: max_tokens * graph.n_chosen()}
+        tensors = {x for node in graph.nodes for x in node.operation.results}
+        buffers = {x: Buffer(4 * n_rows[x.rows] * x.width) for x in tensors if isinstance(x, Tensor)}
+        stages = [
+            [buffers[x] for x in (*node.operation.inputs, *node.operation.results) if isinstance(x, Tensor)]
+            for node in graph.nodes
+        ]
+        caches = {
+            layer: 2 * n_pages * self.page_size * cache.n_heads * cache.head_dim * _kept_type(cache)().itemsize
+            for layer, cache in graph.caches.items()
+        }
+        return Footprint(tuple(map(_packed, weights_of(graph))), caches, assign(stages))
 
-    def __init__(self, f16_dtype: type[np.float16] | type[np.float32] = np.float16) -> None:
-        """``f16_dtype``: numpy's type of what a cache of type "f16" holds."""
-        self._f16_dtype = f16_dtype
-        self._in_step = threading.Lock()  # models that share the backend may run in several threads
+    def compile(
+        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, progress: Progress | None = None
+    ) -> ReferenceStep:
+        check_operations(graph, _OPERATIONS, self.name)
+        return ReferenceStep(graph, n_pages, self.page_size, (max_tokens, max_outputs), progress)
 
-    def load_linear(self, weight: Weight, bias: Weight | None = None, *, widening: Widening | None = None) -> Linear:
-        matrix = dequantize(weight.data, weight.type).reshape(weight.shape)
-        return ReferenceLinear(
-            matrix=matrix,
-            bias=None if bias is None else self.load_vector(bias),
-            n_in=matrix.shape[1],
-            n_out=matrix.shape[0],
-            n_bytes=matrix.nbytes,
-        )
 
-    def load_experts(self, weight: Weight, *, widening: Widening | None = None) -> Experts:
-        matrices = dequantize(weight.data, weight.type).reshape(weight.shape)
-        n_experts, n_out, n_in = matrices.shape
-        return ReferenceExperts(matrices, n_experts, n_in, n_out, n_bytes=matrices.nbytes)
+def _packed(use: WeightUse) -> PackedWeight:
+    """A weight as the reference holds it: a table as the file has it, anything else in float32."""
+    weight = use.weight
+    if use.is_operand:
+        return use.packed("F32", 4 * prod(weight.shape))
+    return use.packed(weight.type.name, weight.data.nbytes)
 
-    def packed_bytes(self, weight: Weight) -> int:
-        return 4 * prod(weight.shape)
 
-    def load_vector(self, weight: Weight) -> Array:
-        return dequantize(weight.data, weight.type).reshape(-1)
+def _kept_type(cache: KVCache) -> type[np.float16] | type[np.float32]:
+    """What a cache holds; values of a type with scales are kept as the numbers that they stand for."""
+    return np.float16 if cache.type == "f16" else np.float32
 
-    def load_embedding(self, weight: Weight, packed: Linear | None = None) -> EmbeddingTable:
-        if isinstance(packed, ReferenceLinear):
-            return CopiedTable(GGMLType.F32, (packed.n_out, packed.n_in), packed.matrix.view(np.uint8))
-        return CopiedTable.of(weight)
 
-    def new_cache(self, shape: CacheShape, n_pages: int) -> ReferenceCache:
-        size = (shape.n_layers, n_pages, self.page_size, shape.n_kv_heads, shape.head_dim)
-        kind = self._kept_dtype(shape)
-        keys, values = np.zeros(size, kind), np.zeros(size, kind)
-        rounded = in_range if shape.type == "f16" else in_q8_0
-        return ReferenceCache(keys, values, self.page_size, n_pages, keys.nbytes + values.nbytes, rounded)
+@dataclass(frozen=True)
+class ReferencePages:
+    """Of each layer, keys and values [n_pages, page_size, G, head_dim]."""
 
-    def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
-        n_values = 2 * shape.n_layers * n_pages * self.page_size * shape.n_kv_heads * shape.head_dim
-        return n_values * np.dtype(self._kept_dtype(shape)).itemsize
+    layers: dict[int, tuple[Array, Array]]
+    page_size: int
+    n_pages: int
 
-    def _kept_dtype(self, shape: CacheShape) -> type[np.float16] | type[np.float32]:
-        """What a cache holds; values of a type with scales are kept as the numbers that they stand for."""
-        return self._f16_dtype if shape.type == "f16" else np.float32
+    @property
+    def n_bytes(self) -> int:
+        return sum(part.nbytes for parts in self.layers.values() for part in parts)
 
-    def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
-        part = self.compile_part(forward, cache, max_tokens=max_tokens, max_outputs=max_outputs)
-        return WholeStep(part)
+    def copy_page(self, source: int, target: int) -> None:
+        for parts in self.layers.values():
+            for part in parts:
+                part[target] = part[source]
 
-    def compile_part(
-        self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int
-    ) -> Part:
-        if not isinstance(cache, ReferenceCache):
-            raise KernelError(f"the reference backend cannot use a {type(cache).__name__}")
-        bound = cache
 
-        def part(batch: Batch, hidden: Hidden | None) -> HostHidden:
-            # Weights of any size make numbers of any size: the results are then what IEEE 754 says, as on others.
-            with self._in_step, np.errstate(all="ignore"):
-                self._batch, self._cache, self._hidden = batch, bound, hidden
-                return HostHidden(forward())
+class ReferenceStep(Step):
+    """Computes node after node."""
 
-        return part
+    cache: ReferencePages
 
-    def hidden(self, width: int) -> Array:
-        return hidden_rows(self._hidden, len(self._batch.ids), width)
+    def __init__(
+        self, graph: Graph, n_pages: int, page_size: int, limits: tuple[int, int], progress: Progress | None
+    ) -> None:
+        self._graph, self._limits = graph, limits
+        self._last_uses = graph.last_uses()
+        self._in_step = threading.Lock()
+        sizes = {n: (n_pages, page_size, c.n_heads, c.head_dim) for n, c in graph.caches.items()}
+        kept = {n: tuple(np.zeros(sizes[n], _kept_type(c)) for _ in range(2)) for n, c in graph.caches.items()}
+        self.cache = ReferencePages({n: (keys, values) for n, (keys, values) in kept.items()}, page_size, n_pages)
+        self._arrays: dict[Weight, Array] = {}
+        self._tables: dict[Weight, CopiedTable] = {}
+        uses = weights_of(graph)
+        for use in uses:
+            weight = use.weight
+            if not use.is_operand:
+                self._tables[weight] = CopiedTable.of(weight)
+            else:
+                self._arrays[weight] = dequantize(weight.data, weight.type).reshape(weight.shape)
+            weight.drop_pages()
+            if progress is not None:
+                progress(weight)
+        self.weights = tuple(map(_packed, uses))
 
-    def embed(self, table: EmbeddingTable, scale: float = 1.0) -> Array:
-        return table.rows(self._batch.ids) * np.float32(scale)
+    def run(self, batch: Batch, hidden: Output | None = None) -> Output:
+        batch.check_size(*self._limits)
+        batch.check(self.cache.page_size, self.cache.n_pages)
+        # Weights of any size make numbers of any size: the results are then what IEEE 754 says, as on others.
+        with self._in_step, np.errstate(all="ignore"):
+            run = _Run(batch, hidden, self.cache, self._arrays, self._tables)
+            for i, node in enumerate(self._graph.nodes):
+                operation = node.operation
+                result = _OPERATIONS[type(operation)](run, operation)
+                run.values.update(zip(operation.results, result if type(result) is tuple else [result], strict=True))
+                for x in {*operation.inputs, *operation.results}:
+                    if self._last_uses[x] == i:
+                        del run.values[x]
+            return HostOutput(run.values[self._graph.result])
 
-    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
-        mean_square: Array = np.mean(x * x, axis=-1, keepdims=True)
-        return x / np.sqrt(mean_square + np.float32(eps)) * weight
 
-    def linear(self, x: Array, weight: Linear, residual: Array | None = None) -> Array:
-        if not isinstance(weight, ReferenceLinear):
-            raise KernelError(f"the reference backend cannot use a {type(weight).__name__}")
+@dataclass(frozen=True)
+class ChosenExperts:
+    """The experts that each token goes to [T, k], and their weights."""
+
+    ids: Array
+    weights: Array
+
+
+@dataclass
+class _Run:
+    """A batch on its way through a graph: the operations, each as its formula reads."""
+
+    batch: Batch
+    hidden: Output | None
+    cache: ReferencePages
+    arrays: Mapping[Weight, Array]
+    tables: Mapping[Weight, CopiedTable]
+    values: dict[Value, Any] = field(default_factory=dict)
+
+    def input(self, op: g.Input) -> Array:
+        return input_rows(self.hidden, len(self.batch.ids), op.x.width)
+
+    def embed(self, op: g.Embed) -> Array:
+        self.batch.check_ids(op.table.shape[0])
+        ids, table = self.batch.ids, self.tables.get(op.table)
+        rows: Array = self.arrays[op.table][ids] if table is None else table.rows(ids)
+        return rows * np.float32(op.scale)
+
+    def rms_norm(self, op: g.RMSNorm) -> Array:
+        return normed(self.values[op.x], self.arrays[op.weight], op.eps)
+
+    def linear(self, op: g.Linear) -> Array:
+        y = self._product(op.x, op.matrix)
+        return y if op.residual is None else y + self.values[op.residual]
+
+    def linears(self, op: g.Linears) -> tuple[Array, ...]:
+        return tuple(self._product(op.x, matrix) for matrix in op.matrices)
+
+    def _product(self, x: Tensor, matrix: g.Matrix) -> Array:
         # A product of matrix and vector a token: a product of matrices adds in an order that depends on T.
-        y: Array = np.matmul(weight.matrix, x[:, :, None])[:, :, 0]
-        if weight.bias is not None:
-            y += weight.bias
-        return y if residual is None else y + residual
+        y: Array = np.matmul(self.arrays[matrix.weight], self.values[x][:, :, None])[:, :, 0]
+        if matrix.bias is not None:
+            y += self.arrays[matrix.bias]
+        return y
 
-    def linears(self, x: Array, weights: Sequence[Linear]) -> list[Array]:
-        return [self.linear(x, weight) for weight in weights]
+    def rope_append(self, op: g.RopeAppend) -> Array:
+        batch, page_size = self.batch, self.cache.page_size
+        keys, values = self.cache.layers[op.cache.layer]
+        q, k, v = (
+            self.values[x].reshape(-1, x.width // op.cache.head_dim, op.cache.head_dim) for x in (op.q, op.k, op.v)
+        )
+        if op.q_norm is not None:
+            q = normed(q, self.arrays[op.q_norm], op.eps)
+        if op.k_norm is not None:
+            k = normed(k, self.arrays[op.k_norm], op.eps)
+        if op.rope is not None:
+            q, k = (rotate(x, batch.positions, op.rope) for x in (q, k))
+        rounded = in_q8_0 if op.cache.type == "q8_0" else in_range
+        for s, (start, stop, _) in enumerate(batch.sequences()):
+            page, place = np.divmod(batch.positions[start:stop], page_size)
+            page = batch.block_tables[s, page]
+            keys[page, place] = rounded(k[start:stop], keys.dtype)
+            values[page, place] = rounded(v[start:stop], values.dtype)
+        rotated: Array = q.reshape(len(q), -1)
+        return rotated
 
-    def rope_append(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        rope: Rope | None,
-        layer: int,
-        *,
-        q_norm: Array | None = None,
-        k_norm: Array | None = None,
-        eps: float = 0.0,
-    ) -> Array:
-        head_dim = self._cache.keys.shape[-1]
-        q, k, v = (a.reshape(len(a), -1, head_dim) for a in (q, k, v))  # [T, heads, head_dim]
-        if q_norm is not None:
-            q = self.rms_norm(q, q_norm, eps)
-        if k_norm is not None:
-            k = self.rms_norm(k, k_norm, eps)
-        if rope is not None:
-            q, k = (rotate(a, self._batch.positions, rope) for a in (q, k))
-        for s in range(len(self._batch.kv_lengths)):
-            rows = slice(self._batch.query_starts[s], self._batch.query_starts[s + 1])
-            page, slot = np.divmod(self._batch.positions[rows], self.page_size)
-            page = self._batch.block_tables[s, page]
-            kind = self._cache.keys.dtype
-            self._cache.keys[layer, page, slot] = self._cache.rounded(k[rows], kind)
-            self._cache.values[layer, page, slot] = self._cache.rounded(v[rows], kind)
-        return q.reshape(len(q), -1)
-
-    def attention(
-        self,
-        q: Array,
-        layer: int,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Array | None = None,
-    ) -> Array:
-        _, _, _, n_kv_heads, head_dim = self._cache.keys.shape
-        heads = q.reshape(len(q), n_kv_heads, -1, head_dim)  # [T, G, H / G, head_dim]
-        check_softcap(softcap)
-        if sinks is not None:
-            check_sinks(len(sinks), q.shape[1] // head_dim)
-            sinks = sinks.reshape(n_kv_heads, -1, 1)
-        out = np.empty_like(heads)
-        for s, table in enumerate(self._batch.block_tables):
-            for t in range(self._batch.query_starts[s], self._batch.query_starts[s + 1]):
-                stop = int(self._batch.positions[t]) + 1
-                seen = np.arange(max(0, stop - (window or stop)), stop)
-                page, slot = table[seen // self.page_size], seen % self.page_size
-                keys, values = (
-                    a[layer, page, slot] for a in (self._cache.keys, self._cache.values)
-                )  # [L, G, head_dim]
-                scores = np.einsum("ghd,lgd->ghl", heads[t], keys.astype(np.float32)) * np.float32(scale)
-                if softcap is not None:
-                    scores = soft_capped(scores, softcap)
+    def attention(self, op: g.Attention) -> Array:
+        batch, n_heads, head_dim = self.batch, op.cache.n_heads, op.cache.head_dim
+        cache = self.cache.layers[op.cache.layer]
+        q = self.values[op.q].reshape(-1, n_heads, op.group_size, head_dim)  # [T, G, H / G, head_dim]
+        sinks = None if op.sinks is None else self.arrays[op.sinks].reshape(n_heads, -1, 1)
+        out: Array = np.empty_like(q)
+        for s, (start, stop, _) in enumerate(batch.sequences()):
+            for t in range(start, stop):
+                end = int(batch.positions[t]) + 1
+                seen = np.arange(max(0, end - (op.window or end)), end)
+                page, place = batch.block_tables[s, seen // self.cache.page_size], seen % self.cache.page_size
+                keys, values = (part[page, place].astype(np.float32) for part in cache)  # [L, G, head_dim]
+                scores = np.einsum("ghd,lgd->ghl", q[t], keys) * np.float32(op.scale)
+                if op.softcap is not None:
+                    scores = soft_capped(scores, op.softcap)
                 if sinks is not None:
                     scores = np.concatenate([scores, sinks], axis=-1)
-                weights = softmax(scores)[..., : len(seen)]
-                out[t] = np.einsum("ghl,lgd->ghd", weights, values.astype(np.float32))
+                out[t] = np.einsum("ghl,lgd->ghd", softmax(scores)[..., : len(seen)], values)
         return out.reshape(len(q), -1)
 
-    def gated(self, gate: Array, up: Array, activation: str) -> Array:
-        check_gate(gate.shape[1], up.shape[1], activation, ACTIVATIONS)
-        return ACTIVATIONS[activation](gate) * up
+    def gated(self, op: g.Gated) -> Array:
+        y: Array = ACTIVATIONS[op.activation](self.values[op.gate]) * self.values[op.up]
+        return y
 
-    def route(self, logits: Array, k: int, *, normalise: bool, scale: float = 1.0) -> ReferenceRouting:
-        check_choice(k, logits.shape[1])
-        ids = np.argsort(-logits, axis=1, kind="stable")[:, :k]
-        shares = softmax(np.take_along_axis(logits, ids, axis=1) if normalise else logits)
-        return ReferenceRouting(ids, (shares if normalise else np.take_along_axis(shares, ids, axis=1)) * scale)
+    def route(self, op: g.Route) -> ChosenExperts:
+        logits = self.values[op.logits]
+        ids = np.argsort(-logits, axis=1, kind="stable")[:, : op.k]
+        if op.norm_topk_prob:
+            weights = softmax(np.take_along_axis(logits, ids, axis=1))
+        else:
+            weights = np.take_along_axis(softmax(logits), ids, axis=1)
+        return ChosenExperts(ids, weights * op.scale)
 
-    def expert_linears(self, x: Array, weights: Sequence[Experts], routing: Routing) -> list[Array]:
-        k = routing.ids.shape[1]
-        return [_expert_products(np.repeat(x, k, axis=0), weight, routing) for weight in weights]
+    def expert_linears(self, op: g.ExpertLinears) -> tuple[Array, ...]:
+        rows = np.repeat(self.values[op.x], op.routing.k, axis=0)
+        return tuple(self._expert_product(rows, experts, op.routing) for experts in op.experts)
 
-    def expert_output(self, h: Array, weight: Experts, routing: Routing, residual: Array) -> Array:
-        products = _expert_products(h, weight, routing).reshape(*routing.ids.shape, -1)  # [T, k, n_out]
-        total = np.zeros_like(residual)
-        for rank in range(routing.ids.shape[1]):
-            total += routing.shares[:, rank, None] * products[:, rank]
+    def expert_output(self, op: g.ExpertOutput) -> Array:
+        routing, residual = self.values[op.routing], self.values[op.residual]
+        products = self._expert_product(self.values[op.h], op.experts, op.routing).reshape(*routing.ids.shape, -1)
+        total = np.zeros_like(residual)  # [T, d], of products [T, k, d]
+        for rank in range(op.routing.k):
+            total += routing.weights[:, rank, None] * products[:, rank]
         y: Array = total + residual
         return y
 
-    def softcap(self, x: Array, cap: float) -> Array:
-        check_softcap(cap)
-        return soft_capped(x, cap)
+    def _expert_product(self, rows: Array, experts: Weight, routing: g.Routing) -> Array:
+        """Rows [T * k, n_in], each times the matrix of its expert."""
+        matrices = self.arrays[experts]
+        pairs = zip(rows, self.values[routing].ids.reshape(-1), strict=True)
+        return np.array([matrices[expert] @ row for row, expert in pairs], np.float32).reshape(-1, matrices.shape[1])
 
-    def outputs(self, x: Array) -> Array:
-        rows: Array = x[self._batch.outputs]
+    def softcap(self, op: g.Softcap) -> Array:
+        return soft_capped(self.values[op.x], op.cap)
+
+    def outputs(self, op: g.Outputs) -> Array:
+        rows: Array = self.values[op.x][self.batch.outputs]
         return rows
 
 
-def _expert_products(rows: Array, weight: Experts, routing: ReferenceRouting) -> Array:
-    """Rows [T * k, n_in], each times the matrix of its expert."""
-    if not isinstance(weight, ReferenceExperts):
-        raise KernelError(f"the reference backend cannot use a {type(weight).__name__}")
-    pairs = zip(rows, routing.ids.reshape(-1), strict=True)
-    products = [weight.matrices[expert] @ row for row, expert in pairs]
-    return np.array(products, np.float32).reshape(len(rows), weight.n_out)
+_OPERATIONS: dict[type[g.Operation[Any]], Callable[[_Run, Any], Any]] = {
+    g.Input: _Run.input,
+    g.Embed: _Run.embed,
+    g.RMSNorm: _Run.rms_norm,
+    g.Linear: _Run.linear,
+    g.Linears: _Run.linears,
+    g.RopeAppend: _Run.rope_append,
+    g.Attention: _Run.attention,
+    g.Gated: _Run.gated,
+    g.Route: _Run.route,
+    g.ExpertLinears: _Run.expert_linears,
+    g.ExpertOutput: _Run.expert_output,
+    g.Softcap: _Run.softcap,
+    g.Outputs: _Run.outputs,
+}
+
+
+# -- Formulas --------------------------------------------------------------------------------------------------------
+
+
+def normed(x: Array, weight: Array, eps: float) -> Array:
+    """x / sqrt(mean(x²) + eps) * weight."""
+    mean_square: Array = np.mean(x * x, axis=-1, keepdims=True)
+    return x / np.sqrt(mean_square + np.float32(eps)) * weight
 
 
 def rotate(x: Array, positions: NDArray[np.int32], rope: Rope) -> Array:

@@ -1,285 +1,218 @@
-"""The `Ops` protocol over several backends, each with some of a model's layers: several GPUs, or CPU and GPU.
+"""A model over several devices, each with some of its layers: several GPUs, or CPU and GPU.
 
-The forward function is traced once (`localllm.kernels.tracing`), and cut where the weights of one operation begin to
-lie on the next backend (`localllm.kernels.placed`).  Each piece's backend compiles it as it would any other forward
-pass; batches go through all of them in turn (`localllm.kernels.micro_batches`).
+The graph is cut by layer, each device compiles its part as it would any other graph, and batches go through all parts
+in turn.  Batches of many tokens go in micro-batches, in the order of their tokens.  A step may return before it has
+computed; so while one device works on a micro-batch, the one before it is given the next.  A device that computes
+before it returns, as the CPU does, keeps those before it waiting, not those behind it: its place is in front.  Every
+token stands alone, so the cuts change no bits.
+
+**Pages.**  The cache has a part on each device, which holds its layers.  A page has as many tokens as the least
+common multiple of the devices' own pages, and names a run of neighbours in each part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
 from math import lcm
-from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.micro_batches import MICRO_BATCH, SplitStep, in_smaller_pages
-from localllm.kernels.ops import (
-    Backend,
-    CacheShape,
-    Experts,
-    KVCache,
-    Linear,
-    Ops,
-    Part,
-    Place,
-    Rope,
-    Routing,
-    Step,
-    Tensor,
-)
-from localllm.kernels.placed import Placed, PlacedExperts, PlacedLinear, PlacedLoader, SplitCache
-from localllm.kernels.tracing import Piece, Trace, Traced
+from localllm.kernels.backend import Backend, Batch, Cache, Output, Progress, Step, TopK
+from localllm.kernels.graph import Graph
+
+#: Tokens of a micro-batch: enough for weights to be read seldom, and four of them in a step of 512.
+MICRO_BATCH = 128
+#: Their number is a multiple of this, as large as kernels' tiles.
+_WHOLE_TILES = 16
 
 
-class SplitOps(Ops):
-    """Several backends with a range of layers each.
+@dataclass(frozen=True)
+class SplitCache:
+    """The cache of each part, with the layers that it has."""
 
-    Attributes:
-        backends: in the order of the data's way.
-        layers: of each, those that it has; none of the first if that only embeds.
+    parts: tuple[Cache, ...]
+    page_size: int
+    n_pages: int
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(part.n_bytes for part in self.parts)
+
+    def copy_page(self, source: int, target: int) -> None:
+        for part in self.parts:
+            n = self.page_size // part.page_size
+            for i in range(n):
+                part.copy_page(n * source + i, n * target + i)
+
+
+def page_size(backends: Sequence[Backend]) -> int:
+    """Tokens in a page of a cache that has a part on each of these."""
+    return lcm(*(backend.page_size for backend in backends))
+
+
+def compile_split(
+    backends: Sequence[Backend],
+    layers: Sequence[range],
+    graph: Graph,
+    *,
+    n_pages: int,
+    max_tokens: int,
+    max_outputs: int,
+    micro_batch: int = MICRO_BATCH,
+    progress: Progress | None = None,
+) -> Step:
+    """As `Backend.compile`, of a graph over several backends, each with a range of layers.
 
     Args:
-        parts: the backends, and how many layers each has.  The first one also embeds, the last one has norm and head.
+        backends: in execution order.  The first one also embeds, the last one has norm and head.
+        layers: of each, those that it has; none of the first if that only embeds.
         micro_batch: tokens beyond which a batch is cut.
+
+    Raises:
+        KernelError: as `Backend.compile` and `Graph.part`.
     """
-
-    def __init__(self, parts: Sequence[tuple[Backend, int]], *, micro_batch: int = MICRO_BATCH) -> None:
-        if not parts:
-            raise KernelError("a model cannot be split over no backends")
-        self.backends = tuple(backend for backend, _ in parts)
-        ends = [0, *accumulate(n for _, n in parts)]
-        self.layers = tuple(range(start, stop) for start, stop in pairwise(ends))
-        self._micro_batch = micro_batch
-        self._loaders = [PlacedLoader(i, backend) for i, backend in enumerate(self.backends)]
-        self._trace: Trace | None = None
-
-    @property
-    def name(self) -> str:
-        return " + ".join(backend.name for backend in self.backends)
-
-    @property
-    def page_size(self) -> int:
-        return lcm(*(backend.page_size for backend in self.backends))
-
-    @property
-    def most_choices(self) -> int:
-        return self.backends[-1].most_choices
-
-    # -- Loading ---------------------------------------------------------------------------------------------------
-
-    def at(self, place: Place) -> PlacedLoader:
-        if place == "embedding":
-            return self._loaders[0]
-        if place == "output":
-            return self._loaders[-1]
-        return self._loaders[self._backend_of(place)]
-
-    def _backend_of(self, layer: int) -> int:
-        for i, layers in enumerate(self.layers):
-            if layer in layers:
-                return i
-        raise KernelError(f"there is no layer {layer} in a model split at {[len(layers) for layers in self.layers]}")
-
-    def new_cache(self, shape: CacheShape, n_pages: int) -> SplitCache:
-        parts = (
-            backend.new_cache(part, n_pages * self._pages_in_page(backend))
-            for backend, part in zip(self.backends, self._shapes(shape), strict=True)
-        )
-        return SplitCache(tuple(parts), self.page_size, n_pages)
-
-    def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
-        return sum(
-            backend.cache_bytes(part, n_pages * self._pages_in_page(backend))
-            for backend, part in zip(self.backends, self._shapes(shape), strict=True)
-        )
-
-    def _shapes(self, shape: CacheShape) -> list[CacheShape]:
-        """That of each backend's part of a cache."""
-        if shape.n_layers != self.layers[-1].stop:
-            raise KernelError(f"a model of {shape.n_layers} layers is split as one of {self.layers[-1].stop}")
-        return [replace(shape, n_layers=len(layers)) for layers in self.layers]
-
-    def _pages_in_page(self, backend: Backend) -> int:
-        return self.page_size // backend.page_size
-
-    # -- Compiling and running -------------------------------------------------------------------------------------
-
-    def compile(self, forward: Callable[[], Tensor], cache: KVCache, *, max_tokens: int, max_outputs: int) -> Step:
-        if not isinstance(cache, SplitCache) or len(cache.parts) != len(self.backends):
-            raise KernelError(f"a split model cannot use a {type(cache).__name__}")
-        trace = self._trace = Trace()
-        try:
-            result = forward()
-            trace.end(result)
-        finally:
-            self._trace = None
-        stages = [self._stage(piece, cache, max_tokens, max_outputs) for piece in trace.pieces]
-        return SplitStep(
-            stages, cache, self._micro_batch, max_tokens, np.empty((max_outputs, result.width), np.float32)
-        )
-
-    def _stage(self, piece: Piece, cache: SplitCache, max_tokens: int, max_outputs: int) -> Part:
-        """A piece, compiled; it takes batches that name pages of the split cache."""
-        backend = self.backends[piece.backend]
-        part = backend.compile_part(
-            lambda: piece.run(backend),
-            cache.parts[piece.backend],
-            max_tokens=min(max_tokens, self._micro_batch),
+    size = page_size(backends)
+    steps = tuple(
+        backend.compile(
+            part,
+            n_pages=n_pages * (size // backend.page_size),
+            max_tokens=min(max_tokens, micro_batch),
             max_outputs=max_outputs,
+            progress=progress,
         )
-        n = self._pages_in_page(backend)
-        return lambda batch, hidden: part(in_smaller_pages(batch, n), hidden)
+        for backend, part in zip(backends, map(graph.part, layers), strict=True)
+    )
+    cache = SplitCache(tuple(step.cache for step in steps), size, n_pages)
+    return SplitStep(steps, cache, micro_batch, max_tokens, max_outputs, graph.result.width)
 
-    @property
-    def _now(self) -> Trace:
-        if self._trace is None:
-            raise KernelError("operations of a split model run only inside a forward pass: see compile()")
-        return self._trace
 
-    def _check_placed(self, *weights: Any) -> int | None:
-        """The backend that all weights of an operation lie on; None without any."""
-        placed = [weight for weight in weights if weight is not None]
-        if not all(isinstance(weight, Placed | PlacedLinear | PlacedExperts) for weight in placed):
-            raise KernelError("a split model cannot use what no backend of it loaded: see at()")
-        backends = {weight.backend for weight in placed}
-        if len(backends) > 1:
-            raise KernelError(f"an operation mixes weights of the backends {sorted(backends)} of a split model")
-        return backends.pop() if backends else None
+class SplitStep(Step):
+    """The steps of several devices, one after the other."""
 
-    def _check_layer(self, layer: int) -> int:
-        """The place of a layer among those of the backend at work."""
-        layers = self.layers[self._now.backend]
-        if layer not in layers:
-            raise KernelError(f"an operation of layer {layer} is on a backend that has the layers {layers}")
-        return layer - layers.start
+    cache: SplitCache
 
-    def _add(
+    def __init__(
         self,
-        inputs: Sequence[Tensor],
-        weights: Sequence[Any],
-        results: Sequence[Traced],
-        run: Callable[[Backend, Sequence[Tensor]], Sequence[Tensor]],
+        steps: tuple[Step, ...],
+        cache: SplitCache,
+        micro_batch: int,
+        max_tokens: int,
+        max_outputs: int,
+        n_vocab: int,
     ) -> None:
-        self._now.add(self._check_placed(*weights), inputs, results, run)
+        self.steps, self.cache, self.micro_batch = steps, cache, micro_batch
+        self.weights = tuple(weight for step in steps for weight in step.weights)
+        self.max_top_k = steps[-1].max_top_k
+        self._limits = max_tokens, max_outputs
+        self.logits = np.empty((max_outputs, n_vocab), np.float32)
 
-    # -- Operations ------------------------------------------------------------------------------------------------
+    def run(self, batch: Batch, hidden: Output | None = None) -> Output:
+        batch.check_size(*self._limits)
+        batch.check(self.cache.page_size, self.cache.n_pages)
+        return _SplitOutput(self, batch)
 
-    def embed(self, table: Placed, scale: float = 1.0) -> Traced:
-        y = Traced(table.width)
-        self._add([], [table], [y], lambda ops, _: [ops.embed(table.held, scale)])
-        return y
-
-    def rms_norm(self, x: Traced, weight: Placed, eps: float) -> Traced:
-        y = _like(x)
-        self._add([x], [weight], [y], lambda ops, given: [ops.rms_norm(given[0], weight.held, eps)])
-        return y
-
-    def linear(self, x: Traced, weight: Linear, residual: Traced | None = None) -> Traced:
-        matrix = _placed(weight, PlacedLinear)
-        y = _like(x, matrix.n_out)
-        inputs = [x] if residual is None else [x, residual]
-        self._add(inputs, [matrix], [y], lambda ops, given: [ops.linear(given[0], matrix.held, *given[1:])])
-        return y
-
-    def linears(self, x: Traced, weights: Sequence[Linear]) -> list[Traced]:
-        matrices = [_placed(weight, PlacedLinear) for weight in weights]
-        results = [_like(x, matrix.n_out) for matrix in matrices]
-        held = [matrix.held for matrix in matrices]
-        self._add([x], matrices, results, lambda ops, given: ops.linears(given[0], held))
-        return results
-
-    def rope_append(
-        self,
-        q: Traced,
-        k: Traced,
-        v: Traced,
-        rope: Rope | None,
-        layer: int,
-        *,
-        q_norm: Placed | None = None,
-        k_norm: Placed | None = None,
-        eps: float = 0.0,
-    ) -> Traced:
-        own, y = self._check_layer(layer), _like(q)
-        held = {"q_norm": None if q_norm is None else q_norm.held, "k_norm": None if k_norm is None else k_norm.held}
-
-        def run(ops: Backend, given: Sequence[Tensor]) -> list[Tensor]:
-            return [ops.rope_append(given[0], given[1], given[2], rope, own, **held, eps=eps)]
-
-        self._add([q, k, v], [q_norm, k_norm], [y], run)
-        return y
-
-    def attention(
-        self,
-        q: Traced,
-        layer: int,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Placed | None = None,
-    ) -> Traced:
-        own, y = self._check_layer(layer), _like(q)
-        held = None if sinks is None else sinks.held
-
-        def run(ops: Backend, given: Sequence[Tensor]) -> list[Tensor]:
-            return [ops.attention(given[0], own, scale=scale, window=window, softcap=softcap, sinks=held)]
-
-        self._add([q], [sinks], [y], run)
-        return y
-
-    def gated(self, gate: Traced, up: Traced, activation: str) -> Traced:
-        y = _like(gate)
-        self._add([gate, up], [], [y], lambda ops, given: [ops.gated(given[0], given[1], activation)])
-        return y
-
-    def route(self, logits: Traced, k: int, *, normalise: bool, scale: float = 1.0) -> Traced:
-        y = replace(_like(logits), of_tokens=False)
-        self._add([logits], [], [y], lambda ops, given: [ops.route(given[0], k, normalise=normalise, scale=scale)])
-        return y
-
-    def expert_linears(self, x: Traced, weights: Sequence[Experts], routing: Routing) -> list[Traced]:
-        matrices = [_placed(weight, PlacedExperts) for weight in weights]
-        results = [Traced(matrix.n_out, of_tokens=False) for matrix in matrices]
-        held = [matrix.held for matrix in matrices]
-        self._add([x, routing], matrices, results, lambda ops, given: ops.expert_linears(given[0], held, given[1]))
-        return results
-
-    def expert_output(self, h: Traced, weight: Experts, routing: Routing, residual: Traced) -> Traced:
-        matrix, y = _placed(weight, PlacedExperts), _like(residual)
-        self._add(
-            [h, routing, residual], [matrix], [y], lambda ops, x: [ops.expert_output(x[0], matrix.held, *x[1:])]
-        )
-        return y
-
-    def softcap(self, x: Traced, cap: float) -> Traced:
-        y = _like(x)
-        self._add([x], [], [y], lambda ops, given: [ops.softcap(given[0], cap)])
-        return y
-
-    def outputs(self, x: Traced) -> Traced:
-        y = replace(_like(x), of_tokens=False)
-        self._add([x], [], [y], lambda ops, given: [ops.outputs(given[0])])
-        return y
+    def through(self, steps: Sequence[Step], batch: Batch, hidden: Output | None = None) -> Output:
+        """What some of the steps, one after the other, make of a batch."""
+        for step in steps:
+            hidden = step.run(_in_smaller_pages(batch, self.cache.page_size // step.cache.page_size), hidden)
+        if hidden is None:
+            raise KernelError("a model split over no devices computes nothing")
+        return hidden
 
 
-def _like(x: Tensor, width: int | None = None) -> Traced:
-    """Another tensor with the rows of this one, and as many values each unless others are wanted."""
-    if not isinstance(x, Traced):
-        raise KernelError("an operation was given something else than a tensor of its own forward pass")
-    return replace(x, width=x.width if width is None else width)
+@dataclass(frozen=True)
+class _SplitOutput(Output):
+    """The logits of a batch, which is sent through all steps when they are asked for."""
+
+    step: SplitStep
+    batch: Batch
+
+    def rows(self) -> NDArray[np.float32]:
+        if len(self.batch.ids) <= self.step.micro_batch:
+            return self.step.through(self.step.steps, self.batch).rows()
+        logits = self.step.logits[: len(self.batch.outputs)]
+
+        def take(rows: NDArray[np.int64], result: Output) -> None:
+            logits[rows] = result.rows()
+
+        self._pipeline(take)
+        return logits
+
+    def top_k(self, k: int) -> TopK:
+        n = len(self.batch.outputs)
+        best = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32))
+
+        def take(rows: NDArray[np.int64], result: Output) -> None:
+            best.ids[rows], best.logits[rows] = result.top_k(k)
+
+        self._pipeline(take)
+        return best
+
+    def _pipeline(self, take: Callable[[NDArray[np.int64], Output], None]) -> None:
+        """Sends micro-batches through all steps; ``take`` gets the rows among the outputs, and what came out."""
+        *first, last = self.step.steps
+        pending: tuple[MicroBatch, Output] | None = None
+        for micro in micro_batches(self.batch, self.step.micro_batch):
+            hidden = self.step.through(first, micro.batch) if first else None
+            # The last step overwrites what it gave before: that is taken only now, for until then nobody had to wait.
+            _take(pending, take)
+            pending = micro, self.step.through([last], micro.batch, hidden)
+        _take(pending, take)
 
 
-_Matrix = TypeVar("_Matrix", PlacedLinear, PlacedExperts)
+def _take(pending: tuple[MicroBatch, Output] | None, take: Callable[[NDArray[np.int64], Output], None]) -> None:
+    """Waits for the logits of a micro-batch, if it has any."""
+    if pending is not None and len(pending[0].rows):
+        take(pending[0].rows, pending[1])
 
 
-def _placed(weight: Linear | Experts, kind: type[_Matrix]) -> _Matrix:
-    if not isinstance(weight, kind):
-        raise KernelError(
-            f"a split model cannot use a {type(weight).__name__}, which no backend of it loaded: see at()"
-        )
-    return weight
+# -- Micro-batches -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Neighbouring tokens of a batch, as a batch; ``rows`` [N] are the places of its outputs among the batch's."""
+
+    batch: Batch
+    rows: NDArray[np.int64]
+
+
+def micro_batches(batch: Batch, n_tokens: int) -> list[MicroBatch]:
+    """Cuts a batch into parts of at most ``n_tokens`` and about the same size, in the order of its tokens.
+
+    Where a cut goes through a sequence, its first part ends in the cache where the second one begins.
+    """
+    n = len(batch.ids)
+    if n <= n_tokens:
+        return [MicroBatch(batch, np.arange(len(batch.outputs)))]
+    even = -(-n // -(-n // n_tokens))
+    size = min(n_tokens, -(-even // _WHOLE_TILES) * _WHOLE_TILES)
+    return [_tokens(batch, start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def _tokens(batch: Batch, start: int, stop: int) -> MicroBatch:
+    """The tokens start : stop."""
+    starts = np.clip(batch.query_starts, start, stop)
+    within = np.flatnonzero(np.diff(starts))  # the sequences that have tokens there
+    lasts = starts[within + 1] - 1
+    rows = np.flatnonzero((batch.outputs >= start) & (batch.outputs < stop))
+    part = Batch(
+        ids=batch.ids[start:stop],
+        positions=batch.positions[start:stop],
+        query_starts=np.append(starts[within], stop).astype(np.int32) - np.int32(start),
+        kv_lengths=batch.positions[lasts] + np.int32(1),
+        block_tables=batch.block_tables[within],
+        outputs=batch.outputs[rows] - np.int32(start),
+    )
+    return MicroBatch(part, rows)
+
+
+def _in_smaller_pages(batch: Batch, n: int) -> Batch:
+    """The batch over a cache each of whose pages is a run of ``n``."""
+    if n == 1:
+        return batch
+    tables = batch.block_tables[:, :, None] * n + np.arange(n, dtype=np.int32)
+    return replace(batch, block_tables=tables.reshape(len(tables), -1).astype(np.int32))

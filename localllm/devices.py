@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from localllm.errors import DeviceError, UsageError
+from localllm.kernels.backend import Backend
 from localllm.kernels.cpu.host import LLVM_BYTES, check_memory
-from localllm.kernels.ops import Backend
 
 if TYPE_CHECKING:
     from localllm.kernels.cuda.driver import Driver
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: Names that `open_devices` knows.
 DEVICES = ("auto", "cpu", "cuda", "cuda:0,1", "reference")
 
-#: Bytes of a GPU's memory beside the model's: kernels, what is uploaded, and what spans of the cache come to.
+#: Bytes of a GPU's memory beside the model's: kernels, what is uploaded, and what splits of the cache come to.
 GPU_OVERHEAD_BYTES = 256 << 20
 
 _CUDA = re.compile(r"(?:cuda|gpu)(?::(\d{1,9}(?:,\d{1,9})*))?", re.ASCII)
@@ -43,7 +43,7 @@ class Device:
     kernels: str
     threads: int
     decode_threads: int
-    ops: Backend
+    backend: Backend
     close: Callable[[], None]
     free_memory: Callable[[], int] | None = None
     note: str | None = None
@@ -128,12 +128,11 @@ def _cpu(threads: int | None, isa: str | None, progress: Callable[[int, int], No
     if "llvmlite.binding" not in sys.modules:
         check_memory(LLVM_BYTES, "to load LLVM, which compiles kernels,")
     # Imported here: numba takes a third of a second.
-    from localllm.kernels.cpu.ops import CPUOps
+    from localllm.kernels.cpu.backend import CPUBackend
 
-    ops = CPUOps(threads, isa, progress)
-    return Device(
-        "cpu", f"numba kernels for {ops.target.name}", ops.workers.n, ops.decode_threads, ops, ops.workers.close
-    )
+    backend = CPUBackend(threads, isa, progress)
+    kernels, workers = f"numba kernels for {backend.target.name}", backend.workers
+    return Device("cpu", kernels, workers.n, backend.decode_threads, backend, workers.close)
 
 
 def _automatic(progress: Callable[[int, int], None] | None) -> tuple[tuple[Device, ...], str | None]:
@@ -169,21 +168,21 @@ def _cuda(indices: tuple[int, ...] | None, progress: Callable[[int, int], None] 
 
 
 def _gpu(driver: Driver, index: int, progress: Callable[[int, int], None] | None) -> Device:
-    from localllm.kernels.cuda.ops import CUDAOps
+    from localllm.kernels.cuda.backend import CUDABackend
 
-    ops, properties = CUDAOps(driver, index, progress=progress), driver.properties(index)
+    backend, properties = CUDABackend(driver, index, progress=progress), driver.properties(index)
     return Device(
         f"cuda:{index}",
         f"CUDA kernels for {properties.name}",
         threads=1,
         decode_threads=1,
-        ops=ops,
-        close=ops.close,
+        backend=backend,
+        close=backend.close,
         free_memory=lambda: max(0, driver.memory_info(index).free - GPU_OVERHEAD_BYTES),
     )
 
 
 def _reference() -> Device:
-    from localllm.kernels.reference import ReferenceOps
+    from localllm.kernels.reference import ReferenceBackend
 
-    return Device("reference", "numpy", 1, 1, ReferenceOps(), close=lambda: None)
+    return Device("reference", "numpy", 1, 1, ReferenceBackend(), close=lambda: None)

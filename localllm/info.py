@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localllm.kernels.ops import CacheType, Weight
+from localllm.kernels.graph import CacheType, Weight
 from localllm.models.config import ModelConfig
 from localllm.placement import Format, Placement, sum_formats
 
@@ -128,7 +128,7 @@ class ModelInfo:
 
         ``placement.groups`` have the same for each group of layers.
         """
-        return sum_formats(format for group in self.placement.groups for format in group.formats)
+        return sum_formats(weight for group in self.placement.groups for weight in group.packed)
 
 
 def _megabytes(n_bytes: int) -> str:

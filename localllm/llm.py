@@ -7,7 +7,9 @@ import os
 import queue
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import numpy as np
@@ -17,10 +19,10 @@ from localllm.checks import mappings, text, token_ids, whole_number
 from localllm.completion import AsyncStream, Completion, Stream
 from localllm.engine.engine import MAX_WAITING, STEP_S, Engine
 from localllm.engine.request import Request
-from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, UsageError
+from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, QueueFullError, UsageError
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
-from localllm.kernels.ops import CacheType
+from localllm.kernels.graph import CacheType
 from localllm.loading import LoadOptions, Parts, compile_template, load_parts
 from localllm.options import CheckedOptions, Options
 from localllm.progress import LoadPlan, LoadProgress, default_progress
@@ -87,14 +89,15 @@ def load(
             which takes about half the memory, for logits that differ by about 1 %.
         chat_template: jinja2 source to use in place of the file's own template.
         draft_model: the GGUF file of a smaller model with the same vocabulary, which guesses tokens for the large
-            one to check; see ``speculate`` in `localllm.options.Options`.
+            one to check; see ``speculate`` in `localllm.Options`.
         progress: called while kernels are compiled, which the first start on a machine has to do, and weights
             packed: with "kernels" or "weights", how many kernels or bytes are done, and of how many.  By default,
             if standard error is a terminal, one line there says so when compiling takes long.
         planned: called once with the `localllm.placement.Plan`, before anything is loaded.
         max_waiting: how many requests may wait for others; more are refused with a `QueueFullError`.
-        step_s: seconds that a part of a long prompt takes at most, if the model can evaluate 64 tokens in that time:
-            about how long other texts pause for it, and cancelling takes.
+        step_s: seconds that a step with a part of a long prompt takes, at most: about how long other streams pause
+            for it, and how long cancelling takes.  A very slow model takes longer: a part has at least 16 tokens,
+            or 64 where nothing else decodes.
 
     Raises:
         GGUFError: the file is missing, not a GGUF, or damaged.
@@ -237,6 +240,9 @@ class LLM:
     ) -> list[Score]:
         """How likely each continuation of a prompt is; the prompt is evaluated once.
 
+        To choose among answers, take the one with the greatest ``logprob``, or, where they differ in length,
+        ``logprob / len(ids)``.
+
         Args:
             prompt: a text, or tokens; of an empty one BOS is the beginning.
             continuations: texts, or tokens.  A text is tokenized together with the prompt, so that a word that goes
@@ -265,7 +271,7 @@ class LLM:
         Args:
             prompt: a text, or tokens, which are taken as they are.  Of an empty one BOS is the beginning.
             add_special, parse_special: how a text is tokenized; see `tokenize`.
-            options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.options.Options`.
+            options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.Options`.
 
         Raises:
             TypeError: an option is unknown.
@@ -298,11 +304,11 @@ class LLM:
 
         Args:
             messages: each with a ``role`` ("system", "user", "assistant") and a ``content``.
-            tools: JSON schemas of functions that the model may call, for templates that know them.
+            tools: JSON schemas of functions that the model may call; a template that does not use them is a warning.
             template_variables: whatever else the template reads, such as ``{"enable_thinking": False}``.
             reply_prefix: what the answer begins with; the model goes on from there, and only what it adds comes
                 back.  Names of control tokens in it are text.
-            options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.options.Options`.
+            options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.Options`.
 
         Raises:
             TemplateError: there are no messages, one is malformed, or the template fails or refuses them.
@@ -334,7 +340,8 @@ class LLM:
     ) -> Iterator[Completion]:
         """As `generate`, for many prompts: evaluates them together, and yields what is written in their order.
 
-        By default they run in the background of other requests (``priority``).
+        By default they run in the background of other requests (``priority``).  A chat goes in as its tokens, which
+        `tokenize_chat` makes.
 
         Args:
             prompts: any iterable; what is under way at once is taken from it ahead of what is yielded.
@@ -342,39 +349,62 @@ class LLM:
             options: as `generate`, but that ``progress`` is called with the completions done and begun.
 
         Raises:
-            TypeError, UsageError, ContextLengthError: as `generate`, when the prompt is reached.
+            TypeError, UsageError: an option is unknown or out of range.
+
+        What is wrong with a prompt is raised in its turn, after the completions of those before it; none behind it is
+        taken any more.
         """
-        progress = options.pop("progress", None)
         options.setdefault("priority", "background")
-        given, engine = CheckedOptions.of(options), self._opened()
+        given = CheckedOptions.of(options)
+        self._opened()
         if isinstance(prompts, str | bytes):
             raise UsageError("prompts is a text, but must be a list of prompts: use generate for a single one")
-        waiting, is_all = iter(prompts), False
+        if not isinstance(prompts, Iterable):
+            raise UsageError(f"prompts is {prompts!r:.80}, but must be a list of prompts")
+        return self._generate_many(iter(prompts), add_special, parse_special, given)
+
+    def _generate_many(
+        self,
+        prompts: Iterator[str | Sequence[int]],
+        add_special: bool,
+        parse_special: bool,
+        given: CheckedOptions,
+    ) -> Iterator[Completion]:
+        engine, progress, given = self._opened(), given.progress, replace(given, progress=None)
+        numbered = enumerate(prompts)
+        refused: list[tuple[int, str | Sequence[int]]] = []
         streams: dict[int, Stream] = {}
-        done: dict[int, Completion] = {}
+        done: dict[int, Completion | Exception] = {}
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         n_begun = n_yielded = 0
         try:
             while True:
-                while not is_all and len(streams) < _AT_ONCE:
+                for i, prompt in islice(chain(refused, numbered), _AT_ONCE - len(streams)):
+                    reader = partial(Stream, on_end=partial(ended.put, i))
                     try:
-                        prompt = next(waiting)
-                    except StopIteration:
-                        is_all = True
+                        streams[i] = self._stream(reader, prompt, add_special, parse_special, given)
+                    except Exception as error:
+                        if streams and isinstance(error, QueueFullError):
+                            refused = [(i, prompt)]  # it is tried again when one of ours has ended
+                        else:
+                            done[i], refused, numbered = error, [], enumerate(())
                         break
-                    stream = self._stream(Stream, prompt, add_special, parse_special, given)
-                    streams[n_begun] = stream
-                    stream.read_at_end(partial(ended.put, n_begun))
-                    n_begun += 1
+                    refused, n_begun = [], i + 1
+                while n_yielded in done:
+                    result = done.pop(n_yielded)
+                    if isinstance(result, Exception):
+                        raise result
+                    yield result
+                    n_yielded += 1
                 if not streams:
                     return
                 i = engine.wait_for(ended)
-                done[i] = streams.pop(i).read()
+                try:
+                    done[i] = streams.pop(i).read()
+                except Exception as error:
+                    done[i], refused, numbered = error, [], enumerate(())
                 if progress is not None:
                     progress(n_yielded + len(done), n_begun)
-                while n_yielded in done:
-                    yield done.pop(n_yielded)
-                    n_yielded += 1
         finally:
             for stream in streams.values():
                 stream.close()
@@ -458,7 +488,7 @@ class LLM:
 
     def _stream(
         self,
-        reader: type[_Reader],
+        reader: Callable[..., _Reader],
         prompt: str | Sequence[int],
         add_special: bool,
         parse_special: bool,
@@ -515,7 +545,7 @@ class LLM:
 
     def _stream_chat(
         self,
-        reader: type[_Reader],
+        reader: Callable[..., _Reader],
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, object]] | None,
         variables: Mapping[str, object] | None,
@@ -561,6 +591,9 @@ class LLM:
             mappings("tools", tools)
         text("reply_prefix", reply_prefix)
         template = self._compiled_template(stacklevel)
+        if tools and not template.reads("tools"):
+            message = f"the chat template of {self._info.path} does not use tools: the model is told of none"
+            warnings.warn(message, stacklevel=stacklevel - 1)
 
         def encode(chosen: Sequence[Message]) -> list[int]:
             ids = encode_chat(tokenizer, template, chosen, tools=tools, **more)
@@ -573,7 +606,7 @@ class LLM:
 
     def _start(
         self,
-        reader: type[_Reader],
+        reader: Callable[..., _Reader],
         ids: list[int],
         given: CheckedOptions,
         *,

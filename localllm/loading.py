@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -21,12 +21,12 @@ from localllm.engine.runner import ModelRunner
 from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
-from localllm.kernels.cpu.host import available_memory, memory_advice
-from localllm.kernels.ops import CACHE_TYPES, CacheType, Ops
-from localllm.models.config import ModelConfig, read_config
-from localllm.models.registry import builder, load_model
-from localllm.models.weights import LoadedWeight
-from localllm.placement import Demand, DeviceSizes, Placement, Plan, plan, plan_with_draft
+from localllm.kernels.backend import Step, weights_of
+from localllm.kernels.cpu.host import available_memory, default_threads, memory_advice
+from localllm.kernels.graph import CACHE_TYPES, CacheType, Graph, Weight
+from localllm.kernels.split import compile_split, page_size
+from localllm.models.registry import Model, find_architecture, read_model
+from localllm.placement import DeviceBudget, Placement, Plan, Planner, StepSizes, plan, plan_with_draft
 from localllm.progress import LoadPlan, LoadProgress, of_stage
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import Vocabulary
@@ -116,55 +116,54 @@ def load_parts(options: LoadOptions) -> Parts:
         As `localllm.load`.
     """
     with ExitStack() as sources, ExitStack() as on_failure:
-        source = sources.enter_context(_source(options.path))
+        source = sources.enter_context(_source(options.path, options))
         tokenizer = Tokenizer.from_gguf(source.file)
         template_source, template = _template(source.file, tokenizer, options)
         draft_source = None
         if options.draft_model is not None:
-            draft_source = sources.enter_context(_source(options.draft_model, is_draft=True))
+            draft_source = sources.enter_context(_source(options.draft_model, options, is_draft=True))
             _check_vocabulary(draft_source.file, tokenizer)
         devices = _open_devices(options)
         on_failure.callback(_close, devices)
         found = _plan(source, draft_source, devices, options)
         if options.planned is not None:
             options.planned(found)
+        draft = None
         try:
-            loaded, draft = _load_both(source, draft_source, devices, (found.placement, found.draft), options)
+            if draft_source is not None and found.draft is not None:
+                draft = _load(draft_source, devices, found.draft, options)
+            loaded = _load(source, devices, found.placement, options)
         except MemoryError as error:
             _let_go(error)
             raise
         on_failure.pop_all()
-    _log_info(loaded.info)
+    info, draft_model, warnings = loaded.info, None, _notes(devices) + loaded.warnings
+    _log_info(info)
     if draft is not None:
         _log_info(draft.info, "draft model ")
-    draft_model = None
-    if draft is not None:
         # Steps over one token take as long as reading the weights.
-        cost = draft.info.placement.multiplied / max(1, loaded.info.placement.multiplied)
+        cost = draft.info.placement.multiplied / max(1, info.placement.multiplied)
         draft_model = DraftModel(draft.runner, expected_cost=cost)
-    return Parts(
-        tokenizer,
-        Engine(
-            loaded.runner,
-            draft_model,
-            max_waiting=options.max_waiting,
-            step_s=options.step_s,
-            on_end=partial(_close, devices),
-        ),
-        loaded.info,
-        template_source,
-        template,
-        warnings=_notes(devices) + _warnings(loaded) + (() if draft is None else _warnings(draft)),
+        info, warnings = replace(info, draft=draft.info), warnings + draft.warnings
+    engine = Engine(
+        loaded.runner,
+        draft_model,
+        max_waiting=options.max_waiting,
+        step_s=options.step_s,
+        on_end=partial(_close, devices),
     )
+    return Parts(tokenizer, engine, info, template_source, template, warnings)
 
 
 def plan_file(options: LoadOptions) -> Plan:
-    """Where `localllm.load` would put a model; no weight is read.
+    """Where `localllm.load` would put a model, and the bytes that takes; no weight is read.
 
     Raises:
         As `localllm.load`.
     """
-    with _source(options.path) as source:
+    if options.threads is None:  # as many as loading takes, without measuring how many of them decode
+        options = replace(options, threads=default_threads())
+    with _source(options.path, options) as source:
         devices = _open_devices(options)
         try:
             return _plan(source, None, devices, options)
@@ -189,21 +188,29 @@ class _Source:
 
     Attributes:
         name: "the model", or "the draft model" with its path.
-        config: its hyper-parameters.
+        model: for the context that was asked for.
     """
 
     name: str
     file: GGUFFile
-    config: ModelConfig
+    model: Model
+
+    def for_context(self, n_tokens: int) -> Model:
+        """The model for sequences of up to so many tokens."""
+        config, cache_type = self.model.config, self.model.graph.cache_type
+        return self.model if config.for_context(n_tokens) == config else read_model(self.file, n_tokens, cache_type)
 
 
 @contextmanager
-def _source(path: str | os.PathLike[str] | None, *, is_draft: bool = False) -> Iterator[_Source]:
+def _source(
+    path: str | os.PathLike[str] | None, options: LoadOptions | None = None, *, is_draft: bool = False
+) -> Iterator[_Source]:
     """A file, or that of the demo model, open for as long as the context lasts."""
     with _open_demo() if path is None else GGUFFile.open(_file(path)) as file:
         check_runs(file)
         name = f"the draft model {path_text(file.path)}" if is_draft else "the model"
-        yield _Source(name, file, read_config(file.metadata, file.tensors))
+        context, cache_type = (None, "f16") if options is None else (options.context, options.cache_type)
+        yield _Source(name, file, read_model(file, context, cache_type))
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
@@ -220,7 +227,7 @@ def check_runs(file: GGUFFile) -> None:
     """Raises:
     UnsupportedArchitectureError, ModelError: it holds no model that localllm runs.
     """
-    builder(file.metadata)
+    find_architecture(file.metadata)
     if not any(name.startswith("blk.") for name in file.tensors):
         raise ModelError(
             f"{path_text(file.path)} holds only a vocabulary, no weights: choose the file of the whole model, which "
@@ -281,12 +288,11 @@ def _check_vocabulary(draft: GGUFFile, tokenizer: Tokenizer) -> None:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A model in memory, and what its messages call it."""
+    """A model in memory."""
 
-    name: str
     runner: ModelRunner
     info: ModelInfo
-    weights: tuple[LoadedWeight, ...]
+    warnings: tuple[str, ...]
 
 
 def _open_devices(options: LoadOptions) -> tuple[Device, ...]:
@@ -303,98 +309,50 @@ def _plan(source: _Source, draft_source: _Source | None, devices: Sequence[Devic
     """Where the model goes, and the one that drafts for it, if any."""
     available = available_memory()
     free = {each.name: available if each.free_memory is None else each.free_memory() for each in devices}
-    demand = _demand(source, devices, free, options, options.n_gpu_layers)
+    planner = _planner(source, devices, free, options, options.n_gpu_layers)
     draft_placement = None
-    said = _notes(devices)
     if draft_source is None:
-        placement = plan(demand, available, options.context)
+        placement = plan(planner, available, options.context)
     else:
         # The number of layers is the model's: of the draft model as many go to a GPU as fit, unless none are to.
-        draft = _demand(draft_source, devices, free, options, 0 if options.n_gpu_layers == 0 else None)
-        placement, draft_placement = plan_with_draft(demand, draft, available, options.context)
-    said += _said_of(source.name, source.config, placement)
-    return Plan(placement, draft_placement, free, said)
+        draft = _planner(draft_source, devices, free, options, 0 if options.n_gpu_layers == 0 else None)
+        placement, draft_placement = plan_with_draft(planner, draft, available, options.context)
+    return Plan(placement, draft_placement, free, _notes(devices) + _notices(source, placement))
 
 
-def _demand(
+def _planner(
     source: _Source,
     devices: Sequence[Device],
     free: Mapping[str, int],
     options: LoadOptions,
     n_gpu_layers: int | None,
-) -> Demand:
-    return Demand.of(
-        source.config,
-        source.file.tensors,
-        [
-            DeviceSizes(
-                device.name,
-                device.ops.packed_bytes,
-                device.ops.cache_bytes,
-                device.ops.page_size,
-                0 if device.free_memory is None else free[device.name],
-                device.kernels,
-                device.ops.step_bytes,
-                device.note,
-            )
-            for device in devices
-        ],
-        parallel=options.parallel,
-        cache_type=options.cache_type,
-        name=source.name,
-        n_gpu_layers=n_gpu_layers,
-        tensor_split=None if options.tensor_split is None else tuple(options.tensor_split),
-    )
-
-
-def _load_both(
-    source: _Source,
-    draft_source: _Source | None,
-    devices: Sequence[Device],
-    placements: tuple[Placement, Placement | None],
-    options: LoadOptions,
-) -> tuple[_Loaded, _Loaded | None]:
-    """The model, and the one that drafts for it on the same threads, if any."""
-    placement, draft_placement = placements
-    spare_bytes = _spare_bytes(devices, [each for each in placements if each is not None])
-    if draft_source is None or draft_placement is None:
-        return _load(source, devices, placement, options, spare_bytes), None
-    draft = _load(draft_source, devices, draft_placement, options, spare_bytes)
-    spare_bytes -= sum(weight.unplanned_bytes for weight in draft.weights)
-    loaded = _load(source, devices, placement, options, spare_bytes)
-    return replace(loaded, info=replace(loaded.info, draft=draft.info)), draft
-
-
-def _spare_bytes(devices: Sequence[Device], placements: Sequence[Placement]) -> int:
-    """What weights may take beyond the plan, on whichever device: what the fullest one has left."""
-    return min(
-        (available_memory() if device.free_memory is None else device.free_memory())
-        - sum(placement.on(device.name).total for placement in placements)
+) -> Planner:
+    budgets = (
+        DeviceBudget(
+            device.name,
+            device.backend.page_size,
+            device.backend.footprint,
+            0 if device.free_memory is None else free[device.name],
+            device.kernels,
+            device.note,
+        )
         for device in devices
-        if any(device.name in placement.devices for placement in placements)
+    )
+    return Planner(
+        source.name,
+        source.model,
+        tuple(budgets),
+        options.parallel,
+        n_gpu_layers,
+        None if options.tensor_split is None else tuple(options.tensor_split),
     )
 
 
-def _ops(devices: Sequence[Device], placement: Placement) -> Ops:
-    """What a model placed so runs on."""
-    parts = [(device.ops, n) for device in devices if (n := placement.layers_on(device.name))]
-    if len(parts) == 1:
-        return parts[0][0]
-    # Imported here: few models are split.
-    from localllm.kernels.split import SplitOps
-
-    return SplitOps(parts)
-
-
-def _load(
-    source: _Source, devices: Sequence[Device], placement: Placement, options: LoadOptions, spare_bytes: int
-) -> _Loaded:
-    """Packs a model's weights, which may take ``spare_bytes`` beyond the plan, and makes its cache."""
-    file, ops, context = source.file, _ops(devices, placement), placement.context
-    progress = of_stage(options.progress, "weights")
+def _load(source: _Source, devices: Sequence[Device], placement: Placement, options: LoadOptions) -> _Loaded:
+    """Packs a model's weights, and makes its cache."""
+    file, model = source.file, source.for_context(placement.context)
     try:
-        model = load_model(file, ops, source.config, context, spare_bytes=spare_bytes, progress=progress)
-        runner = ModelRunner(model, ops, context=context, parallel=options.parallel, cache_type=options.cache_type)
+        step = compile_model(model, devices, placement, options)
     except (MemoryError, OSError) as error:
         if isinstance(error, LocalLLMError) or (isinstance(error, OSError) and error.errno != errno.ENOMEM):
             raise
@@ -402,9 +360,41 @@ def _load(
             f"memory ran out while {path_text(file.path)} was loaded, which takes {placement.total / 1e9:.2f} GB: "
             f"{memory_advice()}, or choose a smaller context or a smaller quantisation of the model"
         ) from error
-    info = _info(source, devices, placement.loaded(model.weights))
     file.check_unchanged()
-    return _Loaded(source.name, runner, info, model.weights)
+    loaded = placement.loaded(step.weights)
+    runner = ModelRunner(step, n_vocab=model.config.n_vocab, context=placement.context)
+    return _Loaded(
+        runner,
+        _info(source, devices, loaded),
+        _notices(source, placement) + _larger_weights(source, placement, loaded),
+    )
+
+
+def compile_model(model: Model, devices: Sequence[Device], placement: Placement, options: LoadOptions) -> Step:
+    """The step of a model that is placed so."""
+    used = [device for device in devices if placement.layers_on(device.name)]
+    backends = [device.backend for device in used]
+    report, graph = of_stage(options.progress, "weights"), model.graph
+    sizes = StepSizes.of(placement.context, options.parallel, model.config.n_vocab, page_size(backends))
+    progress = None if report is None else _Counted(graph, report)
+    limits = asdict(sizes)
+    if len(used) == 1:
+        return backends[0].compile(graph, progress=progress, **limits)
+    ranges = [group.layers for group in placement.groups if group.layers]
+    return compile_split(backends, ranges, graph, progress=progress, **limits)
+
+
+class _Counted:
+    """Tells the bytes of a graph's weights that were packed so far, and of all of them."""
+
+    def __init__(self, graph: Graph, report: Callable[[int, int], None]) -> None:
+        self._report = report
+        self._total = sum(use.weight.data.nbytes for use in weights_of(graph))
+        self._packed: dict[Weight, int] = {}
+
+    def __call__(self, weight: Weight) -> None:
+        self._packed[weight] = weight.data.nbytes
+        self._report(sum(self._packed.values()), self._total)
 
 
 # -- What is said of it --------------------------------------------------------------------------------------------
@@ -415,47 +405,37 @@ def _notes(devices: Sequence[Device]) -> tuple[str, ...]:
     return tuple(device.note for device in devices if device.note is not None)
 
 
-def _warnings(model: _Loaded) -> tuple[str, ...]:
-    widened = _widened(model)
-    said = _said_of(model.name, model.info.config, model.info.placement)
-    return said if widened is None else (*said, widened)
-
-
-def _said_of(name: str, config: ModelConfig, placement: Placement) -> tuple[str, ...]:
+def _notices(source: _Source, placement: Placement) -> tuple[str, ...]:
     """What a plan leaves to be desired."""
-    said = (_long_context(name, config, placement), _left_over(name, config, placement))
-    return tuple(message for message in said if message is not None)
-
-
-def _long_context(name: str, config: ModelConfig, placement: Placement) -> str | None:
+    name, config, notices = source.name, source.model.config, list[str]()
     context, trained = placement.context, config.context_length
-    if context <= trained:
-        return None
-    return f"{name} was trained on {trained:,} tokens of context: with context={context:,} it may lose the thread"
+    if context > trained:
+        notices.append(
+            f"{name} was trained on {trained:,} tokens of context: with context={context:,} it may lose the thread"
+        )
+    if n := placement.spilled_layers:
+        left = "no layer" if n == config.n_layers else f"not more than {config.n_layers - n} layers"
+        notices.append(
+            f"the GPU has room for {left} of {name}: {n} of {config.n_layers} run on the {placement.host}, slower; a "
+            f"smaller context or quantisation leaves more room, and n_gpu_layers={config.n_layers - n} says that it "
+            "is meant so"
+        )
+    return tuple(notices)
 
 
-def _left_over(name: str, config: ModelConfig, placement: Placement) -> str | None:
-    n = placement.left_over
-    if not n:
-        return None
-    left = "no layer" if n == config.n_layers else f"not more than {config.n_layers - n} layers"
+def _larger_weights(source: _Source, placement: Placement, loaded: Placement) -> tuple[str, ...]:
+    """That weights took more than was planned, because the format planned on cannot hold their values."""
+    planned = {(w.name, w.layer): w for group in placement.groups for w in group.packed}
+    larger = [w for group in loaded.groups for w in group.packed if w.n_bytes > planned[w.name, w.layer].n_bytes]
+    if not larger:
+        return ()
+    names = ", ".join(weight.name for weight in larger[:3]) + (", …" if len(larger) > 3 else "")
+    before = sum(planned[weight.name, weight.layer].n_bytes for weight in larger)
     return (
-        f"the GPU has room for {left} of {name}: {n} of {config.n_layers} run on the {placement.host}, slower; a "
-        f"smaller context or quantisation leaves more room, and n_gpu_layers={config.n_layers - n} says that it is "
-        "meant so"
-    )
-
-
-def _widened(model: _Loaded) -> str | None:
-    widened = [weight for weight in model.weights if weight.unplanned_bytes]
-    if not widened:
-        return None
-    names = ", ".join(weight.name for weight in widened[:3]) + (", …" if len(widened) > 3 else "")
-    return (
-        f"{len(widened)} of the tensors of {model.name} ({names}) have scales beyond the range of float16, in "
-        f"which {widened[0].file_type} is read: they are kept in {widened[0].kernel_type}, take "
-        f"{sum(w.n_bytes for w in widened) / 1e9:.2f} GB instead of "
-        f"{sum(w.planned_bytes for w in widened) / 1e9:.2f} GB, and are slower to compute with"
+        f"{len(larger)} of the tensors of {source.name} ({names}) have scales beyond the range of float16, in "
+        f"which {larger[0].file_type} is read: they are kept in {larger[0].kernel_type}, take "
+        f"{sum(w.n_bytes for w in larger) / 1e9:.2f} GB instead of {before / 1e9:.2f} GB, and are slower to compute "
+        "with",
     )
 
 
@@ -468,7 +448,7 @@ def _log_info(info: ModelInfo, role: str = "") -> None:
 
 
 def _info(source: _Source, devices: Sequence[Device], placement: Placement) -> ModelInfo:
-    file, config = source.file, source.config
+    file, config = source.file, source.model.config
     name = file.metadata.get("general.name")
     used = [device for device in devices if device.name in placement.devices]
     return ModelInfo(

@@ -1,27 +1,25 @@
-"""How many bytes a model takes, and whether they are there: a pure function from hyper-parameters to a plan.
+"""Where a model goes, and how many bytes that takes: a pure function from its graph to a plan.
 
-Weights count as the kernels hold them.  An embedding table counts as the file has it, or not at all where it is the
-output matrix as well.
+Backends answer for memory, by the same arithmetic as they load: what a plan says is what loading takes.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import lcm
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from localllm.engine.runner import MAX_TOKENS, max_outputs, n_cache_pages
 from localllm.errors import NotEnoughMemoryError
+from localllm.kernels.backend import Footprint, PackedWeight
 from localllm.kernels.cpu.host import memory_advice
-from localllm.kernels.micro_batches import MICRO_BATCH
-from localllm.kernels.ops import CacheShape, CacheType, Place, StepSizes, Weight
-from localllm.layers import NO_GPU, Room, Share, plan_layers
+from localllm.kernels.graph import CacheType, Graph
+from localllm.kernels.split import MICRO_BATCH
+from localllm.layers import NO_GPU, LayerRange, plan_layers
 from localllm.models.config import ModelConfig
-from localllm.models.weights import LoadedWeight
-from localllm.quant.types import GGMLType
+from localllm.models.registry import Model
 
 #: Tokens of context where nobody asks for a number and the model was trained on as many.
 DEFAULT_CONTEXT = 4096
@@ -31,12 +29,6 @@ LEAST_CONTEXT = 512
 
 #: Bytes beside the model's: compiled kernels, vocabulary, Python.
 OVERHEAD_BYTES = 160 << 20
-
-#: The tensor of the embedding table.
-EMBEDDING = "token_embd.weight"
-
-_ROUTER = ".ffn_gate_inp.weight"
-_LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 class Format(NamedTuple):
@@ -58,11 +50,11 @@ class Format(NamedTuple):
         )
 
 
-def sum_formats(formats: Iterable[tuple[str, str, int]]) -> tuple[Format, ...]:
+def sum_formats(weights: Iterable[PackedWeight]) -> tuple[Format, ...]:
     """One entry for each pair of types, with the bytes of all of them; those of most bytes first."""
     n_bytes: Counter[tuple[str, str]] = Counter()
-    for file_type, kernel_type, n in formats:
-        n_bytes[file_type, kernel_type] += n
+    for weight in weights:
+        n_bytes[weight.file_type, weight.kernel_type] += weight.n_bytes
     return tuple(Format(*types, n) for types, n in n_bytes.most_common())
 
 
@@ -73,32 +65,30 @@ class LayerGroup:
     Attributes:
         name: "embedding", "layers 0-21", "output", or "embedding and output" where these are one matrix.
         device: "cpu", …
-        weights: bytes of packed weights.
+        packed: its weights, as the backend holds them.
         kv_cache: bytes of keys and values.
-        formats: of the weights, those of most bytes first; known once they are loaded.
-        scratch: bytes that a step takes there, for activations or logits.
+        scratch: bytes that a step takes there to compute in.
         kernels: which kernels run there, in words.
-        places: what it has of the model.
+        layers: those in it.
     """
 
     name: str
     device: str
-    weights: int
+    packed: tuple[PackedWeight, ...]
     kv_cache: int = 0
-    formats: tuple[Format, ...] = ()
     scratch: int = 0
     kernels: str = ""
-    places: tuple[Place, ...] = ()
+    layers: range = range(0)
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers in it."""
-        return tuple(place for place in self.places if isinstance(place, int))
+    def weights(self) -> int:
+        """Bytes of packed weights."""
+        return sum(weight.n_bytes for weight in self.packed)
 
-    def loaded(self, weights: Sequence[LoadedWeight]) -> LayerGroup:
-        """The same with the formats and bytes of those of ``weights`` that it holds."""
-        formats = sum_formats((w.file_type, w.kernel_type, w.n_bytes) for w in weights if w.place in self.places)
-        return replace(self, weights=sum(format.n_bytes for format in formats), formats=formats)
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """Of the weights, those of most bytes first."""
+        return sum_formats(self.packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +96,14 @@ class Placement:
     """What lies where.
 
     Attributes:
-        groups: in the order of the data's way.
+        groups: in execution order.
         context: tokens that a sequence can hold.
         parallel: how many sequences of that length the cache has room for.
         cache_type: what keys and values are kept in.
         overhead: bytes that the program itself takes, beside any model.
         host: the device whose memory that is.
-        left_over: layers that are there because no GPU had room for them, not because somebody asked for it.
-        idle: bytes of the experts that a token does not go to.
+        spilled_layers: layers that are there because no GPU had room for them, not because somebody asked for it.
+        used_experts: the share of its experts that a token goes to.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -122,8 +112,8 @@ class Placement:
     cache_type: CacheType = "f16"
     overhead: int = OVERHEAD_BYTES
     host: str = "cpu"
-    left_over: int = 0
-    idle: int = 0
+    spilled_layers: int = 0
+    used_experts: float = 1.0
 
     @property
     def weights(self) -> int:
@@ -135,7 +125,7 @@ class Placement:
 
     @property
     def scratch(self) -> int:
-        """Bytes of activations and logits of one step."""
+        """Bytes that steps compute in."""
         return sum(group.scratch for group in self.groups)
 
     @property
@@ -147,27 +137,29 @@ class Placement:
     def multiplied(self) -> int:
         """Bytes of the weights that a token is multiplied with: all but the experts that it does not go to, and a
         table that only its row is taken of."""
-        return sum(group.weights for group in self.groups if group.name != "embedding") - self.idle
+        weights = [weight for group in self.groups if group.name != "embedding" for weight in group.packed]
+        experts = sum(weight.n_bytes for weight in weights if weight.is_expert)
+        return sum(weight.n_bytes for weight in weights) - round(experts * (1 - self.used_experts))
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Those that have a part of it, in the order of the data's way."""
+        """Those that have a part of it, in execution order."""
         return tuple(dict.fromkeys(group.device for group in self.groups))
 
     def on(self, device: str) -> Placement:
         """What lies on one device."""
         groups = tuple(group for group in self.groups if group.device == device)
-        n_layers = sum(len(group.layers) for group in self.groups)
-        idle = self.idle * self.layers_on(device) // max(1, n_layers)
-        return replace(self, groups=groups, overhead=self.overhead if device == self.host else 0, idle=idle)
+        return replace(self, groups=groups, overhead=self.overhead if device == self.host else 0)
 
     def layers_on(self, device: str) -> int:
         """How many layers a device has."""
         return sum(len(group.layers) for group in self.groups if group.device == device)
 
-    def loaded(self, weights: Sequence[LoadedWeight]) -> Placement:
-        """The same with the formats and bytes of the weights as they were loaded."""
-        return replace(self, groups=tuple(group.loaded(weights) for group in self.groups))
+    def loaded(self, weights: Iterable[PackedWeight]) -> Placement:
+        """The same with the weights as they were loaded."""
+        held = {(weight.name, weight.layer): weight for weight in weights}
+        groups = (replace(g, packed=tuple(held.get((w.name, w.layer), w) for w in g.packed)) for g in self.groups)
+        return replace(self, groups=tuple(groups))
 
 
 @dataclass(frozen=True)
@@ -178,13 +170,13 @@ class Plan:
         placement: of the model.
         draft: of the one that drafts for it, if any.
         free: bytes that can be had on each device: of the host's memory, and of GPUs that have their own.
-        said: what the plan leaves to be desired.
+        notices: what the plan leaves to be desired.
     """
 
     placement: Placement
     draft: Placement | None
     free: Mapping[str, int]
-    said: tuple[str, ...]
+    notices: tuple[str, ...]
 
     @property
     def has_gpus(self) -> bool:
@@ -192,94 +184,77 @@ class Plan:
         return any(device != self.placement.host for device in self.free)
 
 
+class Measure(Protocol):
+    """Tells what a graph takes on a device: see `localllm.kernels.backend.Backend.footprint`."""
+
+    def __call__(self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int) -> Footprint: ...
+
+
 @dataclass(frozen=True)
-class DeviceSizes:
-    """A device, and how many bytes things take there.
+class DeviceBudget:
+    """A device, the bytes that can be had there, and what tells how many things take.
 
     Attributes:
         name: "cpu", "cuda:0", …
-        packed_bytes: of a tensor as the backend will hold it (`Loader.packed_bytes`).
-        cache_bytes: of a cache of so many pages as the backend will make it (`Ops.cache_bytes`).
-        page_size: tokens in such a page.
-        free: bytes that can be had on a device with memory of its own.
+        free: of a device with memory of its own.
         kernels: which kernels run there, in words.
-        step_bytes: of a step's activations and logits as the backend will make them (`Backend.step_bytes`).
         note: why it is not another device, where that was not chosen by name.
     """
 
     name: str
-    packed_bytes: Callable[[Weight], int]
-    cache_bytes: Callable[[CacheShape, int], int]
     page_size: int
+    footprint: Measure
     free: int = 0
     kernels: str = ""
-    step_bytes: Callable[[StepSizes], tuple[int, int] | None] = lambda sizes: None
     note: str | None = None
 
 
 @dataclass(frozen=True)
-class Demand:
-    """What a model asks of memory, for any context.
+class StepSizes:
+    """What a step is compiled for: see `localllm.kernels.backend.Backend.compile`."""
+
+    n_pages: int
+    max_tokens: int
+    max_outputs: int
+
+    @classmethod
+    def of(cls, context: int, parallel: int, n_vocab: int, page_size: int) -> StepSizes:
+        """Those of an engine for ``parallel`` sequences of ``context`` tokens."""
+        n_tokens = min(MAX_TOKENS, context)
+        return cls(n_cache_pages(context, parallel, page_size), n_tokens, max_outputs(n_vocab, n_tokens))
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans where a model goes, for any context.
 
     Attributes:
         name: of the model, for messages.
-        config: its hyper-parameters.
         devices: the host, and then GPUs; the model need not take all.
-        rooms: of each, the bytes of weights, and of a cache for no tokens.
-        page_size: tokens in a page of the cache.
         parallel: how many sequences of full length the cache shall have room for.
-        cache_type: what keys and values are kept in.
-        tied: whether the embedding is the output matrix.
         n_gpu_layers, tensor_split: see `localllm.layers.plan_layers`.
-        idle: as of a `Placement`.
-        types: of the model's matrices, but for routers.
     """
 
     name: str
-    config: ModelConfig
-    devices: tuple[DeviceSizes, ...]
-    rooms: tuple[Room, ...]
-    page_size: int
-    parallel: int
-    cache_type: CacheType
-    tied: bool
-    n_gpu_layers: int | None
-    tensor_split: tuple[float, ...] | None
-    idle: int = 0
-    types: frozenset[GGMLType] = frozenset()
+    model: Model
+    devices: tuple[DeviceBudget, ...]
+    parallel: int = 1
+    n_gpu_layers: int | None = None
+    tensor_split: tuple[float, ...] | None = None
+    _known: dict[tuple[str, range, StepSizes], Footprint] = field(default_factory=dict, compare=False)
 
-    @classmethod
-    def of(
-        cls,
-        config: ModelConfig,
-        tensors: Mapping[str, Weight],
-        devices: Sequence[DeviceSizes],
-        *,
-        parallel: int = 1,
-        cache_type: CacheType = "f16",
-        name: str = "the model",
-        n_gpu_layers: int | None = None,
-        tensor_split: tuple[float, ...] | None = None,
-    ) -> Demand:
-        """What a file's model asks of devices; see the class."""
-        return cls(
-            name=name,
-            config=config,
-            devices=tuple(devices),
-            rooms=tuple(_room(config, tensors, device) for device in devices),
-            page_size=lcm(*(device.page_size for device in devices)),
-            parallel=parallel,
-            cache_type=cache_type,
-            tied="output.weight" not in tensors,
-            n_gpu_layers=n_gpu_layers,
-            tensor_split=tensor_split,
-            idle=_idle_bytes(config, tensors, devices[0]),
-            types=_multiplied_types(tensors),
-        )
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
 
     @property
     def host(self) -> str:
         return self.devices[0].name
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page of the cache."""
+        return lcm(*(device.page_size for device in self.devices))
 
     def at(self, context: int) -> Placement:
         """What lies where with so many tokens of context.
@@ -287,125 +262,78 @@ class Demand:
         Raises:
             UsageError, NotEnoughMemoryError: as `localllm.layers.plan_layers`.
         """
-        host, *gpus = (
-            self._room_at(room, device, context) for room, device in zip(self.rooms, self.devices, strict=True)
-        )
-        shares = plan_layers(
-            host,
-            gpus,
-            tied=self.tied,
+        host, *gpus = self.devices
+        ranges = plan_layers(
+            self.config.n_layers,
+            host.name,
+            {gpu.name: gpu.free for gpu in gpus},
+            lambda device, layers: self._n_bytes(device, layers, context),
             n_gpu_layers=self.n_gpu_layers,
             tensor_split=self.tensor_split,
-            without_gpus=self.devices[0].note or NO_GPU,
+            without_gpus=host.note or NO_GPU,
         )
-        kernels = {device.name: device.kernels for device in self.devices}
-        groups = tuple(group for share in shares for group in _groups(share, kernels[share.room.name]))
-        placement = Placement(groups, context, self.parallel, self.cache_type, host=self.host, idle=self.idle)
+        groups = tuple(group for each in ranges for group in self._groups(each, context))
+        experts = self.config.experts
+        placement = Placement(
+            groups,
+            context,
+            self.parallel,
+            self.model.graph.cache_type,
+            host=host.name,
+            used_experts=1.0 if experts is None else experts.n_used / experts.n,
+        )
         as_wanted = not gpus or self.n_gpu_layers is not None
-        return placement if as_wanted else replace(placement, left_over=placement.layers_on(self.host))
+        return placement if as_wanted else replace(placement, spilled_layers=placement.layers_on(host.name))
 
     def as_draft(self, context: int) -> Placement:
         """The same of a draft model, beside a model of so much context: no more than it was trained on helps it."""
         return replace(self.at(min(context, self.config.context_length)), overhead=0)
 
-    def beside(self, other: Placement) -> Demand:
+    def beside(self, other: Placement) -> Planner:
         """The same where another model lies already."""
-        rooms = tuple(replace(room, free=room.free - other.on(room.name).total) for room in self.rooms)
-        return replace(self, rooms=rooms)
+        devices = (replace(device, free=device.free - other.on(device.name).total) for device in self.devices)
+        return replace(self, devices=tuple(devices))
 
-    def _room_at(self, room: Room, device: DeviceSizes, context: int) -> Room:
-        """A room with the bytes of the cache of one layer, and of a step."""
-        config, experts = self.config, self.config.experts
-        n_pages = n_cache_pages(context, self.parallel, self.page_size) * (self.page_size // device.page_size)
-        shape = CacheShape(1, config.n_kv_heads, config.head_dim, self.cache_type)
-        n_tokens = min(MAX_TOKENS, context)
-        sizes = StepSizes(
-            n_embd=config.n_embd,
-            n_ff=config.n_ff if experts is None else experts.n_ff,
-            n_vocab=config.n_vocab,
-            n_heads=config.n_heads,
-            n_kv_heads=config.n_kv_heads,
-            head_dim=config.head_dim,
-            cache_type=self.cache_type,
-            n_tokens=n_tokens,
-            n_outputs=max_outputs(config.n_vocab, n_tokens),
-            n_pages=n_pages,
-            n_experts=0 if experts is None else experts.n,
-            n_chosen=0 if experts is None else experts.n_used,
-            types=self.types,
-        )
-        whole = device.step_bytes(sizes)
-        scratch, logits = whole or (activation_bytes(config, n_tokens), logits_bytes(config, context))
-        n_part_tokens = min(n_tokens, MICRO_BATCH)
-        part = device.step_bytes(replace(sizes, n_tokens=n_part_tokens))
-        return replace(
-            room,
-            cache=device.cache_bytes(shape, n_pages),
-            scratch=scratch,
-            logits=logits,
-            part_scratch=activation_bytes(config, n_part_tokens) if part is None else part[0],
-        )
+    def footprint(self, device: str, layers: range, context: int) -> Footprint:
+        """What a range of layers takes on a device; of a part of the layers, with micro-batches."""
+        budget = next(each for each in self.devices if each.name == device)
+        sizes = StepSizes.of(context, self.parallel, self.config.n_vocab, self.page_size)
+        n_pages, n_tokens = sizes.n_pages * (self.page_size // budget.page_size), sizes.max_tokens
+        if len(layers) < self.config.n_layers:
+            n_tokens = min(n_tokens, MICRO_BATCH)
+        key = device, layers, replace(sizes, n_pages=n_pages, max_tokens=n_tokens)
+        if key not in self._known:
+            limits = {"max_tokens": n_tokens, "max_outputs": sizes.max_outputs}
+            self._known[key] = budget.footprint(self.model.graph.part(layers), n_pages=n_pages, **limits)
+        return self._known[key]
 
+    def _n_bytes(self, device: str, layers: range, context: int) -> int:
+        """What they take, or what weights and cache take if that alone is too much: it is sooner known."""
+        whole = self.footprint(device, range(self.config.n_layers), context)
+        places = {*layers, "output"} if layers.stop == self.config.n_layers else {*layers}
+        least = sum(weight.n_bytes for weight in whole.weights if weight.layer in places)
+        least += sum(n for layer, n in whole.caches.items() if layer in places)
+        free = next(each.free for each in self.devices if each.name == device)
+        return least if least > free else self.footprint(device, layers, context).n_bytes
 
-def _room(config: ModelConfig, tensors: Mapping[str, Weight], device: DeviceSizes) -> Room:
-    """The bytes of a model's weights on a device."""
-
-    def n_bytes(tensor: Weight) -> int:
-        # No model has tensors of other shapes; loading will say so.
-        return device.packed_bytes(tensor) if len(tensor.shape) in (1, 2, 3) else 0
-
-    layers = [0] * config.n_layers
-    output = 0
-    for name, tensor in tensors.items():
-        layer = _LAYER.match(name)
-        if layer is None:
-            output += n_bytes(tensor)
-        elif (i := int(layer[1])) < config.n_layers:
-            layers[i] += n_bytes(tensor)
-    embedding = tensors.get(EMBEDDING)
-    if embedding is not None and "output.weight" in tensors:
-        output -= n_bytes(embedding)
-    table_bytes = 0 if embedding is None else embedding.data.nbytes
-    return Room(device.name, device.free, tuple(layers), 0, table_bytes, output, 0, 0)
+    def _groups(self, each: LayerRange, context: int) -> list[LayerGroup]:
+        """What a device has, in execution order."""
+        footprint, layers = self.footprint(*each, context), each.layers
+        kernels = next(device.kernels for device in self.devices if device.name == each.device)
+        embedding, output = (tuple(w for w in footprint.weights if w.layer == end) for end in ("embedding", "output"))
+        packed = tuple(weight for weight in footprint.weights if isinstance(weight.layer, int))
+        name = f"layers {layers.start}-{layers.stop - 1}"
+        kept, scratch = sum(footprint.caches.values()), footprint.buffers
+        shared = layers.start == 0 and not embedding
+        groups = [
+            LayerGroup("embedding", each.device, embedding, kernels=kernels),
+            LayerGroup(name, each.device, packed, kept, scratch, kernels, layers),
+            LayerGroup("embedding and output" if shared else "output", each.device, output, kernels=kernels),
+        ]
+        return [group for group in groups if group.packed]
 
 
-def _multiplied_types(tensors: Mapping[str, Weight]) -> frozenset[GGMLType]:
-    """Of the matrices that rows are multiplied with, but for routers.  A table is one where it is the output too."""
-    looked_up = {EMBEDDING} if "output.weight" in tensors else set()
-    return frozenset(
-        tensor.type
-        for name, tensor in tensors.items()
-        if len(tensor.shape) > 1 and name not in looked_up and not name.endswith(_ROUTER)
-    )
-
-
-def _idle_bytes(config: ModelConfig, tensors: Mapping[str, Weight], device: DeviceSizes) -> int:
-    """Bytes of the experts that a token does not go to."""
-    if config.experts is None:
-        return 0
-    n_bytes = sum(device.packed_bytes(tensor) for tensor in tensors.values() if len(tensor.shape) == 3)
-    return n_bytes * (config.experts.n - config.experts.n_used) // config.experts.n
-
-
-def _groups(share: Share, kernels: str) -> Iterator[LayerGroup]:
-    """What a device has, in the order of the data's way."""
-    room, layers = share.room, share.layers
-
-    def group(name: str, weights: int, *places: Place, kv_cache: int = 0, scratch: int = 0) -> LayerGroup:
-        return LayerGroup(name, room.name, weights, kv_cache, scratch=scratch, kernels=kernels, places=places)
-
-    shared = share.tied and share.embeds and share.outputs
-    if share.embeds and not shared:
-        yield group("embedding", room.embedding, "embedding")
-    name, n_bytes = f"layers {layers.start}-{layers.stop - 1}", sum(room.layers[i] for i in layers)
-    yield group(name, n_bytes, *layers, kv_cache=len(layers) * room.cache, scratch=share.scratch)
-    if shared:
-        yield group("embedding and output", room.output, "embedding", "output", scratch=room.logits)
-    elif share.outputs:
-        yield group("output", room.output, "output", scratch=room.logits)
-
-
-def plan(demand: Demand, available: int, context: int | None = None) -> Placement:
+def plan(planner: Planner, available: int, context: int | None = None) -> Placement:
     """The placement of a model.
 
     Args:
@@ -417,21 +345,21 @@ def plan(demand: Demand, available: int, context: int | None = None) -> Placemen
         NotEnoughMemoryError: it does not fit; gives the numbers and the largest context that does.
         UsageError: it is to be split over GPUs that are not there.
     """
-    wanted = context if context is not None else min(demand.config.context_length, DEFAULT_CONTEXT)
-
-    def fits(n_tokens: int) -> bool:
-        return _fits(lambda: [demand.at(n_tokens)], available)
-
-    if fits(wanted):
-        return demand.at(wanted)
-    fitting = _largest_context(fits, wanted, demand.page_size)
-    if context is None and fitting >= LEAST_CONTEXT:
-        return demand.at(fitting)
-    raise NotEnoughMemoryError(_too_large(demand.name, demand.at(wanted).on(demand.host), available, fitting))
+    wanted = context if context is not None else min(planner.config.context_length, DEFAULT_CONTEXT)
+    found, fitting = _largest(lambda n: (planner.at(n),), available, wanted, planner.page_size)
+    if found is not None and (fitting == wanted or (context is None and fitting >= LEAST_CONTEXT)):
+        return found[0]
+    on_host = planner.at(wanted).on(planner.host)
+    raise NotEnoughMemoryError(
+        f"{planner.name} needs {_gigabytes(on_host.total)} of memory ({_gigabytes(on_host.weights)} of weights, "
+        f"{_gigabytes(on_host.kv_cache)} for {on_host.parallel * on_host.context:,} tokens of context, "
+        f"{_gigabytes(on_host.scratch + on_host.overhead)} to work in), but {_gigabytes(available)} is "
+        f"available: {_advice(fitting)}"
+    )
 
 
 def plan_with_draft(
-    demand: Demand, draft: Demand, available: int, context: int | None = None
+    planner: Planner, draft: Planner, available: int, context: int | None = None
 ) -> tuple[Placement, Placement]:
     """The placements of a model and of one that drafts for it, with the same context if it was trained on as much.
 
@@ -447,67 +375,47 @@ def plan_with_draft(
 
     def both(n_tokens: int) -> tuple[Placement, Placement]:
         drafting = draft.as_draft(n_tokens)
-        return demand.beside(drafting).at(n_tokens), drafting
+        return planner.beside(drafting).at(n_tokens), drafting
 
-    def fits(n_tokens: int) -> bool:
-        return _fits(lambda: both(n_tokens), available)
-
-    alone = plan(demand, available, context)
-    wanted = alone.context
-    if fits(wanted):
-        return both(wanted)
-    fitting = _largest_context(fits, wanted, demand.page_size)
-    if context is None and fitting >= LEAST_CONTEXT:
-        return both(fitting)
+    wanted = plan(planner, available, context).context
+    found, fitting = _largest(both, available, wanted, planner.page_size)
+    if found is not None and (fitting == wanted or (context is None and fitting >= LEAST_CONTEXT)):
+        return found[0], found[1]
     its_context = None if context is None else min(context, draft.config.context_length)
     plan(draft, available, its_context)  # raises if it does not even fit alone
     model, drafting = both(wanted)  # raises if it is a GPU that has no room for both
     raise NotEnoughMemoryError(
-        f"{demand.name} needs {_gigabytes(model.on(model.host).total)} of memory and {draft.name} "
+        f"{planner.name} needs {_gigabytes(model.on(model.host).total)} of memory and {draft.name} "
         f"{_gigabytes(drafting.on(drafting.host).total)}, but {_gigabytes(available)} is available, which is enough "
         f"for one of them: leave the draft model out, {_advice(fitting, both=True)}"
     )
 
 
-def _fits(placed: Callable[[], Iterable[Placement]], available: int) -> bool:
-    """Whether there is room for models on their GPUs, and ``available`` bytes of the host are enough."""
-    try:
-        return sum(placement.on(placement.host).total for placement in placed()) <= available
-    except NotEnoughMemoryError:
-        return False
+def _largest(
+    placed: Callable[[int], Sequence[Placement]], available: int, wanted: int, page_size: int
+) -> tuple[Sequence[Placement] | None, int]:
+    """The placements with the largest context up to the wanted one that fit, and that context; None and 0 if none do.
 
+    They fit where there is room for them on their GPUs, and ``available`` bytes of the host are enough.
+    """
 
-def activation_bytes(config: ModelConfig, n_tokens: int) -> int:
-    """Bytes of activations of a step of so many tokens: the widest operation's operands, in float32."""
-    q_width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    experts = config.experts
-    # With experts, a row for each that a token goes to, and of integers once more where rows are put side by side.
-    mlp = 3 * config.n_ff if experts is None else experts.n_used * (3 * experts.n_ff + 2 * config.n_embd)
-    width = 2 * config.n_embd + max(2 * (q_width + kv_width), mlp)
-    return 4 * n_tokens * width
+    def fitting(n_tokens: int) -> Sequence[Placement] | None:
+        try:
+            found = placed(n_tokens)
+        except NotEnoughMemoryError:
+            return None
+        return found if sum(each.on(each.host).total for each in found) <= available else None
 
-
-def logits_bytes(config: ModelConfig, context: int) -> int:
-    """Bytes of one step's logits."""
-    return 4 * max_outputs(config.n_vocab, min(MAX_TOKENS, context)) * config.n_vocab
-
-
-def _largest_context(fits: Callable[[int], bool], wanted: int, page_size: int) -> int:
-    """The largest number of tokens in whole pages, below ``wanted``, that fits; 0 if none does."""
-    low, high = 0, wanted // page_size
+    best, low, high = fitting(wanted), 0, wanted // page_size
+    if best is not None:
+        return best, wanted
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle * page_size) else (low, middle - 1)
-    return low * page_size
-
-
-def _too_large(name: str, placement: Placement, available: int, fitting: int) -> str:
-    return (
-        f"{name} needs {_gigabytes(placement.total)} of memory ({_gigabytes(placement.weights)} of weights, "
-        f"{_gigabytes(placement.kv_cache)} for {placement.parallel * placement.context:,} tokens of context, "
-        f"{_gigabytes(placement.scratch + placement.overhead)} to work in), but {_gigabytes(available)} is "
-        f"available: {_advice(fitting)}"
-    )
+        if (found := fitting(middle * page_size)) is not None:
+            best, low = found, middle
+        else:
+            high = middle - 1
+    return best, low * page_size
 
 
 def _advice(fitting: int, *, both: bool = False) -> str:

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.engine import Engine
-from localllm.engine.request import Priority, Request
+from localllm.engine.request import Request
+from localllm.errors import QueueFullError
 from localllm.sampling import Choice
 
 #: Takes the position of a token, and the logits [n, n_vocab] after it and those that follow.
@@ -35,11 +36,11 @@ class Score:
 
 
 class Evaluation:
-    """A request for logits, which is under way."""
+    """A request for logits, which hands them over as they come."""
 
-    def __init__(
-        self, engine: Engine, ids: Sequence[int], first: int, on_rows: OnRows, *, priority: Priority = "normal"
-    ) -> None:
+    is_full = False
+
+    def __init__(self, engine: Engine, ids: Sequence[int], first: int, on_rows: OnRows) -> None:
         """Begins to evaluate ``ids``.
 
         Args:
@@ -50,9 +51,14 @@ class Evaluation:
             As `Engine.submit`.
         """
         self._engine = engine
-        self._output = _RowsOutput(on_rows)
-        self._request = Request(list(ids), self._output, logits_from=first, priority=priority)
+        self._on_rows = on_rows
+        self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._request = Request(list(ids), self, logits_from=first)
         engine.submit(self._request)
+
+    def cancel(self) -> None:
+        """Ends it, if it goes on."""
+        self._engine.cancel(self._request)
 
     def wait(self) -> None:
         """Returns when all were handed over.
@@ -61,9 +67,9 @@ class Evaluation:
             What ended it, such as a ClosedError; UsageError in the engine's own thread.
         """
         try:
-            error = self._engine.wait_for(self._output.ended)
+            error = self._engine.wait_for(self._ended)
         except BaseException:
-            self._engine.cancel(self._request)
+            self.cancel()
             raise
         if error is not None:
             try:
@@ -71,15 +77,7 @@ class Evaluation:
             finally:
                 del error  # its traceback refers to this frame: what it holds would stay
 
-
-class _RowsOutput:
-    """Hands over logits as they come."""
-
-    is_full = False
-
-    def __init__(self, on_rows: OnRows) -> None:
-        self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._on_rows = on_rows
+    # -- What the engine calls (`Output`) --------------------------------------------------------------------------
 
     def progress(self, n_evaluated: int) -> None: ...
 
@@ -92,7 +90,7 @@ class _RowsOutput:
     def flush(self) -> None: ...
 
     def end(self, error: BaseException | None) -> None:
-        self.ended.put(error)
+        self._ended.put(error)
 
 
 def last_logits(engine: Engine, ids: Sequence[int], n: int) -> NDArray[np.float32]:
@@ -129,11 +127,15 @@ class _Scoring:
             self._logprobs.append(float(row[id_]) - peak - float(np.log(total)))
             self._is_greedy &= int(row.argmax()) == id_
 
+    def cancel(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.cancel()
+
     def score(self) -> Score:
         if self._evaluation is not None:
             self._evaluation.wait()
         ids = tuple(self._ids[self._first :])
-        return Score(sum(self._logprobs), ids, tuple(self._logprobs), self._is_greedy)
+        return Score(sum(self._logprobs, 0.0), ids, tuple(self._logprobs), self._is_greedy)
 
 
 #: Continuations that are evaluated at once.
@@ -148,8 +150,21 @@ def scores(engine: Engine, texts: Sequence[tuple[Sequence[int], int]]) -> list[S
     """
     under_way: list[_Scoring] = []
     done: list[Score] = []
-    for ids, first in texts:
-        under_way.append(_Scoring(engine, ids, first))
-        if len(under_way) == _AT_ONCE:
+    try:
+        for ids, first in texts:
+            while True:
+                try:
+                    under_way.append(_Scoring(engine, ids, first))
+                    break
+                except QueueFullError:
+                    if not under_way:
+                        raise
+                    done.append(under_way.pop(0).score())
+            if len(under_way) == _AT_ONCE:
+                done.append(under_way.pop(0).score())
+        while under_way:
             done.append(under_way.pop(0).score())
-    return done + [each.score() for each in under_way]
+        return done
+    finally:
+        for each in under_way:
+            each.cancel()

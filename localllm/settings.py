@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.errors import SettingsError, UsageError
 
 if TYPE_CHECKING:
-    from localllm.kernels.ops import CacheType
+    from localllm.kernels.graph import CacheType
 
 #: Environment variable that names another settings file.
 CONFIG_VARIABLE = "LOCALLLM_CONFIG"
@@ -208,7 +208,7 @@ def _device(value: Any) -> str | None:
 
 
 def _cache_type(value: Any) -> str | None:
-    from localllm.kernels.ops import CACHE_TYPES
+    from localllm.kernels.graph import CACHE_TYPES
 
     return value if isinstance(value, str) and value in CACHE_TYPES else None
 

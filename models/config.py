@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sized
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from localllm.errors import ModelError, quoted
-from localllm.kernels.ops import Weight
+from localllm.kernels.graph import Weight
 
 T = TypeVar("T", int, float, str)
 
@@ -26,13 +26,21 @@ LARGEST_HEAD = 512
 #: ``rope.scaling.type`` values that `localllm.models.rope` computes.
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 
-#: Keys that change what a model computes in ways that no block here follows, and the values that change nothing.
-_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+#: Keys that may be left unread if they have one of these values, which change nothing; with none given, any value.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "vocab_size": (),
+    "attention.layer_norm_epsilon": (),
+    "rope.scaling.finetuned": (),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
     "expert_shared_count": (0,),
     "expert_gating_func": (1,),
     "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
     "expert_weights_norm": (True,),
+    "expert_weights_scale": (0.0, 1.0),
     "leading_dense_block_count": (0,),
+    "nextn_predict_layers": (0,),
     "use_parallel_residual": (False,),
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
@@ -40,7 +48,6 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention.scale": (0.0,),
     "attention.output_scale": (0.0, 1.0),
     "attention.temperature_scale": (0.0,),
-    "attention.sliding_window_pattern": (),
     "attention.shared_kv_layers": (0,),
     "attn_logit_softcapping": (0.0,),
     "final_logit_softcapping": (0.0,),
@@ -52,16 +59,19 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-#: Architectures whose feed-forward networks may be mixtures of experts.
-_MIXTURES = ("llama", "qwen3moe")
-
-
 @dataclass(frozen=True)
 class Metadata:
-    """Typed, ranged reads of one architecture's keys."""
+    """Typed, ranged reads of one architecture's keys, which remember what was read."""
 
     values: Mapping[str, Any]
     architecture: str
+    _read: set[str] = field(default_factory=set)
+
+    def find(self, key: str) -> Any:
+        """The value of ``{architecture}.{key}`` in Python's own types, whatever it is; None where there is none."""
+        full = f"{self.architecture}.{key}"
+        self._read.add(full)
+        return _plain(self.values.get(full))
 
     def read(
         self,
@@ -78,7 +88,9 @@ class Metadata:
             ModelError: it is missing and has no default, has another type, or lies outside low … high.
         """
         full = f"{self.architecture}.{key}"
-        value = _plain(self.values.get(full, default))
+        value = self.find(key)
+        if value is None:
+            value = default
         if value is _REQUIRED:
             raise ModelError(f"the file has no {full}, which a {self.architecture} model needs: is it complete?")
         if kind is float and type(value) is int:
@@ -97,7 +109,7 @@ class Metadata:
             ModelError: as `read`; the array has not one value a layer, or they differ.
         """
         full = f"{self.architecture}.{key}"
-        values = _plain(self.values.get(full))
+        values = self.find(key)
         if not isinstance(values, list | tuple):
             return self.read(key, int, default, low=low, high=high)
         if len(values) != n_layers:
@@ -106,17 +118,19 @@ class Metadata:
             raise ModelError(f"{full} differs from layer to layer, which localllm does not support yet")
         return Metadata({full: values[0]}, self.architecture).read(key, int, low=low, high=high)
 
-    def refuse_unsupported(self) -> None:
-        """Raises:
-        ModelError: a key asks for something that localllm would leave out.
+    def check_all_read(self) -> None:
+        """To be called when all was read: a key that nobody asked for may change what the model computes.
+
+        Raises:
+            ModelError: there is one.
         """
-        refused = _NOT_SUPPORTED if self.architecture in _MIXTURES else _NOT_SUPPORTED | {"expert_count": (0,)}
-        for key, neutral in refused.items():
-            full = f"{self.architecture}.{key}"
-            if full in self.values and _plain(self.values[full]) not in neutral:
-                raise ModelError(
-                    f"the model has {full} = {quoted(self.values[full])}, which localllm does not support yet"
-                )
+        prefix = f"{self.architecture}."
+        for full in self.values:
+            if full.startswith(prefix) and full not in self._read:
+                harmless = _HARMLESS.get(full.removeprefix(prefix))
+                value = _plain(self.values[full])
+                if harmless is None or (harmless and value not in harmless):
+                    raise ModelError(f"the model has {full} = {quoted(value)}, which localllm does not support yet")
 
 
 def _plain(value: Any) -> Any:
@@ -166,7 +180,7 @@ class ExpertConfig:
         n: experts in a layer.
         n_used: of which a token goes to so many.
         n_ff: width of each.
-        scale: factor on their shares.
+        scale: factor on their weights.
     """
 
     n: int
@@ -225,15 +239,17 @@ def read_architecture(metadata: Mapping[str, Any]) -> str:
     return architecture
 
 
-def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, Weight]) -> ModelConfig:
-    """The hyper-parameters of the model in a file, which must agree with its vocabulary and tensors.
+def read_decoder(
+    meta: Metadata,
+    tensors: Mapping[str, Weight],
+    experts: Callable[[Metadata, int], ExpertConfig | None] = lambda meta, n_ff: None,
+) -> ModelConfig:
+    """The hyper-parameters that every decoder-only transformer has, and with ``experts`` those of its mixtures.
 
     Raises:
-        ModelError: one is missing, of the wrong type, out of range, at odds with the others, or not supported.
+        ModelError: one is missing, of the wrong type, out of range, or at odds with the others or with the tensors.
     """
-    architecture = read_architecture(metadata)
-    meta = Metadata(metadata, architecture)
-    meta.refuse_unsupported()
+    architecture = meta.architecture
     n_layers = _read_n_layers(meta, tensors)
     n_embd = meta.read("embedding_length", int, low=1, high=1 << 20)
     n_heads = meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
@@ -259,11 +275,11 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, Weight]) -> M
         n_vocab=_read_n_vocab(meta, tensors),
         sliding_window=meta.read("attention.sliding_window", int, 0, low=0, high=(1 << 32) - 1) or None,
         rope=_read_rope(meta, head_dim, context_length),
-        experts=_read_experts(meta, n_ff),
+        experts=experts(meta, n_ff),
     )
 
 
-def _read_experts(meta: Metadata, n_ff: int) -> ExpertConfig | None:
+def read_experts(meta: Metadata, n_ff: int) -> ExpertConfig | None:
     """The mixture of experts; by default they have the width of an MLP."""
     n = meta.read("expert_count", int, 0, low=0, high=1 << 10)
     if not n:
@@ -293,7 +309,7 @@ def _read_n_layers(meta: Metadata, tensors: Iterable[str]) -> int:
 
 def _read_head_dim(meta: Metadata, n_embd: int, n_heads: int) -> int:
     """``attention.key_length``, by default the hidden width shared out among the heads."""
-    if f"{meta.architecture}.attention.key_length" not in meta.values and n_embd % n_heads:
+    if meta.find("attention.key_length") is None and n_embd % n_heads:
         raise ModelError(
             f"{meta.architecture}.embedding_length is {n_embd}, which is no multiple of "
             f"{meta.architecture}.attention.head_count, {n_heads}: the file is broken"

@@ -6,17 +6,24 @@ Their GGUF files have the rows of query and key reordered, so that rotary pairs 
 
 from __future__ import annotations
 
-from localllm.models.blocks import Attention, Block, GatedMLP, MixtureMLP, Model
-from localllm.models.config import ModelConfig
+from collections.abc import Mapping
+
+from localllm.kernels.graph import CacheType, Graph, Tensor, Weight
+from localllm.models.blocks import attention, decoder, gated_mlp, mixture_mlp
+from localllm.models.config import Metadata, ModelConfig, read_decoder, read_experts
 from localllm.models.rope import make_rope
-from localllm.models.weights import LayerWeights, Weights
+from localllm.models.weights import Weights
 
 
-def build(config: ModelConfig, weights: Weights) -> Model:
-    rope = make_rope(config, weights, interleaved=True)
-    mlp = GatedMLP if config.experts is None else MixtureMLP
+def read(meta: Metadata, tensors: Mapping[str, Weight]) -> ModelConfig:
+    return read_decoder(meta, tensors, experts=read_experts)
 
-    def layer(i: int, w: LayerWeights) -> list[Block]:
-        return [Attention.load(config, w, i, rope), mlp.load(config, w)]
 
-    return Model.load(config, weights, layer)
+def record(config: ModelConfig, weights: Weights, cache_type: CacheType) -> Graph:
+    rope, experts = make_rope(config, weights, interleaved=True), config.experts
+
+    def layer(g: Graph, w: Weights, x: Tensor) -> Tensor:
+        x = attention(g, w, x, config, rope)
+        return gated_mlp(g, w, x, config) if experts is None else mixture_mlp(g, w, x, config, experts)
+
+    return decoder(config, weights, cache_type, layer)

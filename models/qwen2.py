@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from localllm.models.blocks import Attention, Block, GatedMLP, Model
+from localllm.kernels.graph import CacheType, Graph, Tensor
+from localllm.models.blocks import attention, decoder, gated_mlp
 from localllm.models.config import ModelConfig
+from localllm.models.config import read_decoder as read
 from localllm.models.rope import make_rope
-from localllm.models.weights import LayerWeights, Weights
+from localllm.models.weights import Weights
+
+__all__ = ["read", "record"]
 
 
-def build(config: ModelConfig, weights: Weights) -> Model:
+def record(config: ModelConfig, weights: Weights, cache_type: CacheType) -> Graph:
     rope = make_rope(config, weights, interleaved=False)
 
-    def layer(i: int, w: LayerWeights) -> list[Block]:
-        return [Attention.load(config, w, i, rope, qkv_bias=True), GatedMLP.load(config, w)]
+    def layer(g: Graph, w: Weights, x: Tensor) -> Tensor:
+        return gated_mlp(g, w, attention(g, w, x, config, rope, qkv_bias=True), config)
 
-    return Model.load(config, weights, layer)
+    return decoder(config, weights, cache_type, layer)

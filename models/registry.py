@@ -1,71 +1,51 @@
-"""``general.architecture`` to the function that assembles it, and from a file to a model."""
+"""``general.architecture`` to the module that knows it, and from a file's header to a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from localllm.errors import UnsupportedArchitectureError, quoted
-from localllm.kernels.ops import Ops, Weight
+from localllm.kernels.graph import CacheType, Graph, Weight
 from localllm.models import llama, qwen2, qwen3, qwen3moe
-from localllm.models.blocks import Model
-from localllm.models.config import ModelConfig, read_architecture
-from localllm.models.weights import Progress, Weights
+from localllm.models.config import Metadata, ModelConfig, read_architecture
+from localllm.models.weights import ModelFile, Weights
 
-ARCHITECTURES: dict[str, Callable[[ModelConfig, Weights], Model]] = {
-    "llama": llama.build,
-    "qwen2": qwen2.build,
-    "qwen3": qwen3.build,
-    "qwen3moe": qwen3moe.build,
+
+class Architecture(Protocol):
+    """A module of `localllm.models` that knows an architecture."""
+
+    def read(self, meta: Metadata, tensors: Mapping[str, Weight]) -> ModelConfig:
+        """Reads the hyper-parameters, which must agree with the shapes of the tensors."""
+        ...
+
+    def record(self, config: ModelConfig, weights: Weights, cache_type: CacheType) -> Graph:
+        """Records the forward pass."""
+        ...
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3moe": qwen3moe,
 }
 
 
-class ModelFile(Protocol):
-    """What a model is read from (`localllm.gguf.GGUFFile` is one)."""
+@dataclass(frozen=True)
+class Model:
+    """A model's hyper-parameters and its forward pass, which refers to the tensors of its file."""
 
-    @property
-    def metadata(self) -> Mapping[str, Any]: ...
-    @property
-    def tensors(self) -> Mapping[str, Weight]: ...
+    config: ModelConfig
+    graph: Graph
 
 
-def load_model(
-    file: ModelFile,
-    ops: Ops,
-    config: ModelConfig,
-    context: int,
-    *,
-    spare_bytes: int | None = None,
-    progress: Progress | None = None,
-) -> Model:
-    """Packs a model's weights for the backend ``ops``.
-
-    Args:
-        config: the file's hyper-parameters (`localllm.models.config.read_config`).
-        context: tokens that a sequence can have.  Models with LongRoPE rotate differently beyond their original
-            context.
-        spare_bytes: what weights may take beyond `Loader.packed_bytes`, which those do whose values do not fit into
-            the format planned on; None for any amount.
-        progress: called with the bytes packed so far and the bytes of all tensors.
+def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
+    """What knows the architecture that ``general.architecture`` names.
 
     Raises:
-        UnsupportedArchitectureError: the file's architecture is not one of `ARCHITECTURES`.
-        ModelError: the hyper-parameters and tensors do not make a model, or one that localllm does not support.
-        KernelError: the backend cannot compute with a tensor's format.
-        NotEnoughMemoryError: a weight must take more than was planned, and than there is.
-    """
-    build = builder(file.metadata)
-    weights = Weights(file.tensors, ops, progress, spare_bytes)
-    model = build(config.for_context(context), weights)
-    weights.refuse_leftovers()
-    return model
-
-
-def builder(metadata: Mapping[str, Any]) -> Callable[[ModelConfig, Weights], Model]:
-    """The function that assembles the architecture that ``general.architecture`` names.
-
-    Raises:
-        UnsupportedArchitectureError: there is none; names those there are.
+        UnsupportedArchitectureError: nothing does; names those there are.
         ModelError: the key is missing.
     """
     architecture = read_architecture(metadata)
@@ -75,3 +55,36 @@ def builder(metadata: Mapping[str, Any]) -> Callable[[ModelConfig, Weights], Mod
             f"the architecture {quoted(architecture)} is not supported; localllm runs {known}"
         )
     return ARCHITECTURES[architecture]
+
+
+def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, Weight]) -> ModelConfig:
+    """The hyper-parameters of the model in a file, which must agree with its vocabulary and tensors.
+
+    Raises:
+        UnsupportedArchitectureError: the file's architecture is not one of `ARCHITECTURES`.
+        ModelError: a hyper-parameter is missing, of the wrong type, out of range, at odds with the others, or one
+            that nothing here reads.
+    """
+    meta = Metadata(metadata, read_architecture(metadata))
+    config = find_architecture(metadata).read(meta, tensors)
+    meta.check_all_read()
+    return config
+
+
+def read_model(file: ModelFile, context: int | None = None, cache_type: CacheType = "f16") -> Model:
+    """The model in a file, from its header: no weight is read.
+
+    Args:
+        context: tokens that a sequence can have, by default as many as the model was trained on.  Models with
+            LongRoPE rotate differently beyond their original context.
+        cache_type: what keys and values are kept in.
+
+    Raises:
+        UnsupportedArchitectureError, ModelError: as `read_config`; or the tensors are not those of such a model.
+    """
+    config = read_config(file.metadata, file.tensors)
+    weights = Weights(file)
+    config = config.for_context(config.context_length if context is None else context)
+    graph = find_architecture(file.metadata).record(config, weights, cache_type)
+    weights.check_all_used()
+    return Model(config, graph)

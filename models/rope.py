@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError
-from localllm.kernels.ops import Rope
+from localllm.kernels.graph import Rope
 from localllm.models.config import ModelConfig, RopeConfig
 from localllm.models.weights import Weights
 

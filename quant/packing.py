@@ -12,7 +12,8 @@ where the halves are a block's 16-bit parts (the float16 scales) and the words i
 the order of the file.  Tiles follow each other along the row, groups after each other.  Rows beyond n are zero.
 
 In one vector of 16 words, byte 4 r + c is then byte c of row r's word: the order that the four-byte dot products
-of x86 and Arm want.  Codes whose bits a file keeps in several places are folded before (`localllm.quant.folding`).
+of x86 and Arm want.  Codes whose bits a file keeps in several places are bit-packed before
+(`localllm.quant.bit_packing`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.quant.folding import FOLDINGS, Folding
+from localllm.quant.bit_packing import BIT_PACKINGS, BitPacking
 from localllm.quant.lut import LUT_TYPES, KernelType, block_size
 from localllm.quant.types import GGMLType
 
@@ -39,13 +40,13 @@ class Part(NamedTuple):
     Attributes:
         offset, length: its bytes in the block.
         unit: bytes of what is transposed, 2 or 4.
-        folding: how its bytes are folded before, or None.
+        bit_packing: how its bytes are bit-packed before, or None.
     """
 
     offset: int
     length: int
     unit: int
-    folding: Folding | None = None
+    bit_packing: BitPacking | None = None
 
     @property
     def end(self) -> int:
@@ -60,13 +61,13 @@ class TileLayout:
         type: the format of the blocks.
         halves: offsets of the 16-bit parts in a block.
         words: offset and length of each run of 32-bit parts.
-        folding: how the last run is folded, or None.
+        bit_packing: how the last run is bit-packed, or None.
     """
 
     type: KernelType
     halves: tuple[int, ...]
     words: tuple[tuple[int, int], ...]
-    folding: Folding | None = None
+    bit_packing: BitPacking | None = None
 
     @property
     def columns(self) -> int:
@@ -90,8 +91,8 @@ class TileLayout:
         """The parts of a block in the order of a tile."""
         halves = [Part(offset, 2, 2) for offset in self.halves]
         words = [Part(offset, length, 4) for offset, length in self.words]
-        if self.folding is not None:
-            words[-1] = words[-1]._replace(folding=self.folding)
+        if self.bit_packing is not None:
+            words[-1] = words[-1]._replace(bit_packing=self.bit_packing)
         return halves + words
 
     def pack(self, rows: Bytes, out: Bytes) -> None:
@@ -110,8 +111,8 @@ class TileLayout:
         place = 0
         for part in self.parts:
             data = blocks[..., part.offset : part.end]
-            if part.folding is not None:
-                data = part.folding.fold(data)
+            if part.bit_packing is not None:
+                data = part.bit_packing.pack(data)
             place = _transpose(data, tiles, place, np.dtype(f"<u{part.unit}"))
 
     def unpack_rows(self, packed: Bytes, k: int, rows: NDArray[np.integer]) -> Bytes:
@@ -124,8 +125,8 @@ class TileLayout:
             end = place + part.length * GROUP
             units = tiles[..., place:end].reshape(*tiles.shape[:2], -1, GROUP, part.unit)
             data = units[group, :, :, lane].reshape(len(rows), -1, part.length)
-            if part.folding is not None:
-                data = part.folding.unfold(data)
+            if part.bit_packing is not None:
+                data = part.bit_packing.unpack(data)
             blocks[..., part.offset : part.end] = data
             place = end
         return blocks.reshape(len(rows), -1)
@@ -145,15 +146,15 @@ _LAYOUTS = [
     TileLayout(GGMLType.BF16, (0,), ()),
     TileLayout(GGMLType.Q4_0, (0,), ((2, 16),)),
     TileLayout(GGMLType.Q4_1, (0, 2), ((4, 16),)),
-    TileLayout(GGMLType.Q5_0, (0,), ((2, 20),), FOLDINGS[GGMLType.Q5_0]),
-    TileLayout(GGMLType.Q5_1, (0, 2), ((4, 20),), FOLDINGS[GGMLType.Q5_1]),
+    TileLayout(GGMLType.Q5_0, (0,), ((2, 20),), BIT_PACKINGS[GGMLType.Q5_0]),
+    TileLayout(GGMLType.Q5_1, (0, 2), ((4, 20),), BIT_PACKINGS[GGMLType.Q5_1]),
     TileLayout(GGMLType.Q8_0, (0,), ((2, 32),)),
     TileLayout(GGMLType.IQ4_NL, (0,), ((2, 16),)),
     TileLayout(GGMLType.Q2_K, (80, 82), ((0, 16), (16, 64))),
-    TileLayout(GGMLType.Q3_K, (108,), ((96, 12), (0, 96)), FOLDINGS[GGMLType.Q3_K]),
+    TileLayout(GGMLType.Q3_K, (108,), ((96, 12), (0, 96)), BIT_PACKINGS[GGMLType.Q3_K]),
     TileLayout(GGMLType.Q4_K, (0, 2), ((4, 12), (16, 128))),
-    TileLayout(GGMLType.Q5_K, (0, 2), ((4, 12), (16, 160)), FOLDINGS[GGMLType.Q5_K]),
-    TileLayout(GGMLType.Q6_K, (208,), ((192, 16), (0, 192)), FOLDINGS[GGMLType.Q6_K]),
+    TileLayout(GGMLType.Q5_K, (0, 2), ((4, 12), (16, 160)), BIT_PACKINGS[GGMLType.Q5_K]),
+    TileLayout(GGMLType.Q6_K, (208,), ((192, 16), (0, 192)), BIT_PACKINGS[GGMLType.Q6_K]),
     *(TileLayout(t, (0,), ((2, 16),)) if t.n_scales == 1 else TileLayout(t, (0, 2), ((4, 16),)) for t in LUT_TYPES),
 ]
 

@@ -63,7 +63,7 @@ SOURCES = sources()
 
 def test_all_rooms_have_modules() -> None:
     assert {room(name) for name in SOURCES} == set(range(len(ROOMS)))
-    assert SOURCES["localllm.kernels.cpu.ops"] == ROOT / "kernels" / "cpu" / "ops.py"
+    assert SOURCES["localllm.kernels.cpu.backend"] == ROOT / "kernels" / "cpu" / "backend.py"
     assert SOURCES["localllm.cli"] == ROOT / "localllm" / "cli" / "__init__.py"
     assert room("localllm.cli.main") == 4
     assert room("localllm.client") == room("localllm.llm") == 3

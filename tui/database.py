@@ -119,7 +119,7 @@ def _prepare(connection: sqlite3.Connection, path: Path | None) -> None:
         )
     if (report := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
         raise DamagedError(f"the chats in {path} are damaged ({' '.join(report.split())})")
-    connection.execute("PRAGMA journal_mode=WAL")
+    _use_write_ahead_log(connection)
     connection.execute("PRAGMA synchronous=NORMAL")
     if version < len(MIGRATIONS):
         with transaction(connection):
@@ -132,6 +132,19 @@ def _prepare(connection: sqlite3.Connection, path: Path | None) -> None:
                 for statement in MIGRATIONS[number]:
                     connection.execute(statement)
                 connection.execute(f"PRAGMA user_version={number + 1}")
+
+
+def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """Waits for a process that writes, which SQLite itself does not here, unlike for other statements."""
+    end = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                raise
+        time.sleep(0.02)
 
 
 def _version(connection: sqlite3.Connection) -> int:

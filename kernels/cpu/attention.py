@@ -3,11 +3,11 @@
 A unit of work is a tile of up to `TILE_ROWS` query rows that share a key/value head.  A row is a token and one of the
 H / G query heads of the group; row number t * (H / G) + h of a sequence is its token t and head h.
 
-The cache is cut into spans of `SPAN` positions.  A tile takes the spans that it sees one after the other, and each in
+The cache is cut into splits of `SPLIT` positions.  A tile takes those that it sees one after the other, and each in
 three passes: scores of all its pages; from them weights, exp(score - largest); and the values' weighted sums.  Each
 page is read once for all rows of a tile.  At an even pace, each pass fetches what comes after it: while a page is
 scored, the next page of keys (at the end, the first of values); while weights are made, the second page of values;
-while values are added, the page after the next (at the end, the next span's first keys).
+while values are added, the page after the next (at the end, the next split's first keys).
 
 Scores are capped before they are masked, where they are (SOFT_CAP); a sink is one more score at the very end, when a
 row's sums are shared out (SINKS).  Both are constants, so that kernels without them do nothing for them.
@@ -15,8 +15,8 @@ row's sums are shared out (SINKS).  Both are constants, so that kernels without 
 What the cache keeps is widened as it is multiplied.  Scales, where its type has them, are a factor of sums over 32
 head values, for keys, and of the weights, for values: that takes fewer operations than to scale keys and values.
 
-Each span is summed up for itself, and the sums are merged in order, with each row's largest score.  So a few rows
-that look far back can be shared by many threads, a span each (as in Flash-Decoding, Dao et al., 2023): which thread
+Each split is summed up for itself, and the sums are merged in order, with each row's largest score.  So a few rows
+that look far back can be shared by many threads, a split each (as in Flash-Decoding, Dao et al., 2023): which thread
 did what changes no bit.  Nor does what else is in the batch: positions are taken in order, and a masked one adds
 exactly nothing, if its values are finite.
 """
@@ -54,13 +54,13 @@ from localllm.kernels.cpu.simd import (
 )
 from localllm.kernels.cpu.templates import Registers, device, static_range, template
 
-#: Tokens and pages in a span.
-SPAN = 512
-SPAN_PAGES = SPAN // PAGE
+#: Tokens and pages in a KV split.
+SPLIT = 512
+SPLIT_PAGES = SPLIT // PAGE
 #: Query rows in a tile.
 TILE_ROWS = 64
-#: Bytes of a row's scores in a span; a line more than they take, so that rows do not compete for places in caches.
-SCORES = 4 * SPAN + 64
+#: Bytes of a row's scores in a split; a line more than they take, so that rows do not compete for places in caches.
+SCORES = 4 * SPLIT + 64
 #: A masked score, and where the largest score starts: above a masked one, so that exp(masked - largest) is 0.
 MASKED, LOWEST = np.float32(-3e38), np.float32(-1e30)
 ZERO, ONE = np.float32(0), np.float32(1)
@@ -72,7 +72,7 @@ def state_bytes(head: int) -> int:
 
 
 def state_constants(head: int, *, sinks: bool) -> dict[str, int]:
-    """What `merge_parts` is compiled for: where what `state_bytes` says lies, and whether query heads have sinks."""
+    """Constants of `merge_partials`: where what `state_bytes` says lies, and whether query heads have sinks."""
     places = {"HEAD": head, "LARGEST": 4 * head, "TOTAL": 4 * head + 64, "STATE": state_bytes(head)}
     return {**places, "SINKS": int(sinks)}
 
@@ -247,10 +247,10 @@ def clear(state, n_rows):
 
 
 @template
-def merge(state, span, n_rows):
-    """Adds to the rows' states what they came to in a span."""
+def merge(state, split, n_rows):
+    """Adds to the rows' states what they came to in a split."""
     for r in range(n_rows):
-        ours, theirs = state + STATE * r, span + STATE * r
+        ours, theirs = state + STATE * r, split + STATE * r
         a, b = load_f32x16(ours + LARGEST), load_f32x16(theirs + LARGEST)
         top = maximum(a, b)
         keep, add = exp(a - top), exp(b - top)
@@ -284,11 +284,11 @@ def write_rows(state, n_rows, first_row, start, head, group_size, head_dim, sink
 
 
 @template
-def score_span(queries, n_rows, limits, keys, table, page_bytes, low, high, scores, soft_cap, ahead):
-    """Scores of the rows against pages low … high of a span; then it begins to read from ``ahead`` on."""
+def score_split(queries, n_rows, limits, keys, table, page_bytes, low, high, scores, soft_cap, ahead):
+    """Scores of the rows against pages low … high of a split; then it begins to read from ``ahead`` on."""
     pace = (BLOCK * ROWS - 1) // (HEAD * PAGE // 16 // VECTORS * n_rows) + 1
     for page in range(low, high):
-        block, place = block_at(keys, table, page, page_bytes), scores + 4 * PAGE * (page % SPAN_PAGES)
+        block, place = block_at(keys, table, page, page_bytes), scores + 4 * PAGE * (page % SPLIT_PAGES)
         next_block = ahead
         if page + 1 < high:
             next_block = block_at(keys, table, page + 1, page_bytes)
@@ -305,8 +305,8 @@ def score_span(queries, n_rows, limits, keys, table, page_bytes, low, high, scor
 
 
 @template
-def span_weights(scores, n_rows, limits, low, high, states, ahead):
-    """Turns the rows' scores of pages low … high of a span into weights, where each group of ROWS rows has any.
+def split_weights(scores, n_rows, limits, low, high, states, ahead):
+    """Turns the rows' scores of pages low … high of a split into weights, where each group of ROWS rows has any.
 
     Begins to read a block from ``ahead`` on.
     """
@@ -316,16 +316,16 @@ def span_weights(scores, n_rows, limits, low, high, states, ahead):
         begin = max(low, load_i64(first) // PAGE)
         stop = min(high, load_i64(first + 16 * (ROWS - 1) + 8) // PAGE + 1)
         if begin < stop:
-            place = scores + SCORES * r + 4 * PAGE * (begin % SPAN_PAGES)
+            place = scores + SCORES * r + 4 * PAGE * (begin % SPLIT_PAGES)
             softmax_weights(place, 4 * PAGE * (stop - begin), states + STATE * r, ahead + share * r, share)
 
 
 @template
-def add_span(weights, n_rows, limits, values, table, page_bytes, low, high, scaled, sums, ahead):
-    """Adds to the rows' sums the values of pages low … high of a span; then it begins to read from ``ahead`` on."""
+def add_split(weights, n_rows, limits, values, table, page_bytes, low, high, scaled, sums, ahead):
+    """Adds to the rows' sums the values of pages low … high of a split; then it begins to read from ``ahead`` on."""
     pace = (BLOCK * ROWS - 1) // (HEAD * PAGE // 16 // CHUNK * n_rows) + 1
     for page in range(low, high):
-        block, place = block_at(values, table, page, page_bytes), weights + 4 * PAGE * (page % SPAN_PAGES)
+        block, place = block_at(values, table, page, page_bytes), weights + 4 * PAGE * (page % SPLIT_PAGES)
         next_block = ahead
         if page + 2 < high:
             next_block = block_at(values, table, page + 2, page_bytes)
@@ -338,28 +338,28 @@ def add_span(weights, n_rows, limits, values, table, page_bytes, low, high, scal
 
 
 @template
-def attend_spans(queries, n_rows, limits, keys, values, table, page_bytes, first_span, stop_span, soft_cap, state):
-    """The rows' states after the spans first_span … stop_span, of which those that no row sees are passed over."""
-    scores, scaled, span_state = stack(TILE_ROWS * SCORES), stack(4 * PAGE * ROWS), stack(TILE_ROWS * STATE)
+def attend_splits(queries, n_rows, limits, keys, values, table, page_bytes, first_split, stop_split, soft_cap, state):
+    """The rows' states after the splits first_split … stop_split, of which those that no row sees are passed over."""
+    scores, scaled, split_state = stack(TILE_ROWS * SCORES), stack(4 * PAGE * ROWS), stack(TILE_ROWS * STATE)
     # Rows are in order: the first begins to see first, the last sees farthest.
     first_page = load_i64(limits) // PAGE
     n_pages = load_i64(limits + 16 * (n_rows - 1) + 8) // PAGE + 1
     clear(state, n_rows)
-    for span in range(max(first_span, first_page // SPAN_PAGES), stop_span):
-        low, high = max(first_page, span * SPAN_PAGES), min(n_pages, (span + 1) * SPAN_PAGES)
-        clear(span_state, n_rows)
+    for split in range(max(first_split, first_page // SPLIT_PAGES), stop_split):
+        low, high = max(first_page, split * SPLIT_PAGES), min(n_pages, (split + 1) * SPLIT_PAGES)
+        clear(split_state, n_rows)
         ahead = block_at(values, table, low, page_bytes)
-        score_span(queries, n_rows, limits, keys, table, page_bytes, low, high, scores, soft_cap, ahead)
+        score_split(queries, n_rows, limits, keys, table, page_bytes, low, high, scores, soft_cap, ahead)
         ahead = block_at(values, table, min(low + 1, high - 1), page_bytes)
-        span_weights(scores, n_rows, limits, low, high, span_state, ahead)
+        split_weights(scores, n_rows, limits, low, high, split_state, ahead)
         ahead = block_at(keys, table, min(high, n_pages - 1), page_bytes)
-        add_span(scores, n_rows, limits, values, table, page_bytes, low, high, scaled, span_state, ahead)
-        merge(state, span_state, n_rows)
+        add_split(scores, n_rows, limits, values, table, page_bytes, low, high, scaled, split_state, ahead)
+        merge(state, split_state, n_rows)
 
 
 @template
 def copy_states(state, n_rows, out):
-    """The rows' states as they are, for `merge_parts`."""
+    """The rows' states as they are, for `merge_partials`."""
     for i in range(0, n_rows * STATE, 64):
         store_f32x16(out + i, load_f32x16(state + i))
 
@@ -383,7 +383,7 @@ def attention(
     keys,
     values,
     out,
-    parts,
+    partials,
     sinks,
     scale: float,
     soft_cap: float,
@@ -392,12 +392,12 @@ def attention(
 
     With SOFT_CAP, what softmax takes is soft_cap * tanh(scale * q @ keys.T): ``scale`` is divided by the cap already.
 
-    tiles: int64 [n, 6]: sequence, first row, number of rows, first span, the one behind the last, and -1 or the
-    number of the part of ``parts`` that the sums go to instead of to ``out``.  Unit u is tile u % n of head u // n.
+    tiles: int64 [n, 6]: sequence, first row, number of rows, first split, the one behind the last, and -1 or the
+    number of the partial that the sums go to instead of to ``out``.  Unit u is tile u % n of head u // n.
     q, out: float32 [T, H * head_dim].  starts: int32 [S], the sequences' first tokens.  positions: int32 [T].
     block_tables: int32 [S, block_stride].  window: visible positions.  keys, values: blocks of ``BLOCK`` bytes
     [n_pages, n_kv_heads] (`localllm.kernels.cpu.cache_types`).
-    parts: float32 [n_parts, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.  sinks: float32 [H].
+    partials: float32 [n_partials, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.  sinks: float32 [H].
     """
     n_tiles = load_i64(batch)
     queries, limits, state = stack(4 * TILE_ROWS * HEAD), stack(16 * TILE_ROWS), stack(TILE_ROWS * STATE)
@@ -418,21 +418,21 @@ def attention(
             load_query(query, head_dim, scale, queries + 4 * HEAD * r)
             load_limits(positions + 4 * token, window, limits + 16 * r)
         first, stop = load_i64(tile + 24), load_i64(tile + 32)
-        attend_spans(
+        attend_splits(
             queries, n_computed, limits, head_keys, head_values, table, page_bytes, first, stop, soft_cap, state
         )
-        part = load_i64(tile + 40)
-        if part < 0:
+        partial = load_i64(tile + 40)
+        if partial < 0:
             write_rows(state, n_rows, first_row, start, head, group_size, head_dim, sinks, out, q_stride)
         else:
-            copy_states(state, n_rows, parts + (part * n_kv_heads + head) * (TILE_ROWS * STATE))
+            copy_states(state, n_rows, partials + (partial * n_kv_heads + head) * (TILE_ROWS * STATE))
 
 
 @kernel
-def merge_parts(begin, end, batch, tiles, n_kv_heads, group_size, head_dim, starts, parts, sinks, out, stride):
-    """Merges the parts that tiles were cut into, in order, and writes their rows.
+def merge_partials(begin, end, batch, tiles, n_kv_heads, group_size, head_dim, starts, partials, sinks, out, stride):
+    """Merges the partials that tiles came to, in order, and writes their rows.
 
-    tiles: int64 [n, 5]: sequence, first row, number of rows, first part, number of parts.  The rest is as in
+    tiles: int64 [n, 5]: sequence, first row, number of rows, first partial, number of partials.  The rest is as in
     `attention`.
     """
     n_tiles = load_i64(batch)
@@ -440,9 +440,9 @@ def merge_parts(begin, end, batch, tiles, n_kv_heads, group_size, head_dim, star
     for unit in range(begin, end):
         head = unit // n_tiles
         tile = tiles + unit % n_tiles * 40
-        first_row, n_rows, first_part = load_i64(tile + 8), load_i64(tile + 16), load_i64(tile + 24)
+        first_row, n_rows, first_partial = load_i64(tile + 8), load_i64(tile + 16), load_i64(tile + 24)
         start = np.int64(load_i32(starts + 4 * load_i64(tile)))
         clear(state, n_rows)
-        for part in range(first_part, first_part + load_i64(tile + 32)):
-            merge(state, parts + (part * n_kv_heads + head) * (TILE_ROWS * STATE), n_rows)
+        for partial in range(first_partial, first_partial + load_i64(tile + 32)):
+            merge(state, partials + (partial * n_kv_heads + head) * (TILE_ROWS * STATE), n_rows)
         write_rows(state, n_rows, first_row, start, head, group_size, head_dim, sinks, out, stride)

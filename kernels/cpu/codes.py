@@ -25,7 +25,7 @@ from localllm.kernels.cpu.instructions import (
     load,
     op,
 )
-from localllm.quant.folding import FOLDS
+from localllm.quant.bit_packing import BIT_RUNS
 
 
 @op(i8x64, intp, intp, literal)
@@ -49,11 +49,11 @@ def _bits(b: Any, x: Any, n: Any, mask: int) -> Any:
 
 
 @op(i8x64, intp, literal, literal)
-def load_folded(b, words, v, bits):
-    """The codes of columns 4 v … 4 v + 3 of the 32 whose folded codes begin at an address."""
+def load_bit_packed(b, words, v, bits):
+    """The codes of columns 4 v … 4 v + 3 of the 32 whose bit-packed codes begin at an address."""
     code = constant(0, i8, 64)
     up = 0
-    for word, first, n in FOLDS[bits][v]:
+    for word, first, n in BIT_RUNS[bits][v]:
         address = b.add(words, ir.Constant(i64, 64 * word))
         code = b.or_(code, _moved_bits(b, load(b, address, i8x64.llvm), first, up, n))
         up += n
@@ -61,17 +61,17 @@ def load_folded(b, words, v, bits):
 
 
 @op(i8x64, *[i8x64] * 8, literal, literal)
-def folded_word(b, *values):
-    """A word of the folded codes of 32 columns, given as eight vectors; then the number of the word, and the bits."""
+def bit_packed_word(b, *values):
+    """A word of the bit-packed codes of 32 columns, given as eight vectors; then the word's number, and the bits."""
     *codes, word, bits = values
-    folded = constant(0, i8, 64)
-    for code, pieces in zip(codes, FOLDS[bits], strict=True):
+    packed = constant(0, i8, 64)
+    for code, runs in zip(codes, BIT_RUNS[bits], strict=True):
         up = 0
-        for place, first, n in pieces:
+        for place, first, n in runs:
             if place == word:
-                folded = b.or_(folded, _moved_bits(b, code, up, first, n))
+                packed = b.or_(packed, _moved_bits(b, code, up, first, n))
             up += n
-    return folded
+    return packed
 
 
 def _moved_bits(b: Any, x: Any, first: int, to: int, n: int) -> Any:

@@ -34,7 +34,7 @@ from localllm.kernels.cpu.simd import (
 )
 from localllm.kernels.cpu.templates import device
 from localllm.kernels.cpu.tiles import RECORD, SUM, SUMS, TOKENS, X_STEP, D
-from localllm.kernels.ops import LARGEST_CODE, NEGLIGIBLE
+from localllm.kernels.q8_0 import LARGEST_CODE, NEGLIGIBLE
 
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 LOW_HALF, SIXTEEN = np.int32(0xFFFF), np.int32(16)

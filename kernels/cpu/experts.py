@@ -22,10 +22,9 @@ from localllm.kernels.cpu.matmul import (
     MOST_TOKENS,
     SLAB,
     finish_rows,
+    multiply_tokens,
     one_float_token,
-    one_token,
     several_float_tokens,
-    several_tokens,
 )
 from localllm.kernels.cpu.simd import (
     fma,
@@ -86,10 +85,10 @@ def sum_of_exps(row, n, peak):
 
 
 @kernel
-def route(begin, end, logits, stride, n_experts, k, normalise, ids, shares, scale: float):
-    """The k largest of each row of logits, of equals the lowest id, and their shares; a unit of work is a token.
+def route(begin, end, logits, stride, n_experts, k, norm_topk_prob, ids, expert_weights, scale: float):
+    """The k largest of each row of logits, of equals the lowest id, and their weights; a unit of work is a token.
 
-    ids: int64 [T, k].  shares: float32 [T, k], of all experts or, with ``normalise``, of those.
+    ids: int64 [T, k].  expert_weights: float32 [T, k], of all experts or, with ``norm_topk_prob``, of those.
     """
     for token in range(begin, end):
         row, chosen = logits + token * stride, 8 * token * k
@@ -105,14 +104,14 @@ def route(begin, end, logits, stride, n_experts, k, normalise, ids, shares, scal
             last_id, last = best_id, best
         peak = load_f32(row + 4 * load_i64(ids + chosen))
         total = np.float32(0)
-        if normalise != 0:
+        if norm_topk_prob != 0:
             for rank in range(k):
                 total += exp_of(load_f32(row + 4 * load_i64(ids + chosen + 8 * rank)) - peak)
         else:
             total = sum_of_exps(row, n_experts, peak)
         for rank in range(k):
-            share = exp_of(load_f32(row + 4 * load_i64(ids + chosen + 8 * rank)) - peak) / total
-            store_f32(shares + chosen // 2 + 4 * rank, share * scale)
+            weight = exp_of(load_f32(row + 4 * load_i64(ids + chosen + 8 * rank)) - peak) / total
+            store_f32(expert_weights + chosen // 2 + 4 * rank, weight * scale)
 
 
 @kernel
@@ -186,17 +185,12 @@ def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs,
         tiles = weights + (load_i64(entry) * n_groups + group) * n_tiles * TILE_BYTES
         first_place, n_places = load_i64(entry + 8), load_i64(entry + 16)
         rows = group * 64
-        if n_places == 1:
-            record = x + first_place * n_tiles * (BLOCKS * RECORD)
-            out = y + load_i64(pairs + 8 * first_place) * y_stride
-            one_token(tiles, n_tiles, record, 0, 0, out, rows)
-        else:
-            for first in range(first_place, first_place + n_places, MOST_TOKENS):
-                n = min(MOST_TOKENS, first_place + n_places - first)
-                several_tokens(n, tiles, n_tiles, slab, sums, x + first * n_tiles * (BLOCKS * RECORD))
-                for i in range(n):
-                    place = load_i64(pairs + 8 * (first + i)) * y_stride + rows
-                    finish_rows(load_f32x16(sums + 64 * i), 0, 0, y, rows, place)
+        for first in range(first_place, first_place + n_places, MOST_TOKENS):
+            n = min(MOST_TOKENS, first_place + n_places - first)
+            multiply_tokens(n, tiles, n_tiles, slab, sums, x + first * n_tiles * (BLOCKS * RECORD))
+            for i in range(n):
+                place = load_i64(pairs + 8 * (first + i)) * y_stride + rows
+                finish_rows(load_f32x16(sums + 64 * i), 0, 0, y, rows, place)
 
 
 @kernel
@@ -226,12 +220,13 @@ def experts_float(begin, end, experts, n_units, weights, n_in, x, x_stride, pair
 
 
 @kernel
-def add_experts(begin, end, products, shares, k, width, stride, residual, y):
-    """y = each token's products [T * k, width] times their shares, the best expert's first, plus residual."""
+def add_experts(begin, end, products, expert_weights, k, width, stride, residual, y):
+    """y = each token's products [T * k, width] times their weights, the best expert's first, plus residual."""
     for token in range(begin, end):
         for i in range(0, 4 * width, 64):
             total = zero_f32x16()
             for pair in range(token * k, token * k + k):
-                total = fma(load_f32x16(products + pair * stride + i), load_splat_f32(shares + 4 * pair), total)
+                weight = load_splat_f32(expert_weights + 4 * pair)
+                total = fma(load_f32x16(products + pair * stride + i), weight, total)
             place = token * stride + i
             store_f32x16(y + place, total + load_f32x16(residual + place))

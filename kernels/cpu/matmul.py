@@ -21,6 +21,9 @@ SLAB = 8
 #: So few tokens are worth code of their own.
 HALF_TILE = TOKENS // 2
 
+#: Up to so many tokens, unpacking blocks again for each tile costs less than writing them down once.
+FEW = 2 * TOKENS
+
 #: Groups of 16 rows in a unit of the float kernels: enough independent sums to keep the multipliers busy.  Columns in
 #: a slab of theirs.
 FLOAT_GROUPS = 2
@@ -38,40 +41,41 @@ def finish_rows(acc, bias, residual, y, rows, place):
 
 
 @template
-def one_token(tiles, n_tiles, x, bias, residual, y, rows):
-    """Sixteen rows times a single token: each block is multiplied as it is unpacked."""
-    acc[0] = zero_f32x16()
+def few_tokens(n, tiles, n_tiles, x, sums):
+    """sums = sixteen rows times n tokens of one tile of activations: each block is multiplied as it is unpacked."""
+    for i in static_range(n):
+        acc[i] = zero_f32x16()
     tile = tiles
     record = x
     for _ in range(n_tiles):
-        UNPACK(acc, tile, record, X_STEP)
+        UNPACK(acc, n, tile, record, X_STEP)
         tile += TILE_BYTES
         record += BLOCKS * X_STEP
-    finish_rows(acc[0], bias, residual, y, rows, rows)
-
-
-@template
-def multiply_slab(n, sums, slab, n_blocks, x, ahead, step):
-    """sums[i] += the slab's blocks times token i of the tile of activations at x, for n tokens.
-
-    Meanwhile it begins to read what stands at ``ahead``, ``step`` bytes for each block.
-    """
-    for i in static_range(n):
-        acc[i] = load_f32x16(sums + 64 * i)
-    for b in range(n_blocks):
-        multiply_block(acc, n, slab + b * BLOCK_BYTES, x + b * X_STEP, ahead + b * step)
     for i in static_range(n):
         store_f32x16(sums + 64 * i, acc[i])
 
 
 @template
-def several_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
+def multiply_slab(sums, slab, n_blocks, x, ahead, step):
+    """sums[i] += the slab's blocks times token i of the tile of activations at x.
+
+    Meanwhile it begins to read what stands at ``ahead``, ``step`` bytes for each block.
+    """
+    for i in static_range(TOKENS):
+        acc[i] = load_f32x16(sums + 64 * i)
+    for b in range(n_blocks):
+        multiply_block(acc, slab + b * BLOCK_BYTES, x + b * X_STEP, ahead + b * step)
+    for i in static_range(TOKENS):
+        store_f32x16(sums + 64 * i, acc[i])
+
+
+@template
+def many_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
     """sums = sixteen rows times so many tokens, whose activations begin at x.
 
-    A slab of the rows is unpacked into memory that stays in the nearest cache, and multiplied with all tokens: whole
-    tiles of them, or half of one.  (What comes out for tokens that are not there is not looked at.)  Meanwhile the
-    next tile of tokens is fetched, whose activations do not all fit into that cache; with the last one, the weights
-    that would else be asked for all at once when the next slab is unpacked.
+    A slab of the rows is unpacked into memory that stays in the nearest cache, and multiplied with all tiles of
+    tokens.  Meanwhile the next tile of tokens is fetched, whose activations do not all fit into that cache; with the
+    last one, the weights that would else be asked for all at once when the next slab is unpacked.
     """
     for token in range(0, n_tokens, TOKENS):
         for i in static_range(TOKENS):
@@ -80,18 +84,32 @@ def several_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
     for first in range(0, n_tiles, SLAB // BLOCKS):
         n = min(SLAB // BLOCKS, n_tiles - first)
         for tile in range(n):  # into the slab, without a sum
-            UNPACK(none, tiles + (first + tile) * TILE_BYTES, slab + tile * (BLOCKS * BLOCK_BYTES), BLOCK_BYTES)
+            UNPACK(none, 0, tiles + (first + tile) * TILE_BYTES, slab + tile * (BLOCKS * BLOCK_BYTES), BLOCK_BYTES)
         records = x + first * (BLOCKS * X_STEP)
         weights = tiles + (first + n) * TILE_BYTES + FETCH_AHEAD
-        if n_tokens <= HALF_TILE:
-            multiply_slab(HALF_TILE, sums, slab, n * BLOCKS, records, weights, TILE_BYTES // BLOCKS)
-        else:
-            for token in range(0, n_tokens, TOKENS):
-                ahead, step = records + stride, X_STEP
-                if token + TOKENS >= n_tokens:
-                    ahead, step = weights, TILE_BYTES // BLOCKS
-                multiply_slab(TOKENS, sums + 64 * token, slab, n * BLOCKS, records, ahead, step)
-                records += stride
+        for token in range(0, n_tokens, TOKENS):
+            ahead, step = records + stride, X_STEP
+            if token + TOKENS >= n_tokens:
+                ahead, step = weights, TILE_BYTES // BLOCKS
+            multiply_slab(sums + 64 * token, slab, n * BLOCKS, records, ahead, step)
+            records += stride
+
+
+@template
+def multiply_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
+    """sums = sixteen rows times so many tokens, by what is fastest for that many.
+
+    What comes out for tokens that fill up a tile is not looked at.
+    """
+    if n_tokens == 1:
+        few_tokens(1, tiles, n_tiles, x, sums)
+    elif n_tokens <= HALF_TILE:
+        few_tokens(HALF_TILE, tiles, n_tiles, x, sums)
+    elif n_tokens <= FEW:
+        for token in range(0, n_tokens, TOKENS):
+            few_tokens(TOKENS, tiles, n_tiles, x + token * (n_tiles * BLOCKS * RECORD), sums + 64 * token)
+    else:
+        many_tokens(n_tokens, tiles, n_tiles, slab, sums, x)
 
 
 @kernel
@@ -106,16 +124,12 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
     n_tokens = load_i64(batch)
     slab = stack(SLAB * BLOCK_BYTES)
     sums = stack(64 * MOST_TOKENS)
-    if n_tokens == 1:
-        for group in range(begin, end):
-            one_token(weights + group * n_tiles * TILE_BYTES, n_tiles, x, bias, residual, y, group * 64)
-        return
     for first in range(0, n_tokens, MOST_TOKENS):
         n = min(MOST_TOKENS, n_tokens - first)
         records = x + first * n_tiles * (BLOCKS * RECORD)
         for group in range(begin, end):
             rows = group * 64
-            several_tokens(n, weights + group * n_tiles * TILE_BYTES, n_tiles, slab, sums, records)
+            multiply_tokens(n, weights + group * n_tiles * TILE_BYTES, n_tiles, slab, sums, records)
             for token in range(n):
                 place = (first + token) * y_stride + rows
                 finish_rows(load_f32x16(sums + 64 * token), bias, residual, y, rows, place)

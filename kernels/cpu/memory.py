@@ -20,6 +20,13 @@ from numpy.typing import NDArray
 HUGE_PAGE = 2 << 20
 #: Bytes of the pieces that memory is taken from the system in.  Only what is written to becomes resident.
 PIECE = 64 << 20
+#: Values that rows of activations, rows of matrices and vectors are padded to.
+PADDING = 32
+
+
+def padded(n: int) -> int:
+    """The values that ``n`` of them take."""
+    return -(-n // PADDING) * PADDING
 
 
 class Arena:

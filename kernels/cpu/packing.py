@@ -2,7 +2,7 @@
 
 One kernel serves every format.  A layout becomes a table of moves, each of which transposes a part of sixteen rows'
 blocks into a tile: 16 bytes of every row at once where words lie side by side, one word or one half where not.
-Codes that are to be folded (`localllm.quant.folding`) are transposed aside, and folded into the tile from there.
+Codes that are to be bit-packed (`localllm.quant.bit_packing`) are transposed aside, and go into the tile from there.
 
     16 rows, 16 bytes of each          four vectors
     row 0:  a0 b0 c0 d0                a0 a1 a2 … a15
@@ -20,7 +20,7 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
-from localllm.kernels.cpu.codes import folded_word, load_bits, load_bits_raised
+from localllm.kernels.cpu.codes import bit_packed_word, load_bits, load_bits_raised
 from localllm.kernels.cpu.compiler import addresses, kernel, variant
 from localllm.kernels.cpu.instructions import i16, i32, i64, intp, load, op, store, void
 from localllm.kernels.cpu.simd import load_i64, stack, store_i8x64
@@ -35,7 +35,7 @@ WIDE = 16
 #: What a move transposes: sixteen bytes of words or of halves, one word of scales or of bit planes, one half.
 WORDS, HALVES, WORD, PLANES, HALF = range(5)
 #: Bytes of a move in the table: what it is, where in the blocks it reads, where in the tile it writes, and 1 if it
-#: writes not into the tile but aside, to be folded.
+#: writes not into the tile but aside, to be bit-packed.
 MOVE = 32
 
 Bytes = NDArray[np.uint8]
@@ -130,7 +130,7 @@ def transpose_planes(b, rows, stride, tile):
     store(b, _behind(b, tile, 0), planes)
 
 
-# -- Folding.  What is read are the words of the file, transposed: `localllm.quant.folding` says what is where -----
+# -- Bit packing.  What is read are the words of the file, transposed: see `localllm.quant.bit_packing` -------------
 
 
 @device
@@ -184,8 +184,8 @@ def pack_groups(begin, end, rows, row_bytes, n_blocks, block_bytes, moves, n_mov
     """Packs groups of sixteen rows; a unit is a group.
 
     rows: blocks, ``n_blocks`` of ``block_bytes`` a row.  moves: int64 [n_moves, 4], as `moves` makes them.
-    BITS: of codes that are folded; 0 where none are.  CODES reads those of 32 columns as a file has them, COLUMNS are
-    a block's, and FOLDED says where in a tile they go.
+    BITS: of codes that are bit-packed; 0 where none are.  CODES reads those of 32 columns as a file has them, COLUMNS
+    are a block's, and PACKED_BITS says where in a tile they go.
     """
     aside = stack(GROUP * COLUMNS * BITS // 8)
     for group in range(begin, end):
@@ -212,7 +212,8 @@ def pack_groups(begin, end, rows, row_bytes, n_blocks, block_bytes, moves, n_mov
                 for run in range(COLUMNS // 32):
                     w[0:8] = CODES(aside, run)
                     for word in static_range(BITS):
-                        store_i8x64(tile + FOLDED + 64 * (BITS * run + word), folded_word(*w[0:8], word, BITS))
+                        packed = bit_packed_word(*w[0:8], word, BITS)
+                        store_i8x64(tile + PACKED_BITS + 64 * (BITS * run + word), packed)
             source += block_bytes
             tile += GROUP * block_bytes
 
@@ -226,13 +227,13 @@ def moves(layout: TileLayout) -> tuple[int, list[tuple[int, int, int, int]]]:
         return WIDE, [(HALVES if layout.halves else WORDS, 0, 0, 0)]
     table, place = [], 0
     for part in layout.parts:
-        aside = int(part.folding is not None)
+        aside = int(part.bit_packing is not None)
         if aside:
             place = 0
         if part.unit == 2:
             table.append((HALF, part.offset, place, aside))
         else:
-            odd = part.length % WIDE  # of codes that are folded, a word of fifth bits
+            odd = part.length % WIDE  # of codes that are bit-packed, a word of fifth bits
             for at in range(0, odd, 4):
                 table.append((PLANES if aside else WORD, part.offset + at, place + GROUP * at, aside))
             for at in range(odd, part.length, WIDE):
@@ -241,15 +242,15 @@ def moves(layout: TileLayout) -> tuple[int, list[tuple[int, int, int, int]]]:
     return layout.block_bytes, table
 
 
-def _folding(layout: TileLayout) -> dict[str, Any]:
-    """The constants of `pack_groups` that say what is folded."""
-    if layout.folding is None:
+def _bit_packing(layout: TileLayout) -> dict[str, Any]:
+    """The constants of `pack_groups` that say what is bit-packed."""
+    if layout.bit_packing is None:
         return {"BITS": 0, "COLUMNS": 0}
     return {
-        "BITS": layout.folding.bits,
-        "COLUMNS": layout.folding.columns,
+        "BITS": layout.bit_packing.bits,
+        "COLUMNS": layout.bit_packing.columns,
         "CODES": FILE_CODES[layout.type],
-        "FOLDED": layout.tile_bytes - GROUP * layout.parts[-1].length,
+        "PACKED_BITS": layout.tile_bytes - GROUP * layout.parts[-1].length,
     }
 
 
@@ -263,7 +264,7 @@ class Packer:
     def __init__(
         self, layout: TileLayout, target: Target, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        v = variant(pack_groups, target, **_folding(layout))
+        v = variant(pack_groups, target, **_bit_packing(layout))
         self._entry = _ENTRY(addresses([v], progress)[v])
         self._layout = layout
         self._step, table = moves(layout)

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from localllm.errors import DeviceError, KernelError
+from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cpu.compiler import Variant, addresses, kernel, variant
 from localllm.kernels.cpu.host import check_memory
-from localllm.kernels.cpu.simd import call_kernel, call_nap, fetch_add, load_atomic, load_i64, pause, store_atomic
+from localllm.kernels.cpu.simd import call_kernel, call_sleep, fetch_add, load_atomic, load_i64, pause, store_atomic
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.process import Process
 
@@ -35,55 +36,58 @@ SPIN_SECONDS = 100e-6
 #: Spins in a measurement of how long one takes, and how often it is measured: the shortest time is not disturbed.
 TRIAL_SPINS, SPIN_TRIALS = 4096, 3
 #: Microseconds that it sleeps at a time.  Systems take some tens more.
-NAP = 1
-#: Pieces that an instruction's work is cut into, for each thread: more balance better, fewer cost less.
-PIECES = 4
+SLEEP_US = 1
+#: Chunks of an instruction's work for each thread: more balance better, fewer cost less.
+CHUNKS_PER_THREAD = 4
 
 #: Bytes of memory from which on it was not for want of them that a thread could not be started.
 STACK_BYTES = 16 << 20
+
+#: What a kernel is called with.
+Argument = int | float | Buffer | Address
 
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
 @kernel
-def run_program(begin, end, table, n_instructions, header, counters, meeting, most_spins, nap):
+def run_program(begin, end, table, n_instructions, header, counters, barrier, most_spins, sleep):
     """Runs a program as thread ``begin`` of ``end``.
 
     table: int64 [n, 8]: kernel, arguments, units a header number, which header number, wait afterwards.
-    counters: int64, one a line, zero at first.  meeting: int64, threads that have arrived, and a line further,
-    how often all have.  most_spins: of a waiting thread before it sleeps.  nap: the address of a C function that
+    counters: int64, one a line, zero at first.  barrier: int64, threads that have arrived, and a line further,
+    how often all have.  most_spins: of a waiting thread before it sleeps.  sleep: the address of a C function that
     sleeps for so many microseconds.
     """
     for i in range(n_instructions):
         entry = table + INSTRUCTION * i
         function, arguments = load_i64(entry), load_i64(entry + 8)
         units = load_i64(entry + 16) * load_i64(header + 8 * load_i64(entry + 24))
-        piece = max(1, units // (end * PIECES))
+        chunk = max(1, units // (end * CHUNKS_PER_THREAD))
         if end == 1:
-            piece = max(1, units)
-        place = fetch_add(counters + LINE * i, piece)
+            chunk = max(1, units)
+        place = fetch_add(counters + LINE * i, chunk)
         while place < units:
-            call_kernel(function, arguments, place, min(place + piece, units))
-            place = fetch_add(counters + LINE * i, piece)
+            call_kernel(function, arguments, place, min(place + chunk, units))
+            place = fetch_add(counters + LINE * i, chunk)
         if load_i64(entry + 32) != 0 and end > 1:
-            meetings = load_atomic(meeting + LINE)
-            if fetch_add(meeting, 1) == end - 1:
-                store_atomic(meeting, 0)
-                store_atomic(meeting + LINE, meetings + 1)
+            passed = load_atomic(barrier + LINE)
+            if fetch_add(barrier, 1) == end - 1:
+                store_atomic(barrier, 0)
+                store_atomic(barrier + LINE, passed + 1)
             else:
                 spins = 0
-                while load_atomic(meeting + LINE) == meetings:
+                while load_atomic(barrier + LINE) == passed:
                     pause()
                     spins += 1
                     if spins > most_spins:
-                        call_nap(nap, NAP)
+                        call_sleep(sleep, SLEEP_US)
 
 
 @kernel
-def spin(begin, end, meeting):
+def spin(begin, end, barrier):
     """Spins as a thread that waits in `run_program` does, ``end - begin`` times."""
     for _ in range(begin, end):
-        if load_atomic(meeting) == 0:
+        if load_atomic(barrier) == 0:
             pause()
 
 
@@ -110,12 +114,12 @@ class Instruction:
     """A kernel call: ``units * header[slot]`` units of work.
 
     Attributes:
-        arguments: integers (addresses, sizes) and floats, in the kernel's order.
+        arguments: integers (addresses, sizes), floats, and places in buffers, in the kernel's order.
         wait: whether all threads must be done before the next instruction begins.
     """
 
     variant: Variant
-    arguments: Sequence[int | float]
+    arguments: Sequence[Argument]
     units: int
     slot: int
     wait: bool = True
@@ -128,6 +132,7 @@ class Program:
         header: int64; ``header[slot]`` is read when an instruction begins.
         keep: what the arguments' addresses point into, kept alive with the program.
         progress: see `localllm.kernels.cpu.compiler.addresses`.
+        arena: the address of the memory that buffers lie in.
     """
 
     def __init__(
@@ -137,6 +142,7 @@ class Program:
         target: Target,
         keep: object = None,
         progress: Callable[[int, int], None] | None = None,
+        arena: int = 0,
     ) -> None:
         runner = variant(run_program, target)
         self._process = Process()
@@ -144,15 +150,15 @@ class Program:
         self._entry = _ENTRY(code[runner])
         self._keep = (keep, header)
         self._table = np.zeros((len(instructions), INSTRUCTION // 8), np.int64)
-        self._arguments = [np.frombuffer(_pack(i), np.int64) for i in instructions]
+        self._arguments = [np.frombuffer(_pack(i, arena), np.int64) for i in instructions]
         for row, i, arguments in zip(self._table, instructions, self._arguments, strict=True):
             row[:5] = code[i.variant], arguments.ctypes.data, i.units, i.slot, i.wait
         self._counters = np.zeros((len(instructions), LINE // 8), np.int64)
-        self._meeting = np.zeros((2, LINE // 8), np.int64)
-        parts = (self._table, header, self._counters, self._meeting)
-        table, head, counters, meeting = (a.ctypes.data for a in parts)
-        most_spins = spins_in(SPIN_SECONDS, target)
-        self._call = np.array([table, len(instructions), head, counters, meeting, most_spins, _nap()], np.int64)
+        self._barrier = np.zeros((2, LINE // 8), np.int64)
+        parts = (self._table, header, self._counters, self._barrier)
+        table, head, counters, barrier = (a.ctypes.data for a in parts)
+        spins, sleep = spins_in(SPIN_SECONDS, target), _sleep_function()
+        self._call = np.array([table, len(instructions), head, counters, barrier, spins, sleep], np.int64)
 
     def run(self, workers: Workers, before: Callable[[], None] = lambda: None, *, threads: int | None = None) -> None:
         """Runs all instructions once.
@@ -174,16 +180,24 @@ class Program:
         workers.run(Job(self._entry, self._call.ctypes.data, keep=self, threads=threads), prepare)
 
 
-def _pack(instruction: Instruction) -> bytes:
+def _pack(instruction: Instruction, arena: int) -> bytes:
     """The arguments as the kernel reads them, eight bytes each."""
-    kernel, arguments = instruction.variant.kernel, instruction.arguments
+    kernel = instruction.variant.kernel
+    arguments = [_resolved(argument, arena) for argument in instruction.arguments]
     if [isinstance(a, float) for a in arguments] != [is_float for _, is_float in kernel.parameters]:
         names = ", ".join(f"{name}: {'float' if is_float else 'int'}" for name, is_float in kernel.parameters)
         raise KernelError(f"the kernel {kernel.name} takes ({names}), but was given {tuple(arguments)}")
     return b"".join(struct.pack("<f4x" if isinstance(a, float) else "<q", a) for a in arguments)
 
 
-def _nap() -> int:
+def _resolved(argument: Argument, arena: int) -> int | float:
+    """A number as it is; a place in a buffer as its address."""
+    if isinstance(argument, Buffer):
+        return arena + argument.offset
+    return arena + argument.buffer.offset + argument.n_bytes if isinstance(argument, Address) else argument
+
+
+def _sleep_function() -> int:
     """The address of the C function by which a waiting thread sleeps.
 
     Merely to offer the core to others (``sched_yield``) is no way to wait where other programs are busy: who offers

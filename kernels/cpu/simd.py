@@ -407,7 +407,7 @@ def call_kernel(b, function, arguments, begin, end):
 
 
 @op(int32, intp, intp)
-def call_nap(b, function, microseconds):
+def call_sleep(b, function, microseconds):
     """Calls the C function ``int f(unsigned microseconds)`` at an address."""
     kind = ir.FunctionType(i32, [i32])
     return b.call(b.inttoptr(function, kind.as_pointer()), [b.trunc(microseconds, i32)])

@@ -21,8 +21,8 @@ if it has some.  Whole scales stand twice in each lane of s, as numbers of 16 bi
 `localllm.quant.packing`, the blocks of the files in `localllm.quant.legacy`, `localllm.quant.kquants` and
 `localllm.quant.lut`.
 
-For one token, a block is multiplied as it is unpacked (`take`, with a step of `X_STEP`).  For several it is written
-down first, to be multiplied with all of them (`multiply_block`):
+For a tile of tokens at most, a block is multiplied as it is unpacked (`take`).  For more it is written down first, to
+be multiplied with all of them (`multiply_block`):
 
     0          512          576
     [ w[0] … w[7] ][ s[0] ][ s[1] ] …
@@ -48,8 +48,8 @@ import numpy as np
 
 from localllm.kernels.cpu.codes import (
     high_number,
+    load_bit_packed,
     load_bits,
-    load_folded,
     low_number,
     lut_op,
     signed_byte_pair,
@@ -111,7 +111,7 @@ CODE_BYTES, SCALE_BYTES = 512, 64
 #: stop at the end of each page of 4096 bytes; asked to read across it, they lose no time there.
 FETCH_AHEAD = 4096
 
-# -- One token: a block times the activations in the record at x --------------------------------------------------
+# -- A block times the activations in the record at x --------------------------------------------------
 
 
 @device
@@ -182,11 +182,11 @@ HALVES, SIXTEENS, MINIMA = Block(add_halves, 2), Block(add_sixteens, 4), Block(a
 
 
 @template
-def take(acc: Registers, place, step, s: Registers, w: Registers):
-    """Multiplies a block with the token at ``place``, or writes it to ``place``; see the module's text."""
-    if step == X_STEP:
-        acc[0] = ADD(acc[0], place, *s[0:N_SCALES], *w[0:8])
-    else:
+def take(acc: Registers, n, place, s: Registers, w: Registers):
+    """Multiplies a block with n tokens of the tile of activations at ``place``, or writes it there if n is 0."""
+    for i in static_range(n):
+        acc[i] = ADD(acc[i], place + RECORD * i, *s[0:N_SCALES], *w[0:8])
+    if n == 0:
         for v in static_range(8):
             store_i8x64(place + 64 * v, w[v])
         for v in static_range(N_SCALES):
@@ -194,8 +194,8 @@ def take(acc: Registers, place, step, s: Registers, w: Registers):
 
 
 @template
-def multiply_block(acc: Registers, n, block, x, ahead):
-    """acc[i] += the block written at ``block`` times token i of the tile of activations at x, for n tokens.
+def multiply_block(acc: Registers, block, x, ahead):
+    """acc[i] += the block written at ``block`` times token i of the tile of activations at x.
 
     Meanwhile it begins to read what stands at ``ahead``, a line for each token.
     """
@@ -203,7 +203,7 @@ def multiply_block(acc: Registers, n, block, x, ahead):
         w[v] = load_i8x64(block + 64 * v)
     for v in static_range(N_SCALES):
         s[v] = load_f32x16(block + (CODE_BYTES + SCALE_BYTES * v))
-    for i in static_range(n):
+    for i in static_range(TOKENS):
         prefetch(ahead + 64 * i)
         acc[i] = ADD(acc[i], x + RECORD * i, *s[0:N_SCALES], *w[0:8])
 
@@ -229,18 +229,18 @@ def load_nibbles(codes):
 
 @device
 def load_codes(codes):
-    """The codes of 32 columns: nibbles, or folded."""
+    """The codes of 32 columns: nibbles, or bit-packed."""
     if BITS == 4:
         w[0:8] = load_nibbles(codes)
     else:
         for v in static_range(8):
-            w[v] = load_folded(codes, v, BITS)
+            w[v] = load_bit_packed(codes, v, BITS)
     return (*w[0:8],)
 
 
 @device
 def load_k_codes(codes, block):
-    """The codes of columns 32 block …: folded, or the low and then the high nibbles of eight vectors."""
+    """The codes of columns 32 block …: bit-packed, or the low and then the high nibbles of eight vectors."""
     if BITS == 4:
         for v in static_range(8):
             w[v] = load_bits(codes + (512 * (block // 2) + 64 * v), 4 * (block % 2), 15)
@@ -270,56 +270,56 @@ def look_up_nibbles(codes):
 
 
 @template
-def unpack_q45_0(acc: Registers, tile, place, step):
+def unpack_q45_0(acc: Registers, n, tile, place, step):
     """Q4_0 and Q5_0."""
     fetch_ahead(tile, TILE_BYTES)
     w[0:8] = load_codes(tile + 32)
     s[0] = load_f16x16(tile)
     s[1] = splat(OFFSET) * s[0]
-    take(acc, place, step, s, w)
+    take(acc, n, place, s, w)
 
 
 @template
-def unpack_q45_1(acc: Registers, tile, place, step):
+def unpack_q45_1(acc: Registers, n, tile, place, step):
     """Q4_1 and Q5_1."""
     fetch_ahead(tile, TILE_BYTES)
     w[0:8] = load_codes(tile + 64)
     s[0] = load_f16x16(tile)
     s[1] = load_f16x16(tile + 32)
-    take(acc, place, step, s, w)
+    take(acc, n, place, s, w)
 
 
 @template
-def unpack_q8_0(acc: Registers, tile, place, step):
+def unpack_q8_0(acc: Registers, n, tile, place, step):
     fetch_ahead(tile, TILE_BYTES)
     for v in static_range(8):
         w[v] = load_i8x64(tile + (32 + 64 * v))
     s[0] = load_f16x16(tile)
-    take(acc, place, step, s, w)
+    take(acc, n, place, s, w)
 
 
 @template
-def unpack_lut_32(acc: Registers, tile, place, step):
+def unpack_lut_32(acc: Registers, n, tile, place, step):
     fetch_ahead(tile, TILE_BYTES)
     w[0:8] = look_up_nibbles(tile + 32)
     s[0] = load_f16x16(tile)
-    take(acc, place, step, s, w)
+    take(acc, n, place, s, w)
 
 
 @template
-def unpack_lut_16(acc: Registers, tile, place, step):
+def unpack_lut_16(acc: Registers, n, tile, place, step):
     fetch_ahead(tile, TILE_BYTES)
     w[0:8] = look_up_nibbles(tile + 64)
     s[0] = load_f16x16(tile)
     s[1] = load_f16x16(tile + 32)
-    take(acc, place, step, s, w)
+    take(acc, n, place, s, w)
 
 
 # -- K formats of 256 columns -------------------------------------------------------------------------------------
 
 
 @template
-def unpack_q45_k(acc: Registers, tile, place, step):
+def unpack_q45_k(acc: Registers, n, tile, place, step):
     """Each 32 columns have a six-bit scale and minimum.
 
     Of the twelve bytes that hold them, a, b and c are the vectors of words 0, 1 and 2: byte j of a and b has the
@@ -340,7 +340,7 @@ def unpack_q45_k(acc: Registers, tile, place, step):
             s[0] = as_float(unsigned_byte_twice(scales, half))
             s[1] = d
             s[2] = d_min * to_float(unsigned_byte(minima, half))
-            take(acc, place, step, s, w)
+            take(acc, n, place, s, w)
             place += step
         if pair == 1:
             scales = mask(c, 0x0F0F0F0F) | mask(shift_right(a, 2), 0x30303030)
@@ -360,7 +360,7 @@ def load_sixteens(s: Registers, d, scales, n):
 
 
 @template
-def unpack_q6_k(acc: Registers, tile, place, step):
+def unpack_q6_k(acc: Registers, n, tile, place, step):
     """Each 32 columns have two signed scales, of which a word holds four."""
     d = load_f16x16(tile)
     for pair in range(4):
@@ -369,12 +369,12 @@ def unpack_q6_k(acc: Registers, tile, place, step):
             fetch_ahead(tile + TILE_BYTES // 8 * (2 * pair + half), TILE_BYTES // 8)
             w[0:8] = load_codes(tile + (288 + 384 * half) + 768 * pair)
             load_sixteens(s, d, words, 2 * half)
-            take(acc, place, step, s, w)
+            take(acc, n, place, s, w)
             place += step
 
 
 @template
-def unpack_q3_k(acc: Registers, tile, place, step):
+def unpack_q3_k(acc: Registers, n, tile, place, step):
     """Each 32 columns have two six-bit scales, from which 32 is subtracted.
 
     Of the twelve bytes that hold them, a, b and c are the vectors of words 0, 1 and 2: the low nibbles of a, b and
@@ -390,7 +390,7 @@ def unpack_q3_k(acc: Registers, tile, place, step):
         for half in static_range(2):
             w[0:8] = load_codes(tile + (224 + 192 * half) + 384 * pair)
             load_sixteens(s, d, scales, 2 * half)
-            take(acc, place, step, s, w)
+            take(acc, n, place, s, w)
             place += step
         used = a
         a = b
@@ -399,7 +399,7 @@ def unpack_q3_k(acc: Registers, tile, place, step):
 
 
 @template
-def unpack_q2_k(acc: Registers, tile, place, step):
+def unpack_q2_k(acc: Registers, n, tile, place, step):
     """Four pairs of 32 columns: two of each 128 columns' four places in a byte.
 
     A pair's word holds a byte for each 16 columns, whose nibbles are their scale and their minimum.
@@ -417,7 +417,7 @@ def unpack_q2_k(acc: Registers, tile, place, step):
             s[0] = as_float(unsigned_byte_twice(scales, 2 * half))
             s[1] = as_float(unsigned_byte_twice(scales, 2 * half + 1))
             s[2] = as_float(unsigned_byte_pair(minima, 2 * half))
-            take(acc, place, step, s, w)
+            take(acc, n, place, s, w)
             place += step
 
 

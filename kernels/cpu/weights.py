@@ -5,20 +5,21 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import KernelError
-from localllm.kernels.cpu.memory import Arena
+from localllm.kernels.backend import PackedWeight, Progress, WeightUse
+from localllm.kernels.cpu.host import check_memory
+from localllm.kernels.cpu.memory import PADDING, Arena, padded
 from localllm.kernels.cpu.packing import Packer
 from localllm.kernels.cpu.program import Job, Workers
-from localllm.kernels.cpu.recording import PADDING, padded
 from localllm.kernels.cpu.target import Target
+from localllm.kernels.embedding import SMALL_TABLE, CopiedTable, DecodedTable, EmbeddingTable, PackedTable
 from localllm.kernels.experts import matrices_to_pack
-from localllm.kernels.ops import Weight, Widening
+from localllm.kernels.graph import Weight
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import LAYOUTS
@@ -43,38 +44,6 @@ class CPUVector:
         return self.values.ctypes.data
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """Tiles of one matrix or of several, one after the other."""
-
-    packed: NDArray[np.uint8]
-    type: KernelType
-    n_in: int
-    n_out: int
-
-    @property
-    def format(self) -> str:
-        return self.type.name
-
-    @property
-    def n_bytes(self) -> int:
-        return self.packed.nbytes
-
-
-@dataclass(frozen=True)
-class CPULinear(_Packed):
-    """A packed matrix."""
-
-    bias: CPUVector | None
-
-
-@dataclass(frozen=True)
-class CPUExperts(_Packed):
-    """Packed matrices of experts, one after the other."""
-
-    n_experts: int
-
-
 class WeightLoader:
     """Packs weights.
 
@@ -94,28 +63,20 @@ class WeightLoader:
         values = dequantize(weight.data, weight.type).reshape(-1)
         return CPUVector(np.pad(values, (0, padded(len(values)) - len(values))), len(values))
 
-    def linear(self, weight: Weight, bias: Weight | None, widening: Widening | None) -> CPULinear:
-        """Packed; see `localllm.kernels.ops.Loader.load_linear`."""
-        n_out, n_in = weight.shape
-        if bias is not None and bias.shape != (n_out,):
-            raise KernelError(f"a matrix [{n_out}, {n_in}] cannot have a bias {list(bias.shape)}")
-        return CPULinear(*self._packed(weight, widening), n_in, n_out, None if bias is None else self.vector(bias))
+    def pack(self, weight: Weight) -> tuple[NDArray[np.uint8], KernelType]:
+        """The tiles of one matrix or of several, and their format: another one if that of the plan cannot hold them.
 
-    def experts(self, weight: Weight, widening: Widening | None) -> CPUExperts:
-        """Packed; see `localllm.kernels.ops.Loader.load_experts`."""
-        n_experts, n_out, n_in = weight.shape
-        return CPUExperts(*self._packed(weight, widening), n_in, n_out, n_experts)
-
-    def _packed(self, weight: Weight, widening: Widening | None) -> tuple[NDArray[np.uint8], KernelType]:
-        """The tiles of one matrix or of several, and their format."""
+        Raises:
+            NotEnoughMemoryError: the other one takes more memory than there is.
+        """
         kind = repack_target(weight.type)
         try:
             return self._pack(weight, kind), kind
         except ScaleRangeError:
-            kind = FALLBACK
-            if widening is not None:
-                widening(weight, kind.name, _packed_bytes(weight.shape, kind))
-            return self._pack(weight, kind), kind
+            n_bytes = _packed_bytes(weight.shape, FALLBACK)
+            what = f"for tensor {weight.name}, whose scales are beyond the range of float16 and need {FALLBACK.name},"
+            check_memory(n_bytes, what)
+            return self._pack(weight, FALLBACK), FALLBACK
 
     def _pack(self, weight: Weight, kind: KernelType) -> NDArray[np.uint8]:
         """The weight's tiles in ``kind``.
@@ -163,11 +124,66 @@ class WeightLoader:
         return self._packers[kind]
 
 
-def packed_bytes(weight: Weight) -> int:
-    """As `localllm.kernels.ops.Loader` has it."""
-    if len(weight.shape) < 2:
-        return 4 * padded(weight.shape[0])
-    return _packed_bytes(weight.shape, repack_target(weight.type))
+class PackedWeights:
+    """The weights of a graph as kernels read them; of those that were not loaded, as they will."""
+
+    def __init__(self) -> None:
+        self._matrices: dict[Weight, tuple[NDArray[np.uint8], KernelType]] = {}
+        self._vectors: dict[Weight, CPUVector] = {}
+        #: Those that rows are looked up in.
+        self.tables: dict[Weight, EmbeddingTable] = {}
+
+    def matrix(self, weight: Weight) -> tuple[int, KernelType]:
+        """The address of the tiles of one matrix or of several, and their format."""
+        if weight in self._matrices:
+            tiles, kind = self._matrices[weight]
+            return tiles.ctypes.data, kind
+        return 0, repack_target(weight.type)
+
+    def vector(self, weight: Weight) -> int:
+        """The address of a vector, in float32 with zeros behind it."""
+        return self._vectors[weight].address if weight in self._vectors else 0
+
+    def load(self, use: WeightUse, loader: WeightLoader, progress: Progress | None) -> PackedWeight:
+        """Packs a weight."""
+        weight, planned = use.weight, planned_weight(use)
+        if len(weight.shape) == 1:
+            self._vectors[weight] = loader.vector(weight)
+        elif use.is_operand:
+            tiles, kind = self._matrices[weight] = loader.pack(weight)
+            n_bytes = planned.n_bytes + tiles.nbytes - _packed_bytes(weight.shape, repack_target(weight.type))
+            planned = replace(planned, kernel_type=kind.name, n_bytes=n_bytes)
+        if use.is_table:
+            self.tables[weight] = self._table(weight)
+        weight.drop_pages()
+        if progress is not None:
+            progress(weight)
+        return planned
+
+    def _table(self, weight: Weight) -> EmbeddingTable:
+        n_rows, n_columns = weight.shape
+        if n_rows * n_columns <= SMALL_TABLE:
+            return DecodedTable.of(weight)
+        if weight not in self._matrices:
+            return CopiedTable.of(weight)
+        tiles, kind = self._matrices[weight]
+        return PackedTable(kind, (n_rows, n_columns), tiles)
+
+
+def planned_weight(use: WeightUse) -> PackedWeight:
+    """What a weight will take in memory."""
+    weight = use.weight
+    kernel_type, n_bytes = "F32", 0
+    if len(weight.shape) == 1:
+        n_bytes = 4 * padded(weight.shape[0])
+    elif use.is_operand:
+        kind = repack_target(weight.type)
+        kernel_type, n_bytes = kind.name, _packed_bytes(weight.shape, kind)
+    if use.is_table and prod(weight.shape) <= SMALL_TABLE:
+        n_bytes += 4 * prod(weight.shape)
+    elif use.is_table and not use.is_operand:
+        kernel_type, n_bytes = weight.type.name, weight.data.nbytes
+    return use.packed(kernel_type, n_bytes)
 
 
 def _packed_bytes(shape: Sequence[int], kind: KernelType) -> int:

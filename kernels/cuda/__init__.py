@@ -5,14 +5,14 @@ A ``.cu`` file is a module (module.py); where its launches are chosen says what 
 =======================================  ============================================  ==============================
 kernels                                  launches                                      tests, in tests/kernels/cuda
 =======================================  ============================================  ==============================
-pack, embed, quantise, matvec*, matmul*  matmul.py (shapes), operations.py, experts.py test_pack, _quantise, _matmul
-attention, append                        attention.py, cache.py, operations.py         test_attention, test_append
-elementwise                              operations.py                                 test_elementwise, _selection
+pack, embed, quantise, matvec*, matmul*  matmul.py (shapes), calls.py, experts.py      test_pack, _quantise, _matmul
+attention, append                        attention.py, cache.py, calls.py              test_attention, test_append
+elementwise                              calls.py                                      test_elementwise, _selection
 experts                                  experts.py                                    test_experts
 ceilings                                 roofline.py                                   test_roofline
 =======================================  ============================================  ==============================
 
-operations.py and experts.py are a step's operations, recording.py what they are recorded in, program.py its graphs.
+calls.py and experts.py are what a step is made of, lowering.py makes them of a graph, step.py runs them.
 
 **To try a change** needs no GPU, but NVRTC and g++ (``pip install -e '.[dev,cuda13]'``).  Edit the ``.cu``, then::
 

@@ -3,9 +3,9 @@
 // A row is a token and one of the `group_size` query heads that share a key head; row number t * group_size + h of a
 // sequence is its token t and head h.  Rows are computed 16 at once, as matrix products have it.
 //
-// The cache is cut into spans of SPAN_PAGES pages.  A row's sums over a span begin with a fresh state (largest score,
-// total of the weights, weighted sum of values), which pages are added to in order; the spans' states are then merged
-// in order.  `attention_prefill` does all of it for many rows; where there are few rows, `attention_split` gives spans
+// The cache is cut into splits of SPLIT_PAGES pages.  A row's sums over one begin with a fresh state (largest score,
+// total of the weights, weighted sum of values), which pages are added to in order; the splits' states are then merged
+// in order.  `attention_prefill` does all of it for many rows; where there are few rows, `attention_split` gives splits
 // to different blocks and `attention_merge` puts them together.  Each element of a product is summed up in the same
 // order in both, and a position that a row does not see adds exactly nothing: so a row has the same bits whatever
 // shares its tile and its batch.
@@ -483,18 +483,19 @@ DEVICE float weigh(float (&scores)[KEY_TILES][4], int half, float& top) {
   return keep;
 }
 
-// Merges what a span's sums have come to with those of the spans before it, and clears them.
-DEVICE void merge_span(float* spans, const Merge (&merges)[2], float (&sums)[2 * PREFILL_PAIRS][4], bool is_first) {
+// Merges what a split's sums have come to with those of the splits before it, and clears them.
+DEVICE void merge_split(float* split_sums, const Merge (&merges)[2], float (&sums)[2 * PREFILL_PAIRS][4],
+                        bool is_first) {
 #pragma unroll
   for (int i = 0; i < PREFILL_SUMS; i++) {
-    float& sum = spans[i * PREFILL_THREADS];
+    float& sum = split_sums[i * PREFILL_THREADS];
     sum = merges[i / 2 % 2].sum(is_first ? 0.0f : sum, sums[i / 4][i % 4]);
     sums[i / 4][i % 4] = 0.0f;
   }
 }
 
 // Writes this lane's part of its rows.
-DEVICE void write_rows(float* out, int out_stride, const float* spans, const State (&total)[2], const float* sinks,
+DEVICE void write_rows(float* out, int out_stride, const float* split_sums, const State (&total)[2], const float* sinks,
                        const Tile& tile, int warp_row, int first_pair, int kv_head, int group_size) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -506,7 +507,7 @@ DEVICE void write_rows(float* out, int out_stride, const float* spans, const Sta
 #pragma unroll
     for (int i = 0; i < PREFILL_SUMS / 2; i++) {
       const int column = 16 * first_pair + i / 2 * 8 + lane % 4 * 2 + i % 2;
-      if (column < HEAD_DIM) to[column] = spans[(i / 2 * 4 + 2 * half + i % 2) * PREFILL_THREADS] * share;
+      if (column < HEAD_DIM) to[column] = split_sums[(i / 2 * 4 + 2 * half + i % 2) * PREFILL_THREADS] * share;
     }
   }
 }
@@ -526,11 +527,11 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   if (tile.n_rows == 0) return;
   const int kv_head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  // Shared memory: pages; sums of the spans so far, float32 [PREFILL_SUMS, threads]; rows of queries, which lie in the
+  // Shared memory: pages; sums of the splits so far, float32 [PREFILL_SUMS, threads]; rows of queries, which lie in the
   // sums' place if they go to registers at once.
   uint8_t* const load_keys = shared;
   uint8_t* const load_values = shared + (BUFFERS == 2) * LOAD_BYTES;
-  float* const spans = (float*)(shared + PREFILL_PAGES) + threadIdx.x;
+  float* const split_sums = (float*)(shared + PREFILL_PAGES) + threadIdx.x;
   uint16_t* const query_rows =
     (uint16_t*)(shared + PREFILL_PAGES + (QUERY_REGISTERS ? 0 : 4 * PREFILL_SUMS * PREFILL_THREADS));
 #if Q8_0
@@ -565,7 +566,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
 
   State total[2] = {{LOWEST, 0.0f}, {LOWEST, 0.0f}};
   float top[2] = {LOWEST, LOWEST}, weight_sums[4] = {}, sums[2 * PREFILL_PAIRS][4] = {};
-  bool is_first_span = true;
+  bool is_first_split = true;
   for (; page < stop; page++) {
     const int position = PAGE * page;
     const size_t block = (size_t)table[page] * n_kv_heads + kv_head;
@@ -623,17 +624,17 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
     if (page + 1 < stop) load_page<PREFILL_THREADS>(load_keys, all_keys, next, position + PAGE, tile_sight);
 #endif
 
-    if ((page + 1) % SPAN_PAGES == 0 || page + 1 == stop) {
+    if ((page + 1) % SPLIT_PAGES == 0 || page + 1 == stop) {
       const Merge merges[2] = {{total[0], {top[0], weight_sums[0]}}, {total[1], {top[1], weight_sums[2]}}};
-      merge_span(spans, merges, sums, is_first_span);
+      merge_split(split_sums, merges, sums, is_first_split);
 #pragma unroll
       for (int i = 0; i < 4; i++) weight_sums[i] = 0.0f;
       top[0] = top[1] = LOWEST;
-      is_first_span = false;
+      is_first_split = false;
     }
   }
 
-  write_rows(out, out_stride, spans, total, sinks, tile, warp_row, first_pair, kv_head, group_size);
+  write_rows(out, out_stride, split_sums, total, sinks, tile, warp_row, first_pair, kv_head, group_size);
 }
 
 // -- Decode -----------------------------------------------------------------------------------------------------------
@@ -644,20 +645,20 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
 // Pairs of tiles of values that a warp adds up: one, or as many as share scales.
 #define SPLIT_PAIRS (HEAD_STEPS <= SPLIT_WARPS ? 1 : (HEAD_STEPS + 2 * SPLIT_WARPS - 1) / (2 * SPLIT_WARPS) * 2)
 
-// The pages that a block of `attention_split` reads: those of every gridDim.x-th span, of each the keys and the values.
+// The pages that a block of `attention_split` reads: of every gridDim.x-th split, of each the keys and the values.
 struct Walk {
-  int page, low, high, stop;  // of the span: its pages low ... high; of all: those before `stop`
+  int page, low, high, stop;  // of the split: its pages low ... high; of all: those before `stop`
   bool is_value;
-  __device__ __forceinline__ Walk(int first, int stop, int span) : stop(stop), is_value(false) { enter(span, first); }
-  __device__ __forceinline__ void enter(int span, int first) {
-    low = page = max(first, span * SPAN_PAGES), high = min(stop, (span + 1) * SPAN_PAGES);
+  __device__ __forceinline__ Walk(int first, int stop, int split) : stop(stop), is_value(false) { enter(split, first); }
+  __device__ __forceinline__ void enter(int split, int first) {
+    low = page = max(first, split * SPLIT_PAGES), high = min(stop, (split + 1) * SPLIT_PAGES);
   }
   __device__ __forceinline__ bool is_over() const { return page >= stop; }
-  __device__ __forceinline__ bool begins_span() const { return page == low && !is_value; }
+  __device__ __forceinline__ bool begins_split() const { return page == low && !is_value; }
   __device__ __forceinline__ void advance() {
     page += is_value;
     is_value = !is_value;
-    if (page == high) enter(low / SPAN_PAGES + gridDim.x, 0);
+    if (page == high) enter(low / SPLIT_PAGES + gridDim.x, 0);
   }
 };
 
@@ -718,14 +719,14 @@ struct Stream {
   }
 };
 
-// The state of each row after each span: part_sums float32 [tiles, key heads, max_parts, part_rows, HEAD] and
-// part_states [tiles, key heads, max_parts, part_rows] of (largest score, total); a tile has at most part_rows rows
-// and sees at most max_parts spans.  Grid: (blocks that share the spans of a tile, key
+// The state of each row after each split: partial_sums float32 [tiles, key heads, max_splits, partial_rows, HEAD] and
+// partial_states [tiles, key heads, max_splits, partial_rows] of (largest score, total); a tile has at most
+// partial_rows rows and sees at most max_splits splits.  Grid: (blocks that share the splits of a tile, key
 // heads, at least as many as there are tiles).  A tile of 16 rows: four warps share the keys of a page to score them
 // and the head's values to add them up, so that no sum is made in another order than in `attention_prefill`.
 extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   attention_split(PARAMETERS, CACHE_PARAMETERS, const float* __restrict__ q, int q_stride,
-          float* __restrict__ part_sums, float2* __restrict__ part_states, int max_parts, int part_rows,
+          float* __restrict__ partial_sums, float2* __restrict__ partial_states, int max_splits, int partial_rows,
           float scale, float soft_cap) {
   extern __shared__ __align__(16) uint8_t shared[];
   __shared__ Row rows[ROWS];
@@ -735,8 +736,8 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   const Tile tile = find_tile(batch, blockIdx.z, ROWS, group_size, least, most);
   if (tile.n_rows == 0) return;
   const Sight tile_sight = sight_of(tile, ROWS, group_size, window);
-  const int first_page = tile_sight.first / PAGE, first_span = first_page / SPAN_PAGES;
-  Walk walk(first_page, tile_sight.last / PAGE + 1, first_span + blockIdx.x);
+  const int first_page = tile_sight.first / PAGE, first_split = first_page / SPLIT_PAGES;
+  Walk walk(first_page, tile_sight.last / PAGE + 1, first_split + blockIdx.x);
   if (walk.is_over()) return;
 
   const int kv_head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -810,21 +811,21 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
                                             SPLIT_PAIRS * warp);
     add_values<SPLIT_PAIRS>(sums, weight_sums, weights, page_values, stream.factors(), SPLIT_PAIRS * warp);
 
-    const int part = walk.low / SPAN_PAGES - first_span;
+    const int split = walk.low / SPLIT_PAGES - first_split;
     walk.advance();
-    if (!walk.begins_span()) continue;
-    const size_t part_row = (((size_t)blockIdx.z * n_kv_heads + kv_head) * max_parts + part) * part_rows;
+    if (!walk.begins_split()) continue;
+    const size_t partial_row = (((size_t)blockIdx.z * n_kv_heads + kv_head) * max_splits + split) * partial_rows;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int r = lane / 4 + 8 * half;
       if (warp == 0 && lane % 4 == 0 && r < tile.n_rows)
-        part_states[part_row + r] = make_float2(tops[r], weight_sums[2 * half]);
+        partial_states[partial_row + r] = make_float2(tops[r], weight_sums[2 * half]);
       weight_sums[2 * half] = weight_sums[2 * half + 1] = 0.0f;
 #pragma unroll
       for (int i = 0; i < 2 * SPLIT_PAIRS; i++) {
         const int at = 2 * SPLIT_PAIRS * warp + i;
         if (at < 2 * HEAD_STEPS && r < tile.n_rows)
-          *(float2*)(part_sums + (part_row + r) * HEAD + 8 * at + lane % 4 * 2) =
+          *(float2*)(partial_sums + (partial_row + r) * HEAD + 8 * at + lane % 4 * 2) =
             make_float2(sums[i][2 * half], sums[i][2 * half + 1]);
         sums[i][2 * half] = sums[i][2 * half + 1] = 0.0f;
       }
@@ -833,29 +834,30 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   }
 }
 
-// Merges the spans' states of each row, in order, and writes the row.  Grid: (4, key heads, tiles); a warp has a row.
-// Reads (HEAD + 2) * 4 bytes a row and span: an eightieth of what `attention_split` reads, at four rows.
+// Merges the splits' states of each row, in order, and writes the row.  Grid: (4, key heads, tiles); a warp has a row.
+// Reads (HEAD + 2) * 4 bytes a row and split: an eightieth of what `attention_split` reads, at four rows.
 extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
-  attention_merge(PARAMETERS, const float* __restrict__ part_sums, const float2* __restrict__ part_states,
-          int max_parts, int part_rows, float* __restrict__ out, int out_stride,
+  attention_merge(PARAMETERS, const float* __restrict__ partial_sums, const float2* __restrict__ partial_states,
+          int max_splits, int partial_rows, float* __restrict__ out, int out_stride,
           const float* __restrict__ sinks) {
   const Batch batch = {header, query_starts, kv_lengths, block_tables, block_stride};
   const Tile tile = find_tile(batch, blockIdx.z, ROWS, group_size, least, most);
   const int kv_head = blockIdx.y, row = SPLIT_WARPS * blockIdx.x + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (row >= tile.n_rows) return;
   const Sight sight = sight_of(tile, ROWS, group_size, window);
-  const int first_span = sight.first / PAGE / SPAN_PAGES, n_parts = sight.last / PAGE / SPAN_PAGES + 1 - first_span;
-  const size_t first = ((size_t)blockIdx.z * n_kv_heads + kv_head) * max_parts * part_rows + row;
+  const int first_split = sight.first / PAGE / SPLIT_PAGES;
+  const int n_splits = sight.last / PAGE / SPLIT_PAGES + 1 - first_split;
+  const size_t first = ((size_t)blockIdx.z * n_kv_heads + kv_head) * max_splits * partial_rows + row;
 
   State total = {LOWEST, 0.0f};
   float sums[(HEAD + 31) / 32] = {};
-  for (int part = 0; part < n_parts; part++) {
-    const size_t at = first + (size_t)part * part_rows;
-    const float2 state = part_states[at];
+  for (int split = 0; split < n_splits; split++) {
+    const size_t at = first + (size_t)split * partial_rows;
+    const float2 state = partial_states[at];
     const Merge merge(total, {state.x, state.y});
 #pragma unroll
     for (int i = 0; i < (HEAD + 31) / 32; i++)
-      if (32 * i + lane < HEAD) sums[i] = merge.sum(sums[i], part_sums[at * HEAD + 32 * i + lane]);
+      if (32 * i + lane < HEAD) sums[i] = merge.sum(sums[i], partial_sums[at * HEAD + 32 * i + lane]);
   }
   const float share = share_of(total, sinks, kv_head * group_size + (tile.first_row + row) % group_size);
   float* to = out + place_of(tile, row, kv_head, group_size, out_stride);

@@ -1,6 +1,6 @@
 """Which kernels of `attention.cu` compute a batch's attention, how they are compiled and launched.
 
-Sequences of few tokens are split: blocks take spans of what they see, and a second kernel merges those.  The others
+Sequences of few tokens are split: blocks take splits of what they see, and a second kernel merges those.  The others
 are prefilled: a block takes a tile of rows through all that it sees.  Both give the same bits, so this is a matter
 of speed alone.  A kernel takes the sequences whose number of tokens lies in its range, and finds its tiles by the
 batch's tables in device memory: a captured launch stays valid for every batch within the `Work` it was made for.
@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from localllm.errors import KernelError
 from localllm.kernels.cuda.cache import PAGE, padded_head
 from localllm.kernels.cuda.launch import Launch
-from localllm.kernels.ops import VALUES_PER_SCALE, CacheType
+from localllm.kernels.graph import CacheType
+from localllm.kernels.q8_0 import VALUES_PER_SCALE
 
-#: Pages in a span, after which sums begin anew.  With fewer, more blocks share a short cache; prefill merges more.
-SPAN_PAGES = 4
-SPAN = SPAN_PAGES * PAGE
+#: Pages in a KV split; sums begin anew after it.  With fewer, more blocks share a short cache; prefill merges more.
+SPLIT_PAGES = 4
+SPLIT = SPLIT_PAGES * PAGE
 #: Rows that are computed at once.
 ROWS = 16
 #: Where there is no window.
@@ -70,7 +71,7 @@ class Variant:
             "WARPS": self.warps,
             "BUFFERS": self.buffers,
             "STAGES": self.stages,
-            "SPAN_PAGES": SPAN_PAGES,
+            "SPLIT_PAGES": SPLIT_PAGES,
         }
 
     @property
@@ -171,19 +172,19 @@ class Work:
     Attributes:
         split_tokens: sequences of at most so many tokens are split; 0: none is.
         prefill_tiles, split_tiles: tiles of either kind, at most; 0 if no such launch is needed.
-        max_parts: spans that a tile which is split sees, at most.
-        part_rows: rows that it has, at most.
+        max_splits: splits that a tile which is split sees, at most.
+        partial_rows: rows that it has, at most.
     """
 
     split_tokens: int
     prefill_tiles: int
     split_tiles: int
-    max_parts: int
-    part_rows: int
+    max_splits: int
+    partial_rows: int
 
-    def part_floats(self, heads: Heads, variant: Variant) -> tuple[int, int]:
-        """Sizes of ``part_sums`` and ``part_states``, in float32 values."""
-        rows = self.split_tiles * heads.n_kv_heads * self.max_parts * self.part_rows
+    def partial_floats(self, heads: Heads, variant: Variant) -> tuple[int, int]:
+        """Sizes of ``partial_sums`` and ``partial_states``, in float32 values."""
+        rows = self.split_tiles * heads.n_kv_heads * self.max_splits * self.partial_rows
         return rows * variant.head, rows * 2
 
 
@@ -191,18 +192,18 @@ def work_of_bucket(n_tokens: int, longest: int, heads: Heads) -> Work:
     """For every batch of at most ``n_tokens`` tokens, in sequences of at most ``longest``: all of it is split."""
     tiles = n_tokens * -(-heads.group_size // ROWS)
     rows = min(ROWS, n_tokens * heads.group_size)
-    return Work(MOST_TOKENS, 0, tiles, _most_parts(n_tokens, longest, heads), rows)
+    return Work(MOST_TOKENS, 0, tiles, _most_splits(n_tokens, longest, heads), rows)
 
 
-def work_of_batch(sequences: Iterable[tuple[int, int]], heads: Heads, variant: Variant, part_bytes: int) -> Work:
+def work_of_batch(sequences: Iterable[tuple[int, int]], heads: Heads, variant: Variant, partial_bytes: int) -> Work:
     """For one batch.
 
     Args:
         sequences: of each, its tokens in the batch and its length in the cache with them.
-        part_bytes: memory that ``part_sums`` and ``part_states`` may take.
+        partial_bytes: memory that ``partial_sums`` and ``partial_states`` may take.
     """
     tokens = [(n, length) for n, length in sequences]
-    # Fewer and fewer are split, until their parts fit.
+    # Fewer and fewer are split, until their partials fit.
     for limit in (*(SPLIT_ROWS // share // heads.group_size for share in (1, 2, 4, 8, 16)), 1, 0):
         split = [(n, length) for n, length in tokens if n <= limit]
         rows = sorted(n * heads.group_size for n, _ in split)
@@ -210,18 +211,18 @@ def work_of_batch(sequences: Iterable[tuple[int, int]], heads: Heads, variant: V
             limit,
             sum(-(-n * heads.group_size // variant.tile_rows) for n, _ in tokens if n > limit),
             sum(-(-n // ROWS) for n in rows),
-            max((_most_parts(n, length, heads) for n, length in split), default=0),
+            max((_most_splits(n, length, heads) for n, length in split), default=0),
             min(ROWS, rows[-1]) if rows else 0,
         )
-        if 4 * sum(work.part_floats(heads, variant)) <= part_bytes:
+        if 4 * sum(work.partial_floats(heads, variant)) <= partial_bytes:
             break
     return work
 
 
-def _most_parts(n_tokens: int, longest: int, heads: Heads) -> int:
+def _most_splits(n_tokens: int, longest: int, heads: Heads) -> int:
     """Spans that a tile of a sequence sees, at most: its rows are of at most ``n_tokens`` tokens."""
     seen = min(heads.window - 1, longest) + min(n_tokens, ROWS)
-    return min(-(-longest // SPAN), -(-seen // SPAN) + 1)
+    return min(-(-longest // SPLIT), -(-seen // SPLIT) + 1)
 
 
 def launches(work: Work, heads: Heads, variant: Variant, n_multiprocessors: int) -> list[Launch]:
@@ -231,12 +232,12 @@ def launches(work: Work, heads: Heads, variant: Variant, n_multiprocessors: int)
         grid: tuple[int, ...] = (work.prefill_tiles, heads.n_kv_heads)
         result.append(_launch("attention_prefill", variant, grid, variant.warps, variant.prefill_bytes))
     if work.split_tiles:
-        # Enough blocks for every multiprocessor to have several; where there are more spans, blocks take several.
+        # Enough blocks for every multiprocessor to have several; where there are more splits, blocks take several.
         tiles = heads.n_kv_heads * work.split_tiles
-        shares = min(work.max_parts, -(-4 * n_multiprocessors // tiles))
+        shares = min(work.max_splits, -(-4 * n_multiprocessors // tiles))
         grid = (shares, heads.n_kv_heads, work.split_tiles)
         result.append(_launch("attention_split", variant, grid, _SPLIT_WARPS, variant.split_bytes))
-        grid = (-(-work.part_rows // _SPLIT_WARPS), heads.n_kv_heads, work.split_tiles)
+        grid = (-(-work.partial_rows // _SPLIT_WARPS), heads.n_kv_heads, work.split_tiles)
         result.append(_launch("attention_merge", variant, grid, _SPLIT_WARPS))
     return result
 

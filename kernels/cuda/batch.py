@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.kernels.backend import Batch
 from localllm.kernels.cuda.cache import PAGE
-from localllm.kernels.cuda.driver import DeviceMemory
-from localllm.kernels.ops import Batch
 
 #: What counts a tensor's rows: places in a batch's header (batch.cuh).
 N_TOKENS, N_OUTPUTS, N_SEQUENCES, N_PLACES = range(4)
@@ -54,23 +53,3 @@ class BatchLayout:
         end = self.words_of(n_sequences)
         words[self.tables : end].reshape(n_sequences, -1)[:, : tables.shape[1]] = tables
         return end
-
-
-class DeviceBatch:
-    """The block on the device, and its parts."""
-
-    def __init__(self, memory: DeviceMemory, layout: BatchLayout) -> None:
-        def part(place: slice) -> DeviceMemory:
-            return memory.at(4 * place.start, 4 * (place.stop - place.start))
-
-        self.memory, self.layout = memory, layout
-        self.header = part(layout.header)
-        self.ids, self.positions, self.slots = part(layout.ids), part(layout.positions), part(layout.slots)
-        self.outputs = part(layout.outputs)
-        tables = part(slice(layout.tables, layout.n_words))
-        #: PARAMETERS of attention.cu, as far as they are the batch's.
-        self.attention = (self.header, part(layout.starts), part(layout.lengths), tables)
-
-    def header_at(self, slot: int) -> DeviceMemory:
-        """The header from that slot's number on: for kernels that take the first for the number of their rows."""
-        return self.header.at(4 * slot, 4 * (_HEADER - slot))

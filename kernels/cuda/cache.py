@@ -1,6 +1,6 @@
-"""The KV cache, and how it lies in a device's memory.
+"""What layers keep, and how it lies in a device's memory.
 
-One allocation has four parts, each for all layers, pages and key/value heads; of a page and head
+The cache is one allocation.  A layer has four parts in it, each for all pages and key/value heads; of a page and head
 
     keys, values             f16    float16 [PAGE, head]
                              q8_0   int8 [PAGE, head], codes
@@ -12,16 +12,22 @@ page that is not full, the rest is whatever it was: attention reads none of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 
 from localllm.errors import KernelError
 from localllm.kernels.cuda.driver import Argument, Defines, DeviceMemory, Driver, Stream
-from localllm.kernels.ops import VALUES_PER_SCALE, CacheShape
+from localllm.kernels.graph import KVCache
+from localllm.kernels.q8_0 import VALUES_PER_SCALE
 
 #: Tokens in a page of the cache.
 PAGE = 64
+#: What parts begin at a multiple of, in bytes.
+_ALIGNMENT = 256
 #: Bytes of a page that a block copies.
 _COPIED_BYTES = 16 * 256 * 4
 
@@ -33,99 +39,108 @@ def padded_head(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the cache's memory, [n_layers, n_pages, n_kv_heads, …].
+    """A part of a layer's memory, [n_pages, n_heads, …].
 
     Attributes:
-        offset: where it begins, in bytes; a multiple of 256.
-        page_bytes: bytes of one page of one layer, all heads; a multiple of 128.
-        n_pages: pages of a layer.
-        n_layers: layers.
+        offset: where it begins in the layer's, in bytes.
+        page_bytes: bytes of one page, all heads; a multiple of 128.
     """
 
     offset: int
     page_bytes: int
     n_pages: int
-    n_layers: int
-
-    @property
-    def layer_bytes(self) -> int:
-        return self.page_bytes * self.n_pages
 
     @property
     def n_bytes(self) -> int:
-        return self.layer_bytes * self.n_layers
-
-    def layer(self, number: int) -> tuple[int, int]:
-        """Where a layer begins, and its bytes: what `DeviceMemory.at` takes."""
-        return self.offset + number * self.layer_bytes, self.layer_bytes
+        return self.page_bytes * self.n_pages
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The parts of a cache of ``n_pages`` pages.  Without scales, theirs are empty."""
+    """The parts of a layer in a cache of ``n_pages`` pages.  Without scales, theirs are empty."""
 
-    shape: CacheShape
+    kept: KVCache
     n_pages: int
+
+    def __post_init__(self) -> None:
+        if self.kept.type not in ("f16", "q8_0"):
+            raise KernelError(f"the cuda backend has no cache of type {self.kept.type!r}: choose f16 or q8_0")
 
     @property
     def head(self) -> int:
-        return padded_head(self.shape.head_dim)
+        return padded_head(self.kept.head_dim)
 
     @property
     def groups(self) -> int:
         """Scales of a head; 0 where there are none."""
-        return -(-self.head // VALUES_PER_SCALE) if self.shape.type == "q8_0" else 0
+        return -(-self.head // VALUES_PER_SCALE) if self.kept.type == "q8_0" else 0
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Part, Part, Part, Part]:
         """Keys, values, the keys' scales, the values' scales."""
         per_head = self.head if self.groups else 2 * self.head
-        entries, scales = (PAGE * self.shape.n_kv_heads * n for n in (per_head, 2 * self.groups))
+        entries, scales = (PAGE * self.kept.n_heads * n for n in (per_head, 2 * self.groups))
         offset, parts = 0, []
         for page_bytes in (entries, entries, scales, scales):
-            part = Part(offset, page_bytes, self.n_pages, self.shape.n_layers)
-            offset = -(-(offset + part.n_bytes) // 256) * 256
+            part = Part(offset, page_bytes, self.n_pages)
+            offset = -(-(offset + part.n_bytes) // _ALIGNMENT) * _ALIGNMENT
             parts.append(part)
         keys, values, key_scales, value_scales = parts
         return keys, values, key_scales, value_scales
 
     @property
     def n_bytes(self) -> int:
-        """What the allocation takes."""
+        """What the layer takes: the next one may begin behind it."""
         last = self.parts[-1]
-        return last.offset + last.n_bytes
+        return -(-(last.offset + last.n_bytes) // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def defines(self) -> Defines:
+        """What append.cu is compiled for."""
+        return {"HEAD_DIM": self.kept.head_dim, "Q8_0": int(self.kept.type == "q8_0")}
 
 
-@dataclass(frozen=True, eq=False)
 class CUDACache:
-    """Keys and values in one allocation; drawn above.
+    """What the layers of a step keep, one after the other; drawn above.
 
-    All that reads and writes them goes into ``stream``: programs may return before they have computed.
+    All that reads and writes it goes into ``stream``: steps may return before they have computed.
+
+    Attributes:
+        memory: None of a cache that is only planned.
     """
 
-    memory: DeviceMemory
-    layout: CacheLayout
+    page_size = PAGE
+
+    def __init__(self, layers: Mapping[int, KVCache], n_pages: int) -> None:
+        self.n_pages = n_pages
+        self.layouts = {number: CacheLayout(kept, n_pages) for number, kept in layers.items()}
+        self.offsets: dict[int, int] = {}
+        self.n_bytes = 0
+        for number, layout in self.layouts.items():
+            self.offsets[number] = self.n_bytes
+            self.n_bytes += layout.n_bytes
+        self.memory: DeviceMemory | None = None
+
+    def allocate(self, driver: Driver, device: int) -> None:
+        """Takes the memory, which is zero at first."""
+        self.driver, self.stream = driver, driver.stream(device)
+        self.memory = driver.allocate(device, max(1, self.n_bytes))
+        driver.fill(self.memory, 0, self.stream)
+        driver.synchronize(self.stream)
+
     driver: Driver
     stream: Stream
-    page_size: int = PAGE
 
-    @property
-    def n_pages(self) -> int:
-        return self.layout.n_pages
-
-    @property
-    def n_bytes(self) -> int:
-        return self.layout.n_bytes
-
-    @property
-    def append_defines(self) -> Defines:
-        """What append.cu is compiled for."""
-        return {"HEAD_DIM": self.layout.shape.head_dim, "Q8_0": int(self.layout.shape.type == "q8_0")}
+    def part(self, number: int, which: int) -> DeviceMemory:
+        """One of the `CacheLayout.parts` of a layer."""
+        part = self.layouts[number].parts[which]
+        return self._at(self.offsets[number] + part.offset, part.n_bytes)
 
     def layer(self, number: int) -> tuple[Argument, Argument, Argument, Argument]:
         """Keys, their scales, values and theirs, of a layer, as kernels take them."""
+        parts = self.layouts[number].parts
         keys, values, key_scales, value_scales = (
-            self.memory.at(*part.layer(number)) if part.n_bytes else np.uint64(0) for part in self.layout.parts
+            self.part(number, i) if parts[i].n_bytes else np.uint64(0) for i in range(4)
         )
         return keys, key_scales, values, value_scales
 
@@ -133,11 +148,24 @@ class CUDACache:
         for page in (source, target):
             if not 0 <= page < self.n_pages:
                 raise KernelError(f"there is no page {page} in a cache of {self.n_pages}")
-        module = self.driver.load_module(self.memory.device, "append", self.append_defines)
-        for part in self.layout.parts:
-            if part.n_bytes:
-                sizes = np.int32(part.page_bytes), np.int64(part.layer_bytes), np.int32(source), np.int32(target)
-                grid = (-(-part.page_bytes // _COPIED_BYTES), part.n_layers)
-                memory = self.memory.at(part.offset, part.n_bytes)
-                self.driver.launch(module, "copy_page", grid, (256,), [memory, *sizes], self.stream)
+        # Neighbouring layers of one kind go in one launch.
+        for _, alike in groupby(self.layouts, key=lambda n: (self.layouts[n].parts, self.layouts[n].defines)):
+            numbers = list(alike)
+            self._copy_page(numbers[0], len(numbers), source, target)
         self.driver.synchronize(self.stream)
+
+    def _copy_page(self, first: int, n_layers: int, source: int, target: int) -> None:
+        """In layers of one kind, from the ``first`` on."""
+        layout, begin = self.layouts[first], self.offsets[first]
+        for part in layout.parts:
+            if part.n_bytes:
+                memory = self._at(begin + part.offset, (n_layers - 1) * layout.n_bytes + part.n_bytes)
+                sizes = np.int32(part.page_bytes), np.int64(layout.n_bytes), np.int32(source), np.int32(target)
+                module = self.driver.load_module(memory.device, "append", layout.defines)
+                grid = (-(-part.page_bytes // _COPIED_BYTES), n_layers)
+                self.driver.launch(module, "copy_page", grid, (256,), [memory, *sizes], self.stream)
+
+    def _at(self, offset: int, n_bytes: int) -> DeviceMemory:
+        if self.memory is None:
+            raise KernelError("a cache that is only planned has no memory")
+        return self.memory.at(offset, n_bytes)

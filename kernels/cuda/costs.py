@@ -1,4 +1,4 @@
-"""What operations of a forward pass cost at least: bytes that must cross a device's memory, and multiplications.
+"""What calls of a step cost at least: bytes that must cross a device's memory, and multiplications.
 
 Each input is counted once, and each result.  Whatever reads a thing twice, or multiplies more than it must, shows as
 time beyond the floor.  Which experts tokens go to is not known: all are taken to be as likely.
@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
-from localllm.kernels.cuda import experts as expert_ops
-from localllm.kernels.cuda import operations as ops
+from localllm.kernels.backend import Batch
+from localllm.kernels.cuda import calls
+from localllm.kernels.cuda import experts as expert_calls
+from localllm.kernels.cuda.arena import Call, Mixture, Stored
 from localllm.kernels.cuda.attention import NO_WINDOW
 from localllm.kernels.cuda.batch import N_OUTPUTS, N_PLACES, N_TOKENS
-from localllm.kernels.cuda.cache import CUDACache
 from localllm.kernels.cuda.matmul import EIGHT_BITS, PackedFormat
-from localllm.kernels.cuda.recording import Inputs, Mixture, Operation, Rows
 from localllm.kernels.cuda.roofline import Kind
-from localllm.kernels.cuda.weights import CUDAExperts, CUDALinear
-from localllm.kernels.ops import Batch
+from localllm.kernels.cuda.weights import PackedMatrix
 
 _KINDS: dict[str, Kind | None] = {"F16": "f16", "BF16": "bf16", "F32": None}
 _LAYER = re.compile(r"blk\.\d+\.")
@@ -87,68 +86,68 @@ class BatchSizes:
         return pairs, positions
 
 
-def describe(operation: Operation) -> str:
-    """What an operation is called in a profile; the same for the same one of each layer."""
-    match operation:
-        case ops.Multiply(weights=weights):
+def describe(call: Call) -> str:
+    """What a call is called in a profile; the same for that of each layer."""
+    match call:
+        case calls.Multiply(weights=weights):
             return f"linear {_names(weights)} {weights[0].format}"
-        case expert_ops.MultiplyExperts(weights=weights):
+        case expert_calls.MultiplyExperts(weights=weights):
             return f"experts {_names(weights)} {weights[0].format}"
-        case expert_ops.Gather():
+        case expert_calls.Gather():
             return "gather for experts"
-        case expert_ops.AddExperts():
+        case expert_calls.AddExperts():
             return "add experts"
-        case ops.Norm(inputs=None) | ops.Gate(inputs=None):
-            return type(operation).__name__.lower()
-        case ops.Norm() | ops.Gate():
-            return f"{type(operation).__name__.lower()} + quantise"
-        case ops.RopeAppend():
+        case calls.Norm(y=Stored()) | calls.Gate(y=Stored()):
+            return type(call).__name__.lower()
+        case calls.Norm() | calls.Gate():
+            return f"{type(call).__name__.lower()} + quantise"
+        case calls.RopeAppend():
             return "rope + append"
-        case ops.Attention(heads=heads) if heads.window < NO_WINDOW:
-            return f"attention, window {heads.window}"
-    return type(operation).__name__.lower()
+        case calls.Attention(kind=kind) if kind.heads.window < NO_WINDOW:
+            return f"attention, window {kind.heads.window}"
+    return type(call).__name__.lower()
 
 
-def _names(weights: Sequence[CUDALinear | CUDAExperts]) -> str:
+def _names(weights: Sequence[PackedMatrix]) -> str:
     return "+".join(dict.fromkeys(_LAYER.sub("", w.name).removesuffix(".weight") or "?" for w in weights))
 
 
-def cost(operation: Operation, sizes: BatchSizes) -> Cost | None:
-    """What an operation costs for a batch; None where that is not known."""
-    match operation:
-        case ops.Multiply(slot=slot):
-            return _product(operation, sizes.rows(slot))
-        case ops.Attention():
-            return _attention(operation, sizes)
-        case ops.RopeAppend(q=q, k=k, v=v, recording=recording):
-            written = _cache_bytes(recording.cache) * sizes.n_tokens
+def cost(call: Call, sizes: BatchSizes) -> Cost | None:
+    """What a call costs for a batch; None where that is not known."""
+    match call:
+        case calls.Multiply(slot=slot):
+            return _product(call, sizes.rows(slot))
+        case calls.Attention():
+            return _attention(call, sizes)
+        case calls.RopeAppend(q=q, k=k, v=v, kept=kept):
+            written = kept.bytes_per_token() * sizes.n_tokens
             return Cost(sizes.n_tokens * (2 * _row(q) + _row(k) + _row(v)) + written)
-        case ops.Embed(table=table, y=y):
+        case calls.Embed(table=table, y=y):
             return Cost(sizes.n_tokens * (table.n_bytes / table.n_out + _row(y)))
-        case ops.Gather(x=x, y=y):
+        case calls.Gather(x=x, y=y):
             return Cost(sizes.n_outputs * (_row(x) + _row(y)))
-        case ops.Norm(x=x, y=y, inputs=inputs):
-            return Cost(sizes.rows(x.slot) * (_row(x) + _result(y, inputs)) + _row(x))
-        case ops.Gate(gate=gate, y=y, inputs=inputs):
-            return Cost(sizes.rows(gate.slot) * (2 * _row(gate) + _result(y, inputs)))
-        case ops.Quantise(x=x, format=format):
+        case calls.Norm(x=x):
+            return Cost(sizes.rows(x.slot) * (_row(x) + _result(call, x)) + _row(x))
+        case calls.Gate(gate=gate):
+            return Cost(sizes.rows(gate.slot) * (2 * _row(gate) + _result(call, gate)))
+        case calls.Quantise(x=x, format=format):
             n = sizes.rows(x.slot)
             return Cost(n * _row(x) + _input_bytes(format, x.width, n))
-        case ops.SoftCap(x=x, y=y):
+        case calls.SoftCap(x=x, y=y):
             return Cost(sizes.rows(x.slot) * (_row(x) + _row(y)))
-        case expert_ops.MultiplyExperts():
-            return _expert_product(operation, sizes)
-        case expert_ops.Route(logits=logits):  # ids, shares, places, and the tokens of these
+        case expert_calls.MultiplyExperts():
+            return _expert_product(call, sizes)
+        case expert_calls.Route(logits=logits):  # ids, weights, places, and the tokens of these
             return Cost(sizes.n_tokens * _row(logits) + sizes.rows(N_PLACES) * 4 * 4)
-        case expert_ops.Gather(x=x, format=format):
+        case expert_calls.Gather(x=x, format=format):
             n = sizes.rows(N_PLACES)
             return Cost(sizes.n_tokens * _row(x) + 4 * n + _input_bytes(format, x.width, n))
-        case expert_ops.AddExperts(products=products, y=y):  # with places and shares
+        case expert_calls.AddExperts(products=products, y=y):  # with places and weights
             return Cost(sizes.rows(N_PLACES) * (_row(products) + 8) + 2 * sizes.n_tokens * _row(y))
     return None
 
 
-def _row(rows: Rows) -> int:
+def _row(rows: Stored) -> int:
     """Bytes of a row of float32."""
     return 4 * rows.width
 
@@ -158,24 +157,22 @@ def _input_bytes(format: PackedFormat, n_in: int, n_rows: int) -> int:
     return format.unit_bytes(n_in, n_rows) + format.input_scale_bytes(n_in, n_rows)
 
 
-def _result(y: Rows, inputs: Inputs | None) -> int:
-    """Bytes of a row that is written in float32, or in eight bits."""
-    if inputs is None:
-        return _row(y)
-    return _input_bytes(EIGHT_BITS, y.width, 1)
+def _result(call: calls.Norm | calls.Gate, x: Stored) -> int:
+    """Bytes of a row of as many values as x has, written in float32 or in eight bits."""
+    return _row(x) if isinstance(call.y, Stored) else _input_bytes(EIGHT_BITS, x.width, 1)
 
 
-def _product(operation: ops.Multiply, n: int) -> Cost:
-    weights: list[CUDALinear] = list(operation.weights)
+def _product(call: calls.Multiply, n: int) -> Cost:
+    weights: list[PackedMatrix] = list(call.weights)
     format, n_in = weights[0].packed, weights[0].n_in
     n_out = sum(w.n_out for w in weights)
-    results = 4 * n * n_out * (2 if operation.residual else 1)
+    results = 4 * n * n_out * (1 if call.residual is None else 2)
     n_bytes = sum(w.n_bytes for w in weights) + _input_bytes(format, n_in, n) + results
     return Cost(n_bytes, 2 * n * n_in * n_out, _KINDS.get(format.name, "int8"))
 
 
-def _expert_product(operation: expert_ops.MultiplyExperts, sizes: BatchSizes) -> Cost:
-    weights, mixture, n = list(operation.weights), operation.chosen.mixture, sizes.rows(N_PLACES)
+def _expert_product(call: expert_calls.MultiplyExperts, sizes: BatchSizes) -> Cost:
+    weights, mixture, n = list(call.weights), call.chosen.mixture, sizes.rows(N_PLACES)
     format, n_in = weights[0].packed, weights[0].n_in
     n_out = sum(w.n_out for w in weights)
     used = 1 - (1 - mixture.k / mixture.n) ** sizes.n_tokens  # that of all experts: the others are not read
@@ -183,13 +180,8 @@ def _expert_product(operation: expert_ops.MultiplyExperts, sizes: BatchSizes) ->
     return Cost(n_bytes, 2 * n * n_in * n_out, _KINDS.get(format.name, "int8"))
 
 
-def _attention(operation: ops.Attention, sizes: BatchSizes) -> Cost:
-    pairs, positions = sizes.seen(operation.heads.window)
-    n_bytes = sizes.n_tokens * (_row(operation.q) + _row(operation.y))
-    n_bytes += positions * _cache_bytes(operation.recording.cache)
-    return Cost(n_bytes, 4 * pairs * operation.q.width, "f16")  # query times key, and weight times value
-
-
-def _cache_bytes(cache: CUDACache) -> int:
-    """Of one token's keys and values in a layer."""
-    return replace(cache.layout.shape, n_layers=1).bytes_per_token()
+def _attention(call: calls.Attention, sizes: BatchSizes) -> Cost:
+    pairs, positions = sizes.seen(call.kind.heads.window)
+    n_bytes = sizes.n_tokens * (_row(call.q) + _row(call.y))
+    n_bytes += positions * call.kept.bytes_per_token()
+    return Cost(n_bytes, 4 * pairs * call.q.width, "f16")  # query times key, and weight times value

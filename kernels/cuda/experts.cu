@@ -8,11 +8,11 @@
 
 constexpr int ROUTE_WARPS = 4, GROUP_THREADS = 1024, MAX_EXPERTS = GROUP_THREADS, ALIGNMENT = 8, SUM_THREADS = 128;
 
-// ids, shares [T, k]: the k experts of the largest of a row's n logits, of equals the lowest, and their shares: of all
-// experts or, with `normalise`, of these.  A warp a token; k is at most 32.
+// ids, expert_weights [T, k]: the k experts of the largest of a row's n logits, of equals the lowest, and their weights:
+// of all experts or, with `norm_topk_prob`, of these.  A warp a token; k is at most 32.
 extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
-    route(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int k, int normalise,
-          float scale, int* __restrict__ ids, float* __restrict__ shares) {
+    route(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int k,
+          int norm_topk_prob, float scale, int* __restrict__ ids, float* __restrict__ expert_weights) {
   const int token = blockIdx.x * ROUTE_WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
   if (token >= header[N_TOKENS]) return;
   const float* row = logits + (size_t)token * stride;
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
   }
   const float peak = __shfl_sync(FULL_MASK, row[id], 0), mine = expf(row[id] - peak);
   float total = 0.0f;
-  if (normalise) {
+  if (norm_topk_prob) {
     for (int rank = 0; rank < k; rank++) total += __shfl_sync(FULL_MASK, mine, rank);
   } else {
     for (int expert = lane; expert < n; expert += WARP) total += expf(row[expert] - peak);
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
   }
   if (lane >= k) return;
   ids[token * k + lane] = id;
-  shares[token * k + lane] = mine / total * scale;
+  expert_weights[token * k + lane] = mine / total * scale;
 }
 
 // The sum of `value` over this and the lanes before it.
@@ -97,21 +97,22 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
   }
 }
 
-// y += each token's products, of n values by place, times their shares, the best expert's first.  Grid: (blocks of 512
+// y += each token's products, of n values by place, times their weights, the best expert's first.  Grid: (blocks of 512
 // columns, tokens).  Strides are multiples of 4.
 extern "C" __global__ void __launch_bounds__(SUM_THREADS)
-    add_experts(const int* __restrict__ header, const int* __restrict__ places, const float* __restrict__ shares, int k,
-                const float* __restrict__ products, int stride, int n, float* __restrict__ y, int y_stride) {
+    add_experts(const int* __restrict__ header, const int* __restrict__ places,
+                const float* __restrict__ expert_weights, int k, const float* __restrict__ products, int stride, int n,
+                float* __restrict__ y, int y_stride) {
   const int token = blockIdx.y, column = 4 * (blockIdx.x * SUM_THREADS + threadIdx.x);
   if (token >= header[N_TOKENS] || column >= n) return;
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   for (int pair = token * k; pair < token * k + k; pair++) {
     const float4 v = *(const float4*)(products + (size_t)places[pair] * stride + column);
-    const float share = shares[pair];
-    total.x = fmaf(v.x, share, total.x);
-    total.y = fmaf(v.y, share, total.y);
-    total.z = fmaf(v.z, share, total.z);
-    total.w = fmaf(v.w, share, total.w);
+    const float weight = expert_weights[pair];
+    total.x = fmaf(v.x, weight, total.x);
+    total.y = fmaf(v.y, weight, total.y);
+    total.z = fmaf(v.z, weight, total.z);
+    total.w = fmaf(v.w, weight, total.w);
   }
   float4* sum = (float4*)(y + (size_t)token * y_stride + column);
   const float4 before = *sum;

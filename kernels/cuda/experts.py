@@ -23,13 +23,14 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from localllm.errors import KernelError
+from localllm.kernels.buffers import Buffer
 from localllm.kernels.cuda import matmul
+from localllm.kernels.cuda.arena import Extent, Inputs, Mixture, StepLimits, Stored
 from localllm.kernels.cuda.batch import N_PLACES, N_TOKENS
 from localllm.kernels.cuda.driver import Argument, DeviceMemory
 from localllm.kernels.cuda.launch import Launch
 from localllm.kernels.cuda.matmul import MAX_MATRICES, PackedFormat, Product
-from localllm.kernels.cuda.recording import Extent, Inputs, Mixture, Recording, Rows
-from localllm.kernels.cuda.weights import CUDAExperts
+from localllm.kernels.cuda.weights import PackedMatrix
 
 #: Experts of a layer that kernels know, and how many of them a token may go to.
 MAX_EXPERTS, MAX_CHOSEN = 1024, 32
@@ -39,67 +40,78 @@ _ROUTE_THREADS, _ROUTE_TOKENS, _GROUP_THREADS, _SUM_THREADS, _SUM_COLUMNS = 128,
 _FEW_ROWS = 8
 
 
-def routing_bytes(mixture: Mixture, max_tokens: int) -> tuple[int, ...]:
-    """Bytes of the products, of how many there are, of ids, of shares, of places, and of their tokens."""
-    n_pairs, n_places = max_tokens * mixture.k, mixture.most_places(max_tokens)
-    return 16 * mixture.n_products(max_tokens, _FEW_ROWS), 16, 4 * n_pairs, 4 * n_pairs, 4 * n_pairs, 4 * n_places
-
-
 class ChosenExperts:
     """The experts that each token goes to, and what is made of that: see experts.cu.
-
-    As of a `Buffer`, its memory goes back to the recording with the last reference to it.
 
     Raises:
         KernelError: kernels do not know so many experts.
     """
 
-    def __init__(self, recording: Recording, mixture: Mixture) -> None:
-        self._memory: list[DeviceMemory] = []
+    def __init__(self, step: StepLimits, mixture: Mixture) -> None:
         if mixture.n > MAX_EXPERTS or mixture.k > MAX_CHOSEN:
             raise KernelError(
                 f"{mixture.n} experts, of which a token goes to {mixture.k}, are more than CUDA kernels know, which "
                 f"is {MAX_EXPERTS} and {MAX_CHOSEN}: run the model's layers on the CPU"
             )
-        recording.use_mixture(mixture)
-        self.recording, self.mixture = recording, mixture
-        sizes = routing_bytes(mixture, recording.max_tokens)
-        memory = recording.take(sum(sizes))
-        self._memory.append(memory)
-        bounds = pairwise(accumulate(sizes, initial=0))
-        self.products, self.n_products, self.ids, self.shares, self.places, self.rows = (
-            memory.at(begin, end - begin) for begin, end in bounds
-        )
+        self.step, self.mixture = step, mixture
+        n_pairs, n_places = step.max_tokens * mixture.k, step.max_rows(N_PLACES)
+        # Products, how many there are, ids, expert weights, places, and the places' tokens.
+        sizes = 16 * mixture.n_products(step.max_tokens, _FEW_ROWS), 16, *3 * [4 * n_pairs], 4 * n_places
+        self._bounds = tuple(pairwise(accumulate(sizes, initial=0)))
+        self.buffer = Buffer(sum(sizes))
+
+    def _part(self, number: int) -> DeviceMemory:
+        begin, end = self._bounds[number]
+        return self.step.arena.at(self.buffer, begin, end - begin)
+
+    @property
+    def products(self) -> DeviceMemory:
+        return self._part(0)
+
+    @property
+    def n_products(self) -> DeviceMemory:
+        return self._part(1)
+
+    @property
+    def ids(self) -> DeviceMemory:
+        return self._part(2)
+
+    @property
+    def weights(self) -> DeviceMemory:
+        return self._part(3)
+
+    @property
+    def places(self) -> DeviceMemory:
+        return self._part(4)
+
+    @property
+    def rows(self) -> DeviceMemory:
+        return self._part(5)
 
     def product_rows(self, extent: Extent) -> int:
         """Rows of one expert that are multiplied at once, at most."""
-        mixture, recording = self.mixture, self.recording
-        few = extent.n_tokens * mixture.k <= _FEW_ROWS * mixture.n
-        if few or recording.properties.capability < matmul.TENSOR_CORES:
+        few = extent.n_tokens * self.mixture.k <= _FEW_ROWS * self.mixture.n
+        if few or self.step.properties.capability < matmul.TENSOR_CORES:
             return _FEW_ROWS
-        return recording.tile_rows[-1]
-
-    def __del__(self) -> None:
-        if self._memory:
-            self.recording.free += self._memory
+        return self.step.tile_rows[-1]
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The experts that each token goes to, their shares, and the places of all that."""
+    """The experts that each token goes to, their weights, and the places of all that."""
 
-    logits: Rows
-    normalise: bool
+    logits: Stored
+    norm_topk_prob: bool
     scale: float
     chosen: ChosenExperts
 
     def launches(self, extent: Extent) -> Iterator[Launch]:
-        chosen, batch = self.chosen, self.chosen.recording.batch
+        chosen, batch = self.chosen, self.chosen.step.batch
         logits = self.logits.memory, np.int32(self.logits.stride), np.int32(self.logits.width)
         k, n = np.int32(chosen.mixture.k), np.int32(chosen.mixture.n)
-        how = np.int32(self.normalise), np.float32(self.scale)
+        how = np.int32(self.norm_topk_prob), np.float32(self.scale)
         grid = (-(-extent.n_tokens // _ROUTE_TOKENS),)
-        yield _launch("route", grid, _ROUTE_THREADS, batch.header, *logits, k, *how, chosen.ids, chosen.shares)
+        yield _launch("route", grid, _ROUTE_THREADS, batch.header, *logits, k, *how, chosen.ids, chosen.weights)
         rows = np.int32(chosen.product_rows(extent))
         to = chosen.places, chosen.rows, chosen.products, chosen.n_products
         yield _launch("group_by_expert", (1,), _GROUP_THREADS, batch.header, chosen.ids, k, n, rows, *to)
@@ -111,13 +123,13 @@ class Gather:
 
     chosen: ChosenExperts
     format: PackedFormat
-    x: Rows
+    x: Stored
     inputs: Inputs
 
     def launches(self, extent: Extent) -> Iterator[Launch]:
         launch = matmul.quantise_launch(self.format, self.x.width, extent.n_places)
         x = self.x.memory, np.int32(self.x.stride), np.int32(self.x.width)
-        counted = self.chosen.recording.batch.header_at(N_PLACES), self.chosen.rows
+        counted = self.chosen.step.batch.header_at(N_PLACES), self.chosen.rows
         to = self.inputs.units, self.inputs.scales, np.int32(extent.n_places)
         yield replace(launch, kernel="quantise_gathered").given(*x, *counted, *to)
 
@@ -128,20 +140,20 @@ class MultiplyExperts:
 
     chosen: ChosenExperts
     inputs: Inputs
-    weights: Sequence[CUDAExperts]
-    results: Sequence[Rows]
+    weights: Sequence[PackedMatrix]
+    results: Sequence[Stored]
 
     def launches(self, extent: Extent) -> Iterator[Launch]:
-        format, recording = self.weights[0].packed, self.chosen.recording
-        rows, capability = self.chosen.product_rows(extent), recording.properties.capability
+        format = self.weights[0].packed
+        rows, capability = self.chosen.product_rows(extent), self.chosen.step.properties.capability
         kernel = matmul.expert_kernel(format, extent.n_tokens, rows, capability)
         step = 1 if kernel == "matmul_experts" else MAX_MATRICES
         pairs = list(zip(self.weights, self.results, strict=True))
         for i in range(0, len(pairs), step):
             yield self._launch(pairs[i : i + step], extent, rows)
 
-    def _launch(self, pairs: Sequence[tuple[CUDAExperts, Rows]], extent: Extent, product_rows: int) -> Launch:
-        chosen, mixture, properties = self.chosen, self.chosen.mixture, self.chosen.recording.properties
+    def _launch(self, pairs: Sequence[tuple[PackedMatrix, Stored]], extent: Extent, product_rows: int) -> Launch:
+        chosen, mixture, properties = self.chosen, self.chosen.mixture, self.chosen.step.properties
         first, n_tokens = pairs[0][0], extent.n_tokens
         launch = matmul.expert_launch(
             first.packed,
@@ -153,14 +165,14 @@ class MultiplyExperts:
             product_rows,
             capability=properties.capability,
             shared_bytes=properties.shared_bytes,
-            tile_rows=chosen.recording.tile_rows,
+            tile_rows=chosen.step.tile_rows,
         )
         products = [Product(w.memory, y.memory, w.n_out, y.stride) for w, y in pairs]
         inputs = self.inputs.units, self.inputs.scales, np.int32(extent.n_places)
         n_tiles, n_chunks = first.packed.n_tiles(first.n_in), first.packed.n_chunks(first.n_in)
         own: dict[str, tuple[Argument, ...]] = {
             "matvec_experts": (
-                *(chosen.recording.batch.header_at(N_TOKENS), np.int32(n_tiles)),
+                *(chosen.step.batch.header_at(N_TOKENS), np.int32(n_tiles)),
                 *(np.int32(mixture.k), chosen.ids, chosen.places, *matmul.matrix_arguments(products)),
             ),
             "matmul_few_experts": (
@@ -177,15 +189,15 @@ class MultiplyExperts:
 
 @dataclass(frozen=True, eq=False)
 class AddExperts:
-    """The sum of each token's products by their shares, added in place."""
+    """The sum of each token's products by their weights, added in place."""
 
     chosen: ChosenExperts
-    products: Rows
-    y: Rows
+    products: Stored
+    y: Stored
 
     def launches(self, extent: Extent) -> Iterator[Launch]:
         chosen, products, y = self.chosen, self.products, self.y
-        given = chosen.recording.batch.header, chosen.places, chosen.shares, np.int32(chosen.mixture.k)
+        given = chosen.step.batch.header, chosen.places, chosen.weights, np.int32(chosen.mixture.k)
         rows = products.memory, np.int32(products.stride), np.int32(products.width)
         grid = (-(-products.width // _SUM_COLUMNS), extent.n_tokens)
         yield _launch("add_experts", grid, _SUM_THREADS, *given, *rows, y.memory, np.int32(y.stride))

@@ -1,10 +1,10 @@
 """Where the time of forward passes goes on CUDA devices.
 
-Programs that run while ``with watching(…)`` lasts are watched.  `BusyTime` times each as a whole;
+Steps that run while ``with watching(…)`` lasts are watched.  `BusyTime` times each as a whole;
 `Profiler` what it is made of.
 
-**How an operation is timed.**  The kernels of a token take a few microseconds each, less than the host needs to
-launch one, or a device to take the time between two.  So all operations of a forward pass that are the same but for
+**How a call is timed.**  The kernels of a token take a few microseconds each, less than the host needs to
+launch one, or a device to take the time between two.  So all calls of a forward pass that are the same but for
 the layer, such as its products with gate and up, are captured in a graph of their own, whose replays are timed as a
 whole.  As in the forward pass each reads weights of its own, which no cache still has; what they compute of what
 stands in their inputs by then is lost, and the batch runs once more as it should.
@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from localllm.kernels.backend import Batch
+from localllm.kernels.cuda.arena import Call, Extent
 from localllm.kernels.cuda.costs import BatchSizes, Cost, cost, describe
 from localllm.kernels.cuda.driver import Event
-from localllm.kernels.cuda.program import WATCHES, Program, Watch
-from localllm.kernels.cuda.recording import Extent, Operation
+from localllm.kernels.cuda.step import WATCHES, CUDAStep, Watch
 from localllm.kernels.cuda.timing import Stopwatch
-from localllm.kernels.ops import Batch
 
 #: Launches that a graph has at least, lest the host takes longer to launch it than the device to run it.
 LEAST_LAUNCHES = 32
@@ -29,7 +29,7 @@ LEAST_LAUNCHES = 32
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """The programs of this process that run meanwhile, in whichever thread, are watched."""
+    """The steps of this process that run meanwhile, in whichever thread, are watched."""
     WATCHES.append(watch)
     try:
         yield
@@ -41,28 +41,28 @@ class BusyTime:
     """How long devices were at work on forward passes, from the first kernel of each to its last."""
 
     def __init__(self) -> None:
-        self._marks: list[tuple[Program, Event, Event]] = []
+        self._marks: list[tuple[CUDAStep, Event, Event]] = []
 
-    def run(self, program: Program, batch: Batch, extent: Extent) -> None:
-        driver, stream = program.driver, program.stream
+    def run(self, step: CUDAStep, batch: Batch, extent: Extent) -> None:
+        driver, stream = step.driver, step.stream
         begin, end = (driver.event(stream.device, timing=True) for _ in range(2))
         driver.record(begin, stream)
-        program.launch(extent)
+        step.launch(extent)
         driver.record(end, stream)
-        self._marks.append((program, begin, end))
+        self._marks.append((step, begin, end))
 
     def seconds(self) -> dict[int, float]:
         """Of each device, once all of it is done."""
         total: dict[int, float] = {}
-        for program, begin, end in self._marks:
-            program.driver.synchronize(end)
-            total[end.device] = total.get(end.device, 0.0) + program.driver.elapsed_seconds(begin, end)
+        for step, begin, end in self._marks:
+            step.driver.synchronize(end)
+            total[end.device] = total.get(end.device, 0.0) + step.driver.elapsed_seconds(begin, end)
         return total
 
 
 @dataclass
 class Share:
-    """A kind of operation: how many there were, the launches that they took, and seconds.
+    """A kind of call: how many there were, the launches that they took, and seconds.
 
     Attributes:
         cost: what they cost at least; None where that is not known.
@@ -113,78 +113,74 @@ class Profiler:
         self.profiles: dict[int, Profile] = {}
         self._repetitions, self._least_launches = repetitions, least_launches or LEAST_LAUNCHES
 
-    def run(self, program: Program, batch: Batch, extent: Extent) -> None:
-        profile = self.profiles.setdefault(program.stream.device, Profile())
-        with _hidden_states_kept(program):
-            program.launch(extent)  # compiles what is missing
+    def run(self, step: CUDAStep, batch: Batch, extent: Extent) -> None:
+        profile = self.profiles.setdefault(step.stream.device, Profile())
+        with hidden_states_kept(step):
+            step.launch(extent)  # compiles what is missing
             profile.n_steps += 1
-            profile.seconds += self._seconds(program, program.operations, extent, least_launches=1)
-            for name, operations in _by_name(program.operations).items():
-                self._add(profile, program, name, operations, batch, extent)
-        program.launch(extent)
+            profile.seconds += self._seconds(step, step.calls, extent, least_launches=1)
+            for name, calls in _by_name(step.calls).items():
+                self._add(profile, step, name, calls, batch, extent)
+        step.launch(extent)
 
     def _add(
         self,
         profile: Profile,
-        program: Program,
+        step: CUDAStep,
         name: str,
-        operations: Sequence[Operation],
+        calls: Sequence[Call],
         batch: Batch,
         extent: Extent,
     ) -> None:
-        n_launches = sum(1 for operation in operations for _ in operation.launches(extent))
+        n_launches = sum(1 for call in calls for _ in call.launches(extent))
         if not n_launches:
             return
-        sizes = BatchSizes.of(batch, program.recording.mixture)
+        sizes = BatchSizes.of(batch, step.limits.mixture)
         share = profile.shares.setdefault(name, Share(name, Cost()))
-        seconds = self._seconds(program, operations, extent, self._least_launches)
-        share.add(len(operations), n_launches, seconds, total_cost(operations, sizes))
+        seconds = self._seconds(step, calls, extent, self._least_launches)
+        share.add(len(calls), n_launches, seconds, total_cost(calls, sizes))
 
-    def _seconds(
-        self, program: Program, operations: Sequence[Operation], extent: Extent, least_launches: int
-    ) -> float:
-        return operation_seconds(
-            program, operations, extent, repetitions=self._repetitions, least_launches=least_launches
-        )
+    def _seconds(self, step: CUDAStep, calls: Sequence[Call], extent: Extent, least_launches: int) -> float:
+        return call_seconds(step, calls, extent, repetitions=self._repetitions, least_launches=least_launches)
 
 
-def total_cost(operations: Sequence[Operation], sizes: BatchSizes) -> Cost | None:
+def total_cost(calls: Sequence[Call], sizes: BatchSizes) -> Cost | None:
     """What all of them cost; None where one's is not known."""
-    costs = [cost(operation, sizes) for operation in operations]
+    costs = [cost(call, sizes) for call in calls]
     return sum((c for c in costs if c is not None), Cost()) if None not in costs else None
 
 
-def operation_seconds(
-    program: Program,
-    operations: Sequence[Operation],
+def call_seconds(
+    step: CUDAStep,
+    calls: Sequence[Call],
     extent: Extent,
     *,
     repetitions: int,
     least_launches: int,
 ) -> float:
-    """Seconds that operations of a program take on their own, one after the other; what they work on is spoiled."""
-    n_launches = sum(1 for operation in operations for _ in operation.launches(extent))
+    """Seconds that calls of a step take on their own, one after the other; what they work on is spoiled."""
+    n_launches = sum(1 for call in calls for _ in call.launches(extent))
     times = -(-least_launches // n_launches)
-    graph = program.graph(list(operations) * times, extent)
-    driver, stream = program.driver, program.stream
+    graph = step.graph(list(calls) * times, extent)
+    driver, stream = step.driver, step.stream
     seconds = Stopwatch(driver, stream, repetitions).seconds(lambda: driver.replay(graph, stream))
     return seconds / times
 
 
-def _by_name(operations: Sequence[Operation]) -> dict[str, list[Operation]]:
-    groups: dict[str, list[Operation]] = {}
-    for operation in operations:
-        groups.setdefault(describe(operation), []).append(operation)
+def _by_name(calls: Sequence[Call]) -> dict[str, list[Call]]:
+    groups: dict[str, list[Call]] = {}
+    for call in calls:
+        groups.setdefault(describe(call), []).append(call)
     return groups
 
 
 @contextmanager
-def _hidden_states_kept(program: Program) -> Iterator[None]:
-    """What a part of a model begins with lies where it goes on to change it; afterwards it is there again."""
-    rows = program.recording.hidden
+def hidden_states_kept(step: CUDAStep) -> Iterator[None]:
+    """What a part of a model begins with lies in memory that it uses again; afterwards it is there as before."""
+    rows = step.hidden
     restore: Callable[[], None] | None = None
     if rows is not None:
-        driver, stream, memory = program.driver, program.stream, rows.memory
+        driver, stream, memory = step.driver, step.stream, rows.memory
         kept = driver.allocate(memory.device, memory.n_bytes)
         driver.copy(kept, memory, stream)
 

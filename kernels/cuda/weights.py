@@ -12,47 +12,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import KernelError
+from localllm.kernels.backend import PackedWeight, Progress, WeightUse
 from localllm.kernels.cpu.host import default_threads
+from localllm.kernels.cuda.arena import padded
 from localllm.kernels.cuda.driver import DeviceMemory, Driver, Event
 from localllm.kernels.cuda.matmul import GROUP, PackedFormat, pack_launch, packed_format
 from localllm.kernels.experts import matrices_to_pack
-from localllm.kernels.ops import Weight, Widening
+from localllm.kernels.graph import Weight
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import block_size
 from localllm.quant.repack import FALLBACK, ScaleRangeError, repack, repack_target
 
-#: Values that a row is padded to.
-PADDING = 32
 #: Bytes of rows that go up at once, if a group of rows has no more; and threads that read them, at most.
 CHUNK_BYTES, READERS = 8 << 20, 4
 #: Bytes of a file that are read before its pages are let go.
 KEPT_BYTES = 64 << 20
 
 
-def padded(n: int) -> int:
-    """The values that a row of ``n`` takes."""
-    return -(-n // PADDING) * PADDING
-
-
 @dataclass(frozen=True, eq=False)
-class CUDAVector:
-    """float32 [n], with zeros behind up to a padded length."""
-
-    memory: DeviceMemory
-    n: int
-
-
-@dataclass(frozen=True, eq=False)
-class _Packed:
-    """One matrix or several, one after the other, in tiles (`localllm.kernels.cuda.matmul`).
+class PackedMatrix:
+    """A matrix or those of experts, one after the other, in tiles (`localllm.kernels.cuda.matmul`).
 
     Attributes:
         name: as the file has it.
@@ -74,20 +60,6 @@ class _Packed:
 
 
 @dataclass(frozen=True, eq=False)
-class CUDALinear(_Packed):
-    """A packed matrix."""
-
-    bias: CUDAVector | None
-
-
-@dataclass(frozen=True, eq=False)
-class CUDAExperts(_Packed):
-    """Packed matrices of experts."""
-
-    n_experts: int
-
-
-@dataclass(frozen=True, eq=False)
 class _Staging:
     """A buffer on either side of the bus: the host's is free again once it was uploaded, the device's once packed."""
 
@@ -106,7 +78,7 @@ class WeightLoader:
 
     def __init__(self, driver: Driver, device: int, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._driver = driver
-        self._device = device
+        self.device = device
         self._capability = driver.properties(device).capability
         self._stream = driver.stream(device)
         self._uploads = driver.stream(device)
@@ -121,44 +93,32 @@ class WeightLoader:
             self._readers.shutdown()
             self._readers = None
 
-    def packed_bytes(self, weight: Weight) -> int:
-        """As `localllm.kernels.ops.Loader` has it."""
-        if len(weight.shape) < 2:
-            return 4 * padded(weight.shape[0])
-        return _packed_bytes(weight.shape, packed_format(repack_target(weight.type), self._capability))
+    def planned(self, weight: Weight) -> PackedMatrix:
+        """What `matrix` will give, without memory."""
+        return self._matrix(weight, packed_format(repack_target(weight.type), self._capability))
 
-    def vector(self, weight: Weight) -> CUDAVector:
-        """Decoded."""
+    def _matrix(self, weight: Weight, format: PackedFormat, memory: DeviceMemory | None = None) -> PackedMatrix:
+        *_, n_out, n_in = weight.shape
+        memory = memory or DeviceMemory(self.device, 0, _packed_bytes(weight.shape, format), None)
+        return PackedMatrix(memory, format, n_in, n_out, weight.name)
+
+    def vector(self, weight: Weight) -> DeviceMemory:
+        """Decoded to float32, with zeros behind up to a padded length."""
         values = dequantize(weight.data, weight.type).reshape(-1)
         wide = np.pad(values, (0, padded(len(values)) - len(values)))
-        memory = self._driver.allocate(self._device, wide.nbytes)
+        memory = self._driver.allocate(self.device, wide.nbytes)
         self._driver.upload(memory, wide, self._stream)
         self._driver.synchronize(self._stream)
-        return CUDAVector(memory, len(values))
+        return memory
 
-    def linear(self, weight: Weight, bias: Weight | None, widening: Widening | None) -> CUDALinear:
-        """Packed; see `localllm.kernels.ops.Loader.load_linear`."""
-        n_out, n_in = weight.shape
-        if bias is not None and bias.shape != (n_out,):
-            raise KernelError(f"a matrix [{n_out}, {n_in}] cannot have a bias {list(bias.shape)}")
-        packed = self._packed(weight, widening)
-        return CUDALinear(*packed, n_in, n_out, weight.name, None if bias is None else self.vector(bias))
-
-    def experts(self, weight: Weight, widening: Widening | None) -> CUDAExperts:
-        """Packed; see `localllm.kernels.ops.Loader.load_experts`."""
-        n_experts, n_out, n_in = weight.shape
-        return CUDAExperts(*self._packed(weight, widening), n_in, n_out, weight.name, n_experts)
-
-    def _packed(self, weight: Weight, widening: Widening | None) -> tuple[DeviceMemory, PackedFormat]:
-        """The tiles of one matrix or of several, and their format."""
+    def matrix(self, weight: Weight) -> PackedMatrix:
+        """The tiles of one matrix or of several; in another format if that of the plan cannot hold them."""
         format = packed_format(repack_target(weight.type), self._capability)
         try:
-            return self._pack(weight, format), format
+            return self._matrix(weight, format, self._pack(weight, format))
         except ScaleRangeError:
             format = packed_format(FALLBACK, self._capability)
-            if widening is not None:
-                widening(weight, format.name, _packed_bytes(weight.shape, format))
-            return self._pack(weight, format), format
+            return self._matrix(weight, format, self._pack(weight, format))
 
     def _pack(self, weight: Weight, format: PackedFormat) -> DeviceMemory:
         """The weight's tiles.
@@ -166,7 +126,7 @@ class WeightLoader:
         Raises:
             ScaleRangeError: it cannot be written in this format.
         """
-        packed = self._driver.allocate(self._device, _packed_bytes(weight.shape, format))
+        packed = self._driver.allocate(self.device, _packed_bytes(weight.shape, format))
         matrices = matrices_to_pack(weight, GROUP)
         n_bytes = packed.n_bytes // len(matrices)
         for i, rows in enumerate(matrices):
@@ -177,7 +137,7 @@ class WeightLoader:
         """Rows of a weight to tiles."""
         driver, n_out, n_in = self._driver, len(rows), weight.shape[-1]
         row_bytes = block_size(format.type).row_bytes(n_in)
-        module = driver.load_module(self._device, "pack", format.defines)
+        module = driver.load_module(self.device, "pack", format.defines)
         chunk_rows = max(1, self._chunk_bytes // (GROUP * row_bytes)) * GROUP
         staging = self._staging_of(min(chunk_rows, n_out) * row_bytes)
         kept_rows = chunk_rows * max(1, KEPT_BYTES // (chunk_rows * row_bytes))
@@ -214,7 +174,7 @@ class WeightLoader:
         if not self._staging or self._staging[0].device.n_bytes < n_bytes:
             self._staging = ()
             n_bytes = max(n_bytes, self._chunk_bytes)
-            driver, device = self._driver, self._device
+            driver, device = self._driver, self.device
             self._staging = tuple(
                 _Staging(
                     driver.pinned(n_bytes),
@@ -247,3 +207,42 @@ def _parts(n: int, most: int) -> Iterator[slice]:
     """``n`` rows in at most so many parts of about the same size."""
     bounds = sorted({i * n // most for i in range(most + 1)})
     return (slice(start, stop) for start, stop in pairwise(bounds))
+
+
+class PackedWeights:
+    """The weights of a graph as kernels read them; of those that were not loaded, as they will."""
+
+    def __init__(self, loader: WeightLoader) -> None:
+        self._loader = loader
+        self._matrices: dict[Weight, PackedMatrix] = {}
+        self._vectors: dict[Weight, DeviceMemory] = {}
+
+    def matrix(self, weight: Weight) -> PackedMatrix:
+        return self._matrices[weight] if weight in self._matrices else self._loader.planned(weight)
+
+    def vector(self, weight: Weight | None) -> DeviceMemory | None:
+        """A vector, if there is one."""
+        if weight is None or weight in self._vectors:
+            return None if weight is None else self._vectors[weight]
+        return DeviceMemory(self._loader.device, 0, 4 * padded(weight.shape[0]), None)
+
+    def load(self, use: WeightUse, progress: Progress | None) -> PackedWeight:
+        """Packs a weight."""
+        weight, planned = use.weight, self.planned(use)
+        if len(weight.shape) == 1:
+            self._vectors[weight] = self._loader.vector(weight)
+        else:
+            self._matrices[weight] = matrix = self._loader.matrix(weight)
+            planned = replace(planned, kernel_type=matrix.format, n_bytes=matrix.n_bytes)
+        weight.drop_pages()
+        if progress is not None:
+            progress(weight)
+        return planned
+
+    def planned(self, use: WeightUse) -> PackedWeight:
+        """What a weight will take; rows of a table are decoded where they are packed."""
+        weight = use.weight
+        if len(weight.shape) == 1:
+            return use.packed("F32", 4 * padded(weight.shape[0]))
+        matrix = self._loader.planned(weight)
+        return use.packed(matrix.format, matrix.n_bytes)

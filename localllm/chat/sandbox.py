@@ -1,90 +1,333 @@
-"""A jinja2 environment for templates that nobody has read: they come with model files.
+"""Renders chat templates: programs that come with model files, and that nobody has read.
 
-Three fences.  jinja2's immutable sandbox keeps a template from private attributes and from changing what it
-is given.  On top of it only known filters and methods can be called, each of them harmless.  And every
-loop turn, operator, call, filter and output is counted against a `Budget`, in the compiled template itself,
-so that it works in any thread and on any system.  Nothing of a template runs when it is compiled.
+jinja2's sandbox keeps a template from private attributes and from changing what it is given.  On top of that,
+only the statements, methods, functions, filters and tests below exist, and all work is paid for in advance:
+each block of statements pays for its nodes when it is entered (`_Rewriter` puts that in), each operation by the
+size of its operands, and nothing is lazy.  So a render ends within `BUDGET`, in any thread, and after the same
+steps on every machine.
 
-Settings and extra names are those with which Hugging Face transformers renders chat templates
-(``utils/chat_template_utils.py``).
+Settings and extra names are those of Hugging Face transformers (``utils/chat_template_utils.py``).
 """
 
 from __future__ import annotations
 
 import json
-import re
-import string
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import datetime
+from functools import partial
 from itertools import islice
-from typing import Any, cast
+from operator import length_hint
+from string import Formatter
+from types import BuiltinMethodType, FunctionType, MethodType
+from typing import Any, NoReturn, cast
 
 import jinja2
 from jinja2 import nodes
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, LoopControlExtension
-from jinja2.filters import FILTERS, make_attrgetter
+from jinja2.filters import FILTERS
 from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext, Macro, Undefined
+from jinja2.runtime import Context, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.tests import TESTS
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
-from markupsafe import Markup
 
-from localllm.chat.budget import MAX_INT_BITS, Budget, OverBudgetError
+BUDGET = 200_000_000
+"""What one render may use.  A unit is a byte of memory or some 5 ns, whichever an operation needs more of."""
 
-# Longer templates are not compiled, because that alone would take too long.  gpt-oss, among the longest, has
-# 17,000 characters and 2,700 tokens.
-_MAX_CHARACTERS = 128 << 10
-_MAX_TOKENS = 16 << 10
-
-_MAX_COUNT = 10_000  # columns of a field, items of a batch, and the like
-
-_budget: ContextVar[Budget] = ContextVar("template_budget")
+# Longer templates are not compiled, as that alone takes too long.  Of the longest we know, GigaChat 3.5 has
+# 40,000 characters, and gpt-oss 17,000 with 2,700 tokens.
+_MAX_CHARACTERS, _MAX_TOKENS, _MAX_NESTED_NODES = 128 << 10, 16 << 10, 100
+_MAX_DEPTH = 64  # of data, and of macros that call one another
+_MAX_INT_BITS = 64  # as keys of a dict, longer integers could all have one hash
 
 
 class RefusedError(Exception):
     """The template called ``raise_exception``: its own words on what is wrong with the messages."""
 
 
-class BoundedTemplate:
-    """A compiled template.  It can be rendered from several threads at once."""
+def compile_template(source: str) -> tuple[jinja2.Template, frozenset[str]]:
+    """A template for `render`, and the names of the variables that it reads.  Nothing of it runs.
 
-    def __init__(self, source: str) -> None:
-        """Compile ``source``.
+    Raises:
+        jinja2.TemplateSyntaxError: it is not a valid template, or uses what is not allowed.
+        RecursionError, SyntaxError, ValueError, MemoryError: it is too long or nested too deeply, or otherwise
+            beyond what Python compiles.
+    """
+    environment = _Environment()
+    n_tokens = len(list(islice(environment.lex(source[: _MAX_CHARACTERS + 1]), _MAX_TOKENS + 1)))
+    if len(source) > _MAX_CHARACTERS or n_tokens > _MAX_TOKENS:
+        raise ValueError(f"it is longer than {_MAX_CHARACTERS:,} characters or {_MAX_TOKENS:,} tokens")
+    rewriter = _Rewriter()
+    code = environment.compile(rewriter.visit(environment.parse(source)))
+    return jinja2.Template.from_code(environment, code, environment.make_globals(None)), frozenset(rewriter.names)
 
-        Raises:
-            jinja2.TemplateSyntaxError: it is not a valid template.
-            ValueError: it is too long.
-            RecursionError, SyntaxError, ValueError, MemoryError: it is nested too deeply, has a number that
-                is too long, or is otherwise beyond what Python compiles.
-        """
-        environment = _Environment()
-        n_tokens = len(list(islice(environment.lex(source[: _MAX_CHARACTERS + 1]), _MAX_TOKENS + 1)))
-        if len(source) > _MAX_CHARACTERS or n_tokens > _MAX_TOKENS:
-            raise ValueError(f"it is longer than {_MAX_CHARACTERS:,} characters or {_MAX_TOKENS:,} tokens")
-        tree = cast(nodes.Template, _Metering().visit(environment.parse(source)))
-        code = environment.compile(tree)
-        self._template = jinja2.Template.from_code(environment, code, environment.make_globals(None))
 
-    def render(self, variables: Mapping[str, object], input_bytes: int) -> str:
-        """Render with variables of plain data (dicts, lists, strings, numbers, booleans, ``None``).
+def render(template: jinja2.Template, variables: Mapping[str, object]) -> str:
+    """The text for variables of plain data (dicts, lists, strings, numbers, booleans, ``None``).
 
-        Args:
-            variables: what the template can read.
-            input_bytes: their size, which the budget grows with.
+    Raises:
+        RefusedError: the template refused the variables.
+        jinja2.exceptions.SecurityError: it did what is not allowed, or asked for too much time or memory.
+        Exception: whatever else a faulty template can cause.
+    """
+    token = _meter.set(_Meter())
+    try:
+        return "".join(template.root_render_func(template.new_context(dict(variables))))
+    finally:
+        _meter.reset(token)
 
-        Raises:
-            RefusedError: the template refused the variables.
-            OverBudgetError: it used too much time or memory.
-            Exception: whatever else a faulty template can cause.
-        """
-        token = _budget.set(Budget(input_bytes))
-        try:
-            return self._template.render(variables)
-        finally:
-            _budget.reset(token)
+
+# --- paying
+
+
+class _Meter:
+    left = BUDGET
+    depth = 0  # of calls
+
+
+_meter: ContextVar[_Meter] = ContextVar("template_meter")
+
+
+def _pay(cost: int) -> bool:
+    meter = _meter.get()
+    meter.left -= max(cost, 0)
+    if not meter.left >= 0:  # so that NaN is not enough either
+        raise SecurityError("it asks for far more work or memory than messages call for")
+    return True
+
+
+_CONTAINERS = frozenset({list, tuple, dict, type({}.keys()), type({}.values()), type({}.items())})
+_ITERATOR: Any = type(iter([]))  # stands for jinja2's lazy results: true even if empty, and good for one use
+
+
+def _size(value: Any, depth: int = 0) -> int:
+    """The characters of ``value``, and 16 for each of its parts, of which some may be there twice.
+
+    Raises:
+        SecurityError: it is too large, or nested too deeply.
+        TypeError: it holds a macro, a namespace, or anything else that is not data.
+    """
+    kind = type(value)
+    if kind is str:
+        return 16 + len(value)
+    if kind in _CONTAINERS:
+        if depth == _MAX_DEPTH:
+            raise SecurityError("it nests data too deeply")
+        _pay(64 + 64 * len(value))  # for this walk
+        size = 16 + sum(_size(item, depth + 1) for item in value)
+        return size + sum(_size(item, depth + 1) for item in value.values()) if kind is dict else size
+    if value is None or isinstance(value, int | float | Undefined):
+        return 16 + (value.bit_length() if isinstance(value, int) else 0)
+    raise TypeError(f"{kind.__name__!r} is not data")
+
+
+def _pay_size(factor: int, *operands: Any) -> None:
+    _pay(64 + factor * _size(operands))
+
+
+def _pay_steps(value: Any, *args: Any, **kwargs: Any) -> None:
+    """For one step an item, in which some filters look up a dotted attribute."""
+    if type(value) not in _CONTAINERS and not isinstance(value, Undefined | str | int | float | None):
+        raise TypeError(f"{type(value).__name__!r} object is not iterable")
+    n_characters = sum(len(_short(arg)) for arg in (*args, *kwargs.values()) if isinstance(arg, str))
+    _pay(64 + length_hint(value) * ((96 if isinstance(value, str) else 24) + 64 * n_characters))
+
+
+def _pay_sorting(value: Any, *args: Any, **kwargs: Any) -> None:
+    _pay_steps(value, *args, **kwargs)
+    _pay(160 * len(value))  # for the keys that are compared
+    _pay_size(8 + 4 * len(value).bit_length(), value)
+
+
+def _pay_search(text: str, needle: str) -> None:
+    _pay(len(text) * (2 + min(len(needle), 1250) // 8))  # longer ones take linear time, if from the left
+
+
+# --- checked values
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, int | float):
+        raise TypeError(f"{type(value).__name__!r} is not a number")
+    if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
+        raise SecurityError("it computes with huge numbers")
+    return value
+
+
+def _short(value: Any, limit: int = 1000) -> Any:
+    if isinstance(value, str | list | tuple | dict) and len(value) > limit:
+        raise SecurityError(f"it gives {len(value):,} characters or items where few belong")
+    return value
+
+
+def _key(value: Any) -> Any:
+    if not isinstance(value, str | int | float | Undefined | None):  # hashing or writing out may never end
+        raise TypeError(f"{type(value).__name__!r} cannot be a key")
+    return _number(value) if isinstance(value, int) else value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        _pay_size(40, value)  # a character can take 10, of 4 bytes
+    return str(value)
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if type(value) is _ITERATOR and _pay(24 * length_hint(value)) else value
+
+
+# --- methods and functions
+
+_TEXT_METHODS = (
+    *("capitalize", "count", "endswith", "find", "format", "index", "isalnum", "isalpha", "isdigit", "islower"),
+    *("isspace", "isupper", "join", "lower", "lstrip", "removeprefix", "removesuffix", "replace", "rfind", "rsplit"),
+    *("rstrip", "split", "startswith", "strip", "title", "upper"),
+)
+
+
+def _text_method(name: str, text: str, *args: Any, **kwargs: Any) -> Any:
+    args = tuple(map(_listed, args))
+    operands = [text, *args, *kwargs.values()]
+    _pay_size(8, operands)
+    needle = next((operand for operand in operands[1:] if isinstance(operand, str)), "")
+    _pay_search(text, _short(needle) if name in ("rfind", "rsplit", "strip", "lstrip", "rstrip") else needle)
+    if name == "join":
+        _pay_steps(args[0], text)
+    elif name == "format":
+        return _format(text, *args, **kwargs)
+    elif name == "replace":
+        _pay(4 * text.count(needle) * len(args[1]))
+    elif name in ("split", "rsplit"):
+        _pay(96 * (text.count(needle) if needle else len(text) // 2))
+    return getattr(text, name)(*args, **kwargs)
+
+
+def _format(text: str, *args: Any, **kwargs: Any) -> str:
+    values = [_text(arg) for arg in args]
+    named = {key: _text(value) for key, value in kwargs.items()}
+    longest = max(map(len, (*values, *named.values())), default=0)
+    for _, field, form, conversion in _short(list(Formatter().parse(text))):
+        if form or conversion or not (field or "0").replace("_", "0").isalnum():
+            raise SecurityError("it formats text with more than plain '{}' or '{name}'")
+        _pay(64 + 4 * longest)
+    return text.format(*values, **named)
+
+
+def _dict(*pairs: Any, **more: Any) -> dict[Any, Any]:
+    _pay_size(64, pairs)
+    _pay(512 + 64 * len(more))
+    return dict(*pairs, **more)
+
+
+def _raise_exception(message: Any) -> NoReturn:
+    raise RefusedError(_text(message)[:1000])
+
+
+_GLOBALS: dict[str, Any] = {
+    "dict": _dict,
+    "namespace": lambda *pairs, **more: Namespace(_dict(*pairs, **more)),
+    "raise_exception": _raise_exception,
+    "range": lambda *bounds: list(range(*bounds)) if _pay(40 * len(range(*bounds))) else [],
+    "strftime_now": lambda form: datetime.now().strftime(_short(form)) if _pay(64 * len(form)) else "",
+}
+
+
+# --- filters and tests
+
+
+def _filter(function: Callable[..., Any], pay: Callable[..., object] = lambda *_, **__: None) -> Callable[..., Any]:
+    passes = getattr(getattr(function, "jinja_pass_arg", None), "name", "")
+
+    @jinja2.pass_context  # needing the context keeps it from being run by the compiler
+    def call(context: Context, value: Any, /, *args: Any, **kwargs: Any) -> Any:
+        value = _listed(value)
+        pay(value, *args, **kwargs)
+        owner = [context if passes == "context" else context.environment] if passes else []
+        result = function(*owner, value, *args, **kwargs)
+        return iter(list(result)) if hasattr(type(result), "__next__") else result
+
+    return call
+
+
+def _indent(value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> Any:
+    text, columns = _text(value), len(width) if isinstance(width, str) else _number(width)
+    _pay(64 * len(text))
+    _pay(8 * len(text.splitlines()) * max(columns, 1))
+    return FILTERS["indent"](text, width, first, blank)
+
+
+def _round(value: Any, precision: int = 0, method: str = "common") -> Any:
+    if abs(_number(precision)) > 20:
+        raise SecurityError("it computes with huge numbers")
+    return FILTERS["round"](_number(value), precision, method)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """As in transformers: jinja2's own would escape for HTML."""
+    columns = len(indent) if isinstance(indent, str) else max(indent or 0, 0)
+    if columns > 16 or any(len(separator) > 16 for separator in separators or ()):
+        raise SecurityError("it asks for JSON of absurd width")
+    _pay_size(40 + 4 * columns, value)  # a character can take 6, of 4 bytes, and a part be _MAX_DEPTH deep
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+_FILTERS: dict[str, Any] = {
+    **{name: _filter(FILTERS[name], _pay_steps) for name in ("count", "first", "items", "last", "length")},
+    **{name: _filter(FILTERS[name], _pay_steps) for name in ("map", "reject", "rejectattr", "reverse")},
+    **{name: _filter(FILTERS[name], _pay_steps) for name in ("select", "selectattr")},
+    **{name: _filter(FILTERS[name], _pay_sorting) for name in ("dictsort", "max", "min", "sort", "unique")},
+    **{name: _filter(FILTERS[name], lambda value, *_, **__: _short(value)) for name in ("float", "int")},
+    **{name: _filter(FILTERS[name]) for name in ("d", "default")},
+    "abs": _filter(abs, _number),
+    "capitalize": _filter(lambda value: _text_method("capitalize", _text(value))),
+    "indent": _filter(_indent),
+    "join": _filter(lambda value, d="": _text_method("join", _text(d), list(map(_text, value))), _pay_steps),
+    "list": _filter(list, _pay_steps),
+    "lower": _filter(lambda value: _text_method("lower", _text(value))),
+    "replace": _filter(lambda value, *args: _text_method("replace", *map(_text, (value, *args[:2])), *args[2:])),
+    "round": _filter(_round),
+    "safe": _filter(_text),  # nothing is escaped, so all is safe
+    "string": _filter(_text),
+    "sum": _filter(lambda value: sum(map(_number, value)), _pay_steps),
+    "title": _filter(FILTERS["title"], partial(_pay_size, 64)),
+    "tojson": _filter(_tojson),
+    "trim": _filter(lambda value, chars=None: _text_method("strip", _text(value), chars)),
+    "upper": _filter(lambda value: _text_method("upper", _text(value))),
+    # Put in by `_Rewriter`: no template can spell these.
+    "#few": jinja2.pass_context(lambda context, value: _short(value, 100)),
+    "#key": jinja2.pass_context(lambda context, value: _key(value)),
+    "#pay": jinja2.pass_context(lambda context, cost: _pay(cost)),
+    "#slice": jinja2.pass_context(lambda context, *bounds: slice(*bounds)),
+}
+
+
+def _test(name: str) -> Callable[..., Any]:
+    function: Any = TESTS[name]
+
+    def call(value: Any, *args: Any) -> Any:
+        args = tuple(map(_listed, args))
+        if name in ("divisibleby", "even", "odd"):  # their operator formats texts
+            _number(value)
+        if name == "in" and type(args[0]) is dict:
+            _key(value)
+        elif args:
+            _pay_size(1, value, *args)  # comparing and hashing take no longer than a walk through both
+            if name == "in" and isinstance(value, str) and isinstance(args[0], str):
+                _pay_search(args[0], value)
+        return function(value, *args)
+
+    return call
+
+
+_TESTS: Any = {name: _test(name) for name in TESTS.keys() - {"escaped", "filter", "lower", "test", "upper"}}
+
+
+# --- the environment
 
 
 class _Generation(Extension):
@@ -94,427 +337,168 @@ class _Generation(Extension):
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-# Filters that only the compiled template itself can name: no template text contains "#" in a name.
-_COUNTED, _MADE, _SPREAD, _CONCAT = "#counted", "#made", "#spread", "#concat"
-
-# Filters that take a string apart, into objects many times its size.
-_SPREADING = frozenset({"groupby", "list", "slice", "sort", "title"})
-
-# Filters that return something that was there before, or a small number.
-_PASSING = frozenset({"count", "d", "default", "first", "last", "length", "max", "min"})
-
-
-class _Metering(NodeTransformer):
-    """Puts the budget's filters around every part of a template that loops or makes a value."""
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        node.iter = _through(_COUNTED, node.iter)
-        return node
-
-    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
-        self.generic_visit(node)
-        if node.name in _SPREADING and node.node is not None:  # it is None in {% filter %}
-            node.node = _through(_SPREAD, node.node)
-        return node if node.name in _PASSING else _through(_MADE, node)
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return _through(_CONCAT, nodes.List(node.nodes, lineno=node.lineno))
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        self.generic_visit(node)
-        return _through(_MADE, node) if isinstance(node.arg, nodes.Slice) else node
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        self.generic_visit(node)
-        return _through(_MADE, node) if node.ctx == "load" else node
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        self.generic_visit(node)
-        return _through(_MADE, node)
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        self.generic_visit(node)
-        return _through(_MADE, node)
-
-    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
-        # A constant goes through finalize, and so is counted; template data would not.
-        return nodes.Const(node.data, lineno=node.lineno)
-
-
-def _through(name: str, node: nodes.Node) -> nodes.Filter:
-    return nodes.Filter(cast(nodes.Expr, node), name, [], [], None, None, lineno=node.lineno)
-
-
-class _Namespace(Namespace):
-    """jinja2's, without private names, and without a text that writes out its (maybe endless) content."""
-
-    def __init__(*args: Any, **attributes: Any) -> None:  # so that self=… can be an attribute
-        values = dict(*args[1:], **attributes)
-        for name in values:
-            _check_public(name)
-        Namespace.__init__(args[0], values)
-
-    def __setitem__(self, name: str, value: object) -> None:
-        _check_public(name)
-        super().__setitem__(name, value)
-
-    def __repr__(self) -> str:
-        return "<Namespace>"
-
-
-def _check_public(name: object) -> None:
-    if not isinstance(name, str) or name.startswith("_"):
-        raise SecurityError(f"{name!r} cannot be an attribute of a namespace")
-
-
-def _raise_exception(message: object) -> None:
-    raise RefusedError(str(message))
-
-
-def _strftime_now(form: str) -> str:
-    if len(form) > _MAX_COUNT:
-        raise OverBudgetError("asks for a date of absurd length")
-    return datetime.now().strftime(form)
-
-
-_CALLABLE_STR_METHODS = frozenset(
-    {
-        *("capitalize", "casefold", "center", "count", "endswith", "find", "format", "index", "isalnum"),
-        *("isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric"),
-        *("isprintable", "isspace", "istitle", "isupper", "join", "ljust", "lower", "lstrip", "partition"),
-        *("removeprefix", "removesuffix", "replace", "rfind", "rindex", "rjust", "rpartition", "rsplit"),
-        *("rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper", "zfill"),
-    }
-)
-_CALLABLE_METHODS: dict[type, frozenset[str]] = {
-    str: _CALLABLE_STR_METHODS,
-    Markup: _CALLABLE_STR_METHODS,
-    list: frozenset({"copy", "count", "index"}),
-    tuple: frozenset({"count", "index"}),
-    dict: frozenset({"copy", "get", "items", "keys", "values"}),
-    LoopContext: frozenset({"changed", "cycle"}),
-}
-
-
-class _SafeFormat:
-    """``str.format`` as jinja2's sandbox allows it, of bounded size."""
-
-    def __init__(self, text: str, function: Callable[..., str]) -> None:
-        self._text = text
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> str:
-        fields = 0
-        for _, field, spec, _ in string.Formatter().parse(self._text):
-            fields += field is not None
-            if spec and ("{" in spec or re.search(r"\d{5}", spec)):
-                raise OverBudgetError("formats a field of absurd width")
-        budget = _budget.get()
-        budget.require(len(self._text) + fields * (budget.weight(args) + budget.weight(kwargs)))
-        return self._function(*args, **kwargs)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, LoopControlExtension],
-            finalize=_finalize,
-            optimized=False,  # or constant expressions would be computed by the compiler
-        )
-        self.globals = {
-            "range": self.globals["range"],  # the sandbox's, of at most 100,000 numbers
-            "dict": dict,
-            "namespace": _Namespace,
-            "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
-        }
-        self._callables = frozenset(map(id, self.globals.values()))
-        self.filters = {**{name: FILTERS[name] for name in _PLAIN_FILTERS}, **_OWN_FILTERS}
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        _budget.get().tick()
-        return super().getattr(obj, attribute)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        _budget.get().tick()
-        return super().getitem(obj, argument)
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        safe = super().wrap_str_format(value)
-        if safe is None or value.__name__ != "format":
-            return None
-        return _SafeFormat(value.__self__, safe)
-
-    def is_safe_callable(self, obj: Any) -> bool:
-        if isinstance(obj, Macro | LoopContext | Undefined | _SafeFormat) or id(obj) in self._callables:
-            return True
-        owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
-        if owner is dict:
-            return bool(name == "fromkeys")
-        return name in _CALLABLE_METHODS.get(type(owner), ())
-
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        # The odd names leave every keyword free for the template, as in jinja2.
-        budget = _budget.get()
-        if not __self.is_safe_callable(__obj):
-            name = getattr(__obj, "__name__", None) or type(__obj).__name__
-            raise SecurityError(f"calling {name!r} is not allowed")
-        owner = getattr(__obj, "__self__", None)
-        if isinstance(__obj, LoopContext) and args:  # loop(children) in a recursive loop
-            args = (budget.counted(args[0]), *args[1:])
-        elif isinstance(owner, str):
-            args = _check_str_method(budget, owner, __obj.__name__, args, kwargs)
-        with budget.call():
-            result = super().call(__context, __obj, *args, **kwargs)
-        if isinstance(owner, dict) and __obj.__name__ == "get":
-            return result
-        return budget.admit(result)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        budget = _budget.get()
-        budget.tick()
-        if operator == "*":
-            _check_product(budget, left, right)
-        elif operator == "**":
-            _check_power(left, right)
-        elif operator == "%" and isinstance(left, str):
-            _check_percent(budget, left, right)
-        result = super().call_binop(context, operator, left, right)
-        return budget.admit_sum(result, left, right) if operator == "+" else budget.admit(result)
-
-    def call_filter(
-        self,
-        name: str,
-        value: Any,
-        args: Any = None,
-        kwargs: Any = None,
-        context: Context | None = None,
-        eval_ctx: nodes.EvalContext | None = None,
-    ) -> Any:
-        """A filter by name, which is how ``map`` calls them."""
-        budget = _budget.get()
-        budget.tick()
-        if name in _SPREADING:
-            _spread(value)
-        return budget.admit(super().call_filter(name, value, args, kwargs, context, eval_ctx))
-
-
-@jinja2.pass_context  # needing the context keeps it from being run by the compiler
+@jinja2.pass_context
 def _finalize(context: Context, value: Any) -> str:
-    budget = _budget.get()
-    budget.tick()
-    text = value if isinstance(value, str) else _text(value)
-    budget.charge(len(text))
+    text = _text(value)
+    _pay(64 + 5 * len(text))  # it is kept until all is joined, and then copied
     return text
 
 
-def _text(value: Any) -> str:
-    """``str(value)``, if that is not too long."""
-    if not isinstance(value, str):
-        budget = _budget.get()
-        budget.require(budget.weight(value))
-    return str(value)
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+
+    def __init__(self) -> None:
+        extensions = [_Generation, LoopControlExtension]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=_finalize)
+        self.optimized = False  # or the compiler would compute what is constant
+        self.filters, self.globals, self.tests = _FILTERS, _GLOBALS, _TESTS
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
+            return obj[attribute]
+        if isinstance(obj, Namespace) and not attribute.startswith("_") and hasattr(obj, attribute):
+            return getattr(obj, attribute)
+        _pay(256)
+        return super().getattr(obj, attribute)
+
+    def wrap_str_format(self, value: Any) -> None:
+        """Leaves ``str.format`` to `call`, which has its own."""
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if type(obj) is dict and isinstance(argument, str) and argument in obj:
+            return obj[argument]
+        _pay(192)
+        if isinstance(argument, slice):
+            _pay(8 * len(range(len(obj))[argument]))
+            return obj[argument]
+        return super().getitem(obj, _short(_key(argument)))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        # The odd names leave every keyword free for the template, as in jinja2.
+        owner = __obj.__self__ if isinstance(__obj, BuiltinMethodType) else None
+        name = (
+            __obj.__name__
+            if isinstance(__obj, BuiltinMethodType | FunctionType | MethodType)
+            else type(__obj).__name__
+        )
+        if type(owner) is str and name in _TEXT_METHODS:
+            __obj = partial(_text_method, name, owner)
+        elif type(owner) is dict and name == "get":
+            __obj = partial(lambda mapping, key, default=None: mapping.get(_key(key), default), owner)
+        elif type(owner) is dict and name in ("items", "keys", "values"):
+            pass
+        elif not isinstance(__obj, Macro | Undefined) and __obj not in _GLOBALS.values():
+            raise SecurityError(f"it calls {name!r}, which is not allowed")
+        meter = _meter.get()
+        if meter.depth == _MAX_DEPTH:
+            raise SecurityError("it calls its macros without end")
+        meter.depth += 1
+        result = __context.call(__obj, *args, **kwargs)
+        meter.depth -= 1
+        return result
+
+    def call_filter(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return super().call_filter(_short(_key(name)), *args, **kwargs)
+
+    def call_test(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return super().call_test(_short(_key(name)), *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        lengths = [len(operand) for operand in (left, right) if isinstance(operand, str | list | tuple)]
+        if lengths:
+            if operator not in "+*":
+                raise SecurityError(f"it uses {operator!r} on text or lists")
+            _pay(64 + 8 * sum(lengths) * max([1, *(factor for factor in (left, right) if isinstance(factor, int))]))
+        elif not isinstance(left, Undefined) and not isinstance(right, Undefined):
+            exponent = abs(_number(right)) if operator == "**" else 1
+            if isinstance(_number(left), int) and exponent * abs(left).bit_length() > 4 * _MAX_INT_BITS:
+                raise SecurityError("it computes with huge numbers")
+        return super().call_binop(context, operator, left, right)
 
 
-def _check_count(value: Any) -> int:
-    if not isinstance(value, int) or abs(value) > _MAX_COUNT:
-        raise OverBudgetError(f"asks for a width or count of {str(value)[:30]}")
-    return value
+# --- the rewriter
 
-
-def _check_str_method(
-    budget: Budget, owner: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    """Refuse a call that would make far more than it is given; return the arguments to call with."""
-    if name in ("center", "ljust", "rjust", "zfill") and args:
-        _check_count(args[0])
-    elif name in ("split", "rsplit", "splitlines", "title"):
-        separator = args[0] if args else kwargs.get("sep")
-        parts = owner.count(separator) if isinstance(separator, str) and separator else len(owner) // 2
-        budget.require(64 * parts)
-    elif name == "replace" and len(args) >= 2:
-        _check_replace(budget, owner, str(args[0]), str(args[1]))
-    elif name == "join" and args:
-        items = list(budget.counted(args[0]))
-        _check_join(budget, owner, items)
-        return (items,)
-    return args
-
-
-def _check_replace(budget: Budget, text: str, old: str, new: str) -> None:
-    budget.require(len(text) + (text.count(old) if old else len(text) + 1) * len(new))
-
-
-def _check_join(budget: Budget, separator: str, items: list[Any]) -> None:
-    budget.require(len(separator) * len(items) + sum(map(budget.weight, items)))
-
-
-def _check_product(budget: Budget, left: Any, right: Any) -> None:
-    if isinstance(left, int):
-        left, right = right, left
-    if isinstance(right, int):
-        if isinstance(left, int) and left.bit_length() + right.bit_length() > MAX_INT_BITS:
-            raise OverBudgetError("computes with huge numbers")
-        if isinstance(left, str | list | tuple):
-            budget.require(budget.weight(left) * right)
-
-
-def _check_power(base: Any, exponent: Any) -> None:
-    if (
-        isinstance(base, int)
-        and isinstance(exponent, int)
-        and max(base.bit_length(), 1) * abs(exponent) > MAX_INT_BITS
-    ):
-        raise OverBudgetError("computes with huge numbers")
-
-
-def _check_percent(budget: Budget, form: str, values: Any) -> None:
-    if re.search(r"\d{5}|%[-#0 +.\d]*\*", form):
-        raise OverBudgetError("formats a field of absurd width")
-    budget.require(len(form) + form.count("%") * budget.weight(values))
-
-
-@jinja2.pass_context
-def _counted(context: Context, items: Iterable[Any]) -> Iterable[Any]:
-    return _budget.get().counted(items)
-
-
-@jinja2.pass_context
-def _made(context: Context, value: Any) -> Any:
-    budget = _budget.get()
-    budget.tick()
-    return budget.admit(value)
-
-
-def _spread(value: Any) -> Any:
-    if isinstance(value, str):
-        _budget.get().require(64 * len(value))
-    return value
-
-
-@jinja2.pass_context
-def _concat(context: Context, parts: list[Any]) -> str:
-    budget = _budget.get()
-    budget.tick()
-    return cast(str, budget.admit("".join(map(_text, parts))))
-
-
-def _batch(value: Iterable[Any], linecount: int, fill_with: Any = None) -> Iterable[Any]:
-    return cast(Iterable[Any], FILTERS["batch"](value, _check_count(linecount), fill_with))
-
-
-def _slice(value: Iterable[Any], slices: int, fill_with: Any = None) -> Iterable[Any]:
-    return cast(Iterable[Any], FILTERS["slice"](value, _check_count(slices), fill_with))
-
-
-def _center(value: Any, width: int = 80) -> str:
-    return _text(value).center(_check_count(width))
-
-
-def _format(value: Any, *args: Any, **kwargs: Any) -> str:
-    form = _text(value)
-    values = kwargs or args
-    _check_percent(_budget.get(), form, values)
-    return form % values
-
-
-def _indent(value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    text = _text(value)
-    columns = len(width) if isinstance(width, str) else _check_count(width)
-    _budget.get().require(len(text) + (text.count("\n") + 1) * columns)
-    return cast(str, FILTERS["indent"](text, width, first, blank))
-
-
-@jinja2.pass_environment
-def _join(
-    environment: jinja2.Environment, value: Iterable[Any], d: str = "", attribute: str | int | None = None
-) -> str:
-    budget = _budget.get()
-    items = list(budget.counted(value))
-    if attribute is not None:
-        items = list(map(make_attrgetter(environment, attribute), items))
-    _check_join(budget, _text(d), items)
-    return _text(d).join(map(_text, items))
-
-
-def _replace(value: Any, old: Any, new: Any, count: int = -1) -> str:
-    text, before, after = _text(value), _text(old), _text(new)
-    _check_replace(_budget.get(), text, before, after)
-    return text.replace(before, after, count)
-
-
-def _round(value: Any, precision: int = 0, method: str = "common") -> Any:
-    if abs(precision) > 30:
-        raise OverBudgetError("computes with huge numbers")
-    return FILTERS["round"](value, precision, method)
-
-
-@jinja2.pass_environment
-def _sum(
-    environment: jinja2.Environment,
-    value: Iterable[Any],
-    attribute: str | int | None = None,
-    start: int | float = 0,
-) -> int | float:
-    get = make_attrgetter(environment, attribute)
-    total = start
-    for item in _budget.get().counted(value):
-        number = item if attribute is None else get(item)
-        if not isinstance(number, int | float):  # adding up lists takes quadratic time
-            raise TypeError(f"sum adds numbers, not {type(number).__name__!r}")
-        total += number
-    return total
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    budget = _budget.get()
-    budget.require(budget.weight(value))
-    columns = len(indent) if isinstance(indent, str) else _check_count(indent or 0)
-    if columns > 64 or any(len(separator) > 64 for separator in separators or ()):
-        raise OverBudgetError("asks for JSON of absurd width")
-    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    parts = []
-    for part in encoder.iterencode(value):  # in parts, because deep indentation multiplies
-        budget.charge(len(part))
-        parts.append(part)
-    return "".join(parts)
-
-
-_PLAIN_FILTERS = (
-    *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "groupby"),
-    *("int", "items", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr"),
-    *("reverse", "safe", "select", "selectattr", "sort", "string", "title", "trim", "truncate", "unique"),
-    "upper",
-)
-_OWN_FILTERS: dict[str, Callable[..., Any]] = {
-    _CONCAT: _concat,
-    _COUNTED: _counted,
-    _MADE: _made,
-    _SPREAD: jinja2.pass_context(lambda context, value: _spread(value)),
-    "batch": _batch,
-    "center": _center,
-    "format": _format,
-    "indent": _indent,
-    "join": _join,
-    "replace": _replace,
-    "round": _round,
-    "slice": _slice,
-    "sum": _sum,
-    "tojson": _tojson,
+_COSTS: dict[str, int] = {  # of all nodes that are allowed
+    **dict.fromkeys(("And", "Assign", "Break", "Compare", "CondExpr", "Const", "Continue", "If", "Keyword"), 8),
+    **dict.fromkeys(("Neg", "Not", "Operand", "Or", "Output", "Pos", "Scope", "Slice", "Template"), 8),
+    "TemplateData": 8,
+    **dict.fromkeys(("AssignBlock", "Concat", "FilterBlock", "Getattr", "Getitem", "NSRef", "Name", "With"), 64),
+    **dict.fromkeys(("Add", "Div", "ExprStmt", "FloorDiv", "Mod", "Mul", "Pair", "Pow", "Sub", "Test"), 192),
+    **dict.fromkeys(("Call", "CallBlock", "Dict", "Filter", "For", "List", "Macro", "Tuple"), 512),
 }
+
+
+def _cost(node: nodes.Node) -> int:
+    """What ``node`` costs without the blocks in it, which pay for themselves."""
+    text = 5 * len(node.data) if isinstance(node, nodes.TemplateData) else 0
+    return text + _COSTS[type(node).__name__] + sum(map(_cost, node.iter_child_nodes(exclude=("body", "else_"))))
+
+
+def _through(name: str, node: nodes.Node, *args: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(cast(nodes.Expr, node), name, list(args), [], None, None, lineno=node.lineno)
+
+
+def _paying(node: nodes.Node, *parts: nodes.Node) -> nodes.Filter:
+    return _through("#pay", nodes.Const(64 + sum(map(_cost, parts)), lineno=node.lineno))
+
+
+class _Rewriter(NodeTransformer):
+    """Refuses what is not allowed, puts in what pays and checks, and notes the ``names`` that are read."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._depth = 0
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        name = type(node).__name__
+        if name not in _COSTS or getattr(node, "recursive", False) or getattr(node, "dyn_kwargs", None):
+            word = {"For": "recursive loop", "Call": "**", "ScopedEvalContextModifier": "autoescape"}.get(
+                name, name.lower()
+            )
+            raise TemplateSyntaxError(f"{word!r} is not allowed in chat templates", node.lineno)
+        if self._depth == _MAX_NESTED_NODES:
+            raise RecursionError
+        self._depth += 1
+        self.generic_visit(node)
+        self._depth -= 1
+        if (operands := getattr(node, "dyn_args", None)) is not None:
+            cast(Any, node).dyn_args = _through("#few", operands)
+        for field in ("body", "else_"):
+            if (block := getattr(node, field, None)) or (field == "body" and block is not None):
+                paying = _paying(node, *block, *getattr(node, "defaults", ()))
+                setattr(node, field, [nodes.ExprStmt(paying, lineno=node.lineno), *block])
+        return getattr(self, f"visit_{name}", lambda node: node)(node)
+
+    def visit_Name(self, node: nodes.Name) -> nodes.Node:
+        if node.ctx == "load":
+            self.names.add(node.name)
+        return node
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        node.iter = _through("list", node.iter)
+        if node.test is not None:
+            node.test = nodes.And(_paying(node, node.test), node.test, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        return _through("join", nodes.List(node.nodes, lineno=node.lineno))
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        return nodes.Pair(_through("#key", node.key), node.value, lineno=node.lineno)
+
+    def visit_Slice(self, node: nodes.Slice) -> nodes.Node:
+        start, stop, step = (bound or nodes.Const(None) for bound in (node.start, node.stop, node.step))
+        return _through("#slice", start, stop, step)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        operator, right = node.ops[0].op, node.ops[0].expr
+        if len(node.ops) > 1:
+            raise TemplateSyntaxError("chains of comparisons are not allowed in chat templates", node.lineno)
+        if operator in ("eq", "ne") and nodes.Const in (type(node.expr), type(right)):
+            return node
+        name = {"gteq": "ge", "lteq": "le", "notin": "in"}.get(operator, operator)
+        test = nodes.Test(node.expr, name, [right], [], None, None, lineno=node.lineno)
+        return nodes.Not(test, lineno=node.lineno) if operator == "notin" else test

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import jinja2
+from jinja2.exceptions import SecurityError
 
-from localllm.chat.budget import OverBudgetError
-from localllm.chat.sandbox import BoundedTemplate, RefusedError
+from localllm.chat import sandbox
 from localllm.chat.source import TemplateSource
-from localllm.errors import TemplateError
+from localllm.errors import TemplateError, quoted
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import MetadataFile
 
@@ -70,9 +70,9 @@ class ChatTemplate:
         self._where = where
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
-            self._template = BoundedTemplate(source)
+            self._template, self._names = sandbox.compile_template(source)
         except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(f"{where} is not valid (line {error.lineno}): {error.message}") from error
+            raise TemplateError(f"{where} is not valid (line {error.lineno}): {_words(error)}") from error
         except (RecursionError, SyntaxError, ValueError, MemoryError) as error:
             raise TemplateError(f"{where} cannot be compiled: {_words(error)}") from error
 
@@ -105,6 +105,10 @@ class ChatTemplate:
             is_fallback=source.text is None,
         )
 
+    def reads(self, name: str) -> bool:
+        """Whether the template's text reads the variable ``name`` at all, such as ``tools``."""
+        return name in self._names
+
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -135,15 +139,14 @@ class ChatTemplate:
             **variables,
         }
         try:
-            plain = _Plain()
-            values = {name: plain.copy(value, name) for name, value in inputs.items()}
-            return self._template.render(values, plain.n_bytes)
+            variables = {name: _plain(value, name) for name, value in inputs.items()}
+            return sandbox.render(self._template, variables)
         except TemplateError:
             raise
-        except RefusedError as error:
-            raise TemplateError(f"{self._where} refuses these messages: {error}") from error
-        except OverBudgetError as error:
-            raise TemplateError(f"{self._where} {error}, so it was stopped; give another one") from error
+        except sandbox.RefusedError as error:
+            raise TemplateError(f"{self._where} refuses these messages: {_words(error)}") from error
+        except SecurityError as error:
+            raise TemplateError(f"{self._where} was stopped: {_words(error)}; give another template") from error
         except Exception as error:  # a template is a program of someone else's: it can fail in any way
             raise TemplateError(f"{self._where} failed on these messages: {_words(error)}") from error
 
@@ -180,9 +183,12 @@ def _token_text(tokenizer: Tokenizer, token: int | None) -> str:
 
 
 def _words(error: BaseException) -> str:
+    """What an error says, in one short line: a template can put anything into it."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    return " ".join(str(error).split())[:500] or type(error).__name__
+    text = str(error.message if isinstance(error, jinja2.TemplateSyntaxError) else error)[:1000]
+    words = "".join(letter if letter.isprintable() else " " for letter in text).split()
+    return " ".join(words)[:250] or type(error).__name__
 
 
 def _check_messages(messages: Sequence[Mapping[str, object]]) -> None:
@@ -190,7 +196,7 @@ def _check_messages(messages: Sequence[Mapping[str, object]]) -> None:
         raise TemplateError(f"messages must be a list of mappings, such as [{_EXAMPLE}]")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise TemplateError(f"message {index} is not a mapping such as {_EXAMPLE}: {message!r:.80}")
+            raise TemplateError(f"message {index} is not a mapping such as {_EXAMPLE}: {quoted(message)}")
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise TemplateError(
@@ -198,41 +204,29 @@ def _check_messages(messages: Sequence[Mapping[str, object]]) -> None:
             )
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
-            raise TemplateError(f"message {index} (role {role!r}) has no 'content'")
+            raise TemplateError(f"message {index} (role {quoted(role)}) has no 'content'")
         if content is not None and (isinstance(content, bytes) or not isinstance(content, str | Sequence)):
-            raise TemplateError(f"the content of message {index} (role {role!r}) is neither text nor a list")
+            raise TemplateError(f"the content of message {index} (role {quoted(role)}) is neither text nor a list")
 
 
-class _Plain:
-    """Copies values into plain data, so that a template meets no object that has methods of its own.
+def _plain(value: object, where: str) -> object:
+    """``value`` as dicts, lists, strings, numbers, booleans and ``None``, which have no methods of the caller's.
 
-    Attributes:
-        n_bytes: the size of everything copied.
+    Raises:
+        TemplateError: it holds something else; ``where`` says in which variable.
     """
-
-    def __init__(self) -> None:
-        self.n_bytes = 0
-
-    def copy(self, value: object, where: str) -> object:
-        """``value`` as dicts, lists, strings, numbers, booleans and ``None``.
-
-        Raises:
-            TemplateError: it holds something else; ``where`` says in which variable.
-        """
-        self.n_bytes += 64
-        if value is None or isinstance(value, bool):
-            return value
-        if isinstance(value, str):
-            self.n_bytes += len(value)
-            return str.__str__(value)
-        if isinstance(value, int):
-            return int.__int__(value)
-        if isinstance(value, float):
-            return float.__float__(value)
-        if isinstance(value, Mapping):
-            return {self.copy(key, where): self.copy(item, where) for key, item in value.items()}
-        if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-            return [self.copy(item, where) for item in value]
-        raise TemplateError(
-            f"{where} holds a {type(value).__name__}: templates take text, numbers, lists and mappings only"
-        )
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {_plain(key, where): _plain(item, where) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        return [_plain(item, where) for item in value]
+    raise TemplateError(
+        f"{where} holds a {type(value).__name__}: templates take text, numbers, lists and mappings only"
+    )

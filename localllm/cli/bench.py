@@ -40,7 +40,7 @@ from localllm.llm import LLM, load
 from localllm.loading import LONG_CONTEXT
 
 if TYPE_CHECKING:
-    from localllm.kernels.cuda.program import Watch
+    from localllm.kernels.cuda.step import Watch
 
 _COLUMNS = "{:<18} {:>7} {:>18} {:>11} {:>11} {:>6}"
 

@@ -14,8 +14,8 @@ from localllm.info import ModelInfo
 
 if TYPE_CHECKING:
     from localllm.kernels.cuda.profile import Profile, Share
-    from localllm.kernels.cuda.program import Watch
     from localllm.kernels.cuda.roofline import Kind
+    from localllm.kernels.cuda.step import Watch
 
 #: Tokens that are generated for a profile: one is as the other.
 _GENERATED = 3

@@ -14,7 +14,7 @@ from localllm.errors import UsageError
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.tiles import TILES
-from localllm.kernels.ops import CacheShape, Weight
+from localllm.kernels.graph import KVCache, Weight
 from localllm.quant.repack import repack_target
 
 
@@ -86,15 +86,14 @@ class Work:
     def of(cls, info: ModelInfo) -> Self:
         """The work of a loaded model."""
         config = info.config
+        kept = KVCache(0, config.n_kv_heads, config.head_dim, info.cache_type)
         with GGUFFile.open(info.path) as file:
             matrices = [t for t in file.tensors.values() if len(t.shape) in (2, 3)]
             head = file.tensors.get("output.weight", file.tensors["token_embd.weight"])
             layers = [t for t in matrices if t.name.startswith("blk.")]
         return cls(
             weight_bytes=info.placement.multiplied,
-            kv_bytes=CacheShape(
-                config.n_layers, config.n_kv_heads, config.head_dim, info.cache_type
-            ).bytes_per_token(),
+            kv_bytes=config.n_layers * kept.bytes_per_token(),
             layer_products=products(layers, 0 if config.experts is None else config.experts.n_used),
             head_products=products([head]),
             attention_products=2 * config.n_layers * config.n_heads * config.head_dim,

@@ -99,7 +99,7 @@ def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
             detail("in all", f"{quantity(placement.total, 'B')}, Python and kernels included"),
         ):
             print(clean(line))
-    for message in plan.said:
+    for message in plan.notices:
         warn(in_flags(message, make_parsers()[1]["inspect"].flag_of))
 
 
@@ -114,7 +114,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             n_gpu_layers=arguments.n_gpu_layers,
             tensor_split=arguments.tensor_split,
             context=arguments.context,
-            threads=1,  # how many would be best is measured, and does not matter here
+            threads=None,
             isa=None,
             parallel=1,
             cache_type=arguments.cache_type,

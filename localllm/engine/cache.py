@@ -1,6 +1,6 @@
 """The paged KV cache: which page holds which tokens, and what a new prompt finds there.
 
-Keys and values lie in pages of a fixed number of tokens (`localllm.kernels.ops.KVCache`).  A sequence has a block
+Keys and values lie in pages of a fixed number of tokens (`localllm.kernels.backend.Cache`).  A sequence has a block
 table, the pages that hold its tokens in order.  A full page is entered into a tree: its parent is the page before
 it, its key the tokens that it holds.  So a prompt that begins like an earlier one finds those pages by one hash
 look-up a page, however many sequences the cache has seen, and shares them; of the first page that differs it copies
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from localllm.kernels.ops import KVCache
+from localllm.kernels.backend import Cache
 
 
 class Block:
@@ -63,7 +63,7 @@ class CachedSequence:
 class PagedCache:
     """The pages of a backend's KV cache, and what they hold.  Used by one thread."""
 
-    def __init__(self, kv: KVCache) -> None:
+    def __init__(self, kv: Cache) -> None:
         self._kv = kv
         self.page_size = kv.page_size
         self.n_pages = kv.n_pages
@@ -171,7 +171,7 @@ class PagedCache:
                 best, most = block, n
         if best is None:
             return
-        if best in parent.tails and most == len(best.ids):
+        if most == len(best.ids):  # a tail: full pages were found before
             self._use(best)
             parent.tails.remove(best)
             block = best

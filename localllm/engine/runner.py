@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.cache import CachedSequence, PagedCache
-from localllm.kernels.ops import Batch, Best, CacheType, Ops
-from localllm.models.blocks import Model
+from localllm.kernels.backend import Batch, Step, TopK
 
 #: Tokens that one step evaluates at most.
 MAX_TOKENS = 512
@@ -48,31 +47,17 @@ class ModelRunner:
         max_top_k: largest logits that are found on the device; 0 where all lie in memory of the host anyway.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        ops: Ops,
-        *,
-        context: int,
-        parallel: int = 1,
-        max_tokens: int = MAX_TOKENS,
-        cache_type: CacheType = "f16",
-    ) -> None:
-        """Makes a cache of ``cache_type`` with room for ``parallel`` sequences of ``context`` tokens."""
+    def __init__(self, step: Step, *, n_vocab: int, context: int, max_tokens: int = MAX_TOKENS) -> None:
+        """``step`` was compiled for ``max_tokens`` tokens, or as many as the context has, and their `max_outputs`."""
         self.context = context
-        self.n_vocab = model.config.n_vocab
+        self.n_vocab = n_vocab
         self.max_tokens = min(max_tokens, context)
-        self.max_outputs = max_outputs(self.n_vocab, self.max_tokens)
-        self.max_top_k = ops.most_choices
-        kv = ops.new_cache(
-            replace(model.cache_shape, type=cache_type), n_cache_pages(context, parallel, ops.page_size)
-        )
-        self.cache = PagedCache(kv)
-        self._step = ops.compile(
-            lambda: model.forward(ops), kv, max_tokens=self.max_tokens, max_outputs=self.max_outputs
-        )
+        self.max_outputs = max_outputs(n_vocab, self.max_tokens)
+        self.max_top_k = step.max_top_k
+        self.cache = PagedCache(step.cache)
+        self._step = step
 
-    def run(self, chunks: Sequence[Chunk], top_k: int = 0) -> NDArray[np.float32] | Best:
+    def run(self, chunks: Sequence[Chunk], top_k: int = 0) -> NDArray[np.float32] | TopK:
         """Evaluates a batch; writes the cache's pages, but records nothing of it (`PagedCache.append`).
 
         Returns:
@@ -80,7 +65,7 @@ class ModelRunner:
             own memory, good until the next call.
         """
         batch = make_batch(chunks, self.cache.page_size)
-        return self._step.best(batch, top_k) if 0 < top_k <= self.max_top_k else self._step(batch)
+        return self._step.top_k(batch, top_k) if 0 < top_k <= self.max_top_k else self._step(batch)
 
 
 def n_cache_pages(context: int, parallel: int, page_size: int) -> int:

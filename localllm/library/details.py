@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,19 +152,23 @@ def _text(file: GGUFFile, key: str) -> str | None:
 def _memory(file: GGUFFile) -> dict[str, Any]:
     """The context that a model gets, and what it then takes."""
     # Imported here: a file that is remembered needs neither models nor numba.
-    from localllm.kernels.cpu.ops import CPUOps
+    from localllm.kernels.cpu.backend import footprint
+    from localllm.kernels.cpu.cache_types import PAGE
+    from localllm.kernels.cpu.host import default_threads
+    from localllm.kernels.cpu.target import choose
     from localllm.loading import check_runs
-    from localllm.models.config import read_config
-    from localllm.placement import DEFAULT_CONTEXT, LEAST_CONTEXT, Demand, DeviceSizes
+    from localllm.models.registry import read_model
+    from localllm.placement import DEFAULT_CONTEXT, LEAST_CONTEXT, DeviceBudget, Planner
 
     check_runs(file)
-    config = read_config(file.metadata, file.tensors)
-    cpu = DeviceSizes("cpu", CPUOps.packed_bytes, CPUOps.cache_bytes, CPUOps.page_size)
-    demand = Demand.of(config, file.tensors, [cpu])
+    model = read_model(file)
+    config = model.config
+    cpu = DeviceBudget("cpu", PAGE, partial(footprint, target=choose(), threads=default_threads()))
+    planner = Planner("the model", model, (cpu,))
     context = min(config.context_length, DEFAULT_CONTEXT)
     return {
         "trained_context": config.context_length,
         "context": context,
-        "memory": demand.at(context).total,
-        "least_memory": demand.at(min(context, LEAST_CONTEXT)).total,
+        "memory": planner.at(context).total,
+        "least_memory": planner.at(min(context, LEAST_CONTEXT)).total,
     }

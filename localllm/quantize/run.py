@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -129,13 +130,12 @@ def plan(
         tensors.append(TensorPlan(source, chooser.type_of(name, source.shape, source.type)))
         if not tensors[-1].is_copied:
             _check_source(source, tensors[-1].new, allow_requantize)
-    missing = [
-        tensor
-        for tensor in tensors
-        if not tensor.is_copied
-        and needs_importance(tensor.name, tensor.new, mix)
-        and (imatrix is None or imatrix.of(tensor.name, tensor.source.shape) is None)
-    ]
+    missing = []
+    for tensor in tensors:
+        if not tensor.is_copied:
+            importance = None if imatrix is None else imatrix.of(tensor.name, tensor.source.shape)
+            if importance is None and needs_importance(tensor.name, tensor.new, mix):
+                missing.append(tensor)
     return Plan(file, mix, imatrix, tensors, _files(file, target, tensors, keep_split), missing)
 
 
@@ -209,9 +209,11 @@ def run(
             raise OutputError(f"{path_text(path)} is there already: choose another name, or remove it first")
     total = sum(tensor.source.n_bytes for tensor in plan.tensors)
     done = 0
-    for number, (path, tensors) in enumerate(plan.files):
-        specs = [tensor.spec for tensor in tensors]
-        with GGUFWriter(path, _metadata(plan, number), specs, plan.file.metadata.alignment) as writer:
+    with ExitStack() as files:  # which get their names together, at its end
+        for number, (path, tensors) in enumerate(plan.files):
+            specs = [tensor.spec for tensor in tensors]
+            alignment = plan.file.metadata.alignment
+            writer = files.enter_context(GGUFWriter(path, _metadata(plan, number), specs, alignment))
             for tensor in tensors:
                 if progress:
                     progress(tensor, done, total)
@@ -223,7 +225,7 @@ def run(
                 tensor.source.drop_pages()
                 done += tensor.source.n_bytes
                 yield work.result()
-    plan.file.check_unchanged()
+        plan.file.check_unchanged()
 
 
 def _metadata(plan: Plan, number: int) -> dict[str, bytes]:
@@ -263,7 +265,9 @@ class _Work:
     ) -> None:
         self.tensor = tensor
         self.n_cleared = 0
-        self._importance = None if imatrix is None else imatrix.of(tensor.name, tensor.source.shape)
+        self._importance: Floats | None = None
+        if imatrix is not None and not tensor.is_copied:
+            self._importance = imatrix.of(tensor.name, tensor.source.shape)
         self._allow_nan = allow_nan
         self._threads = threads
         self._error = self._whole = 0.0
@@ -304,7 +308,10 @@ class _Work:
             values[~finite] = 0
         if self.tensor.is_copied and finite.all():
             return rows
-        encoded = quantize(values, new, weights, self._threads)
+        try:
+            encoded = quantize(values, new, weights, self._threads)
+        except ModelError as error:
+            raise ModelError(f"tensor {quoted(self.tensor.name)}: {error}") from None
         every = max(values.size // _SAMPLE, 1)
         was, weighted = values[::every].astype(np.float64), 1.0 if weights is None else weights.astype(np.float64)
         self._error += float((weighted * (was - dequantize(encoded[::every], new)) ** 2).sum())

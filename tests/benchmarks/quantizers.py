@@ -6,9 +6,9 @@
 
 ``errors`` encodes the same matrices with the same importance on as many threads: normal, with heavy tails (Student's
 t, three degrees of freedom), and a model's, where one is given.  The error is the root of the (weighted) squared
-error over that of the squares.  ``mixes`` compares the type of every tensor, for every mix, in files of models of many
-kinds that ``llama_model_quantize`` writes; the exit code is 1 if one differs.  ``logits`` quantises a tiny model with
-every mix and prints how far the logits of llama.cpp and of localllm are apart on the same file.
+error over that of the squares.  ``mixes`` compares the type of every tensor, for every mix, in files of models of
+many kinds that ``llama_model_quantize`` writes; the exit code is 1 if one differs.  ``logits`` quantises a tiny model
+with every mix and prints how far the logits of llama.cpp and of localllm are apart on the same file.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from localllm.errors import DeviceError
-from localllm.kernels.cuda.program import Program
+from localllm.kernels.cuda.step import CUDAStep
 from tests.benchmarks.gpu import correctness, kernels, machine, models
 from tests.benchmarks.gpu.__main__ import SECONDS, main
 from tests.benchmarks.gpu.report import markdown
@@ -59,8 +59,8 @@ def test_a_run_on_emulated_devices(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_wrong_outputs_are_faults(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    download = Program.download
-    monkeypatch.setattr(Program, "download", lambda self, n: download(self, n) * np.float32(1.1))
+    download = CUDAStep.download
+    monkeypatch.setattr(CUDAStep, "download", lambda self, n: download(self, n) * np.float32(1.1))
     assert main(["--emulated", "--out", str(tmp_path), "--sections", "products,attention"]) == 1
     faults = capsys.readouterr().err.splitlines()
     assert len(faults) == 5

@@ -10,21 +10,36 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.kernels.ops import Batch, Hidden, HostHidden, Part
-from localllm.kernels.reference import ReferenceOps
+from localllm.kernels.backend import Batch, HostOutput, Output, Step
+from localllm.kernels.reference import ReferenceBackend
 
 
 @dataclass(frozen=True)
-class LaterHidden:
-    """What a part will end with, in an array of its own; the next part of the kind waits for it on its thread."""
+class LaterOutput(Output):
+    """What a step will end with, in an array of its own; the next step of the kind waits for it on its thread."""
 
     future: Future[NDArray[np.float32]]
 
-    def host(self) -> NDArray[np.float32]:
+    def rows(self) -> NDArray[np.float32]:
         return self.future.result(timeout=60)
 
 
-class AsynchronousOps(ReferenceOps):
+class LaterStep(Step):
+    def __init__(self, backend: AsynchronousBackend, step: Step) -> None:
+        self.backend, self.step, self.cache, self.weights = backend, step, step.cache, step.weights
+
+    def run(self, batch: Batch, hidden: Output | None = None) -> Output:
+        if hidden is not None and not isinstance(hidden, LaterOutput):
+            hidden = HostOutput(hidden.rows().copy())  # which will be overwritten
+
+        def compute() -> NDArray[np.float32]:
+            self.backend.before(batch)
+            return self.step.run(batch, hidden).rows()
+
+        return LaterOutput(self.backend.thread.submit(compute))
+
+
+class AsynchronousBackend(ReferenceBackend):
     """The reference, on a thread of its own.
 
     Attributes:
@@ -33,22 +48,11 @@ class AsynchronousOps(ReferenceOps):
 
     def __init__(self) -> None:
         super().__init__()
-        self._thread = ThreadPoolExecutor(1)
+        self.thread = ThreadPoolExecutor(1)
         self.before: Callable[[Batch], object] = lambda batch: None
 
-    def compile_part(self, *arguments: Any, **keywords: Any) -> Part:
-        part = super().compile_part(*arguments, **keywords)
-
-        def compute(batch: Batch, hidden: Hidden | None) -> NDArray[np.float32]:
-            self.before(batch)
-            return part(batch, None if hidden is None else HostHidden(hidden.host())).host()
-
-        def later(batch: Batch, hidden: Hidden | None) -> LaterHidden:
-            if hidden is not None and not isinstance(hidden, LaterHidden):
-                hidden = HostHidden(hidden.host().copy())  # which will be overwritten
-            return LaterHidden(self._thread.submit(compute, batch, hidden))
-
-        return later
+    def compile(self, *arguments: Any, **keywords: Any) -> Step:
+        return LaterStep(self, super().compile(*arguments, **keywords))
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self.thread.shutdown()

@@ -1,4 +1,4 @@
-"""The backends that the tests of `localllm.kernels.ops.Ops` run on.  A new one joins by one more entry."""
+"""The backends that the tests of operations run on.  A new one joins by one more entry."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import DeviceError
-from localllm.kernels.cpu.ops import CPUOps
+from localllm.kernels.cpu.cache_types import CACHE_LAYOUTS
 from localllm.kernels.cpu.target import Target, available
+from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.cupy_driver import open_driver
 from localllm.kernels.cuda.driver import Driver
-from localllm.kernels.cuda.ops import CUDAOps
-from localllm.kernels.ops import Ops
-from localllm.kernels.reference import ReferenceOps
 from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
+from tests.helpers.recorder import CPUOps, Ops, ReferenceOps
 
 
 @dataclass(frozen=True)
@@ -52,25 +51,28 @@ ALL_HEAD_DIMS = (8, 16, 64, 80, 96, 128, 256)
 
 
 def _spoil_reference(cache: Any) -> None:
-    cache.keys[:], cache.values[:] = np.nan, np.nan
+    for parts in cache.layers.values():
+        for part in parts:
+            part[:] = np.nan
 
 
 def _spoil_cpu(cache: Any) -> None:
     """What pads a head is never written: it stays zero, and kernels rely on that."""
-    if cache.layout.per_scale:
-        n = cache.layout.scale_bytes(cache.head)
-        for blocks in (cache.keys, cache.values):
-            blocks[..., :n] = 0xFF
-        return
-    head, head_dim = cache.head, cache.shape.head_dim
-    size = cache.keys.shape[:3]
-    cache.keys.view(np.uint16).reshape(*size, head, -1)[:, :, :, :head_dim] = 0x7E00
-    cache.values.view(np.uint16).reshape(*size, -1, head)[..., :head_dim] = 0x7E00
+    for layer, parts in cache.blocks().items():
+        head_dim, layout = cache.layers[layer].head_dim, CACHE_LAYOUTS[cache.layers[layer].type]
+        if layout.per_scale:
+            for blocks in parts:
+                blocks[..., : layout.scale_bytes(head_dim)] = 0xFF
+            continue
+        keys, values = (blocks.view(np.uint16) for blocks in parts)
+        head, size = layout.head(head_dim), keys.shape[:2]
+        keys.reshape(*size, head, -1)[:, :, :head_dim] = 0x7E00
+        values.reshape(*size, -1, head)[..., :head_dim] = 0x7E00
 
 
 def shared_by_threads(ops: CPUOps) -> CPUOps:
     """The same, with even the smallest step shared by its threads."""
-    ops.small_step = 0
+    ops.backend.small_step = 0
     return ops
 
 
@@ -82,19 +84,19 @@ def _cpu(target: Target) -> Backend:
 
 def _spoil_cuda(cache: Any) -> None:
     """As `_spoil_cpu`: NaN in halves, and in scales."""
-    keys, values, key_scales, value_scales = cache.layout.parts
-    head, head_dim = cache.layout.head, cache.layout.shape.head_dim
-    for part in (key_scales, value_scales) if cache.layout.groups else (keys, values):
-        halves = np.full(part.n_bytes // 2, 0x7E00, np.uint16)
-        if not cache.layout.groups:
-            halves.reshape(-1, head)[:, head_dim:] = 0
-        cache.driver.upload(cache.memory.at(part.offset, part.n_bytes), halves, cache.stream)
-        cache.driver.synchronize(cache.stream)
+    for layer, layout in cache.layouts.items():
+        for i in (2, 3) if layout.groups else (0, 1):
+            memory = cache.part(layer, i)
+            halves = np.full(memory.n_bytes // 2, 0x7E00, np.uint16)
+            if not layout.groups:
+                halves.reshape(-1, layout.head)[:, layout.kept.head_dim :] = 0
+            cache.driver.upload(memory, halves, cache.stream)
+            cache.driver.synchronize(cache.stream)
 
 
-def emulated_cuda(driver: EmulatedDriver | None = None, device: int = 0) -> CUDAOps:
+def emulated_cuda(driver: EmulatedDriver | None = None, device: int = 0) -> CUDABackend:
     """The CUDA backend in the harness; products take few rows at once, because g++ is long over more."""
-    return CUDAOps(driver or EmulatedDriver(), device, compiles_ahead=False, tile_rows=(32,), chunk_bytes=1 << 16)
+    return CUDABackend(driver or EmulatedDriver(), device, compiles_ahead=False, tile_rows=(32,), chunk_bytes=1 << 16)
 
 
 def no_harness() -> str | None:
@@ -107,13 +109,14 @@ def _cuda() -> Iterator[Backend]:
     # Activations are rounded to float16 too, and scales of tables that are repacked.
     error = 2**-11
     if no_harness() is None:
+        emulated = lambda: Ops(emulated_cuda())  # noqa: E731
         sizes = (16,), (16,), 16
-        yield Backend("cuda-emulated", emulated_cuda, _spoil_cuda, *sizes, False, error, error, is_slow=True)
+        yield Backend("cuda-emulated", emulated, _spoil_cuda, *sizes, False, error, error, is_slow=True)
     try:
         driver: Driver = open_driver()
     except DeviceError:
         return
-    make = lambda: CUDAOps(driver, 0)  # noqa: E731
+    make = lambda: Ops(CUDABackend(driver, 0))  # noqa: E731
     yield Backend("cuda", make, _spoil_cuda, ALL_HEAD_DIMS, ALL_HEAD_DIMS, 256, False, error, error)
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.engine import Engine
-from localllm.engine.runner import ModelRunner
-from localllm.kernels.ops import Batch, Best, CacheShape, Hidden, HostHidden, Step, WholeStep
+from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages
+from localllm.kernels.backend import Batch, HostOutput, Output, Step, TopK, top_k
 
 N_VOCAB = 97
 PAGE_SIZE = 4
@@ -49,62 +49,49 @@ class FakeCache:
         self.ids[target] = self.ids[source]
 
 
-class FakeOps:
-    """As much of the `Ops` protocol as an engine uses.
+class FakeStep(Step):
+    """As much of a backend as an engine uses.
 
     Attributes:
         batches: every batch that was run.
         chosen: for each of them how many of the largest logits were asked for; 0 for all.
-        most_choices: may be set before an engine is made.
         before_step: called with each batch before it is run; may raise.
     """
 
-    name = "fake"
-    page_size = PAGE_SIZE
-    most_choices = 0
+    weights = ()
 
-    def __init__(self) -> None:
+    def __init__(self, n_pages: int, max_tokens: int, max_outputs: int, max_top_k: int = 0) -> None:
         self.batches: list[Batch] = []
         self.chosen: list[int] = []
         self.before_step: Callable[[Batch], None] = lambda batch: None
-        self.cache: FakeCache
-
-    def new_cache(self, shape: CacheShape, n_pages: int) -> FakeCache:
         self.cache = FakeCache(n_pages)
-        return self.cache
+        self.max_top_k, self._max_tokens = max_top_k, max_tokens
+        self._own = np.empty((max_outputs, N_VOCAB), np.float32)  # reused, as a backend may
 
-    def cache_bytes(self, shape: CacheShape, n_pages: int) -> int:
-        return 4 * n_pages * PAGE_SIZE
-
-    def compile(self, forward: Callable[[], Any], cache: FakeCache, *, max_tokens: int, max_outputs: int) -> Step:
-        own = np.empty((max_outputs, N_VOCAB), np.float32)  # reused, as a backend may
-
-        def part(batch: Batch, hidden: Hidden | None) -> FakeLogits:
-            assert 0 < len(batch.ids) <= max_tokens
-            assert len(batch.outputs) <= max_outputs
-            self.batches.append(batch)
-            self.before_step(batch)
-            histories = _write_and_read(batch, cache)
-            for n, row in enumerate(batch.outputs):
-                own[n] = logits_after(histories[row])
-            return FakeLogits(own[: len(batch.outputs)], self.chosen)
-
-        return WholeStep(part)
+    def run(self, batch: Batch, hidden: Output | None = None) -> FakeLogits:
+        assert 0 < len(batch.ids) <= self._max_tokens
+        assert len(batch.outputs) <= len(self._own)
+        self.batches.append(batch)
+        self.before_step(batch)
+        histories = _write_and_read(batch, self.cache)
+        for n, row in enumerate(batch.outputs):
+            self._own[n] = logits_after(histories[row])
+        return FakeLogits(self._own[: len(batch.outputs)], self.chosen)
 
 
 @dataclass(frozen=True)
-class FakeLogits(HostHidden):
+class FakeLogits(HostOutput):
     """Logits that note how many of them are asked for."""
 
     chosen: list[int]
 
-    def host(self) -> NDArray[np.float32]:
+    def rows(self) -> NDArray[np.float32]:
         self.chosen.append(0)
-        return super().host()
+        return self.matrix
 
-    def best(self, k: int) -> Best:
+    def top_k(self, k: int) -> TopK:
         self.chosen.append(k)
-        return super().best(k)
+        return top_k(self.matrix, k)
 
 
 def _write_and_read(batch: Batch, cache: FakeCache) -> list[NDArray[np.int32]]:
@@ -126,31 +113,17 @@ def _write_and_read(batch: Batch, cache: FakeCache) -> list[NDArray[np.int32]]:
     return histories
 
 
-class FakeConfig:
-    n_vocab = N_VOCAB
-
-
-class FakeModel:
-    """As much of `localllm.models.blocks.Model` as an engine uses."""
-
-    config = FakeConfig()
-    cache_shape = CacheShape(n_layers=1, n_kv_heads=1, head_dim=2)
-
-    def forward(self, ops: Any) -> None:
-        raise AssertionError("the fake backend computes logits without a model")
-
-
 def fake_runner(
-    context: int = 64, *, parallel: int = 1, max_tokens: int = 8, most_choices: int = 0
-) -> tuple[ModelRunner, FakeOps]:
-    ops = FakeOps()
-    ops.most_choices = most_choices
-    runner = ModelRunner(FakeModel(), ops, context=context, parallel=parallel, max_tokens=max_tokens)  # type: ignore[arg-type]
-    return runner, ops
+    context: int = 64, *, parallel: int = 1, max_tokens: int = 8, max_top_k: int = 0
+) -> tuple[ModelRunner, FakeStep]:
+    n_tokens = min(max_tokens, context)
+    n_pages = n_cache_pages(context, parallel, PAGE_SIZE)
+    step = FakeStep(n_pages, n_tokens, max_outputs(N_VOCAB, n_tokens), max_top_k)
+    return ModelRunner(step, n_vocab=N_VOCAB, context=context, max_tokens=max_tokens), step
 
 
 def fake_engine(
-    context: int = 64, *, parallel: int = 1, max_tokens: int = 8, most_choices: int = 0, **settings: Any
-) -> tuple[Engine, FakeOps]:
-    runner, ops = fake_runner(context, parallel=parallel, max_tokens=max_tokens, most_choices=most_choices)
-    return Engine(runner, **settings), ops
+    context: int = 64, *, parallel: int = 1, max_tokens: int = 8, max_top_k: int = 0, **settings: Any
+) -> tuple[Engine, FakeStep]:
+    runner, step = fake_runner(context, parallel=parallel, max_tokens=max_tokens, max_top_k=max_top_k)
+    return Engine(runner, **settings), step

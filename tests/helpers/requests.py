@@ -12,7 +12,7 @@ from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.request import Request
 from localllm.engine.runner import ModelRunner
 from localllm.sampling import Choice, Sampling, make_sampler
-from tests.helpers.fake_backend import N_VOCAB, FakeOps, fake_runner
+from tests.helpers.fake_backend import N_VOCAB, FakeStep, fake_runner
 
 GREEDY = Sampling(temperature=0)
 
@@ -91,12 +91,11 @@ class SteppedEngine:
     """An engine whose steps the test takes."""
 
     def __init__(self, context: int = 64, *, runner: ModelRunner | None = None, **settings: Any) -> None:
-        self.ops = FakeOps()
+        self.fake: FakeStep
         if runner is None:
-            sizes = {
-                name: settings.pop(name) for name in ("parallel", "max_tokens", "most_choices") if name in settings
-            }
-            runner, self.ops = fake_runner(context, **sizes)
+            names = ("parallel", "max_tokens", "max_top_k")
+            sizes = {name: settings.pop(name) for name in names if name in settings}
+            runner, self.fake = fake_runner(context, **sizes)
         self.cache = runner.cache
         self.loop = EngineLoop(runner, **settings)
         self.scheduler = self.loop._scheduler
@@ -120,12 +119,12 @@ class SteppedEngine:
     @property
     def n_evaluated(self) -> int:
         """Tokens that the backend has evaluated."""
-        return sum(len(batch.ids) for batch in self.ops.batches)
+        return sum(len(batch.ids) for batch in self.fake.batches)
 
     @property
     def sizes(self) -> list[int]:
         """Tokens of each batch."""
-        return [len(batch.ids) for batch in self.ops.batches]
+        return [len(batch.ids) for batch in self.fake.batches]
 
     def check_all_pages_are_back(self) -> None:
         assert not self.scheduler.requests

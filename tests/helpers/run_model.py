@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.gguf import GGUFFile
-from localllm.kernels.ops import Batch, Ops
-from localllm.models.config import read_config
-from localllm.models.registry import load_model
+from localllm.kernels.backend import Batch
+from localllm.models.registry import read_model
+from tests.helpers.recorder import backend_of
 
 MAX_TOKENS = 512
 
@@ -41,18 +41,16 @@ def make_batch(
 class Runner:
     """A model in a file, loaded into a backend, with a cache of ``n_pages`` pages."""
 
-    def __init__(self, path: Path, ops: Ops, n_pages: int = 32) -> None:
+    def __init__(self, path: Path, ops: Any, n_pages: int = 32, max_tokens: int = MAX_TOKENS) -> None:
         with GGUFFile.open(path) as file:
-            config = read_config(file.metadata, file.tensors)
-            self.model = load_model(file, ops, config, config.context_length)
-        self.cache = ops.new_cache(self.model.cache_shape, n_pages)
-        self._step = ops.compile(
-            lambda: self.model.forward(ops), self.cache, max_tokens=MAX_TOKENS, max_outputs=MAX_TOKENS
-        )
+            self.model = read_model(file, cache_type=getattr(ops, "cache_type", None) or "f16")
+            sizes = {"n_pages": n_pages, "max_tokens": max_tokens, "max_outputs": MAX_TOKENS}
+            self.step = backend_of(ops).compile(self.model.graph, **sizes)
+        self.cache = self.step.cache
 
     def run(self, *parts: tuple[Sequence[int], int, Sequence[int]], outputs: Any = None) -> NDArray[np.float32]:
         """Logits [N, n_vocab] of one batch, as `make_batch`; a copy."""
-        return self._step(make_batch(parts, outputs)).copy()
+        return self.step(make_batch(parts, outputs)).copy()
 
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits [len(ids), n_vocab] of one sequence, prefilled at once."""

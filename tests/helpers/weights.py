@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.kernels.ops import Batch, CacheShape, KVCache, Ops
+from localllm.kernels.backend import Batch
 from localllm.quant.types import GGMLType
+from tests.helpers.recorder import CacheShape
 from tests.helpers.run_model import make_batch
 
 #: A cache for operations that use none.
 NO_CACHE = CacheShape(n_layers=1, n_kv_heads=1, head_dim=16)
 
 
-@dataclass
+@dataclass(eq=False)
 class Tensor:
     """A tensor as it lies in a file."""
 
@@ -51,7 +52,7 @@ def one_sequence(n: int) -> Batch:
 
 
 def run(
-    ops: Ops, forward: Callable[[], Any], batch: Batch, cache: KVCache | None = None, *, max_tokens: int = 0
+    ops: Any, forward: Callable[[], Any], batch: Batch, cache: Any = None, *, max_tokens: int = 0
 ) -> NDArray[np.float32]:
     """What a forward pass gives for one batch, compiled for ``max_tokens`` or as many as the batch has; a copy."""
     n = max(max_tokens, len(batch.ids))

@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 
-from localllm.kernels.ops import Ops
 from tests.helpers.backends import BACKENDS, Backend
+from tests.helpers.recorder import Ops
 
 
 # With the scope of the module all tests of a backend follow each other, so one worker of pytest-xdist compiles it.

@@ -129,12 +129,12 @@ def compiled_with_little_memory(begin, end, x):
 
 def test_nothing_is_compiled_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """LLVM would end the process."""
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))  # where it was compiled before, it need not be again
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))  # in which an earlier run has left nothing
     wanted = [variant(compiled_with_little_memory, choose())]
-    monkeypatch.setattr("localllm.kernels.cpu.host._system_memory", lambda: 40 << 20)
-    with pytest.raises(NotEnoughMemoryError, match=r"^to compile kernels .* takes .* is available: "):
-        addresses(wanted)
-    monkeypatch.setattr("localllm.kernels.cpu.host._system_memory", lambda: 1 << 40)
+    with monkeypatch.context() as short:
+        short.setattr("localllm.kernels.cpu.host._system_memory", lambda: 40 << 20)
+        with pytest.raises(NotEnoughMemoryError, match=r"^to compile kernels .* takes .* is available: "):
+            addresses(wanted)
     there = addresses(wanted)
     monkeypatch.setattr("localllm.kernels.cpu.host._system_memory", lambda: 0)
     assert addresses(wanted) == there
@@ -297,7 +297,7 @@ def test_a_change_of_the_source_is_a_cache_of_its_own(tmp_path: Path) -> None:
             compiler._fingerprint.cache_clear()
             print(compiler._folder())
     """
-    needed = ("kernels/cpu/simd.py", "kernels/ops.py", "quant/folding.py", "quant/packing.py")
+    needed = ("kernels/cpu/simd.py", "kernels/q8_0.py", "quant/bit_packing.py", "quant/packing.py")
     command = [sys.executable, "-c", textwrap.dedent(script), *needed, "quant/encode.py"]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)

@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localllm.errors import KernelError
+from localllm.errors import KernelError, NotEnoughMemoryError
+from localllm.kernels.cpu import host
 from localllm.kernels.cpu.matmul import MOST_TOKENS
-from localllm.kernels.cpu.ops import CPUOps
+from localllm.kernels.cpu.memory import padded
 from localllm.kernels.cpu.target import available
 from localllm.kernels.cpu.tiles import TILES
 from localllm.quant.formats import FORMATS
 from localllm.quant.repack import repack_target
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from tests.helpers.blocks import UNITS, random_rows, set_scales, values_of
+from tests.helpers.recorder import CPUOps
 from tests.helpers.weights import blocks, f32, one_sequence, run
 
 Array = NDArray[np.float64]
@@ -260,36 +262,31 @@ def test_float_rows_of_any_length(n_in: int) -> None:
 
 
 def test_what_is_read_is_said() -> None:
-    ops = backend(available()[0].name)
-    names = {t: ops.load_linear(blocks(random_rows(t, 2, 256), t, 256)).format for t in FORMATS}
+    loader = backend(available()[0].name)._loader
+    names = {t: loader.pack(blocks(random_rows(t, 2, 256), t, 256))[1].name for t in FORMATS}
     assert names[T.Q4_K] == "Q4_K"
     assert names[T.IQ4_XS] == "IQ4_NL"
     assert names[T.TQ1_0] == "Q2_K"
     assert names[T.IQ2_S] == "LUT_IQ2_16"
 
 
-def test_scales_beyond_float16_are_read_in_float32() -> None:
+def test_scales_beyond_float16_are_read_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = random_rows(T.IQ2_XXS, N_OUT, 256, scales=[40000.0])
     isa, x = available()[0].name, activations(2, 256)
-    said: list[tuple[str, int]] = []
     weight = blocks(rows, T.IQ2_XXS, 256)
-    linear = backend(isa).load_linear(weight, widening=lambda tensor, name, n_bytes: said.append((name, n_bytes)))
-    assert linear.format == "F32"
-    assert said == [("F32", linear.n_bytes)]
+    tiles, kind = backend(isa)._loader.pack(weight)
+    assert (kind, tiles.nbytes) == (T.F32, 4 * padded(N_OUT) * 256)
     check(multiply(isa, x, rows, T.IQ2_XXS), x.astype(np.float64), values_of(rows, T.IQ2_XXS))
-
-
-@pytest.mark.parametrize("type", FORMATS, ids=lambda type: type.name)
-def test_a_loaded_matrix_takes_the_bytes_that_were_foretold(type: GGMLType) -> None:
-    ops = backend(available()[0].name)
-    weight = blocks(random_rows(type, N_OUT, 256), type, 256)
-    assert ops.packed_bytes(weight) == ops.load_linear(weight).n_bytes
+    monkeypatch.setattr(host, "_least_room", lambda: (tiles.nbytes - 1, "there"))
+    with pytest.raises(NotEnoughMemoryError, match=r"for tensor tensor, whose scales are beyond .* need F32"):
+        backend(isa)._loader.pack(weight)
 
 
 def test_a_type_that_no_kernel_reads_is_refused() -> None:
     weight = blocks(np.zeros((2, 256), np.uint8), T.I8, 256)
+    ops = backend(available()[0].name)
     with pytest.raises(KernelError, match="type I8"):
-        backend(available()[0].name).load_linear(weight)
+        run(ops, lambda: ops.linear(ops.embed(f32(activations(1, 256))), ops.load_linear(weight)), one_sequence(1))
 
 
 def test_all_formats_of_integers_have_a_tile() -> None:

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from localllm.kernels import embedding
-from localllm.kernels.cpu.ops import CPUOps
-from localllm.kernels.embedding import EmbeddingTable
-from localllm.kernels.ops import Ops
-from localllm.kernels.reference import ReferenceOps
+from localllm.kernels.backend import Backend
+from localllm.kernels.cpu import weights
+from localllm.kernels.cpu.backend import CPUBackend
+from localllm.kernels.graph import Embed, Graph, Linear, Matrix, Outputs
+from localllm.kernels.reference import ReferenceBackend
 from localllm.quant.formats import FORMATS
 from localllm.quant.types import GGMLType
 from tests.helpers.blocks import random_rows, values_of
+from tests.helpers.run_model import make_batch
 from tests.helpers.weights import Tensor, blocks
 
 IDS = np.array([36, 0, 17, 17], np.int32)
@@ -21,33 +23,29 @@ all_formats = pytest.mark.parametrize("type", FORMATS, ids=lambda type: type.nam
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
-def ops(request: pytest.FixtureRequest) -> Ops:
-    return ReferenceOps() if request.param == "reference" else CPUOps(threads=2)  # type: ignore[return-value]
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return ReferenceBackend() if request.param == "reference" else CPUBackend(threads=2)
 
 
-def table_and_values(type: GGMLType, ops: Ops, *, tied: bool) -> tuple[EmbeddingTable, np.ndarray]:
-    """A table of 37 rows whose file was overwritten after it was loaded, and the values it had."""
+@all_formats
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("small", [False, True])
+def test_rows_are_those_that_the_file_had(
+    type: GGMLType, backend: Backend, tied: bool, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a table of 37 rows whose file was overwritten after it was loaded, perhaps tied to the output matrix: where
+    kernels read another format, its scales are rounded to float16."""
+    monkeypatch.setattr(weights, "SMALL_TABLE", 1 << 20 if small else 0)
     rows = random_rows(type, 37, 256)
-    values = values_of(rows, type).astype(np.float32)
-    weight = blocks(rows, type, 256)
-    table: EmbeddingTable = ops.load_embedding(weight, ops.load_linear(weight) if tied else None)
+    values, weight = values_of(rows, type).astype(np.float32), blocks(rows, type, 256)
+    graph = Graph()
+    x = graph.add(Embed(weight))
+    if tied:
+        graph.add(Linear(x, Matrix(weight)))
+    graph.add(Outputs(x))
+    step = backend.compile(graph, n_pages=1, max_tokens=4, max_outputs=4)
     rows[:] = 0x55
-    return table, values
-
-
-@all_formats
-def test_a_table_is_a_copy(type: GGMLType, ops: Ops) -> None:
-    table, values = table_and_values(type, ops, tied=False)
-    assert table.shape == (37, 256)
-    np.testing.assert_array_equal(table.rows(IDS), values[IDS])
-
-
-@all_formats
-def test_rows_come_from_an_output_matrix_that_the_table_is_tied_to(type: GGMLType, ops: Ops) -> None:
-    """Where kernels read another format, its scales are rounded to float16."""
-    table, values = table_and_values(type, ops, tied=True)
-    assert table.shape == (37, 256)
-    np.testing.assert_allclose(table.rows(IDS), values[IDS], rtol=2**-11, atol=1e-7)
+    np.testing.assert_allclose(step(make_batch([(IDS, 0, [0])])), values[IDS], rtol=2**-11 * tied, atol=1e-7 * tied)
 
 
 def test_large_tables_are_copied_in_parts_whose_pages_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.ops import Experts, Ops
 from localllm.quant.types import GGMLType
 from tests.helpers.backends import BACKENDS, OTHER_CPUS, Backend
 from tests.helpers.blocks import random_rows, values_of
+from tests.helpers.recorder import Experts, Ops
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import NO_CACHE, Tensor, f32, one_sequence, random, run
 
@@ -34,17 +34,17 @@ def matrices(tensor: Tensor) -> Array:
     return values_of(tensor.data.reshape(-1, tensor.data.shape[-1]), tensor.type).reshape(tensor.shape)
 
 
-def shares_of(logits: Array, k: int, *, normalise: bool, scale: float = 1.0) -> Array:
+def expert_weights_of(logits: Array, k: int, *, norm_topk_prob: bool, scale: float = 1.0) -> Array:
     """[T, E], 0 of experts that a token does not go to."""
     wide = logits.astype(np.float64)
-    shares = np.exp(wide - wide.max(axis=1, keepdims=True))
-    shares /= shares.sum(axis=1, keepdims=True)
-    for row, own in zip(shares, wide, strict=True):
+    weights = np.exp(wide - wide.max(axis=1, keepdims=True))
+    weights /= weights.sum(axis=1, keepdims=True)
+    for row, own in zip(weights, wide, strict=True):
         chosen = sorted(range(len(row)), key=lambda e: (-own[e], e))[:k]
         row[[e for e in range(len(row)) if e not in chosen]] = 0
-    if normalise:
-        shares /= shares.sum(axis=1, keepdims=True)
-    return shares * scale
+    if norm_topk_prob:
+        weights /= weights.sum(axis=1, keepdims=True)
+    return weights * scale
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Mixture:
     logits: Array
     residual: Array
     k: int = 2
-    normalise: bool = True
+    norm_topk_prob: bool = True
     scale: float = 1.0
 
     def forward(self) -> Callable[[], Any]:
@@ -65,7 +65,7 @@ class Mixture:
 
         def run_it() -> Any:
             x, logits, residual = (self.ops.embed(t) for t in tables)
-            routing = self.ops.route(logits, self.k, normalise=self.normalise, scale=self.scale)
+            routing = self.ops.route(logits, self.k, norm_topk_prob=self.norm_topk_prob, scale=self.scale)
             h = self.ops.expert_linears(x, [self.weight], routing)[0]
             # The identity, so that each row is seen as it is.
             return self.ops.outputs(self.ops.expert_output(h, self.identity, routing, residual))
@@ -90,8 +90,8 @@ def mixture(ops: Ops, tensor: Tensor, n: int, **changes: Any) -> Mixture:
 # -- Routing -------------------------------------------------------------------------------------------------------
 
 
-def shown_shares(ops: Ops, logits: Sequence[Sequence[float]] | Array, k: int, **options: Any) -> Array:
-    """The shares of all experts: each answers with its own unit vector."""
+def shown_weights(ops: Ops, logits: Sequence[Sequence[float]] | Array, k: int, **options: Any) -> Array:
+    """The weights of all experts: each answers with its own unit vector."""
     wide = np.asarray(logits, np.float32)
     n_tokens, n = wide.shape
     tables = [ops.load_embedding(f32(a)) for a in (np.ones((n_tokens, 32)), wide, np.zeros((n_tokens, n)))]
@@ -108,40 +108,42 @@ def shown_shares(ops: Ops, logits: Sequence[Sequence[float]] | Array, k: int, **
     return run(ops, forward, one_sequence(n_tokens))
 
 
-@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
 @pytest.mark.parametrize(("n_experts", "k"), [(1, 1), (5, 2), (16, 16), (130, 8)])
-def test_routes_are_the_likeliest(ops: Ops, n_experts: int, k: int, normalise: bool) -> None:
+def test_routes_are_the_likeliest(ops: Ops, n_experts: int, k: int, norm_topk_prob: bool) -> None:
     logits = 3 * random(7, n_experts)
-    expected = shares_of(logits, k, normalise=normalise, scale=2.5)
-    found = shown_shares(ops, logits, k, normalise=normalise, scale=2.5)
+    expected = expert_weights_of(logits, k, norm_topk_prob=norm_topk_prob, scale=2.5)
+    found = shown_weights(ops, logits, k, norm_topk_prob=norm_topk_prob, scale=2.5)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_of_equal_logits_the_lowest_expert_is_chosen(ops: Ops) -> None:
     logits = [[1, 2, 2, 2], [0, 0, 0, 0], [-0.0, 0.0, -1, 0], [3, 1, 3, 1]]
     expected = [[0, 0.5, 0.5, 0], [0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0.5, 0, 0.5, 0]]
-    np.testing.assert_allclose(shown_shares(ops, logits, 2, normalise=True), expected, rtol=1e-6)
+    np.testing.assert_allclose(shown_weights(ops, logits, 2, norm_topk_prob=True), expected, rtol=1e-6)
 
 
 def test_logits_beyond_the_range_of_exp(ops: Ops) -> None:
     logits = [[1e4, 1e4 - 1, -1e4, 0], [-1e4, -1e4, -1e4 - 2, -2e4]]
-    for normalise in (False, True):
-        expected = shares_of(np.array(logits), 2, normalise=normalise)
-        np.testing.assert_allclose(shown_shares(ops, logits, 2, normalise=normalise), expected, rtol=1e-5, atol=1e-30)
+    for norm_topk_prob in (False, True):
+        expected = expert_weights_of(np.array(logits), 2, norm_topk_prob=norm_topk_prob)
+        np.testing.assert_allclose(
+            shown_weights(ops, logits, 2, norm_topk_prob=norm_topk_prob), expected, rtol=1e-5, atol=1e-30
+        )
 
 
 @pytest.mark.parametrize("k", [2, 4])
 def test_logits_that_are_no_numbers_harm_nobody_else(ops: Ops, k: int) -> None:
     logits = np.array([[1, 2, 3, 4], [np.nan] * 4, [np.inf, np.nan, -np.inf, 1], [4, 3, 2, 1]], np.float32)
-    found = shown_shares(ops, logits, k, normalise=True)
-    expected = shares_of(logits[[0, 3]], k, normalise=True)
+    found = shown_weights(ops, logits, k, norm_topk_prob=True)
+    expected = expert_weights_of(logits[[0, 3]], k, norm_topk_prob=True)
     np.testing.assert_allclose(found[[0, 3]], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("k", [0, 5])
 def test_more_experts_than_there_are_cannot_be_chosen(ops: Ops, k: int) -> None:
     with pytest.raises(KernelError, match=rf"{k} of 4 experts cannot be chosen: 1 to 4 can"):
-        shown_shares(ops, np.zeros((1, 4)), k, normalise=True)
+        shown_weights(ops, np.zeros((1, 4)), k, norm_topk_prob=True)
 
 
 # -- Products ------------------------------------------------------------------------------------------------------
@@ -168,9 +170,9 @@ def test_each_token_is_multiplied_with_its_experts(
     mix = mixture(ops, tensor, n, k=3)
     assert (mix.weight.n_experts, mix.weight.n_out, mix.weight.n_in) == tensor.shape
     w, x = matrices(tensor), mix.x.astype(np.float64)
-    shares = shares_of(mix.logits, 3, normalise=True)
-    expected = np.einsum("te,eoi,ti->to", shares, w, x) + mix.residual
-    bound = np.einsum("te,eoi,ti->to", shares, np.abs(w), np.abs(x)) + np.abs(mix.residual)
+    weights = expert_weights_of(mix.logits, 3, norm_topk_prob=True)
+    expected = np.einsum("te,eoi,ti->to", weights, w, x) + mix.residual
+    bound = np.einsum("te,eoi,ti->to", weights, np.abs(w), np.abs(x)) + np.abs(mix.residual)
     error = backend.half_error if type is T.F16 else 1e-6 if backend.is_exact or type is T.F32 else 1e-2
     assert (np.abs(mix.run() - expected) < (error + 1e-6) * bound).all()
 
@@ -200,41 +202,20 @@ def test_a_gated_mixture(backend: Backend, ops: Ops, types: Sequence[GGMLType]) 
     def forward() -> Any:
         y, logits = (ops.embed(t) for t in tables)
         for _ in range(2):
-            routing = ops.route(logits, 2, normalise=False)
+            routing = ops.route(logits, 2, norm_topk_prob=False)
             g, u = ops.expert_linears(y, [gate, up], routing)
             y = ops.expert_output(ops.gated(g, u, "silu"), down, routing, residual=y)
         return ops.outputs(y)
 
-    shares, (w_gate, w_up, w_down) = shares_of(routed, 2, normalise=False), map(matrices, tensors)
+    weights, (w_gate, w_up, w_down) = expert_weights_of(routed, 2, norm_topk_prob=False), map(matrices, tensors)
     expected = x.astype(np.float64)
     for _ in range(2):
         g, u = (np.einsum("eoi,ti->teo", w, expected) for w in (w_gate, w_up))
         h = g / (1 + np.exp(-g)) * u
-        expected = expected + np.einsum("te,eoi,tei->to", shares, w_down, h)
+        expected = expected + np.einsum("te,eoi,tei->to", weights, w_down, h)
     found = run(ops, forward, one_sequence(n))
     error = 1e-5 if backend.is_exact else 3e-2
     assert np.abs(found - expected).max() < error * np.abs(expected).max()
 
 
 # -- Loading -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
-@pytest.mark.parametrize("n_out", [N_OUT, 64])
-def test_experts_take_the_bytes_that_were_foretold(ops: Ops, type: GGMLType, n_out: int) -> None:
-    tensor = experts_of(type, n_out, 256)
-    assert ops.at(0).packed_bytes(tensor) == ops.at(0).load_experts(tensor).n_bytes
-
-
-def test_experts_of_another_backend_or_shape_are_refused(ops: Ops) -> None:
-    tables = [ops.load_embedding(f32(random(1, width))) for width in (D, N_EXPERTS)]
-
-    class Others:
-        n_experts, n_in, n_out, format, n_bytes = N_EXPERTS, D, 8, "F32", 0
-
-    def forward(weight: Any) -> Any:
-        x, logits = (ops.embed(t) for t in tables)
-        return ops.expert_linears(x, [weight], ops.route(logits, 1, normalise=True))[0]
-
-    with pytest.raises(KernelError, match="Others"):
-        run(ops, lambda: forward(Others()), one_sequence(1))

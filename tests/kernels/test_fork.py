@@ -11,12 +11,12 @@ import pytest
 
 from localllm.errors import DeviceError
 from localllm.kernels.cpu.compiler import addresses, kernel, variant
-from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cpu.program import Instruction, Job, Program, Workers
 from localllm.kernels.cpu.simd import load_i64, store_atomic
 from localllm.kernels.cpu.target import choose
 from localllm.kernels.process import Process
 from tests.helpers.fork import in_forked_child, needs_fork
+from tests.helpers.recorder import CPUOps
 from tests.helpers.weights import f32, one_sequence, run
 
 pytestmark = needs_fork

@@ -12,10 +12,10 @@ import pytest
 
 from localllm.kernels.cpu import memory
 from localllm.kernels.cpu.memory import HUGE_PAGE, PIECE, Arena
-from localllm.kernels.cpu.ops import CPUOps
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.types import GGMLType
 from tests.helpers.blocks import random_rows, values_of
+from tests.helpers.recorder import CPUOps
 from tests.helpers.weights import blocks
 
 T = GGMLType
@@ -93,16 +93,15 @@ def resident_pages(address: int, n_bytes: int) -> int:
 def test_what_was_packed_before_a_scale_did_not_fit_takes_no_memory() -> None:
     """The matrix in float32 lies where it lay: behind the one loaded before, and with zeros in its padding."""
     ops = CPUOps(threads=2)
-    neighbour = ops.load_linear(blocks(random_rows(T.F32, 8, 256), T.F32, 256))
-    kept = neighbour.packed.copy()
+    neighbour, _ = ops._loader.pack(blocks(random_rows(T.F32, 8, 256), T.F32, 256))
+    kept = neighbour.copy()
     rows = np.concatenate([random_rows(T.IQ2_XXS, 580, 256), random_rows(T.IQ2_XXS, 3, 256, scales=[40000.0])])
-    linear = ops.load_linear(blocks(rows, T.IQ2_XXS, 256))
+    tiles, kind = ops._loader.pack(blocks(rows, T.IQ2_XXS, 256))
     ops.workers.close()
-    assert linear.format == "F32"
-    gap = linear.packed.ctypes.data - (neighbour.packed.ctypes.data + neighbour.packed.nbytes)
-    assert 0 <= gap < mmap.PAGESIZE
-    np.testing.assert_array_equal(neighbour.packed, kept)
-    layout, expected = LAYOUTS[T.F32], np.zeros_like(linear.packed)
+    assert kind == T.F32
+    assert 0 <= tiles.ctypes.data - (neighbour.ctypes.data + neighbour.nbytes) < mmap.PAGESIZE
+    np.testing.assert_array_equal(neighbour, kept)
+    layout, expected = LAYOUTS[T.F32], np.zeros_like(tiles)
     values = values_of(rows, T.IQ2_XXS).astype(np.float32)
     layout.pack(values.view(np.uint8), expected[: layout.packed_bytes(len(rows), 256)])
-    np.testing.assert_array_equal(linear.packed, expected)
+    np.testing.assert_array_equal(tiles, expected)

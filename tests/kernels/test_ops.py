@@ -17,11 +17,11 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.cpu.ops import CPUOps
-from localllm.kernels.ops import CACHE_TYPES, CacheShape, CacheType, KVCache, Ops, Rope
+from localllm.kernels.graph import CACHE_TYPES, CacheType, KVCache, Rope
 from localllm.quant.types import GGMLType
 from tests.helpers.backends import BACKENDS, OTHER_CPUS, Backend, shared_by_threads
 from tests.helpers.blocks import random_rows
+from tests.helpers.recorder import CacheShape, CPUOps, Ops
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import blocks, f32, one_sequence, random, run
 
@@ -229,37 +229,34 @@ ROPES = [
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("with_norms", [False, True])
 def test_rope_append(ops: Ops, rope: Rope, with_norms: bool) -> None:
-    """The rotated queries, and keys as the scores of later queries show them."""
+    """The rotated queries, and keys as the scores of queries show them."""
     tables = [random(9, n * DIM, seed=n) for n in (HEADS, GROUPS, GROUPS)]
     q, k, v = (x.reshape(9, -1, DIM) for x in tables)
     norms = (random(DIM, seed=7), random(DIM, seed=8)) if with_norms else (None, None)
-    batch = make_batch([(range(4), 0, [2]), (range(4, 9), 3, [1])])
+    batches = [make_batch([(range(4), 0, [2]), (range(4, 8), 3, [1])]), make_batch([([8], 4, [2])])]
     loaded = [ops.load_embedding(f32(x)) for x in tables]
     vectors = [None if w is None else ops.load_vector(f32(w)) for w in norms]
 
-    def forward() -> Any:
-        q, k, v = (ops.embed(t) for t in loaded)
-        return ops.outputs(ops.rope_append(q, k, v, rope, 0, q_norm=vectors[0], k_norm=vectors[1], eps=0.01))
+    def step(attends: bool) -> Any:
+        def forward() -> Any:
+            q, k, v = (ops.embed(t) for t in loaded)
+            q = ops.rope_append(q, k, v, rope, 0, q_norm=vectors[0], k_norm=vectors[1], eps=0.01)
+            return ops.outputs(ops.attention(q, 0, scale=0.5) if attends else q)
 
-    kv = ops.new_cache(CacheShape(1, GROUPS, DIM), 4)
-    out = run(ops, forward, batch, kv).reshape(q.shape)
+        return ops.compile(forward, ops.new_cache(CacheShape(1, GROUPS, DIM), 4), max_tokens=9, max_outputs=9)
+
     if with_norms:
         q, k = (normed(x, w, 0.01) for x, w in ((q, norms[0]), (k, norms[1])))
-    expected_q, expected_k = (rotated(x, batch.positions, rope) for x in (q, k))
-    np.testing.assert_allclose(out, expected_q, rtol=1e-5, atol=2e-6)
-
-    # The first sequence again, without rotation: its token's keys, values and those before it.
-    step_tables = [ops.load_embedding(f32(x)) for x in (random(1, HEADS * DIM, seed=3), tables[1][:1], tables[2][:1])]
-
-    def look() -> Any:
-        q, k, v = (ops.embed(t) for t in step_tables)
-        return ops.outputs(ops.attention(ops.rope_append(q, k, v, None, 0), 0, scale=0.5))
-
-    seen = run(ops, look, make_batch([([0], 4, [2])]), kv).reshape(HEADS, DIM)
-    keys = np.concatenate([expected_k[:4], tables[1][:1].reshape(1, GROUPS, DIM)])
-    values = np.concatenate([v[:4], v[:1]])
-    query = random(1, HEADS * DIM, seed=3).reshape(HEADS, DIM)
-    np.testing.assert_allclose(seen, plain_attention(query, keys, values, 0.5), rtol=5e-3, atol=2e-3)
+    positions = np.concatenate([batch.positions for batch in batches])
+    expected_q, expected_k = (rotated(x, positions, rope) for x in (q, k))
+    rotating, attending = step(False), step(True)
+    for batch in batches:
+        out = rotating(batch).reshape(-1, HEADS, DIM)
+        np.testing.assert_allclose(out, expected_q[batch.ids], rtol=1e-5, atol=2e-6)
+        seen = attending(batch).reshape(-1, HEADS, DIM)
+    rows = [0, 1, 2, 3, 8]  # of the sequence whose last token came alone
+    expected = plain_attention(expected_q[8], expected_k[rows], v[rows], 0.5)
+    np.testing.assert_allclose(seen[0], expected, rtol=5e-3, atol=2e-3)
 
 
 def test_without_rope_and_norms_queries_stay_as_they_are(ops: Ops) -> None:
@@ -331,7 +328,7 @@ class Conversation:
     n_layers: int = 1
     cache_type: CacheType = "f16"
     powers: Sequence[int] = (0,)
-    cache: KVCache = field(init=False)
+    cache: Any = field(init=False)
     spare: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -503,7 +500,7 @@ def test_attention_with_groups_of_any_size(ops: Ops, group_size: int, n_groups: 
 def test_many_threads_share_a_long_cache(
     window: int | None, cache_type: CacheType, softcap: float | None, sinks: Sequence[float] | None
 ) -> None:
-    """Spans of it are summed up apart, which changes no bit."""
+    """Splits of it are summed up apart, which changes no bit."""
     outputs = []
     more: dict[str, Any] = {"window": window, "cache_type": cache_type, "softcap": softcap, "sinks": sinks}
     for threads in (1, 8):
@@ -653,39 +650,13 @@ def test_a_norm_after_attention_sees_heads_only(backend: Backend, ops: Ops, n_he
 def test_a_step_serves_batches_of_any_size(ops: Ops) -> None:
     x, linear = random(40, 64), ops.load_linear(blocks(random_rows(T.Q4_0, 48, 64), T.Q4_0, 64))
     table = ops.load_embedding(f32(x))
-    cache = ops.new_cache(CacheShape(1, 1, 16), 1)
+    cache = ops.new_cache(CacheShape(1, 1, 16), 3)
     step = ops.compile(
         lambda: ops.outputs(ops.linear(ops.embed(table), linear)), cache, max_tokens=40, max_outputs=40
     )
-    whole = step(make_batch([(range(40), 0, [0])])).copy()
+    whole = step(make_batch([(range(40), 0, range(3))])).copy()
     for ids in ([5], [39, 0, 7], range(8), range(3, 40), [5]):
-        np.testing.assert_array_equal(step(make_batch([(ids, 0, [0])])), whole[list(ids)])
-
-
-def test_several_steps_share_a_cache(ops: Ops) -> None:
-    """As an engine has them: one compiled for prompts, one for single tokens."""
-    one, other = (Conversation(ops, [50], 2, 1, 16) for _ in range(2))
-    other.cache = one.cache
-    tables = [ops.load_embedding(f32(x)) for x in (one.q, one.k, one.v)]
-
-    def forward() -> Any:
-        q, k, v = (ops.embed(t) for t in tables)
-        return ops.outputs(ops.attention(ops.rope_append(q, k, v, None, 0), 0, scale=0.25))
-
-    decode = ops.compile(forward, one.cache, max_tokens=1, max_outputs=1)
-    one.run((0, 0, 49))
-    out = decode(make_batch([([49], 49, one.pages[0])]))
-    assert_close(out.reshape(1, 2, 16), one.expected(0, 49, 50))
-
-
-def test_another_backends_cache_is_refused(ops: Ops) -> None:
-    class OtherCache:
-        page_size, n_pages, n_bytes = 16, 1, 0
-
-        def copy_page(self, source: int, target: int) -> None: ...
-
-    with pytest.raises(KernelError, match="OtherCache"):
-        ops.compile(lambda: None, OtherCache(), max_tokens=1, max_outputs=1)
+        np.testing.assert_array_equal(step(make_batch([(ids, 0, range(3))])), whole[list(ids)])
 
 
 @pytest.mark.parametrize(
@@ -695,17 +666,17 @@ def test_another_backends_cache_is_refused(ops: Ops) -> None:
 def test_a_cache_takes_the_bytes_that_were_foretold(
     ops: Ops, cache_type: CacheType, head_dim: int, most: float
 ) -> None:
-    """A backend may pad heads, to the ``most`` of their size; the reference keeps scaled bytes as float32."""
-    shape = CacheShape(3, 2, head_dim, cache_type)
-    kv = ops.new_cache(shape, 5)
-    assert (kv.n_pages, kv.page_size) == (5, ops.page_size)
-    assert kv.n_bytes == ops.cache_bytes(shape, 5)
-    plain = 5 * ops.page_size * shape.bytes_per_token()
+    """A backend may pad heads, to the ``most`` of their size; the reference keeps scaled bytes in float32."""
+    kv = ops.new_cache(CacheShape(3, 2, head_dim, cache_type), 500)
+    ops.compile(lambda: ops.embed(f32(random(2, 16))), kv, max_tokens=1, max_outputs=1)  # checks what was foretold
+    assert (kv.made.n_pages, kv.made.page_size) == (500, ops.page_size)
+    plain = 3 * 500 * ops.page_size * KVCache(0, 2, head_dim, cache_type).bytes_per_token()
     assert plain <= kv.n_bytes <= most * plain
 
 
 def test_scaled_bytes_take_about_half_the_memory() -> None:
     ops = CPUOps(threads=1)
-    halves, scaled = (ops.cache_bytes(CacheShape(22, 4, 64, cache_type), 128) for cache_type in CACHE_TYPES)
-    assert halves == 22 * 4 * 64 * 128 * 64 * 2 * 2
-    assert scaled == halves * 34 // 64
+    for cache_type, n_bytes in (("f16", 4 * 64 * 64 * 2 * 2), ("q8_0", 4 * 64 * (64 + 4) * 2)):
+        graph = ops.record(lambda: ops.embed(f32(random(2, 16))), CacheShape(22, 4, 64, cache_type))
+        footprint = ops.footprint(graph, n_pages=128, max_tokens=1, max_outputs=1)
+        assert footprint.caches == dict.fromkeys(range(22), 128 * n_bytes)

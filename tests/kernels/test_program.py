@@ -128,21 +128,21 @@ def wait_for_flag(begin, end, flag):
 
 def test_a_thread_that_waits_long_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two is at work for as long as the other has not gone to sleep."""
-    flag, naps = np.zeros(1, np.int64), []
+    flag, sleeps = np.zeros(1, np.int64), []
 
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint)
-    def nap(microseconds: int) -> int:
-        naps.append(microseconds)
+    def sleep(microseconds: int) -> int:
+        sleeps.append(microseconds)
         flag[0] = 1
         return 0
 
-    monkeypatch.setattr(program_module, "_nap", lambda: ctypes.cast(nap, ctypes.c_void_p).value)
+    monkeypatch.setattr(program_module, "_sleep_function", lambda: ctypes.cast(sleep, ctypes.c_void_p).value)
     step = Instruction(variant(wait_for_flag, TARGET), (flag.ctypes.data,), 2, 0)
     workers = Workers(2)
     Program([step], np.ones(1, np.int64), TARGET, keep=flag).run(workers)
     workers.close()
-    assert naps
-    assert set(naps) == {program_module.NAP}
+    assert sleeps
+    assert set(sleeps) == {program_module.SLEEP_US}
 
 
 def test_a_thread_spins_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,9 +292,9 @@ def test_a_storm_of_interrupts_loses_no_job_and_does_none_twice(workers: Workers
 
 def test_several_workers_run_at_once() -> None:
     """Each waits for the other: neither could end if they ran in turn."""
-    meeting = threading.Barrier(2, timeout=10)
+    barrier = threading.Barrier(2, timeout=10)
     both = [Workers(2), Workers(3)]
-    logs = [Log(during=lambda i: meeting.wait() if i == 0 else None) for _ in both]
+    logs = [Log(during=lambda i: barrier.wait() if i == 0 else None) for _ in both]
     threads = [threading.Thread(target=w.run, args=(log.job(),)) for w, log in zip(both, logs, strict=True)]
     for t in threads:
         t.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import KernelError
-from localllm.kernels.cpu.ops import CPUOps
-from localllm.kernels.micro_batches import in_smaller_pages, micro_batches
-from localllm.kernels.ops import Backend, Batch, CacheShape, HostHidden, Ops
-from localllm.kernels.reference import ReferenceOps
-from localllm.kernels.split import SplitOps
+from localllm.gguf import GGUFFile
+from localllm.kernels.backend import Batch
+from localllm.kernels.graph import Embed, Graph, Linear, Matrix, Outputs
+from localllm.kernels.reference import ReferenceBackend
+from localllm.kernels.split import _in_smaller_pages, compile_split, micro_batches
+from localllm.models.registry import read_model
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
-from tests.helpers.asynchronous import AsynchronousOps
+from tests.helpers.asynchronous import AsynchronousBackend
 from tests.helpers.backends import shared_by_threads
 from tests.helpers.data import shared_data
+from tests.helpers.recorder import CPUOps, ReferenceOps, SplitOps
 from tests.helpers.run_model import Runner, make_batch
 from tests.helpers.weights import f32
 
@@ -37,8 +38,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3moe": {"model_type": "qwen3_moe", "type": T.F32},
 }
 
-#: Layers of three, and a first backend that only embeds.
-SPLITS = ((3,), (1, 2), (2, 1), (1, 1, 1), (0, 3))
+#: Layers of three.
+SPLITS = ((3,), (1, 2), (2, 1), (1, 1, 1))
 
 #: Tokens of a micro-batch: two pieces of a prompt below are cut, at places that are no page's end.
 MICRO_BATCH = 24
@@ -60,7 +61,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 every_model = pytest.mark.parametrize("path", MODELS, indirect=True)
 
 
-def split(makers: Sequence[Callable[[], Backend]], layers: Sequence[int]) -> SplitOps:
+def split(makers: Sequence[Callable[[], Any]], layers: Sequence[int]) -> SplitOps:
     parts = [(makers[i % len(makers)](), n) for i, n in enumerate(layers)]
     return SplitOps(parts, micro_batch=MICRO_BATCH)
 
@@ -92,14 +93,14 @@ def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("make", [ReferenceOps, cpu_ops], ids=["reference", "cpu"])
-def test_a_split_model_has_the_same_bits(make: Callable[[], Backend], layers: Sequence[int], path: Path) -> None:
+def test_a_split_model_has_the_same_bits(make: Callable[[], Any], layers: Sequence[int], path: Path) -> None:
     expected = conversation(Runner(path, make()))
     assert_same(conversation(Runner(path, split([make], layers))), expected)
 
 
 @every_model
 @pytest.mark.parametrize("makers", [(cpu_ops, ReferenceOps), (ReferenceOps, cpu_ops)], ids=["to", "from"])
-def test_cpu_and_reference_together(makers: Sequence[Callable[[], Backend]], path: Path) -> None:
+def test_cpu_and_reference_together(makers: Sequence[Callable[[], Any]], path: Path) -> None:
     """Between what each would give alone: they differ by how activations are rounded."""
     expected, runner = conversation(Runner(path, ReferenceOps())), Runner(path, split(makers, (1, 2)))
     actual, cpu = conversation(runner), conversation(Runner(path, cpu_ops()))
@@ -111,29 +112,6 @@ def test_cpu_and_reference_together(makers: Sequence[Callable[[], Backend]], pat
     assert [part.n_pages for part in runner.cache.parts] == [32 * 64 // make().page_size for make in makers]
 
 
-def capped(ops: Ops, sinks_at: int) -> np.ndarray:
-    """Attention in the second of two layers, with soft-caps and with sinks, which lie with the layer ``sinks_at``."""
-    rng = np.random.default_rng(5)
-    table = ops.at("embedding").load_embedding(f32(rng.standard_normal((20, 32))))
-    weights = [ops.at(1).load_linear(f32(rng.standard_normal((n, 32)))) for n in (32, 16, 16)]
-    sinks = ops.at(sinks_at).load_vector(f32([0, 3, -1, 1]))
-
-    def forward() -> Any:
-        q, k, v = ops.linears(ops.embed(table), weights)
-        q = ops.rope_append(q, k, v, None, 1)
-        return ops.softcap(ops.outputs(ops.attention(q, 1, scale=1.0, softcap=2.0, sinks=sinks)), 0.5)
-
-    step = ops.compile(forward, ops.new_cache(CacheShape(2, 2, 8), 4), max_tokens=20, max_outputs=20)
-    return step(make_batch([(range(20), 0, [2, 1])])).copy()
-
-
-@pytest.mark.parametrize("make", [ReferenceOps, cpu_ops], ids=["reference", "cpu"])
-def test_soft_caps_and_sinks_reach_the_backend_of_their_layer(make: Callable[[], Backend]) -> None:
-    np.testing.assert_array_equal(capped(split([make], (1, 1)), 1), capped(make(), 1))
-    with pytest.raises(KernelError, match="lies on another"):
-        capped(split([make], (1, 1)), 0)
-
-
 def test_stories260k_split_has_the_same_bits() -> None:
     path = shared_data("models/stories260K/stories260K.gguf")
     expected = Runner(path, cpu_ops()).logits(IDS)
@@ -141,7 +119,7 @@ def test_stories260k_split_has_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("makers", [(ReferenceOps,), (cpu_ops, ReferenceOps)], ids=["reference", "mixed"])
-def test_a_copied_page_continues_like_its_source(makers: Sequence[Callable[[], Backend]], path: Path) -> None:
+def test_a_copied_page_continues_like_its_source(makers: Sequence[Callable[[], Any]], path: Path) -> None:
     runner = Runner(path, split(makers, (1, 2)))
     runner.run((IDS[:10], 0, [4]))
     runner.cache.copy_page(4, 6)
@@ -149,43 +127,31 @@ def test_a_copied_page_continues_like_its_source(makers: Sequence[Callable[[], B
     np.testing.assert_array_equal(runner.run((IDS[10:12], 10, [6])), runner.logits(IDS[:12])[10:])
 
 
-def test_bytes_of_the_cache_and_of_weights() -> None:
-    ops = SplitOps([(cpu_ops(), 2), (ReferenceOps(), 1)])
-    shape = CacheShape(n_layers=3, n_kv_heads=2, head_dim=20, type="q8_0")
-    kept = ops.new_cache(shape, 5)
-    parts = [
-        cpu_ops().cache_bytes(replace(shape, n_layers=2), 5),
-        ReferenceOps().cache_bytes(replace(shape, n_layers=1), 20),
-    ]
-    assert [part.n_bytes for part in kept.parts] == parts
-    assert kept.n_bytes == ops.cache_bytes(shape, 5) == sum(parts)
-    weight = f32(np.ones((48, 64)))
-    for place, backend in ((0, cpu_ops()), (1, cpu_ops()), (2, ReferenceOps()), ("output", ReferenceOps())):
-        assert ops.at(place).packed_bytes(weight) == backend.packed_bytes(weight)
-
-
-def test_a_shared_matrix_lies_on_both_its_backends() -> None:
-    ops = SplitOps([(ReferenceOps(), 1), (ReferenceOps(), 1)])
-    head = ops.at("output").load_linear(f32(np.ones((5, 3))))
-    assert (head.n_in, head.n_out, head.format, head.n_bytes) == (3, 5, "F32", 60)
-    assert ops.at("output") is ops.at(1) is not ops.at("embedding")
-    assert ops.at("embedding").load_embedding(f32(np.ones((5, 3)))).backend == 0
-    with pytest.raises(KernelError, match="another backend"):
-        ops.at("embedding").load_embedding(f32(np.ones((5, 3))), head)
+def test_cache_and_weights_are_those_of_the_parts(path: Path) -> None:
+    runner = Runner(path, split([cpu_ops, ReferenceOps], (2, 1)))
+    with GGUFFile.open(path) as file:
+        graph = read_model(file).graph
+        parts = [
+            backend.footprint(graph.part(layers), n_pages=n, max_tokens=MICRO_BATCH, max_outputs=512)
+            for backend, layers, n in ((cpu_ops().backend, range(2), 32), (ReferenceBackend(), range(2, 3), 128))
+        ]
+    assert [part.n_bytes for part in runner.cache.parts] == [sum(part.caches.values()) for part in parts]
+    assert runner.cache.n_bytes == sum(part.n_bytes for part in runner.cache.parts)
+    assert runner.step.weights == parts[0].weights + parts[1].weights
 
 
 # -- Pipelining ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def two() -> Iterator[tuple[AsynchronousOps, AsynchronousOps]]:
-    backends = AsynchronousOps(), AsynchronousOps()
+def two() -> Iterator[tuple[AsynchronousBackend, AsynchronousBackend]]:
+    backends = AsynchronousBackend(), AsynchronousBackend()
     yield backends
     for backend in backends:
         backend.close()
 
 
-def test_backends_work_at_the_same_time(two: tuple[AsynchronousOps, AsynchronousOps], path: Path) -> None:
+def test_backends_work_at_the_same_time(two: tuple[AsynchronousBackend, AsynchronousBackend], path: Path) -> None:
     """The second backend works on a micro-batch only while the first one is at the next: it waits for that."""
     first, second = two
     reached = {int(position): threading.Event() for position in range(len(IDS))}
@@ -206,7 +172,7 @@ def test_backends_work_at_the_same_time(two: tuple[AsynchronousOps, Asynchronous
 
 
 def test_backends_that_compute_later_give_the_same_bits(
-    two: tuple[AsynchronousOps, AsynchronousOps], path: Path
+    two: tuple[AsynchronousBackend, AsynchronousBackend], path: Path
 ) -> None:
     ops = SplitOps([(cpu_ops(), 1), (two[0], 1), (two[1], 1)], micro_batch=MICRO_BATCH)
     expected = conversation(Runner(path, SplitOps([(cpu_ops(), 1), (ReferenceOps(), 2)], micro_batch=512)))
@@ -261,78 +227,28 @@ def slots_of(batch: Batch) -> np.ndarray:
 
 @given(batch=batches(), n=st.sampled_from([1, 2, 4]))
 def test_smaller_pages_name_the_same_places(batch: Batch, n: int) -> None:
-    smaller = in_smaller_pages(batch, n)
+    smaller = _in_smaller_pages(batch, n)
     for s, (start, stop, _) in enumerate(batch.sequences()):
         for position in batch.positions[start:stop].tolist():
             place = smaller.block_tables[s, position // (4 // n)] * (4 // n) + position % (4 // n)
             assert place == batch.block_tables[s, position // 4] * 4 + position % 4
 
 
-# -- What is refused -----------------------------------------------------------------------------------------------
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    ops = SplitOps([(ReferenceOps(), 1), (ReferenceOps(), 1)], micro_batch=4)
-    shape = CacheShape(2, 1, 4)
-    kept = ops.new_cache(shape, 2)
-    table = ops.at("embedding").load_embedding(f32(np.ones((9, 4))))
-    low, high = (ops.at(layer).load_linear(f32(np.ones((4, 4)))) for layer in (0, 1))
-    loose = ReferenceOps().load_linear(f32(np.ones((4, 4))))
-
-    def forward(body: Callable[[Any], Any]) -> Callable[[], Any]:
-        return lambda: body(ops.embed(table))
-
-    def back(x: Any) -> Any:
-        return ops.linear(ops.linear(x, high), low)
-
-    def around(x: Any) -> Any:
-        """The second backend adds what has not gone over to it."""
-        return ops.linear(ops.linear(x, low), high, residual=x)
-
-    def skipped(x: Any) -> Any:
-        y = ops.linear(x, low)
-        return ops.gated(ops.linear(y, high), x, "silu")
-
-    for body, words in (
-        (back, "backend 0 of a split model was given what lies on another"),
-        (around, "backend 1 of a split model was given what lies on another"),
-        (skipped, "backend 1 of a split model was given what lies on another"),
-        (lambda x: ops.linear(ops.outputs(x), high), "hidden states, of each token"),
-        (lambda x: ops.linears(x, [low, high])[0], r"weights of the backends \[0, 1\]"),
-        (lambda x: ops.linear(x, loose), "ReferenceLinear, which no backend of it loaded"),
-        (lambda x: ops.rms_norm(x, np.ones(4), 0.1), "what no backend of it loaded"),
-        (lambda x: ops.linear("x", low), "something else than a tensor"),
-        (lambda x: ops.attention(x, 1, scale=1.0), r"layer 1 is on a backend that has the layers range\(0, 1\)"),
-        (lambda x: np.ones((7, 4)), "ended with something else"),
-    ):
-        with pytest.raises(KernelError, match=words):
-            ops.compile(forward(body), kept, max_tokens=8, max_outputs=8)
-    with pytest.raises(KernelError, match="only inside a forward pass"):
-        ops.embed(table)
-    with pytest.raises(KernelError, match="cannot use a ReferenceCache"):
-        ops.compile(forward(lambda x: x), ReferenceOps().new_cache(shape, 2), max_tokens=8, max_outputs=8)
-    with pytest.raises(KernelError, match="3 layers is split as one of 2"):
-        ops.new_cache(CacheShape(3, 1, 4), 2)
-    with pytest.raises(KernelError, match=r"no layer 2 in a model split at \[1, 1\]"):
-        ops.at(2)
-    with pytest.raises(KernelError, match="no backends"):
-        SplitOps([])
-
-
 def test_batches_that_do_not_fit_are_refused() -> None:
-    ops = SplitOps([(ReferenceOps(), 1), (ReferenceOps(), 1)], micro_batch=4)
-    table = ops.at("embedding").load_embedding(f32(np.arange(36).reshape(9, 4)))
-    head = ops.at("output").load_linear(f32(np.eye(4)))
-    kept = ops.new_cache(CacheShape(2, 1, 4), 2)
-    step = ops.compile(lambda: ops.outputs(ops.linear(ops.embed(table), head)), kept, max_tokens=8, max_outputs=8)
+    table, head = f32(np.arange(36).reshape(9, 4)), Matrix(f32(np.eye(4)))
+    graph = Graph()
+    x = graph.add(Embed(table))
+    for graph.layer in (0, 1):
+        x = graph.add(Linear(x, head))
+    graph.layer = "output"
+    graph.add(Outputs(x))
+    backends, sizes = [ReferenceBackend(), ReferenceBackend()], {"n_pages": 2, "max_tokens": 8, "max_outputs": 8}
+    step = compile_split(backends, [range(1), range(1, 2)], graph, micro_batch=4, **sizes)
     rows = step(make_batch([(range(7), 0, [0])], outputs=[6, 0]))
     np.testing.assert_array_equal(rows, [[24, 25, 26, 27], [0, 1, 2, 3]])
+    best = step.top_k(make_batch([(range(7), 0, [0])], outputs=[6, 0]), 2)
+    np.testing.assert_array_equal(best.ids, [[3, 2], [3, 2]])
     with pytest.raises(KernelError, match="9 tokens and 1 outputs is larger"):
         step(make_batch([(range(9), 0, [0])], outputs=[8]))
     with pytest.raises(KernelError, match="a page outside a cache of 2"):
         step(make_batch([(range(7), 0, [2])], outputs=[6]))
-
-
-def test_host_hidden_gives_what_it_was_made_of() -> None:
-    rows = np.ones((2, 3), np.float32)
-    assert HostHidden(rows).host() is rows

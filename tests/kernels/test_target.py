@@ -6,8 +6,8 @@ import pytest
 
 from localllm.errors import DeviceError, UsageError
 from localllm.kernels.cpu import target as module
-from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cpu.target import ISA_VARIABLE, TARGETS, available, choose
+from tests.helpers.recorder import CPUOps
 
 
 @pytest.fixture(autouse=True)

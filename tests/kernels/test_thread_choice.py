@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from localllm.kernels.cpu import thread_choice
-from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.thread_choice import DISTURBED_SECONDS, KEPT_SECONDS, ThreadChoice, choose_threads, knee
+from tests.helpers.recorder import CPUOps
 
 HOUR = 3600.0
 
@@ -209,7 +209,7 @@ def test_progress_may_wait_for_a_thread_that_chooses_too(monkeypatch: pytest.Mon
 
 
 def test_threads_that_are_asked_for_decode_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.kernels.cpu.ops.choose_threads", lambda *_: ThreadChoice(2, 5))
+    monkeypatch.setattr("localllm.kernels.cpu.backend.choose_threads", lambda *_: ThreadChoice(2, 5))
     chosen, given = CPUOps(), CPUOps(threads=4)
     assert (chosen.workers.n, chosen.decode_threads) == (5, 2)
     assert (given.workers.n, given.decode_threads) == (4, 4)

@@ -10,7 +10,7 @@ import pytest
 
 import localllm
 from localllm import LLM, UsageError
-from localllm.kernels.ops import CacheType
+from localllm.kernels.graph import CacheType
 from tests.helpers.command_line import run_main
 from tests.helpers.data import shared_data
 from tests.helpers.devices import DEVICES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from localllm.completion import MAX_UNREAD, AsyncStream, Chunk, Stream, TextOutput
 from localllm.engine.request import Request
 from localllm.errors import ClosedError, UsageError
-from localllm.kernels.ops import Batch
+from localllm.kernels.backend import Batch
 from localllm.sampling import LogitsProcessor, Sampling
 from tests.helpers.engines import eventually, n_requests
 from tests.helpers.fake_backend import fake_engine, greedy_after
@@ -42,7 +43,7 @@ class Models:
     """A fake engine, and streams of it."""
 
     def __init__(self) -> None:
-        self.engine, self.ops = fake_engine(CONTEXT, parallel=4, max_tokens=16)
+        self.engine, self.step = fake_engine(CONTEXT, parallel=4, max_tokens=16)
 
     def stream(self, prompt: list[int], n: int | None = None, **options: Any) -> Stream:
         return self._start(Stream, prompt, n, **options)
@@ -69,13 +70,13 @@ class Models:
 
     def hold(self, n_batches: int = 0) -> threading.Event:
         """Holds up the engine before the step after the next ``n_batches``, until the event that is returned."""
-        go_on, n_before = threading.Event(), len(self.ops.batches)
+        go_on, n_before = threading.Event(), len(self.step.batches)
 
         def wait(batch: Batch) -> None:
-            if len(self.ops.batches) - n_before > n_batches:
+            if len(self.step.batches) - n_before > n_batches:
                 go_on.wait(60)
 
-        self.ops.before_step = wait
+        self.step.before_step = wait
         return go_on
 
 
@@ -83,7 +84,7 @@ class Models:
 def models() -> Iterator[Models]:
     models = Models()
     yield models
-    models.ops.before_step = lambda batch: None
+    models.step.before_step = lambda batch: None
     models.engine.close()
 
 
@@ -145,6 +146,27 @@ def test_a_request_runs_ahead_of_its_reader_only_so_far(models: Models) -> None:
     assert [next(stream).ids[0] for _ in range(150)] == greedy_after([1], 150)
     assert request.n_generated > n_before, "and goes on when its reader does"
     assert stream.usage.completion_tokens >= 150
+
+
+def test_a_request_that_pauses_just_as_a_chunk_is_read_goes_on(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = models.hold(n_batches=3)
+
+    def read(output: TextOutput, n: int) -> None:
+        if n == 1:  # the engine runs ahead and pauses before the chunk counts as read
+            go_on.set()
+            assert eventually(lambda: output.is_full)
+            time.sleep(0.02)
+        vars(output)["n_read"] = n
+
+    monkeypatch.setattr("localllm.completion.DELIVERY_S", 0.0)  # so that it is full with exactly as many as it may be
+    monkeypatch.setattr(TextOutput, "n_read", property(lambda output: vars(output)["n_read"], read), raising=False)
+    stream = models.stream([1], 2 * MAX_UNREAD)
+    reader = threading.Thread(target=lambda: list(stream), daemon=True)
+    reader.start()
+    reader.join(60)
+    assert stream.finish_reason == "length"
 
 
 def test_progress_is_called_in_the_readers_thread(models: Models) -> None:
@@ -386,7 +408,7 @@ async def read_slowly(stream: AsyncStream) -> None:
 def test_a_task_that_is_cancelled_stops_the_work(models: Models) -> None:
     async def main() -> None:
         task = asyncio.create_task(models.astream([1]).read())
-        while not models.ops.batches:
+        while not models.step.batches:
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -444,6 +466,26 @@ def test_errors_reach_a_task(models: Models) -> None:
     asyncio.run(main())
 
 
+def test_a_processor_cannot_wait_for_its_own_model_in_a_loop_of_its_own(models: Models) -> None:
+    async def ask() -> None:
+        await models.astream([2], 3).read()
+
+    stream = processing(models, lambda: asyncio.run(ask()))
+    with pytest.raises(UsageError, match="call it from another thread"):
+        stream.read()
+
+
+def test_a_stream_of_another_loop_is_refused(models: Models) -> None:
+    async def start() -> AsyncStream:
+        return models.astream([1], 3)
+
+    async def read(stream: AsyncStream) -> None:
+        await anext(stream)
+
+    with pytest.raises(UsageError, match="belongs to another event loop"):
+        asyncio.run(read(asyncio.run(start())))
+
+
 def test_streams_outside_of_a_loop_are_refused(models: Models) -> None:
     with pytest.raises(RuntimeError, match="no running event loop"):
         models.astream([1])
@@ -455,4 +497,4 @@ def test_a_request_that_is_refused_leaves_nothing(models: Models) -> None:
         models.stream([10**6])
     gc.collect()
     assert n_requests(models.engine) == 0
-    assert not models.ops.batches
+    assert not models.step.batches

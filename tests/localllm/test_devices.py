@@ -90,7 +90,7 @@ def test_a_driver_that_does_not_work_is_spoken_of(machine: Machine, tmp_path: Pa
     )
     plan = plan_file(options)
     assert plan.placement.devices == ("cpu",)
-    assert plan.said == (cpu.note,)
+    assert plan.notices == (cpu.note,)
     assert not plan.has_gpus
     with pytest.raises(UsageError, match=r"n_gpu_layers is 3, but the model runs on the CPU: .* not installed"):
         plan_file(replace(options, n_gpu_layers=3))

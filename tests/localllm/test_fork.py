@@ -11,7 +11,7 @@ import pytest
 
 import localllm
 from localllm.errors import DeviceError
-from localllm.kernels.ops import Batch
+from localllm.kernels.backend import Batch
 from tests.helpers.fake_backend import fake_engine, greedy_after
 from tests.helpers.fork import in_forked_child, needs_fork
 from tests.helpers.requests import results, writing

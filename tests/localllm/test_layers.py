@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations_with_replacement, pairwise
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import NotEnoughMemoryError, UsageError
-from localllm.layers import Room, Share, in_proportion, plan_layers
+from localllm.layers import LayerRange, in_proportion, plan_layers
+
+
+class Room(NamedTuple):
+    """A device: the bytes that it has, and those that pieces of a model would take there."""
+
+    name: str
+    free: int
+    layers: Sequence[int]
+    cache: int
+    embedding: int
+    output: int
+    scratch: int
+    logits: int
+
 
 sizes = st.integers(0, 50)
 N_LAYERS = st.integers(1, 9)
@@ -30,21 +45,31 @@ def rooms(draw: st.DrawFn, n_gpus: st.SearchStrategy[int] | None = None) -> tupl
     return room("cpu"), [room(f"cuda:{i}") for i in range(n)]
 
 
-def counts_of(shares: Sequence[Share], devices: Sequence[Room]) -> list[int]:
+def plan(host: Room, gpus: Sequence[Room] = (), *, tied: bool = False, **options: Any) -> list[LayerRange]:
+    rooms, n_layers = {room.name: room for room in (host, *gpus)}, len(host.layers)
+    free = {gpu.name: gpu.free for gpu in gpus}
+
+    def n_bytes(device: str, layers: range) -> int:
+        return needed(rooms[device], layers, n_layers, tied=tied)
+
+    return plan_layers(n_layers, host.name, free, n_bytes, **options)
+
+
+def counts_of(ranges: Sequence[LayerRange], devices: Sequence[Room]) -> list[int]:
     """How many layers each device has."""
-    return [sum(len(share.layers) for share in shares if share.room is device) for device in devices]
+    return [sum(len(each.layers) for each in ranges if each.device == device.name) for device in devices]
 
 
-def check(shares: Sequence[Share], host: Room, gpus: Sequence[Room]) -> None:
+def check(ranges: Sequence[LayerRange], host: Room, gpus: Sequence[Room], *, tied: bool = False) -> None:
     """Every layer once, in contiguous ranges in the order of the devices; and no GPU beyond its memory."""
-    assert [i for share in shares for i in share.layers] == list(range(len(host.layers)))
-    order = [[host, *gpus].index(share.room) for share in shares]
+    n_layers = len(host.layers)
+    assert [i for each in ranges for i in each.layers] == list(range(n_layers))
+    rooms = {room.name: room for room in (host, *gpus)}
+    order = [list(rooms).index(each.device) for each in ranges]
     assert order == sorted({*order})
-    assert [share.embeds for share in shares] == [True, *[False] * (len(shares) - 1)]
-    assert [share.outputs for share in shares] == [*[False] * (len(shares) - 1), True]
-    for share in shares:
-        assert share.layers
-        assert share.room is host or share.total <= share.room.free
+    for device, layers in ranges:
+        assert layers
+        assert device == host.name or needed(rooms[device], layers, n_layers, tied=tied) <= rooms[device].free
 
 
 def needed(room: Room, layers: range, n_layers: int, *, tied: bool) -> int:
@@ -73,17 +98,14 @@ def fits_somehow(gpus: Sequence[Room], n_layers: int, n: int, *, tied: bool) -> 
 @given(given_rooms=rooms(), tied=st.booleans())
 def test_every_plan_is_sound(given_rooms: tuple[Room, list[Room]], tied: bool) -> None:
     host, gpus = given_rooms
-    shares = plan_layers(host, gpus, tied=tied)
-    check(shares, host, gpus)
-    for share in shares:
-        assert share.total == needed(share.room, share.layers, len(host.layers), tied=tied)
+    check(plan(host, gpus, tied=tied), host, gpus, tied=tied)
 
 
 @given(given_rooms=rooms(st.integers(1, 3)), tied=st.booleans())
 def test_as_many_layers_go_to_gpus_as_fit(given_rooms: tuple[Room, list[Room]], tied: bool) -> None:
     host, gpus = given_rooms
     n_layers = len(host.layers)
-    n = sum(counts_of(plan_layers(host, gpus, tied=tied), gpus))
+    n = sum(counts_of(plan(host, gpus, tied=tied), gpus))
     assert not any(fits_somehow(gpus, n_layers, more, tied=tied) for more in range(n + 1, n_layers + 1))
 
 
@@ -92,13 +114,13 @@ def test_a_number_of_layers_is_kept_or_refused(given_rooms: tuple[Room, list[Roo
     host, gpus = given_rooms
     n_layers = len(host.layers)
     wanted = min(n, n_layers)
-    most = sum(counts_of(plan_layers(host, gpus, tied=tied), gpus))
+    most = sum(counts_of(plan(host, gpus, tied=tied), gpus))
     if not fits_somehow(gpus, n_layers, wanted, tied=tied):
         with pytest.raises(NotEnoughMemoryError, match=f"n_gpu_layers={most} fits" if most else "not one of them"):
-            plan_layers(host, gpus, tied=tied, n_gpu_layers=n)
+            plan(host, gpus, tied=tied, n_gpu_layers=n)
         return
-    shares = plan_layers(host, gpus, tied=tied, n_gpu_layers=n)
-    check(shares, host, gpus)
+    shares = plan(host, gpus, tied=tied, n_gpu_layers=n)
+    check(shares, host, gpus, tied=tied)
     assert sum(counts_of(shares, gpus)) == wanted
 
 
@@ -107,7 +129,7 @@ def test_the_proportion_is_kept_within_a_layer(given_rooms: tuple[Room, list[Roo
     host, gpus = given_rooms
     weight = st.one_of(st.integers(0, 5), st.floats(0.01, 100))
     weights = data.draw(st.lists(weight, min_size=len(gpus), max_size=len(gpus)).filter(any))
-    shares = plan_layers(host, gpus, tensor_split=weights)
+    shares = plan(host, gpus, tensor_split=weights)
     check(shares, host, gpus)
     counts = counts_of(shares, gpus)
     for count, x in zip(counts, weights, strict=True):
@@ -133,35 +155,35 @@ def room(name: str, free: int, n_layers: int = 10) -> Room:
 
 
 def test_gpus_share_in_proportion_to_their_memory_where_that_fits() -> None:
-    shares = plan_layers(room("cpu", 0), [room("cuda:0", 60), room("cuda:1", 20)])
-    assert [(s.room.name, s.layers) for s in shares] == [("cuda:0", range(8)), ("cuda:1", range(8, 10))]
+    shares = plan(room("cpu", 0), [room("cuda:0", 60), room("cuda:1", 20)])
+    assert shares == [("cuda:0", range(8)), ("cuda:1", range(8, 10))]
     # The second has the output too: of the 9 layers that fit, 4.5 and 4.5 would be its share of them.
-    shares = plan_layers(room("cpu", 0), [room("cuda:0", 7), room("cuda:1", 7)])
-    assert [(s.room.name, len(s.layers)) for s in shares] == [("cpu", 2), ("cuda:0", 5), ("cuda:1", 3)]
+    shares = plan(room("cpu", 0), [room("cuda:0", 7), room("cuda:1", 7)])
+    assert [(s.device, len(s.layers)) for s in shares] == [("cpu", 2), ("cuda:0", 5), ("cuda:1", 3)]
 
 
 def test_an_explicit_number_that_does_not_fit_is_refused_with_the_numbers() -> None:
     gpus = [room("cuda:0", 7), room("cuda:1", 7)]
     with pytest.raises(NotEnoughMemoryError) as caught:
-        plan_layers(room("cpu", 0), gpus, n_gpu_layers=9)
+        plan(room("cpu", 0), gpus, n_gpu_layers=9)
     message = str(caught.value)
     assert "9 layers on GPUs need 6.00 GB on cuda:0, which has 7.00 GB free, 7.40 GB on cuda:1, which" in message
     assert "n_gpu_layers=8 fits" in message
-    assert len(plan_layers(room("cpu", 0), gpus, n_gpu_layers=8)) == 3
+    assert len(plan(room("cpu", 0), gpus, n_gpu_layers=8)) == 3
     with pytest.raises(NotEnoughMemoryError, match=r"leave tensor_split out"):
-        plan_layers(room("cpu", 0), gpus, n_gpu_layers=8, tensor_split=[1, 9])
+        plan(room("cpu", 0), gpus, n_gpu_layers=8, tensor_split=[1, 9])
     with pytest.raises(NotEnoughMemoryError, match=r"not one of them fits: leave the GPU out"):
-        plan_layers(room("cpu", 0), [room("cuda:0", 1)], n_gpu_layers=1)
+        plan(room("cpu", 0), [room("cuda:0", 1)], n_gpu_layers=1)
 
 
 def test_what_is_asked_of_gpus_that_are_not_there() -> None:
     with pytest.raises(UsageError, match="n_gpu_layers is 3, but no GPU was chosen"):
-        plan_layers(room("cpu", 0), n_gpu_layers=3)
-    [share] = plan_layers(room("cpu", 0), n_gpu_layers=0)
+        plan(room("cpu", 0), n_gpu_layers=3)
+    [share] = plan(room("cpu", 0), n_gpu_layers=0)
     assert share.layers == range(10)
     with pytest.raises(
         UsageError, match="tensor_split is '3,1', but needs a number for each GPU, of which there is 1"
     ):
-        plan_layers(room("cpu", 0), [room("cuda:0", 50)], tensor_split=[3, 1])
+        plan(room("cpu", 0), [room("cuda:0", 50)], tensor_split=[3, 1])
     with pytest.raises(UsageError, match="tensor_split is '1', but no GPU was chosen"):
-        plan_layers(room("cpu", 0), tensor_split=[1.0])
+        plan(room("cpu", 0), tensor_split=[1.0])

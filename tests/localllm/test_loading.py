@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -13,12 +14,17 @@ import numpy as np
 import pytest
 
 import localllm
-from localllm.errors import GGUFError, ModelError, NotEnoughMemoryError
+from localllm.errors import GGUFError, ModelError
+from localllm.kernels.cpu import backend as cpu_backend
+from localllm.kernels.cpu import host
+from localllm.kernels.cpu.cache import CPUCache
+from localllm.kernels.cpu.thread_choice import ThreadChoice
 from localllm.llm import LLM
 from localllm.placement import Format
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
 from tests.helpers.blocks import random_rows
+from tests.helpers.command_line import run_main
 from tests.helpers.data import ROOT
 from tests.helpers.devices import DEVICES
 
@@ -115,39 +121,46 @@ def test_scales_out_of_range_are_warned_of_with_what_they_cost(tmp_path: Path) -
         assert ("IQ2_XS", "F32", 4 * 512 * 256) in llm.info.formats
 
 
-def test_scales_out_of_range_need_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With half a megabyte to spare the matrix in float32, 440 kB more than planned, fits; with less it does not."""
-    with localllm.load(quantised(tmp_path, [0.001]), device="cpu", threads=1, context=64) as llm:
-        needed = llm.info.placement.total
-    path = quantised(tmp_path, [40000.0])
-    monkeypatch.setattr("localllm.loading.available_memory", lambda: needed + 400_000)
-    with pytest.raises(NotEnoughMemoryError, match=r"blk\.0\.ffn_up\.weight.*F32.*to spare"):
-        localllm.load(path, device="cpu", threads=1, context=64)
-    monkeypatch.setattr("localllm.loading.available_memory", lambda: needed + 500_000)
-    with pytest.warns(UserWarning, match="float16"):
-        localllm.load(path, device="cpu", threads=1, context=64).close()
-
-
-def test_scales_of_a_draft_model_out_of_range_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its matrix takes beyond the plan, 442 kB, is then not to spare for the model's own."""
-    sane = quantised(tmp_path, [0.001])
-    draft = sane.replace(tmp_path / "draft.gguf")
-    with localllm.load(quantised(tmp_path, [0.001]), device="cpu", threads=1, context=64, draft_model=draft) as llm:
-        assert llm.info.draft is not None
-        needed = llm.info.placement.total + llm.info.draft.placement.total
+def test_scales_of_a_draft_model_out_of_range_are_warned_of(tmp_path: Path) -> None:
     path = quantised(tmp_path, [40000.0]).replace(tmp_path / "wide.gguf")
-    sane = quantised(tmp_path, [0.001])
     arguments: dict[str, Any] = {"device": "cpu", "threads": 1, "context": 64}
-    monkeypatch.setattr("localllm.loading.available_memory", lambda: needed + 500_000)
     with pytest.warns(UserWarning, match=r"1 of the tensors of the draft model .*wide\.gguf") as caught:
-        localllm.load(sane, draft_model=path, **arguments).close()
+        localllm.load(quantised(tmp_path, [0.001]), draft_model=path, **arguments).close()
     assert [warning.filename for warning in caught] == [__file__]
-    with pytest.raises(NotEnoughMemoryError, match=r"blk\.0\.ffn_up\.weight.*F32.*to spare"):
-        localllm.load(path, draft_model=path, **arguments)
-    monkeypatch.setattr("localllm.loading.available_memory", lambda: needed + 1_000_000)
     with pytest.warns(UserWarning, match="float16") as caught:
         localllm.load(path, draft_model=path, **arguments).close()
     assert len(caught) == 2
+
+
+def test_a_plan_tells_the_bytes_that_loading_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """With as many threads as there are cores: the more there are, the more partials attention has."""
+    path = write_model(tmp_path / "model.gguf", max_position_embeddings=1024)
+    monkeypatch.setattr(host, "usable_cores", lambda: 3)
+    monkeypatch.setattr(host, "cpu_quota", lambda: None)
+    monkeypatch.setattr(cpu_backend, "choose_threads", lambda *_: ThreadChoice(2, host.default_threads()))
+    arenas, allocate = list[int](), cpu_backend.aligned_zeros
+    caches, allocate_cache = list[int](), CPUCache.allocate
+
+    def taken(n_bytes: int, kind: type) -> Any:
+        arenas.append(n_bytes)
+        return allocate(n_bytes, kind)
+
+    def cache(*arguments: Any) -> CPUCache:
+        made = allocate_cache(*arguments)
+        caches.append(made.n_bytes)
+        return made
+
+    monkeypatch.setattr(cpu_backend, "aligned_zeros", taken)
+    monkeypatch.setattr(CPUCache, "allocate", cache)
+    with localllm.load(path, device="cpu") as llm:
+        placement = llm.info.placement
+    plan = json.loads(run_main(capfdbinary, "inspect", path, "--plan", "--device", "cpu", "--json").out)["plan"]
+    planned = {name: sum(group[name] for group in plan["groups"]) for name in ("weights", "kv_cache", "scratch")}
+    assert [planned["scratch"]] == arenas == [placement.scratch]
+    assert [planned["kv_cache"]] == caches == [placement.kv_cache]
+    assert (planned["weights"], plan["total"]) == (placement.weights, placement.total)
 
 
 # Files that change.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,18 +14,20 @@ from hypothesis import strategies as st
 
 from localllm.engine.runner import MAX_TOKENS
 from localllm.errors import NotEnoughMemoryError
-from localllm.kernels.ops import CacheShape, CacheType, Place, Weight
+from localllm.kernels.backend import Footprint, weights_of
+from localllm.kernels.cpu.backend import CPUBackend
+from localllm.kernels.graph import CACHE_TYPES, CacheType, Graph, Weight
 from localllm.kernels.split import MICRO_BATCH
-from localllm.models.config import ModelConfig, read_config
-from localllm.models.weights import LoadedWeight
+from localllm.models.config import ModelConfig
+from localllm.models.registry import Model, read_model
 from localllm.placement import (
     DEFAULT_CONTEXT,
-    EMBEDDING,
     LEAST_CONTEXT,
     OVERHEAD_BYTES,
-    Demand,
-    DeviceSizes,
+    DeviceBudget,
+    Measure,
     Placement,
+    Planner,
     plan,
     plan_with_draft,
 )
@@ -41,6 +45,8 @@ class Tensor:
     @property
     def data(self) -> np.ndarray:
         return np.broadcast_to(np.uint8(0), (*self.shape[:-1], 2 * self.shape[-1]))
+
+    def drop_pages(self) -> None: ...
 
 
 @functools.cache
@@ -74,7 +80,20 @@ METADATA = {
     "llama.attention.layer_norm_rms_epsilon": 1e-5,
     "tokenizer.ggml.tokens": ["x"] * VOCABULARY,
 }
-CONFIG: ModelConfig = read_config(METADATA, tensors())
+
+
+@dataclass(frozen=True)
+class File:
+    tensors: dict[str, Weight]
+    metadata: Mapping[str, Any] = field(default_factory=lambda: METADATA)
+
+
+@functools.cache
+def model(tied: bool = False, cache_type: CacheType = "f16") -> Model:
+    return read_model(File(tensors(tied=tied)), cache_type=cache_type)
+
+
+CONFIG: ModelConfig = model().config
 
 #: Bytes of one token's float16 keys and values.
 TOKEN_BYTES = LAYERS * KV_WIDTH * 2 * 2
@@ -82,19 +101,23 @@ IN_LAYERS = 2 * LAYERS * (2 * WIDTH * WIDTH + 2 * KV_WIDTH * WIDTH + 3 * WIDTH *
 HEAD = 2 * (VOCABULARY * WIDTH)
 
 
-def device(name: str = "cpu", free: int = 0) -> DeviceSizes:
-    """One that keeps tensors as the file has them, and caches without padding."""
-    return DeviceSizes(
-        name,
-        packed_bytes=lambda tensor: tensor.data.nbytes,
-        cache_bytes=lambda shape, n_pages: n_pages * 16 * shape.bytes_per_token(),
-        page_size=16,
-        free=free,
-        kernels=f"kernels of {name}",
-    )
+#: Bytes that a token takes of a step to compute in, and an output.
+SCRATCH, LOGITS = 4 * (3 * FF + 2 * WIDTH), 4 * VOCABULARY
 
 
-def demand(
+def footprint(graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int) -> Footprint:
+    """Of a device that keeps weights as the file has them, and caches without padding."""
+    weights = tuple(use.packed(use.weight.type.name, use.weight.data.nbytes) for use in weights_of(graph))
+    caches = {layer: n_pages * 16 * cache.bytes_per_token() for layer, cache in graph.caches.items()}
+    has_output = any(node.layer == "output" for node in graph.nodes)
+    return Footprint(weights, caches, max_tokens * SCRATCH + (max_outputs * LOGITS if has_output else 0))
+
+
+def device(name: str = "cpu", free: int = 0) -> DeviceBudget:
+    return DeviceBudget(name, 16, footprint, free, f"kernels of {name}")
+
+
+def planner(
     config: ModelConfig = CONFIG,
     *,
     tied: bool = False,
@@ -102,16 +125,11 @@ def demand(
     parallel: int = 1,
     gpus: tuple[int, ...] = (),
     n_gpu_layers: int | None = None,
-) -> Demand:
+    tensor_split: tuple[float, ...] | None = None,
+) -> Planner:
     """``gpus``: the bytes that each has."""
-    return Demand.of(
-        config,
-        tensors(tied=tied),
-        [device(), *(device(f"cuda:{i}", free) for i, free in enumerate(gpus))],
-        parallel=parallel,
-        name=name,
-        n_gpu_layers=n_gpu_layers,
-    )
+    devices = (device(), *(device(f"cuda:{i}", free) for i, free in enumerate(gpus)))
+    return Planner(name, Model(config, model(tied).graph), devices, parallel, n_gpu_layers, tensor_split)
 
 
 def place(
@@ -122,7 +140,7 @@ def place(
     context: int | None = None,
     parallel: int = 1,
 ) -> Placement:
-    return plan(demand(config, tied=tied, parallel=parallel), available, context)
+    return plan(planner(config, tied=tied, parallel=parallel), available, context)
 
 
 def test_bytes_by_group() -> None:
@@ -146,21 +164,16 @@ def test_a_matrix_that_is_embedding_and_output_counts_once() -> None:
     assert placed.multiplied == placed.weights
 
 
-def place_of(name: str) -> Place:
-    if name.startswith("blk."):
-        return int(name.split(".")[1])
-    return "embedding" if name == EMBEDDING else "output"
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_formats_by_group(tied: bool) -> None:
     """As if every matrix in F16 was read as F32."""
-    weights = [
-        LoadedWeight(name, place_of(name), "F16", "F32" if len(t.shape) == 2 else "F16", 2 * t.data.nbytes, 0)
-        for name, t in tensors(tied=tied).items()
-    ]
     placed = place(tied=tied)
-    loaded = placed.loaded(weights)
+    held = [
+        replace(w, kernel_type="F32" if len(tensors(tied=tied)[w.name].shape) == 2 else "F16", n_bytes=2 * w.n_bytes)
+        for group in placed.groups
+        for w in group.packed
+    ]
+    loaded = placed.loaded(held)
     for before, group in zip(placed.groups, loaded.groups, strict=True):
         assert (group.name, group.kv_cache) == (before.name, before.kv_cache)
         assert group.weights == 2 * before.weights == sum(n_bytes for _, _, n_bytes in group.formats)
@@ -174,47 +187,27 @@ def test_parallel_sequences_take_a_cache_each() -> None:
     assert place(context=512, parallel=3).kv_cache == 3 * 512 * TOKEN_BYTES
 
 
-def test_the_cache_takes_what_the_backend_says() -> None:
-    """Backends may pad heads, or keep other types; a layer takes as much as any other."""
-    asked: list[tuple[CacheShape, int]] = []
+def test_the_plan_is_what_backends_say() -> None:
+    """They may pad heads, or keep other types."""
+    asked: list[dict[str, int]] = []
 
-    def cache_bytes(shape: CacheShape, n_pages: int) -> int:
-        asked.append((shape, n_pages))
-        return 12345 * n_pages
+    def said(graph: Graph, **sizes: int) -> Footprint:
+        asked.append(sizes)
+        return replace(footprint(graph, **sizes), caches=dict.fromkeys(graph.caches, 12345), buffers=678)
 
-    def placed_with(cache_type: CacheType) -> Placement:
-        devices = [replace(device(), cache_bytes=cache_bytes)]
-        return plan(Demand.of(CONFIG, tensors(), devices, parallel=2, cache_type=cache_type), 1 << 50, 1000)
-
-    placed = placed_with("f16")
-    assert {*asked} == {(CacheShape(1, 4, 64), 2 * 63)}
-    assert placed.kv_cache == LAYERS * 12345 * 2 * 63
-    asked.clear()
-    scaled = placed_with("q8_0")
-    assert {*asked} == {(CacheShape(1, 4, 64, "q8_0"), 2 * 63)}
-    assert (placed.cache_type, scaled.cache_type) == ("f16", "q8_0")
+    for cache_type in CACHE_TYPES:
+        it = model(cache_type=cache_type)
+        placed = plan(Planner("it", it, (replace(device(), footprint=said),), parallel=2), 1 << 50, 1000)
+        assert (placed.kv_cache, placed.scratch, placed.cache_type) == (LAYERS * 12345, 678, cache_type)
+    assert asked == 2 * [{"n_pages": 2 * 63, "max_tokens": MAX_TOKENS, "max_outputs": (32 << 20) // LOGITS}]
 
 
-def test_types_are_those_of_matrices_that_rows_are_multiplied_with() -> None:
-    """Not of norms and routers; of the embedding table where it is the output matrix too."""
-    shapes_and_types = {
-        EMBEDDING: ((VOCABULARY, WIDTH), GGMLType.Q8_0),
-        "blk.0.attn_norm.weight": ((WIDTH,), GGMLType.F32),
-        "blk.0.attn_q.weight": ((WIDTH, WIDTH), GGMLType.Q4_0),
-        "blk.0.ffn_gate_inp.weight": ((8, WIDTH), GGMLType.BF16),
-        "blk.0.ffn_gate_exps.weight": ((8, FF, WIDTH), GGMLType.Q5_K),
-        "output.weight": ((VOCABULARY, WIDTH), GGMLType.Q6_K),
-    }
-    weights = {name: Tensor(name, *each) for name, each in shapes_and_types.items()}
-    assert Demand.of(CONFIG, weights, [device()]).types == {GGMLType.Q4_0, GGMLType.Q5_K, GGMLType.Q6_K}
-    del weights["output.weight"]
-    assert Demand.of(CONFIG, weights, [device()]).types == {GGMLType.Q4_0, GGMLType.Q5_K, GGMLType.Q8_0}
-
-
-def test_scratch_holds_a_step_of_512_tokens() -> None:
-    """Gate, up and their product of 512 tokens, and the residual stream and its norm."""
-    scratch = place(context=2048).scratch
-    activations = 4 * 512 * (3 * FF + 2 * WIDTH)
+def test_the_cpu_takes_what_a_step_of_512_tokens_computes_in() -> None:
+    """Gate, up, the residual stream and its norm; integers of the widest; logits, and what is read of a batch."""
+    cpu = CPUBackend(threads=2)
+    budget = DeviceBudget("cpu", cpu.page_size, cpu.footprint)
+    scratch = plan(Planner("it", model(), (budget,)), 1 << 50, 2048).scratch
+    activations = 4 * 512 * (2 * FF + 2 * WIDTH)
     assert activations <= scratch <= activations + (64 << 20)
 
 
@@ -262,13 +255,13 @@ def test_where_no_context_helps_none_is_advised() -> None:
 # A model and one that drafts for it.
 
 #: A draft model nearly as large, and one that was trained on less context.
-DRAFT = demand(name="the draft model small.gguf", tied=True)
-SHORT_DRAFT = demand(replace(CONFIG, context_length=1024), name="the draft model small.gguf", tied=True)
+DRAFT = planner(name="the draft model small.gguf", tied=True)
+SHORT_DRAFT = planner(replace(CONFIG, context_length=1024), name="the draft model small.gguf", tied=True)
 
 
 def test_a_draft_model_has_the_models_context_or_what_it_was_trained_on() -> None:
     for context in (None, 512, 1024, 4096):
-        placed, draft = plan_with_draft(demand(), SHORT_DRAFT, 1 << 50, context)
+        placed, draft = plan_with_draft(planner(), SHORT_DRAFT, 1 << 50, context)
         assert placed == place(context=context)
         assert draft == SHORT_DRAFT.as_draft(min(placed.context, 1024))
 
@@ -276,28 +269,28 @@ def test_a_draft_model_has_the_models_context_or_what_it_was_trained_on() -> Non
 @settings(max_examples=30)
 @given(missing=st.integers(1, 1 << 28))
 def test_a_default_context_shrinks_until_both_fit(missing: int) -> None:
-    full = sum(placed.total for placed in plan_with_draft(demand(), DRAFT, 1 << 50))
+    full = sum(placed.total for placed in plan_with_draft(planner(), DRAFT, 1 << 50))
     available = full - missing
-    least = demand().at(LEAST_CONTEXT).total + DRAFT.as_draft(LEAST_CONTEXT).total
+    least = planner().at(LEAST_CONTEXT).total + DRAFT.as_draft(LEAST_CONTEXT).total
     if available < least:
         with pytest.raises(NotEnoughMemoryError):
-            plan_with_draft(demand(), DRAFT, available)
+            plan_with_draft(planner(), DRAFT, available)
         return
-    placed, draft = plan_with_draft(demand(), DRAFT, available)
+    placed, draft = plan_with_draft(planner(), DRAFT, available)
     assert placed.context == draft.context >= LEAST_CONTEXT
     assert placed.total + draft.total <= available
     more = placed.context + 16
-    assert demand().at(more).total + DRAFT.as_draft(more).total > available
+    assert planner().at(more).total + DRAFT.as_draft(more).total > available
 
 
 def test_a_draft_models_shorter_context_leaves_the_model_more() -> None:
     available = place(context=4000).total + SHORT_DRAFT.as_draft(1024).total
-    placed, draft = plan_with_draft(demand(), SHORT_DRAFT, available)
+    placed, draft = plan_with_draft(planner(), SHORT_DRAFT, available)
     assert (placed.context, draft.context) == (4000, 1024)
 
 
 def test_which_of_the_two_does_not_fit_is_said() -> None:
-    small, large = demand(tied=True), demand()
+    small, large = planner(tied=True), planner()
     available = large.at(512).total - 1
     assert small.at(512).total <= available
     with pytest.raises(NotEnoughMemoryError, match=r"^the model needs 2\.\d\d GB .*, but"):
@@ -316,9 +309,9 @@ def test_which_of_the_two_does_not_fit_is_said() -> None:
 
 
 def test_a_context_with_which_both_would_fit_is_advised() -> None:
-    available = demand().at(1008).total + DRAFT.as_draft(1008).total
+    available = planner().at(1008).total + DRAFT.as_draft(1008).total
     with pytest.raises(NotEnoughMemoryError, match="leave the draft model out, load both with context=1,008 or less"):
-        plan_with_draft(demand(), DRAFT, available, 2048)
+        plan_with_draft(planner(), DRAFT, available, 2048)
 
 
 def test_what_the_program_takes_counts_once() -> None:
@@ -334,9 +327,8 @@ def test_what_lies_where_on_several_devices() -> None:
     """As many layers as the GPU has room for, with norm and output matrix behind them."""
     per_layer, output = IN_LAYERS // LAYERS + 1008 * TOKEN_BYTES // LAYERS, HEAD + 2 * WIDTH
     whole = place(context=1000)
-    scratch, logits = (group.scratch for group in whole.groups if group.scratch)
-    scratch //= MAX_TOKENS // MICRO_BATCH  # a part is never given more
-    placed = plan(demand(gpus=(5 * per_layer + output + scratch + logits,)), 1 << 50, 1000)
+    scratch, logits = MICRO_BATCH * SCRATCH, (32 << 20) // LOGITS * LOGITS  # a part is never given more tokens
+    placed = plan(planner(gpus=(5 * per_layer + output + scratch + logits,)), 1 << 50, 1000)
     assert [(g.name, g.device, g.kernels) for g in placed.groups] == [
         ("embedding", "cpu", "kernels of cpu"),
         ("layers 0-16", "cpu", "kernels of cpu"),
@@ -348,20 +340,20 @@ def test_what_lies_where_on_several_devices() -> None:
     assert placed.on("cpu").total + placed.on("cuda:0").total == placed.total
     assert placed.weights == whole.weights
     assert placed.kv_cache == whole.kv_cache
-    assert (placed.devices, placed.left_over) == (("cpu", "cuda:0"), 17)
+    assert (placed.devices, placed.spilled_layers) == (("cpu", "cuda:0"), 17)
     assert (placed.layers_on("cpu"), placed.layers_on("cuda:0")) == (17, 5)
-    asked_for = plan(demand(gpus=(1 << 40,), n_gpu_layers=5), 1 << 50, 1000)
-    assert (asked_for.groups, asked_for.left_over) == (placed.groups, 0)
-    assert plan(demand(gpus=(1 << 40,)), 1 << 50).left_over == 0
+    asked_for = plan(planner(gpus=(1 << 40,), n_gpu_layers=5), 1 << 50, 1000)
+    assert (asked_for.groups, asked_for.spilled_layers) == (placed.groups, 0)
+    assert plan(planner(gpus=(1 << 40,)), 1 << 50).spilled_layers == 0
 
 
 def test_a_matrix_that_is_embedding_and_output_lies_on_both_devices() -> None:
-    placed = plan(demand(tied=True, gpus=(1 << 40,), n_gpu_layers=2), 1 << 50)
+    placed = plan(planner(tied=True, gpus=(1 << 40,), n_gpu_layers=2), 1 << 50)
     assert [(g.name, g.device, g.weights) for g in placed.groups if not g.layers] == [
         ("embedding", "cpu", HEAD),
         ("output", "cuda:0", HEAD + 2 * WIDTH),
     ]
-    alone = plan(demand(tied=True, gpus=(1 << 40,)), 1 << 50)
+    alone = plan(planner(tied=True, gpus=(1 << 40,)), 1 << 50)
     assert [(g.name, g.device) for g in alone.groups] == [
         ("layers 0-21", "cuda:0"),
         ("embedding and output", "cuda:0"),
@@ -370,27 +362,33 @@ def test_a_matrix_that_is_embedding_and_output_lies_on_both_devices() -> None:
 
 
 def test_pages_are_as_long_as_those_of_every_device() -> None:
-    devices = [replace(device(), page_size=16), replace(device("cuda:0", 1 << 40), page_size=48)]
-    asked: list[int] = []
+    asked: dict[str, set[int]] = {"cpu": set(), "cuda:0": set()}
 
-    def cache_bytes(shape: CacheShape, n_pages: int) -> int:
-        asked.append(n_pages)
-        return 0
+    def measure(name: str) -> Measure:
+        def said(graph: Graph, **sizes: int) -> Footprint:
+            asked[name].add(sizes["n_pages"])
+            return footprint(graph, **sizes)
 
-    plan(Demand.of(CONFIG, tensors(), [replace(d, cache_bytes=cache_bytes) for d in devices]), 1 << 50, 500)
-    assert {*asked} == {11 * 3, 11}
+        return said
+
+    devices = (
+        replace(device(), footprint=measure("cpu")),
+        replace(device("cuda:0", 1 << 40), page_size=48, footprint=measure("cuda:0")),
+    )
+    plan(Planner("it", model(), devices, n_gpu_layers=3), 1 << 50, 500)
+    assert asked == {"cpu": {11 * 3}, "cuda:0": {11}}
 
 
 def test_a_default_context_shrinks_for_layers_that_must_be_on_a_gpu() -> None:
-    needed = demand(gpus=(1 << 40,), n_gpu_layers=LAYERS).at(2000).on("cuda:0").total
-    tight = demand(gpus=(needed,), n_gpu_layers=LAYERS)
+    needed = planner(gpus=(1 << 40,), n_gpu_layers=LAYERS).at(2000).on("cuda:0").total
+    tight = planner(gpus=(needed,), n_gpu_layers=LAYERS)
     assert plan(tight, 1 << 50).context == 2000
     with pytest.raises(NotEnoughMemoryError, match=r"22 layers on GPUs need .* on cuda:0, .* n_gpu_layers=\d+ fits"):
         plan(tight, 1 << 50, 4096)
 
 
 def test_layers_that_no_device_has_room_for() -> None:
-    split = demand(gpus=(1 << 29,))
+    split = planner(gpus=(1 << 29,))
     on_cpu = split.at(512).on("cpu")
     assert 0 < len([g for g in on_cpu.groups if g.layers]) < LAYERS
     assert plan(split, on_cpu.total, 512).on("cpu") == on_cpu
@@ -399,11 +397,11 @@ def test_layers_that_no_device_has_room_for() -> None:
 
 
 def test_a_draft_model_takes_its_room_on_a_gpu_first() -> None:
-    small = demand(SHORT_DRAFT.config, tied=True, gpus=(3 << 30,), name="small")
-    placed, draft = plan_with_draft(demand(gpus=(3 << 30,)), small, 1 << 50, 1024)
+    small = planner(SHORT_DRAFT.config, tied=True, gpus=(3 << 30,), name="small")
+    placed, draft = plan_with_draft(planner(gpus=(3 << 30,)), small, 1 << 50, 1024)
     assert (draft.devices, draft.overhead) == (("cuda:0",), 0)
     assert placed.on("cuda:0").total + draft.on("cuda:0").total <= 3 << 30
-    assert placed.layers_on("cuda:0") < plan(demand(gpus=(3 << 30,)), 1 << 50, 1024).layers_on("cuda:0")
-    both = demand(gpus=(3 << 30,), n_gpu_layers=LAYERS)
+    assert placed.layers_on("cuda:0") < plan(planner(gpus=(3 << 30,)), 1 << 50, 1024).layers_on("cuda:0")
+    both = planner(gpus=(3 << 30,), n_gpu_layers=LAYERS)
     with pytest.raises(NotEnoughMemoryError, match="22 layers on GPUs need"):
         plan_with_draft(both, small, 1 << 50, 1024)

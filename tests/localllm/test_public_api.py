@@ -13,6 +13,7 @@ from tests.helpers.data import ROOT
 
 PUBLIC = [
     "LLM",
+    "AsyncStream",
     "ChatTemplate",
     "Choice",
     "Chunk",
@@ -31,10 +32,12 @@ PUBLIC = [
     "ModelError",
     "ModelInfo",
     "ModelNotFoundError",
-    "OutputError",
     "NotEnoughMemoryError",
+    "Options",
+    "OutputError",
     "QueueFullError",
     "Sampling",
+    "Score",
     "SettingsError",
     "StoreError",
     "Stream",

@@ -367,7 +367,7 @@ def test_which_of_both_models_does_not_fit_is_said_before_one_is_loaded(
         assert llm.info.draft is not None
         large, small = llm.info.placement.total, llm.info.draft.placement.total
     assert small < large
-    monkeypatch.setattr("localllm.loading.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("localllm.loading.compile_model", lambda *_, **__: pytest.fail("weights were loaded"))
 
     def fails_with(available: int, path: Path, draft: Path, words: str) -> None:
         monkeypatch.setattr("localllm.loading.available_memory", lambda: available)

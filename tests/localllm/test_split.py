@@ -16,20 +16,18 @@ import pytest
 import localllm
 from localllm.devices import Device, cuda_indices, open_devices
 from localllm.errors import DeviceError, NotEnoughMemoryError, UsageError
-from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cuda import installation
-from localllm.kernels.ops import Backend
-from localllm.kernels.reference import ReferenceOps
 from localllm.llm import LLM
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
 from tests.helpers.command_line import run_main
 from tests.helpers.data import shared_data
+from tests.helpers.recorder import CPUOps, ReferenceOps
 
 #: A prompt of more tokens than a micro-batch has.
 PROMPT = [int(i) for i in np.random.default_rng(2).integers(3, 300, 200)]
 
-Make = Callable[[], Backend]
+Make = Callable[[], Any]
 
 
 def cpu_ops() -> CPUOps:
@@ -59,7 +57,7 @@ class Machine:
         return tuple(self._device(name, room) for name, room in zip(names, free, strict=True))
 
     def _device(self, name: str, free: Callable[[], int] | None) -> Device:
-        return Device(name, f"kernels of {name}", 1, 1, self._make(), lambda: self.closed.append(name), free)
+        return Device(name, f"kernels of {name}", 1, 1, self._make().backend, lambda: self.closed.append(name), free)
 
 
 @pytest.fixture
@@ -209,7 +207,7 @@ def test_the_plan_without_loading(
 ) -> None:
     machine = Machine(ReferenceOps, 1 << 40)
     monkeypatch.setattr("localllm.loading.open_devices", machine)
-    monkeypatch.setattr("localllm.loading.load_model", None)
+    monkeypatch.setattr("localllm.loading.compile_model", None)
     outcome = run_main(capfdbinary, "inspect", path, "--plan", "-ngl", 2, "-c", 64)
     assert (outcome.code, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
@@ -253,7 +251,7 @@ def test_the_plan_is_printed_before_anything_is_loaded(
     def load_model(*_: Any, **__: Any) -> None:
         raise NotEnoughMemoryError("nothing is loaded here")
 
-    monkeypatch.setattr("localllm.loading.load_model", load_model)
+    monkeypatch.setattr("localllm.loading.compile_model", load_model)
     generate = ("generate", "-m", path, "-p", "the", "-c", 64)
     for machine, flags, said in (
         (Machine(ReferenceOps, 1 << 40), (), "on device 0"),

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localllm.kernels.reference import ReferenceOps
 from localllm.quant.types import GGMLType
 from tests.helpers import plain_transformer, tiny_models
 from tests.helpers.data import shared_data
+from tests.helpers.recorder import ReferenceOps
 from tests.helpers.run_model import Runner
 
 LLAMA3 = {

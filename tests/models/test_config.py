@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import ModelError
-from localllm.models.config import ExpertConfig, ModelConfig, RopeConfig, read_config
+from localllm.models.config import ExpertConfig, ModelConfig, RopeConfig
+from localllm.models.registry import read_config
 from localllm.quant.types import GGMLType
 
 GOOD: dict[str, Any] = {

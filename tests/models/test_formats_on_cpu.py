@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localllm.kernels.cpu.ops import CPUOps
-from localllm.kernels.reference import ReferenceOps
 from localllm.quant.types import GGMLType
+from tests.helpers.recorder import CPUOps, ReferenceOps
 from tests.helpers.run_model import Runner
 from tests.helpers.tiny_models import tiny_gguf
 

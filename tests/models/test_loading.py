@@ -10,13 +10,12 @@ import pytest
 
 from localllm.errors import ModelError, UnsupportedArchitectureError
 from localllm.gguf import GGUFFile
-from localllm.kernels.ops import CacheShape
-from localllm.kernels.reference import ReferenceOps
-from localllm.models.blocks import Model
-from localllm.models.config import read_config
-from localllm.models.registry import ARCHITECTURES, builder, load_model
+from localllm.kernels.graph import KVCache
+from localllm.kernels.reference import ReferenceBackend
+from localllm.models.registry import ARCHITECTURES, Model, find_architecture, read_config, read_model
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
+from tests.helpers.recorder import ReferenceOps
 from tests.helpers.run_model import Runner
 
 
@@ -36,19 +35,28 @@ def write(
 
 def load(path: Path) -> Model:
     with GGUFFile.open(path) as file:
-        return load_model(file, ReferenceOps(), read_config(file.metadata, file.tensors), 128)
+        return read_model(file)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_loads(architecture: str, tmp_path: Path) -> None:
     model = load(write(tmp_path, {"qwen3moe": "qwen3_moe"}.get(architecture, architecture)))
     assert model.config.architecture == architecture
-    assert model.cache_shape == CacheShape(n_layers=3, n_kv_heads=2, head_dim=16)
+    assert model.graph.caches == {i: KVCache(i, n_heads=2, head_dim=16) for i in range(3)}
+
+
+def test_a_key_that_nobody_reads_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    with GGUFFile.open(path) as file:
+        for key, value in (("attention.new_kind", 1), ("logit_scale", 0.5), ("expert_shared_count", 2)):
+            with pytest.raises(ModelError, match=f"llama.{key} = {value}, which localllm does not supp"):
+                read_config({**file.metadata, f"llama.{key}": value}, file.tensors)
+        read_config({**file.metadata, "llama.logit_scale": 1.0, "qwen2.new_kind": 1}, file.tensors)
 
 
 def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
     with pytest.raises(UnsupportedArchitectureError, match=r"'gpt-x' is not supported.*llama, qwen2, qwen3"):
-        builder({"general.architecture": "gpt-x"})
+        find_architecture({"general.architecture": "gpt-x"})
 
 
 @pytest.mark.parametrize("metadata", [{}, {"general.architecture": 1}])
@@ -56,7 +64,7 @@ def test_a_file_that_is_no_model_is_refused(metadata: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=r"general\.architecture"):
         read_config(metadata, {})
     with pytest.raises(ModelError, match=r"general\.architecture"):
-        builder(metadata)
+        find_architecture(metadata)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +103,14 @@ def test_a_tensor_of_the_wrong_shape_is_named_with_both(name: str, shape: tuple[
 
 
 @pytest.mark.parametrize(
-    "name", ["blk.0.attn_q_norm.weight", "blk.0.foo.weight", "output_norm.bias", "rope_factors_long.weight"]
+    "name",
+    [
+        "blk.0.attn_q_norm.weight",
+        "blk.0.foo.weight",
+        "output_norm.bias",
+        "rope_factors_long.weight",
+        "rope.freqs.bias",
+    ],
 )
 def test_a_tensor_that_no_block_uses_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"a tensor '{name}' that a model"):
@@ -107,29 +122,21 @@ def test_tensors_of_old_converters_are_let_be(tmp_path: Path) -> None:
     load(write(tmp_path, tensors={name: np.ones(8, np.float32) for name in names}))
 
 
-def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
-    path = write(tmp_path, tie_word_embeddings=True, tensors={"rope.freqs": np.ones(8, np.float32)})
-    reports: list[tuple[int, int]] = []
-    with GGUFFile.open(path) as file:
-        config = read_config(file.metadata, file.tensors)
-        load_model(file, ReferenceOps(), config, 128, progress=lambda done, total: reports.append((done, total)))
-        total = sum(tensor.data.nbytes for name, tensor in file.tensors.items() if name != "rope.freqs")
-    done = [report[0] for report in reports]
-    assert done == sorted(done)
-    assert reports[-1] == (total, total)
-    assert {report[1] for report in reports} == {total}
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_the_backend_holds_is_told(tied: bool, tmp_path: Path) -> None:
-    model = load(write(tmp_path, "qwen2", tie_word_embeddings=tied))
-    held = {weight.name: weight for weight in model.weights}
-    assert len(held) == len(model.weights), "a matrix that is embedding and output counts once"
+    """A matrix that is embedding and output counts once."""
+    packed: list[str] = []
+    with GGUFFile.open(write(tmp_path, "qwen2", tie_word_embeddings=tied)) as file:
+        sizes: dict[str, Any] = {"n_pages": 1, "max_tokens": 1, "max_outputs": 1}
+        graph, backend = read_model(file).graph, ReferenceBackend()
+        step = backend.compile(graph, **sizes, progress=lambda weight: packed.append(weight.name))
+        assert sorted(packed) == sorted(weight.name for weight in step.weights) == sorted(file.tensors)
+        assert step.weights == backend.footprint(graph, **sizes).weights
+    held = {weight.name: weight for weight in step.weights}
     assert held["token_embd.weight"].n_bytes == 4 * 300 * 64
-    assert held["blk.0.attn_q.bias"].n_bytes == 4 * 64
-    assert {(w.file_type, w.kernel_type) for w in model.weights} == {("F32", "F32")}
-    with GGUFFile.open(tmp_path / "model.gguf") as file:
-        assert held.keys() == file.tensors.keys()
+    assert held["token_embd.weight"].layer == ("output" if tied else "embedding")
+    assert (held["blk.0.attn_q.bias"].n_bytes, held["blk.0.attn_q.bias"].layer) == (4 * 64, 0)
+    assert {(w.file_type, w.kernel_type) for w in step.weights} == {("F32", "F32")}
 
 
 def test_a_model_works_after_its_file_is_closed(tmp_path: Path) -> None:

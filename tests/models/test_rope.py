@@ -11,9 +11,8 @@ import pytest
 
 from localllm.errors import ModelError
 from localllm.gguf import GGUFFile
-from localllm.kernels.ops import Rope
-from localllm.kernels.reference import ReferenceOps
-from localllm.models.config import read_config
+from localllm.kernels.graph import Rope
+from localllm.models.registry import read_config
 from localllm.models.rope import make_rope
 from localllm.models.weights import Weights
 from localllm.quant.types import GGMLType
@@ -73,7 +72,7 @@ def rope_of(
     with GGUFFile.open(path / "rope.gguf") as file:
         config = read_config(file.metadata, file.tensors)
         config = config.for_context(context or config.context_length)
-        return make_rope(config, Weights(file.tensors, ReferenceOps()), interleaved=interleaved)
+        return make_rope(config, Weights(file), interleaved=interleaved)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -137,6 +136,13 @@ def test_yarn_keeps_high_frequencies_and_scales_low_ones(tmp_path: Path) -> None
     assert (rope.frequencies[between] <= plain[between]).all()
     assert (rope.frequencies[between] >= plain[between] / 4).all()
     assert rope.magnitude == pytest.approx(0.1 * math.log(4) + 1)
+
+
+def test_the_ramp_of_yarn_begins_at_the_first_frequency(tmp_path: Path) -> None:
+    """None turns 32 times within 16 tokens; the fifth is the first that turns less than once."""
+    rope = rope_of(tmp_path, rope_scaling=SCALINGS["yarn"] | {"original_max_position_embeddings": 16})
+    kept = np.clip(1 - np.arange(32) / 4, 0, 1)
+    np.testing.assert_allclose(rope.frequencies, rope_of(tmp_path).frequencies * (kept + (1 - kept) / 4), rtol=1e-6)
 
 
 def test_yarn_without_extrapolation_is_linear_scaling(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from localllm.gguf import GGUFFile
-from localllm.kernels.reference import ReferenceOps
 from localllm.quant.types import GGMLType
 from tests.helpers import synthetic
+from tests.helpers.recorder import ReferenceOps
 from tests.helpers.run_model import Runner
 
 SMALL = {

@@ -140,6 +140,13 @@ def test_rows_of_zeros_stay_zero(type: GGMLType) -> None:
     np.testing.assert_array_equal(values_of(repack(rows, type, target), target), values_of(rows, type))
 
 
+def test_zeros_of_mxfp4_stay_zero_whatever_their_scale_and_sign() -> None:
+    rows = np.full((1, 2 * 17), 0x80, np.uint8)
+    rows[0, ::17] = 0, 200
+    target = repack_target(T.MXFP4)
+    np.testing.assert_array_equal(values_of(repack(rows, T.MXFP4, target), target), 0)
+
+
 @repacked
 def test_any_strides_are_taken(type: GGMLType) -> None:
     rows = random_rows(type, 6, 512)

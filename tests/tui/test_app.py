@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from localllm.errors import DeviceError, StoreError
-from localllm.tui.app import ChatApp, take_any_bytes
+from localllm.tui.app import take_any_bytes
 from localllm.tui.failures import sentence
 from localllm.tui.history import History
 from localllm.tui.store import Store
 from localllm.tui.widgets import transcript
-from tests.helpers.chat_app import AppModel, AppStore, Chat, Steps, chatting, setup, talk
+from tests.helpers.chat_app import AppModel, AppStore, Steps, chatting, setup, talk
 from tests.helpers.fake_chat import words
 
 REPLY = "Hello **there**.\nA second line.\n\n```python\nprint('one')\n```\n\nand\n\n```sh\nls\n```\n"
@@ -152,10 +152,8 @@ async def test_thinking_is_folded_and_its_time_is_kept() -> None:
 
 
 async def test_notices_stand_above_what_is_typed() -> None:
-    app = ChatApp(setup(AppModel()))
-    async with app.run_test(size=(80, 24), notifications=True) as pilot:
-        chat = Chat(app, pilot)
-        await chat.rest()
+    async with chatting(setup(AppModel()), notifications=True) as chat:
+        app = chat.app
         for text in ("one", "two", "three", "two"):
             app.say(text)
             await chat.hears(text)
@@ -167,7 +165,6 @@ async def test_notices_stand_above_what_is_typed() -> None:
         assert all(notice.timeout <= 4 for notice in app._notifications)
         app.tell(DeviceError("it takes some time to read this: " + "word " * 30))
         await chat.until(lambda: any(notice.timeout > 8 for notice in app._notifications))
-    app.end()
 
 
 async def test_one_thing_at_a_time() -> None:
@@ -321,10 +318,11 @@ async def test_a_resize_in_mid_stream() -> None:
     model = AppModel([" ".join(f"word{i}" for i in range(99))], gate=(steps := Steps()))
     async with chatting(setup(model)) as chat:
         await chat.say("go")
-        for n, size in ((5, (60, 15)), (30, (20, 6)), (30, (80, 24))):
-            steps.allow(n)
+        steps.allow(5)
+        await chat.sees("word4")
+        for size in ((60, 15), (20, 6), (80, 24)):
+            steps.allow(20)
             await chat.pilot.resize_terminal(*size)
-        await chat.sees("word64")
         steps.set()
         await chat.rest()
         assert "word98" in chat.screen

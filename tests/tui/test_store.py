@@ -7,6 +7,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -383,6 +384,17 @@ def test_processes_write_at_once(path: Path) -> None:
     store = Store(path)
     assert [summary.n_messages for summary in store.sessions()] == [30, 30, 30]
     store.close()
+
+
+def test_a_new_database_waits_for_a_process_that_writes(path: Path) -> None:
+    path.parent.mkdir()
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    release = threading.Timer(0.1, other.execute, ["COMMIT"])
+    release.start()
+    saved(Store(path), "hello")
+    release.join()
+    other.close()
 
 
 def test_two_processes_in_one_chat_make_branches(path: Path) -> None:

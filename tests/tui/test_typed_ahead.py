@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
+
+import pytest
 
 from localllm.progress import LoadProgress
 from localllm.tui import app
 from localllm.tui.app import ChatApp
+from localllm.tui.screens.sessions import SessionsScreen
 from localllm.tui.setup import ModelEntry, Setup
-from tests.helpers.chat_app import AppModel, Chat, chatting, keeping, press, setup, starting
+from tests.helpers.chat_app import LIMIT, AppModel, Chat, chatting, keeping, press, setup, starting
 
 
 def texts(chat: Chat) -> list[str]:
@@ -34,6 +39,24 @@ async def test_letters_search_chats_and_are_no_commands() -> None:
         await chat.sees("Search titles")
         chat.hit("escape")
         await chat.until(lambda: chat.app.screen is chat.app._chat)
+
+
+async def test_an_arrow_moves_in_what_was_searched_for_even_before_it_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = keeping(("first", "pears"), ("second", "dear"), ("third", "plums"))
+    found = threading.Event()
+    for name in ("sessions", "search"):
+        when_found = getattr(built.store, name)
+        monkeypatch.setattr(
+            built.store, name, lambda *args, when=when_found, **options: found.wait(LIMIT) and when(*args, **options)
+        )
+    async with chatting(built) as chat:
+        chat.hit("ctrl+o", "ear", "down", "enter")
+        await chat.until(lambda: isinstance(chat.app.screen, SessionsScreen))
+        await asyncio.sleep(0.1)
+        found.set()
+        await chat.until(lambda: texts(chat) == ["first", "pears"])
 
 
 async def test_a_name_and_a_path_typed_into_dialogs_that_open(tmp_path: Path) -> None:

@@ -87,7 +87,15 @@ class Find(Dialog[str]):
     ]
 
     def action_move(self, where: str) -> None:
+        self.app.ask(self._move(where))
+
+    async def _move(self, where: str) -> None:
+        await self.listed()
         getattr(self.query_one(OptionList), f"action_{where}")()
+
+    async def listed(self) -> None:
+        """Waits until the list is of what was typed."""
+        raise NotImplementedError
 
 
 class FoundList(OptionList, can_focus=False):

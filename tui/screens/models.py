@@ -102,10 +102,13 @@ class ModelsScreen(Find):
         """The model that is highlighted, or what was typed where that is none of them."""
         self.app.ask(self._choose())
 
-    async def _choose(self) -> None:
+    async def listed(self) -> None:
         if self._listing is not None:
             with suppress(WorkerFailed):  # which was told
                 await self._listing.wait()
+
+    async def _choose(self) -> None:
+        await self.listed()
         place = self.query_one(OptionList).highlighted
         typed = self.query_one(Input).value.strip()
         if place is not None and place < len(self._shown):

@@ -88,10 +88,13 @@ class SessionsScreen(Find):
             return "no chat has these words"
         return "no chat is archived" if self._archived else "no chat is kept yet"
 
-    async def _chosen(self) -> SessionSummary | None:
-        """The chat that is highlighted, once what was typed has been searched for; None if there is none."""
+    async def listed(self) -> None:
         if self._found_for != self._wanted:
             await self._list()
+
+    async def _chosen(self) -> SessionSummary | None:
+        """The chat that is highlighted, once what was typed has been searched for; None if there is none."""
+        await self.listed()
         place = self.query_one(OptionList).highlighted
         return self._found[place] if place is not None and place < len(self._found) else None
 

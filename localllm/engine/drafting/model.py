@@ -16,7 +16,7 @@ from localllm.engine.cache import CachedSequence, common_prefix
 from localllm.engine.drafting import DEFAULT_DRAFTS
 from localllm.engine.drafting.cost import StepCost, moved_rate
 from localllm.engine.runner import Chunk, ModelRunner
-from localllm.kernels.ops import Best
+from localllm.kernels.backend import TopK
 
 #: Drafting ends before a token that the draft model itself believes in less than this.
 MIN_PROBABILITY = 0.4
@@ -101,8 +101,7 @@ class ModelDrafter:
     def close(self) -> None:
         if self._sequence is not None:
             self._runner.cache.release(self._sequence)
-        self._sequence = None
-        self._most = 0
+        del self._model, self._runner  # whoever keeps the request does not keep the model in memory
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """Compares the last guess with what came.  To give up early is to know of no right token either."""
@@ -168,9 +167,9 @@ class ModelDrafter:
         return ids
 
 
-def _likeliest_of(logits: NDArray[np.float32] | Best) -> tuple[int, float]:
+def _likeliest_of(logits: NDArray[np.float32] | TopK) -> tuple[int, float]:
     """The most likely token after the last row, and its probability."""
-    if not isinstance(logits, Best):
+    if not isinstance(logits, TopK):
         return likeliest(logits[-1])
     place, probability = likeliest(logits.logits[-1])
     return int(logits.ids[-1, place]), probability

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.kernels.backend import Batch, HostOutput
+from localllm.kernels.cuda.arena import Extent
 from localllm.kernels.cuda.cache import CUDACache
+from localllm.kernels.cuda.calls import Attention, Multiply
 from localllm.kernels.cuda.costs import BatchSizes, Cost
-from localllm.kernels.cuda.operations import Attention, Multiply
-from localllm.kernels.cuda.profile import operation_seconds, total_cost, watching
-from localllm.kernels.cuda.program import Program
-from localllm.kernels.cuda.recording import Extent
-from localllm.kernels.cuda.weights import CUDALinear
-from localllm.kernels.ops import Batch, CacheShape, CacheType, HostHidden
+from localllm.kernels.cuda.profile import call_seconds, hidden_states_kept, total_cost, watching
+from localllm.kernels.cuda.step import CUDAStep
+from localllm.kernels.graph import CacheType, KVCache, Matrix
 from localllm.quant.formats import dequantize
 from localllm.quant.types import GGMLType
 from tests.benchmarks.gpu.machine import Machine
 from tests.benchmarks.gpu.sections import Row
 from tests.helpers.blocks import random_rows
+from tests.helpers.recorder import CacheShape, Ops
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import NO_CACHE, blocks
 
@@ -46,7 +47,7 @@ DECODE, FLOAT_DECODE, PREFILL, ATTENTION_DECODE, ATTENTION_PREFILL = 0.7, 0.85, 
 
 @dataclass
 class Timed:
-    """Watches a program: times all of its operations of a type, then computes the batch as it should."""
+    """Watches a step: times all of its calls of a type, then computes the batch as it should."""
 
     machine: Machine
     kind: type
@@ -54,15 +55,16 @@ class Timed:
     cost: Cost | None = None
     n: int = 0
 
-    def run(self, program: Program, batch: Batch, extent: Extent) -> None:
-        program.launch(extent)
-        chosen = [operation for operation in program.operations if isinstance(operation, self.kind)]
+    def run(self, step: CUDAStep, batch: Batch, extent: Extent) -> None:
+        chosen = [call for call in step.calls if isinstance(call, self.kind)]
         machine = self.machine
         self.n, self.cost = len(chosen), total_cost(chosen, BatchSizes.of(batch))
-        self.seconds = operation_seconds(
-            program, chosen, extent, repetitions=machine.repetitions, least_launches=machine.least_launches
-        )
-        program.launch(extent)
+        with hidden_states_kept(step):
+            step.launch(extent)
+            self.seconds = call_seconds(
+                step, chosen, extent, repetitions=machine.repetitions, least_launches=machine.least_launches
+            )
+        step.launch(extent)
 
     def row(self, wanted: float, error: float, tolerance: float, what: dict[str, Any]) -> Row:
         ceilings = self.machine.ceilings(0)
@@ -96,19 +98,13 @@ def products(machine: Machine) -> Iterator[Row]:
 
 
 def _products(machine: Machine, format: GGMLType, name: str, n_outs: Sequence[int], n_in: int) -> Iterator[Row]:
-    ops, driver = machine.make_ops(machine.driver, 0), machine.driver
+    ops = Ops(machine.make_backend(machine.driver, 0))
     pool = random_rows(format, POOL, n_in)
-    first = [ops.load_linear(blocks(_repeated(pool, n), format, n_in)) for n in n_outs]
-    stream = driver.stream(0)
-
-    def copied(weight: CUDALinear) -> CUDALinear:
-        memory = driver.allocate(0, weight.n_bytes)
-        driver.copy(memory, weight.memory, stream)
-        return replace(weight, memory=memory)
-
-    n_sets = max(1, -(-machine.sizes.copied // sum(w.n_bytes for w in first)))
-    sets = [first, *([copied(w) for w in first] for _ in range(n_sets - 1))]
-    driver.synchronize(stream)
+    rows = [_repeated(pool, n) for n in n_outs]
+    n_bytes = sum(ops.loader.planned(blocks(part, format, n_in)).n_bytes for part in rows)
+    # As many as caches do not hold.
+    n_sets = 1 + max(1, -(-machine.sizes.copied // n_bytes))
+    sets = [[Matrix(blocks(part, format, n_in)) for part in rows] for _ in range(n_sets)]
 
     def forward() -> Any:
         x = ops.hidden(n_in)
@@ -118,12 +114,12 @@ def _products(machine: Machine, format: GGMLType, name: str, n_outs: Sequence[in
 
     most = max(machine.sizes.rows)
     cache = ops.new_cache(NO_CACHE, -(-most // PAGE))
-    program = ops.compile_part(forward, cache, max_tokens=most, max_outputs=1)
+    step = ops.compile(forward, cache, max_tokens=most, max_outputs=1)
     for n in machine.sizes.rows:
         x = _repeated(np.random.default_rng(n).normal(0, 1, (min(n, DIFFERENT), n_in)).astype(np.float32), n)
         timed = Timed(machine, Multiply)
         with watching(timed):
-            y = program(make_batch([([0] * n, 0, range(cache.n_pages))], [0]), HostHidden(x)).host()
+            y = step.run(make_batch([([0] * n, 0, range(cache.n_pages))], [0]), HostOutput(x)).rows()
         error = _product_error(y, x, pool, format)
         what = {"kernel": f"linear {name}", "format": format.name, "rows": n}
         decode = FLOAT_DECODE if format in (GGMLType.F16, GGMLType.BF16) else DECODE
@@ -171,13 +167,11 @@ def attention(machine: Machine) -> Iterator[Row]:
 
 def _attention(machine: Machine, cache_type: CacheType, n_sequences: int, n: int, length: int) -> Row:
     n_heads, n_kv_heads, head_dim = machine.sizes.heads
-    ops, pages = machine.make_ops(machine.driver, 0), -(-length // PAGE)
-    shape = CacheShape(1, n_kv_heads, head_dim, cache_type)
+    ops, pages = Ops(machine.make_backend(machine.driver, 0)), -(-length // PAGE)
     # As many layers as caches do not hold; a prompt's is bound by products.
-    n_bytes = shape.bytes_per_token() * pages * PAGE * n_sequences
+    n_bytes = KVCache(0, n_kv_heads, head_dim, cache_type).bytes_per_token() * pages * PAGE * n_sequences
     n_layers = max(1, min(8, -(-machine.sizes.copied // n_bytes))) if n == 1 else 1
-    cache = ops.new_cache(replace(shape, n_layers=n_layers), pages * n_sequences)
-    keys, values = _fill(cache)
+    cache = ops.new_cache(CacheShape(n_layers, n_kv_heads, head_dim, cache_type), pages * n_sequences)
     scale = head_dim**-0.5
 
     def forward() -> Any:
@@ -187,12 +181,13 @@ def _attention(machine: Machine, cache_type: CacheType, n_sequences: int, n: int
         return y
 
     n_tokens = n * n_sequences
-    program = ops.compile_part(forward, cache, max_tokens=n_tokens, max_outputs=1)
+    step = ops.compile(forward, cache, max_tokens=n_tokens, max_outputs=1)
+    keys, values = _fill(cache.made)
     q = np.random.default_rng(3).normal(0, 1, (n_tokens, n_heads * head_dim)).astype(np.float32)
     parts = [([0] * n, length - n, range(s * pages, (s + 1) * pages)) for s in range(n_sequences)]
     timed = Timed(machine, Attention)
     with watching(timed):
-        y = program(make_batch(parts, [0]), HostHidden(q)).host()
+        y = step.run(make_batch(parts, [0]), HostOutput(q)).rows()
     last = n_tokens - 1
     expected = np.concatenate(
         [
@@ -212,24 +207,23 @@ def _attention(machine: Machine, cache_type: CacheType, n_sequences: int, n: int
 
 def _fill(cache: CUDACache) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Random keys and values in all layers; returns those of the last one, [pages, key heads, PAGE, head]."""
-    layout, shape = cache.layout, cache.layout.shape
-    random, size = np.random.default_rng(5), (layout.n_pages, shape.n_kv_heads, PAGE, layout.head)
-    found = []
-    for entries, scales in ((layout.parts[0], layout.parts[2]), (layout.parts[1], layout.parts[3])):
+    layout = cache.layouts[0]
+    random, n_heads = np.random.default_rng(5), layout.kept.n_heads
+    size, found = (cache.n_pages, n_heads, PAGE, layout.head), []
+    for entries in (0, 1):
         values: NDArray[Any]
         if layout.groups:
             values = random.integers(-127, 128, size, np.int8)
-            by_group = np.full((layout.n_pages, shape.n_kv_heads, layout.groups, PAGE), 2**-6, np.float16)
+            by_group = np.full((cache.n_pages, n_heads, layout.groups, PAGE), 2**-6, np.float16)
             found.append(values.astype(np.float32) * np.float32(2**-6))
         else:
             values = random.standard_normal(size, np.float32).astype(np.float16)
             by_group = np.empty(0, np.float16)
             found.append(values.astype(np.float32))
-        for layer in range(shape.n_layers):
-            for part, array in ((entries, values), (scales, by_group)):
-                if part.n_bytes:
-                    memory = cache.memory.at(*part.layer(layer))
-                    cache.driver.upload(memory, array.reshape(-1), cache.stream)
+        for layer in cache.layouts:
+            for part, array in ((entries, values), (2 + entries, by_group)):
+                if array.size:
+                    cache.driver.upload(cache.part(layer, part), array.reshape(-1), cache.stream)
         cache.driver.synchronize(cache.stream)
     return found[0], found[1]
 

@@ -15,12 +15,12 @@ from unittest.mock import patch
 import localllm
 from localllm.cli.bench_profile import DeviceCeilings
 from localllm.devices import Device
+from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.cpu.host import cpu_model, usable_cpus
-from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cuda import roofline
+from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.cupy_driver import open_driver
 from localllm.kernels.cuda.driver import Driver
-from localllm.kernels.cuda.ops import CUDAOps
 from localllm.llm import LLM
 from localllm.quant.types import GGMLType
 from tests.benchmarks.gpu.sections import Row
@@ -111,7 +111,7 @@ class Machine:
     """The devices, and how models come to lie on them.
 
     Attributes:
-        make_ops: the backend of a device.
+        make_backend: the backend of a device.
         scratch: a folder for models.
         repetitions: how often a piece of work is timed.
         least_launches: of one kernel, that are timed at once.
@@ -120,7 +120,7 @@ class Machine:
     driver: Driver
     sizes: Sizes
     scratch: Path
-    make_ops: Callable[[Driver, int], CUDAOps]
+    make_backend: Callable[[Driver, int], CUDABackend]
     repetitions: int = 5
     least_launches: int = 16
     is_emulated: bool = False
@@ -152,7 +152,7 @@ class Machine:
 def real(scratch: Path) -> Iterator[Machine]:
     """This machine's GPUs.  DeviceError where there is none."""
     driver = open_driver()
-    yield Machine(driver, FULL, scratch, lambda driver, device: CUDAOps(driver, device, compiles_ahead=False))
+    yield Machine(driver, FULL, scratch, lambda driver, device: CUDABackend(driver, device, compiles_ahead=False))
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def emulated(scratch: Path, driver: EmulatedDriver | None = None) -> Iterator[Ma
     driver = driver or emulated_driver.EmulatedDriver(2, memory=1 << 26)
 
     def devices(name: str, **_: Any) -> tuple[Device, ...]:
-        host = Device("cpu", "kernels", 1, 1, CPUOps(threads=1), lambda: None)
+        host = Device("cpu", "kernels", 1, 1, CPUBackend(threads=1), lambda: None)
         numbers = [] if name == "cpu" else [int(n) for n in name.removeprefix("cuda:").split(",")]
         gpus = (
             Device(f"cuda:{i}", "CUDA", 1, 1, emulated_cuda(driver, i), lambda: None, lambda: 1 << 40)

@@ -12,16 +12,15 @@ import pytest
 import localllm
 from localllm import devices
 from localllm.errors import DeviceError
-from localllm.kernels.cpu.ops import CPUOps
 from localllm.kernels.cuda import cupy_driver
 from localllm.kernels.cuda.cupy_driver import CupyDriver
 from localllm.kernels.cuda.driver import Driver
-from localllm.kernels.ops import Backend
 from localllm.llm import LLM
 from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.fake_cupy import FakeCupy
 from tests.helpers.data import ROOT
+from tests.helpers.recorder import CPUOps, backend_of
 from tests.kernels.cuda.device import Device
 from tests.kernels.cuda.python_kernels import KERNELS
 
@@ -76,10 +75,10 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
     """Loads a model on the CPU and other backends."""
     opened: list[LLM] = []
 
-    def load_on(path: Path, *backends: Backend, **options: Any) -> LLM:
-        host = devices.Device("cpu", "kernels", 1, 1, cpu(), lambda: None)
+    def load_on(path: Path, *backends: Any, **options: Any) -> LLM:
+        host = devices.Device("cpu", "kernels", 1, 1, cpu().backend, lambda: None)
         gpus = [
-            devices.Device(f"cuda:{i}", "kernels", 1, 1, ops, lambda: None, lambda: PLENTY)
+            devices.Device(f"cuda:{i}", "kernels", 1, 1, backend_of(ops), lambda: None, lambda: PLENTY)
             for i, ops in enumerate(backends)
         ]
         monkeypatch.setattr("localllm.loading.open_devices", lambda *_, **__: (host, *gpus))

@@ -23,7 +23,7 @@ from localllm.kernels.cuda.driver import Defines
 from localllm.kernels.cuda.launch import Launch
 from localllm.kernels.cuda.matmul import PACKED_FORMATS
 from localllm.kernels.cuda.module import flat_source
-from localllm.kernels.ops import CACHE_TYPES, CacheType
+from localllm.kernels.graph import CACHE_TYPES, CacheType
 from localllm.quant.lut import KernelType
 from tests.cuda_on_cpu import nvrtc
 from tests.cuda_on_cpu.nvrtc import Resources

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from localllm.kernels.cuda.cache import PAGE, CacheLayout, Part
 from localllm.kernels.cuda.rope import phases
-from localllm.kernels.ops import CacheShape, CacheType, Rope
+from localllm.kernels.graph import CacheType, KVCache, Rope
 from localllm.kernels.reference import in_q8_0, in_range
 from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
@@ -39,12 +39,12 @@ class Written:
         norms: tuple[Array | None, Array | None] = (None, None),
         n_tokens: int = N_TOKENS,
     ) -> None:
-        self.layout = CacheLayout(CacheShape(2, N_KV_HEADS, head_dim, cache_type), N_PAGES)
+        self.layout = CacheLayout(KVCache(1, N_KV_HEADS, head_dim, cache_type), N_PAGES)
         self.cache_type, self.head_dim = cache_type, head_dim
         q, k, v = (device.upload(x) for x in qkv)
-        whole = np.full(self.layout.n_bytes, 0xFF, np.uint8)
+        whole = np.full(2 * self.layout.n_bytes, 0xFF, np.uint8)
         memory = device.upload(whole)
-        layers = [memory.at(*part.layer(1)) for part in self.layout.parts]
+        layers = [memory.at(*self.place(part)) for part in self.layout.parts]
         frequencies = np.zeros(1, np.float32) if rope is None else rope.frequencies
         weights = [device.upload(np.zeros(1, np.float32) if w is None else w) for w in norms]
         which = sum(1 << i for i, w in enumerate(norms) if w is not None)
@@ -60,11 +60,15 @@ class Written:
         grid = (-(-(N_HEADS + 2 * N_KV_HEADS) // 4), N_TOKENS)
         device.driver.launch(module, "rope_append", grid, (128,), arguments, device.stream)
         self.q = device.download(q, np.float32, N_TOKENS, N_HEADS, head_dim)
-        self.memory = device.download(memory, np.uint8, self.layout.n_bytes)
+        self.memory = device.download(memory, np.uint8, len(whole))
+
+    def place(self, part: Part) -> tuple[int, int]:
+        """Where a part begins, and its bytes."""
+        return self.layout.n_bytes + part.offset, part.n_bytes
 
     def part(self, number: int) -> Array:
         """Part of the layer: entries [pages, heads, PAGE, head], or scales [pages, heads, groups, PAGE]."""
-        offset, n_bytes = self.layout.parts[number].layer(1)
+        offset, n_bytes = self.place(self.layout.parts[number])
         raw = self.memory[offset : offset + n_bytes]
         if number >= 2:
             return raw.view(np.float16).reshape(N_PAGES, N_KV_HEADS, -1, PAGE)
@@ -147,7 +151,7 @@ def test_caches_of_heads_of_any_size(device: Device, head_dim: int, cache_type: 
         assert (out.held(number)[..., head_dim:] == 0).all()
     changed = np.zeros(len(out.memory), bool)
     for part in out.layout.parts:
-        offset, n_bytes = part.layer(1)
+        offset, n_bytes = out.place(part)
         changed[offset : offset + n_bytes] = True
     assert (out.memory[~changed] == 0xFF).all()
     for number in range(4 if cache_type == "q8_0" else 2):
@@ -206,12 +210,12 @@ def copied_page(device: Device, part: Part) -> Array:
     before = pages(part)
     memory = device.upload(before)
     module = device.driver.load_module(0, "append", {"HEAD_DIM": 8, "Q8_0": 0})
-    sizes = np.int32(part.page_bytes), np.int64(part.layer_bytes), np.int32(4), np.int32(1)
+    sizes = np.int32(part.page_bytes), np.int64(part.n_bytes), np.int32(4), np.int32(1)
     device.driver.launch(module, "copy_page", (1, 3), (256,), [memory, *sizes], device.stream)
     return device.download(memory, np.uint8, *before.shape)
 
 
-PART = CacheLayout(CacheShape(3, 2, 8), 5).parts[0]
+PART = CacheLayout(KVCache(0, 2, 8), 5).parts[0]
 
 
 def test_a_page_is_copied_in_all_layers(device: Device) -> None:

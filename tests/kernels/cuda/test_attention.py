@@ -15,7 +15,7 @@ from localllm.kernels.cuda import attention
 from localllm.kernels.cuda.attention import Heads, Variant, Work, choose_variant
 from localllm.kernels.cuda.cache import PAGE, CacheLayout, padded_head
 from localllm.kernels.cuda.driver import DeviceMemory
-from localllm.kernels.ops import CacheShape
+from localllm.kernels.graph import KVCache
 from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.errors import KernelFault
@@ -25,9 +25,9 @@ from tests.kernels.cuda.device import Device
 Floats = NDArray[Any]
 #: A sequence: its new tokens, and its length in the cache with them.
 Lengths = Sequence[tuple[int, int]]
-#: Enough to have whole and partial tiles, spans and pages, one token and many, and no past.
+#: Enough to have whole and partial tiles, splits and pages, one token and many, and no past.
 RAGGED: Lengths = ((5, 700), (1, 300), (70, 70), (1, 1), (3, 260))
-PARTS = 1 << 24
+PARTIALS = 1 << 24
 
 
 def variant_of(head_dim: int, kind: str = "f16", device: Device | None = None, **more: Any) -> Variant:
@@ -62,7 +62,7 @@ class Talk:
         rng = np.random.default_rng(self.seed)
         dim, n_kv = self.variant.head_dim, self.heads.n_kv_heads
         n_pages = [-(-length // PAGE) for _, length in self.lengths]
-        shape = CacheShape(1, n_kv, dim, self.variant.cache_type)
+        shape = KVCache(0, n_kv, dim, self.variant.cache_type)
         self.layout = CacheLayout(shape, sum(n_pages) + 1)
         pages = rng.permutation(self.layout.n_pages)
         self.tables = np.full((len(n_pages), max(n_pages)), -1, np.int32)
@@ -120,8 +120,8 @@ class Talk:
     def work_of_bucket(self) -> Work:
         return attention.work_of_bucket(self.n_tokens, max(n for _, n in self.lengths), self.heads)
 
-    def work(self, part_bytes: int) -> Work:
-        return attention.work_of_batch(self.lengths, self.heads, self.variant, part_bytes)
+    def work(self, partial_bytes: int) -> Work:
+        return attention.work_of_batch(self.lengths, self.heads, self.variant, partial_bytes)
 
     def run(self, work: Work) -> Floats:
         """float32 [T, query heads, head_dim]; NaN where nothing was written."""
@@ -129,13 +129,13 @@ class Talk:
         lengths = np.array([length for _, length in self.lengths], np.int32)
         header = np.array([self.n_tokens, 0, len(lengths)], np.int32)
         q, out = device.upload(self.q), device.upload(np.full_like(self.q, np.nan))
-        sums, states = (device.empty(max(16, 4 * n)) for n in work.part_floats(heads, self.variant))
+        sums, states = (device.empty(max(16, 4 * n)) for n in work.partial_floats(heads, self.variant))
         tables = [device.upload(array) for array in (header, self.starts, lengths, self.tables)]
         cache: list[DeviceMemory] = []
         for entries, scales in zip(self.entries, self.scales, strict=True):
             cache += [device.upload(entries), device.upload(scales)]
         stride, sinks = np.int32(self.q.shape[1]), device.upload(self.sinks)
-        parts = [np.int32(work.max_parts), np.int32(work.part_rows)]
+        parts = [np.int32(work.max_splits), np.int32(work.partial_rows)]
         scoring = [np.float32(self.scale), np.float32(self.soft_cap)]
         own: dict[str, list[Any]] = {
             "attention_prefill": [*cache, q, stride, out, stride, sinks, *scoring],
@@ -177,8 +177,8 @@ def assert_right(talk: Talk) -> Floats:
     """Split, prefilled, and some of both: the same bits, and the formula's values."""
     out = talk.run(talk.work_of_bucket())
     assert_close(out, talk.expected())
-    for part_bytes in (0, PARTS):
-        np.testing.assert_array_equal(talk.run(talk.work(part_bytes)), out)
+    for partial_bytes in (0, PARTIALS):
+        np.testing.assert_array_equal(talk.run(talk.work(partial_bytes)), out)
     return out
 
 
@@ -331,13 +331,13 @@ def test_heads_of_other_sizes_are_refused(head_dim: int) -> None:
         choose_variant(head_dim, "f16", 227 << 10)
 
 
-def test_parts_that_do_not_fit_are_prefilled() -> None:
+def test_partials_that_do_not_fit_are_prefilled() -> None:
     heads, variant = Heads(8, 4), choose_variant(128, "f16", 227 << 10)
     lengths = [(1, 32768)] * 4 + [(20, 1000), (600, 600)]
     roomy, tight, none = (attention.work_of_batch(lengths, heads, variant, n) for n in (1 << 30, 1 << 24, 1 << 10))
     assert (roomy.split_tokens, roomy.prefill_tiles, roomy.split_tiles) == (64, 19, 9)
     assert 1 <= tight.split_tokens < 20
-    assert 4 * sum(tight.part_floats(heads, variant)) <= 1 << 24
+    assert 4 * sum(tight.partial_floats(heads, variant)) <= 1 << 24
     assert (none.split_tokens, none.split_tiles, none.prefill_tiles) == (0, 0, 4 + 1 + 19)
 
 

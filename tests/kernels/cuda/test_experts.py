@@ -14,15 +14,16 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels.cuda import matmul
+from localllm.kernels.cuda.arena import Mixture
+from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.experts import MAX_CHOSEN, MAX_EXPERTS
 from localllm.kernels.cuda.matmul import PACKED_FORMATS
-from localllm.kernels.cuda.ops import CUDAOps
-from localllm.kernels.cuda.recording import Mixture
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.module import ORDERS, Order
 from tests.helpers.backends import emulated_cuda, no_harness
 from tests.helpers.blocks import random_rows
+from tests.helpers.recorder import Ops
 from tests.helpers.weights import Tensor, f32, one_sequence, run
 from tests.kernels.cuda.device import Device
 
@@ -94,10 +95,16 @@ def test_no_more_places_and_products_are_needed_than_there_is_room_for() -> None
 
 @pytest.mark.parametrize(("n", "k"), [(MAX_EXPERTS + 1, 1), (64, MAX_CHOSEN + 1)])
 def test_more_experts_than_kernels_know_are_refused(n: int, k: int) -> None:
-    ops = emulated_cuda()
+    ops = Ops(emulated_cuda())
     table = ops.load_embedding(f32(np.zeros((1, n))))
+
+    def forward() -> Any:
+        x = ops.embed(table)
+        ops.route(x, k, norm_topk_prob=True)
+        return ops.outputs(x)
+
     with pytest.raises(KernelError, match=f"{n} experts, of which a token goes to {k}"):
-        run(ops, lambda: ops.route(ops.embed(table), k, normalise=True), one_sequence(1))
+        run(ops, forward, one_sequence(1))
 
 
 # -- Whole mixtures, every access judged ---------------------------------------------------------------------------
@@ -107,7 +114,7 @@ N_EXPERTS, N_FF, D, K = 3, 64, 256, 2
 BATCHES = {"matvec_experts": 2, "matmul_few_experts": 7, "matmul_experts": 20}
 
 
-def mixed(ops: CUDAOps, type: GGMLType, n: int) -> NDArray[np.float32]:
+def mixed(ops: Ops, type: GGMLType, n: int) -> NDArray[np.float32]:
     """What ``n`` tokens become."""
     rng = np.random.default_rng(1)
 
@@ -121,7 +128,7 @@ def mixed(ops: CUDAOps, type: GGMLType, n: int) -> NDArray[np.float32]:
 
     def forward() -> Any:
         x, logits, residual = (ops.embed(table) for table in tables)
-        routing = ops.route(logits, K, normalise=True)
+        routing = ops.route(logits, K, norm_topk_prob=True)
         h = ops.gated(*ops.expert_linears(x, [gate, up], routing), "silu")
         return ops.outputs(ops.expert_output(h, down, routing, residual))
 
@@ -133,8 +140,8 @@ def expected(n: int) -> NDArray[np.float32]:
     return mixed(ops_of(EmulatedDriver()), T.Q4_0, n)
 
 
-def ops_of(driver: EmulatedDriver) -> CUDAOps:
-    return CUDAOps(driver, 0, compiles_ahead=False, tile_rows=(16,))
+def ops_of(driver: EmulatedDriver) -> Ops:
+    return Ops(CUDABackend(driver, 0, compiles_ahead=False, tile_rows=(16,)))
 
 
 @pytest.mark.parametrize("n", BATCHES.values(), ids=BATCHES)

@@ -22,7 +22,7 @@ from tests.kernels.cuda.test_matmul import INTEGERS, TENSOR_INTEGERS, assert_nea
 
 T = GGMLType
 SEEDS = range(2)
-#: Tokens before and within a sequence: about those of a tile, a page and a span.
+#: Tokens before and within a sequence: about those of a tile, a page and a KV split.
 EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 330)
 #: Weights of numbers that float16 has at its ends, and of those that it has not: zero and subnormal scales too.
 SCALES = (0.0, 2.0**-24, 3.0 * 2.0**-20, 2.0**-14, 0.02, 1.0, 60000.0)

@@ -18,13 +18,13 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.kernels.cuda import matmul
+from localllm.kernels.cuda.arena import Mixture
 from localllm.kernels.cuda.attention import Heads, Variant, choose_variant
 from localllm.kernels.cuda.driver import Defines
 from localllm.kernels.cuda.matmul import PACKED_FORMATS
 from localllm.kernels.cuda.module import FOLDER
-from localllm.kernels.cuda.recording import Mixture
 from localllm.kernels.cuda.roofline import KINDS, CUDARoofline, Kind
-from localllm.kernels.ops import Rope
+from localllm.kernels.graph import Rope
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu import build, mutate, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver

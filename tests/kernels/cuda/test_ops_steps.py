@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 from localllm.errors import KernelError
-from localllm.kernels.cuda import cupy_driver
-from localllm.kernels.cuda import program as programs
-from localllm.kernels.cuda import recording as recordings
+from localllm.kernels.backend import HostOutput, Step
+from localllm.kernels.cuda import arena, cupy_driver
+from localllm.kernels.cuda import step as steps
+from localllm.kernels.cuda.arena import Inputs
+from localllm.kernels.cuda.backend import CUDABackend
+from localllm.kernels.cuda.calls import Gate, Norm
 from localllm.kernels.cuda.driver import DeviceMemory
-from localllm.kernels.cuda.operations import Gate, Norm
-from localllm.kernels.cuda.ops import CUDAOps
-from localllm.kernels.cuda.program import Program
-from localllm.kernels.ops import CacheShape, HostHidden, Step
-from localllm.kernels.split import SplitOps
+from localllm.kernels.graph import Matrix
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu import fake_cupy
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.helpers import tiny_models
 from tests.helpers.backends import emulated_cuda, no_harness
+from tests.helpers.recorder import CacheShape, Ops, SplitOps
 from tests.helpers.run_model import Runner, make_batch
 from tests.helpers.weights import NO_CACHE, f32
 from tests.kernels.cuda.watched import KernellessDriver, WatchedDriver
@@ -49,7 +49,7 @@ def small(path: Path, **changes: Any) -> Path:
     return tiny_models.tiny_gguf(path / "model.gguf", type=T.Q4_0, **options)
 
 
-def watched(**options: Any) -> tuple[WatchedDriver, CUDAOps]:
+def watched(**options: Any) -> tuple[WatchedDriver, CUDABackend]:
     driver = WatchedDriver(**options)
     return driver, emulated_cuda(driver)
 
@@ -59,7 +59,7 @@ def watched(**options: Any) -> tuple[WatchedDriver, CUDAOps]:
 
 def test_a_layer_takes_eleven_launches_for_a_token(tmp_path: Path) -> None:
     driver = KernellessDriver()
-    runner = Runner(small(tmp_path), CUDAOps(driver, 0, compiles_ahead=False))
+    runner = Runner(small(tmp_path), CUDABackend(driver, 0, compiles_ahead=False))
     driver.forget()
     runner.run((IDS[:1], 0, [0]))
     once = dict(driver.kernels)
@@ -90,7 +90,7 @@ def test_batches_of_a_bucket_are_one_replay(tmp_path: Path) -> None:
 def test_pinned_memory_holds_block_tables_of_batches_that_came(tmp_path: Path) -> None:
     """Not of as many sequences as there may be tokens."""
     driver, n_pages = KernellessDriver(memory=1 << 27), 2000
-    runner = Runner(small(tmp_path), CUDAOps(driver, 0, compiles_ahead=False, chunk_bytes=1 << 12), n_pages)
+    runner = Runner(small(tmp_path), CUDABackend(driver, 0, compiles_ahead=False, chunk_bytes=1 << 12), n_pages)
     of_one_each = 4 * 4 * n_pages
     assert driver.pinned_bytes < 10 * of_one_each
     for n_sequences, tables in ((1, None), (1, 0), (3, 6), (6, 0), (7, 14)):
@@ -105,7 +105,7 @@ def test_pinned_memory_holds_block_tables_of_batches_that_came(tmp_path: Path) -
 def test_a_graph_serves_caches_of_its_length_and_shorter_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "SHORTEST", 64)
+    monkeypatch.setattr(steps, "SHORTEST", 64)
     driver, ops = watched()
     path = small(tmp_path, num_hidden_layers=1)
     runner, pages = Runner(path, ops, 8), [3, 1, 7, 0, 6]
@@ -117,7 +117,7 @@ def test_a_graph_serves_caches_of_its_length_and_shorter_ones(
         out = runner.run((IDS[past : past + 1], past, pages))
         np.testing.assert_array_equal(out[0], at_once[past])
         launched.append(driver.calls["launch"] > 0)
-    # Launched, captured, and then replayed; once more for those with more than a span of 256 tokens.
+    # Launched, captured, and then replayed; once more for those with more than a split of 256 tokens.
     assert launched == [True, True, *[False] * 4, True, False, True, False, False]
 
 
@@ -128,7 +128,7 @@ def test_where_parts_of_attention_take_too_much_memory_nothing_is_split(
     path = small(tmp_path, num_hidden_layers=1)
     pages = [3, 1, 7, 0, 6]
     at_once = Runner(path, emulated_cuda(), 8).run((IDS[:290], 0, pages))
-    monkeypatch.setattr(recordings, "MOST_PART_BYTES", 1 << 8)
+    monkeypatch.setattr(arena, "MAX_PARTIAL_BYTES", 1 << 8)
     driver, ops = watched()
     runner = Runner(path, ops, 8)
     runner.run((IDS[:285], 0, pages), outputs=[])
@@ -142,7 +142,7 @@ def test_kernels_of_every_batch_are_compiled_ahead(tmp_path: Path) -> None:
     for kind, capability in (("llama", (9, 0)), ("llama", (7, 5)), ("qwen2", (8, 6))):
         driver = KernellessDriver(capability=capability, shared_bytes=(64 if capability < (8, 0) else 99) << 10)
         path = tiny_models.tiny_gguf(tmp_path / "m.gguf", kind, type=T.Q8_0, max_position_embeddings=2048)
-        runner = Runner(path, CUDAOps(driver, 0))
+        runner = Runner(path, CUDABackend(driver, 0))
         ahead = {key for key in driver.compiled if key[0] != "pack"}
         assert ahead
         driver.loaded.clear()
@@ -155,7 +155,7 @@ def test_kernels_of_every_batch_are_compiled_ahead(tmp_path: Path) -> None:
 def test_what_a_batch_is_not_counted_in_stays_alone(tmp_path: Path) -> None:
     """A step without outputs launches nothing behind the layers."""
     driver = KernellessDriver()
-    runner = Runner(small(tmp_path), CUDAOps(driver, 0, compiles_ahead=False))
+    runner = Runner(small(tmp_path), CUDABackend(driver, 0, compiles_ahead=False))
     driver.forget()
     out = runner.run((IDS[:100], 0, [0, 1]), outputs=[])
     assert out.shape == (0, 300)
@@ -189,9 +189,9 @@ def test_what_the_backend_asks_of_cupy(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(fake_cupy, "FakeFunction", _NoFunction)
     monkeypatch.setattr(cupy_driver, "import_cupy", lambda: fake_cupy.FakeCupy([1 << 28] * 2, _AnyKernel()))
     driver = cupy_driver.CupyDriver()
-    split = SplitOps([(CUDAOps(driver, i), n) for i, n in ((0, 1), (1, 2))], micro_batch=32)
+    split = SplitOps([(CUDABackend(driver, i), n) for i, n in ((0, 1), (1, 2))], micro_batch=32)
     path = small(tmp_path)
-    for runner in (Runner(path, split, 8), Runner(path, CUDAOps(driver, 1), 8)):
+    for runner in (Runner(path, split, 8), Runner(path, CUDABackend(driver, 1), 8)):
         for n in (1, 1, 1, 5, 5, 100, 100):
             assert runner.run((IDS[:n], 0, [0, 1])).shape == (n, 300)
         runner.cache.copy_page(0, 1)
@@ -206,19 +206,15 @@ def overlap(a: DeviceMemory, b: DeviceMemory) -> bool:
 
 @pytest.mark.parametrize("max_tokens", [1, 7, 32, 512])
 def test_integers_of_a_norm_or_gate_lie_apart_from_what_it_reads(tmp_path: Path, max_tokens: int) -> None:
-    ops = CUDAOps(KernellessDriver(), 0, compiles_ahead=False)
-    model = Runner(small(tmp_path), ops).model
-    step = ops.compile(
-        lambda: model.forward(ops), ops.new_cache(model.cache_shape, 4), max_tokens=max_tokens, max_outputs=512
-    )
-    fused = [o for o in step.part.operations if isinstance(o, Norm | Gate) and o.inputs is not None]
+    ops = CUDABackend(KernellessDriver(), 0, compiles_ahead=False)
+    step = Runner(small(tmp_path), ops, 4, max_tokens).step
+    fused = [call for call in step.calls if isinstance(call, Norm | Gate) and isinstance(call.y, Inputs)]
     assert len(fused) == 3 * 3 + 1
-    for operation in fused:
-        assert operation.inputs is not None
-        read = [operation.x] if isinstance(operation, Norm) else [operation.gate, operation.up]
-        for rows in read:
-            assert not overlap(rows.memory, operation.inputs.units)
-            assert not overlap(rows.memory, operation.inputs.scales)
+    for call in fused:
+        assert isinstance(call.y, Inputs)
+        for rows in [call.x] if isinstance(call, Norm) else [call.gate, call.up]:
+            assert not overlap(rows.memory, call.y.units)
+            assert not overlap(rows.memory, call.y.scales)
 
 
 @needs_harness
@@ -234,8 +230,9 @@ def test_kernels_touch_nothing_that_is_not_theirs(tmp_path: Path) -> None:
 # -- Choice of tokens ----------------------------------------------------------------------------------------------
 
 
-def logits_step(ops: CUDAOps, logits: np.ndarray) -> Step:
+def logits_step(backend: CUDABackend, logits: np.ndarray) -> Step:
     """Whose logits are rows of a table."""
+    ops = Ops(backend)
     table = ops.load_embedding(f32(logits))
     n = len(logits)
     return ops.compile(lambda: ops.outputs(ops.embed(table)), ops.new_cache(NO_CACHE, 4), max_tokens=n, max_outputs=n)
@@ -252,7 +249,7 @@ def test_the_best_ids_are_chosen_on_the_device() -> None:
     for rows in ([0, 1, 2, 3, 4, 5], [3], [5, 1]):
         for k, n_bytes in ((1, 8), (2, 8 * 64), (64, 8 * 64), (65, 8 * 256)):
             driver.forget()
-            ids, values = step.best(make_batch([(range(6), 0, [0])], outputs=rows), k)
+            ids, values = step.top_k(make_batch([(range(6), 0, [0])], outputs=rows), k)
             expected = logits[rows].argmax(axis=1)  # the first NaN if there is one
             np.testing.assert_array_equal(ids[:, 0], expected)
             assert (driver.calls["download"], driver.downloaded_bytes) == (1, n_bytes * len(rows))
@@ -261,32 +258,30 @@ def test_the_best_ids_are_chosen_on_the_device() -> None:
                 if not np.isnan(row).any():
                     np.testing.assert_array_equal(found, wanted)
                     np.testing.assert_array_equal(value, row[wanted])
-    ids, values = step.best(make_batch([(range(6), 0, [0])], outputs=[]), 5)
+    ids, values = step.top_k(make_batch([(range(6), 0, [0])], outputs=[]), 5)
     assert ids.shape == values.shape == (0, 5)
 
 
 def test_numbers_of_choices_out_of_range() -> None:
-    step = logits_step(CUDAOps(KernellessDriver(), 0), np.zeros((2, 40), np.float32))
+    step = logits_step(CUDABackend(KernellessDriver(), 0), np.zeros((2, 40), np.float32))
     batch = make_batch([([0], 0, [0])])
     for k in (0, 41):
         with pytest.raises(KernelError, match=f"{k} of 40 logits cannot be chosen: 1 to 40 can"):
-            step.best(batch, k)
+            step.top_k(batch, k)
 
 
 # -- Parts ---------------------------------------------------------------------------------------------------------
 
 
-def doubling(ops: CUDAOps) -> Program:
+def doubling(backend: CUDABackend) -> Step:
     """A part that adds hidden states of 40 values to a product with a unit matrix: that doubles them."""
-    unit = ops.load_linear(f32(np.eye(40)))
+    ops, unit = Ops(backend), Matrix(f32(np.eye(40)))
 
     def forward() -> Any:
         x = ops.hidden(40)
         return ops.linear(x, unit, residual=x)
 
-    part = ops.compile_part(forward, ops.new_cache(CacheShape(1, 1, 16), 1), max_tokens=9, max_outputs=1)
-    assert isinstance(part, Program)
-    return part
+    return ops.compile(forward, ops.new_cache(CacheShape(1, 1, 16), 1), max_tokens=9, max_outputs=1)
 
 
 Orders = Sequence[tuple[str, int]]
@@ -306,28 +301,28 @@ def test_hidden_states_go_from_device_to_device(order: Any, peers: bool) -> None
             n = 1 + i % 9
             batch = make_batch([(range(n), 0, [0])], outputs=[])
             given = rows[:n].copy()
-            hidden: Any = HostHidden(given)
+            hidden: Any = HostOutput(given)
             for part in parts:
-                hidden = part(batch, hidden)
+                hidden = part.run(batch, hidden)
             given[:] = np.nan  # it was read
             if i % 3 == 0:
-                found.append((i, n, hidden.host().copy()))
+                found.append((i, n, hidden.rows().copy()))
         for i, n, out in found:
             np.testing.assert_array_equal(out, 16 * x[i, :n])
 
 
 def test_hidden_states_that_do_not_fit() -> None:
-    part = doubling(CUDAOps(KernellessDriver(), 0, compiles_ahead=False))
+    part = doubling(CUDABackend(KernellessDriver(), 0, compiles_ahead=False))
     batch = make_batch([(range(3), 0, [0])], outputs=[])
-    with pytest.raises(KernelError, match="begins with hidden states of 40, but was given none"):
-        part(batch, None)
+    with pytest.raises(KernelError, match="begins with hidden states of 40 values, but was given none"):
+        part.run(batch, None)
     wrongs: list[Any] = [np.zeros((2, 40), np.float32), np.zeros((3, 41), np.float32), np.zeros((3, 40))]
     for wrong in wrongs:
         with pytest.raises(KernelError, match=r"needs \[3, 40\] in float32"):
-            part(batch, HostHidden(wrong))
-    before = part(make_batch([(range(2), 0, [0])], outputs=[]), HostHidden(np.zeros((2, 40), np.float32)))
+            part.run(batch, HostOutput(wrong))
+    before = part.run(make_batch([(range(2), 0, [0])], outputs=[]), HostOutput(np.zeros((2, 40), np.float32)))
     with pytest.raises(KernelError, match=r"given hidden states \[2, 40\]"):
-        part(batch, before)
+        part.run(batch, before)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +335,7 @@ def test_hidden_states_that_do_not_fit() -> None:
     ],
 )
 def test_batches_that_do_not_fit(batch: Callable[[], Any], words: str) -> None:
-    ops = CUDAOps(KernellessDriver(), 0, compiles_ahead=False)
+    ops = Ops(CUDABackend(KernellessDriver(), 0, compiles_ahead=False))
     table = ops.load_embedding(f32(np.zeros((40, 40))))
     cache = ops.new_cache(CacheShape(1, 1, 16), 1)
     step = ops.compile(lambda: ops.outputs(ops.embed(table)), cache, max_tokens=9, max_outputs=9)

@@ -7,15 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.costs import BatchSizes, Cost, cost, describe
-from localllm.kernels.cuda.ops import CUDAOps
 from localllm.kernels.cuda.profile import BusyTime, Profiler, total_cost, watching
-from localllm.kernels.split import SplitOps
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.helpers import tiny_models
 from tests.helpers.backends import emulated_cuda, no_harness
+from tests.helpers.recorder import CacheShape, Ops, SplitOps
 from tests.helpers.run_model import Runner, make_batch
+from tests.helpers.weights import f32
 from tests.kernels.cuda.watched import KernellessDriver
 
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, 300, 70)]
@@ -41,7 +42,7 @@ def inputs(n_in: int) -> int:
 
 def test_the_shares_of_a_token(tmp_path: Path) -> None:
     driver = KernellessDriver()
-    runner = Runner(small(tmp_path), CUDAOps(driver, 0, compiles_ahead=False))
+    runner = Runner(small(tmp_path), CUDABackend(driver, 0, compiles_ahead=False))
     profiler = Profiler(repetitions=2, least_launches=1)
     with watching(profiler):
         runner.run((IDS[:1], 40, [2]))
@@ -85,7 +86,7 @@ def test_the_shares_of_a_token(tmp_path: Path) -> None:
 
 def test_the_shares_of_a_mixture(tmp_path: Path) -> None:
     """Of 4 experts, tokens go to 2: one token to half of them, and three that go anywhere to 7 of 8 halves."""
-    runner = Runner(small(tmp_path, "mixtral"), CUDAOps(KernellessDriver(), 0, compiles_ahead=False))
+    runner = Runner(small(tmp_path, "mixtral"), CUDABackend(KernellessDriver(), 0, compiles_ahead=False))
     row, gate, experts = 4 * WIDTH, 4 * GATE, 4 * packed(GATE, WIDTH)
     for n, used in ((1, 1 / 2), (3, 7 / 8)):
         profiler, pairs = Profiler(repetitions=1, least_launches=1), 2 * n
@@ -120,11 +121,10 @@ def test_the_shares_of_a_mixture(tmp_path: Path) -> None:
 
 
 def test_capped_logits_are_read_and_written(tmp_path: Path) -> None:
-    ops = CUDAOps(KernellessDriver(), 0, compiles_ahead=False)
-    runner, profiler = Runner(small(tmp_path), ops), Profiler(repetitions=1, least_launches=1)
-    capped = ops.compile(
-        lambda: ops.softcap(runner.model.forward(ops), 30.0), runner.cache, max_tokens=8, max_outputs=8
-    )
+    ops = Ops(CUDABackend(KernellessDriver(), 0, compiles_ahead=False))
+    table, profiler = ops.load_embedding(f32(np.ones((300, N_VOCAB)))), Profiler(repetitions=1, least_launches=1)
+    cache = ops.new_cache(CacheShape(1, 1, 16), 1)
+    capped = ops.compile(lambda: ops.softcap(ops.outputs(ops.embed(table)), 30.0), cache, max_tokens=8, max_outputs=8)
     with watching(profiler):
         capped(make_batch([(IDS[:3], 0, [0])], outputs=[0, 2]))
     assert profiler.profiles[0].shares["softcap"].cost == Cost(2 * 2 * 4 * N_VOCAB)

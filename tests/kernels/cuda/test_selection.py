@@ -12,7 +12,6 @@ import pytest
 from localllm.engine.drafting import Drafts
 from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.lookup import LookupDrafter
-from localllm.kernels.cuda.ops import CUDAOps
 from localllm.llm import LLM
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
@@ -47,7 +46,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def full(load: Callable[..., LLM], path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """The model on a device that gives all logits."""
     with monkeypatch.context() as patched:
-        patched.setattr(CUDAOps, "most_choices", 0)
+        patched.setattr("localllm.kernels.cuda.step.MAX_TOP_K", 0)
         return load(path, emulated_cuda())
 
 
@@ -80,7 +79,7 @@ def test_on_the_last_of_several_devices(
         return load(path, *(emulated_cuda(driver, i) for i in range(1 + ("tensor_split" in options))), **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(CUDAOps, "most_choices", 0)
+        patched.setattr("localllm.kernels.cuda.step.MAX_TOP_K", 0)
         full = load_split()
     llm = load_split()
     assert len(llm.info.placement.devices) == 2

@@ -15,9 +15,9 @@ from localllm.cli.bench_ceilings import amount, ceiling
 from localllm.cli.bench_profile import DeviceCeilings, DeviceProfile
 from localllm.cli.bench_work import Test, Work
 from localllm.devices import Device
-from localllm.kernels.cpu.ops import CPUOps
+from localllm.kernels.cpu.backend import CPUBackend
+from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.costs import Cost
-from localllm.kernels.cuda.ops import CUDAOps
 from localllm.kernels.cuda.profile import Profile, Share
 from localllm.quant.types import GGMLType
 from tests.helpers.command_line import Outcome, run_main
@@ -38,9 +38,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[byte
 
     def run_on(*flags: str, n_gpus: int = 1) -> Outcome:
         driver = KernellessDriver(max(1, n_gpus), memory=1 << 26)
-        host = Device("cpu", "kernels", 1, 1, CPUOps(threads=1), lambda: None)
+        host = Device("cpu", "kernels", 1, 1, CPUBackend(threads=1), lambda: None)
         gpus = [
-            Device(f"cuda:{i}", "CUDA kernels", 1, 1, CUDAOps(driver, i), lambda: None, lambda: 1 << 40)
+            Device(f"cuda:{i}", "CUDA kernels", 1, 1, CUDABackend(driver, i), lambda: None, lambda: 1 << 40)
             for i in range(n_gpus)
         ]
         monkeypatch.setattr("localllm.loading.open_devices", lambda *_, **__: (host, *gpus))

@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 
 from localllm.devices import Device, open_devices
-from localllm.engine.engine import Engine
+from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.request import Request
-from localllm.engine.runner import ModelRunner, max_outputs
+from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages
 from localllm.errors import ClosedError, ContextLengthError, QueueFullError, UsageError
 from localllm.gguf import GGUFFile
-from localllm.kernels.ops import Batch
-from localllm.models.config import read_config
-from localllm.models.registry import load_model
+from localllm.kernels.backend import Batch
+from localllm.models.registry import read_model
 from localllm.sampling import Sampling
 from tests.helpers.devices import DEVICES
 from tests.helpers.fake_backend import N_VOCAB, fake_engine, fake_runner, greedy_after
@@ -52,7 +51,7 @@ def test_so_many_tokens_and_no_more(n: int) -> None:
     engine.run(request)
     assert results(request).ids == greedy_after([1, 2, 3], n)
     assert request.finish_reason == "length"
-    assert sum(len(batch.outputs) for batch in engine.ops.batches) == max(n, 1)
+    assert sum(len(batch.outputs) for batch in engine.fake.batches) == max(n, 1)
 
 
 def test_the_end_of_the_context_ends_a_text() -> None:
@@ -114,14 +113,14 @@ def test_forget_drops_what_earlier_requests_left() -> None:
 
 def test_the_largest_logits_are_asked_for_where_they_serve_all_requests() -> None:
     """The most that one of them wants; all, where one wants all, or more than the device can choose."""
-    engine = SteppedEngine(max_tokens=64, parallel=8, most_choices=20)
+    engine = SteppedEngine(max_tokens=64, parallel=8, max_top_k=20)
 
     def chosen(*samplings: Sampling | None) -> int:
         requests = [
             reading([i, 5, i]) if s is None else writing([i, 5, i], 1, sampling=s) for i, s in enumerate(samplings)
         ]
         engine.run(*requests)
-        return engine.ops.chosen[-1]
+        return engine.fake.chosen[-1]
 
     greedy, some, many = Sampling(temperature=0), Sampling(top_k=5, seed=1), Sampling(top_k=30, seed=1)
     everything = Sampling(temperature=0, logprobs=1)
@@ -133,8 +132,8 @@ def test_the_largest_logits_are_asked_for_where_they_serve_all_requests() -> Non
 def test_the_largest_logits_choose_as_all_would() -> None:
     sampling = Sampling(top_k=5, temperature=1.5, seed=3)
     texts = []
-    for most_choices in (0, 20):
-        engine = SteppedEngine(most_choices=most_choices)
+    for max_top_k in (0, 20):
+        engine = SteppedEngine(max_top_k=max_top_k)
         request = writing([1, 2, 3], 20, sampling=sampling)
         engine.run(request)
         texts.append(results(request).ids)
@@ -179,10 +178,10 @@ def test_a_failed_step_ends_the_requests_of_its_batch_and_leaves_the_rest_usable
     def fail(batch: Batch) -> None:
         raise MemoryError("none left")
 
-    engine.ops.before_step = fail
+    engine.fake.before_step = fail
     engine.run(failing)
     assert isinstance(results(failing).error, MemoryError)
-    engine.ops.before_step = lambda batch: None
+    engine.fake.before_step = lambda batch: None
     again = writing([*range(9), 5, 6], 4)
     engine.run(again)
     assert results(again).ids == greedy_after([*range(9), 5, 6], 4)
@@ -195,10 +194,10 @@ def test_a_cancelled_request_ends_before_the_next_step() -> None:
     writes, reads = writing([1, 2], 20), writing(range(30), 5)
     engine.submit(writes, reads)
     engine.step(2)
-    n = len(engine.ops.batches)
+    n = len(engine.fake.batches)
     writes.is_cancelled = reads.is_cancelled = True
     assert not engine.step()
-    assert len(engine.ops.batches) == n
+    assert len(engine.fake.batches) == n
     assert (writes.finish_reason, reads.finish_reason) == ("cancelled", "cancelled")
     engine.check_all_pages_are_back()
 
@@ -316,10 +315,12 @@ def test_too_many_that_wait_are_refused() -> None:
         engine.submit(request)
     with pytest.raises(QueueFullError, match="2 requests wait for the model already"):
         engine.submit(writing([9], 3))
+    engine.cancel(waiting[0])
     go_on.set()
     for request in (running, *waiting):
         assert results(request).ended.wait(60)
     assert finish(engine, writing([9], 3)).ids == greedy_after([9], 3)
+    assert not engine._waiting
     engine.close()
 
 
@@ -327,6 +328,8 @@ def test_closing_ends_requests_and_lets_the_memory_go() -> None:
     runner, ops = fake_runner(64, max_tokens=8)
     ended = threading.Event()
     engine = Engine(runner, on_end=ended.set)
+    failing = Sampling(processors=(lambda ids, logits: 1 / 0,))  # type: ignore[arg-type, return-value]
+    kept = finish(engine, writing([1], 2, sampling=failing)).error
     stream = writing([1, 2], None, output=Results(lambda id_: time.sleep(0.002)))
     engine.submit(stream)
     engine.close()
@@ -342,6 +345,7 @@ def test_closing_ends_requests_and_lets_the_memory_go() -> None:
     del runner, ops
     gc.collect()
     assert cache() is None
+    assert isinstance(kept, ZeroDivisionError), "its traceback leads to the engine"
 
 
 def test_an_engine_that_nobody_holds_ends() -> None:
@@ -357,19 +361,18 @@ def test_an_engine_that_nobody_holds_ends() -> None:
     assert not thread.is_alive()
 
 
-def test_a_request_that_comes_while_it_closes_is_told() -> None:
-    for _ in range(50):
-        engine, _ = fake_engine()
-        closing = threading.Thread(target=engine.close)
-        closing.start()
-        request = writing([1], 2)
-        try:
-            engine.submit(request)
-        except ClosedError:
-            pass
-        else:
-            assert results(request).ended.wait(60)
-        closing.join()
+def test_a_request_that_comes_while_it_closes_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    request, ended = writing([1], 2), engine._ended.set
+
+    def submit_and_end() -> None:
+        engine.submit(request)
+        ended()
+
+    monkeypatch.setattr(engine._ended, "set", submit_and_end)
+    engine._inbox.put(EngineLoop.close)
+    assert results(request).ended.wait(60)
+    assert isinstance(results(request).error, ClosedError)
+    monkeypatch.undo()
 
 
 def test_the_engines_own_thread_is_told_that_it_cannot_wait(engine: Engine) -> None:
@@ -419,6 +422,17 @@ def test_a_deadline_passes_while_nothing_runs(engine: Engine) -> None:
     assert request.finish_reason == "timeout"
 
 
+def test_a_deadline_beyond_what_a_clock_can_count(engine: Engine) -> None:
+    out = Results()
+    out.is_full = True  # so that the engine sleeps until the deadline
+    request = writing([1], None, output=out, timeout_s=1e300)
+    engine.submit(request)
+    assert finish(engine, writing([2], 3)).ids == greedy_after([2], 3)
+    engine.cancel(request)
+    assert out.ended.wait(60)
+    assert request.finish_reason == "cancelled"
+
+
 def test_a_request_goes_on_when_its_reader_has_caught_up(engine: Engine) -> None:
     out = Results()
     request = writing([1], 6, output=out)
@@ -451,11 +465,13 @@ def real_engine(request: pytest.FixtureRequest, tiny: Path) -> Iterator[MakeEngi
     def make(*, max_tokens: int = 512, parallel: int = 4) -> SteppedEngine:
         [device] = open_devices(request.param, threads=2)
         devices.append(device)
+        n_tokens = min(max_tokens, 96)
+        n_pages = n_cache_pages(96, parallel, device.backend.page_size)
         with GGUFFile.open(tiny) as file:
-            model = load_model(file, device.ops, read_config(file.metadata, file.tensors), 96)
-        return SteppedEngine(
-            runner=ModelRunner(model, device.ops, context=96, parallel=parallel, max_tokens=max_tokens)
-        )
+            graph = read_model(file, 96).graph
+            sizes = {"n_pages": n_pages, "max_tokens": n_tokens, "max_outputs": max_outputs(300, n_tokens)}
+            step = device.backend.compile(graph, **sizes)
+        return SteppedEngine(runner=ModelRunner(step, n_vocab=300, context=96, max_tokens=max_tokens))
 
     yield make
     for device in devices:

@@ -13,6 +13,7 @@ import pytest
 
 import localllm
 from localllm.errors import GGUFError, ModelNotFoundError, UsageError
+from localllm.kernels.cpu.host import default_threads
 from localllm.library import details, listing
 from localllm.library.details import Details, DetailsReader
 from localllm.library.find import find
@@ -236,7 +237,7 @@ def test_details_are_those_of_the_planner() -> None:
     assert demo is not None
     known = next(iter(read_details([demo]))).details
     assert known is not None
-    options = LoadOptions(DEMO, "cpu", None, None, None, 1, None, 1, "f16", None, None, None, None)
+    options = LoadOptions(DEMO, "cpu", None, None, None, default_threads(), None, 1, "f16", None, None, None, None)
     plan = plan_file(options).placement
     assert (known.memory, known.context) == (plan.total, plan.context)
     assert (known.architecture, known.file_type, known.trained_context) == ("llama", "Q8_0", 1024)

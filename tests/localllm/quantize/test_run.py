@@ -173,6 +173,24 @@ def test_values_that_are_not_finite(tmp_path: Path, name: str, bad: float) -> No
         assert back[3] == back[77] == 0
 
 
+def test_values_too_large_for_the_type(tmp_path: Path) -> None:
+    values = tensors()
+    values["output.weight"][2, 3] = 1e6
+    source = write_gguf(tmp_path / "model.gguf", METADATA, values)
+    with pytest.raises(ModelError, match=r"tensor 'output.weight': cannot encode as F16: .* too large"):
+        write(source, tmp_path / "half.gguf", "F16")
+
+
+def test_a_part_that_fails_takes_the_others_along(tmp_path: Path) -> None:
+    values = tensors()
+    names = list(values)
+    values["output_norm.weight"][7] = np.nan
+    source = write_split(tmp_path, [names[:2], names[2:]], values)
+    with pytest.raises(ModelError, match=r"'output_norm.weight' has 1 values"):
+        write(source, tmp_path / "new.gguf", "Q8_0", keep_split=True)
+    assert not list(tmp_path.glob("new*"))
+
+
 def test_types_of_no_use_without_importance(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"IQ2_XS makes 'blk.0.ffn_up_exps.weight' IQ2_XS.*give an importance"):
         write(model, tmp_path / "small.gguf", "IQ2_XS")

@@ -9,7 +9,7 @@ import pytest
 
 from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.model import DraftModel, ModelDrafter, likeliest
-from tests.helpers.fake_backend import N_VOCAB, FakeOps, fake_runner, greedy_after
+from tests.helpers.fake_backend import N_VOCAB, FakeStep, fake_runner, greedy_after
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def cheap() -> StepCost:
     return cost
 
 
-def draft_model(context: int = 64, max_tokens: int = 8, expected_cost: float = 0.0) -> tuple[DraftModel, FakeOps]:
+def draft_model(context: int = 64, max_tokens: int = 8, expected_cost: float = 0.0) -> tuple[DraftModel, FakeStep]:
     runner, ops = fake_runner(context, max_tokens=max_tokens)
     return DraftModel(runner, expected_cost=expected_cost), ops
 
@@ -56,7 +56,6 @@ def test_it_follows_any_text(seed: int) -> None:
         assert len(drafts) <= min(most, 4)
         tokens += drafts[: chance.randint(0, len(drafts))]
         tokens.append(chance.randrange(N_VOCAB))
-    drafter.close()
     drafter.close()
     assert model.runner.cache.n_available == model.runner.cache.n_pages
 

@@ -1,4 +1,4 @@
-"""Folded codes: nothing is lost, and each code is where `FOLDS` says."""
+"""Bit-packed codes: nothing is lost, and each code is where `BIT_RUNS` says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from localllm.quant.folding import FOLDINGS, FOLDS
+from localllm.quant.bit_packing import BIT_PACKINGS, BIT_RUNS
 from localllm.quant.types import GGMLType
 
 Codes = list[int]
@@ -58,31 +58,31 @@ READERS: dict[GGMLType, Callable[[bytes], Codes]] = {
 }
 
 
-@pytest.mark.parametrize("bits", FOLDS)
+@pytest.mark.parametrize("bits", BIT_RUNS)
 def test_every_bit_of_a_word_has_one_use(bits: int) -> None:
-    pieces = [piece for code in FOLDS[bits] for piece in code]
+    pieces = [piece for code in BIT_RUNS[bits] for piece in code]
     places = [(word, first + i) for word, first, n in pieces for i in range(n)]
     assert sorted(places) == [(word, bit) for word in range(bits) for bit in range(8)]
-    assert [sum(n for _, _, n in code) for code in FOLDS[bits]] == [bits] * 8
+    assert [sum(n for _, _, n in code) for code in BIT_RUNS[bits]] == [bits] * 8
 
 
 def test_every_folded_format_is_tested() -> None:
-    assert set(READERS) == set(FOLDINGS)
+    assert set(READERS) == set(BIT_PACKINGS)
 
 
-@pytest.mark.parametrize("type", FOLDINGS, ids=lambda type: type.name)
+@pytest.mark.parametrize("type", BIT_PACKINGS, ids=lambda type: type.name)
 def test_codes_are_where_they_are_drawn(type: GGMLType) -> None:
-    folding = FOLDINGS[type]
-    block = np.random.default_rng(4).integers(0, 256, folding.columns * folding.bits // 8, np.uint8)
-    folded = folding.fold(block)
+    packing = BIT_PACKINGS[type]
+    block = np.random.default_rng(4).integers(0, 256, packing.columns * packing.bits // 8, np.uint8)
+    packed = packing.pack(block)
     wanted = READERS[type](block.tobytes())
-    assert len(wanted) == folding.columns
+    assert len(wanted) == packing.columns
     for column, code in enumerate(wanted):
         v, byte = divmod(column % 32, 4)
-        words = folded.reshape(-1, folding.bits, 4)[column // 32, :, byte]
+        words = packed.reshape(-1, packing.bits, 4)[column // 32, :, byte]
         found = up = 0
-        for word, first, n in FOLDS[folding.bits][v]:
+        for word, first, n in BIT_RUNS[packing.bits][v]:
             found |= (int(words[word]) >> first & (1 << n) - 1) << up
             up += n
         assert found == code, column
-    np.testing.assert_array_equal(folding.unfold(folded), block)
+    np.testing.assert_array_equal(packing.unpack(packed), block)

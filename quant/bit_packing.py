@@ -1,15 +1,15 @@
-"""Codes of three, five and six bits, folded so that few instructions unfold them.
+"""Codes of three, five and six bits, packed so that few instructions unpack them.
 
 In files the lower bits of codes lie in one place and their upper bits in others, and a kernel would have to shift,
-mask and join each of them.  Folded, the codes of 32 columns fill as many words of 32 bits as they have bits, four
+mask and join each of them.  Bit-packed, the codes of 32 columns fill as many words of 32 bits as they have bits, four
 columns to a word, one in each byte.  The first codes are just the lowest bits of these bytes.  The others are cut
 into the bits that are left above them:
 
     six bits    word 0 … 5   the codes of columns 4 v … 4 v + 3, v = 0 … 5, in bits 0 … 5 of the four bytes
                              v = 6 in bits 6, 7 of words 0, 1, 2 (two bits of the code in each), v = 7 in 3, 4, 5
 
-so that eight vectors of codes cost two shifts and masks each on average in place of four.  `FOLDS` says it for all.
-No bit is lost or made: folding only changes their order.
+so that eight vectors of codes cost two shifts and masks each on average in place of four.  `BIT_RUNS` has it for all.
+No bit is lost or made: bit packing only changes their order.
 
 Source of the files' order: the block structures of ggml (ggml-common.h), as in `localllm.quant.kquants`.
 """
@@ -27,12 +27,12 @@ from localllm.quant.types import GGMLType
 
 Bytes = NDArray[np.uint8]
 
-#: Columns whose codes are folded together, and how many of them lie in a word.
+#: Columns whose codes are packed together, and how many of them lie in a word.
 COLUMNS, IN_A_WORD = 32, 4
 
-#: For codes of so many bits: where those of columns 4 v … 4 v + 3 are, for v = 0 … 7, as pieces (word, first bit in
+#: For codes of so many bits: where those of columns 4 v … 4 v + 3 are, for v = 0 … 7, as runs (word, first bit in
 #: its bytes, number of bits), the lowest bits of the code first.
-FOLDS: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
+BIT_RUNS: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
     3: (
         *(((word, 0, 3),) for word in range(3)),
         *(((word, 3, 3),) for word in range(3)),
@@ -54,8 +54,8 @@ FOLDS: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
 
 
 @dataclass(frozen=True)
-class Folding:
-    """How a format's codes are folded.
+class BitPacking:
+    """How a format's codes are bit-packed.
 
     Attributes:
         bits: of a code.
@@ -70,13 +70,13 @@ class Folding:
 
     @functools.cached_property
     def order(self) -> NDArray[np.intp]:
-        """For each bit of the folded codes, the bit of the file's that goes there."""
+        """For each bit of the bit-packed codes, the bit of the file's that goes there."""
         order = np.empty(self.columns * self.bits, np.intp)
         for column in range(self.columns):
             block, rest = divmod(column, COLUMNS)
             v, byte = divmod(rest, IN_A_WORD)
             bit = 0
-            for word, first, n in FOLDS[self.bits][v]:
+            for word, first, n in BIT_RUNS[self.bits][v]:
                 start = 8 * (IN_A_WORD * (self.bits * block + word) + byte) + first
                 order[start : start + n] = [self.place(column, bit + i) for i in range(n)]
                 bit += n
@@ -86,13 +86,13 @@ class Folding:
     def _inverse(self) -> NDArray[np.intp]:
         return np.argsort(self.order)
 
-    def fold(self, codes: Bytes) -> Bytes:
-        """The bytes that hold a block's codes in a file, uint8 [..., n], folded: as many."""
+    def pack(self, codes: Bytes) -> Bytes:
+        """The bytes that hold a block's codes in a file, uint8 [..., n], bit-packed: as many."""
         return _reordered(codes, self.order)
 
-    def unfold(self, folded: Bytes) -> Bytes:
-        """The inverse of `fold`."""
-        return _reordered(folded, self._inverse)
+    def unpack(self, packed: Bytes) -> Bytes:
+        """The inverse of `pack`."""
+        return _reordered(packed, self._inverse)
 
 
 def _reordered(data: Bytes, order: NDArray[np.intp]) -> Bytes:
@@ -133,11 +133,11 @@ def _three_bits(column: int, bit: int) -> int:
     return 8 * (32 + 32 * half + i) + 2 * run + bit
 
 
-FOLDINGS: dict[GGMLType, Folding] = {
-    GGMLType.Q5_0: Folding(5, 32, _five_bits),
-    GGMLType.Q5_1: Folding(5, 32, _five_bits),
-    GGMLType.Q3_K: Folding(3, 256, _three_bits),
-    GGMLType.Q5_K: Folding(5, 256, _five_bits_k),
-    GGMLType.Q6_K: Folding(6, 256, _six_bits),
+BIT_PACKINGS: dict[GGMLType, BitPacking] = {
+    GGMLType.Q5_0: BitPacking(5, 32, _five_bits),
+    GGMLType.Q5_1: BitPacking(5, 32, _five_bits),
+    GGMLType.Q3_K: BitPacking(3, 256, _three_bits),
+    GGMLType.Q5_K: BitPacking(5, 256, _five_bits_k),
+    GGMLType.Q6_K: BitPacking(6, 256, _six_bits),
 }
-"""The formats whose codes are folded."""
+"""The formats whose codes are bit-packed."""

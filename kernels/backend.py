@@ -1,0 +1,337 @@
+"""What runs graphs: a `Backend` compiles a graph to a `Step`, which computes the logits of batches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import KernelError
+from localllm.kernels.graph import Embed, Graph, Layer, Operation, Weight
+
+#: Called with each weight of a file once it was packed.
+Progress = Callable[[Weight], None]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A ragged batch: the new tokens of S sequences, laid end to end.
+
+    Prefill, decode, several sequences at once and the checking of drafted tokens are all this.
+
+    Attributes:
+        ids: int32 [T], token ids.
+        positions: int32 [T], place of each token in its sequence, from 0.
+        query_starts: int32 [S + 1]; sequence s has the tokens query_starts[s] : query_starts[s + 1].
+        kv_lengths: int32 [S], tokens in the cache once this batch's are appended.
+        block_tables: int32 [S, max_blocks]; token position p of sequence s lies in page
+            block_tables[s, p // page_size].
+        outputs: int32 [N], rows of the batch whose logits are wanted.
+    """
+
+    ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    query_starts: NDArray[np.int32]
+    kv_lengths: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    outputs: NDArray[np.int32]
+
+    def sequences(self) -> Iterator[tuple[int, int, int]]:
+        """Of each sequence: its first row in the batch, the one behind its last, and its length in the cache."""
+        starts = self.query_starts.tolist()
+        return zip(starts[:-1], starts[1:], self.kv_lengths.tolist(), strict=True)
+
+    def check_size(self, max_tokens: int, max_outputs: int) -> None:
+        """Makes sure that it is not larger than a step was compiled for.
+
+        Raises:
+            KernelError: it is.
+        """
+        n_tokens, n_outputs = len(self.ids), len(self.outputs)
+        if n_tokens > max_tokens or n_outputs > max_outputs:
+            raise KernelError(
+                f"a batch of {n_tokens} tokens and {n_outputs} outputs is larger than this step was compiled for, "
+                f"{max_tokens} and {max_outputs}"
+            )
+
+    def check(self, page_size: int, n_pages: int) -> None:
+        """Makes sure that no index leads outside the batch or a cache of ``n_pages`` pages.
+
+        Raises:
+            KernelError: one does, or the arrays do not fit together.
+        """
+        n_tokens, starts = len(self.ids), self.query_starts.tolist()
+        if starts[0] != 0 or starts[-1] != n_tokens or any(a >= b for a, b in pairwise(starts)):
+            raise KernelError(f"a batch of {n_tokens} tokens cannot be cut at {starts}")
+        if not len(starts) - 1 == len(self.kv_lengths) == len(self.block_tables):
+            raise KernelError(f"a batch of {len(starts) - 1} sequences needs as many lengths and block tables")
+        for s, (start, stop, kv_length) in enumerate(self.sequences()):
+            first = kv_length - (stop - start)
+            if first < 0 or self.positions[start:stop].tolist() != list(range(first, kv_length)):
+                raise KernelError("a batch's positions do not lead up to the lengths of its sequences")
+            pages = self.block_tables[s, : -(-kv_length // page_size)].tolist()
+            if len(pages) * page_size < kv_length:
+                raise KernelError(f"a batch's block tables are too short for {kv_length} tokens")
+            if min(pages) < 0 or max(pages) >= n_pages:
+                raise KernelError(f"a batch names a page outside a cache of {n_pages}")
+        if len(self.outputs) and not 0 <= self.outputs.min() <= self.outputs.max() < n_tokens:
+            raise KernelError(f"a batch wants the logits of a row that is none of its {n_tokens} tokens")
+
+    def check_ids(self, n_vocab: int) -> None:
+        """Makes sure that its ids are rows of a table.
+
+        Raises:
+            KernelError: one is not.
+        """
+        if self.ids.min() < 0 or self.ids.max() >= n_vocab:
+            raise KernelError(f"a batch has token ids outside the vocabulary of {n_vocab}")
+
+
+class TopK(NamedTuple):
+    """The k largest of each row of logits, those first; of equals the lowest id, and NaN before any number.
+
+    Attributes:
+        ids: int32 [N, k].
+        logits: float32 [N, k].
+    """
+
+    ids: NDArray[np.int32]
+    logits: NDArray[np.float32]
+
+    def row(self, i: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Ids and logits [k] of one row."""
+        return self.ids[i], self.logits[i]
+
+    def copy(self, rows: slice, k: int) -> TopK:
+        """The ``k`` largest of some rows, in memory of their own."""
+        return TopK(self.ids[rows, :k].copy(), self.logits[rows, :k].copy())
+
+
+def top_k(logits: NDArray[np.float32], k: int) -> TopK:
+    """The ``k`` largest of each row of logits [N, n_vocab]."""
+    is_nan = np.isnan(logits)
+    ids = np.lexsort((np.where(is_nan, 0, -logits), ~is_nan))[:, :k].astype(np.int32)
+    return TopK(ids, np.take_along_axis(logits, ids, axis=1))
+
+
+# -- Steps ---------------------------------------------------------------------------------------------------------
+
+
+class Output(ABC):
+    """What a graph ends with: logits [N, n_vocab], or hidden states [T, d] that the next device goes on with.
+
+    It may still be being computed.  The arrays are the step's own and good until its next call.
+    """
+
+    @abstractmethod
+    def rows(self) -> NDArray[np.float32]:
+        """Waits, and gives it in memory of the host."""
+
+    def top_k(self, k: int) -> TopK:
+        """Of logits, waits and gives the ``k`` largest."""
+        return top_k(self.rows(), k)
+
+
+@dataclass(frozen=True)
+class HostOutput(Output):
+    """That of a step which is through when it returns, in memory of the host."""
+
+    matrix: NDArray[np.float32]
+
+    def rows(self) -> NDArray[np.float32]:
+        return self.matrix
+
+
+class Cache(Protocol):
+    """What the layers of a step keep, in pages of ``page_size`` tokens that sequences name in their block tables."""
+
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def n_pages(self) -> int: ...
+    @property
+    def n_bytes(self) -> int:
+        """What it takes in memory."""
+        ...
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies one page, in all layers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight as a backend holds it, or will.
+
+    Attributes:
+        name: in the file.
+        layer: where it belongs.
+        file_type: its format there, such as "IQ2_XS".
+        kernel_type: the format that kernels read, such as "LUT_IQ2_16".
+        n_bytes: what it takes in memory.
+        is_expert: whether it is the matrices of experts, of which a token needs a few.
+    """
+
+    name: str
+    layer: Layer
+    file_type: str
+    kernel_type: str
+    n_bytes: int
+    is_expert: bool = False
+
+
+class Step(ABC):
+    """A compiled graph, with its weights and its cache.
+
+    Attributes:
+        weights: as the backend holds them.
+        max_top_k: how many of the largest logits `top_k` finds on a device, so that only they come from there; 0
+            where all logits lie in memory of the host anyway.
+    """
+
+    cache: Cache
+    weights: tuple[PackedWeight, ...]
+    max_top_k: int = 0
+
+    @abstractmethod
+    def run(self, batch: Batch, hidden: Output | None = None) -> Output:
+        """Runs a batch, perhaps returning before it is computed.
+
+        What it was given in memory of the host it has read when it returns.
+
+        Args:
+            hidden: what the part of the graph before this one gave, unless this begins with ids.
+
+        Raises:
+            KernelError: the batch is larger than the step was compiled for, or an index in it is out of range.
+        """
+
+    def __call__(self, batch: Batch) -> NDArray[np.float32]:
+        """Runs a batch, and gives the logits, float32 [N, n_vocab]."""
+        return self.run(batch).rows()
+
+    def top_k(self, batch: Batch, k: int) -> TopK:
+        """Runs a batch, and gives the ``k`` largest logits alone, with ``k`` up to `max_top_k`."""
+        return self.run(batch).top_k(k)
+
+
+def input_rows(hidden: Output | None, n_tokens: int, width: int) -> NDArray[np.float32]:
+    """The hidden states [n_tokens, width] that a part of a graph begins with, once they are there.
+
+    Raises:
+        KernelError: it was given none, or others.
+    """
+    if hidden is None:
+        raise KernelError(f"this part of a model begins with hidden states of {width} values, but was given none")
+    rows = hidden.rows()
+    if rows.shape != (n_tokens, width) or rows.dtype != np.float32:
+        raise KernelError(
+            f"this part of a model was given hidden states {list(rows.shape)} in {rows.dtype}, but needs "
+            f"{[n_tokens, width]} in float32"
+        )
+    return rows
+
+
+# -- Backends ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory that a step takes: of each weight, of each layer's cache, and for what it computes."""
+
+    weights: tuple[PackedWeight, ...]
+    caches: Mapping[int, int]
+    buffers: int
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(weight.n_bytes for weight in self.weights) + sum(self.caches.values()) + self.buffers
+
+
+class Backend(Protocol):
+    """Kernels on one device: all of a model can run there, or some of its layers.
+
+    Attributes:
+        name: "reference", "cpu", …
+        page_size: tokens in a page of the cache.
+    """
+
+    name: str
+    page_size: int
+
+    def footprint(self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int) -> Footprint:
+        """What `compile` will take, to the byte; no weight is read.
+
+        Raises:
+            KernelError: it cannot compute one of the operations, or read one of the weights.
+        """
+        ...
+
+    def compile(
+        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, progress: Progress | None = None
+    ) -> Step:
+        """Packs the weights that a graph refers to, and makes what runs it.
+
+        Args:
+            n_pages: of the cache.
+            max_tokens, max_outputs: of a batch.
+            progress: called with each weight once it was packed.
+
+        Raises:
+            KernelError: as `footprint`.
+        """
+        ...
+
+
+def check_operations(graph: Graph, known: Collection[type[Operation[Any]]], backend: str) -> None:
+    """Makes sure that a backend knows every operation of a graph.
+
+    Raises:
+        KernelError: it does not; names the operation.
+    """
+    for node in graph.nodes:
+        if type(node.operation) not in known:
+            raise KernelError(f"the {backend} backend cannot compute {type(node.operation).__name__}: choose another")
+
+
+@dataclass(frozen=True)
+class WeightUse:
+    """A weight of a graph, and what for.
+
+    Attributes:
+        layer: where it is computed with, or looked up.
+        is_table: whether rows of it are looked up.
+        is_operand: whether it is computed with.  One that is both is the embedding and the output matrix.
+    """
+
+    weight: Weight
+    layer: Layer
+    is_table: bool
+    is_operand: bool
+
+    def packed(self, kernel_type: str, n_bytes: int) -> PackedWeight:
+        """What a backend holds of it, in so many bytes."""
+        weight = self.weight
+        return PackedWeight(
+            weight.name, self.layer, weight.type.name, kernel_type, n_bytes, is_expert=len(weight.shape) == 3
+        )
+
+
+def weights_of(graph: Graph) -> tuple[WeightUse, ...]:
+    """The weights of a graph, each once.
+
+    Those of the output come first, the largest of all: what packing one takes beside its result then comes on top of
+    nothing else.
+    """
+    tables = {node.operation.table for node in graph.nodes if isinstance(node.operation, Embed)}
+    operands = {w for node in graph.nodes if not isinstance(node.operation, Embed) for w in node.operation.weights}
+    layers: dict[Weight, Layer] = {}
+    for node in sorted(graph.nodes, key=lambda node: node.layer != "output"):
+        for weight in node.operation.weights:
+            layers.setdefault(weight, node.layer)
+    return tuple(WeightUse(w, layer, w in tables, w in operands) for w, layer in layers.items())

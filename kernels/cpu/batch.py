@@ -1,0 +1,177 @@
+"""What the program of a graph reads of a batch: filled in before each run, in buffers of the step's arena."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.kernels.backend import Batch
+from localllm.kernels.buffers import Buffer
+from localllm.kernels.cpu.attention import SPLIT, TILE_ROWS, state_bytes
+from localllm.kernels.cpu.cache_types import PAGE
+from localllm.kernels.graph import Rope
+
+#: Bytes for the partial sums of a KV split; attention whose would take more is not split.
+MAX_PARTIAL_BYTES = 32 << 20
+
+# Numbers in a program's header: what counts units of work.  The last one is not the batch's, but what kernels find:
+# how many experts tokens go to.  Behind it come two of each `TileTable`.
+ALWAYS, N_TOKENS, N_OUTPUTS, N_CHOSEN, N_USED, _FIRST_TABLE = range(6)
+
+_TILE, _MERGED = 6, 5  # numbers of an entry
+
+
+@dataclass(eq=False)
+class TileTable:
+    """How attention over heads of one kind is cut into units of work.
+
+    Attributes:
+        slot: the place of the number of tiles in the header; that of merged tiles is behind it.
+        tiles, merged: tables for the kernels `attention` and `merge_partials`.
+        max_partials: of all tiles, those that splits of the KV cache come to; 0 where no tile is split.
+        few_tiles: so many leave threads without work, and are split.
+    """
+
+    slot: int
+    group_size: int
+    tiles: Buffer
+    merged: Buffer
+    max_partials: int
+    partial_bytes: int
+    few_tiles: int
+
+    def fill(self, batch: Batch, tiles: NDArray[np.int64], merged: NDArray[np.int64]) -> tuple[int, int]:
+        """Cuts each sequence's query rows into tiles, and few of them into KV splits; returns how many of both."""
+        group_size = self.group_size
+        whole: list[tuple[int, int, int, int, int, int]] = []
+        for s, (start, stop, kv_length) in enumerate(batch.sequences()):
+            n_rows = (stop - start) * group_size
+            for first in range(0, n_rows, TILE_ROWS):
+                n = min(TILE_ROWS, n_rows - first)
+                farthest = kv_length - (stop - start) + (first + n - 1) // group_size
+                whole.append((s, first, n, 0, farthest // SPLIT + 1, -1))
+        n_partials = sum(n_splits for *_, n_splits, _ in whole)
+        if len(whole) > self.few_tiles or not len(whole) < n_partials <= self.max_partials:
+            tiles[: len(whole)] = whole
+            return len(whole), 0
+        split: list[tuple[int, int, int, int, int, int]] = []
+        for i, (s, first, n, _, n_splits, _) in enumerate(whole):
+            merged[i] = s, first, n, len(split), n_splits
+            split += [(s, first, n, j, j + 1, len(split) + j) for j in range(n_splits)]
+        tiles[: len(split)] = split
+        return len(split), len(whole)
+
+
+class BatchTables:
+    """A batch as kernels read it.
+
+    Attributes:
+        header: int64, the numbers above.
+        positions, starts: int32 [T] and [S], of tokens and of the first tokens of sequences.
+        slots: int64 [T], page * PAGE + place in the page.
+        output_rows: int32 [N].
+        block_tables: int32 [S, n_pages].
+    """
+
+    def __init__(self, max_tokens: int, max_outputs: int, n_pages: int, n_chosen: int, threads: int) -> None:
+        self.max_tokens, self.max_outputs, self.n_pages = max_tokens, max_outputs, n_pages
+        self._n_chosen, self._threads = n_chosen, threads
+        self.header = Buffer(8 * _FIRST_TABLE, is_kept=True)
+        self.positions, self.starts = (Buffer(4 * max_tokens, is_kept=True) for _ in range(2))
+        self.slots = Buffer(8 * max_tokens, is_kept=True)
+        self.output_rows = Buffer(4 * max_outputs, is_kept=True)
+        self.block_tables = Buffer(4 * max_tokens * n_pages, is_kept=True)
+        #: Those that every program reads.
+        self.buffers = (
+            *(self.header, self.positions, self.starts, self.slots),
+            *(self.output_rows, self.block_tables),
+        )
+        self._tables: dict[tuple[int, int, int], TileTable] = {}
+        self._ropes: dict[Rope, Buffer] = {}
+        self._views: dict[Buffer, NDArray[Any]] = {}
+        #: Positions whose angles were made.
+        self._n_angles = 0
+
+    def tile_table(self, n_kv_heads: int, group_size: int, head: int) -> TileTable:
+        """The table of attention over so many heads of keys and values, with padding of ``head`` values each."""
+        key = n_kv_heads, group_size, head
+        if key not in self._tables:
+            few = 0 if self._threads == 1 else -(-2 * self._threads // n_kv_heads) - 1
+            partial_bytes = n_kv_heads * TILE_ROWS * state_bytes(head)
+            most = min(few * -(-self.n_pages * PAGE // SPLIT), MAX_PARTIAL_BYTES // partial_bytes)
+            n_tiles = self.max_tokens * -(-group_size // TILE_ROWS) + most
+            tiles, merged = (Buffer(8 * n, is_kept=True) for n in (_TILE * n_tiles, _MERGED * most))
+            slot = self.header.n_bytes // 8
+            self.header.n_bytes += 16
+            self._tables[key] = TileTable(slot, group_size, tiles, merged, most, partial_bytes, few)
+        return self._tables[key]
+
+    def angles(self, rope: Rope) -> Buffer:
+        """(cos, sin) [positions, n_pairs, 2]; a step makes those that it is the first to need."""
+        if rope not in self._ropes:
+            n_bytes = 8 * self.n_pages * PAGE * len(rope.frequencies)
+            self._ropes[rope] = Buffer(n_bytes, is_kept=True)
+        return self._ropes[rope]
+
+    def bind(self, arena: NDArray[np.uint8]) -> None:
+        """To be called once offsets are known: from now on a batch can be filled in."""
+
+        def view(buffer: Buffer, kind: type[Any], *shape: int) -> None:
+            part = arena[buffer.offset : buffer.offset + buffer.n_bytes]
+            self._views[buffer] = part.view(kind).reshape(-1, *shape)
+
+        for buffer in (self.positions, self.starts, self.output_rows):
+            view(buffer, np.int32)
+        for buffer in (self.header, self.slots):
+            view(buffer, np.int64)
+        view(self.block_tables, np.int32, self.n_pages)
+        for table in self._tables.values():
+            view(table.tiles, np.int64, _TILE)
+            view(table.merged, np.int64, _MERGED)
+        for rope, buffer in self._ropes.items():
+            view(buffer, np.float32, len(rope.frequencies), 2)
+        self._views[self.header][:] = 1
+
+    def header_numbers(self) -> NDArray[np.int64]:
+        return self._views[self.header]
+
+    def fill(self, batch: Batch) -> None:
+        """Puts a batch that was checked where the program reads it."""
+        views, n_tokens, n_outputs, n_sequences = (
+            self._views,
+            len(batch.ids),
+            len(batch.outputs),
+            len(batch.kv_lengths),
+        )
+        views[self.positions][:n_tokens] = batch.positions
+        views[self.starts][:n_sequences] = batch.query_starts[:-1]
+        views[self.output_rows][:n_outputs] = batch.outputs
+        blocks = batch.block_tables[:, : self.n_pages]
+        views[self.block_tables][:n_sequences, : blocks.shape[1]] = blocks
+        slots = views[self.slots]
+        pages = batch.positions // PAGE
+        for s, (start, stop, _) in enumerate(batch.sequences()):
+            slots[start:stop] = batch.block_tables[s, pages[start:stop]]
+        slots[:n_tokens] *= PAGE
+        slots[:n_tokens] += batch.positions % PAGE
+        self._make_angles(max(batch.kv_lengths.tolist()))
+        header = views[self.header]
+        header[N_TOKENS], header[N_OUTPUTS] = n_tokens, n_outputs
+        header[N_CHOSEN] = n_tokens * self._n_chosen
+        for table in self._tables.values():
+            header[table.slot : table.slot + 2] = table.fill(batch, views[table.tiles], views[table.merged])
+
+    def _make_angles(self, stop: int) -> None:
+        """Makes the angles of positions before ``stop``."""
+        if stop <= self._n_angles:
+            return
+        stop = min(-(-stop // SPLIT) * SPLIT, self.n_pages * PAGE)
+        positions = np.arange(self._n_angles, stop, dtype=np.float64)[:, None]
+        for rope, buffer in self._ropes.items():
+            turns, angles = positions * rope.frequencies, self._views[buffer]
+            angles[self._n_angles : stop, :, 0] = np.cos(turns) * rope.magnitude
+            angles[self._n_angles : stop, :, 1] = np.sin(turns) * rope.magnitude
+        self._n_angles = stop

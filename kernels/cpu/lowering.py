@@ -1,0 +1,428 @@
+"""A graph as a program of the CPU's kernels: for each operation the kernel calls that compute it.
+
+Nothing runs here, and no weight is needed: `lower` also tells what a step will take before anything is loaded.  One
+program serves every batch, because kernels read the number of tokens when they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.kernels import graph as g
+from localllm.kernels.backend import check_operations
+from localllm.kernels.buffers import Address, Buffer, assign
+from localllm.kernels.cpu import attention as attention_kernels
+from localllm.kernels.cpu import elementwise, matmul
+from localllm.kernels.cpu import experts as expert_kernels
+from localllm.kernels.cpu.batch import ALWAYS, N_CHOSEN, N_OUTPUTS, N_TOKENS, N_USED, BatchTables
+from localllm.kernels.cpu.cache import CPUCache, layout_of
+from localllm.kernels.cpu.cache_types import PAGE
+from localllm.kernels.cpu.compiler import Kernel, variant
+from localllm.kernels.cpu.memory import PADDING, padded
+from localllm.kernels.cpu.program import Argument, Instruction
+from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
+from localllm.kernels.cpu.target import Target
+from localllm.kernels.cpu.tiles import RECORD, TILES, TOKENS
+from localllm.kernels.cpu.weights import PackedWeights
+from localllm.kernels.graph import Graph, Rows, Tensor, Value, Weight
+from localllm.quant.lut import KernelType
+from localllm.quant.packing import GROUP, LAYOUTS
+from localllm.quant.types import GGMLType
+
+_SLOTS = {Rows.TOKENS: N_TOKENS, Rows.OUTPUTS: N_OUTPUTS, Rows.CHOSEN: N_CHOSEN}
+
+_GATES = {"silu": elementwise.gated_silu, "gelu": elementwise.gated_gelu}
+
+FLOAT_LOADS: dict[KernelType, Any] = {
+    GGMLType.F32: load_f32x16,
+    GGMLType.F16: load_f16x16,
+    GGMLType.BF16: load_bf16x16,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A float32 matrix [rows, padded width] in a buffer; ``slot`` counts the rows that a batch has."""
+
+    buffer: Buffer
+    slot: int
+    width: int
+
+    @property
+    def stride(self) -> int:
+        """Bytes from row to row."""
+        return 4 * padded(self.width)
+
+    def rows(self, arena: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """The whole matrix, padding included."""
+        part = arena[self.buffer.offset : self.buffer.offset + self.buffer.n_bytes]
+        return part.view(np.float32).reshape(-1, padded(self.width))
+
+
+@dataclass(frozen=True)
+class StoredRouting:
+    """The experts that each token goes to, and their pairs brought together, as drawn in `experts`."""
+
+    n_places: int
+    ids: Address
+    weights: Address
+    cursors: Address
+    places: Address
+    pairs: Address
+    entries: Address
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program whose buffers have their offsets.
+
+    Attributes:
+        tables: what a batch is filled into, before the program runs.
+        embeddings: tables, scales, and where their rows for the batch's ids are put.
+        hidden: where hidden states that another device computed are put, if the graph begins with them.
+        arena_bytes: what all buffers take.
+        n_products: products of activations and weights for each token.
+    """
+
+    instructions: Sequence[Instruction]
+    tables: BatchTables
+    embeddings: Sequence[tuple[Weight, float, Stored]]
+    hidden: Stored | None
+    result: Stored
+    arena_bytes: int
+    n_products: int
+
+
+def lower(
+    graph: Graph,
+    weights: PackedWeights,
+    cache: CPUCache,
+    target: Target,
+    threads: int,
+    *,
+    max_tokens: int,
+    max_outputs: int,
+) -> Lowered:
+    """The program of a graph, for batches of at most so many tokens and outputs.
+
+    Raises:
+        KernelError: there are no kernels for an operation or for a weight's type.
+    """
+    check_operations(graph, _LOWERINGS, "cpu")
+    return _Lowering(graph, weights, cache, target, threads, max_tokens, max_outputs).lower()
+
+
+class _Lowering:
+    def __init__(
+        self,
+        graph: Graph,
+        weights: PackedWeights,
+        cache: CPUCache,
+        target: Target,
+        threads: int,
+        max_tokens: int,
+        max_outputs: int,
+    ) -> None:
+        self.graph, self.weights, self.cache, self.target = graph, weights, cache, target
+        n_chosen = graph.n_chosen()
+        self.n_rows = {N_TOKENS: max_tokens, N_OUTPUTS: max_outputs, N_CHOSEN: max_tokens * n_chosen}
+        self.tables = BatchTables(max_tokens, max_outputs, cache.n_pages, n_chosen, threads)
+        self.layers = cache.addresses()
+        self.last_uses = graph.last_uses()
+        self.node = 0
+        self.instructions: list[Instruction] = []
+        self.stored: dict[Value, Any] = {}
+        #: Rows of tensors in integers, as `tiles` draws them.
+        self.records: dict[Tensor, Buffer] = {}
+        self.embeddings: list[tuple[Weight, float, Stored]] = []
+        self.hidden: Stored | None = None
+        self.n_products = 0
+
+    def lower(self) -> Lowered:
+        for i, node in enumerate(self.graph.nodes):
+            self.node, operation = i, node.operation
+            result = _LOWERINGS[type(operation)](self, operation)
+            results = result if isinstance(result, tuple) else (result,)
+            self.stored.update(zip(operation.results, results, strict=True))
+        result = self.stored[self.graph.result]
+        filled = [*self.tables.buffers, *(y.buffer for _, _, y in self.embeddings)]
+        n_bytes = assign([*self._stages(), [result.buffer]], filled)
+        return Lowered(self.instructions, self.tables, self.embeddings, self.hidden, result, n_bytes, self.n_products)
+
+    def _stages(self) -> list[list[Buffer]]:
+        """Of instructions that may run at the same time, the buffers that they use."""
+        stages: list[list[Buffer]] = [[]]
+        for instruction in self.instructions:
+            for x in instruction.arguments:
+                if isinstance(x, Buffer | Address):
+                    stages[-1].append(x if isinstance(x, Buffer) else x.buffer)
+            if instruction.wait:
+                stages.append([])
+        return stages
+
+    # -- Memory ----------------------------------------------------------------------------------------------------
+
+    def new(self, rows: Rows, width: int, *, is_kept: bool = False) -> Stored:
+        """Memory for a tensor.  What is kept is zero at first, and stays so where no kernel writes."""
+        slot = _SLOTS[rows]
+        return Stored(Buffer(self.n_rows[slot] * 4 * padded(width), is_kept), slot, width)
+
+    def in_place(self, op: g.Operation[Tensor]) -> Stored:
+        """Memory for a result: that of the input which it may overwrite, if nothing reads it any more."""
+        x = getattr(op, op.overwrites) if op.overwrites else None
+        if x is not None and self.last_uses[x] == self.node:
+            stored: Stored = self.stored[x]
+            return stored
+        return self.new(op.result.rows, op.result.width)
+
+    def records_of(self, x: Tensor) -> Buffer:
+        """The rows of a tensor in integers; the first call adds what makes them."""
+        if x not in self.records:
+            s = self.stored[x]
+            n_blocks = s.width // 32
+            records = Buffer(-(-self.n_rows[s.slot] // TOKENS) * TOKENS * n_blocks * RECORD)
+            self.records[x] = records
+            self.call(elementwise.quantise, (s.buffer, n_blocks, s.stride, records), 1, s.slot)
+        return self.records[x]
+
+    def call(
+        self,
+        kernel: Kernel,
+        arguments: Sequence[Argument],
+        units: int,
+        slot: int,
+        *,
+        wait: bool = True,
+        **constants: Any,
+    ) -> None:
+        code = variant(kernel, self.target, **constants)
+        self.instructions.append(Instruction(code, arguments, units, slot, wait))
+
+    def counter(self, slot: int) -> Address:
+        """Where a number of the header stands."""
+        return self.tables.header.at(8 * slot)
+
+    # -- Rows ------------------------------------------------------------------------------------------------------
+
+    def input(self, op: g.Input) -> Stored:
+        # As an embedding, filled in before the program runs: nothing that the program writes may lie there.
+        self.hidden = self.new(Rows.TOKENS, op.x.width, is_kept=True)
+        return self.hidden
+
+    def embed(self, op: g.Embed) -> Stored:
+        y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
+        self.embeddings.append((op.table, op.scale, y))
+        return y
+
+    def rms_norm(self, op: g.RMSNorm) -> Stored:
+        x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
+        weight, width = self.weights.vector(op.weight), x.stride // 4
+        arguments = (x.buffer, weight, x.width, width, x.stride, y.buffer, y.stride, float(op.eps))
+        self.call(elementwise.rms_norm, arguments, 1, x.slot)
+        return y
+
+    def gated(self, op: g.Gated) -> Stored:
+        gate, up, y = self.stored[op.gate], self.stored[op.up], self.in_place(op)
+        arguments = (gate.buffer, up.buffer, gate.stride // 4, gate.stride, y.buffer)
+        self.call(_GATES[op.activation], arguments, 1, gate.slot)
+        return y
+
+    def softcap(self, op: g.Softcap) -> Stored:
+        x, y = self.stored[op.x], self.in_place(op)
+        arguments = (x.buffer, x.stride // 4, x.stride, y.buffer, float(op.cap), 1 / float(op.cap))
+        self.call(elementwise.softcap, arguments, 1, x.slot)
+        return y
+
+    def outputs(self, op: g.Outputs) -> Stored:
+        x, y = self.stored[op.x], self.new(Rows.OUTPUTS, op.x.width)
+        arguments = (self.tables.output_rows, x.buffer, x.stride // 4, x.stride, y.buffer)
+        self.call(elementwise.gather_rows, arguments, 1, N_OUTPUTS)
+        return y
+
+    # -- Products --------------------------------------------------------------------------------------------------
+
+    def linear(self, op: g.Linear) -> Stored:
+        # A kernel may add to what it reads, but not to what others still multiply.
+        y = self.new(op.x.rows, op.matrix.n_out) if op.residual is op.x else self.in_place(op)
+        residual = 0 if op.residual is None else self.stored[op.residual].buffer
+        self._multiply(op.x, op.matrix, y, residual, wait=True)
+        return y
+
+    def linears(self, op: g.Linears) -> tuple[Stored, ...]:
+        results = tuple(self.new(op.x.rows, matrix.n_out) for matrix in op.matrices)
+        if any(self.weights.matrix(matrix.weight)[1] in TILES for matrix in op.matrices):
+            self.records_of(op.x)  # before the products, which do not wait for each other
+        for i, (matrix, y) in enumerate(zip(op.matrices, results, strict=True)):
+            self._multiply(op.x, matrix, y, 0, wait=i == len(results) - 1)
+        return results
+
+    def _multiply(self, x: Tensor, matrix: g.Matrix, y: Stored, residual: Argument, *, wait: bool) -> None:
+        address, kind = self.weights.matrix(matrix.weight)
+        bias = 0 if matrix.bias is None else self.weights.vector(matrix.bias)
+        groups, s, arguments = padded(matrix.n_out) // GROUP, self.stored[x], list[Argument]()
+        if kind in TILES:
+            kernel, units = matmul.matmul_quantised, groups
+            arguments += [matrix.n_in // LAYOUTS[kind].columns, self.records_of(x)]
+        else:
+            kernel, units = matmul.matmul_float, groups // matmul.FLOAT_GROUPS
+            arguments += [matrix.n_in, s.buffer, s.stride]
+        arguments = [self.counter(s.slot), address, *arguments, bias, residual, y.buffer, y.stride]
+        self.call(kernel, arguments, units, ALWAYS, wait=wait, **_constants(kind))
+        self.n_products += matrix.n_in * matrix.n_out
+
+    # -- Attention -------------------------------------------------------------------------------------------------
+
+    def rope_append(self, op: g.RopeAppend) -> Stored:
+        q: Stored = self.stored[op.q]
+        k, v = self.stored[op.k], self.stored[op.v]
+        cache, head_dim, layout, rope = op.cache, op.cache.head_dim, layout_of(op.cache), op.rope
+        for x, norm in ((q, op.q_norm), (k, op.k_norm)):
+            if norm is not None:
+                weight, n_heads = self.weights.vector(norm), x.width // head_dim
+                arguments = (x.buffer, weight, n_heads, head_dim, x.stride, float(op.eps))
+                self.call(elementwise.head_norm, arguments, 1, N_TOKENS)
+        n_pairs = 0 if rope is None else len(rope.frequencies)
+        angles = 0 if rope is None or not n_pairs else self.tables.angles(rope)
+        # Bytes from one pair to the next, and from a pair's first value to its second.
+        step, offset = (8, 4) if rope is not None and rope.interleaved else (4, 4 * n_pairs)
+        self.call(
+            elementwise.rope_append,
+            (
+                *(self.tables.slots, self.tables.positions, angles, n_pairs),
+                *(q.buffer, q.stride, q.width // head_dim),
+                *(k.buffer, v.buffer, k.stride, cache.n_heads, head_dim, step, offset),
+                *self.layers[cache.layer],
+            ),
+            1,
+            N_TOKENS,
+            HEAD=layout.head(head_dim),
+            BLOCK=layout.block_bytes(head_dim),
+            APPEND=layout.append,
+        )
+        return q
+
+    def attention(self, op: g.Attention) -> Stored:
+        cache, head_dim, layout, tables = op.cache, op.cache.head_dim, layout_of(op.cache), self.tables
+        n_heads, head, q = cache.n_heads, layout.head(head_dim), self.stored[op.q]
+        table = tables.tile_table(n_heads, op.group_size, head)
+        sinks = 0 if op.sinks is None else self.weights.vector(op.sinks)
+        # The kernel writes heads, not the padding beyond them.
+        y = self.new(Rows.TOKENS, op.q.width, is_kept=op.q.width % PADDING != 0)
+        partials = Buffer(table.max_partials * table.partial_bytes) if table.max_partials else 0
+        self.call(
+            attention_kernels.attention,
+            (
+                *(self.counter(table.slot), table.tiles, n_heads, op.group_size, q.buffer, q.stride, head_dim),
+                *(tables.starts, tables.positions, tables.block_tables, self.cache.n_pages),
+                *(op.window or self.cache.n_pages * PAGE, *self.layers[cache.layer], y.buffer, partials, sinks),
+                *(float(op.scale) / (op.softcap or 1.0), float(op.softcap or 0)),
+            ),
+            n_heads,
+            table.slot,
+            **self._attention_constants(op),
+        )
+        if table.max_partials:
+            arguments = (
+                *(self.counter(table.slot + 1), table.merged, n_heads, op.group_size, head_dim),
+                *(tables.starts, partials, sinks, y.buffer, y.stride),
+            )
+            constants: dict[str, Any] = attention_kernels.state_constants(head, sinks=op.sinks is not None)
+            self.call(attention_kernels.merge_partials, arguments, n_heads, table.slot + 1, **constants)
+        return y
+
+    def _attention_constants(self, op: g.Attention) -> dict[str, Any]:
+        layout, soft_cap, sinks = layout_of(op.cache), op.softcap is not None, op.sinks is not None
+        head, wide = layout.head(op.cache.head_dim), self.target.wide
+        return attention_kernels.constants(layout, head, wide=wide, soft_cap=soft_cap, sinks=sinks)
+
+    # -- Experts ---------------------------------------------------------------------------------------------------
+
+    def route(self, op: g.Route) -> StoredRouting:
+        logits, n_experts = self.stored[op.logits], op.result.n_experts
+        n_pairs = self.n_rows[N_CHOSEN]
+        # Experts begin with whole tiles.
+        n_places = (n_pairs + (TOKENS - 1) * min(n_experts, n_pairs)) // TOKENS * TOKENS
+        words = (n_pairs, -(-n_pairs // 2), n_experts, n_pairs, n_places, 3 * n_experts)
+        memory = Buffer(8 * sum(words))
+        chosen = StoredRouting(n_places, *(memory.at(8 * at) for at in accumulate(words[:-1], initial=0)))
+        arguments = (logits.buffer, logits.stride, n_experts, op.k, int(op.norm_topk_prob), chosen.ids)
+        self.call(expert_kernels.route, (*arguments, chosen.weights, float(op.scale)), 1, N_TOKENS)
+        grouping = (
+            *(self.counter(N_CHOSEN), chosen.ids, n_experts),
+            *(chosen.cursors, chosen.places, chosen.pairs, chosen.entries, self.counter(N_USED)),
+        )
+        self.call(expert_kernels.group_by_expert, grouping, 1, ALWAYS)
+        return chosen
+
+    def expert_linears(self, op: g.ExpertLinears) -> tuple[Stored, ...]:
+        return self._multiply_experts(op.x, op.experts, op.routing)
+
+    def expert_output(self, op: g.ExpertOutput) -> Stored:
+        products = self._multiply_experts(op.h, (op.experts,), op.routing)[0]
+        residual, y, weights = self.stored[op.residual], self.in_place(op), self.stored[op.routing].weights
+        arguments = (products.buffer, weights, op.routing.k, y.stride // 4, y.stride, residual.buffer, y.buffer)
+        self.call(expert_kernels.add_experts, arguments, 1, N_TOKENS)
+        return y
+
+    def _multiply_experts(self, x: Tensor, experts: Sequence[Weight], routing: g.Routing) -> tuple[Stored, ...]:
+        """Rows of x, or of each token's where it has one for each token, times the matrices of the experts."""
+        chosen, s = self.stored[routing], self.stored[x]
+        packed = [self.weights.matrix(weight) for weight in experts]
+        results = tuple(self.new(Rows.CHOSEN, weight.shape[1]) for weight in experts)
+        per_row = routing.k if s.slot == N_TOKENS else 1
+        gathered = {
+            kind: self._gather(s, chosen, per_row, kind) for kind in sorted({kind in TILES for _, kind in packed})
+        }
+        for i, (weight, (address, kind), y) in enumerate(zip(experts, packed, results, strict=True)):
+            _, n_out, n_in = weight.shape
+            groups, rows, arguments = padded(n_out) // GROUP, gathered[kind in TILES], list[Argument]()
+            if kind in TILES:
+                kernel, units = expert_kernels.experts_quantised, groups
+                arguments += [units, address, n_in // LAYOUTS[kind].columns, rows]
+            else:
+                kernel, units = expert_kernels.experts_float, groups // matmul.FLOAT_GROUPS
+                arguments += [units, address, n_in, rows, s.stride]
+            arguments = [chosen.entries, *arguments, chosen.pairs, y.buffer, y.stride]
+            self.call(kernel, arguments, units, N_USED, wait=i == len(results) - 1, **_constants(kind))
+            self.n_products += routing.k * n_in * n_out
+        return results
+
+    def _gather(self, x: Stored, chosen: StoredRouting, per_row: int, as_records: bool) -> Buffer:
+        """Rows of x at the places of their pairs."""
+        n_blocks = x.width // 32
+        memory = Buffer(chosen.n_places * (n_blocks * RECORD if as_records else x.stride))
+        arguments: list[Argument] = [chosen.places, per_row, x.buffer, x.stride, *([n_blocks] if as_records else [])]
+        kernel = expert_kernels.gather_records if as_records else expert_kernels.gather_floats
+        self.call(kernel, [*arguments, memory], 1, N_CHOSEN)
+        return memory
+
+
+def _constants(kind: KernelType) -> dict[str, Any]:
+    """What kernels of a format's products are compiled for."""
+    layout = LAYOUTS[kind]
+    if tile := TILES.get(kind):
+        return {"TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32, **tile.constants}
+    return {"LOAD": FLOAT_LOADS[kind], "COLUMN_BYTES": layout.tile_bytes}
+
+
+_LOWERINGS: dict[type[g.Operation[Any]], Callable[[_Lowering, Any], Any]] = {
+    g.Input: _Lowering.input,
+    g.Embed: _Lowering.embed,
+    g.RMSNorm: _Lowering.rms_norm,
+    g.Linear: _Lowering.linear,
+    g.Linears: _Lowering.linears,
+    g.RopeAppend: _Lowering.rope_append,
+    g.Attention: _Lowering.attention,
+    g.Gated: _Lowering.gated,
+    g.Route: _Lowering.route,
+    g.ExpertLinears: _Lowering.expert_linears,
+    g.ExpertOutput: _Lowering.expert_output,
+    g.Softcap: _Lowering.softcap,
+    g.Outputs: _Lowering.outputs,
+}

@@ -1,0 +1,80 @@
+"""The backend of a CUDA device: packs weights, makes caches, and runs the calls that a graph is lowered to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from localllm.kernels.backend import Backend, Footprint, Progress, weights_of
+from localllm.kernels.cuda.arena import StepLimits
+from localllm.kernels.cuda.cache import PAGE, CUDACache
+from localllm.kernels.cuda.driver import CompileProgress, Driver
+from localllm.kernels.cuda.lowering import Lowered, lower
+from localllm.kernels.cuda.matmul import TILE_ROWS
+from localllm.kernels.cuda.step import CUDAStep
+from localllm.kernels.cuda.weights import CHUNK_BYTES, PackedWeights, WeightLoader
+from localllm.kernels.graph import Graph
+
+
+class CUDABackend(Backend):
+    """One CUDA device.
+
+    Args:
+        driver: the devices.
+        device: which of them.
+        progress: called with (kernels compiled, kernels to compile) when kernels are not in the cache yet.
+        compiles_ahead: whether `compile` compiles the kernels that batches of all sizes take.  Else they are compiled
+            when they are first used.
+        tile_rows: rows of activations that a block of a matrix product may take, the larger first.
+        chunk_bytes: of weights that are uploaded at once.
+
+    Raises:
+        DeviceError: there is no such device, or it is too old.
+    """
+
+    name = "cuda"
+    page_size = PAGE
+
+    def __init__(
+        self,
+        driver: Driver,
+        device: int,
+        *,
+        progress: CompileProgress | None = None,
+        compiles_ahead: bool = True,
+        tile_rows: Sequence[int] = TILE_ROWS,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self.driver, self.device = driver, device
+        self._progress = progress
+        self._compiles_ahead = compiles_ahead
+        self._tile_rows = tuple(tile_rows)
+        self.loader = WeightLoader(driver, device, chunk_bytes)
+
+    def footprint(self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int) -> Footprint:
+        weights, cache = PackedWeights(self.loader), CUDACache(graph.caches, n_pages)
+        lowered = self._lower(graph, weights, cache, max_tokens, max_outputs)
+        caches = {layer: layout.n_bytes for layer, layout in cache.layouts.items()}
+        return Footprint(tuple(map(weights.planned, weights_of(graph))), caches, lowered.arena_bytes)
+
+    def compile(
+        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, progress: Progress | None = None
+    ) -> CUDAStep:
+        weights, cache = PackedWeights(self.loader), CUDACache(graph.caches, n_pages)
+        packed = tuple(weights.load(use, progress) for use in weights_of(graph))
+        self.loader.close()
+        cache.allocate(self.driver, self.device)
+        lowered = self._lower(graph, weights, cache, max_tokens, max_outputs)
+        step = CUDAStep(self.driver, self.device, lowered, packed, weights)
+        if self._compiles_ahead:
+            step.compile_kernels(self._progress)
+        return step
+
+    def _lower(
+        self, graph: Graph, weights: PackedWeights, cache: CUDACache, max_tokens: int, max_outputs: int
+    ) -> Lowered:
+        properties = self.driver.properties(self.device)
+        return lower(graph, weights, StepLimits(graph, properties, cache, max_tokens, max_outputs, self._tile_rows))
+
+    def close(self) -> None:
+        """Ends the threads that read files."""
+        self.loader.close()

@@ -1,0 +1,364 @@
+"""What a step is made of on a CUDA device: calls of kernels, each with the launches that it takes.
+
+A layer of a llama takes eleven launches for a token: norm and quantise, the product with query, key and value,
+rotation and append, attention over KV splits and their merge, quantise, the product with its output; norm and
+quantise, the product with gate and up, gate and quantise, the product with down.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from localllm.kernels.buffers import Buffer
+from localllm.kernels.cuda import attention, matmul
+from localllm.kernels.cuda.arena import (
+    AttentionKind,
+    BatchBuffer,
+    Call,
+    Extent,
+    Inputs,
+    StepLimits,
+    Stored,
+    stored_in,
+)
+from localllm.kernels.cuda.attention import Variant
+from localllm.kernels.cuda.batch import N_OUTPUTS
+from localllm.kernels.cuda.driver import Argument, DeviceMemory
+from localllm.kernels.cuda.launch import Launch
+from localllm.kernels.cuda.matmul import MAX_MATRICES, Product
+from localllm.kernels.cuda.weights import PackedMatrix
+from localllm.kernels.graph import KVCache, Rope
+
+_NULL = np.uint64(0)
+#: Threads and columns of a block in elementwise.cu.
+_NORM_THREADS, _GATE_THREADS, _GATE_COLUMNS, _SORT_THREADS = 512, 128, 512, 1024
+#: Heads of a block in append.cu.
+_HEADS_PER_BLOCK = 4
+#: Columns that a block of `top_parts` sorts, and how many of the largest may be wanted.
+SORTED, MAX_TOP_K = 2048, 1024
+
+
+def _elementwise(kernel: str, grid: tuple[int, ...], threads: int, *arguments: Argument) -> Iterator[Launch]:
+    if all(grid):
+        yield Launch("elementwise", kernel, {}, grid, (threads,), arguments=arguments)
+
+
+def _row_arguments(rows: Stored) -> tuple[Argument, Argument, Argument]:
+    return rows.memory, np.int32(rows.stride), np.int32(rows.width)
+
+
+# -- Rows ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Embed:
+    """Rows of a packed matrix for the batch's ids."""
+
+    batch: BatchBuffer
+    table: PackedMatrix
+    scale: float
+    y: Stored
+
+    def launches(self, extent: Extent) -> Iterator[Launch]:
+        table, format = self.table, self.table.packed
+        launch = matmul.embed_launch(format, extent.n_tokens)
+        sizes = np.int32(table.n_in), np.int32(format.n_tiles(table.n_in))
+        batch = self.batch.ids, self.batch.header
+        y = self.y.memory, np.int32(self.y.stride)
+        yield launch.given(table.memory, *sizes, *batch, np.float32(self.scale), *y)
+
+
+@dataclass(frozen=True, eq=False)
+class Gather:
+    """The rows whose logits are wanted."""
+
+    batch: BatchBuffer
+    x: Stored
+    y: Stored
+
+    def launches(self, extent: Extent) -> Iterator[Launch]:
+        batch, y = self.batch, (self.y.memory, np.int32(self.y.stride))
+        grid = (-(-self.x.width // _GATE_COLUMNS), extent.rows(N_OUTPUTS))
+        arguments = (batch.header, batch.outputs, *_row_arguments(self.x), *y)
+        yield from _elementwise("gather_rows", grid, _GATE_THREADS, *arguments)
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """RMS norm, to float32 or to inputs of eight bits."""
+
+    batch: BatchBuffer
+    x: Stored
+    weight: DeviceMemory
+    eps: float
+    y: Stored | Inputs
+
+    def launches(self, extent: Extent) -> Iterator[Launch]:
+        x, n = self.x, extent.rows(self.x.slot)
+        arguments = (self.batch.header_at(x.slot), *_row_arguments(x), self.weight, np.float32(self.eps))
+        name, to = _result("rms_norm", self.y, n)
+        yield from _elementwise(name, (n,), _NORM_THREADS, *arguments, *to)
+
+
+@dataclass(frozen=True, eq=False)
+class Gate:
+    """An activation times another row, to float32 or to inputs of eight bits."""
+
+    batch: BatchBuffer
+    gate: Stored
+    up: Stored
+    kernel: str
+    y: Stored | Inputs
+
+    def launches(self, extent: Extent) -> Iterator[Launch]:
+        gate, n = self.gate, extent.rows(self.gate.slot)
+        arguments = (self.batch.header_at(gate.slot), gate.memory, self.up.memory, *_row_arguments(gate)[1:])
+        name, to = _result(self.kernel, self.y, n)
+        yield from _elementwise(name, (-(-gate.width // _GATE_COLUMNS), n), _GATE_THREADS, *arguments, *to)
+
+
+@dataclass(frozen=True, eq=False)
+class SoftCap:
+    """cap * tanh(x / cap)."""
+
+    batch: BatchBuffer
+    x: Stored
+    cap: float
+    y: Stored
+
+    def launches(self, extent: Extent) -> Iterator[Launch]:
+        x, n = self.x, extent.rows(self.x.slot)
+        arguments = (self.batch.header_at(x.slot), *_row_arguments(x), np.float32(self.cap))
+        to = self.y.memory, np.int32(self.y.stride)
+        yield from _elementwise("softcap", (-(-x.width // _GATE_COLUMNS), n), _GATE_THREADS, *arguments, *to)
+
+
+def _result(kernel: str, y: Stored | Inputs, n_rows: int) -> tuple[str, tuple[Argument, ...]]:
+    """A kernel's name, and its arguments for what it writes."""
+    if isinstance(y, Stored):
+        return kernel, (y.memory, np.int32(y.stride))
+    laid_out = matmul.EIGHT_BITS.input_rows(n_rows)
+    return f"{kernel}_quantised", (y.units, y.scales, np.int32(laid_out))
+
+
+# -- Products ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Quantise:
+    """Rows as products with weights of a format read them."""
+
+    batch: BatchBuffer
+    format: matmul.PackedFormat
+    x: Stored
+    inputs: Inputs
+
+    def launches(self, extent: Extent) -> Iterator[Launch]:
+        n = extent.rows(self.x.slot)
+        if not n:
+            return
+        n_rows = self.format.input_rows(n)
+        launch = matmul.quantise_launch(self.format, self.x.width, n_rows)
+        counted = self.batch.header_at(self.x.slot)
+        to = self.inputs.units, self.inputs.scales, np.int32(n_rows)
+        yield launch.given(*_row_arguments(self.x), counted, *to)
+
+
+@dataclass(frozen=True, eq=False)
+class Multiply:
+    """Products of the same inputs with matrices of one format, and where they go.
+
+    Attributes:
+        biases: of each matrix.
+        residual: what is added to the product, of which there is one then; it may be where the product goes.
+    """
+
+    step: StepLimits
+    slot: int
+    inputs: Inputs
+    weights: Sequence[PackedMatrix]
+    biases: Sequence[DeviceMemory | None]
+    results: Sequence[Stored]
+    residual: Stored | None = None
+
+    def launches(self, extent: Extent) -> Iterator[Launch]:
+        n = extent.rows(self.slot)
+        if not n:
+            return
+        format, capability = self.weights[0].packed, self.step.properties.capability
+        n_rows = format.input_rows(n)
+        step = 1 if matmul.takes_one_matrix(format, n_rows, capability) else MAX_MATRICES
+        products = list(zip(self.weights, self.biases, self.results, strict=True))
+        for i in range(0, len(products), step):
+            yield self._launch(products[i : i + step], n_rows)
+
+    def _launch(self, products: Sequence[tuple[PackedMatrix, DeviceMemory | None, Stored]], n_rows: int) -> Launch:
+        step, first = self.step, products[0][0]
+        launch = matmul.product_launch(
+            first.packed,
+            [w.n_out for w, _, _ in products],
+            first.n_in,
+            n_rows,
+            capability=step.properties.capability,
+            shared_bytes=step.properties.shared_bytes,
+            tile_rows=step.tile_rows,
+        )
+        residual = None if self.residual is None else self.residual.memory
+        arguments = matmul.product_arguments(
+            launch,
+            first.packed,
+            first.n_in,
+            n_rows,
+            (self.inputs.units, self.inputs.scales),
+            step.batch.header_at(self.slot),
+            [Product(w.memory, y.memory, w.n_out, y.stride, bias, residual) for w, bias, y in products],
+        )
+        return launch.given(*arguments)
+
+
+# -- Attention -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class RopeAppend:
+    """Norms of heads, rotation, and the cache of a layer.
+
+    Attributes:
+        frequencies: where those of the rope lie, if there is one with any.
+        norms: the weights of queries' and of keys'.
+    """
+
+    step: StepLimits
+    q: Stored
+    k: Stored
+    v: Stored
+    kept: KVCache
+    rope: Rope | None
+    frequencies: Buffer | None
+    norms: tuple[DeviceMemory | None, DeviceMemory | None]
+    eps: float
+
+    def launches(self, extent: Extent) -> Iterator[Launch]:
+        step, rope, kept = self.step, self.rope, self.kept
+        batch, cache = step.batch, step.cache
+        n_heads, n_pairs = self.q.width // kept.head_dim, 0 if rope is None else len(rope.frequencies)
+        given = sum(1 << i for i, norm in enumerate(self.norms) if norm is not None)
+        keys, key_scales, values, value_scales = cache.layer(kept.layer)
+        arguments: tuple[Argument, ...] = (
+            *(batch.header, batch.slots, batch.positions),
+            *(_NULL if self.frequencies is None else step.arena.at(self.frequencies), np.int32(n_pairs)),
+            *(np.int32(rope is not None and rope.interleaved), np.float32(1.0 if rope is None else rope.magnitude)),
+            *(self.q.memory, np.int32(self.q.stride)),
+            *(self.k.memory, self.v.memory, np.int32(self.k.stride)),
+            *(np.int32(n_heads), np.int32(kept.n_heads)),
+            *(_NULL if norm is None else norm for norm in self.norms),
+            *(np.int32(given), np.float32(self.eps)),
+            *(keys, key_scales, values, value_scales),
+        )
+        grid = (-(-(n_heads + 2 * kept.n_heads) // _HEADS_PER_BLOCK), extent.n_tokens)
+        defines = cache.layouts[kept.layer].defines
+        yield Launch("append", "rope_append", defines, grid, (32 * _HEADS_PER_BLOCK,), arguments=arguments)
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """Attention over the cache of a layer.
+
+    Attributes:
+        partials: for what splits of the cache come to.
+    """
+
+    step: StepLimits
+    kind: AttentionKind
+    variant: Variant
+    kept: KVCache
+    scale: float
+    soft_cap: float | None
+    sinks: DeviceMemory | None
+    q: Stored
+    y: Stored
+    partials: Buffer
+
+    def launches(self, extent: Extent) -> Iterator[Launch]:
+        step, heads = self.step, self.kind.heads
+        work, cache = extent.work(self.kind), step.cache.layer(self.kept.layer)
+        sums, states = step.partials(self.partials, self.kind, work)
+        partials = sums, states, np.int32(work.max_splits), np.int32(work.partial_rows)
+        q, out = ((rows.memory, np.int32(rows.stride)) for rows in (self.q, self.y))
+        scoring = np.float32(self.scale), np.float32(self.soft_cap or 0)
+        sinks = _NULL if self.sinks is None else self.sinks
+        own: dict[str, tuple[Argument, ...]] = {
+            "attention_prefill": (*cache, *q, *out, sinks, *scoring),
+            "attention_split": (*cache, *q, *partials, *scoring),
+            "attention_merge": (*partials, *out, sinks),
+        }
+        stride = np.int32(step.batch.layout.table_stride)
+        for launch in attention.launches(work, heads, self.variant, step.properties.n_multiprocessors):
+            limits = *attention.token_range(launch, work), heads.window
+            numbers = stride, *map(np.int32, (heads.n_kv_heads, heads.group_size, *limits))
+            yield launch.given(*step.batch.attention, *numbers, *own[launch.kernel])
+
+
+# -- The largest logits --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class TopK:
+    """The k largest of each row of logits: their ids, the largest first, and behind those of all rows the logits.
+
+    Attributes:
+        best: for ids and logits.
+        parts: for the largest of each stretch of a row, unless only one is wanted.
+    """
+
+    step: StepLimits
+    logits: Stored
+    best: Buffer
+    parts: Buffer | None
+
+    @classmethod
+    def of(cls, step: StepLimits, logits: Stored) -> TopK:
+        """With memory for as many as there may be wanted."""
+        n = 8 * step.max_outputs * min(MAX_TOP_K, logits.width)
+        parts = Buffer(n * -(-logits.width // SORTED)) if logits.width > 1 else None
+        return cls(step, logits, Buffer(n), parts)
+
+    def launches(self, extent: Extent, k: int = MAX_TOP_K, n_rows: int = 0) -> Iterator[Launch]:
+        """Those of a batch of ``n_rows`` outputs."""
+        logits, header, n, arena = self.logits, self.step.batch.header, extent.n_outputs, self.step.arena
+        n_bytes = 4 * n_rows * k
+        rows, best = _row_arguments(logits), [arena.at(self.best, i * n_bytes, n_bytes) for i in range(2)]
+        if k == 1 or self.parts is None:
+            yield from _elementwise("argmax", (n,), _SORT_THREADS, header, *rows, *best)
+            return
+        n_parts, parts = -(-logits.width // SORTED), arena.at(self.parts)
+        yield from _elementwise("top_parts", (n_parts, n), _SORT_THREADS, header, *rows, np.int32(k), parts)
+        keys = np.int32(n_parts * k)
+        yield from _elementwise("top_merge", (n,), _SORT_THREADS, header, parts, keys, np.int32(k), *rows[:2], *best)
+
+
+# -- Fusion --------------------------------------------------------------------------------------------------------
+
+
+def fused(calls: Iterable[Call], result: Stored) -> list[Call]:
+    """The same with norms and gates that write integers at once, where nobody wants their floats."""
+    calls = list(calls)
+    uses = Counter(x for call in calls for x in stored_in(call))
+    found: list[Call] = []
+    for call in calls:
+        last = found[-1] if found else None
+        if (
+            isinstance(call, Quantise)
+            and not call.format.is_float
+            and isinstance(last, Norm | Gate)
+            and last.y is call.x is not result
+            and uses[call.x] == 2  # written there, and read here
+        ):
+            found[-1] = replace(last, y=call.inputs)
+        else:
+            found.append(call)
+    return found

@@ -1,0 +1,358 @@
+"""A step on a CUDA device: a batch goes up in one piece, and graphs or single launches do the rest.
+
+Each batch has an extent, and the launches for that serve all batches that have it.  For the first of these they are
+made one by one; for the second they are captured in a graph, which is replayed from then on, so that Python does
+nothing a layer.  Batches of few tokens share extents: there is one for each bucket and, about, power of two of the
+length in the cache.  Of larger ones, those that fill a step or a micro-batch have the same extent mostly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import KernelError, LocalLLMError
+from localllm.kernels.backend import Batch, Output, PackedWeight, Step, TopK, input_rows
+from localllm.kernels.cuda.arena import BUCKETS, Call, Extent
+from localllm.kernels.cuda.attention import work_of_batch
+from localllm.kernels.cuda.batch import N_TOKENS
+from localllm.kernels.cuda.cache import PAGE, CUDACache
+from localllm.kernels.cuda.calls import MAX_TOP_K
+from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, Driver, Event, Graph, Module, Stream
+from localllm.kernels.cuda.launch import Launch
+from localllm.kernels.cuda.lowering import Lowered
+from localllm.kernels.cuda.rope import phases
+
+#: Lengths in the cache that an extent of a small batch serves: the first, and then twice as much each.
+SHORTEST = 1024
+#: Batches that may be on their way to the device.
+_IN_FLIGHT = 4
+#: Extents whose launches are kept to be captured, and graphs.
+_MAX_LAUNCHES, _MAX_GRAPHS = 16, 64
+#: Tokens and outputs of larger batches are counted as multiples of this, so that launches serve several of them.
+_STEP = 8
+#: Numbers of the largest logits that are found at once: for another one the next larger is.
+_TOP_K = (1, 64, 256, MAX_TOP_K)
+#: Batches beyond the buckets whose kernels are compiled ahead.
+_LARGE = (24, 40, 512)
+
+
+#: A launch whose module is loaded.
+_Loaded = tuple[Module, Launch]
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Pinned memory for a batch, and for the hidden states that come with it; and when both were uploaded."""
+
+    words: NDArray[np.int32]
+    event: Event
+    rows: NDArray[np.uint8] | None = None
+
+
+class Watch(Protocol):
+    """What runs steps in their place, to see what they do; see `localllm.kernels.cuda.profile`."""
+
+    def run(self, step: CUDAStep, batch: Batch, extent: Extent) -> None:
+        """Called when a batch is on its way to the device: `CUDAStep.launch` computes it."""
+        ...
+
+
+#: What watches the steps of this process: the last of them, if there is one.
+WATCHES: list[Watch] = []
+
+
+class CUDAStep(Step):
+    """The calls of a graph on a device, with the weights and the cache that they work on.
+
+    Attributes:
+        limits: what the calls have in common.
+        calls: what it does.
+        result: the rows that it ends with.
+        hidden: the rows that it begins with, if another device computed them.
+
+    Args:
+        keep: what must live as long: the weights.
+    """
+
+    cache: CUDACache
+
+    def __init__(
+        self, driver: Driver, device: int, lowered: Lowered, weights: tuple[PackedWeight, ...], keep: object
+    ) -> None:
+        self.driver, self.device = driver, device
+        self.weights, self.limits, self.cache = weights, lowered.limits, lowered.limits.cache
+        self.stream = self.cache.stream  # what copies its pages comes behind the steps that fill them
+        self.calls, self.result, self.hidden = lowered.calls, lowered.result, lowered.hidden
+        self.max_top_k = 0 if lowered.top_k is None else min(MAX_TOP_K, lowered.result.width)
+        self._top_k, self._vocabularies = lowered.top_k, lowered.vocabularies
+        self.arena = driver.allocate(device, lowered.arena_bytes)
+        # What pads rows is read, and must be something.
+        driver.fill(self.arena, 0, self.stream)
+        self.limits.arena.memory = self.arena
+        for rope, buffer in self.limits.ropes:
+            values = phases(rope.frequencies)
+            driver.upload(self.limits.arena.at(buffer), values, self.stream)
+            driver.synchronize(self.stream)  # until then the values must live
+        self._graphs: OrderedDict[Extent, Graph] = OrderedDict()
+        self._launches: OrderedDict[Extent, list[_Loaded]] = OrderedDict()
+        #: Host memory that copies are made from and to.
+        self._host_memory: list[NDArray[np.uint8]] = []
+        self._slots = [_Slot(self._words(1), self._event()) for _ in range(_IN_FLIGHT)]
+        self._done = self._event()
+        #: What still reads the result of the last run, on other devices.
+        self._readers: list[Event] = []
+        self._host_rows: NDArray[np.float32] | None = None
+        self._host_top_k: dict[int, NDArray[np.uint8]] = {}
+        self._staging: NDArray[np.uint8] | None = None
+        # Whoever lets go of the step does not know what is under way: memory is given back after it.
+        kept = (self.arena, self.cache.memory, self._host_memory, (*self._slots,), keep)
+        weakref.finalize(self, _settle, driver, self.stream, self._readers, kept).atexit = False
+
+    def _words(self, n_sequences: int) -> NDArray[np.int32]:
+        """Pinned memory for batches of so many sequences.
+
+        Few have more than one, so it grows when it must: tables of as many as there may be tokens take hundreds of
+        megabytes beside a large cache.
+        """
+        words = self.driver.pinned(4 * self.limits.batch.layout.words_of(n_sequences)).view(np.int32)
+        words[:] = 0
+        return words
+
+    def _event(self) -> Event:
+        return self.driver.event(self.device)
+
+    def _pinned(self, n_bytes: int) -> NDArray[np.uint8]:
+        self._host_memory.append(self.driver.pinned(n_bytes))
+        return self._host_memory[-1]
+
+    # -- Running ---------------------------------------------------------------------------------------------------
+
+    def run(self, batch: Batch, hidden: Output | None = None) -> CUDAOutput:
+        """Runs a batch; returns before the device has."""
+        limits, driver = self.limits, self.driver
+        batch.check_size(limits.max_tokens, limits.max_outputs)
+        batch.check(PAGE, self.cache.n_pages)
+        for n_vocab in self._vocabularies:
+            batch.check_ids(n_vocab)
+        slot = self._slots[0]
+        self._slots = [*self._slots[1:], slot]
+        driver.synchronize(slot.event)
+        n_sequences, layout = len(batch.kv_lengths), limits.batch.layout
+        if len(slot.words) < layout.words_of(n_sequences):
+            slot.words = self._words(min(2 * n_sequences, limits.max_tokens))
+        n_words = layout.fill(slot.words, batch)
+        for event in self._readers:
+            driver.wait(self.stream, event)
+        self._readers.clear()
+        driver.upload(limits.batch.memory.at(0, 4 * n_words), slot.words[:n_words], self.stream)
+        self._receive(hidden, len(batch.ids), slot)
+        driver.record(slot.event, self.stream)
+        extent = self._bucket(batch) or self._whole(batch)
+        if WATCHES:
+            WATCHES[-1].run(self, batch, extent)
+        else:
+            self.launch(extent)
+        driver.record(self._done, self.stream)
+        n = len(batch.ids) if self.result.slot == N_TOKENS else len(batch.outputs)
+        return CUDAOutput(self, n, extent)
+
+    def _receive(self, hidden: Output | None, n_tokens: int, slot: _Slot) -> None:
+        """Puts hidden states where the calls begin with them, if they do."""
+        into = self.hidden
+        if into is None:
+            return
+        row_bytes = 4 * into.stride
+        memory = into.memory.at(0, n_tokens * row_bytes)
+        if isinstance(hidden, CUDAOutput) and (hidden.n, hidden.width) == (n_tokens, into.width):
+            hidden.copy_to(memory, self.stream)
+            return
+        if slot.rows is None:
+            slot.rows = self._pinned(self.limits.max_tokens * row_bytes)
+        rows = slot.rows[: memory.n_bytes]
+        matrix = rows.view(np.float32).reshape(n_tokens, into.stride)
+        matrix[:, : into.width] = input_rows(hidden, n_tokens, into.width)
+        matrix[:, into.width :] = 0
+        self.driver.upload(memory, rows, self.stream)
+
+    def launch(self, extent: Extent) -> None:
+        """Computes the batch of that extent which is in the device's memory."""
+        if extent not in self._graphs and extent not in self._launches:
+            launches = self._loaded(self.calls, extent)
+            self._launch(launches)
+            self._launches[extent] = launches
+            if len(self._launches) > _MAX_LAUNCHES:
+                self._launches.popitem(last=False)
+            return
+        if extent not in self._graphs:
+            self._graphs[extent] = self._captured(self._launches.pop(extent))
+            if len(self._graphs) > _MAX_GRAPHS:
+                self.driver.synchronize(self.stream)  # the one that goes may be at work
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(extent)
+        self.driver.replay(self._graphs[extent], self.stream)
+
+    def graph(self, calls: Sequence[Call], extent: Extent) -> Graph:
+        """A graph of some of the calls, for that extent."""
+        return self._captured(self._loaded(calls, extent))
+
+    def _bucket(self, batch: Batch) -> Extent | None:
+        """That of a bucket which a batch fits into, if any."""
+        n = max(len(batch.ids), len(batch.outputs))
+        bucket = next((b for b in BUCKETS if n <= b), None)
+        if bucket is None:
+            return None
+        longest, most = SHORTEST, max(1, self.cache.n_pages) * PAGE
+        while longest < int(batch.kv_lengths.max()):
+            longest *= 2
+        return self._bucket_extent(bucket, min(longest, most))
+
+    def _bucket_extent(self, bucket: int, longest: int) -> Extent | None:
+        limits = self.limits
+        work = limits.bucket_work(bucket, longest)
+        if work is None:
+            return None
+        return limits.extent(min(bucket, limits.max_tokens), min(bucket, limits.max_outputs), work)
+
+    def _whole(self, batch: Batch) -> Extent:
+        """The extent of a batch of many tokens, or far into a long cache."""
+        limits = self.limits
+        sequences = [(stop - start, length) for start, stop, length in batch.sequences()]
+        work = tuple(
+            (kind, work_of_batch(sequences, kind.heads, kind.variant, limits.usable_partial_bytes))
+            for kind in limits.kinds
+        )
+        return limits.extent(_rounded(len(batch.ids)), _rounded(len(batch.outputs)), work)
+
+    # -- Launching -------------------------------------------------------------------------------------------------
+
+    def compile_kernels(self, progress: CompileProgress | None) -> None:
+        """Compiles the kernels that batches of all sizes take, so that none has to wait for it."""
+        limits, modules = self.limits, dict[str, tuple[str, Defines]]()
+        longest = min(SHORTEST, max(1, self.cache.n_pages) * PAGE)
+        extents = [self._bucket_extent(bucket, longest) for bucket in BUCKETS if bucket <= 2 * limits.max_tokens]
+        if first := extents[0]:
+            large = [n for n in _LARGE if n <= limits.max_tokens]
+            extents += [limits.extent(n, min(n, limits.max_outputs), first.attention) for n in large]
+        for extent in extents:
+            if extent is not None:
+                for launch in _launches(self.calls, extent):
+                    modules[f"{launch.module} {sorted(launch.defines.items())}"] = launch.module, launch.defines
+        self.driver.compile_modules(self.device, modules.values(), progress)
+
+    def _loaded(self, calls: Sequence[Call], extent: Extent) -> list[_Loaded]:
+        return [self._load(launch) for launch in _launches(calls, extent)]
+
+    def _load(self, launch: Launch) -> _Loaded:
+        return self.driver.load_module(self.device, launch.module, launch.defines), launch
+
+    def _launch(self, launches: Sequence[_Loaded]) -> None:
+        launch, stream = self.driver.launch, self.stream
+        for module, each in launches:
+            launch(module, each.kernel, each.grid, each.block, each.arguments, stream, each.shared_bytes)
+
+    def _captured(self, launches: Sequence[_Loaded]) -> Graph:
+        self.driver.begin_capture(self.stream)
+        try:
+            self._launch(launches)
+        except BaseException:
+            with contextlib.suppress(LocalLLMError):  # what went wrong is the first error
+                self.driver.end_capture(self.stream)
+            raise
+        return self.driver.end_capture(self.stream)
+
+    # -- The result ------------------------------------------------------------------------------------------------
+
+    def download(self, n: int) -> NDArray[np.float32]:
+        """Waits, and gives the first ``n`` rows of the result: memory of the step's own."""
+        rows = self.result
+        if self._host_rows is None:
+            n_rows = self.limits.max_rows(rows.slot)
+            self._host_rows = self._pinned(4 * n_rows * rows.stride).view(np.float32).reshape(n_rows, rows.stride)
+        if n:
+            self.driver.download(self._host_rows[:n], rows.memory.at(0, 4 * n * rows.stride), self.stream)
+        self.driver.synchronize(self.stream)
+        return self._host_rows[:n, : rows.width]
+
+    def largest(self, extent: Extent, n: int, k: int) -> TopK:
+        """Waits, and gives the ``k`` largest of the first ``n`` rows of the result, of a batch of that extent."""
+        n_vocab = self.result.width
+        if self._top_k is None or not 1 <= k <= self.max_top_k:
+            raise KernelError(f"{k} of {n_vocab} logits cannot be chosen: 1 to {self.max_top_k} can")
+        found = min(next(most for most in _TOP_K if k <= most), n_vocab)
+        if found not in self._host_top_k:
+            self._host_top_k[found] = self._pinned(8 * self.limits.max_outputs * found)
+        host, n_bytes = self._host_top_k[found], 4 * n * found
+        if n:
+            self._launch([self._load(launch) for launch in self._top_k.launches(extent, found, n)])
+            self.driver.download(
+                host[: 2 * n_bytes], self.limits.arena.at(self._top_k.best, 0, 2 * n_bytes), self.stream
+            )
+        self.driver.synchronize(self.stream)
+        ids, logits = host[:n_bytes].view(np.int32), host[n_bytes : 2 * n_bytes].view(np.float32)
+        return TopK(ids.reshape(n, found)[:, :k], logits.reshape(n, found)[:, :k])
+
+    def send(self, n: int, to: DeviceMemory, stream: Stream) -> None:
+        """Brings the first ``n`` rows of the result to another device, in whose stream they are copied."""
+        driver, own = self.driver, self.device
+        source = self.result.memory.at(0, to.n_bytes)
+        if to.device == own or driver.can_access_peer(to.device, own):
+            if to.device != own:
+                driver.enable_peer_access(to.device, own)
+            driver.wait(stream, self._done)
+            driver.copy(to, source, stream)
+        else:
+            if self._staging is None:
+                self._staging = self._pinned(4 * self.limits.max_rows(self.result.slot) * self.result.stride)
+            driver.download(self._staging[: to.n_bytes], source, self.stream)
+            driver.record(self._done, self.stream)
+            driver.wait(stream, self._done)
+            driver.upload(to, self._staging[: to.n_bytes], stream)
+        read = driver.event(to.device)
+        driver.record(read, stream)
+        self._readers.append(read)
+
+
+def _launches(calls: Sequence[Call], extent: Extent) -> list[Launch]:
+    return [launch for call in calls for launch in call.launches(extent)]
+
+
+def _rounded(n: int) -> int:
+    return -(-n // _STEP) * _STEP if n > _STEP else n
+
+
+def _settle(driver: Driver, stream: Stream, readers: Sequence[Event], kept: object) -> None:
+    """Waits for what still uses memory that is about to be given back."""
+    for what in (stream, *readers):
+        with contextlib.suppress(LocalLLMError):
+            driver.synchronize(what)
+
+
+@dataclass(frozen=True, eq=False)
+class CUDAOutput(Output):
+    """The first ``n`` rows of a step's result, in the device's memory, perhaps still being computed."""
+
+    step: CUDAStep
+    n: int
+    extent: Extent
+
+    @property
+    def width(self) -> int:
+        return self.step.result.width
+
+    def rows(self) -> NDArray[np.float32]:
+        return self.step.download(self.n)
+
+    def top_k(self, k: int) -> TopK:
+        return self.step.largest(self.extent, self.n, k)
+
+    def copy_to(self, memory: DeviceMemory, stream: Stream) -> None:
+        """Copies the rows, with their padding, in the stream of the memory's device."""
+        self.step.send(self.n, memory, stream)

@@ -1,0 +1,613 @@
+"""The operations that models are made of, and the `Graph` that a model's forward pass is recorded as.
+
+A graph is a list of operations over tensors, each tagged with the layer it belongs to.  It refers to the weights of a
+file, but holds none of them, so it is made from the file's header alone.  What a step costs, where it can be cut over
+several devices and how every backend computes it follows from this one list: the reference interprets it
+(`localllm.kernels.reference`), the CPU and CUDA backends lower it to kernel calls.
+
+    T  tokens in the batch          N  rows whose logits are wanted       d  hidden width
+    H  query heads                  G  key/value heads (H is a multiple of G)
+    E  experts of a layer           k  experts that a token goes to
+
+**A graph serves every batch.**  It depends on a model's configuration, never on the batch at hand.
+
+**Every token stands alone.**  What an operation computes for a token depends on that token, its position and the
+cache, never on which other tokens share the batch.  A backend keeps the order of its additions independent of T, so
+that a token decoded alone has the same bits as one that was prefilled in a batch of hundreds.  (All values are
+finite, that is to say: a backend may multiply those that a token does not see by zero.)
+
+**A new operation** takes four edits: its declaration here, and what computes it in the reference, on the CPU and on
+CUDA.  A declaration checks its arguments, once for all backends: kernels believe every address and every number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from functools import cached_property
+from math import prod
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import KernelError
+from localllm.kernels.q8_0 import VALUES_PER_SCALE
+from localllm.quant.types import GGMLType
+
+#: Where an operation belongs: in the layer of that number, or before or behind all of them.
+Layer = int | Literal["embedding", "output"]
+
+#: What keys and values are kept in: float16; or bytes, of which 32 neighbours in a head share a float16 scale; or,
+#: in the reference alone, float32, to be compared with implementations that have no cache.
+CacheType = Literal["f16", "q8_0", "f32"]
+#: Those that a user can choose.
+CACHE_TYPES: tuple[CacheType, ...] = ("f16", "q8_0")
+
+#: What a soft-cap may be.  Beyond, float32 could not hold scores divided by it, or would not tell it from none.
+LEAST_SOFTCAP, MOST_SOFTCAP = 1e-6, 1e6
+
+#: What `Gated` can apply.
+ACTIVATIONS = ("silu", "gelu")
+
+
+class Weight(Protocol):
+    """A tensor as it lies in a GGUF file: what is known from its header, and its data, read when it is packed."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def type(self) -> GGMLType: ...
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Numpy order: a matrix is [rows, columns], and computes ``x @ matrix.T``."""
+        ...
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """Raw blocks, uint8 [rows, bytes per row], or [bytes] of a vector."""
+        ...
+
+    def drop_pages(self) -> None:
+        """Says that the data will not be needed soon, so that what the file's mapping holds of it can go."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A weight [n_out, n_in] with an optional bias [n_out]: y = x @ weight.T + bias."""
+
+    weight: Weight
+    bias: Weight | None = None
+
+    def __post_init__(self) -> None:
+        _check_dimensions(self.weight, 2)
+        if self.bias is not None and self.bias.shape != (self.n_out,):
+            raise KernelError(f"a matrix [{self.n_out}, {self.n_in}] cannot have a bias {list(self.bias.shape)}")
+
+    @property
+    def n_in(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def n_out(self) -> int:
+        return self.weight.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """Rotary position embedding of the first ``2 * len(frequencies)`` values of each head.
+
+    Attributes:
+        frequencies: float32 [n_rot / 2], radians a position.
+        interleaved: pairs are (0, 1), (2, 3), … as in llama's GGUF files; otherwise (0, n/2), (1, n/2 + 1), …
+            as in Hugging Face's code ("NeoX").
+        magnitude: factor on cosine and sine (YaRN's attention factor).
+
+    Source: Su et al., RoFormer (arXiv:2104.09864).
+    """
+
+    frequencies: NDArray[np.float32]
+    interleaved: bool
+    magnitude: float = 1.0
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """What a layer keeps of each token: keys and values of ``n_heads`` heads.
+
+    What is beyond the range of the cache's type is kept as the largest finite value that it has.
+    """
+
+    layer: int
+    n_heads: int
+    head_dim: int
+    type: CacheType = "f16"
+
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values, without padding."""
+        scales = 2 * -(-self.head_dim // VALUES_PER_SCALE)
+        head = {"f32": 4 * self.head_dim, "f16": 2 * self.head_dim, "q8_0": self.head_dim + scales}[self.type]
+        return 2 * self.n_heads * head
+
+
+# -- Tensors -------------------------------------------------------------------------------------------------------
+
+
+class Rows(Enum):
+    """What a tensor has a row for."""
+
+    TOKENS = "each token"  # T
+    OUTPUTS = "each output"  # N
+    CHOSEN = "each expert of a token"  # T * k, in an order of the backend's own
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A float32 matrix [rows, width] that an operation computes."""
+
+    rows: Rows
+    width: int
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """The k of n experts that each token goes to, and their weights: what `Route` computes."""
+
+    n_experts: int
+    k: int
+
+
+Value = Tensor | Routing
+R = TypeVar("R", bound="Tensor | Routing | tuple[Tensor, ...]", covariant=True)
+
+
+def _check_rows(rows: Rows, *tensors: Tensor) -> None:
+    for x in tensors:
+        if x.rows is not rows:
+            raise KernelError(f"a tensor has a row for {x.rows.value} where one for {rows.value} is needed")
+
+
+def _check_dimensions(weight: Weight, n: int) -> None:
+    if len(weight.shape) != n:
+        what = {1: "a vector", 2: "a matrix", 3: "the matrices of experts"}[n]
+        raise KernelError(f"tensor {weight.name} is used as {what}, but has the shape {list(weight.shape)}")
+
+
+def _check_norm(weight: Weight, width: int, what: str = "values") -> None:
+    if weight.shape != (width,):
+        raise KernelError(f"a norm of {list(weight.shape)} weights cannot be taken of {width} {what}")
+
+
+def _check_product(matrix: Matrix, x: Tensor) -> None:
+    if matrix.n_in != x.width:
+        raise KernelError(f"a matrix [{matrix.n_out}, {matrix.n_in}] cannot multiply rows of {x.width} values")
+
+
+def _check_residual(residual: Tensor, rows: Rows, width: int) -> None:
+    _check_rows(rows, residual)
+    if residual.width != width:
+        raise KernelError(f"{residual.width} values cannot be added to the {width} of a product")
+
+
+def _check_softcap(cap: float | None) -> None:
+    if cap is not None and not LEAST_SOFTCAP <= cap <= MOST_SOFTCAP:
+        raise KernelError(
+            f"a soft-cap is {cap}, but must lie between {LEAST_SOFTCAP:g} and {MOST_SOFTCAP:g}; without one, "
+            "nothing is capped"
+        )
+
+
+# -- Operations ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Operation(Generic[R]):
+    """Something that a forward pass computes.  What it is given are its fields.
+
+    Attributes:
+        consumes: the names of the inputs whose memory it changes: no later operation may read them.
+        overwrites: the name of the input whose place the result may take, if nothing reads that any more.
+    """
+
+    consumes: ClassVar[tuple[str, ...]] = ()
+    overwrites: ClassVar[str] = ""
+
+    @cached_property
+    def result(self) -> R:
+        """The tensor or tensors that it computes.
+
+        Raises:
+            KernelError: its arguments do not fit together.
+        """
+        raise NotImplementedError
+
+    @property
+    def results(self) -> tuple[Value, ...]:
+        return self.result if isinstance(self.result, tuple) else (self.result,)
+
+    @cached_property
+    def inputs(self) -> tuple[Value, ...]:
+        """The tensors that it reads."""
+        return tuple(value for value in self._values() if isinstance(value, Tensor | Routing))
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """The weights that it reads."""
+        return tuple(value for value in self._values() if hasattr(value, "drop_pages"))
+
+    def _values(self) -> Iterator[Any]:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            for item in value if isinstance(value, tuple) else (value,):
+                yield from (item.weight, item.bias) if isinstance(item, Matrix) else (item,)
+
+
+@dataclass(frozen=True, eq=False)
+class Input(Operation[Tensor]):
+    """A tensor that another device computed, with which a part of a graph begins."""
+
+    x: Tensor
+
+    @cached_property
+    def inputs(self) -> tuple[Value, ...]:
+        return ()
+
+    @cached_property
+    def result(self) -> Tensor:
+        return self.x
+
+
+@dataclass(frozen=True, eq=False)
+class Embed(Operation[Tensor]):
+    """The rows of a table [n_vocab, d] for the batch's ids, times a scale: [T, d]."""
+
+    table: Weight
+    scale: float = 1.0
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_dimensions(self.table, 2)
+        return Tensor(Rows.TOKENS, self.table.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class RMSNorm(Operation[Tensor]):
+    """x / sqrt(mean(x²) + eps) * weight over the last axis.  Source: arXiv:1910.07467."""
+
+    x: Tensor
+    weight: Weight
+    eps: float
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_norm(self.weight, self.x.width)
+        return Tensor(self.x.rows, self.x.width)
+
+
+@dataclass(frozen=True, eq=False)
+class Linear(Operation[Tensor]):
+    """x @ W.T + bias (+ residual): [rows, n_out]."""
+
+    x: Tensor
+    matrix: Matrix
+    residual: Tensor | None = None
+    overwrites = "residual"
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_product(self.matrix, self.x)
+        if self.residual is not None:
+            _check_residual(self.residual, self.x.rows, self.matrix.n_out)
+        return Tensor(self.x.rows, self.matrix.n_out)
+
+
+@dataclass(frozen=True, eq=False)
+class Linears(Operation[tuple[Tensor, ...]]):
+    """Several matrices over one input, such as query, key and value, or gate and up."""
+
+    x: Tensor
+    matrices: tuple[Matrix, ...]
+
+    @cached_property
+    def result(self) -> tuple[Tensor, ...]:
+        for matrix in self.matrices:
+            _check_product(matrix, self.x)
+        return tuple(Tensor(self.x.rows, matrix.n_out) for matrix in self.matrices)
+
+
+@dataclass(frozen=True, eq=False)
+class RopeAppend(Operation[Tensor]):
+    """Norms each head of q and k where weights are given, rotates both, and appends k and v to the layer's cache.
+
+    Takes q [T, H * head_dim], k and v [T, G * head_dim], and gives the rotated q.  Norms are RMSNorms, each of one
+    weight [head_dim] for all heads.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cache: KVCache
+    rope: Rope | None
+    q_norm: Weight | None = None
+    k_norm: Weight | None = None
+    eps: float = 0.0
+    consumes = ("q", "k", "v")
+
+    @cached_property
+    def result(self) -> Tensor:
+        n_heads, head_dim = self.cache.n_heads, self.cache.head_dim
+        _check_rows(Rows.TOKENS, self.q, self.k, self.v)
+        _check_queries(self.q, self.cache)
+        for what, x in (("keys", self.k), ("values", self.v)):
+            if x.width != n_heads * head_dim:
+                raise KernelError(f"{x.width} values of {what} do not fit a cache of {n_heads} heads of {head_dim}")
+        if self.rope is not None and 2 * len(self.rope.frequencies) > head_dim:
+            n_pairs = len(self.rope.frequencies)
+            raise KernelError(f"{n_pairs} pairs of values cannot be rotated in heads of {head_dim}")
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                _check_norm(norm, head_dim, "values of a head")
+        return Tensor(Rows.TOKENS, self.q.width)
+
+
+def _check_queries(q: Tensor, cache: KVCache) -> None:
+    """Queries must be whole heads, as many to each key/value head."""
+    if q.width == 0 or q.width % (cache.n_heads * cache.head_dim):
+        raise KernelError(
+            f"{q.width} values of queries are not a multiple of {cache.n_heads} heads of {cache.head_dim}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Attention(Operation[Tensor]):
+    """Causal attention of q [T, H * head_dim] over a layer's cache, of the last ``window`` positions if given.
+
+    A token sees the positions max(0, p - window + 1) … p of its sequence.  With ``softcap``, scores s (scaled)
+    become softcap * tanh(s / softcap).  With ``sinks`` [H], the softmax of each query head has one more score, that
+    one, which takes its share and adds no value.
+
+    Sources: arXiv:2205.14135; soft-cap: Gemma 2, arXiv:2408.00118; sinks: gpt-oss, after arXiv:2309.17453.
+    """
+
+    q: Tensor
+    cache: KVCache
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Weight | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.q.width // self.cache.head_dim // self.cache.n_heads
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_rows(Rows.TOKENS, self.q)
+        _check_queries(self.q, self.cache)
+        _check_softcap(self.softcap)
+        n_heads = self.q.width // self.cache.head_dim
+        if self.sinks is not None and self.sinks.shape != (n_heads,):
+            raise KernelError(f"{prod(self.sinks.shape)} sinks do not fit {n_heads} query heads: each has one")
+        return Tensor(Rows.TOKENS, self.q.width)
+
+
+@dataclass(frozen=True, eq=False)
+class Gated(Operation[Tensor]):
+    """activation(gate) * up; ``activation`` is one of `ACTIVATIONS`, gelu in its tanh form.
+
+    Source: arXiv:2002.05202.
+    """
+
+    gate: Tensor
+    up: Tensor
+    activation: str
+    overwrites = "gate"
+
+    @cached_property
+    def result(self) -> Tensor:
+        if self.activation not in ACTIVATIONS:
+            raise KernelError(f"there is no activation {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+        _check_rows(self.gate.rows, self.up)
+        if self.gate.width != self.up.width:
+            raise KernelError(f"a gate of {self.gate.width} values does not fit {self.up.width} values")
+        return Tensor(self.gate.rows, self.gate.width)
+
+
+@dataclass(frozen=True, eq=False)
+class Route(Operation[Routing]):
+    """The k experts that each token goes to: those of its largest logits [T, E], of equals the lowest first.
+
+    Their weights are the softmax over all experts, or with ``norm_topk_prob`` over those k alone, times ``scale``.
+    All layers of a graph have the same k.  Source: arXiv:2401.04088 (Mixtral).
+    """
+
+    logits: Tensor
+    k: int
+    norm_topk_prob: bool
+    scale: float = 1.0
+
+    @cached_property
+    def result(self) -> Routing:
+        _check_rows(Rows.TOKENS, self.logits)
+        if not 1 <= self.k <= self.logits.width:
+            raise KernelError(
+                f"{self.k} of {self.logits.width} experts cannot be chosen: 1 to {self.logits.width} can"
+            )
+        return Routing(self.logits.width, self.k)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLinears(Operation[tuple[Tensor, ...]]):
+    """Each token of x [T, d] times several weights [E, n_out, d], such as gate and up, of each expert it goes to.
+
+    Gives a row for each token and expert, in an order of the backend's own, which `Gated` and `ExpertOutput` can be
+    given.
+    """
+
+    x: Tensor
+    experts: tuple[Weight, ...]
+    routing: Routing
+
+    @cached_property
+    def result(self) -> tuple[Tensor, ...]:
+        _check_rows(Rows.TOKENS, self.x)
+        for weight in self.experts:
+            _check_experts(weight, self.x, self.routing)
+        return tuple(Tensor(Rows.CHOSEN, weight.shape[1]) for weight in self.experts)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertOutput(Operation[Tensor]):
+    """Each row of h times the weight [E, d, n_in] of its expert; of each token the weighted sum, plus residual.
+
+    Gives [T, d].  A token's best expert is added up first.
+    """
+
+    h: Tensor
+    experts: Weight
+    routing: Routing
+    residual: Tensor
+    overwrites = "residual"
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_rows(Rows.CHOSEN, self.h)
+        _check_experts(self.experts, self.h, self.routing)
+        _check_residual(self.residual, Rows.TOKENS, self.experts.shape[1])
+        return Tensor(Rows.TOKENS, self.residual.width)
+
+
+def _check_experts(weight: Weight, x: Tensor, routing: Routing) -> None:
+    _check_dimensions(weight, 3)
+    if (weight.shape[0], weight.shape[2]) != (routing.n_experts, x.width):
+        raise KernelError(
+            f"matrices {list(weight.shape)} do not fit rows of {x.width} values for {routing.n_experts} experts"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Softcap(Operation[Tensor]):
+    """cap * tanh(x / cap), of logits.  Source: Gemma 2, arXiv:2408.00118."""
+
+    x: Tensor
+    cap: float
+    overwrites = "x"
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_softcap(self.cap)
+        return Tensor(self.x.rows, self.x.width)
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs(Operation[Tensor]):
+    """The rows of x [T, d] whose logits are wanted: [N, d]."""
+
+    x: Tensor
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_rows(Rows.TOKENS, self.x)
+        return Tensor(Rows.OUTPUTS, self.x.width)
+
+
+# -- Graphs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operation, and the layer that it belongs to."""
+
+    operation: Operation[Any]
+    layer: Layer
+
+
+@dataclass
+class Graph:
+    """A recorded forward pass, or the part of one that a device computes.
+
+    Attributes:
+        cache_type: what the layers' caches keep keys and values in.
+        nodes: the operations, in execution order.
+        caches: what each layer keeps.
+        layer: where the operations that are added belong.
+    """
+
+    cache_type: CacheType = "f16"
+    nodes: list[Node] = field(default_factory=list)
+    caches: dict[int, KVCache] = field(default_factory=dict)
+    layer: Layer = "embedding"
+    _known: set[Value] = field(default_factory=set)
+    _consumed: set[Value] = field(default_factory=set)
+
+    def kv_cache(self, n_heads: int, head_dim: int) -> KVCache:
+        """Declares that the layer keeps keys and values of so many heads."""
+        if not isinstance(self.layer, int) or self.layer in self.caches:
+            raise KernelError(f"a cache cannot be declared in {self.layer}: each layer has at most one")
+        self.caches[self.layer] = KVCache(self.layer, n_heads, head_dim, self.cache_type)
+        return self.caches[self.layer]
+
+    def add(self, operation: Operation[R]) -> R:
+        """Records an operation, and gives what it computes.
+
+        Raises:
+            KernelError: its arguments do not fit together; or it is given a tensor that is not of this graph, or
+                that an earlier operation has changed.
+        """
+        for x in operation.inputs:
+            if x not in self._known:
+                raise KernelError("an operation was given something else than a tensor of its own graph")
+            if x in self._consumed:
+                raise KernelError("an operation was given a tensor that an earlier one has changed")
+        if isinstance(operation, Route):
+            for k in {r.k for r in self._known if isinstance(r, Routing)} - {operation.k}:
+                raise KernelError(f"layers with {k} and with {operation.k} experts to a token cannot be mixed")
+        result = operation.result
+        self._known.update(operation.results)
+        self._consumed.update(getattr(operation, name) for name in operation.consumes)
+        self.nodes.append(Node(operation, self.layer))
+        return result
+
+    @property
+    def result(self) -> Tensor:
+        """What the last operation computes: logits, or the hidden states that the next device goes on with."""
+        *_, result = self.nodes[-1].operation.results
+        if not isinstance(result, Tensor):
+            raise KernelError("a graph must end with a tensor")
+        return result
+
+    def last_uses(self) -> dict[Value, int]:
+        """Of each tensor, the number of the last node that reads it; one more than the last for the result."""
+        uses: dict[Value, int] = {}
+        for i, node in enumerate(self.nodes):
+            uses |= dict.fromkeys((*node.operation.results, *node.operation.inputs), i)
+        return uses | {self.result: len(self.nodes)}
+
+    def n_chosen(self) -> int:
+        """Experts that each token goes to; 0 without any."""
+        return max((n.operation.k for n in self.nodes if isinstance(n.operation, Route)), default=0)
+
+    def part(self, layers: range) -> Graph:
+        """The operations of a range of layers; the first layers also embed, the last ones have norm and head.
+
+        Raises:
+            KernelError: something else than one tensor with a row for each token crosses into it.
+        """
+        part = Graph(self.cache_type, caches={n: c for n, c in self.caches.items() if n in layers})
+        ends = {"embedding": layers.start == 0, "output": layers.stop == self.n_layers}
+        part.nodes = [n for n in self.nodes if (n.layer in layers if isinstance(n.layer, int) else ends[n.layer])]
+        made = {x for node in part.nodes for x in node.operation.results}
+        crossing = {x for node in part.nodes for x in node.operation.inputs} - made
+        if layers.start:
+            inputs = [x for x in crossing if isinstance(x, Tensor) and x.rows is Rows.TOKENS]
+            if len(inputs) != 1 or len(crossing) != 1:
+                raise KernelError(f"the model cannot be cut at layer {layers.start}: more than one tensor crosses it")
+            part.nodes.insert(0, Node(Input(inputs[0]), layers.start))
+        return part
+
+    @property
+    def n_layers(self) -> int:
+        return 1 + max((node.layer for node in self.nodes if isinstance(node.layer, int)), default=-1)

@@ -1,0 +1,190 @@
+"""Graphs: what operations refuse, how graphs are cut, and where buffers lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.errors import KernelError
+from localllm.kernels import graph as g
+from localllm.kernels.buffers import ALIGNMENT, Buffer, assign
+from localllm.kernels.graph import Graph, Matrix, Rope, Tensor
+from localllm.kernels.reference import ReferenceBackend
+from tests.helpers.backends import Backend
+from tests.helpers.run_model import make_batch
+from tests.helpers.weights import f32, random
+
+ROPE = Rope(np.ones(5, np.float32), interleaved=False)
+VECTOR, SQUARE = f32(random(40)), Matrix(f32(random(48, 48)))
+
+
+class Recording:
+    """A graph with a cache of two heads of eight values, and tensors of any width."""
+
+    def __init__(self) -> None:
+        self.graph = Graph(layer=0)
+        self.cache = self.graph.kv_cache(2, 8)
+
+    def x(self, width: int) -> Tensor:
+        return self.graph.add(g.Embed(f32(random(4, width))))
+
+    def few(self, width: int) -> Tensor:
+        return self.graph.add(g.Outputs(self.x(width)))
+
+    def append(self, q: int = 32, k: int = 16, v: int = 16, **more: Any) -> Tensor:
+        more = {"rope": None, **more}
+        return self.graph.add(g.RopeAppend(self.x(q), self.x(k), self.x(v), self.cache, **more))
+
+    def route(self, n: int, k: int = 2) -> g.Routing:
+        return self.graph.add(g.Route(self.x(n), k, norm_topk_prob=True))
+
+    def experts(self, *shape: int) -> Any:
+        return self.graph.add(g.ExpertLinears(self.x(48), (f32(random(*shape)),), self.route(4)))
+
+    def again(self) -> Tensor:
+        q = self.x(32)
+        self.graph.add(g.RopeAppend(q, self.x(16), self.x(16), self.cache, None))
+        return self.graph.add(g.Attention(q, self.cache, scale=1.0))
+
+
+REFUSED: dict[str, Callable[[Recording], Any]] = {
+    r"norm of \[40\] weights .* 48 values": lambda r: r.graph.add(g.RMSNorm(r.x(48), VECTOR, 1e-6)),
+    r"gate of 48 values .* 40 values": lambda r: r.graph.add(g.Gated(r.x(48), r.x(40), "silu")),
+    r"no activation 'relu'.*silu, gelu": lambda r: r.graph.add(g.Gated(r.x(48), r.x(48), "relu")),
+    r"each output where one for each token": lambda r: r.graph.add(g.Gated(r.x(48), r.few(48), "silu")),
+    r"48, 48. cannot multiply rows of 40": lambda r: r.graph.add(g.Linear(r.x(40), SQUARE)),
+    r"48. cannot multiply rows of 40": lambda r: r.graph.add(g.Linears(r.x(40), (SQUARE,))),
+    r"40 values cannot be added to the 48": lambda r: r.graph.add(g.Linear(r.x(48), SQUARE, r.x(40))),
+    r"each output where one .* token": lambda r: r.graph.add(g.Linear(r.x(48), SQUARE, r.few(48))),
+    r"for each output where one for each token": lambda r: r.graph.add(g.Outputs(r.few(48))),
+    r"its own graph": lambda r: r.graph.add(g.Outputs(Recording().x(48))),
+    r"40 values of queries .* 2 heads of 8": lambda r: r.append(q=40),
+    r"8 values of keys": lambda r: r.append(k=8),
+    r"32 values of values": lambda r: r.append(v=32),
+    r"5 pairs .* heads of 8": lambda r: r.append(rope=ROPE),
+    r"norm of \[40\] weights .* 8 values of a head": lambda r: r.append(q_norm=VECTOR),
+    r"\[40\] weights .* 8 values of a head": lambda r: r.append(k_norm=VECTOR),
+    r"24 values of queries": lambda r: r.graph.add(g.Attention(r.x(24), r.cache, scale=1.0)),
+    r"8 values of queries": lambda r: r.graph.add(g.Attention(r.x(8), r.cache, scale=1.0)),
+    r"each output where": lambda r: r.graph.add(g.Attention(r.few(32), r.cache, scale=1.0)),
+    r"an earlier one has changed": lambda r: r.again(),
+    r"cannot have a bias \[15\]": lambda r: Matrix(f32(random(16, 32)), f32(random(15))),
+    r"used as a matrix, but has the shape \[32\]": lambda r: r.graph.add(g.Embed(f32(random(32)))),
+    r"9 of 8 experts": lambda r: r.route(8, 9),
+    r"0 of 8 experts": lambda r: r.route(8, 0),
+    r"with 2 and with 3 experts": lambda r: (r.route(8, 2), r.route(8, 3)),
+    r"\[5, 8, 48\] do not fit rows of 48 values for 4 experts": lambda r: r.experts(5, 8, 48),
+    r"\[4, 8, 40\] do not fit rows of 48": lambda r: r.experts(4, 8, 40),
+    r"each layer has at most one": lambda r: r.graph.kv_cache(1, 8),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_fit_together_is_refused(message: str) -> None:
+    """Kernels do not check: each of these would read or write something else's memory."""
+    with pytest.raises(KernelError, match=message):
+        REFUSED[message](Recording())
+
+
+def test_an_operation_that_a_backend_does_not_know_is_named() -> None:
+    class Unknown(g.Softcap):
+        pass
+
+    r = Recording()
+    r.graph.add(Unknown(r.x(8), 1.0))
+    with pytest.raises(KernelError, match="reference backend cannot compute Unknown"):
+        ReferenceBackend().compile(r.graph, n_pages=1, max_tokens=1, max_outputs=1)
+
+
+def test_a_graph_is_cut_where_one_tensor_crosses() -> None:
+    r = Recording()
+    first = r.x(48)
+    y = r.graph.add(g.Linear(first, SQUARE))
+    r.graph.layer = 1
+    r.graph.add(g.Linear(r.graph.add(g.Linear(y, SQUARE)), SQUARE, residual=y))
+    part = r.graph.part(range(1, 2))
+    assert [type(node.operation).__name__ for node in part.nodes] == ["Input", "Linear", "Linear"]
+    assert part.nodes[0].operation.result is y
+    assert (part.caches, r.graph.part(range(1)).caches) == ({}, {0: r.cache})
+    r.graph.layer = 2
+    r.graph.add(g.Linear(r.graph.result, SQUARE, residual=first))
+    with pytest.raises(KernelError, match="cut at layer 2: more than one tensor"):
+        r.graph.part(range(2, 3))
+
+
+def test_keys_and_values_are_appended_where_the_block_table_says() -> None:
+    """One sequence passes from page 2 to page 0 after 15 tokens, the other begins page 3."""
+    graph, k, v = Graph(layer=1), random(5, 16, seed=1), random(5, 16, seed=2)
+    tensors = [graph.add(g.Embed(f32(x))) for x in (random(5, 32), k, v)]
+    graph.add(g.RopeAppend(*tensors, graph.kv_cache(2, 8), None))
+    step = ReferenceBackend().compile(graph, n_pages=4, max_tokens=5, max_outputs=5)
+    step(make_batch([([0, 1, 2], 14, [2, 0]), ([3, 4], 0, [3])]))
+    keys, values = step.cache.layers[1]
+    places = [(2, 14), (2, 15), (0, 0), (3, 0), (3, 1)]
+    for row, place in enumerate(places):
+        np.testing.assert_array_equal(keys[place].ravel(), k[row].astype(np.float16))
+        np.testing.assert_array_equal(values[place].ravel(), v[row].astype(np.float16))
+    assert {tuple(place) for place in np.argwhere(keys.any(axis=(2, 3)))} == {*places}
+
+
+def test_layers_may_keep_heads_of_unlike_numbers_and_sizes(backend: Backend) -> None:
+    """Over two pages, one of them copied; what each layer keeps takes what was planned."""
+    graph, heads, n = Graph(), [(2, 8, 2), (1, 16, 3), (2, 8, 2)], 75  # key heads, their size, query heads of each
+    x = graph.add(g.Embed(f32(random(n, 64))))
+    for graph.layer, (n_heads, size, group) in enumerate(heads):
+        widths = n_heads * group * size, n_heads * size, n_heads * size
+        matrices = tuple(Matrix(f32(0.1 * random(width, 64, seed=i))) for i, width in enumerate(widths))
+        q, k, v = graph.add(g.Linears(x, matrices))
+        cache, rope = graph.kv_cache(n_heads, size), Rope(np.ones(size // 2, np.float32), interleaved=True)
+        q = graph.add(g.RopeAppend(q, k, v, cache, rope))
+        y = graph.add(g.Attention(q, cache, scale=size**-0.5, window=40 if graph.layer else None))
+        x = graph.add(g.Linear(y, Matrix(f32(0.1 * random(64, widths[0]))), residual=x))
+    graph.add(g.Outputs(x))
+
+    def logits(made: Any) -> np.ndarray:
+        *first, last = range(-(-n // made.page_size))
+        sizes = {"n_pages": last + 2, "max_tokens": n, "max_outputs": n}
+        step = made.compile(graph, **sizes)
+        assert sum(made.footprint(graph, **sizes).caches.values()) == step.cache.n_bytes
+        step(make_batch([(range(n - 1), 0, [*first, last])]))
+        step.cache.copy_page(last, last + 1)
+        return step(make_batch([([n - 1], n - 1, [*first, last + 1])])).copy()
+
+    expected, found = logits(ReferenceBackend()), logits(backend.make().backend)
+    assert np.abs(found - expected).max() < 2e-2 * np.abs(expected).max()
+
+
+# -- Buffers -------------------------------------------------------------------------------------------------------
+
+LIVES = st.lists(
+    st.tuples(st.integers(0, 5 * ALIGNMENT), st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=30
+)
+
+
+@given(LIVES)
+def test_buffers_in_use_at_the_same_time_do_not_overlap(lives: list[tuple[int, int, int, bool]]) -> None:
+    buffers = [(Buffer(n, is_kept), min(a, b), max(a, b)) for n, a, b, is_kept in lives]
+    stages = [[buffer for buffer, first, last in buffers if i in (first, last)] for i in range(10)]
+    size = assign(stages)
+    bounds = [(0, 9) if buffer.is_kept else (first, last) for buffer, first, last in buffers]
+    for i, (one, *_) in enumerate(buffers):
+        assert one.offset % ALIGNMENT == 0
+        assert 0 <= one.offset <= one.offset + one.n_bytes <= size
+        for j, (other, *_) in enumerate(buffers[:i]):
+            together = bounds[i][0] <= bounds[j][1] and bounds[j][0] <= bounds[i][1]
+            apart = one.offset + one.n_bytes <= other.offset or other.offset + other.n_bytes <= one.offset
+            assert apart or not together
+    pages = [-(-buffer.n_bytes // ALIGNMENT) for buffer, *_ in buffers]
+    used = [sum(n for n, (a, b) in zip(pages, bounds, strict=True) if a <= i <= b) for i in range(10)]
+    assert max(used) * ALIGNMENT <= size <= sum(pages) * ALIGNMENT
+
+
+def test_memory_that_is_free_again_is_taken_again() -> None:
+    a, b, c, d = (Buffer(n * ALIGNMENT) for n in (4, 2, 2, 3))
+    assert assign([[a, b], [b, c], [c, d], [d]]) == 6 * ALIGNMENT
+    assert (c.offset, d.offset) == (0, 2 * ALIGNMENT)
