@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import sys
 import tempfile
@@ -84,12 +85,20 @@ def matrices(rows: int, real: Path | None) -> Iterator[tuple[str, Floats]]:
     yield "normal", rng.standard_normal((rows, COLUMNS)).astype(np.float32)
     yield "heavy tails", rng.standard_t(3, (rows, COLUMNS)).astype(np.float32)
     if real is not None:
-        from safetensors.numpy import load_file
-
-        all_values = [v.ravel() for k, v in sorted(load_file(real).items()) if v.ndim == 2 and "layer" in k]
+        all_values = [v.ravel() for v in safetensors(real) if v.ndim == 2]
         values = np.concatenate(all_values).astype(np.float32)
         values = values[: len(values) // COLUMNS * COLUMNS].reshape(-1, COLUMNS)
         yield "real", np.ascontiguousarray(values[:: max(len(values) // rows, 1)][:rows])
+
+
+def safetensors(path: Path) -> Iterator[Floats]:
+    """The float32 weights of layers in a file: a length, JSON that says where each tensor lies, and the bytes."""
+    data = np.memmap(path, np.uint8, "r")
+    n = int(data[:8].view("<u8")[0])
+    for name, entry in json.loads(bytes(data[8 : 8 + n])).items():
+        if "layer" in name and entry["dtype"] == "F32":
+            first, last = (8 + n + offset for offset in entry["data_offsets"])
+            yield np.frombuffer(bytes(data[first:last]), "<f4").reshape(entry["shape"])
 
 
 def relative(values: Floats, back: Floats, weights: Floats | None) -> float:
