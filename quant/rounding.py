@@ -184,6 +184,8 @@ def fit(x, w, lo, hi, lut, affine, m_most, tries, t):
         t[OFF + c] = tries[c, 0] - low * t[INV + c] if affine else np.float32(0)
     scan(x, w, lo, hi, lut, t)
     most, scale, minimum, sqq = best(t, sw, sx, affine, m_most)
+    if lut.size:  # where a look costs ten times as much, and the table's steps leave less to find
+        return scale, minimum, sqq
     # Once more around the best scale: steps of 1/100 in symmetric formats; else of 1/30, and of 1/8 of a level.
     for c in range(LANES):
         if affine:
