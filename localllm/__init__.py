@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from localllm.errors import ModelError as ModelError
     from localllm.errors import ModelNotFoundError as ModelNotFoundError
     from localllm.errors import NotEnoughMemoryError as NotEnoughMemoryError
+    from localllm.errors import OutputError as OutputError
     from localllm.errors import QueueFullError as QueueFullError
     from localllm.errors import SettingsError as SettingsError
     from localllm.errors import StoreError as StoreError
@@ -81,6 +82,7 @@ _HOMES = {
     "ModelError": "errors",
     "ModelInfo": "info",
     "ModelNotFoundError": "errors",
+    "OutputError": "errors",
     "NotEnoughMemoryError": "errors",
     "Options": "options",
     "QueueFullError": "errors",
@@ -122,6 +124,7 @@ __all__ = [
     "ModelNotFoundError",
     "NotEnoughMemoryError",
     "Options",
+    "OutputError",
     "QueueFullError",
     "Sampling",
     "Score",

@@ -58,6 +58,10 @@ class SettingsError(LocalLLMError):
     """The settings file cannot be read, or has what it cannot have; says where, and what it can."""
 
 
+class OutputError(LocalLLMError):
+    """A file cannot be written: its place is taken or not writable, or the disk is full."""
+
+
 class ModelNotFoundError(GGUFError):
     """A model was named that is not on this machine; says how to get it."""
 

@@ -55,3 +55,11 @@ def bit_fields(words: Ints, width: int, count: int) -> Ints:
     fields: Ints = words[..., None] >> shifts
     fields &= (1 << width) - 1
     return fields
+
+
+def codes_of(table: Ints) -> Bytes:
+    """The first code of each value of ``table``, which fit in int8, by the value's byte: uint8 [256]."""
+    codes = np.zeros(256, np.uint8)
+    for code in reversed(range(len(table))):
+        codes[int(table[code]) & 255] = code
+    return codes

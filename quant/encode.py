@@ -1,46 +1,58 @@
-"""Quantisers: float32 rows to blocks.
+"""Quantisers: floats to blocks, in every format that files are published in.
 
-The legacy formats round as GGML's reference does, bit for bit.  The K formats take each sub-block's
-range as it is, where GGML searches for the scale with the least weighted error; the result is valid and
-close, but a file for publication is better made with llama.cpp's tools.
+What each format can express is described here as data; the search for the best codes is in `localllm.quant.rounding`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import MappingProxyType
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from localllm.errors import ModelError
-from localllm.quant.bits import Bytes, Floats, Halves
+from localllm.quant.bits import Bytes, Floats, Ints
 from localllm.quant.block_format import PackableFormat, Parts
-from localllm.quant.kquants import Q4_K, Q5_K, Q6_K
-from localllm.quant.legacy import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
+from localllm.quant.formats import FORMATS
+from localllm.quant.fp4 import E2M1_DOUBLED, MXFP4
+from localllm.quant.iq_grids import grid
+from localllm.quant.iquants import IQ4_VALUES, GridFormat
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
-# Values a chunk: temporaries stay in a core's second-level cache.
-_CHUNK = 1 << 15
+# Values that a thread encodes at a time.
+_CHUNK = 1 << 16
+# More than blocks with float16 scales can hold, and little enough for sums of squares.
+_MOST = 1e15
 
 
-def quantize(values: npt.NDArray[np.floating], type: GGMLType) -> Bytes:
-    """Encode rows of values.
+def quantize(
+    values: npt.NDArray[np.floating],
+    type: GGMLType,
+    weights: npt.NDArray[np.floating] | None = None,
+    threads: int | None = None,
+) -> Bytes:
+    """Encode rows of values with the least weighted squared error that the search finds.
 
     Args:
         values: floating point [..., n], rounded to float32 first; ``n`` a multiple of the block length.
-        type: one of `ENCODERS`.
+        type: one of `ENCODABLE`.
+        weights: the importance of each column, [n] (a row of an importance matrix); by default all alike.
+        threads: by default one a processor.
 
     Returns:
         uint8 [..., row_bytes].
 
     Raises:
-        ModelError: the type has no encoder, ``n`` is no multiple of its block length, or a value is
-            NaN, infinite or too large for the format.
+        ModelError: the type has no encoder, ``n`` is not a multiple of its block length, a value is NaN, infinite or
+            too large for the format, or the weights are not ``n`` finite numbers of at least 0.
     """
-    encode = ENCODERS.get(type)
-    if encode is None:
-        supported = ", ".join(known.name for known in ENCODERS)
+    if type not in ENCODABLE:
+        supported = ", ".join(known.name for known in ENCODABLE)
         raise ModelError(f"cannot encode tensors as {type.name}; choose one of {supported}")
     size = BLOCK_SIZES[type]
     if values.ndim == 0 or values.shape[-1] % size.length:
@@ -48,152 +60,307 @@ def quantize(values: npt.NDArray[np.floating], type: GGMLType) -> Bytes:
             f"a row to be encoded as {type.name} has a multiple of {size.length} values; "
             f"the shape is {list(values.shape)}"
         )
-    out = np.empty((*values.shape[:-1], size.row_bytes(values.shape[-1])), np.uint8)
-    blocks = out.reshape(-1, size.n_bytes)
-    rows = np.ascontiguousarray(values).reshape(-1, size.length)
-    step = _CHUNK // size.length
-    # Overflow is found in the result: every scale is checked before it is stored.
-    with np.errstate(all="ignore"):
-        for start in range(0, len(rows), step):
-            chunk = rows[start : start + step].astype(np.float32, copy=False)
-            blocks[start : start + step] = encode(chunk)
+    n = values.shape[-1]
+    out = np.empty((*values.shape[:-1], size.row_bytes(n)), np.uint8)
+    if not out.size:
+        return out
+    rows = np.ascontiguousarray(values).reshape(-1, n)
+    blocks = out.reshape(len(rows), -1, size.n_bytes)
+    importance = _importance(weights, n).reshape(-1, size.length)
+
+    def encode(first: int) -> None:
+        with np.errstate(all="ignore"):  # what overflows is found
+            chunk = rows[first : first + step].astype(np.float32, copy=False)
+            if not (np.abs(chunk) <= most).all():
+                raise _unfit(type)
+            done = _encode(chunk.reshape(-1, size.length), type, importance)
+        blocks[first : first + step] = done.reshape(len(chunk), -1, size.n_bytes)
+
+    most = np.finfo(np.float32).max if size.length == 1 else _MOST
+    step = max(_CHUNK // n, 1)
+    starts = range(0, len(rows), step)
+    if len(starts) < 2:
+        for start in starts:
+            encode(start)
+    else:
+        with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+            for _ in pool.map(encode, starts):
+                pass
     return out
 
 
-def _check_finite(finite: npt.NDArray[np.bool_] | np.bool_, type: GGMLType) -> None:
-    if not np.all(finite):
-        raise ModelError(f"cannot encode as {type.name}: a value is NaN, infinite or too large for the format")
+def _unfit(type: GGMLType) -> ModelError:
+    return ModelError(f"cannot encode as {type.name}: a value is NaN, infinite or too large for the format")
 
 
-def _half(scale: Floats, type: GGMLType) -> Halves:
-    """Scales [n_blocks] or [n_blocks, 1] as float16 [n_blocks].
-
-    NaN or infinity anywhere in a block makes its scale so, and a value too large does in float16: this
-    one check refuses all three.
-    """
-    half = scale.reshape(-1).astype(np.float16)
-    _check_finite(np.isfinite(half), type)
-    return half
-
-
-def _reciprocal(scale: Floats) -> Floats:
-    """1 / scale, and 0 where it is 0."""
-    return np.where(scale == 0, np.float32(0), 1 / scale)
+def _importance(weights: npt.NDArray[np.floating] | None, n: int) -> Floats:
+    """Weights with a mean of 1 and none of them 0: a column that no text used may still be used one day."""
+    if weights is None:
+        return np.ones(n, np.float32)
+    if weights.shape != (n,) or not np.isfinite(weights).all() or (weights < 0).any():
+        raise ModelError(f"importance weights of rows of {n} values are {n} finite numbers of at least 0")
+    mean = float(weights.mean(dtype=np.float64)) if n else 0.0
+    if mean == 0:
+        return np.ones(n, np.float32)
+    importance: Floats = np.maximum(weights / mean, 1e-5).astype(np.float32)
+    return importance
 
 
-def _extreme(values: Floats) -> Floats:
-    """The value with the largest magnitude along the last axis, with its sign: [..., 1]."""
-    return np.take_along_axis(values, np.abs(values).argmax(axis=-1, keepdims=True), axis=-1)
+def _encode(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
+    """Encode blocks: float32 [n_blocks, length], and the weights [k, length] of a row's k blocks."""
+    match type:
+        case GGMLType.F32:
+            return x.astype("<f4").view(np.uint8)
+        case GGMLType.F16:
+            return _finite_half(x, type).view(np.uint8)
+        case GGMLType.BF16:
+            return _bfloat16(x)
+        case GGMLType.MXFP4:
+            return _encode_mxfp4(x, weights)
+        case _ if type in _ROWS:
+            return _encode_rows(x, type, weights)
+        case _:
+            return _encode_codes(x, type, weights)
 
 
-def _zero_where_overflown(codes: Floats, inverse: Floats) -> Floats:
-    """Clear blocks whose scale is so small that 1 / scale is infinite; it is 0 in float16 anyway."""
-    codes[np.isinf(inverse[:, 0])] = 0
-    return codes
-
-
-def _encode_f32(values: Floats) -> Bytes:
-    _check_finite(np.isfinite(values), GGMLType.F32)
-    return values.astype("<f4").view(np.uint8)
-
-
-def _encode_f16(values: Floats) -> Bytes:
+def _finite_half(values: Floats, type: GGMLType) -> npt.NDArray[np.float16]:
     halves = values.astype("<f2")
-    _check_finite(np.isfinite(halves), GGMLType.F16)
-    return halves.view(np.uint8)
+    if not np.isfinite(halves).all():
+        raise _unfit(type)
+    return halves
 
 
-def _encode_bf16(values: Floats) -> Bytes:
-    bits = values.view(np.uint32)
+def _bfloat16(x: Floats) -> Bytes:
+    bits = x.view(np.uint32)
     # To nearest, ties to even: adds one where the lower half is above 0x8000, or at it and the rest odd.
     rounded = (bits + (0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
-    _check_finite((rounded & 0x7F80 != 0x7F80) & np.isfinite(values), GGMLType.BF16)
+    if (rounded & 0x7F80 == 0x7F80).any():
+        raise _unfit(GGMLType.BF16)
     return rounded.view(np.uint8)
 
 
-def _encode_symmetric(values: Floats, block_format: PackableFormat) -> Bytes:
-    """Q4_0 and Q5_0: the value farthest from zero becomes code 0, which is one step beyond the last."""
-    offset = block_format.offset
-    scale = _extreme(values) / np.float32(-offset)
-    inverse = _reciprocal(scale)
-    codes = _zero_where_overflown(np.trunc(values * inverse + np.float32(offset + 0.5)), inverse)
-    codes = np.minimum(codes, 2 * offset - 1).astype(np.uint8)
-    return block_format.pack(Parts(codes, _half(scale, block_format.type)))
+# -- Formats of codes ----------------------------------------------------------------------------------------------
+
+_LANES = 32  # `rounding.LANES`; that module loads numba, which takes most of a second
+_NONE = np.zeros(0, np.float32)
 
 
-def _encode_with_min(values: Floats, block_format: PackableFormat, top: int) -> Bytes:
-    """Q4_1 and Q5_1: the smallest value becomes code 0, the largest the highest code ``top``."""
-    low = values.min(axis=1, keepdims=True)
-    scale = (values.max(axis=1, keepdims=True) - low) / np.float32(top)
-    inverse = _reciprocal(scale)
-    codes = _zero_where_overflown(np.trunc((values - low) * inverse + np.float32(0.5)), inverse)
-    codes = np.minimum(codes, top).astype(np.uint8)
-    type = block_format.type
-    return block_format.pack(Parts(codes, _half(scale, type), min=_half(low, type)))
+def _halves_table(values: Sequence[float] | Ints) -> Floats:
+    """For `rounding.scan`: which of ``values`` is next to -128, -127.5, … 127.5."""
+    levels = np.unique(np.asarray(values, np.float32))
+    return levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, np.arange(-256, 256) / 2, side="right")]
 
 
-def _encode_q8_0(values: Floats) -> Bytes:
-    scale = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
-    inverse = _reciprocal(scale)
-    scaled = values * inverse
-    # Half away from zero, as C's roundf; adding 0.5 would round 0.49999997 up.
-    whole = np.trunc(scaled)
-    codes = _zero_where_overflown(whole + np.trunc(2 * (scaled - whole)), inverse)
-    return Q8_0().pack(Parts(codes.astype(np.int8), _half(scale, GGMLType.Q8_0)))
+def _tries(top: float, least: float, most: float, low: float = 0.0) -> Floats:
+    """Candidates of `rounding.fit`: ``top`` times ``least`` … ``most``, and half of them for ``low``, if given."""
+    n = _LANES // 2 if low else _LANES
+    levels = np.linspace(least, most, n) * top
+    if low:
+        levels = np.concatenate([np.linspace(least, most, n) * low, levels])
+    return np.stack([np.zeros(_LANES), levels], axis=1).astype(np.float32)
 
 
-def _encode_k_with_min(values: Floats, block_format: PackableFormat, top: int) -> Bytes:
-    """Q4_K and Q5_K: each sub-block spans from its smallest value, or 0, to its largest."""
-    x = values.reshape(len(values), -1, block_format.sub_length)  # [n_blocks, n_sub_blocks, sub_length]
-    low = np.minimum(x.min(axis=2), 0)
-    step = (x.max(axis=2) - low) / top
-    scale = _half(step.max(axis=1) / 63, block_format.type)
-    minimum = _half(-low.min(axis=1) / 63, block_format.type)
-    # What is stored has been rounded: codes are chosen for the scale and minimum that decoding will see.
-    d, dmin = scale.astype(np.float32)[:, None], minimum.astype(np.float32)[:, None]
-    sub_scales = np.minimum(np.rint(step * _reciprocal(d)), 63)
-    sub_mins = np.minimum(np.rint(-low * _reciprocal(dmin)), 63)
-    shifted = x + (dmin * sub_mins)[:, :, None]
-    codes = np.clip(np.rint(shifted * _reciprocal(d * sub_scales)[:, :, None]), 0, top)
-    return block_format.pack(
-        Parts(
-            codes=codes.astype(np.uint8).reshape(values.shape),
-            scale=scale,
-            min=minimum,
-            sub_scales=sub_scales.astype(np.uint8),
-            sub_mins=sub_mins.astype(np.uint8),
-        )
-    )
+def _tries_with_min(top: float, least: float, most: float) -> Floats:
+    """Candidates: the smallest value up to ``most`` levels below the lowest, the largest as far above the highest."""
+    beyond = np.linspace(least, most, 8)
+    return np.array([(-u, top + v) for u in np.linspace(least, most, 4) for v in beyond], np.float32)
 
 
-def _encode_q6_k(values: Floats) -> Bytes:
-    """The value of a sub-block farthest from zero becomes code 0, with the sign in the sub-scale."""
-    x = values.reshape(len(values), 16, 16)  # [n_blocks, n_sub_blocks, sub_length]
-    step = _extreme(x)[:, :, 0] / -32
-    scale = _half(np.abs(step).max(axis=1) / 127, GGMLType.Q6_K)
-    d = scale.astype(np.float32)[:, None]
-    sub_scales = np.clip(np.rint(step * _reciprocal(d)), -127, 127)
-    codes = np.clip(np.rint(x * _reciprocal(d * sub_scales)[:, :, None]) + 32, 0, 63)
-    return Q6_K().pack(
-        Parts(codes.astype(np.uint8).reshape(values.shape), scale, sub_scales=sub_scales.astype(np.int8))
-    )
+@dataclass(frozen=True, eq=False)
+class _Codes:
+    """What a format can express, as `rounding.encode` takes it.
+
+    Attributes:
+        lo, hi: the range of the codes, or of the table's values.
+        tries: candidates for the scale.
+        has_min: there is a minimum beside the scale; in formats with ``m_hi`` it is at most 0.
+        s_lo, s_hi, m_hi: the ranges of the sub-blocks' integer scales and minima, where there are any.
+        s_tries: candidates for the block's scale (and minimum).
+        table: the values of the codes, where they are not integers in order.
+    """
+
+    lo: int
+    hi: int
+    tries: Floats
+    has_min: bool = False
+    s_lo: int = 0
+    s_hi: int = 0
+    m_hi: int = 0
+    s_tries: Floats | None = None
+    table: Floats | None = None
 
 
-Encoder = Callable[[Floats], Bytes]
+_IQ4 = _halves_table(IQ4_VALUES)
 
-ENCODERS: MappingProxyType[GGMLType, Encoder] = MappingProxyType(
-    {
-        GGMLType.F32: _encode_f32,
-        GGMLType.F16: _encode_f16,
-        GGMLType.BF16: _encode_bf16,
-        GGMLType.Q4_0: lambda values: _encode_symmetric(values, Q4_0()),
-        GGMLType.Q4_1: lambda values: _encode_with_min(values, Q4_1(), 15),
-        GGMLType.Q5_0: lambda values: _encode_symmetric(values, Q5_0()),
-        GGMLType.Q5_1: lambda values: _encode_with_min(values, Q5_1(), 31),
-        GGMLType.Q8_0: _encode_q8_0,
-        GGMLType.Q4_K: lambda values: _encode_k_with_min(values, Q4_K(), 15),
-        GGMLType.Q5_K: lambda values: _encode_k_with_min(values, Q5_K(), 31),
-        GGMLType.Q6_K: _encode_q6_k,
-    }
-)
-"""What can be encoded: float32 [n_blocks, block_length] to uint8 [n_blocks, block_bytes]."""
+_CODES: dict[GGMLType, _Codes] = {
+    GGMLType.Q4_0: _Codes(-8, 7, _tries(7, 0.8, 1.8, low=-8)),
+    GGMLType.Q4_1: _Codes(0, 15, _tries_with_min(15, -0.5, 1.3), has_min=True),
+    GGMLType.Q5_0: _Codes(-16, 15, _tries(15, 0.85, 1.3, low=-16)),
+    GGMLType.Q5_1: _Codes(0, 31, _tries_with_min(31, -0.5, 1.3), has_min=True),
+    GGMLType.Q8_0: _Codes(-127, 127, _tries(127, 0.96, 1.05)),
+    GGMLType.Q2_K: _Codes(
+        0, 3, _tries_with_min(3, -0.4, 1), True, s_hi=15, m_hi=15, s_tries=_tries(15, 0.75, 1.25)
+    ),
+    GGMLType.Q3_K: _Codes(
+        -4, 3, _tries(3, 0.7, 2.2, low=-4), s_lo=-32, s_hi=31, s_tries=_tries(31, 0.85, 1.05, low=-32)
+    ),
+    GGMLType.Q4_K: _Codes(
+        0, 15, _tries_with_min(15, -0.5, 1.3), True, s_hi=63, m_hi=63, s_tries=_tries(63, 0.9, 1.05)
+    ),
+    GGMLType.Q5_K: _Codes(
+        0, 31, _tries_with_min(31, -0.5, 1.3), True, s_hi=63, m_hi=63, s_tries=_tries(63, 0.9, 1.05)
+    ),
+    GGMLType.Q6_K: _Codes(
+        -32, 31, _tries(31, 0.92, 1.2, low=-32), s_lo=-128, s_hi=127, s_tries=_tries(127, 0.9, 1.02, low=-128)
+    ),
+    GGMLType.IQ4_NL: _Codes(-127, 113, _tries(113, 0.75, 1.5, low=-127), table=_IQ4),
+    GGMLType.IQ4_XS: _Codes(
+        -127, 113, _tries(113, 0.75, 1.5, low=-127),
+        s_lo=-32, s_hi=31, s_tries=_tries(31, 0.85, 1.05, low=-32), table=_IQ4,
+    ),
+    GGMLType.TQ1_0: _Codes(-1, 1, _tries(1, 0.5, 7)),
+    GGMLType.TQ2_0: _Codes(-1, 1, _tries(1, 0.5, 7)),
+}  # fmt: skip
+
+
+def _encode_codes(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
+    from localllm.quant import rounding
+
+    codes, form = _CODES[type], cast(PackableFormat, FORMATS[type])
+    n_sub = form.block_length // form.sub_length
+    out = np.empty(x.shape, np.int8)
+    scales = np.empty((len(x), 2), np.float32)
+    integers = np.empty((2, len(x), n_sub), np.int16)
+    single = np.float32
+    table = _NONE if codes.table is None else codes.table
+    s_tries = codes.tries if codes.s_tries is None else codes.s_tries
+    rounding.encode(
+        x, weights, form.sub_length, single(codes.lo), single(codes.hi), table, codes.has_min,
+        single(0 if codes.m_hi else np.inf), single(codes.s_lo), single(codes.s_hi), single(codes.m_hi),
+        codes.tries, s_tries, s_tries, out, scales, integers,
+    )  # fmt: skip
+    scale, minimum = _finite_half(scales, type).T
+    if type in (GGMLType.Q4_1, GGMLType.Q5_1):
+        minimum = -minimum  # these two add it
+    stored = out.view(np.uint8) + np.uint8(form.offset) if codes.lo > -127 else out
+    sub_scales = integers[0].astype(np.uint8 if codes.has_min else np.int8) if codes.s_hi else None
+    sub_mins = integers[1].astype(np.uint8) if codes.m_hi else None
+    return form.pack(Parts(stored, scale, minimum if codes.has_min else None, sub_scales, sub_mins))
+
+
+def _encode_mxfp4(x: Floats, weights: Floats) -> Bytes:
+    from localllm.quant import rounding
+
+    levels, exponents = np.empty(x.shape, np.int8), np.empty(len(x), np.uint8)
+    rounding.encode_powers(x, weights, _halves_table(E2M1_DOUBLED), levels, exponents)
+    return MXFP4().pack(levels, exponents)
+
+
+# -- Formats with a codebook ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What a format with a codebook can express, as `rounding.encode_rows` takes it.
+
+    Attributes:
+        sub: values that share an integer scale.
+        tries: what the largest value of a sub-block is put at, as a multiple of the codebook's largest, from … to.
+        unit: 2 S + 1 times the block's scale times this is the scale.
+        signed, even: values have signs; of each 8 an even number is negative.
+        s_hi: the highest S.
+        n_tries: scales at which rows are looked for.
+    """
+
+    sub: int
+    tries: tuple[float, float]
+    unit: float = 1
+    signed: bool = True
+    even: bool = False
+    s_hi: int = 15
+    n_tries: int = 6
+
+
+_ROWS: dict[GGMLType, _Rows] = {
+    GGMLType.IQ2_XXS: _Rows(32, (0.8, 2), 1 / 8, even=True),
+    GGMLType.IQ2_XS: _Rows(16, (0.8, 2), 1 / 8, even=True),
+    GGMLType.IQ2_S: _Rows(16, (0.8, 2), 1 / 8),
+    GGMLType.IQ3_XXS: _Rows(32, (0.8, 1.7), 1 / 4, even=True),
+    GGMLType.IQ3_S: _Rows(32, (0.8, 1.7)),
+    GGMLType.IQ1_S: _Rows(32, (1.1, 2.8), signed=False, s_hi=7, n_tries=3),
+    GGMLType.IQ1_M: _Rows(16, (0.8, 4), signed=False, s_hi=7, n_tries=4),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class _Books:
+    """A format's codebooks, in integers.
+
+    Attributes:
+        unit: what the integers are times.
+        lowest, step, top: the values of rows, about: the lowest for each book, and ``top`` steps beyond it.
+        near: int8 [books, points, values in a row, lanes], the rows nearest to each combination of these values.
+        index: uint16 [points, lanes], which rows those are.
+    """
+
+    unit: float
+    lowest: Floats
+    step: np.float32
+    top: int
+    near: npt.NDArray[np.int8]
+    index: npt.NDArray[np.uint16]
+
+
+@cache
+def _books(type: GGMLType) -> _Books:
+    """The codebooks of a format.
+
+    IQ1 moves all values by 1/8 up or down: in IQ1_S the same way for a whole sub-block, which chooses one of two
+    books; in IQ1_M for each row, which is one book of twice the rows.
+    """
+    rows = grid(cast(GridFormat, FORMATS[type]).grid_name)
+    unit, books = 1.0, [rows]
+    if type in (GGMLType.IQ1_S, GGMLType.IQ1_M):
+        unit, books = 1 / 8, [8 * rows + 1, 8 * rows - 1]
+    values = np.unique(rows) / unit
+    points = np.stack(np.meshgrid(*[values] * rows.shape[1], indexing="ij"), axis=-1).reshape(-1, rows.shape[1])
+    if type is GGMLType.IQ1_M:
+        books = [np.concatenate(books)]
+    # Squared distances, less what is the same for all rows; the shift moves points and rows alike.
+    plain = books[0] if len(books) == 1 else rows / unit
+    distances = (plain**2).sum(axis=1) - 2 * points.astype(np.float32) @ plain.T
+    index = np.argpartition(distances, _LANES, axis=1)[:, :_LANES].astype(np.uint16)
+    near = np.ascontiguousarray(np.stack([book[index].transpose(0, 2, 1) for book in books]), np.int8)
+    top = len(values) - 1
+    step = np.float32((values[-1] - values[0]) / top)
+    lowest = values[0] + np.array([0] if len(books) == 1 else [1, -1], np.float32)
+    return _Books(unit, lowest.astype(np.float32), step, top, near, index)
+
+
+def _encode_rows(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
+    from localllm.quant import rounding
+
+    rows, books = _ROWS[type], _books(type)
+    n = len(x)
+    points = np.empty((n, 256 // books.near.shape[2]), np.int32)
+    masks = np.empty((n, 32), np.uint8)
+    scales = np.empty(n, np.float32)
+    integers = np.empty((n, 256 // rows.sub), np.uint8)
+    top = 2 * rows.s_hi + 1
+    tries = np.geomspace(*rows.tries, rows.n_tries).astype(np.float32) * books.near.max()
+    rounding.encode_rows(
+        x, weights, rows.sub, books.lowest, books.step, books.top, books.near, rows.signed, rows.even, rows.s_hi,
+        _halves_table(range(1, top + 1, 2)), tries, _tries(top, 0.6, 1.15), points, masks, scales, integers,
+    )  # fmt: skip
+    index = books.index.ravel()[points]
+    if type is GGMLType.IQ1_M:
+        masks = np.where(index >> 11, np.uint8(255), np.uint8(0))
+        index &= 2047
+    d = _finite_half(scales / np.float32(rows.unit * books.unit), type)
+    return cast(GridFormat, FORMATS[type]).pack(index, masks, d, integers)
+
+
+ENCODABLE: tuple[GGMLType, ...] = (
+    GGMLType.F32, GGMLType.F16, GGMLType.BF16, *_CODES, GGMLType.MXFP4, *_ROWS
+)  # fmt: skip
+"""The types that `quantize` writes."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from localllm.quant.bits import Bytes, Floats, bit_planes
+from localllm.quant.bits import Bytes, Floats, Ints, bit_planes, codes_of, join_bit_planes
 from localllm.quant.block_format import BlockFormat, register
 from localllm.quant.types import GGMLType
 
 # Code: sign, two bits of exponent (bias 1), one of mantissa.  GGML's negative zero is positive.
-_E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 
 def _half_e8m0() -> Floats:
@@ -31,6 +31,8 @@ def _half_ue4m3() -> Floats:
     value[0x7F] = 0
     return (value / 2).astype(np.float32)
 
+
+_CODES = codes_of(E2M1_DOUBLED)
 
 #: Scales by their byte, halved: float32 [256].
 HALF_E8M0 = _half_e8m0()
@@ -51,8 +53,16 @@ class MXFP4(BlockFormat):
     def decode(self, blocks: Bytes, out: Floats) -> None:
         block = self.fields(blocks)
         codes = bit_planes(block["qs"], 4).reshape(out.shape)
-        np.take(_E2M1_DOUBLED, codes, out=out, mode="clip")
+        np.take(E2M1_DOUBLED, codes, out=out, mode="clip")
         out *= HALF_E8M0[block["e"]][:, None]
+
+    def pack(self, levels: Ints, exponents: Ints) -> Bytes:
+        """Blocks from the doubled values of E2M1, int8 [n_blocks, 32], and exponents as stored, [n_blocks]."""
+        blocks = np.empty((len(levels), self.block_bytes), np.uint8)
+        block = self.fields(blocks)
+        block["e"] = exponents
+        block["qs"] = join_bit_planes(_CODES[levels.view(np.uint8)].reshape(-1, 2, 16), 4)
+        return blocks
 
 
 @register
@@ -70,5 +80,5 @@ class NVFP4(BlockFormat):
         block = self.fields(blocks)
         values = out.reshape(len(blocks), 4, 16)
         codes = bit_planes(block["qs"].reshape(len(blocks), 4, 8), 4).reshape(values.shape)
-        np.take(_E2M1_DOUBLED, codes, out=values, mode="clip")
+        np.take(E2M1_DOUBLED, codes, out=values, mode="clip")
         values *= HALF_UE4M3[block["d"]][:, :, None]

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
-from localllm.quant.bits import Bytes, Floats, Halves, Ints, bit_fields, bit_planes
-from localllm.quant.block_format import BlockFormat, IntegerFormat, Parts, register
+from localllm.quant.bits import Bytes, Floats, Halves, Ints, bit_fields, bit_planes, codes_of, join_bit_planes
+from localllm.quant.block_format import BlockFormat, PackableFormat, Parts, register, required
 from localllm.quant.iq_grids import MASKS_OF_7, SIGNS, grid
 from localllm.quant.types import GGMLType
 
 BLOCK_LENGTH = 256
 
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+_IQ4_CODES = codes_of(IQ4_VALUES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,24 @@ class GridFormat(BlockFormat):
     def unpack(self, blocks: Bytes) -> GridParts:
         """Take uint8 [n_blocks, block_bytes] apart, losing nothing."""
 
+    def pack(self, index: Ints, masks: Bytes, d: Halves, sub_scales: Ints) -> Bytes:
+        """Blocks from what `GridParts` describes, but for the scales, which are given as they are stored.
+
+        Args:
+            d: float16 [n_blocks].
+            sub_scales: integers [n_blocks, n_sub_blocks].
+        """
+        blocks = np.empty((len(index), self.block_bytes), np.uint8)
+        block = self.fields(blocks)
+        if "d" in (self.layout.names or ()):
+            block["d"] = d
+        self._fill(block, index.astype(np.uint32), masks, sub_scales.astype(np.uint32), d.view(np.uint16))
+        return blocks
+
+    @abstractmethod
+    def _fill(self, block: npt.NDArray[Any], index: Ints, masks: Bytes, sub_scales: Ints, d: Ints) -> None:
+        """Write all fields but ``d``.  Indices and sub-scales are uint32; ``d`` is the scale's bits, uint16."""
+
     def decode(self, blocks: Bytes, out: Floats) -> None:
         parts = self.unpack(blocks)
         codebook = grid(self.grid_name)
@@ -77,6 +97,13 @@ def _half_steps(d: Halves, sub_scales: Ints, unit: float) -> Floats:
 def _odd_steps(d: Halves, sub_scales: Ints) -> Floats:
     """d · (2 S + 1): float16 [n_blocks], unsigned [n_blocks, k] to float32 [n_blocks, k]."""
     return d.astype(np.float32)[:, None] * (2 * sub_scales + 1).astype(np.float32)
+
+
+def _join_fields(fields: Ints, width: int, count: int) -> Ints:
+    """The inverse of `bit_fields`: [n_blocks, k * count] to uint32 [n_blocks, k]."""
+    shifts = np.arange(0, width * count, width, dtype=np.uint32)
+    words: Ints = (fields.reshape(len(fields), -1, count).astype(np.uint32) << shifts).sum(axis=2, dtype=np.uint32)
+    return words
 
 
 def _nibbles(data: Bytes) -> Ints:
@@ -105,6 +132,10 @@ class IQ2_XXS(GridFormat):
         masks = MASKS_OF_7[bit_fields(word, 7, 4).reshape(len(blocks), 32)]
         return GridParts(index, masks, _half_steps(block["d"], word >> 28, 0.25))
 
+    def _fill(self, block: npt.NDArray[Any], index: Ints, masks: Bytes, sub_scales: Ints, d: Ints) -> None:
+        block["groups"]["grid"] = index.reshape(-1, 8, 4)
+        block["groups"]["signs"] = _join_fields(masks & 127, 7, 4) | sub_scales << 28
+
 
 @register
 class IQ2_XS(GridFormat):
@@ -123,6 +154,10 @@ class IQ2_XS(GridFormat):
         block = self.fields(blocks)
         qs = block["qs"]
         return GridParts(qs & 511, MASKS_OF_7[qs >> 9], _half_steps(block["d"], _nibbles(block["scales"]), 0.25))
+
+    def _fill(self, block: npt.NDArray[Any], index: Ints, masks: Bytes, sub_scales: Ints, d: Ints) -> None:
+        block["qs"] = index | (masks & 127).astype(np.uint32) << 9
+        block["scales"] = _join_fields(sub_scales, 4, 2)
 
 
 @register
@@ -146,6 +181,12 @@ class IQ2_S(GridFormat):
         scales = _half_steps(block["d"], _nibbles(block["scales"]), 0.25)
         return GridParts(block["qs"] | high << 8, block["signs"], scales)
 
+    def _fill(self, block: npt.NDArray[Any], index: Ints, masks: Bytes, sub_scales: Ints, d: Ints) -> None:
+        block["qs"] = index & 255
+        block["signs"] = masks
+        block["qh"] = _join_fields(index >> 8, 2, 4)
+        block["scales"] = _join_fields(sub_scales, 4, 2)
+
 
 @register
 class IQ3_XXS(GridFormat):
@@ -165,6 +206,10 @@ class IQ3_XXS(GridFormat):
         word = block["signs"]
         masks = MASKS_OF_7[bit_fields(word, 7, 4).reshape(len(blocks), 32)]
         return GridParts(block["qs"], masks, _half_steps(block["d"], word >> 28, 0.5))
+
+    def _fill(self, block: npt.NDArray[Any], index: Ints, masks: Bytes, sub_scales: Ints, d: Ints) -> None:
+        block["qs"] = index
+        block["signs"] = _join_fields(masks & 127, 7, 4) | sub_scales << 28
 
 
 @register
@@ -187,6 +232,12 @@ class IQ3_S(GridFormat):
         ninth = np.unpackbits(block["qh"], axis=1, bitorder="little").astype(np.uint16)
         scales = _odd_steps(block["d"], _nibbles(block["scales"]))
         return GridParts(block["qs"] | ninth << 8, block["signs"], scales)
+
+    def _fill(self, block: npt.NDArray[Any], index: Ints, masks: Bytes, sub_scales: Ints, d: Ints) -> None:
+        block["qs"] = index & 255
+        block["qh"] = _join_fields(index >> 8, 1, 8)
+        block["signs"] = masks
+        block["scales"] = _join_fields(sub_scales, 4, 2)
 
 
 class ShiftedGridFormat(GridFormat):
@@ -218,6 +269,10 @@ class IQ1_S(ShiftedGridFormat):
         masks = np.repeat(np.where(qh & 0x8000, np.uint8(255), np.uint8(0)), 4, axis=1)
         return GridParts(index, masks, _odd_steps(block["d"], qh >> 12 & 7))
 
+    def _fill(self, block: npt.NDArray[Any], index: Ints, masks: Bytes, sub_scales: Ints, d: Ints) -> None:
+        block["qs"] = index & 255
+        block["qh"] = _join_fields(index >> 8, 3, 4) | sub_scales << 12 | (masks[:, ::4] & 1).astype(np.uint32) << 15
+
 
 @register
 class IQ1_M(ShiftedGridFormat):
@@ -245,9 +300,14 @@ class IQ1_M(ShiftedGridFormat):
         sub_scales = bit_fields(scales, 3, 4).reshape(len(blocks), 16)
         return GridParts(index, masks, _odd_steps(d.view(np.float16), sub_scales))
 
+    def _fill(self, block: npt.NDArray[Any], index: Ints, masks: Bytes, sub_scales: Ints, d: Ints) -> None:
+        block["qs"] = index & 255
+        block["qh"] = _join_fields(index >> 8 | (masks & 8).astype(np.uint32), 4, 2)
+        block["scales"] = _join_fields(sub_scales, 3, 4) | bit_fields(d[:, None], 4, 4)[:, 0].astype(np.uint32) << 12
+
 
 @register
-class IQ4_NL(IntegerFormat):
+class IQ4_NL(PackableFormat):
     """value = d · table[code], code in 0..15::
 
     d   f16
@@ -263,9 +323,15 @@ class IQ4_NL(IntegerFormat):
         codes = bit_planes(block["qs"], 4).reshape(len(blocks), 32)
         return Parts(IQ4_VALUES[codes], block["d"].astype(np.float16))
 
+    def pack(self, parts: Parts) -> Bytes:
+        blocks, block = self._empty(len(parts.codes))
+        block["d"] = parts.scale
+        block["qs"] = join_bit_planes(_IQ4_CODES[parts.codes.view(np.uint8)].reshape(-1, 2, 16), 4)
+        return blocks
+
 
 @register
-class IQ4_XS(IntegerFormat):
+class IQ4_XS(PackableFormat):
     """value = d · S · table[code], code in 0..15, S of 32 values in -32..31::
 
     d         f16
@@ -283,6 +349,17 @@ class IQ4_XS(IntegerFormat):
         codes = bit_planes(block["qs"].reshape(len(blocks), 8, 16), 4).reshape(len(blocks), BLOCK_LENGTH)
         scale = block["d"].astype(np.float16)
         return Parts(IQ4_VALUES[codes], scale, sub_scales=self.sub_scales(blocks))
+
+    def pack(self, parts: Parts) -> Bytes:
+        blocks, block = self._empty(len(parts.codes))
+        scales = (required(parts.sub_scales, "sub-scales") + 32).astype(np.uint8)
+        block["d"] = parts.scale
+        block["scales_h"] = _join_fields(scales >> 4, 2, 8)[:, 0]
+        block["scales_l"] = _join_fields(scales & 15, 4, 2)
+        block["qs"] = join_bit_planes(_IQ4_CODES[parts.codes.view(np.uint8)].reshape(-1, 8, 2, 16), 4).reshape(
+            -1, 128
+        )
+        return blocks
 
     def sub_scales(self, blocks: Bytes) -> Ints:
         """S of uint8 [n_blocks, block_bytes]: int8 [n_blocks, 8]."""

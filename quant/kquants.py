@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from localllm.quant.bits import Bytes, Ints, bit_planes, join_bit_planes
-from localllm.quant.block_format import IntegerFormat, PackableFormat, Parts, register, required
+from localllm.quant.block_format import PackableFormat, Parts, register, required
 from localllm.quant.types import GGMLType
 
 BLOCK_LENGTH = 256
@@ -86,7 +86,7 @@ class Q2_K(PackableFormat):
 
 
 @register
-class Q3_K(IntegerFormat):
+class Q3_K(PackableFormat):
     """value = d · S · (code - 4), code in 0..7, S of 16 values in -32..31::
 
     hmask   u8[32]   third bits of the codes, 1 × 32
@@ -117,6 +117,16 @@ class Q3_K(IntegerFormat):
         low = bit_planes(scales[:, :8], 4).reshape(len(scales), 16)
         high = bit_planes(scales[:, 8:], 2).reshape(len(scales), 16)
         return (low | high << 4).view(np.int8) - np.int8(32)
+
+    def pack(self, parts: Parts) -> Bytes:
+        blocks, block = self._empty(len(parts.codes))
+        block["hmask"] = _pack_planes(parts.codes >> 2, 32, 1)
+        block["qs"] = _pack_planes(parts.codes & 3, 32, 2)
+        scales = (required(parts.sub_scales, "sub-scales") + 32).astype(np.uint8)
+        block["scales"][:, :8] = join_bit_planes((scales & 15).reshape(-1, 2, 8), 4)
+        block["scales"][:, 8:] = join_bit_planes((scales >> 4).reshape(-1, 4, 4), 2)
+        block["d"] = parts.scale
+        return blocks
 
 
 @register

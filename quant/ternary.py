@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from localllm.quant.bits import Bytes, bit_planes
-from localllm.quant.block_format import IntegerFormat, Parts, register
+from localllm.quant.bits import Bytes, Ints, bit_planes, join_bit_planes
+from localllm.quant.block_format import PackableFormat, Parts, register
 from localllm.quant.types import GGMLType
 
 BLOCK_LENGTH = 256
@@ -24,8 +24,17 @@ def _unpack_trits(data: Bytes, count: int) -> Bytes:
     return trits.reshape(len(data), -1)
 
 
+def _pack_trits(codes: Ints, count: int) -> Bytes:
+    """The inverse of `_unpack_trits`: [n_blocks, count * k] to uint8 [n_blocks, k]."""
+    number = np.zeros((len(codes), codes.shape[1] // count), np.uint16)
+    for trits in np.split(codes, count, axis=1):
+        number = number * np.uint16(3) + trits
+    number *= 3 ** (5 - count)
+    return ((number * np.uint16(256) + np.uint16(242)) // np.uint16(243)).astype(np.uint8)
+
+
 @register
-class TQ1_0(IntegerFormat):
+class TQ1_0(PackableFormat):
     """value = d · (code - 1), code in 0..2::
 
     qs  u8[48]   five codes a byte, in base 3: 5 planes of 32, then 5 of 16
@@ -44,9 +53,17 @@ class TQ1_0(IntegerFormat):
         runs = [_unpack_trits(qs[:, :32], 5), _unpack_trits(qs[:, 32:], 5), _unpack_trits(block["qh"], 4)]
         return Parts(np.concatenate(runs, axis=1), block["d"].astype(np.float16))
 
+    def pack(self, parts: Parts) -> Bytes:
+        blocks, block = self._empty(len(parts.codes))
+        block["qs"][:, :32] = _pack_trits(parts.codes[:, :160], 5)
+        block["qs"][:, 32:] = _pack_trits(parts.codes[:, 160:240], 5)
+        block["qh"] = _pack_trits(parts.codes[:, 240:], 4)
+        block["d"] = parts.scale
+        return blocks
+
 
 @register
-class TQ2_0(IntegerFormat):
+class TQ2_0(PackableFormat):
     """value = d · (code - 1), code in 0..2 (3 can be stored, and is 2 · d)::
 
     qs  u8[64]   codes, 2 bits, 2 runs of 4 planes of 32
@@ -62,3 +79,9 @@ class TQ2_0(IntegerFormat):
         block = self.fields(blocks)
         codes = bit_planes(block["qs"].reshape(len(blocks), 2, 32), 2)
         return Parts(codes.reshape(len(blocks), BLOCK_LENGTH), block["d"].astype(np.float16))
+
+    def pack(self, parts: Parts) -> Bytes:
+        blocks, block = self._empty(len(parts.codes))
+        block["qs"] = join_bit_planes(parts.codes.reshape(-1, 2, 4, 32), 2).reshape(-1, 64)
+        block["d"] = parts.scale
+        return blocks

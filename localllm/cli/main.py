@@ -44,6 +44,7 @@ COMMANDS = {
     "doctor": "localllm.cli.doctor",
     "models": "localllm.cli.models",
     "pull": "localllm.cli.pull",
+    "quantize": "localllm.cli.quantize",
     "config": "localllm.cli.config",
 }
 

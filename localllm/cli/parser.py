@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from localllm import __version__
@@ -78,6 +79,7 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
         ),
         ("models", _add_models, "[--json]", "list the models on this machine", MODELS_DETAILS),
         ("pull", _add_pull, "ORG/REPO[:FILE or QUANT] [-q]", "download a model from the hub", PULL_DETAILS),
+        ("quantize", _add_quantize, "FILE OUTPUT TYPE [options]", "make a model smaller", QUANTIZE_DETAILS),
         ("config", _add_config, "[path | set KEY VALUE | unset KEY] [--json]", "show or change settings", ""),
     ):
         command = parsers.add_parser(
@@ -114,6 +116,13 @@ Without a file the small demo model that comes with localllm answers.  Chats are
 With --plain, or where standard input or output is no terminal, the chat goes line by line: a backslash at the end of
 a line goes on with the next one, three quotation marks begin and end a block, and /help lists commands.  Replies go
 to standard output, all else to standard error.
+"""
+
+QUANTIZE_DETAILS = """\
+Mixes give the tensors that matter most better types: Q4_K_M, Q5_K_M, Q6_K, IQ4_XS, Q3_K_M, IQ3_M and Q2_K are
+common; any unknown TYPE lists all.  Types below 3 bits need --imatrix.
+
+The error of a tensor is the root of its squared error over that of its squares, weighted by importance.
 """
 
 BENCH_DETAILS = """\
@@ -433,6 +442,31 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _add_quantize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=model_file, metavar="FILE", help="a GGUF file, or any file of a split one")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="the file to write")
+    parser.add_argument("type", metavar="TYPE", help="a type or mix of types, such as Q4_K_M")
+    parser.add_argument(
+        "--imatrix", type=Path, metavar="FILE", help="an importance matrix, as GGUF or in the old format"
+    )
+    parser.add_argument(
+        "--tensor",
+        dest="overrides",
+        type=override,
+        action="append",
+        default=[],
+        metavar="REGEX=TYPE",
+        help="a type for tensors with such names; may be given several times, and the first that fits counts",
+    )
+    parser.add_argument("--keep-split", action="store_true", help="write as many files as the model has")
+    parser.add_argument("--dry-run", action="store_true", help="show types and sizes, and write nothing")
+    parser.add_argument("--allow-requantize", action="store_true", help="take tensors that are quantised already")
+    parser.add_argument("--allow-nan", action="store_true", help="make values that are NaN or infinite 0")
+    parser.add_argument("-t", "--threads", type=whole(1), metavar="N", help="threads (default: one a processor)")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     _add_file(parser.add_mutually_exclusive_group(), "a GGUF file (default: the demo model)")
     for flag, long, name, default, text in (
@@ -543,3 +577,11 @@ def logit_bias(text: str) -> tuple[int, float]:
                 if not math.isnan(value := float(sign + bias)) and value < math.inf:
                     return int(id_), value
     raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number, such as 15043+1 or 15043-inf")
+
+
+def override(text: str) -> tuple[str, str]:
+    """A pattern of names and a type: REGEX=TYPE."""
+    pattern, equals, type = text.rpartition("=")
+    if not equals or not pattern or not type:
+        raise argparse.ArgumentTypeError(f"{text!r} is not REGEX=TYPE, such as ffn_down=Q6_K")
+    return pattern, type

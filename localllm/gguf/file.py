@@ -63,6 +63,8 @@ class GGUFFile:
         self.path: Path = first.path
         self.paths: tuple[Path, ...] = tuple(part.path for part in parts)
         self.version: int = first.version
+        #: The names of the tensors in each file.
+        self.parts: tuple[tuple[str, ...], ...] = tuple(tuple(t.name for t in part.tensors) for part in parts)
         self.size: int = sum(len(part.buffer) for part in parts)
         self._stamps = [(part.path, part.stamp) for part in parts]
         self._metadata: Metadata | None = first.metadata

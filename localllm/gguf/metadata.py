@@ -82,12 +82,15 @@ class Metadata(Mapping[str, MetadataValue]):
     `GGUFError` then, and `raw` gives its bytes.
     """
 
-    __slots__ = ("_buffer", "_path", "_values")
+    __slots__ = ("_buffer", "_path", "_spans", "_values")
 
-    def __init__(self, path: Path, buffer: mmap.mmap, values: dict[str, MetadataValue | Text]) -> None:
+    def __init__(
+        self, path: Path, buffer: mmap.mmap, values: dict[str, MetadataValue | Text], spans: dict[str, Text]
+    ) -> None:
         self._path = path
         self._buffer = buffer
         self._values = values
+        self._spans = spans
 
     def __getitem__(self, key: str) -> MetadataValue:
         value = self._values[key]
@@ -129,6 +132,15 @@ class Metadata(Mapping[str, MetadataValue]):
             raise TypeError(f"the value of {key!r} is not a text")
         return self._buffer[value.start : value.stop]
 
+    def encoded(self, key: str) -> bytes:
+        """A value's type and the value as the file has them, to be copied into another file.
+
+        Raises:
+            KeyError: there is no such key.
+        """
+        span = self._spans[key]
+        return self._buffer[span.start : span.stop]
+
 
 def read_metadata(cursor: Cursor, n_keys: int) -> Metadata:
     """Read ``n_keys`` keys and values from where the cursor stands.
@@ -137,6 +149,7 @@ def read_metadata(cursor: Cursor, n_keys: int) -> Metadata:
         GGUFError: a key occurs twice or is not UTF-8, or a value is not one of GGUF's or ends past the file.
     """
     values: dict[str, MetadataValue | Text] = {}
+    spans: dict[str, Text] = {}
     for i in range(n_keys):
         cursor.context = f"metadata key {i}"
         start = cursor.at
@@ -144,11 +157,13 @@ def read_metadata(cursor: Cursor, n_keys: int) -> Metadata:
         cursor.context = f"key {quoted(key)}"
         if key in values:
             raise cursor.error("the key occurs twice", at=start)
+        start = cursor.at
         if key == "general.alignment":
             values[key] = _read_alignment(cursor)
         else:
             values[key] = _read_value(cursor, _read_value_type(cursor), key)
-    return Metadata(cursor.path, cursor.buffer, values)
+        spans[key] = Text(start, cursor.at)
+    return Metadata(cursor.path, cursor.buffer, values, spans)
 
 
 def _read_alignment(cursor: Cursor) -> int:

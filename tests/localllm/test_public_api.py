@@ -34,6 +34,7 @@ PUBLIC = [
     "ModelNotFoundError",
     "NotEnoughMemoryError",
     "Options",
+    "OutputError",
     "QueueFullError",
     "Sampling",
     "Score",

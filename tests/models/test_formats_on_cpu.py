@@ -7,18 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localllm.quant.encode import ENCODERS
 from localllm.quant.types import GGMLType
 from tests.helpers.recorder import CPUOps, ReferenceOps
 from tests.helpers.run_model import Runner
 from tests.helpers.tiny_models import tiny_gguf
 
 FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+T = GGMLType
+KINDS = (*FLOATS, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q8_0, T.Q4_K, T.Q5_K, T.Q6_K)
 #: More than a page of the cache, and no multiple of a tile of tokens.
 IDS = np.random.default_rng(0).integers(3, 300, 77).tolist()
 
 
-@pytest.mark.parametrize("kind", ENCODERS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_decode_equals_prefill_and_both_the_reference(tmp_path: Path, kind: GGMLType) -> None:
     path = tiny_gguf(tmp_path / "tiny.gguf", "qwen3" if kind == GGMLType.Q8_0 else "llama", type=kind, head_dim=16)
     runner = Runner(path, CPUOps(threads=2), n_pages=4)

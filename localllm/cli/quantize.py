@@ -1,0 +1,108 @@
+"""``localllm quantize``: a model made smaller."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+
+from localllm.cli.defaults import settle
+from localllm.cli.main import DONE
+from localllm.cli.terminal import StatusLine, quantity, visible_line, warn
+from localllm.gguf import GGUFFile
+from localllm.quantize import ImportanceMatrix, Plan, TensorPlan, TensorResult, plan
+from localllm.quantize import run as write
+
+_LINE = "{:<36} {:>18} {:>8} {:>8} {:>9} {:>9} {:>8}"
+_HEAD = _LINE.format("tensor", "shape", "from", "to", "bytes", "bytes", "error")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Quantises the model that the command line names, or shows what that would give."""
+    settle(arguments, skip=["threads"])
+    imatrix = None if arguments.imatrix is None else ImportanceMatrix.read(arguments.imatrix)
+    with GGUFFile.open(arguments.model) as file:
+        planned = plan(
+            file,
+            arguments.output,
+            arguments.type,
+            imatrix=imatrix,
+            overrides=arguments.overrides,
+            keep_split=arguments.keep_split,
+            allow_requantize=arguments.allow_requantize,
+        )
+        results: list[TensorResult] = []
+        if arguments.dry_run:
+            if not arguments.quiet:
+                print(_HEAD, *(_line(tensor) for tensor in planned.tensors), sep="\n", flush=True)
+            if planned.missing_importance:
+                warn(
+                    f"{len(planned.missing_importance)} tensors need an importance matrix (--imatrix) at these types"
+                )
+        else:
+            results = _write(planned, arguments)
+        n_bytes = sum(tensor.source.n_bytes for tensor in planned.tensors)
+        n_values = sum(tensor.source.n_values for tensor in planned.tensors)
+    bits = 8 * planned.n_bytes / n_values
+    if not arguments.quiet:
+        print(f"{quantity(n_bytes, 'B')} to {quantity(planned.n_bytes, 'B')}, {bits:.2f} bits a weight")
+    if arguments.json:
+        print(json.dumps(_as_json(planned, results)))
+    return DONE
+
+
+def _write(planned: Plan, arguments: argparse.Namespace) -> list[TensorResult]:
+    status = StatusLine(enabled=not arguments.quiet)
+    began = time.monotonic()
+
+    def progress(tensor: TensorPlan, done: int, total: int) -> None:
+        seconds = time.monotonic() - began
+        left = f", {seconds * (total - done) / done:.0f} s left" if done and seconds > 5 else ""
+        status.show(f"{100 * done // max(total, 1)} %, {visible_line(tensor.name)}{left}")
+
+    results = []
+    try:
+        for result in write(planned, allow_nan=arguments.allow_nan, progress=progress, threads=arguments.threads):
+            status.clear()
+            results.append(result)
+            if not arguments.quiet:
+                print(*([] if results[1:] else [_HEAD]), _line(result.plan, result), sep="\n", flush=True)
+            if result.n_cleared:
+                warn(f"{visible_line(result.plan.name)}: {result.n_cleared:,} values were not finite and became 0")
+    finally:
+        status.clear()
+    return results
+
+
+def _line(tensor: TensorPlan, result: TensorResult | None = None) -> str:
+    error = "" if result is None or result.error is None else f"{result.error:.3%}"
+    return _LINE.format(
+        visible_line(tensor.name),
+        "×".join(map(str, tensor.source.shape)),
+        tensor.old.name,
+        "" if tensor.is_copied else tensor.new.name,
+        quantity(tensor.source.n_bytes, "B"),
+        "" if tensor.is_copied else quantity(tensor.spec.n_bytes, "B"),
+        error,
+    ).rstrip()
+
+
+def _as_json(planned: Plan, results: Sequence[TensorResult]) -> dict[str, object]:
+    errors = {result.plan.name: result.error for result in results}
+    return {
+        "type": planned.mix,
+        "files": [str(path) for path, _ in planned.files],
+        "n_bytes": planned.n_bytes,
+        "tensors": [
+            {
+                "name": tensor.name,
+                "shape": list(tensor.source.shape),
+                "from": tensor.old.name,
+                "to": tensor.new.name,
+                "n_bytes": tensor.spec.n_bytes,
+                "error": errors.get(tensor.name),
+            }
+            for tensor in planned.tensors
+        ],
+    }

@@ -1,0 +1,168 @@
+"""Writing GGUF files: the header first, then tensor after tensor, under another name until all is there.
+
+The layout is drawn in `localllm.gguf.file`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import OutputError, path_text
+from localllm.gguf.cursor import align
+from localllm.gguf.metadata import ValueType
+from localllm.quant.types import BLOCK_SIZES, GGMLType
+
+_DEFAULT_ALIGNMENT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor to be written: ``shape`` as numpy has it."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType
+
+    @property
+    def n_bytes(self) -> int:
+        return BLOCK_SIZES[self.type].row_bytes(self.shape[-1] if self.shape else 1) * prod(self.shape[:-1])
+
+
+def encode_value(value: bool | int | float | str | Sequence[str], type: ValueType | None = None) -> bytes:
+    """A value's type and the value, as a file has them; without ``type`` integers are u32 and floats f32."""
+    match value:
+        case bool():
+            return struct.pack("<I?", ValueType.BOOL, value)
+        case int():
+            kind = type or ValueType.UINT32
+            return struct.pack({ValueType.UINT16: "<IH", ValueType.INT32: "<Ii"}.get(kind, "<II"), kind, value)
+        case float():
+            return struct.pack("<If", ValueType.FLOAT32, value)
+        case str():
+            return struct.pack("<I", ValueType.STRING) + _string(value)
+    head = struct.pack("<IIQ", ValueType.ARRAY, ValueType.STRING, len(value))
+    return head + b"".join(_string(text) for text in value)
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+class GGUFWriter:
+    """A GGUF file being written, as a context manager: it gets its name when all tensors are there.
+
+    Args:
+        path: where it will be; nothing is there before it is complete.
+        metadata: values as `encode_value` and `Metadata.encoded` give them.
+        tensors: all tensors, in the order in which `write` brings them.
+        alignment: of the data section and of each tensor, in bytes.
+
+    Raises:
+        OutputError: it cannot be written, or there is not enough space.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        metadata: Mapping[str, bytes],
+        tensors: Sequence[TensorSpec],
+        alignment: int = _DEFAULT_ALIGNMENT,
+    ) -> None:
+        self.path = path
+        self._partial = path.with_name(path.name + ".part")
+        self._tensors = tensors
+        self._alignment = alignment
+        self._next = 0
+        self._left = 0
+        head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
+        head += [_string(key) + value for key, value in metadata.items()]
+        offset = 0
+        for tensor in tensors:
+            dims = tensor.shape[::-1]
+            shape = struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
+            head.append(_string(tensor.name) + shape + struct.pack("<IQ", tensor.type, offset))
+            offset += align(tensor.n_bytes, alignment)
+        header = b"".join(head)
+        self._header = header + bytes(-len(header) % alignment)
+        #: Bytes of the whole file.
+        self.n_bytes = len(self._header) + offset
+
+    def __enter__(self) -> Self:
+        try:
+            free = shutil.disk_usage(self.path.parent).free
+            if free < self.n_bytes:
+                raise OutputError(
+                    f"{path_text(self.path)} takes {self.n_bytes:,} bytes but the disk has {free:,} left: "
+                    "make space, or write to another disk"
+                )
+            self._file = self._partial.open("wb")
+        except OSError as error:
+            raise self._error(error) from error
+        self._put(self._header)
+        return self
+
+    def write(self, data: NDArray[np.uint8]) -> None:
+        """Add bytes: the next of the tensor at hand, or the first of the next one.
+
+        Raises:
+            OutputError: the disk is full, or fails.
+        """
+        if not self._left:
+            self._left = self._tensors[self._next].n_bytes
+            self._next += 1
+        if data.nbytes > self._left:
+            raise ValueError(f"more bytes than {self._tensors[self._next - 1].name} has")
+        self._put(np.ascontiguousarray(data).data)
+        self._left -= data.nbytes
+        if not self._left:
+            self._put(bytes(-self._tensors[self._next - 1].n_bytes % self._alignment))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                if self._left or self._next < len(self._tensors):
+                    raise ValueError("not all tensors were written")
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._file.close()
+                os.replace(self._partial, self.path)
+        except OSError as failure:
+            raise self._error(failure) from failure
+        finally:
+            self._discard()
+
+    def _put(self, data: Any) -> None:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._discard()
+            raise self._error(error) from error
+
+    def _discard(self) -> None:
+        """Remove what was written, unless it has its name already."""
+        try:
+            self._file.close()  # which may try to write again
+        except OSError:
+            self._file.raw.close()
+        self._partial.unlink(missing_ok=True)
+
+    def _error(self, error: OSError) -> OutputError:
+        shown = path_text(self.path)
+        if error.errno in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)):
+            return OutputError(f"{shown} cannot be written, the disk is full: make space, or write to another disk")
+        return OutputError(f"{shown} cannot be written ({error.strerror or error}): choose another place")

@@ -1,0 +1,7 @@
+"""Making models smaller: a GGUF file of floats into one of blocks."""
+
+from localllm.quantize.imatrix import ImportanceMatrix
+from localllm.quantize.mixes import MIXES
+from localllm.quantize.run import Plan, TensorPlan, TensorResult, plan, run
+
+__all__ = ["MIXES", "ImportanceMatrix", "Plan", "TensorPlan", "TensorResult", "plan", "run"]

@@ -1,0 +1,323 @@
+"""Quantising a file: what each tensor becomes, and the work itself, a part of a tensor after the other."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from localllm.errors import ModelError, OutputError, UsageError, path_text, quoted
+from localllm.gguf import GGUFFile, TensorInfo
+from localllm.gguf.metadata import ValueType
+from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
+from localllm.quant.bits import Floats
+from localllm.quant.encode import ENCODABLE, quantize
+from localllm.quant.formats import FORMATS, dequantize
+from localllm.quant.types import GGMLType
+from localllm.quantize.imatrix import ImportanceMatrix
+from localllm.quantize.mixes import MIXES, chooser_for, layer_order, mix_named, needs_importance
+
+# Values decoded, encoded and written at a time, and of those the ones whose error is measured.
+_SLAB = 1 << 24
+_SAMPLE = 1 << 19
+_QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
+_FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+_SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What becomes of a tensor: ``new`` is ``old`` where it is copied."""
+
+    source: TensorInfo
+    new: GGMLType
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def old(self) -> GGMLType:
+        return self.source.type
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, self.source.shape, self.new)
+
+    @property
+    def is_copied(self) -> bool:
+        return self.new is self.old
+
+
+@dataclass(frozen=True)
+class TensorResult:
+    """A tensor that was written.
+
+    Attributes:
+        error: the root of the weighted squared error over that of the weighted squares, measured on up to half a
+            million values; None where it was copied.
+        n_cleared: values that were not finite and became 0.
+    """
+
+    plan: TensorPlan
+    error: float | None
+    n_cleared: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a quantised file will be.
+
+    Attributes:
+        mix: a name in `MIXES`.
+        tensors: in the order in which they are written.
+        files: the output files, and the names of the tensors in each.
+        missing_importance: tensors that cannot be quantised without an importance matrix and have none.
+    """
+
+    file: GGUFFile
+    mix: str
+    imatrix: ImportanceMatrix | None
+    tensors: Sequence[TensorPlan]
+    files: Sequence[tuple[Path, Sequence[TensorPlan]]]
+    missing_importance: Sequence[TensorPlan] = field(default=())
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all tensors, quantised."""
+        return sum(tensor.spec.n_bytes for tensor in self.tensors)
+
+
+def plan(
+    file: GGUFFile,
+    target: Path,
+    mix: str,
+    *,
+    imatrix: ImportanceMatrix | None = None,
+    overrides: Sequence[tuple[str, str]] = (),
+    keep_split: bool = False,
+    allow_requantize: bool = False,
+) -> Plan:
+    """Choose a type for every tensor.
+
+    Args:
+        file: an open model.
+        target: the file to be written; with ``keep_split`` its name is the beginning of theirs.
+        mix: a name in `MIXES`, in any case.
+        imatrix: importance of columns.
+        overrides: regular expressions, and the type for tensors whose names have a match; the first one counts.
+        keep_split: write as many files as the model has.
+        allow_requantize: take tensors that are quantised already, at a loss.
+
+    Raises:
+        UsageError: there is no such type, or an expression is not valid.
+        ModelError: the matrix is of another model, or a tensor is quantised already, or cannot be decoded.
+    """
+    mix = mix_named(mix)
+    names = sorted(file.tensors, key=layer_order)
+    if imatrix is not None:
+        imatrix.check_is_of(names)
+    patterns = [_override(pattern, type) for pattern, type in overrides]
+    chooser = chooser_for(mix, file.architecture, file.metadata, names, imatrix is not None, patterns)
+    tensors = []
+    for name in names:
+        source = file.tensors[name]
+        tensors.append(TensorPlan(source, chooser.type_of(name, source.shape, source.type)))
+        if not tensors[-1].is_copied:
+            _check_source(source, tensors[-1].new, allow_requantize)
+    missing = []
+    for tensor in tensors:
+        if not tensor.is_copied:
+            importance = None if imatrix is None else imatrix.of(tensor.name, tensor.source.shape)
+            if importance is None and needs_importance(tensor.name, tensor.new, mix):
+                missing.append(tensor)
+    return Plan(file, mix, imatrix, tensors, _files(file, target, tensors, keep_split), missing)
+
+
+def _override(pattern: str, type: str) -> tuple[re.Pattern[str], GGMLType]:
+    found = GGMLType.__members__.get(type.upper())
+    if found not in ENCODABLE:
+        raise UsageError(
+            f"there is no type {type!r} for tensors: choose one of {', '.join(t.name for t in ENCODABLE)}"
+        )
+    try:
+        return re.compile(pattern), found
+    except re.error as error:
+        raise UsageError(f"{pattern!r} is not a valid regular expression: {error}") from None
+
+
+def _check_source(source: TensorInfo, new: GGMLType, allow_requantize: bool) -> None:
+    if source.type not in FORMATS:
+        raise ModelError(f"tensor {quoted(source.name)} is {source.type.name}, which cannot be decoded")
+    if source.type not in _FLOATS and not allow_requantize:
+        raise ModelError(
+            f"tensor {quoted(source.name)} is quantised already, as {source.type.name}, and would lose again as "
+            f"{new.name}: start from the F16, BF16 or F32 file, or allow it (--allow-requantize)"
+        )
+
+
+def _files(
+    file: GGUFFile, target: Path, tensors: Sequence[TensorPlan], keep_split: bool
+) -> list[tuple[Path, Sequence[TensorPlan]]]:
+    if not keep_split or len(file.parts) == 1:
+        return [(target, tensors)]
+    count, stem = len(file.parts), re.sub(r"(-\d{5}-of-\d{5})?(\.gguf)?$", "", target.name)
+    files: list[tuple[Path, Sequence[TensorPlan]]] = []
+    for number, names in enumerate(file.parts, 1):
+        path = target.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf")
+        files.append((path, [tensor for tensor in tensors if tensor.name in set(names)]))
+    return files
+
+
+def run(
+    plan: Plan,
+    *,
+    allow_nan: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[TensorPlan, int, int], object] | None = None,
+    threads: int | None = None,
+) -> Iterator[TensorResult]:
+    """Write the files of a plan; yields each tensor when it was written.
+
+    Args:
+        allow_nan: make values that are not finite 0, instead of refusing them.
+        overwrite: replace files that are there.
+        progress: called with the tensor at hand, and the bytes of the source that are done and that there are.
+        threads: by default one a processor.
+
+    Raises:
+        UsageError: the output is the input.
+        OutputError: a file is there already, or cannot be written; nothing stands at its name then.
+        ModelError: a value is NaN or infinite, or tensors need an importance matrix.
+    """
+    if plan.missing_importance:
+        first = plan.missing_importance[0]
+        raise ModelError(
+            f"{plan.mix} makes {quoted(first.name)} {first.new.name}, which is of no use without the importance of "
+            f"its columns ({len(plan.missing_importance)} such tensors): give an importance matrix, or choose a "
+            "larger type"
+        )
+    for path, _ in plan.files:
+        if any(path.exists() and other.samefile(path) for other in plan.file.paths):
+            raise UsageError(f"{path_text(path)} is the model itself: choose another name for the quantised one")
+        if path.exists() and not overwrite:
+            raise OutputError(f"{path_text(path)} is there already: choose another name, or remove it first")
+    total = sum(tensor.source.n_bytes for tensor in plan.tensors)
+    done = 0
+    with ExitStack() as files:  # which get their names together, at its end
+        for number, (path, tensors) in enumerate(plan.files):
+            specs = [tensor.spec for tensor in tensors]
+            alignment = plan.file.metadata.alignment
+            writer = files.enter_context(GGUFWriter(path, _metadata(plan, number), specs, alignment))
+            for tensor in tensors:
+                if progress:
+                    progress(tensor, done, total)
+                work = _Work(tensor, plan.imatrix, allow_nan, threads)
+                for done_of_it, slab in work.slabs():
+                    writer.write(slab)
+                    if progress:
+                        progress(tensor, done + done_of_it, total)
+                tensor.source.drop_pages()
+                done += tensor.source.n_bytes
+                yield work.result()
+        plan.file.check_unchanged()
+
+
+def _metadata(plan: Plan, number: int) -> dict[str, bytes]:
+    """The keys of an output file: those of the input, and what llama.cpp's quantiser adds."""
+    source = plan.file.metadata
+    split = {
+        "split.no": encode_value(number, ValueType.UINT16),
+        "split.count": encode_value(len(plan.files), ValueType.UINT16),
+        "split.tensors.count": encode_value(len(plan.tensors), ValueType.INT32),
+    }
+    if number:
+        return split
+    new = {
+        "general.quantization_version": encode_value(_QUANTIZATION_VERSION),
+        "general.file_type": encode_value(MIXES[plan.mix][0]),
+    }
+    if plan.imatrix is not None:
+        new["quantize.imatrix.file"] = encode_value(os.fsdecode(plan.imatrix.path)[:127])
+        if plan.imatrix.dataset:
+            new["quantize.imatrix.dataset"] = encode_value(plan.imatrix.dataset[:127])
+        new["quantize.imatrix.entries_count"] = encode_value(len(plan.imatrix.columns))
+        if plan.imatrix.n_chunks > 0:
+            new["quantize.imatrix.chunks_count"] = encode_value(plan.imatrix.n_chunks)
+    kept = {key: source.encoded(key) for key in source if key not in new and key not in _SPLIT_KEYS}
+    return kept | new | (split if len(plan.files) > 1 else {})
+
+
+class _Work:
+    """A tensor at work.
+
+    Attributes:
+        n_cleared: values that were not finite.
+    """
+
+    def __init__(
+        self, tensor: TensorPlan, imatrix: ImportanceMatrix | None, allow_nan: bool, threads: int | None
+    ) -> None:
+        self.tensor = tensor
+        self.n_cleared = 0
+        self._importance: Floats | None = None
+        if imatrix is not None and not tensor.is_copied:
+            self._importance = imatrix.of(tensor.name, tensor.source.shape)
+        self._allow_nan = allow_nan
+        self._threads = threads
+        self._error = self._whole = 0.0
+
+    def slabs(self) -> Iterator[tuple[int, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]]:
+        """The encoded bytes, rows after rows, each with the bytes of the source that are done after it."""
+        source = self.tensor.source
+        n = source.shape[-1] if source.shape else 1
+        per_expert = self._importance is not None and self._importance.ndim == 2
+        groups = source.shape[0] if per_expert else 1
+        data = source.data.reshape(groups, -1, source.data.shape[-1] if source.data.ndim else 1)
+        step = max(_SLAB // n, 1)
+        done = 0
+        for group in range(groups):
+            weights = None
+            if self._importance is not None:
+                weights = self._importance[group] if per_expert else self._importance
+            for first in range(0, data.shape[1], step):
+                rows = data[group, first : first + step]
+                done += rows.nbytes
+                yield done, self._encode(rows, weights)
+
+    def _encode(
+        self, rows: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], weights: Floats | None
+    ) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+        old, new = self.tensor.old, self.tensor.new
+        if self.tensor.is_copied and old not in _FLOATS:
+            return rows
+        values = dequantize(rows, old)
+        finite = np.isfinite(values)
+        if not finite.all():
+            if not self._allow_nan:
+                raise ModelError(
+                    f"tensor {quoted(self.tensor.name)} has {(~finite).sum():,} values that are NaN or infinite: the "
+                    "model is damaged; get it again, or let them become 0 (--allow-nan)"
+                )
+            self.n_cleared += int((~finite).sum())
+            values[~finite] = 0
+        if self.tensor.is_copied and finite.all():
+            return rows
+        try:
+            encoded = quantize(values, new, weights, self._threads)
+        except ModelError as error:
+            raise ModelError(f"tensor {quoted(self.tensor.name)}: {error}") from None
+        every = max(values.size // _SAMPLE, 1)
+        was, weighted = values[::every].astype(np.float64), 1.0 if weights is None else weights.astype(np.float64)
+        self._error += float((weighted * (was - dequantize(encoded[::every], new)) ** 2).sum())
+        self._whole += float((weighted * was**2).sum())
+        return encoded
+
+    def result(self) -> TensorResult:
+        error = None if self.tensor.is_copied else (self._error / self._whole) ** 0.5 if self._whole else 0.0
+        return TensorResult(self.tensor, error, self.n_cleared)

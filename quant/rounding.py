@@ -1,0 +1,487 @@
+"""Rounding floats to codes times scales with the least weighted squared error: one search for all such formats.
+
+Once the codes ``q`` of a sub-block are given, the best scale (and minimum) follow by least squares, and how good they
+are from three weighted sums: of q, of q² and of q times the values.  So for each block:
+
+1. **Fit** each sub-block alone: round it under many scales at once and keep the codes whose own best scale has the
+   least error, then look once more around that scale.
+2. Fit the block's scale to those of its sub-blocks, in the same way: they too are values to be rounded, each weighted
+   by how much the error minds it.
+3. **Settle**: for that scale take for each sub-block the integer scale (and minimum) that really has the least error;
+   then the block's scale by least squares for all codes together.
+
+A sweep over every scale at which a code changes would be exact; in tests (`tests/quant/test_rounding.py`) the
+candidates here come within a percent of its error, at a tenth of its time, because candidates are lanes of the
+processor's vectors: the loops over them are innermost and of constant length, so that LLVM finds the vectors.
+
+numba compiles these functions on first use and keeps them in its cache.  (The compiler in `localllm.kernels` takes
+vectors written by hand, and `localllm.quant` comes before it in the order of imports.)
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+#: Candidates tried together.
+LANES = 32
+#: Rows of the candidates' table: what a value is multiplied by and what is added before it is rounded, the sums of
+#: weights times codes, their squares, and codes times values; the scale and minimum it stands for.
+INV, OFF, SQ, SQQ, SQX, SCALE, MIN = (i * LANES for i in range(7))
+TABLE = 7 * LANES
+#: How far from the integer scale and minimum at hand `choose` looks, by candidate.
+STEPS = np.array([[c - LANES // 2, 0] for c in range(LANES)], np.float32).T.copy()
+STEPS_WITH_MIN = np.array([[c // 5 - 3, c % 5 - 2] for c in range(LANES)], np.float32).T.copy()
+
+
+def _compiled(**options):
+    """A decorator that compiles; where nothing can be kept on disk, for this process only."""
+
+    def decorate(function):
+        try:
+            return njit(cache=True, nogil=True, error_model="numpy", **options)(function)
+        except RuntimeError:
+            return njit(nogil=True, error_model="numpy", **options)(function)
+
+    return decorate
+
+
+jit = _compiled(fastmath={"nsz", "arcp", "contract", "afn", "reassoc"})
+#: For what is given no NaN and no infinity.
+jit_finite = _compiled(fastmath=True)
+
+
+@jit
+def half(x):
+    """``x`` as float16 would store it."""
+    if x == 0 or not math.isfinite(x):
+        return np.float32(x)
+    _, exponent = math.frexp(x)
+    unit = math.ldexp(1.0, max(exponent - 11, -24))
+    return np.float32(np.rint(x / unit) * unit)
+
+
+@jit
+def inverse(x):
+    return np.float32(1) / x if x != 0 else np.float32(0)
+
+
+@jit
+def place(y):
+    """Where in a table by halves ``y``, in halves, is looked up; not outside of it, whatever ``y`` is."""
+    y = np.floor(y)
+    y = y if y > np.float32(-256) else np.float32(-256)
+    y = y if y < np.float32(255) else np.float32(255)
+    return np.int32(y) + 256
+
+
+@jit
+def scan(x, w, lo, hi, lut, t):
+    """Round x [n], n even, under each candidate: to integers lo … hi, or to what ``lut`` has by halves from -128."""
+    for c in range(3 * LANES):
+        t[SQ + c] = 0
+    if lut.size == 0:
+        for i in range(0, x.size, 2):  # two values at a time: sums are loaded and stored half as often
+            x0, w0, x1, w1 = x[i], w[i], x[i + 1], w[i + 1]
+            for c in range(LANES):
+                q0 = min(max(np.rint(x0 * t[INV + c] + t[OFF + c]), lo), hi)
+                q1 = min(max(np.rint(x1 * t[INV + c] + t[OFF + c]), lo), hi)
+                wq0, wq1 = w0 * q0, w1 * q1
+                t[SQ + c] += wq0 + wq1
+                t[SQQ + c] += wq0 * q0 + wq1 * q1
+                t[SQX + c] += wq0 * x0 + wq1 * x1
+    else:
+        for i in range(x.size):
+            xi = 2 * x[i]
+            wi = w[i]
+            for c in range(LANES):
+                q = lut[place(xi * t[INV + c])]
+                wq = wi * q
+                t[SQ + c] += wq
+                t[SQQ + c] += wq * q
+                t[SQX + c] += wq * x[i]
+
+
+@jit
+def code(x, inv, off, lo, hi, lut, out):
+    """The codes of x [n]."""
+    if lut.size == 0:
+        for i in range(x.size):
+            out[i] = np.int8(min(max(np.rint(x[i] * inv + off), lo), hi))
+    else:
+        for i in range(x.size):
+            out[i] = np.int8(lut[place(2 * x[i] * inv)])
+
+
+@jit
+def best(t, sw, sx, affine, m_most):
+    """The candidate whose codes, with the scale and minimum that suit them, explain most of Σ w x².
+
+    Returns:
+        (explained, scale, minimum, Σ w q²), float32.
+    """
+    zero = np.float32(0)
+    for c in range(LANES):
+        sq, sqq, sqx = t[SQ + c], t[SQQ + c], t[SQX + c]
+        scale = sqx / sqq if sqq > 0 else zero
+        low = zero
+        if affine:
+            det = sw * sqq - sq * sq
+            determined = det > np.float32(1e-6) * sw * sqq
+            inv = np.float32(1) / (det if determined else np.float32(1))
+            lowest = (sqq * sx - sq * sqx) * inv
+            free = determined and lowest <= m_most
+            scale = (sw * sqx - sq * sx) * inv if free else scale
+            low = lowest if free else zero
+        t[SCALE + c] = scale
+        t[MIN + c] = low
+        t[INV + c] = scale * sqx + low * sx
+    c = highest(t[INV : INV + LANES])
+    return t[INV + c], t[SCALE + c], t[MIN + c], t[SQQ + c]
+
+
+@jit_finite
+def highest(values):
+    """Where the highest of `LANES` values is."""
+    most = values[0]
+    for c in range(LANES):
+        most = max(most, values[c])
+    for c in range(LANES):
+        if values[c] == most:
+            return c
+    return 0
+
+
+@jit
+def fit(x, w, lo, hi, lut, affine, m_most, tries, t):
+    """Scale and minimum of values x [n] by themselves.
+
+    Args:
+        m_most: the highest minimum allowed (0 in formats that subtract it).
+        tries: [LANES, 2], the levels that the smallest and the largest value are put at; in symmetric formats 0
+            and the level that the value farthest from zero is put at.
+
+    Returns:
+        (scale, minimum, Σ w q²), float32.
+    """
+    sw, sx, low, high = np.float32(0), np.float32(0), x[0], x[0]
+    for i in range(x.size):
+        sw += w[i]
+        sx += w[i] * x[i]
+        low = min(low, x[i])
+        high = max(high, x[i])
+    if affine:
+        low = min(low, m_most)
+        span = high - low
+    else:
+        span = high if high > -low else low
+    if abs(span) < np.float32(1e-30):  # 1 / span would not be finite; in float16 it is 0 anyway
+        return np.float32(0), low if affine else np.float32(0), np.float32(0)
+    for c in range(LANES):
+        t[INV + c] = (tries[c, 1] - tries[c, 0]) / span
+        t[OFF + c] = tries[c, 0] - low * t[INV + c] if affine else np.float32(0)
+    scan(x, w, lo, hi, lut, t)
+    most, scale, minimum, sqq = best(t, sw, sx, affine, m_most)
+    if lut.size:  # where a look costs ten times as much, and the table's steps leave less to find
+        return scale, minimum, sqq
+    # Once more around the best scale: steps of 1/100 in symmetric formats; else of 1/30, and of 1/8 of a level.
+    for c in range(LANES):
+        if affine:
+            t[INV + c] = inverse(scale) * (1 + (c % 8 - 4) * np.float32(1 / 30))
+            t[OFF + c] = -minimum * t[INV + c] + (c // 8 - 2) * np.float32(1 / 8)
+        else:
+            t[INV + c] = inverse(scale) * (1 + (c - 16) * np.float32(1 / 100))
+            t[OFF + c] = 0
+    scan(x, w, lo, hi, lut, t)
+    found = best(t, sw, sx, affine, m_most)
+    if found[0] > most:
+        most, scale, minimum, sqq = found
+    return scale, minimum, sqq
+
+
+@jit
+def choose(x, w, lo, hi, lut, t, d, dmin, affine, s, m, s_lo, s_hi, m_hi):
+    """The integer scale and minimum near (s, m) with the least error, its candidate, and Σ w x."""
+    sw, sx = np.float32(0), np.float32(0)
+    for i in range(x.size):
+        sw += w[i]
+        sx += w[i] * x[i]
+    steps = STEPS_WITH_MIN if affine else STEPS
+    for c in range(LANES):
+        t[SCALE + c] = min(max(s + steps[0, c], s_lo), s_hi)
+        t[MIN + c] = min(max(m + steps[1, c], np.float32(0)), m_hi)
+        t[INV + c] = inverse(d * t[SCALE + c])
+        t[OFF + c] = dmin * t[MIN + c] * t[INV + c]
+    scan(x, w, lo, hi, lut, t)
+    for c in range(LANES):
+        a, b = d * t[SCALE + c], dmin * t[MIN + c]
+        t[INV + c] = 2 * a * (t[SQX + c] + b * t[SQ + c]) - a * a * t[SQQ + c] - 2 * b * sx - b * b * sw
+    at = highest(t[INV : INV + LANES])
+    return t[SCALE + at], t[MIN + at], at, sx
+
+
+@jit
+def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries, s_tries, m_tries, out, ds, ss):
+    """Encode blocks.
+
+    Args:
+        x: float32 [n_blocks, length].
+        weights: float32 [k, length], the weights of a row's k blocks.
+        sub: values in a sub-block.
+        s_lo, s_hi, m_hi: the range of the integer scales and minima; ``s_hi`` is 0 in formats that have none.
+        tries, s_tries, m_tries: candidates of `fit`, for values, scales and minima.
+        out: int8 [n_blocks, length], receives the codes (levels).
+        ds: float32 [n_blocks, 2], receives scale and minimum (which is subtracted), as float16 stores them.
+        ss: int16 [2, n_blocks, length / sub], receives integer scales and minima.
+    """
+    n_sub = x.shape[1] // sub
+    t = np.empty(TABLE, np.float32)
+    # Of each sub-block: scale, minimum, their weights, and the integers for them.
+    part = np.empty((6, n_sub), np.float32)
+    none = np.zeros(0, np.float32)
+    for b in range(x.shape[0]):
+        w = weights[b % weights.shape[0]]
+        for j in range(n_sub):
+            xs, ws = x[b, j * sub : (j + 1) * sub], w[j * sub : (j + 1) * sub]
+            part[0, j], low, part[2, j] = fit(xs, ws, lo, hi, lut, affine, m_most, tries, t)
+            part[1, j], part[3, j] = -low, ws.sum()
+        if s_hi == 0:
+            d, dmin = half(part[0, 0]), half(part[1, 0])
+            part[4, 0], part[5, 0] = 1, 1
+        else:
+            d = half(fit(part[0], part[2], s_lo, s_hi, none, False, np.float32(0), s_tries, t)[0])
+            dmin = np.float32(0)
+            if affine:
+                dmin = half(fit(part[1], part[3], np.float32(0), m_hi, none, False, np.float32(0), m_tries, t)[0])
+            for j in range(n_sub):
+                part[4, j] = min(max(np.rint(part[0, j] * inverse(d)), s_lo), s_hi)
+                part[5, j] = min(max(np.rint(part[1, j] * inverse(dmin)), np.float32(0)), m_hi)
+            aa, ab, bb, ax, bx = np.float32(0), np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+            for j in range(n_sub):
+                xs, ws = x[b, j * sub : (j + 1) * sub], w[j * sub : (j + 1) * sub]
+                s, m, c, sx = choose(
+                    xs, ws, lo, hi, lut, t, d, dmin, affine, part[4, j], part[5, j], s_lo, s_hi, m_hi
+                )
+                part[4, j], part[5, j] = s, m
+                aa += s * s * t[SQQ + c]
+                ab += s * m * t[SQ + c]
+                bb += m * m * part[3, j]
+                ax += s * t[SQX + c]
+                bx += m * sx
+            # The minimum of Σ w (x - d S q + dmin M)²; S, M and q stay.
+            det = aa * bb - ab * ab
+            if det > np.float32(1e-6) * aa * bb:
+                d, dmin = half((bb * ax - ab * bx) / det), half((ab * ax - aa * bx) / det)
+            else:
+                d = half((ax + dmin * ab) * inverse(aa))
+        for j in range(n_sub):
+            inv = inverse(d * part[4, j])
+            code(
+                x[b, j * sub : (j + 1) * sub],
+                inv,
+                dmin * part[5, j] * inv,
+                lo,
+                hi,
+                lut,
+                out[b, j * sub : (j + 1) * sub],
+            )
+            ss[0, b, j], ss[1, b, j] = np.int16(part[4, j]), np.int16(part[5, j])
+        ds[b, 0], ds[b, 1] = d, dmin
+
+
+# -- Codebooks -----------------------------------------------------------------------------------------------------
+
+
+@jit
+def best_row(x, w, s, lowest, step, top, near, t):
+    """Of the rows near x / s the one with the least Σ w (s row - x)², as its place in ``near``: (point, lane).
+
+    Args:
+        lowest, step, top: rows have values about ``lowest``, ``lowest + step``, … ``lowest + top * step``.
+        near: int8 [points, len(x), LANES], for each combination of these values the rows nearest to it.
+    """
+    inv = inverse(s * step)
+    point = 0
+    for i in range(x.size):
+        digit = np.rint(x[i] * inv - lowest / step)
+        digit = digit if digit > 0 else np.float32(0)
+        digit = digit if digit < top else np.float32(top)
+        point = point * (top + 1) + np.int64(digit)
+    for c in range(LANES):
+        t[c] = 0
+    for i in range(x.size):
+        xi = x[i]
+        wi = w[i]
+        for c in range(LANES):
+            e = s * near[point, i, c] - xi
+            t[c] -= wi * e * e
+    return point, highest(t)
+
+
+@jit
+def cost_at(s, a, b):
+    """What groups cost at scale s, less Σ w x², each with the best of its rows a, b [groups, candidates]."""
+    cost = np.float32(0)
+    for k in range(a.shape[0]):
+        least = s * b[k, 0] - 2 * a[k, 0]
+        for c in range(1, a.shape[1]):
+            least = min(least, s * b[k, c] - 2 * a[k, c])
+        cost += s * least
+    return cost
+
+
+@jit
+def choose_rows(s, a, b, rows):
+    """Sets ``rows`` to each group's best candidate at scale s; returns their Σ w x row and Σ w row²."""
+    sum_a, sum_b = np.float32(0), np.float32(0)
+    for k in range(a.shape[0]):
+        rows[k] = 0
+        for c in range(1, a.shape[1]):
+            if s * b[k, c] - 2 * a[k, c] < s * b[k, rows[k]] - 2 * a[k, rows[k]]:
+                rows[k] = c
+        sum_a += a[k, rows[k]]
+        sum_b += b[k, rows[k]]
+    return sum_a, sum_b
+
+
+@jit
+def encode_rows(
+    x, weights, sub, lowest, step, top, near, signed, even, s_hi, lut, tries, s_tries, points, masks, ds, ss
+):
+    """Encode blocks of 256 values as rows of a codebook, with a sign for each value or a choice of two codebooks.
+
+    Which row is best depends on the scale.  It is looked for, among the rows near the values, at a few scales only;
+    the winners, a handful, are all that is looked at when scales are fitted and settled as in `encode`.
+
+    Args:
+        x: float32 [n_blocks, 256].
+        weights: float32 [k, 256], the weights of a row's k blocks.
+        sub: values that share an integer scale S, which stands for 2 S + 1.
+        lowest, step, top, near: as `best_row` takes them, ``lowest`` and ``near`` [1 or 2, …] for each codebook; of
+            two, one is chosen for each sub-block.
+        signed: rows are magnitudes, and every value has a sign.
+        even: of each 8 signs an even number is negative.
+        s_hi: the highest S.
+        lut: what `scan` needs to round to 2 S + 1.
+        tries, s_tries: candidates: what the largest value is put at, and those of `fit` for the scales.
+        points: int32 [n_blocks, 256 / values in a row], receives rows as places in ``near``: point times `LANES`
+            plus lane.
+        masks: uint8 [n_blocks, 32], receives signs, or 255 where the second codebook was chosen.
+        ds: float32 [n_blocks], receives scales for which 2 S + 1 are the factors, not yet rounded to float16.
+        ss: uint8 [n_blocks, 256 / sub], receives S.
+    """
+    n_books, _, length, _ = near.shape
+    n_sub, n_groups, n_tries = 256 // sub, sub // length, tries.size
+    a = np.empty((n_sub, n_books, n_groups, n_tries), np.float32)
+    b = np.empty((n_sub, n_books, n_groups, n_tries), np.float32)
+    row = np.empty((n_sub, n_books, n_groups, n_tries), np.int32)
+    rows = np.empty(n_groups, np.int64)
+    t = np.empty(TABLE, np.float32)
+    part = np.empty((2, n_sub), np.float32)
+    y = np.empty(256, np.float32)
+    for block in range(x.shape[0]):
+        w = weights[block % weights.shape[0]]
+        masks[block] = 0
+        for i in range(256):
+            y[i] = x[block, i]
+            if signed and y[i] < 0:
+                y[i] = -y[i]
+                masks[block, i // 8] |= 1 << (i % 8)
+        if even:
+            for k in range(32):
+                make_even(y[8 * k : 8 * k + 8], w[8 * k : 8 * k + 8], masks[block, k : k + 1])
+        for j in range(n_sub):
+            span = np.float32(0)
+            for i in range(sub * j, sub * (j + 1)):
+                span = max(span, abs(y[i]))
+            least, best, chosen = np.float32(0), np.float32(0), 0
+            part[0, j], part[1, j] = 0, 0
+            for v in range(n_books):
+                for k in range(n_groups):
+                    at = sub * j + length * k
+                    ys, ws, book = y[at : at + length], w[at : at + length], near[v]
+                    for c in range(n_tries):
+                        point, lane = best_row(ys, ws, span / tries[c], lowest[v], step, top, book, t)
+                        row[j, v, k, c] = LANES * point + lane
+                        a[j, v, k, c], b[j, v, k, c] = 0, 0
+                        for i in range(length):
+                            g = np.float32(book[point, i, lane])
+                            a[j, v, k, c] += ws[i] * ys[i] * g
+                            b[j, v, k, c] += ws[i] * g * g
+                for c in range(2 * n_tries - 1):
+                    target = tries[c // 2]
+                    if c % 2:
+                        target = (target + tries[c // 2 + 1]) / 2
+                    cost = cost_at(span / target, a[j, v], b[j, v])
+                    if cost < least:
+                        least, best, chosen = cost, span / target, v
+            if least < 0:
+                sum_a, sum_b = choose_rows(best, a[j, chosen], b[j, chosen], rows)
+                part[0, j], part[1, j] = sum_a * inverse(sum_b), sum_b
+        d = fit(part[0], part[1], np.float32(0), np.float32(0), lut, False, np.float32(0), s_tries, t)[0]
+        numerator, denominator = np.float32(0), np.float32(0)
+        for j in range(n_sub):
+            least, chosen, factor = np.float32(np.inf), 0, np.float32(1)
+            ss[block, j] = 0
+            near_s = np.rint((part[0, j] * inverse(d) - 1) / 2)
+            for step_s in range(-3, 4):
+                s = min(max(near_s + step_s, np.float32(0)), np.float32(s_hi))
+                for v in range(n_books):
+                    cost = cost_at(d * (2 * s + 1), a[j, v], b[j, v])
+                    if cost < least:
+                        least, chosen, factor, ss[block, j] = cost, v, 2 * s + 1, np.uint8(s)
+            sum_a, sum_b = choose_rows(d * factor, a[j, chosen], b[j, chosen], rows)
+            numerator += factor * sum_a
+            denominator += factor * factor * sum_b
+            for k in range(n_groups):
+                points[block, n_groups * j + k] = row[j, chosen, k, rows[k]]
+            if chosen == 1:
+                masks[block, sub // 8 * j : sub // 8 * (j + 1)] = 255
+        ds[block] = numerator * inverse(denominator)
+
+
+@jit
+def make_even(y, w, mask):
+    """Change the sign of one of 8 values if an odd number is negative: the one whose error grows least."""
+    n, at, least = 0, 0, np.float32(np.inf)
+    for i in range(8):
+        n += mask[0] >> i & 1
+        if w[i] * y[i] < least:
+            least, at = w[i] * y[i], i
+    if n % 2:
+        y[at] = -y[at]
+        mask[0] ^= 1 << at
+
+
+# -- Powers of two -------------------------------------------------------------------------------------------------
+
+
+@jit
+def encode_powers(x, weights, lut, out, exponents):
+    """Encode blocks whose scale is a power of two: of the three that may be best, the one with the least error.
+
+    Args:
+        x, weights, out: as in `encode`.
+        lut: the levels, as `scan` takes them; the highest is 12.
+        exponents: uint8 [n_blocks], receives e, where the scale is 2^(e - 128).
+    """
+    trial = np.empty(x.shape[1], np.int8)
+    for b in range(x.shape[0]):
+        w = weights[b % weights.shape[0]]
+        high = np.float32(0)
+        for i in range(x.shape[1]):
+            high = max(high, abs(x[b, i]))
+        # 6 times 2^p is at least the largest value.
+        first = math.frexp(high / np.float32(12))[1] if high > 0 else -125
+        least = np.float32(np.inf)
+        for e in range(max(first - 1, -127), first + 2):
+            scale = np.float32(math.ldexp(1.0, e))
+            code(x[b], np.float32(1) / scale, np.float32(0), np.float32(0), np.float32(0), lut, trial)
+            error = np.float32(0)
+            for i in range(x.shape[1]):
+                error += w[i] * (x[b, i] - scale * trial[i]) ** 2
+            if error < least:
+                least, exponents[b] = error, np.uint8(e + 128)
+                out[b] = trial

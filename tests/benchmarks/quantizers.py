@@ -1,0 +1,280 @@
+"""Our quantiser and llama.cpp's side by side: errors and times, types of tensors, and files in its hands.
+
+    python -m tests.benchmarks.quantizers errors [TYPE …] [--real model.safetensors] [--rows 256]
+    python -m tests.benchmarks.quantizers mixes
+    python -m tests.benchmarks.quantizers logits
+
+``errors`` encodes the same matrices with the same importance on as many threads: normal, with heavy tails (Student's
+t, three degrees of freedom), and a model's, where one is given.  The error is the root of the (weighted) squared
+error over that of the squares.  ``mixes`` compares the type of every tensor, for every mix, in files of models of
+many kinds that ``llama_model_quantize`` writes; the exit code is 1 if one differs.  ``logits`` quantises a tiny model
+with every mix and prints how far the logits of llama.cpp and of localllm are apart on the same file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import localllm
+from localllm.gguf import GGUFFile
+from localllm.quant.encode import ENCODABLE, quantize
+from localllm.quant.formats import dequantize
+from localllm.quant.types import BLOCK_SIZES, GGMLType
+from localllm.quantize import MIXES, ImportanceMatrix, plan, run
+from localllm.quantize.mixes import chooser_for, layer_order, needs_importance
+from tests.benchmarks.theirs import LlamaCpp, _binding
+from tests.helpers.gguf_writer import write_gguf
+from tests.helpers.tiny_models import tiny_gguf
+
+Floats = npt.NDArray[np.float32]
+COLUMNS = 2048
+REPETITIONS = 3
+#: Types that llama.cpp encodes only with importance.
+NEEDS_IMPORTANCE = ("IQ2_XXS", "IQ2_XS", "IQ1_S", "IQ1_M")
+
+
+# -- Errors and times ----------------------------------------------------------------------------------------------
+
+
+def _ggml() -> Any:
+    _binding()
+    folder = Path(sys.modules["llama_cpp"].__file__ or "").parent / "lib"
+    library = ctypes.CDLL(str(next(folder.glob("libggml-base.*"))))
+    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    library.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, size, size, size, pointer]
+    return library
+
+
+def theirs(ggml: Any, values: Floats, type: GGMLType, weights: Floats | None, threads: int) -> npt.NDArray[np.uint8]:
+    """`quantize` by llama.cpp."""
+    n_rows, n = values.shape
+    out = np.empty((n_rows, BLOCK_SIZES[type].row_bytes(n)), np.uint8)
+    ggml.ggml_quantize_init(int(type))
+    address = None if weights is None else weights.ctypes.data
+
+    def work(first: int, last: int) -> None:
+        start = first * n
+        ggml.ggml_quantize_chunk(int(type), values.ctypes.data, out.ctypes.data, start, last - first, n, address)
+
+    cuts = [n_rows * i // threads for i in range(threads + 1)]
+    workers = [threading.Thread(target=work, args=cut) for cut in pairwise(cuts)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return out
+
+
+def matrices(rows: int, real: Path | None) -> Iterator[tuple[str, Floats]]:
+    rng = np.random.default_rng(0)
+    yield "normal", rng.standard_normal((rows, COLUMNS)).astype(np.float32)
+    yield "heavy tails", rng.standard_t(3, (rows, COLUMNS)).astype(np.float32)
+    if real is not None:
+        all_values = [v.ravel() for v in safetensors(real) if v.ndim == 2]
+        values = np.concatenate(all_values).astype(np.float32)
+        values = values[: len(values) // COLUMNS * COLUMNS].reshape(-1, COLUMNS)
+        yield "real", np.ascontiguousarray(values[:: max(len(values) // rows, 1)][:rows])
+
+
+def safetensors(path: Path) -> Iterator[Floats]:
+    """The float32 weights of layers in a file: a length, JSON that says where each tensor lies, and the bytes."""
+    data = np.memmap(path, np.uint8, "r")
+    n = int(data[:8].view("<u8")[0])
+    for name, entry in json.loads(bytes(data[8 : 8 + n])).items():
+        if "layer" in name and entry["dtype"] == "F32":
+            first, last = (8 + n + offset for offset in entry["data_offsets"])
+            yield np.frombuffer(bytes(data[first:last]), "<f4").reshape(entry["shape"])
+
+
+def relative(values: Floats, back: Floats, weights: Floats | None) -> float:
+    w = 1.0 if weights is None else weights
+    wide = values.astype(np.float64)
+    return float(np.sqrt((w * (wide - back) ** 2).sum() / (w * wide**2).sum()))
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """The least of a few times."""
+    times = []
+    for _ in range(REPETITIONS):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def errors(types: Sequence[GGMLType], rows: int, real: Path | None, threads: int) -> int:
+    ggml = _ggml()
+    weights_of = np.exp(1.5 * np.random.default_rng(1).standard_normal(COLUMNS)).astype(np.float32)
+    line = "{:<8} {:<12} {:<10} {:>9} {:>9} {:>7} {:>9} {:>9}"
+    print(line.format("type", "matrix", "importance", "ours", "theirs", "ratio", "ours ns", "theirs ns"))
+    for type in types:
+        quantize(np.ones((1, COLUMNS), np.float32), type)  # compiles
+        for name, values in matrices(rows, real):
+            for weights in (None, weights_of):
+                given = np.ones(COLUMNS, np.float32) if weights is None and type.name in NEEDS_IMPORTANCE else weights
+                ours = relative(values, dequantize(quantize(values, type, weights), type), weights)
+                other = relative(values, dequantize(theirs(ggml, values, type, given, threads), type), weights)
+                our_time = seconds(lambda: quantize(values, type, weights, threads))  # noqa: B023
+                their_time = seconds(lambda: theirs(ggml, values, type, given, threads))  # noqa: B023
+                ratio = ours / other if other else 1.0
+                per_value = 1e9 / values.size
+                print(
+                    line.format(
+                        type.name, name, "no" if weights is None else "yes", f"{ours:.5f}", f"{other:.5f}",
+                        f"{ratio:.3f}", f"{our_time * per_value:.1f}", f"{their_time * per_value:.1f}",
+                    ),
+                    flush=True,
+                )  # fmt: skip
+    return 0
+
+
+# -- Types of tensors ----------------------------------------------------------------------------------------------
+
+#: Architecture, layers, width, feed-forward width, heads, key-value heads, experts, whether embeddings are tied,
+#: names of the tensors of attention, and further keys.
+MODELS: tuple[tuple[Any, ...], ...] = (
+    ("llama", 32, 256, 512, 8, 8, 0, False, "q k v", {}),
+    ("llama", 33, 256, 512, 8, 2, 0, False, "q k v", {}),
+    ("llama", 5, 256, 512, 8, 2, 0, True, "q k v", {}),
+    ("llama", 16, 192, 320, 6, 2, 0, False, "q k v", {}),
+    ("llama", 4, 48, 80, 2, 2, 0, False, "q k v", {}),
+    ("llama", 6, 256, 512, 8, 2, 8, False, "q k v", {}),
+    ("llama", 80, 256, 512, 8, 1, 0, False, "q k v", {}),
+    ("qwen2", 80, 256, 256, 8, 4, 0, True, "q k v", {}),
+    ("qwen3moe", 12, 256, 256, 8, 2, 16, False, "q k v", {"attention.key_length": 32}),
+    ("falcon", 32, 256, 1024, 8, 1, 0, False, "qkv", {}),
+    ("phi3", 16, 256, 512, 8, 8, 0, False, "qkv", {"attention.sliding_window": 32}),
+    ("gpt2", 12, 256, 1024, 8, 8, 0, True, "qkv", {}),
+    ("gemma2", 18, 256, 512, 8, 4, 0, True, "q k v", {"attention.sliding_window": 32, "attention.key_length": 32}),
+)
+
+
+def make_model(path: Path, model: tuple[Any, ...]) -> Path:
+    """A file with the keys and names of a model, and few rows."""
+    arch, n_layers, width, ff_width, heads, kv_heads, experts, tied, attention, more = model
+    keys = {
+        "block_count": n_layers, "context_length": 64, "embedding_length": width, "feed_forward_length": ff_width,
+        "attention.head_count": heads, "attention.head_count_kv": kv_heads, "rope.dimension_count": width // heads,
+        "attention.layer_norm_rms_epsilon": 1e-5, "attention.layer_norm_epsilon": 1e-5, "vocab_size": 32, **more,
+    }  # fmt: skip
+    if experts:
+        keys |= {"expert_count": experts, "expert_used_count": 2, "expert_feed_forward_length": ff_width}
+    rng = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (32, width), "output_norm.weight": (width,)}
+    if not tied:
+        shapes["output.weight"] = (32, width)
+    for i in range(n_layers):
+        shapes |= {f"blk.{i}.attn_norm.weight": (width,), f"blk.{i}.attn_output.weight": (4, width)}
+        shapes |= {f"blk.{i}.attn_{part}.weight": (4, width) for part in attention.split()}
+        suffix, lead = ("_exps", (2,)) if experts else ("", ())
+        shapes |= {f"blk.{i}.ffn_{part}{suffix}.weight": (*lead, 4, width) for part in ("gate", "up")}
+        shapes[f"blk.{i}.ffn_down{suffix}.weight"] = (*lead, 4, ff_width)
+    metadata = {"general.architecture": arch, "tokenizer.ggml.model": "none"}
+    metadata |= {f"{arch}.{key}": value for key, value in keys.items()}
+    return write_gguf(path, metadata, {k: rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()})
+
+
+class _Importance(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("data", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+def their_file(source: Path, target: Path, file_type: int, importance: dict[str, Floats] | None) -> bool:
+    """``llama_model_quantize``; whether it wrote the file."""
+    api = _binding()
+    parameters = api.llama_model_quantize_default_params()
+    parameters.ftype = file_type
+    entries = (_Importance * (len(importance or {}) + 1))()
+    for i, (name, values) in enumerate((importance or {}).items()):
+        entries[i] = _Importance(name.encode(), values.ctypes.data, values.size)
+    if importance:
+        parameters.imatrix = ctypes.cast(entries, type(parameters.imatrix))
+    return not api.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters))
+
+
+def mixes(folder: Path) -> int:
+    n = n_different = 0
+    for number, model in enumerate(MODELS):
+        source = make_model(folder / f"{number}.gguf", model)
+        with GGUFFile.open(source) as file:
+            names = sorted(file.tensors, key=layer_order)
+            shapes = {name: tensor.shape for name, tensor in file.tensors.items() if len(tensor.shape) > 1}
+            sizes = {name: s[-1] * (s[0] if len(s) == 3 else 1) for name, s in shapes.items()}
+            for mix, (file_type, _) in MIXES.items():
+                for importance in (None, {name: np.ones(size, np.float32) for name, size in sizes.items()}):
+                    chooser = chooser_for(mix, file.architecture, file.metadata, names, importance is not None)
+                    ours = {name: chooser.type_of(name, file.tensors[name].shape, GGMLType.F32) for name in names}
+                    blind = importance is None and any(
+                        needs_importance(name, kind, mix) and kind is not GGMLType.F32 for name, kind in ours.items()
+                    )
+                    n += 1
+                    if their_file(source, folder / "out.gguf", file_type, importance) == blind:
+                        n_different += 1
+                        print(f"{model[:7]} {mix}: one of us wants an importance matrix")
+                    elif not blind:
+                        with GGUFFile.open(folder / "out.gguf") as out:
+                            found = {name: tensor.type for name, tensor in out.tensors.items()}
+                        if list(found.items()) != list(ours.items()):
+                            n_different += 1
+                            print(f"{model[:7]} {mix}:", {k: v for k, v in ours.items() if found.get(k) != v})
+    print(f"{n - n_different} of {n} files have the types that llama.cpp chooses")
+    return int(n_different > 0)
+
+
+# -- Logits --------------------------------------------------------------------------------------------------------
+
+
+def logits(folder: Path) -> int:
+    source = tiny_gguf(folder / "model.gguf", hidden_size=256, intermediate_size=512, head_dim=64)
+    ids = list(range(5, 60))
+    with localllm.load(source, device="cpu") as llm:
+        original = llm.logits(ids, last=1)[0]
+    print(f"{'mix':<10} {'llama.cpp to localllm':>22} {'to the F32 model':>18}")
+    for mix in MIXES:
+        target = folder / f"{mix}.gguf"
+        with GGUFFile.open(source) as file:
+            columns = {name: np.ones(t.shape[-1], np.float32) for name, t in file.tensors.items()}
+            list(run(plan(file, target, mix, imatrix=ImportanceMatrix(Path("ones"), columns))))
+        with LlamaCpp(target, repack=False) as model:
+            found = model.context(1, 128, flash=False).logits(ids)
+        try:
+            with localllm.load(target, device="cpu") as llm:
+                ours = llm.logits(ids, last=1)[0]
+            apart = f"{np.linalg.norm(found - ours) / np.linalg.norm(found):.5f}"
+        except localllm.LocalLLMError as error:
+            apart = str(error)
+        lost = np.linalg.norm(found - original) / np.linalg.norm(original)
+        print(f"{mix:<10} {apart:>22} {lost:>18.5f}", flush=True)
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("errors", "mixes", "logits"))
+    parser.add_argument("types", nargs="*", type=GGMLType.__getitem__, metavar="TYPE")
+    parser.add_argument("--real", type=Path, metavar="FILE", help="a safetensors file")
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("-t", "--threads", type=int, default=os.cpu_count() or 1)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.what == "errors":
+            return errors(arguments.types or ENCODABLE, arguments.rows, arguments.real, arguments.threads)
+        return (mixes if arguments.what == "mixes" else logits)(Path(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

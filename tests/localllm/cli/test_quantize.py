@@ -1,0 +1,77 @@
+"""``localllm quantize``: the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localllm.gguf import GGUFFile
+from tests.helpers.command_line import Outcome, run_main
+from tests.helpers.gguf_writer import write_gguf
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    weights = {
+        "token_embd.weight": rng.standard_normal((32, 256)).astype(np.float32),
+        "output_norm.weight": np.ones(256, np.float32),
+        "blk.0.attn_v.weight": rng.standard_normal((32, 256)).astype(np.float32),
+    }
+    return write_gguf(tmp_path / "model.gguf", {"general.architecture": "llama", "llama.block_count": 1}, weights)
+
+
+@pytest.fixture
+def run(capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
+    return lambda *arguments: run_main(capfdbinary, "quantize", *arguments)
+
+
+def test_a_table_and_a_file(run: Run, model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "small.gguf"
+    outcome = run(model, target, "q4_k_m", "--tensor", "attn_v=Q3_K")
+    assert (outcome.code, outcome.err) == (0, "")
+    rows = [line.split() for line in outcome.out.splitlines()]
+    assert rows[1] == ["output_norm.weight", "256", "F32", "1.02", "kB"]
+    assert rows[2][:4] == ["token_embd.weight", "32×256", "F32", "Q6_K"]
+    assert rows[3][:4] == ["blk.0.attn_v.weight", "32×256", "F32", "Q3_K"]
+    assert 13 < float(rows[3][-1].removesuffix("%")) < 16
+    assert " ".join(rows[4]) == "66.6 kB to 11.3 kB, 5.42 bits a weight"
+    with GGUFFile.open(target) as file:
+        assert [tensor.type.name for tensor in file.tensors.values()] == ["F32", "Q6_K", "Q3_K"]
+
+
+def test_a_dry_run_writes_nothing(run: Run, model: Path, tmp_path: Path) -> None:
+    outcome = run(model, tmp_path / "small.gguf", "IQ2_XS", "--dry-run")
+    assert outcome.code == 0
+    assert "1 tensors need an importance matrix (--imatrix)" not in outcome.err  # values are Q2_K there
+    assert outcome.out.splitlines()[-1].startswith("66.6 kB to ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf"]
+
+
+def test_json(run: Run, model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "small.gguf"
+    found = json.loads(run(model, target, "Q8_0", "-q", "--json").out)
+    assert (found["type"], found["files"]) == ("Q8_0", [str(target)])
+    assert [tensor["to"] for tensor in found["tensors"]] == ["F32", "Q8_0", "Q8_0"]
+    assert found["tensors"][0]["error"] is None
+    assert 0 < found["tensors"][1]["error"] < 0.01
+
+
+def test_refusals(run: Run, model: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small.gguf"
+    assert "there is no type 'Q4_X': choose one of F32, F16" in run(model, small, "Q4_X").error()
+    assert "is the model itself" in run(model, model, "Q8_0").error()
+    outcome = run(model, small, "Q8_0", "--tensor", "Q8_0")
+    assert (outcome.code, "is not REGEX=TYPE" in outcome.error()) == (2, True)
+    assert run(model, small, "Q8_0", "-q").out == ""
+    again = run(model, small, "Q8_0", "-q")
+    assert (again.code, "is there already" in again.error()) == (1, True)
+    assert "--allow-requantize" in run(small, tmp_path / "smaller.gguf", "Q4_0", "-q").error()
+    assert run(small, tmp_path / "smaller.gguf", "Q4_0", "-q", "--allow-requantize").code == 0
+    assert "cannot be read" in run(model, tmp_path / "new.gguf", "Q4_0", "--imatrix", tmp_path / "none").error()
