@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels.graph import Embed, Graph, Layer, Operation, Weight
+from localllm.quant.formats import dequantize
 
 #: Called with each weight of a file once it was packed.
 Progress = Callable[[Weight], None]
@@ -32,6 +33,7 @@ class Batch:
         block_tables: int32 [S, max_blocks]; token position p of sequence s lies in page
             block_tables[s, p // page_size].
         outputs: int32 [N], rows of the batch whose logits are wanted.
+        states: int32 [S], the slot of each sequence's recurrent states, where a model has any.
     """
 
     ids: NDArray[np.int32]
@@ -40,6 +42,7 @@ class Batch:
     kv_lengths: NDArray[np.int32]
     block_tables: NDArray[np.int32]
     outputs: NDArray[np.int32]
+    states: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def sequences(self) -> Iterator[tuple[int, int, int]]:
         """Of each sequence: its first row in the batch, the one behind its last, and its length in the cache."""
@@ -59,8 +62,11 @@ class Batch:
                 f"{max_tokens} and {max_outputs}"
             )
 
-    def check(self, page_size: int, n_pages: int) -> None:
-        """Makes sure that no index leads outside the batch or a cache of ``n_pages`` pages.
+    def check(self, page_size: int, n_pages: int, n_states: int | None = None) -> None:
+        """Makes sure that no index leads outside the batch or a cache of ``n_pages`` pages and ``n_states`` states.
+
+        Args:
+            n_states: None where no layer has any.
 
         Raises:
             KernelError: one does, or the arrays do not fit together.
@@ -81,6 +87,13 @@ class Batch:
                 raise KernelError(f"a batch names a page outside a cache of {n_pages}")
         if len(self.outputs) and not 0 <= self.outputs.min() <= self.outputs.max() < n_tokens:
             raise KernelError(f"a batch wants the logits of a row that is none of its {n_tokens} tokens")
+
+        if n_states is None:
+            return
+        if not len(self.states) == len(set(self.states.tolist())) == len(starts) - 1:
+            raise KernelError(f"a batch of {len(starts) - 1} sequences needs as many slots of recurrent states")
+        if not 0 <= self.states.min() <= self.states.max() < n_states:
+            raise KernelError(f"a batch names a recurrent state outside a cache of {n_states}")
 
     def check_ids(self, n_vocab: int) -> None:
         """Makes sure that its ids are rows of a table.
@@ -161,6 +174,10 @@ class Cache(Protocol):
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies one page, in all layers."""
+        ...
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copies the recurrent states of one slot, in all layers."""
         ...
 
 
@@ -264,7 +281,9 @@ class Backend(Protocol):
     name: str
     page_size: int
 
-    def footprint(self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int) -> Footprint:
+    def footprint(
+        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, n_states: int = 0
+    ) -> Footprint:
         """What `compile` will take, to the byte; no weight is read.
 
         Raises:
@@ -273,12 +292,20 @@ class Backend(Protocol):
         ...
 
     def compile(
-        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, progress: Progress | None = None
+        self,
+        graph: Graph,
+        *,
+        n_pages: int,
+        max_tokens: int,
+        max_outputs: int,
+        n_states: int = 0,
+        progress: Progress | None = None,
     ) -> Step:
         """Packs the weights that a graph refers to, and makes what runs it.
 
         Args:
             n_pages: of the cache.
+            n_states: slots of recurrent states in the cache.
             max_tokens, max_outputs: of a batch.
             progress: called with each weight once it was packed.
 
@@ -307,12 +334,20 @@ class WeightUse:
         layer: where it is computed with, or looked up.
         is_table: whether rows of it are looked up.
         is_operand: whether it is computed with.  One that is both is the embedding and the output matrix.
+        is_float: whether kernels read it as float32: a vector, or a matrix column after column.
     """
 
     weight: Weight
     layer: Layer
     is_table: bool
     is_operand: bool
+    is_float: bool
+
+    def floats(self) -> NDArray[np.float32]:
+        """The values, as kernels read those of `is_float`: [1, n] or, column after column, [n_columns, n_rows]."""
+        weight = self.weight
+        values = dequantize(weight.data, weight.type).reshape(weight.shape)
+        return np.ascontiguousarray(np.atleast_2d(values) if values.ndim == 1 else values.T)
 
     def packed(self, kernel_type: str, n_bytes: int) -> PackedWeight:
         """What a backend holds of it, in so many bytes."""
@@ -334,4 +369,8 @@ def weights_of(graph: Graph) -> tuple[WeightUse, ...]:
     for node in sorted(graph.nodes, key=lambda node: node.layer != "output"):
         for weight in node.operation.weights:
             layers.setdefault(weight, node.layer)
-    return tuple(WeightUse(w, layer, w in tables, w in operands) for w, layer in layers.items())
+    columns = {getattr(n.operation, name) for n in graph.nodes for name in n.operation.float_columns}
+    return tuple(
+        WeightUse(w, layer, w in tables, w in operands, len(w.shape) == 1 or w in columns)
+        for w, layer in layers.items()
+    )

@@ -132,6 +132,22 @@ class KVCache:
         return 2 * self.n_heads * head
 
 
+@dataclass(frozen=True)
+class RecurrentState:
+    """What an operation of a layer keeps of each sequence: float32 values that every token changes.
+
+    A sequence that begins, at position 0, begins with zeros.
+    """
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def n_values(self) -> int:
+        return prod(self.shape)
+
+
 # -- Tensors -------------------------------------------------------------------------------------------------------
 
 
@@ -209,10 +225,12 @@ class Operation(Generic[R]):
     Attributes:
         consumes: the names of the inputs whose memory it changes: no later operation may read them.
         overwrites: the name of the input whose place the result may take, if nothing reads that any more.
+        float_columns: the names of weights that kernels read as float32, column after column.
     """
 
     consumes: ClassVar[tuple[str, ...]] = ()
     overwrites: ClassVar[str] = ""
+    float_columns: ClassVar[tuple[str, ...]] = ()
 
     @cached_property
     def result(self) -> R:
@@ -236,6 +254,11 @@ class Operation(Generic[R]):
     def weights(self) -> tuple[Weight, ...]:
         """The weights that it reads."""
         return tuple(value for value in self._values() if hasattr(value, "drop_pages"))
+
+    @cached_property
+    def states(self) -> tuple[RecurrentState, ...]:
+        """What it reads and changes of each sequence."""
+        return tuple(value for value in self._values() if isinstance(value, RecurrentState))
 
     def _values(self) -> Iterator[Any]:
         for each in fields(self):
@@ -394,6 +417,48 @@ class Attention(Operation[Tensor]):
         return Tensor(Rows.TOKENS, self.q.width)
 
 
+#: The longest kernel of `CausalConv`.
+MAX_CONV = 8
+
+
+@dataclass(frozen=True, eq=False)
+class CausalConv(Operation[Tensor]):
+    """A convolution of each column of x [T, n] along its sequence: with a token, the kernel's last value.
+
+    y[t] = activation(sum over j of weight[:, j] * x[t - kernel + 1 + j] + bias), with weight [n, kernel], where
+    inputs before the sequence are zero.  ``state`` [kernel - 1, n] keeps the last inputs.  Source: Mamba,
+    arXiv:2312.00752.
+    """
+
+    x: Tensor
+    weight: Weight
+    state: RecurrentState
+    bias: Weight | None = None
+    silu: bool = False
+    overwrites = "x"
+    float_columns = ("weight",)
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_rows(Rows.TOKENS, self.x)
+        _check_dimensions(self.weight, 2)
+        n, kernel = self.weight.shape
+        if n != self.x.width or not 2 <= kernel <= MAX_CONV:
+            raise KernelError(
+                f"kernels {[n, kernel]} cannot be applied to rows of {self.x.width} values: each value has one, of 2 "
+                f"to {MAX_CONV}"
+            )
+        if self.bias is not None and self.bias.shape != (n,):
+            raise KernelError(f"a convolution of {n} values cannot have a bias {list(self.bias.shape)}")
+        _check_state(self.state, (kernel - 1, n))
+        return Tensor(Rows.TOKENS, n)
+
+
+def _check_state(state: RecurrentState, shape: tuple[int, ...]) -> None:
+    if state.shape != shape:
+        raise KernelError(f"a state {list(state.shape)} of layer {state.layer} was given where {list(shape)} is kept")
+
+
 @dataclass(frozen=True, eq=False)
 class Gated(Operation[Tensor]):
     """activation(gate) * up; ``activation`` is one of `ACTIVATIONS`, gelu in its tanh form.
@@ -532,13 +597,15 @@ class Graph:
     Attributes:
         cache_type: what the layers' caches keep keys and values in.
         nodes: the operations, in execution order.
-        caches: what each layer keeps.
+        caches: what each layer keeps of every token.
+        states: what each layer keeps of every sequence.
         layer: where the operations that are added belong.
     """
 
     cache_type: CacheType = "f16"
     nodes: list[Node] = field(default_factory=list)
     caches: dict[int, KVCache] = field(default_factory=dict)
+    states: dict[int, tuple[RecurrentState, ...]] = field(default_factory=dict)
     layer: Layer = "embedding"
     _known: set[Value] = field(default_factory=set)
     _consumed: set[Value] = field(default_factory=set)
@@ -549,6 +616,17 @@ class Graph:
             raise KernelError(f"a cache cannot be declared in {self.layer}: each layer has at most one")
         self.caches[self.layer] = KVCache(self.layer, n_heads, head_dim, self.cache_type)
         return self.caches[self.layer]
+
+    def state(self, name: str, *shape: int) -> RecurrentState:
+        """Declares that the layer keeps so many values of each sequence, for one operation."""
+        if not isinstance(self.layer, int):
+            raise KernelError(f"a state cannot be declared in {self.layer}: layers have them")
+        state = RecurrentState(self.layer, name, shape)
+        others = self.states.get(self.layer, ())
+        if any(other.name == name for other in others):
+            raise KernelError(f"layer {self.layer} already has a state called {name!r}")
+        self.states[self.layer] = (*others, state)
+        return state
 
     def add(self, operation: Operation[R]) -> R:
         """Records an operation, and gives what it computes.
@@ -565,6 +643,11 @@ class Graph:
         if isinstance(operation, Route):
             for k in {r.k for r in self._known if isinstance(r, Routing)} - {operation.k}:
                 raise KernelError(f"layers with {k} and with {operation.k} experts to a token cannot be mixed")
+        for state in operation.states:
+            if state not in self.states.get(state.layer, ()) or any(state in n.operation.states for n in self.nodes):
+                raise KernelError(
+                    f"the state {state.name!r} of layer {state.layer} is for one operation of its graph"
+                )
         result = operation.result
         self._known.update(operation.results)
         self._consumed.update(getattr(operation, name) for name in operation.consumes)
@@ -596,7 +679,9 @@ class Graph:
         Raises:
             KernelError: something else than one tensor with a row for each token crosses into it.
         """
-        part = Graph(self.cache_type, caches={n: c for n, c in self.caches.items() if n in layers})
+        part = Graph(self.cache_type)
+        part.caches = {n: c for n, c in self.caches.items() if n in layers}
+        part.states = {n: s for n, s in self.states.items() if n in layers}
         ends = {"embedding": layers.start == 0, "output": layers.stop == self.n_layers}
         part.nodes = [n for n in self.nodes if (n.layer in layers if isinstance(n.layer, int) else ends[n.layer])]
         made = {x for node in part.nodes for x in node.operation.results}

@@ -7,7 +7,7 @@ itself, so that it has the same bits in whatever batch it comes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -35,6 +35,7 @@ from localllm.kernels.embedding import CopiedTable
 from localllm.kernels.graph import (
     Graph,
     KVCache,
+    RecurrentState,
     Rope,
     Rows,
     Tensor,
@@ -58,7 +59,9 @@ class ReferenceBackend(Backend):
     name = "reference"
     page_size = 16
 
-    def footprint(self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int) -> Footprint:
+    def footprint(
+        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, n_states: int = 0
+    ) -> Footprint:
         check_operations(graph, _OPERATIONS, self.name)
         n_rows = {Rows.TOKENS: max_tokens, Rows.OUTPUTS: max_outputs, Rows.CHOSEN: max_tokens * graph.n_chosen()}
         tensors = {x for node in graph.nodes for x in node.operation.results}
@@ -71,13 +74,22 @@ class ReferenceBackend(Backend):
             layer: 2 * n_pages * self.page_size * cache.n_heads * cache.head_dim * _kept_type(cache)().itemsize
             for layer, cache in graph.caches.items()
         }
+        for layer, states in graph.states.items():
+            caches[layer] = caches.get(layer, 0) + sum(4 * n_states * state.n_values for state in states)
         return Footprint(tuple(map(_packed, weights_of(graph))), caches, assign(stages))
 
     def compile(
-        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, progress: Progress | None = None
+        self,
+        graph: Graph,
+        *,
+        n_pages: int,
+        max_tokens: int,
+        max_outputs: int,
+        n_states: int = 0,
+        progress: Progress | None = None,
     ) -> ReferenceStep:
         check_operations(graph, _OPERATIONS, self.name)
-        return ReferenceStep(graph, n_pages, self.page_size, (max_tokens, max_outputs), progress)
+        return ReferenceStep(graph, n_pages, n_states, self.page_size, (max_tokens, max_outputs), progress)
 
 
 def _packed(use: WeightUse) -> PackedWeight:
@@ -95,15 +107,22 @@ def _kept_type(cache: KVCache) -> type[np.float16] | type[np.float32]:
 
 @dataclass(frozen=True)
 class ReferencePages:
-    """Of each layer, keys and values [n_pages, page_size, G, head_dim]."""
+    """Of each layer, keys and values [n_pages, page_size, G, head_dim]; and of each state [n_states, …]."""
 
     layers: dict[int, tuple[Array, Array]]
     page_size: int
     n_pages: int
+    states: dict[RecurrentState, Array]
+    n_states: int
 
     @property
     def n_bytes(self) -> int:
-        return sum(part.nbytes for parts in self.layers.values() for part in parts)
+        pages = sum(part.nbytes for parts in self.layers.values() for part in parts)
+        return pages + sum(state.nbytes for state in self.states.values())
+
+    def copy_state(self, source: int, target: int) -> None:
+        for state in self.states.values():
+            state[target] = state[source]
 
     def copy_page(self, source: int, target: int) -> None:
         for parts in self.layers.values():
@@ -117,14 +136,23 @@ class ReferenceStep(Step):
     cache: ReferencePages
 
     def __init__(
-        self, graph: Graph, n_pages: int, page_size: int, limits: tuple[int, int], progress: Progress | None
+        self,
+        graph: Graph,
+        n_pages: int,
+        n_states: int,
+        page_size: int,
+        limits: tuple[int, int],
+        progress: Progress | None,
     ) -> None:
         self._graph, self._limits = graph, limits
         self._last_uses = graph.last_uses()
         self._in_step = threading.Lock()
         sizes = {n: (n_pages, page_size, c.n_heads, c.head_dim) for n, c in graph.caches.items()}
         kept = {n: tuple(np.zeros(sizes[n], _kept_type(c)) for _ in range(2)) for n, c in graph.caches.items()}
-        self.cache = ReferencePages({n: (keys, values) for n, (keys, values) in kept.items()}, page_size, n_pages)
+        layers = {n: (keys, values) for n, (keys, values) in kept.items()}
+        states = {s: np.zeros((n_states, *s.shape), np.float32) for of in graph.states.values() for s in of}
+        self.cache = ReferencePages(layers, page_size, n_pages, states, n_states)
+        self._has_states = bool(states)
         self._arrays: dict[Weight, Array] = {}
         self._tables: dict[Weight, CopiedTable] = {}
         uses = weights_of(graph)
@@ -141,7 +169,7 @@ class ReferenceStep(Step):
 
     def run(self, batch: Batch, hidden: Output | None = None) -> Output:
         batch.check_size(*self._limits)
-        batch.check(self.cache.page_size, self.cache.n_pages)
+        batch.check(self.cache.page_size, self.cache.n_pages, self.cache.n_states if self._has_states else None)
         # Weights of any size make numbers of any size: the results are then what IEEE 754 says, as on others.
         with self._in_step, np.errstate(all="ignore"):
             run = _Run(batch, hidden, self.cache, self._arrays, self._tables)
@@ -241,6 +269,25 @@ class _Run:
                 out[t] = np.einsum("ghl,lgd->ghd", softmax(scores)[..., : len(seen)], values)
         return out.reshape(len(q), -1)
 
+    def causal_conv(self, op: g.CausalConv) -> Array:
+        x, weight = self.values[op.x], self.arrays[op.weight]
+        kernel, y = weight.shape[1], np.empty_like(x)
+        for start, stop, state in self._states(op.state):
+            inputs = np.concatenate([state, x[start:stop]])
+            y[start:stop] = sum(weight[:, j] * inputs[j : j + stop - start] for j in range(kernel))
+            state[:] = inputs[len(inputs) - kernel + 1 :]
+        if op.bias is not None:
+            y += self.arrays[op.bias]
+        return silu(y) if op.silu else y
+
+    def _states(self, state: RecurrentState) -> Iterator[tuple[int, int, Array]]:
+        """Of each sequence, its rows in the batch, and its state, zeros if it begins."""
+        for s, (start, stop, length) in enumerate(self.batch.sequences()):
+            values = self.cache.states[state][self.batch.states[s]]
+            if length == stop - start:
+                values[:] = 0
+            yield start, stop, values
+
     def gated(self, op: g.Gated) -> Array:
         y: Array = ACTIVATIONS[op.activation](self.values[op.gate]) * self.values[op.up]
         return y
@@ -289,6 +336,7 @@ _OPERATIONS: dict[type[g.Operation[Any]], Callable[[_Run, Any], Any]] = {
     g.Linears: _Run.linears,
     g.RopeAppend: _Run.rope_append,
     g.Attention: _Run.attention,
+    g.CausalConv: _Run.causal_conv,
     g.Gated: _Run.gated,
     g.Route: _Run.route,
     g.ExpertLinears: _Run.expert_linears,

@@ -47,6 +47,10 @@ class SplitCache:
             for i in range(n):
                 part.copy_page(n * source + i, n * target + i)
 
+    def copy_state(self, source: int, target: int) -> None:
+        for part in self.parts:
+            part.copy_state(source, target)
+
 
 def page_size(backends: Sequence[Backend]) -> int:
     """Tokens in a page of a cache that has a part on each of these."""
@@ -61,6 +65,7 @@ def compile_split(
     n_pages: int,
     max_tokens: int,
     max_outputs: int,
+    n_states: int = 0,
     micro_batch: int = MICRO_BATCH,
     progress: Progress | None = None,
 ) -> Step:
@@ -81,6 +86,7 @@ def compile_split(
             n_pages=n_pages * (size // backend.page_size),
             max_tokens=min(max_tokens, micro_batch),
             max_outputs=max_outputs,
+            n_states=n_states,
             progress=progress,
         )
         for backend, part in zip(backends, map(graph.part, layers), strict=True)
@@ -205,6 +211,7 @@ def _tokens(batch: Batch, start: int, stop: int) -> MicroBatch:
         query_starts=np.append(starts[within], stop).astype(np.int32) - np.int32(start),
         kv_lengths=batch.positions[lasts] + np.int32(1),
         block_tables=batch.block_tables[within],
+        states=batch.states[within] if len(batch.states) else batch.states,
         outputs=batch.outputs[rows] - np.int32(start),
     )
     return MicroBatch(part, rows)

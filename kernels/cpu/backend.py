@@ -20,7 +20,7 @@ from localllm.kernels.backend import (
     weights_of,
 )
 from localllm.kernels.cpu.batch import N_TOKENS
-from localllm.kernels.cpu.cache import CPUCache, part_bytes
+from localllm.kernels.cpu.cache import CPUCache, cache_bytes
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.host import default_threads, most_threads
 from localllm.kernels.cpu.lowering import Lowered, lower
@@ -75,29 +75,38 @@ class CPUBackend(Backend):
         self.kernel_progress = progress
         self._loader = WeightLoader(self.workers, self.target, progress)
 
-    def footprint(self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int) -> Footprint:
-        sizes = {"n_pages": n_pages, "max_tokens": max_tokens, "max_outputs": max_outputs}
+    def footprint(
+        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, n_states: int = 0
+    ) -> Footprint:
+        sizes = {"n_pages": n_pages, "n_states": n_states, "max_tokens": max_tokens, "max_outputs": max_outputs}
         return footprint(graph, target=self.target, threads=self.workers.n, **sizes)
 
     def compile(
-        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, progress: Progress | None = None
+        self,
+        graph: Graph,
+        *,
+        n_pages: int,
+        max_tokens: int,
+        max_outputs: int,
+        n_states: int = 0,
+        progress: Progress | None = None,
     ) -> CPUStep:
         weights = PackedWeights()
         packed = tuple(weights.load(use, self._loader, progress) for use in weights_of(graph))
-        cache = CPUCache.allocate(graph.caches, n_pages, self.workers)
+        cache = CPUCache.allocate(graph, n_pages, n_states, self.workers)
         sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
         lowered = lower(graph, weights, cache, self.target, self.workers.n, **sizes)
         return CPUStep(self, lowered, weights, packed, cache)
 
 
 def footprint(
-    graph: Graph, *, target: Target, threads: int, n_pages: int, max_tokens: int, max_outputs: int
+    graph: Graph, *, target: Target, threads: int, n_pages: int, max_tokens: int, max_outputs: int, n_states: int = 0
 ) -> Footprint:
     """As `Backend.footprint`, of a CPU that is not at work: on so many threads."""
-    cache = CPUCache(None, graph.caches, n_pages)
+    cache = CPUCache(None, graph, n_pages, n_states)
     sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
     lowered = lower(graph, PackedWeights(), cache, target, threads, **sizes)
-    caches = {layer: 2 * part_bytes(kept, n_pages) for layer, kept in graph.caches.items()}
+    caches = cache_bytes(graph, n_pages, n_states)
     return Footprint(tuple(map(planned_weight, weights_of(graph))), caches, lowered.arena_bytes)
 
 
@@ -142,7 +151,7 @@ class CPUStep(Step):
     def _fill(self, batch: Batch, hidden: Output | None) -> None:
         """Puts a batch where the program reads it."""
         batch.check_size(self._tables.max_tokens, self._tables.max_outputs)
-        batch.check(PAGE, self.cache.n_pages)
+        batch.check(PAGE, self.cache.n_pages, self.cache.n_states if self.cache.graph.states else None)
         for table, _, _ in self._embeddings:
             batch.check_ids(table.shape[0])
         self._tables.fill(batch)

@@ -19,7 +19,7 @@ MAX_PARTIAL_BYTES = 32 << 20
 
 # Numbers in a program's header: what counts units of work.  The last one is not the batch's, but what kernels find:
 # how many experts tokens go to.  Behind it come two of each `TileTable`.
-ALWAYS, N_TOKENS, N_OUTPUTS, N_CHOSEN, N_USED, _FIRST_TABLE = range(6)
+ALWAYS, N_TOKENS, N_OUTPUTS, N_CHOSEN, N_SEQUENCES, N_USED, _FIRST_TABLE = range(7)
 
 _TILE, _MERGED = 6, 5  # numbers of an entry
 
@@ -70,7 +70,8 @@ class BatchTables:
 
     Attributes:
         header: int64, the numbers above.
-        positions, starts: int32 [T] and [S], of tokens and of the first tokens of sequences.
+        positions, starts: int32 [T] and [S + 1], of tokens and of the first tokens of sequences.
+        states: int32 [S], slots of the sequences' states.
         slots: int64 [T], page * PAGE + place in the page.
         output_rows: int32 [N].
         block_tables: int32 [S, n_pages].
@@ -80,13 +81,14 @@ class BatchTables:
         self.max_tokens, self.max_outputs, self.n_pages = max_tokens, max_outputs, n_pages
         self._n_chosen, self._threads = n_chosen, threads
         self.header = Buffer(8 * _FIRST_TABLE, is_kept=True)
-        self.positions, self.starts = (Buffer(4 * max_tokens, is_kept=True) for _ in range(2))
+        self.positions, self.states = (Buffer(4 * max_tokens, is_kept=True) for _ in range(2))
+        self.starts = Buffer(4 * (max_tokens + 1), is_kept=True)
         self.slots = Buffer(8 * max_tokens, is_kept=True)
         self.output_rows = Buffer(4 * max_outputs, is_kept=True)
         self.block_tables = Buffer(4 * max_tokens * n_pages, is_kept=True)
         #: Those that every program reads.
         self.buffers = (
-            *(self.header, self.positions, self.starts, self.slots),
+            *(self.header, self.positions, self.starts, self.states, self.slots),
             *(self.output_rows, self.block_tables),
         )
         self._tables: dict[tuple[int, int, int], TileTable] = {}
@@ -123,7 +125,7 @@ class BatchTables:
             part = arena[buffer.offset : buffer.offset + buffer.n_bytes]
             self._views[buffer] = part.view(kind).reshape(-1, *shape)
 
-        for buffer in (self.positions, self.starts, self.output_rows):
+        for buffer in (self.positions, self.starts, self.states, self.output_rows):
             view(buffer, np.int32)
         for buffer in (self.header, self.slots):
             view(buffer, np.int64)
@@ -147,7 +149,8 @@ class BatchTables:
             len(batch.kv_lengths),
         )
         views[self.positions][:n_tokens] = batch.positions
-        views[self.starts][:n_sequences] = batch.query_starts[:-1]
+        views[self.starts][: n_sequences + 1] = batch.query_starts
+        views[self.states][: len(batch.states)] = batch.states
         views[self.output_rows][:n_outputs] = batch.outputs
         blocks = batch.block_tables[:, : self.n_pages]
         views[self.block_tables][:n_sequences, : blocks.shape[1]] = blocks
@@ -160,7 +163,7 @@ class BatchTables:
         self._make_angles(max(batch.kv_lengths.tolist()))
         header = views[self.header]
         header[N_TOKENS], header[N_OUTPUTS] = n_tokens, n_outputs
-        header[N_CHOSEN] = n_tokens * self._n_chosen
+        header[N_CHOSEN], header[N_SEQUENCES] = n_tokens * self._n_chosen, n_sequences
         for table in self._tables.values():
             header[table.slot : table.slot + 2] = table.fill(batch, views[table.tiles], views[table.merged])
 

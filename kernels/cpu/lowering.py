@@ -18,10 +18,10 @@ from localllm.kernels import graph as g
 from localllm.kernels.backend import check_operations
 from localllm.kernels.buffers import Address, Buffer, assign
 from localllm.kernels.cpu import attention as attention_kernels
-from localllm.kernels.cpu import elementwise, matmul
+from localllm.kernels.cpu import elementwise, matmul, recurrent
 from localllm.kernels.cpu import experts as expert_kernels
-from localllm.kernels.cpu.batch import ALWAYS, N_CHOSEN, N_OUTPUTS, N_TOKENS, N_USED, BatchTables
-from localllm.kernels.cpu.cache import CPUCache, layout_of
+from localllm.kernels.cpu.batch import ALWAYS, N_CHOSEN, N_OUTPUTS, N_SEQUENCES, N_TOKENS, N_USED, BatchTables
+from localllm.kernels.cpu.cache import CPUCache, layout_of, state_bytes, state_row
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.compiler import Kernel, variant
 from localllm.kernels.cpu.memory import PADDING, padded
@@ -30,7 +30,7 @@ from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.tiles import RECORD, TILES, TOKENS
 from localllm.kernels.cpu.weights import PackedWeights
-from localllm.kernels.graph import Graph, Rows, Tensor, Value, Weight
+from localllm.kernels.graph import Graph, RecurrentState, Rows, Tensor, Value, Weight
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import GROUP, LAYOUTS
 from localllm.quant.types import GGMLType
@@ -133,7 +133,7 @@ class _Lowering:
         n_chosen = graph.n_chosen()
         self.n_rows = {N_TOKENS: max_tokens, N_OUTPUTS: max_outputs, N_CHOSEN: max_tokens * n_chosen}
         self.tables = BatchTables(max_tokens, max_outputs, cache.n_pages, n_chosen, threads)
-        self.layers = cache.addresses()
+        self.layers, self.states = cache.addresses(), cache.states()
         self.last_uses = graph.last_uses()
         self.node = 0
         self.instructions: list[Instruction] = []
@@ -341,6 +341,25 @@ class _Lowering:
         head, wide = layout.head(op.cache.head_dim), self.target.wide
         return attention_kernels.constants(layout, head, wide=wide, soft_cap=soft_cap, sinks=sinks)
 
+    # -- Recurrent states ------------------------------------------------------------------------------------------
+
+    def causal_conv(self, op: g.CausalConv) -> Stored:
+        x, y, kernel = self.stored[op.x], self.in_place(op), op.weight.shape[1]
+        bias = 0 if op.bias is None else self.weights.vector(op.bias)
+        arguments = (
+            *(*self.sequences(op.state), x.buffer, x.stride, self.weights.vector(op.weight), bias, y.buffer),
+            state_row(op.state),
+        )
+        constants: dict[str, Any] = {"KERNEL": kernel, "SILU": op.silu, "BIAS": op.bias is not None}
+        self.call(recurrent.causal_conv, arguments, -(-x.width // 16), N_SEQUENCES, **constants)
+        return y
+
+    def sequences(self, state: RecurrentState) -> tuple[Argument, ...]:
+        """What kernels of a state read of the batch: how many sequences, and of each its rows, whether, and where."""
+        tables = self.tables
+        batch = self.counter(N_SEQUENCES), tables.starts, tables.positions, tables.states
+        return (*batch, self.states[state], state_bytes(state))
+
     # -- Experts ---------------------------------------------------------------------------------------------------
 
     def route(self, op: g.Route) -> StoredRouting:
@@ -419,6 +438,7 @@ _LOWERINGS: dict[type[g.Operation[Any]], Callable[[_Lowering, Any], Any]] = {
     g.Linears: _Lowering.linears,
     g.RopeAppend: _Lowering.rope_append,
     g.Attention: _Lowering.attention,
+    g.CausalConv: _Lowering.causal_conv,
     g.Gated: _Lowering.gated,
     g.Route: _Lowering.route,
     g.ExpertLinears: _Lowering.expert_linears,

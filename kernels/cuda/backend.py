@@ -50,14 +50,23 @@ class CUDABackend(Backend):
         self._tile_rows = tuple(tile_rows)
         self.loader = WeightLoader(driver, device, chunk_bytes)
 
-    def footprint(self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int) -> Footprint:
+    def footprint(
+        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, n_states: int = 0
+    ) -> Footprint:
         weights, cache = PackedWeights(self.loader), CUDACache(graph.caches, n_pages)
         lowered = self._lower(graph, weights, cache, max_tokens, max_outputs)
         caches = {layer: layout.n_bytes for layer, layout in cache.layouts.items()}
         return Footprint(tuple(map(weights.planned, weights_of(graph))), caches, lowered.arena_bytes)
 
     def compile(
-        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, progress: Progress | None = None
+        self,
+        graph: Graph,
+        *,
+        n_pages: int,
+        max_tokens: int,
+        max_outputs: int,
+        n_states: int = 0,
+        progress: Progress | None = None,
     ) -> CUDAStep:
         weights, cache = PackedWeights(self.loader), CUDACache(graph.caches, n_pages)
         packed = tuple(weights.load(use, progress) for use in weights_of(graph))

@@ -154,6 +154,9 @@ class CUDACache:
             self._copy_page(numbers[0], len(numbers), source, target)
         self.driver.synchronize(self.stream)
 
+    def copy_state(self, source: int, target: int) -> None:
+        """No layer has any yet."""
+
     def _copy_page(self, first: int, n_layers: int, source: int, target: int) -> None:
         """In layers of one kind, from the ``first`` on."""
         layout, begin = self.layouts[first], self.offsets[first]

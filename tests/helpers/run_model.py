@@ -18,11 +18,14 @@ MAX_TOKENS = 512
 
 
 def make_batch(
-    parts: Sequence[tuple[Sequence[int], int, Sequence[int]]], outputs: Sequence[int] | None = None
+    parts: Sequence[tuple[Sequence[int], int, Sequence[int]]],
+    outputs: Sequence[int] | None = None,
+    states: Sequence[int] | None = None,
 ) -> Batch:
     """A batch of sequences, each given as (new ids, tokens already in the cache, pages).
 
-    ``outputs`` are the rows whose logits are wanted, by default all.
+    ``outputs`` are the rows whose logits are wanted, by default all; ``states`` the slots of the sequences' recurrent
+    states, by default the first ones.
     """
     lengths = [len(ids) for ids, _, _ in parts]
     tables = np.zeros((len(parts), max(len(pages) for _, _, pages in parts)), np.int32)
@@ -35,6 +38,7 @@ def make_batch(
         kv_lengths=np.array([past + len(ids) for ids, past, _ in parts], np.int32),
         block_tables=tables,
         outputs=np.arange(sum(lengths), dtype=np.int32) if outputs is None else np.array(outputs, np.int32),
+        states=np.arange(len(parts), dtype=np.int32) if states is None else np.array(states, np.int32),
     )
 
 
