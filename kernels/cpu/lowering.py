@@ -294,7 +294,7 @@ class _Lowering:
         self.call(
             elementwise.rope_append,
             (
-                *(self.tables.slots, self.tables.positions, angles, n_pairs),
+                *(self.tables.slots[self.graph.group(cache)], self.tables.positions, angles, n_pairs),
                 *(q.buffer, q.stride, q.width // head_dim),
                 *(k.buffer, v.buffer, k.stride, cache.n_heads, head_dim, step, offset),
                 *self.layers[cache.layer],
@@ -319,8 +319,8 @@ class _Lowering:
             attention_kernels.attention,
             (
                 *(self.counter(table.slot), table.tiles, n_heads, op.group_size, q.buffer, q.stride, head_dim),
-                *(tables.starts, tables.positions, tables.block_tables, self.cache.n_pages),
-                *(op.window or self.cache.n_pages * PAGE, *self.layers[cache.layer], y.buffer, partials, sinks),
+                *(tables.starts, tables.positions, tables.block_tables[self.graph.group(cache)], tables.n_blocks),
+                *(op.window or tables.n_blocks * PAGE, *self.layers[cache.layer], y.buffer, partials, sinks),
                 *(float(op.scale) / (op.softcap or 1.0), float(op.softcap or 0)),
             ),
             n_heads,

@@ -39,7 +39,7 @@ def step(request: pytest.FixtureRequest, ops: Ops) -> Step:
         pytest.skip("not on cuda yet")
     graph = Graph()
     graph.add(g.Outputs(KINDS[request.param](graph)))
-    sizes = {"n_pages": 1, "n_states": N_STATES, "max_tokens": N_TOKENS, "max_outputs": N_TOKENS}
+    sizes = {"n_pages": (1,), "n_states": N_STATES, "max_tokens": N_TOKENS, "max_outputs": N_TOKENS}
     step = ops.backend.compile(graph, **sizes)
     assert sum(ops.backend.footprint(graph, **sizes).caches.values()) == step.cache.n_bytes
     return step
