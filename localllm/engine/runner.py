@@ -72,6 +72,8 @@ class ModelRunner:
             own memory, good until the next call.
         """
         batch = make_batch(chunks, self.cache.page_size)
+        for chunk in chunks:
+            chunk.sequence.is_ahead = True
         return self._step.top_k(batch, top_k) if 0 < top_k <= self.max_top_k else self._step(batch)
 
 
@@ -111,7 +113,7 @@ def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
     kv_lengths: list[int] = []
     outputs: list[int] = []
     n_blocks = max(-(-(chunk.start + len(chunk.ids)) // page_size) for chunk in chunks)
-    block_tables = np.zeros((1, len(chunks), n_blocks), np.int32)
+    block_tables = np.zeros((len(chunks[0].sequence.pages), len(chunks), n_blocks), np.int32)
     for s, chunk in enumerate(chunks):
         stop = chunk.start + len(chunk.ids)
         ids += chunk.ids
@@ -119,8 +121,8 @@ def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
         outputs += range(len(ids) - chunk.n_outputs, len(ids))
         query_starts.append(len(ids))
         kv_lengths.append(stop)
-        pages = chunk.sequence.pages[:n_blocks]
-        block_tables[0, s, : len(pages)] = pages
+        for table, pages in zip(block_tables[:, s], chunk.sequence.pages, strict=True):
+            table[: len(pages)] = pages[:n_blocks]
     return Batch(
         ids=np.array(ids, np.int32),
         positions=np.array(positions, np.int32),
@@ -128,4 +130,5 @@ def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
         kv_lengths=np.array(kv_lengths, np.int32),
         block_tables=block_tables,
         outputs=np.array(outputs, np.int32),
+        states=np.array([chunk.sequence.state for chunk in chunks], np.int32),
     )
