@@ -259,7 +259,10 @@ class PagedCache:
         if any(n_missing > self._n_available(group) for group in range(len(self._free))):
             return False
         for _ in range(n_missing):
-            self._attach(sequence, self._new_block())
+            block = self._new_block()
+            sequence.blocks.append(block)
+            for table, page in zip(sequence.pages, block.pages, strict=True):
+                table.append(page)
         return True
 
     def append(self, sequence: CachedSequence, ids: Sequence[int]) -> None:
@@ -404,19 +407,13 @@ class PagedCache:
         for group, window in self._windows:
             seen[group] = self._first_seen(len(ids), window)
             self._leave(sequence, group, window, min(first, seen[group]))
-        for i, block in enumerate(found, first):
-            self._attach(sequence, block)
-            for group, start in enumerate(seen):
-                if i >= start:
-                    self._use(block, group)
-                else:
-                    sequence.pages[group][i] = 0
+        sequence.blocks += found
+        for group, start in enumerate(seen):
+            n_behind = max(0, start - first)
+            for block in found[n_behind:]:
+                self._use(block, group)
+            sequence.pages[group] += [0] * n_behind + [block.pages[group] for block in found[n_behind:]]
         sequence.first, sequence.ids = seen, ids
-
-    def _attach(self, sequence: CachedSequence, block: Block) -> None:
-        sequence.blocks.append(block)
-        for table, page in zip(sequence.pages, block.pages, strict=True):
-            table.append(page)
 
     def _leave(self, sequence: CachedSequence, group: int, window: int, stop: int) -> None:
         """Gives back the pages before block ``stop``, behind the sequence's window."""
@@ -447,19 +444,17 @@ class PagedCache:
 
     def _drop_blocks(self, sequence: CachedSequence, first: int) -> None:
         """Takes blocks from the end of a sequence: the last one becomes the first to be evicted."""
-        for i in reversed(range(first, len(sequence.blocks))):
-            block = sequence.blocks[i]
-            if not block.ids:
-                for group, page in enumerate(block.pages):
-                    self._free[group].append(page)
-                continue
-            if len(block.ids) < self.page_size:
-                block.parent = self._block_before(sequence, i)
-                block.parent.tails.append(block)
-            for group, held in enumerate(sequence.first):
-                if i >= held:
-                    self._stop_using(block, group)
-        del sequence.blocks[first:]
+        blocks = sequence.blocks
+        while len(blocks) > first and not blocks[-1].ids:
+            for free, page in zip(self._free, blocks.pop().pages, strict=True):
+                free.append(page)
+        if len(blocks) > first and len(blocks[-1].ids) < self.page_size:
+            blocks[-1].parent = self._block_before(sequence, len(blocks) - 1)
+            blocks[-1].parent.tails.append(blocks[-1])
+        for group, held in enumerate(sequence.first):
+            for block in reversed(blocks[max(first, held) :]):
+                self._stop_using(block, group)
+        del blocks[first:]
         for table in sequence.pages:
             del table[first:]
 
