@@ -223,7 +223,7 @@ class StepSizes:
     @classmethod
     def of(cls, model: Model, context: int, parallel: int, page_size: int) -> StepSizes:
         """Those of an engine for ``parallel`` sequences of ``context`` tokens."""
-        n_tokens, n_pages = min(MAX_TOKENS, context), n_cache_pages(context, parallel, page_size, model.graph.windows)
+        n_tokens, n_pages = min(MAX_TOKENS, context), n_cache_pages(model.graph, context, parallel, page_size)
         return cls(n_pages, n_tokens, max_outputs(model.config.n_vocab, n_tokens), n_states(model.graph, parallel))
 
 

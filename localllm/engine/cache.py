@@ -24,7 +24,6 @@ Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAtten
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from localllm.kernels.backend import Cache
@@ -170,8 +169,10 @@ class PagedCache:
         self.n_pages = kept.n_pages[0]
         self._windows = [(group, window) for group, window in enumerate(kept.windows) if window is not None]
         self._free = [list(range(n - 1, -1, -1)) for n in kept.n_pages]
-        #: Of each group blocks whose page no sequence uses, in the order in which they go.
-        self._unused = [OrderedDict[Block, None]() for _ in kept.n_pages]
+        #: Of each group blocks whose page no sequence uses, those first that go first.
+        self._unused: list[dict[Block, None]] = [{} for _ in kept.n_pages]
+        #: The same of pages that sequences have left behind: all of them go before those.
+        self._passed: list[dict[Block, None]] = [{} for _ in kept.n_pages]
         self._states = Snapshots(kept)
         # One slot is left for what only lasts a step.
         self.max_sequences = max(1, kept.n_states - 1) if kept.n_states else self.n_pages
@@ -361,13 +362,14 @@ class PagedCache:
         """The number of the first block that the token behind ``n_tokens`` sees."""
         return max(0, n_tokens + 1 - window) // self.page_size
 
+    def _seen(self, n_tokens: int) -> list[int]:
+        """The same of each group."""
+        return [0 if window is None else self._first_seen(n_tokens, window) for window in self._kept.windows]
+
     def _holds_windows(self, blocks: Sequence[Block], n_tokens: int) -> bool:
         """Whether the token behind ``n_tokens`` sees all of its windows in their blocks."""
-        return all(
-            block.pages[group] != NONE
-            for group, window in self._windows
-            for block in blocks[self._first_seen(n_tokens, window) :]
-        )
+        seen = self._seen(n_tokens)
+        return all(block.pages[group] != NONE for group, _ in self._windows for block in blocks[seen[group] :])
 
     # -- Blocks of sequences ---------------------------------------------------------------------------------------
 
@@ -376,9 +378,12 @@ class PagedCache:
         which it needs a part."""
         last, n = blocks[-1], len(ids) - (len(blocks) - 1) * self.page_size
         is_part = n < len(last.ids)
-        if is_part and any(  # no page that is shared or copied is to be taken for the copy
-            self._n_available(group) <= sum(block in unused for block in blocks)
-            for group, unused in enumerate(self._unused)
+        if (
+            is_part
+            and any(  # no page that is shared or copied is to be taken for the copy
+                self._n_available(group) <= sum(not block.n_users[group] for block in blocks[start:])
+                for group, start in enumerate(self._seen(len(ids)))
+            )
         ):
             return False
         self._share(sequence, blocks, ids)
@@ -387,7 +392,7 @@ class PagedCache:
             copied.ids = last.ids[:n]
             for group, page in enumerate(copied.pages):
                 self._kept.copy_page(group, last.pages[group], page)
-                self._stop_using(last, group)
+                self._stop_using(last, group, self._unused[group])
                 sequence.pages[group][-1] = page
             sequence.blocks[-1] = copied
         elif n < self.page_size:
@@ -403,9 +408,8 @@ class PagedCache:
             block.ids = []  # the pages found hold the same, and more
             self._states.move(block, found[0])
         self._drop_blocks(sequence, first)
-        seen = [0] * len(self._free)
+        seen = self._seen(len(ids))
         for group, window in self._windows:
-            seen[group] = self._first_seen(len(ids), window)
             self._leave(sequence, group, window, min(first, seen[group]))
         sequence.blocks += found
         for group, start in enumerate(seen):
@@ -420,8 +424,8 @@ class PagedCache:
         n_prompt = sequence.n_prompt
         for i in range(sequence.first[group], stop):
             # Where the prompt ends, others are likely to branch off.
-            goes_first = not self._first_seen(n_prompt, window) <= i < -(-n_prompt // self.page_size)
-            self._stop_using(sequence.blocks[i], group, goes_first=goes_first)
+            is_near = self._first_seen(n_prompt, window) <= i < -(-n_prompt // self.page_size)
+            self._stop_using(sequence.blocks[i], group, (self._unused if is_near else self._passed)[group])
             sequence.pages[group][i] = 0
         sequence.first[group] = max(sequence.first[group], stop)
 
@@ -453,7 +457,7 @@ class PagedCache:
             blocks[-1].parent.tails.append(blocks[-1])
         for group, held in enumerate(sequence.first):
             for block in reversed(blocks[max(first, held) :]):
-                self._stop_using(block, group)
+                self._stop_using(block, group, self._unused[group])
         del blocks[first:]
         for table in sequence.pages:
             del table[first:]
@@ -471,19 +475,22 @@ class PagedCache:
     # -- Pages -----------------------------------------------------------------------------------------------------
 
     def _n_available(self, group: int) -> int:
-        return len(self._free[group]) + len(self._unused[group])
+        return len(self._free[group]) + len(self._unused[group]) + len(self._passed[group])
 
     def _use(self, block: Block, group: int) -> None:
         if not block.n_users[group]:
-            del self._unused[group][block]
+            self._remove(block, group)
         block.n_users[group] += 1
 
-    def _stop_using(self, block: Block, group: int, *, goes_first: bool = False) -> None:
+    def _stop_using(self, block: Block, group: int, unused: dict[Block, None]) -> None:
         block.n_users[group] -= 1
         if not block.n_users[group]:
-            self._unused[group][block] = None
-            if goes_first:
-                self._unused[group].move_to_end(block, last=False)
+            unused[block] = None
+
+    def _remove(self, block: Block, group: int) -> None:
+        """Takes a block from those whose page no sequence uses."""
+        unused = self._unused[group]
+        del (unused if block in unused else self._passed[group])[block]
 
     def _new_block(self) -> Block:
         """A block with a page in each group."""
@@ -491,7 +498,8 @@ class PagedCache:
 
     def _evict(self, group: int) -> int:
         """The page of the block that goes first: in group 0 one that no other follows, as those go before it."""
-        block, _ = self._unused[group].popitem(last=False)
+        block = next(iter(self._passed[group] or self._unused[group]))
+        self._remove(block, group)
         page = block.pages[group]
         if group:
             block.pages[group] = NONE
@@ -503,7 +511,7 @@ class PagedCache:
             del block.parent.children[tuple(block.ids)]
         for other, _ in self._windows:
             if block.pages[other] != NONE:
-                del self._unused[other][block]
+                self._remove(block, other)
                 self._free[other].append(block.pages[other])
         for n in list(block.snapshots):
             self._states.drop(block, n)

@@ -15,11 +15,9 @@ from localllm.kernels.graph import Graph
 #: Tokens that one step evaluates at most.
 MAX_TOKENS = 512
 
-#: Ends of sequences, for each that can run, of which windows and recurrent states are kept at least.
-KEPT_ENDS = 2
-
-#: Bytes for snapshots of recurrent states, where more of them can be kept than that.
-SNAPSHOT_BYTES = 256 << 20
+#: What is kept of windows and of recurrent states for prompts that begin like earlier ones: those at so many places
+#: for each sequence that can run, and where more fits into so many bytes, that.
+KEPT_ENDS, KEPT_BYTES = 2, 256 << 20
 
 #: Bytes of logits that one step computes at most.
 MAX_LOGITS_BYTES = 32 << 20
@@ -77,27 +75,26 @@ class ModelRunner:
         return self._step.top_k(batch, top_k) if 0 < top_k <= self.max_top_k else self._step(batch)
 
 
-def n_cache_pages(
-    context: int, parallel: int, page_size: int, windows: Sequence[int | None] = (None,)
-) -> tuple[int, ...]:
+def n_cache_pages(graph: Graph, context: int, parallel: int, page_size: int) -> tuple[int, ...]:
     """Pages of each group of a cache (`Graph.windows`) for ``parallel`` sequences of ``context`` tokens.
 
-    Where there is a window, they hold those of all sequences, `KEPT_ENDS` times as much for sequences that have ended
-    or may be edited, and the tokens of a step.
+    Where there is a window, they hold those of all sequences, the tokens of a step, and as much again as `KEPT_ENDS`
+    and `KEPT_BYTES` say.  No group has more than that of all tokens.
     """
-    of_all, of_step = parallel * -(-context // page_size), -(-MAX_TOKENS // page_size)
-    return tuple(
-        of_all
-        if window is None
-        else min(of_all, parallel * (1 + KEPT_ENDS) * n_window_pages(window, page_size) + of_step)
-        for window in windows
-    )
+    of_all = parallel * -(-context // page_size)
+    n_pages = [of_all]
+    for window in graph.windows[1:]:
+        page_bytes = page_size * sum(c.bytes_per_token() for c in graph.caches.values() if c.window == window)
+        of_windows = parallel * n_window_pages(window or 1, page_size)
+        kept = max(KEPT_ENDS * of_windows, KEPT_BYTES // page_bytes)
+        n_pages.append(min(of_all, of_windows + -(-MAX_TOKENS // page_size) + kept))
+    return tuple(n_pages)
 
 
 def n_states(graph: Graph, parallel: int) -> int:
     """Slots for the recurrent states of ``parallel`` sequences and for snapshots; 0 where no layer has any."""
     n_bytes = 4 * sum(state.n_values for states in graph.states.values() for state in states)
-    return parallel + max(KEPT_ENDS * parallel, SNAPSHOT_BYTES // n_bytes) if n_bytes else 0
+    return parallel + max(KEPT_ENDS * parallel, KEPT_BYTES // n_bytes) if n_bytes else 0
 
 
 def max_outputs(n_vocab: int, max_tokens: int) -> int:

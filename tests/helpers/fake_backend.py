@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from localllm.engine.engine import Engine
 from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages
 from localllm.kernels.backend import Batch, HostOutput, Output, Step, TopK, top_k
+from localllm.kernels.graph import Graph
 
 N_VOCAB = 97
 PAGE_SIZE = 4
@@ -156,7 +157,7 @@ def fake_runner(
     cache: FakeCache | None = None,
 ) -> tuple[ModelRunner, FakeStep]:
     n_tokens = min(max_tokens, context)
-    cache = cache or FakeCache(n_cache_pages(context, parallel, PAGE_SIZE))
+    cache = cache or FakeCache(n_cache_pages(Graph(), context, parallel, PAGE_SIZE))
     step = FakeStep(cache, n_tokens, max_outputs(N_VOCAB, n_tokens), max_top_k)
     return ModelRunner(step, n_vocab=N_VOCAB, context=context, max_tokens=max_tokens), step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,9 @@ class Runner:
 
     def run(self, *parts: tuple[Sequence[int], int, Sequence[int]], outputs: Any = None) -> NDArray[np.float32]:
         """Logits [N, n_vocab] of one batch, as `make_batch`; a copy."""
-        return self.step(make_batch(parts, outputs)).copy()
+        batch = make_batch(parts, outputs)
+        tables = np.repeat(batch.block_tables, len(self.cache.windows), axis=0)  # of all groups the same
+        return self.step(replace(batch, block_tables=tables)).copy()
 
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits [len(ids), n_vocab] of one sequence, prefilled at once."""

@@ -218,7 +218,7 @@ class CacheMachine(RuleBasedStateMachine):
         for group, n_pages in enumerate(self.kept.n_pages):
             users = Counter(block for sequence in self.expected for block in sequence.blocks[sequence.first[group] :])
             assert all(block.n_users[group] == n for block, n in users.items())
-            unused = self.cache._unused[group]
+            unused = self.cache._unused[group] | self.cache._passed[group]
             assert set(unused) == {b for b in known if b.pages[group] != NONE and not b.n_users[group]}
             pages = [*self.cache._free[group], *(b.pages[group] for b in (*unused, *users))]
             assert sorted(pages) == list(range(n_pages))
