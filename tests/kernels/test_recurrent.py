@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +31,29 @@ def conv(graph: Graph) -> Tensor:
     return x
 
 
-KINDS = {"conv": conv}
+def rows(graph: Graph, width: int, seed: int) -> Tensor:
+    return graph.add(g.Embed(f32(random(N_TOKENS, width, seed=seed))))
+
+
+def delta(graph: Graph, per_channel: bool = False) -> Tensor:
+    """Four heads of 16 times 32 with two of keys: all in one tensor, or with a decay of each channel."""
+    widths = (32, 32, 128) if per_channel else (192,)
+    qkv = tuple(rows(graph, width, seed) for seed, width in enumerate(widths))
+    gates = rows(graph, 64 if per_channel else 4, 4), rows(graph, 4, 5)
+    weights = f32(-np.abs(random(4, seed=6))), f32(random(gates[0].width, seed=7))
+    graph.layer = 0
+    return graph.add(g.GatedDelta(qkv, *gates, *weights, graph.state("delta", 4, 16, 32), 2))
+
+
+def scan(graph: Graph) -> Tensor:
+    """Four heads of 16 values with a state of 32 each, in two groups."""
+    xbc, dt = (rows(graph, 4 * 16 + 2 * 2 * 32, 1),), rows(graph, 4, 2)
+    weights = f32(-np.abs(random(4, seed=6))[:, None]), f32(random(4, seed=7)), f32(random(4, seed=8)[:, None])
+    graph.layer = 0
+    return graph.add(g.Scan(xbc, dt, *weights, graph.state("scan", 4, 32, 16), 2))
+
+
+KINDS = {"conv": conv, "delta": delta, "delta-channels": partial(delta, per_channel=True), "scan": scan}
 
 
 @pytest.fixture(params=KINDS)
@@ -78,3 +101,78 @@ def test_a_batch_names_a_state_of_its_own_for_each_sequence(step: Step, states: 
     batch = make_batch([([0], 0, [0]), ([1], 0, [0])])
     with pytest.raises(KernelError, match="recurrent state"):
         step(replace(batch, states=np.array(states, np.int32)))
+
+
+@pytest.mark.parametrize("is_grouped", [True, False], ids=["grouped", "in-turn"])
+def test_gated_delta_is_that_of_transformers(ops: Ops, is_grouped: bool) -> None:
+    """In its recurrent form, and in chunks as matrix products."""
+    torch = pytest.importorskip("torch")
+    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    n, n_keys, n_heads, d_k, d_v = 150, 2, 4, 32, 48
+    widths = (n_keys * d_k, n_keys * d_k, n_heads * d_v)
+    qkv, alpha, beta = random(n, sum(widths)), random(n, n_heads, seed=1), random(n, n_heads, seed=2)
+    a, bias = -np.exp(random(n_heads, seed=3)), random(n_heads, seed=4)
+    q, k, v = (
+        x.reshape(n, -1, d)
+        for x, d in zip(np.split(qkv, np.cumsum(widths)[:2], axis=1), (d_k, d_k, d_v), strict=True)
+    )
+    if not is_grouped:
+        q, k = np.tile(q, (1, 2, 1)), np.tile(k, (1, 2, 1))
+    decay = a * np.logaddexp(alpha + bias, 0)
+    given = [torch.tensor(x, dtype=torch.float32)[None] for x in (q, k, v, decay, 1 / (1 + np.exp(-beta)))]
+    step = compiled(
+        ops,
+        [qkv, alpha, beta],
+        lambda graph, x, *gates: g.GatedDelta(
+            (x,), *gates, f32(a), f32(bias), graph.state("delta", n_heads, d_k, d_v), n_keys, is_grouped
+        ),
+    )
+    out = step(make_batch([(range(n), 0, range(-(-n // ops.page_size)))])).reshape(n, n_heads, d_v)
+    for rule in (qwen.torch_recurrent_gated_delta_rule, qwen.torch_chunk_gated_delta_rule):
+        expected, _ = rule(*given, use_qk_l2norm_in_kernel=True)
+        np.testing.assert_allclose(out, expected[0].numpy(), rtol=1e-4, atol=2e-6)
+
+
+def test_scan_is_mamba_2_of_transformers(ops: Ops) -> None:
+    """With the convolution before it and the norm behind it, as the layer of the model has them."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    mamba = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    n, n_heads, p, n_state, n_groups = 150, 6, 16, 32, 2
+    sizes = {"num_heads": n_heads, "head_dim": p, "state_size": n_state, "n_groups": n_groups, "conv_kernel": 4}
+    config = transformers.Mamba2Config(hidden_size=48, expand=2, chunk_size=16, use_conv_bias=True, **sizes)
+    torch.manual_seed(0)
+    layer = mamba.Mamba2Mixer(config, layer_idx=0)
+    with torch.no_grad():
+        for weight in (layer.A_log, layer.D, layer.dt_bias, layer.conv1d.bias):
+            weight += torch.randn_like(weight) / 2
+        hidden = torch.randn(1, n, 48)
+        expected = layer(hidden)[0].numpy()
+        z, xbc, dt = (
+            x[0].numpy() for x in layer.in_proj(hidden).split([96, 96 + 2 * n_groups * n_state, n_heads], dim=-1)
+        )
+        w = {name: f32(weight.numpy()) for name, weight in layer.state_dict().items()}
+
+    def forward(graph: Graph, z: Tensor, xbc: Tensor, dt: Tensor) -> g.Operation[Tensor]:
+        kernels = f32(layer.conv1d.weight.detach().numpy()[:, 0])
+        xbc = graph.add(g.CausalConv(xbc, kernels, graph.state("conv", 3, xbc.width), w["conv1d.bias"], silu=True))
+        a = f32(-np.exp(layer.A_log.detach().numpy()))
+        state = graph.state("scan", n_heads, n_state, p)
+        y = graph.add(g.Scan((xbc,), dt, a, w["dt_bias"], w["D"], state, n_groups))
+        y = graph.add(g.Gated(z, y, "silu"))
+        return g.Linear(
+            graph.add(g.RMSNorm(y, w["norm.weight"], config.layer_norm_epsilon, n_groups)),
+            g.Matrix(w["out_proj.weight"]),
+        )
+
+    out = compiled(ops, [z, xbc, dt], forward)(make_batch([(range(n), 0, range(-(-n // ops.page_size)))]))
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=2e-6)
+
+
+def compiled(ops: Ops, inputs: list[NDArray[np.float32]], operation: Any) -> Step:
+    if ops.backend.name == "cuda":
+        pytest.skip("not on cuda yet")
+    graph, n = Graph(), len(inputs[0])
+    tensors = [graph.add(g.Embed(f32(x))) for x in inputs]
+    graph.layer = 0
+    graph.add(g.Outputs(graph.add(operation(graph, *tensors))))
+    return ops.backend.compile(graph, n_pages=-(-n // ops.page_size), n_states=1, max_tokens=n, max_outputs=n)
