@@ -7,10 +7,11 @@
         for chunk in llm.stream("Once upon a time", temperature=0, stop="\\n"):
             print(chunk.text, end="", flush=True)
         print(llm.chat([{"role": "user", "content": "Hello!"}]).text)
-        print(llm.info.placement)  # what runs where, and how many bytes it takes
+        print(llm.info)  # what runs where, and how many bytes it takes
 
-``help(localllm.load)``, ``help(localllm.LLM)`` and ``help(localllm.Sampling)`` say what there is; every failure is a
-`LocalLLMError` that says what to do, except that an unknown keyword is a TypeError.
+``help(localllm.load)``, ``help(localllm.LLM)``, and for the keywords of ``generate`` and its kin
+``help(localllm.Options)`` and ``help(localllm.Sampling)`` say what there is; every failure is a `LocalLLMError` that
+says what to do, except that an unknown keyword is a TypeError.
 
 What is named here is loaded when it is first used: the import itself costs nothing.
 """
@@ -20,6 +21,7 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate as ChatTemplate
+    from localllm.completion import AsyncStream as AsyncStream
     from localllm.completion import Chunk as Chunk
     from localllm.completion import Completion as Completion
     from localllm.completion import Stream as Stream
@@ -49,14 +51,17 @@ if TYPE_CHECKING:
     from localllm.info import ModelInfo as ModelInfo
     from localllm.llm import LLM as LLM
     from localllm.llm import load as load
+    from localllm.options import Options as Options
     from localllm.sampling import Choice as Choice
     from localllm.sampling import Sampling as Sampling
+    from localllm.scoring import Score as Score
     from localllm.tokenizer import Tokenizer as Tokenizer
 
 __version__ = "0.1.0"
 
 #: The module that each public name comes from.
 _HOMES = {
+    "AsyncStream": "completion",
     "Choice": "sampling",
     "Chunk": "completion",
     "ChatTemplate": "chat",
@@ -77,8 +82,10 @@ _HOMES = {
     "ModelInfo": "info",
     "ModelNotFoundError": "errors",
     "NotEnoughMemoryError": "errors",
+    "Options": "options",
     "QueueFullError": "errors",
     "Sampling": "sampling",
+    "Score": "scoring",
     "SettingsError": "errors",
     "StoreError": "errors",
     "Stream": "completion",
@@ -94,6 +101,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncStream",
     "ChatTemplate",
     "Choice",
     "Chunk",
@@ -113,8 +121,10 @@ __all__ = [
     "ModelInfo",
     "ModelNotFoundError",
     "NotEnoughMemoryError",
+    "Options",
     "QueueFullError",
     "Sampling",
+    "Score",
     "SettingsError",
     "StoreError",
     "Stream",

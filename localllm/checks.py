@@ -1,10 +1,13 @@
-"""What is said of arguments that are of the wrong type or out of range: `UsageError`, with the argument's name."""
+"""Checks of arguments: a `UsageError` names one that is of the wrong type or out of range."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import operator
 import sys
 from collections.abc import Mapping, Sequence
+from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,9 +43,12 @@ def seconds(name: str, value: object) -> float:
     Raises:
         UsageError: it is not a finite number above 0.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise UsageError(f"{name} is {value!r:.80}, but must be a number of seconds above 0")
-    return float(value)
+    if not isinstance(value, bool) and isinstance(value, Real):
+        with contextlib.suppress(OverflowError):  # an int beyond any float
+            number = float(value)
+            if 0 < number < math.inf:
+                return number
+    raise UsageError(f"{name} is {value!r:.80}, but must be a number of seconds above 0")
 
 
 def flag(name: str, value: object) -> bool:

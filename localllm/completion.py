@@ -93,7 +93,7 @@ class _PromptProgress:
     n_evaluated: int
 
 
-#: What comes out of the engine's thread: an exception is the last of it, as a chunk with a finish reason.
+#: What comes out of the engine's thread.  The last item is an exception, or a chunk with a finish reason.
 _Item: TypeAlias = Chunk | _PromptProgress | BaseException
 
 
@@ -178,8 +178,7 @@ class _Reader:
         self._request = request
         self._output = output
         self._progress = progress
-        self._items: list[_Item] = []
-        self._n_taken = 0
+        self._items: Iterator[_Item] = iter(())  # of the step that is being read
         self._finish_reason: FinishReason | None = None
         self._ended = False
         self._is_read = threading.Lock()
@@ -210,12 +209,8 @@ class _Reader:
         """Ends the text before the next step; a last chunk says so."""
         self._engine.cancel(self._request)
 
-    def read_at_end(self, on_end: Callable[[], object] | None = None) -> None:
-        """Says that nothing is read before all of it is there, so that the model need not wait for the reader.
-
-        ``on_end`` is called in the model's thread then.
-        """
-        self._output.on_end = on_end
+    def read_at_end(self) -> None:
+        """Says that nothing is read before all of it is there, so that the model need not wait for the reader."""
         self._output.is_reader_patient = True
 
     def _close(self) -> None:
@@ -227,20 +222,15 @@ class _Reader:
         if hasattr(self, "_is_read"):
             self._close()
 
-    def _next_chunk(self, items: list[_Item] | None) -> Chunk | None:
-        """The next chunk of those that came; None if another list has to come first.
+    def _next_chunk(self) -> Chunk | None:
+        """The next chunk of those that came; None if the items of another step have to come first.
 
         Raises:
             What ended the request, or the caller's own ``progress``.
         """
-        if items is not None:
-            self._items, self._n_taken = items, 0
-        while self._n_taken < len(self._items):
-            item = self._items[self._n_taken]
-            self._n_taken += 1
+        for item in self._items:
             if isinstance(item, BaseException):
-                self._ended = True
-                self._items.clear()
+                self._ended, self._items = True, iter(())
                 try:
                     raise item
                 finally:
@@ -249,9 +239,9 @@ class _Reader:
                 if item.finish_reason is not None:
                     self._ended, self._finish_reason = True, item.finish_reason
                     return item
-                was_full = self._output.is_full
                 self._output.n_read += 1
-                if was_full:
+                # Asked after counting: between the two the engine may find the output full, and pause.
+                if self._output.n_unread == MAX_UNREAD - 1:
                     self._engine.wake()
                 return item
             if self._progress is not None:
@@ -303,9 +293,12 @@ class Stream(_Reader):
         *,
         logprobs: bool,
         progress: Progress | None,
+        on_end: Callable[[], object] | None = None,
     ) -> None:
+        """``on_end``: called in the engine's thread when all is there; nothing is read before."""
         self._queue: queue.SimpleQueue[list[_Item]] = queue.SimpleQueue()
         output = TextOutput(decoder, self._queue.put, logprobs=logprobs)
+        output.on_end, output.is_reader_patient = on_end, on_end is not None
         super().__init__(engine, make_request(output), output, progress)
 
     def close(self) -> None:
@@ -327,9 +320,9 @@ class Stream(_Reader):
             raise StopIteration
         self._engine.check_may_wait()
         with self._reading():
-            chunk = self._next_chunk(None)
-            while chunk is None:
-                chunk = self._next_chunk(self._engine.wait_for(self._queue))
+            while (chunk := self._next_chunk()) is None:
+                items = self._engine.wait_for(self._queue)
+                self._items = iter(items)
             return chunk
 
     def __enter__(self) -> Self:
@@ -365,7 +358,7 @@ class AsyncStream(_Reader):
             with contextlib.suppress(RuntimeError):  # a loop that was closed has nobody who would read it
                 loop.call_soon_threadsafe(items.put_nowait, step)
 
-        self._queue = items
+        self._queue, self._loop = items, loop
         output = TextOutput(decoder, deliver, logprobs=logprobs)
         super().__init__(engine, make_request(output), output, progress)
 
@@ -382,13 +375,19 @@ class AsyncStream(_Reader):
         Raises:
             StopAsyncIteration: it has ended.
             ClosedError: the model was closed.
+            UsageError: another event loop asks for it, or a logits processor, in whose thread nothing can be waited
+                for.
         """
+        import asyncio
+
         if self._ended:
             raise StopAsyncIteration
+        self._engine.check_may_wait()
+        if asyncio.get_running_loop() is not self._loop:
+            raise UsageError("this stream belongs to another event loop: read it in the loop that it was made in")
         with self._reading():
-            chunk = self._next_chunk(None)
-            while chunk is None:
-                chunk = self._next_chunk(await self._queue.get())
+            while (chunk := self._next_chunk()) is None:
+                self._items = iter(await self._queue.get())
             return chunk
 
     async def __aenter__(self) -> Self:

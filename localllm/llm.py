@@ -8,6 +8,7 @@ import queue
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import numpy as np
@@ -17,7 +18,7 @@ from localllm.checks import mappings, text, token_ids, whole_number
 from localllm.completion import AsyncStream, Completion, Stream
 from localllm.engine.engine import MAX_WAITING, STEP_S, Engine
 from localllm.engine.request import Request
-from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, UsageError
+from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, QueueFullError, UsageError
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import CacheType
@@ -87,14 +88,15 @@ def load(
             which takes about half the memory, for logits that differ by about 1 %.
         chat_template: jinja2 source to use in place of the file's own template.
         draft_model: the GGUF file of a smaller model with the same vocabulary, which guesses tokens for the large
-            one to check; see ``speculate`` in `localllm.options.Options`.
+            one to check; see ``speculate`` in `localllm.Options`.
         progress: called while kernels are compiled, which the first start on a machine has to do, and weights
             packed: with "kernels" or "weights", how many kernels or bytes are done, and of how many.  By default,
             if standard error is a terminal, one line there says so when compiling takes long.
         planned: called once with the `localllm.placement.Plan`, before anything is loaded.
         max_waiting: how many requests may wait for others; more are refused with a `QueueFullError`.
-        step_s: seconds that a part of a long prompt takes at most, if the model can evaluate 64 tokens in that time:
-            about how long other texts pause for it, and cancelling takes.
+        step_s: seconds that a step with a part of a long prompt takes, at most: about how long other streams pause
+            for it, and how long cancelling takes.  A very slow model takes longer: a part has at least 16 tokens,
+            or 64 where nothing else decodes.
 
     Raises:
         GGUFError: the file is missing, not a GGUF, or damaged.
@@ -237,6 +239,9 @@ class LLM:
     ) -> list[Score]:
         """How likely each continuation of a prompt is; the prompt is evaluated once.
 
+        To choose among answers, take the one with the greatest ``logprob``, or, where they differ in length,
+        ``logprob / len(ids)``.
+
         Args:
             prompt: a text, or tokens; of an empty one BOS is the beginning.
             continuations: texts, or tokens.  A text is tokenized together with the prompt, so that a word that goes
@@ -265,7 +270,7 @@ class LLM:
         Args:
             prompt: a text, or tokens, which are taken as they are.  Of an empty one BOS is the beginning.
             add_special, parse_special: how a text is tokenized; see `tokenize`.
-            options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.options.Options`.
+            options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.Options`.
 
         Raises:
             TypeError: an option is unknown.
@@ -302,7 +307,7 @@ class LLM:
             template_variables: whatever else the template reads, such as ``{"enable_thinking": False}``.
             reply_prefix: what the answer begins with; the model goes on from there, and only what it adds comes
                 back.  Names of control tokens in it are text.
-            options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.options.Options`.
+            options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.Options`.
 
         Raises:
             TemplateError: there are no messages, one is malformed, or the template fails or refuses them.
@@ -334,7 +339,8 @@ class LLM:
     ) -> Iterator[Completion]:
         """As `generate`, for many prompts: evaluates them together, and yields what is written in their order.
 
-        By default they run in the background of other requests (``priority``).
+        By default they run in the background of other requests (``priority``).  A chat goes in as its tokens, which
+        `tokenize_chat` makes.
 
         Args:
             prompts: any iterable; what is under way at once is taken from it ahead of what is yielded.
@@ -342,30 +348,34 @@ class LLM:
             options: as `generate`, but that ``progress`` is called with the completions done and begun.
 
         Raises:
-            TypeError, UsageError, ContextLengthError: as `generate`, when the prompt is reached.
+            TypeError, UsageError, ContextLengthError: as `generate`, when the first completion is asked for, or
+                where the prompt is taken: completions of prompts before it that were not yielded yet are lost.
         """
         progress = options.pop("progress", None)
         options.setdefault("priority", "background")
         given, engine = CheckedOptions.of(options), self._opened()
         if isinstance(prompts, str | bytes):
             raise UsageError("prompts is a text, but must be a list of prompts: use generate for a single one")
-        waiting, is_all = iter(prompts), False
+        if not isinstance(prompts, Iterable):
+            raise UsageError(f"prompts is {prompts!r:.80}, but must be a list of prompts")
+        numbered = enumerate(prompts)
+        refused: list[tuple[int, str | Sequence[int]]] = []
         streams: dict[int, Stream] = {}
         done: dict[int, Completion] = {}
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         n_begun = n_yielded = 0
         try:
             while True:
-                while not is_all and len(streams) < _AT_ONCE:
+                for i, prompt in islice(chain(refused, numbered), _AT_ONCE - len(streams)):
+                    reader = partial(Stream, on_end=partial(ended.put, i))
                     try:
-                        prompt = next(waiting)
-                    except StopIteration:
-                        is_all = True
+                        streams[i] = self._stream(reader, prompt, add_special, parse_special, given)
+                    except QueueFullError:
+                        if not streams:
+                            raise
+                        refused = [(i, prompt)]  # it is tried again when one of ours has ended
                         break
-                    stream = self._stream(Stream, prompt, add_special, parse_special, given)
-                    streams[n_begun] = stream
-                    stream.read_at_end(partial(ended.put, n_begun))
-                    n_begun += 1
+                    refused, n_begun = [], i + 1
                 if not streams:
                     return
                 i = engine.wait_for(ended)
@@ -458,7 +468,7 @@ class LLM:
 
     def _stream(
         self,
-        reader: type[_Reader],
+        reader: Callable[..., _Reader],
         prompt: str | Sequence[int],
         add_special: bool,
         parse_special: bool,
@@ -515,7 +525,7 @@ class LLM:
 
     def _stream_chat(
         self,
-        reader: type[_Reader],
+        reader: Callable[..., _Reader],
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, object]] | None,
         variables: Mapping[str, object] | None,
@@ -576,7 +586,7 @@ class LLM:
 
     def _start(
         self,
-        reader: type[_Reader],
+        reader: Callable[..., _Reader],
         ids: list[int],
         given: CheckedOptions,
         *,

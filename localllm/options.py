@@ -55,7 +55,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class Options(SamplingOptions, total=False):
-    """Keywords of a generation, sampling settings among them.
+    """Keywords of a generation.  The settings of `localllm.Sampling`, which describes them, are among them.
 
     Attributes:
         max_tokens: tokens to generate at most.  By default until the model ends its text or the context is full;
@@ -73,7 +73,8 @@ class Options(SamplingOptions, total=False):
             repeats what it or the prompt had before; "draft" asks the ``draft_model`` of `localllm.load`; "auto",
             the default, does that if there is one; None drafts nothing.
         draft_max: tokens to draft at most for one step.
-        priority: "normal", or "background" for requests that let others go first for up to 30 seconds.
+        priority: "normal", or "background" for requests that let others begin first for up to 30 seconds; those that
+            have begun to decode share every step.
         timeout: seconds after which the text ends where it is, with the ``finish_reason`` "timeout"; waiting counts.
     """
 
@@ -123,7 +124,7 @@ class CheckedOptions:
             raise UsageError(f"draft_max is {draft_max}, but must be at most {MAX_DRAFTS}")
         max_tokens, progress = options.get("max_tokens"), options.get("progress")
         if progress is not None and not callable(progress):
-            raise UsageError(f"progress is {progress!r}, but must be a function of two numbers")
+            raise UsageError(f"progress is {progress!r:.80}, but must be a function of two numbers")
         return cls(
             sampling=_sampling(options),
             max_tokens=None if max_tokens is None else whole_number("max_tokens", max_tokens, 0),
@@ -158,13 +159,13 @@ def _check_names(options: Mapping[str, Any]) -> None:
         if name not in _NAMES:
             near = difflib.get_close_matches(name, _NAMES, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_NAMES)}"
-            raise TypeError(f"unexpected keyword argument {name!r}: {hint}")
+            raise TypeError(f"unexpected keyword argument {name!r:.80}: {hint}")
 
 
 def _sampling(options: Mapping[str, Any]) -> Sampling:
     sampling = options.get("sampling")
     if sampling is not None and not isinstance(sampling, Sampling):
-        raise UsageError(f"sampling is {sampling!r}, but must be a localllm.Sampling")
+        raise UsageError(f"sampling is {sampling!r:.80}, but must be a localllm.Sampling")
     settings = {name: value for name, value in options.items() if name in _SAMPLING_NAMES}
     return Sampling(**settings) if sampling is None else sampling.replace(**settings)
 
@@ -176,5 +177,5 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
         or isinstance(stops, bytes | bytearray)
         or not all(isinstance(text, str) and text for text in stops)
     ):
-        raise UsageError(f"stop is {stop!r}, but must be a text that is not empty, or a list of such")
+        raise UsageError(f"stop is {stop!r:.80}, but must be a text that is not empty, or a list of such")
     return tuple(stops)

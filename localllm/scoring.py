@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from localllm.engine.engine import Engine
 from localllm.engine.request import Priority, Request
+from localllm.errors import QueueFullError
 from localllm.sampling import Choice
 
 #: Takes the position of a token, and the logits [n, n_vocab] after it and those that follow.
@@ -54,6 +55,10 @@ class Evaluation:
         self._request = Request(list(ids), self._output, logits_from=first, priority=priority)
         engine.submit(self._request)
 
+    def cancel(self) -> None:
+        """Ends it, if it goes on."""
+        self._engine.cancel(self._request)
+
     def wait(self) -> None:
         """Returns when all were handed over.
 
@@ -63,7 +68,7 @@ class Evaluation:
         try:
             error = self._engine.wait_for(self._output.ended)
         except BaseException:
-            self._engine.cancel(self._request)
+            self.cancel()
             raise
         if error is not None:
             try:
@@ -129,11 +134,15 @@ class _Scoring:
             self._logprobs.append(float(row[id_]) - peak - float(np.log(total)))
             self._is_greedy &= int(row.argmax()) == id_
 
+    def cancel(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.cancel()
+
     def score(self) -> Score:
         if self._evaluation is not None:
             self._evaluation.wait()
         ids = tuple(self._ids[self._first :])
-        return Score(sum(self._logprobs), ids, tuple(self._logprobs), self._is_greedy)
+        return Score(sum(self._logprobs, 0.0), ids, tuple(self._logprobs), self._is_greedy)
 
 
 #: Continuations that are evaluated at once.
@@ -148,8 +157,21 @@ def scores(engine: Engine, texts: Sequence[tuple[Sequence[int], int]]) -> list[S
     """
     under_way: list[_Scoring] = []
     done: list[Score] = []
-    for ids, first in texts:
-        under_way.append(_Scoring(engine, ids, first))
-        if len(under_way) == _AT_ONCE:
+    try:
+        for ids, first in texts:
+            while True:
+                try:
+                    under_way.append(_Scoring(engine, ids, first))
+                    break
+                except QueueFullError:
+                    if not under_way:
+                        raise
+                    done.append(under_way.pop(0).score())
+            if len(under_way) == _AT_ONCE:
+                done.append(under_way.pop(0).score())
+        while under_way:
             done.append(under_way.pop(0).score())
-    return done + [each.score() for each in under_way]
+        return done
+    finally:
+        for each in under_way:
+            each.cancel()

@@ -130,7 +130,7 @@ def _pay_size(factor: int, *operands: Any) -> None:
 
 def _pay_steps(value: Any, *args: Any, **kwargs: Any) -> None:
     """For one step an item, in which some filters look up a dotted attribute."""
-    if type(value) not in _CONTAINERS and not isinstance(value, _ITERATOR | Undefined | str | int | float | None):
+    if type(value) not in _CONTAINERS and not isinstance(value, Undefined | str | int | float | None):
         raise TypeError(f"{type(value).__name__!r} object is not iterable")
     n_characters = sum(len(_short(arg)) for arg in (*args, *kwargs.values()) if isinstance(arg, str))
     _pay(64 + length_hint(value) * ((96 if isinstance(value, str) else 24) + 64 * n_characters))
@@ -182,21 +182,9 @@ def _listed(value: Any) -> Any:
 # --- methods and functions
 
 _TEXT_METHODS = (
-    *(
-        "capitalize",
-        "count",
-        "endswith",
-        "find",
-        "format",
-        "index",
-        "isalnum",
-        "isalpha",
-        "isdigit",
-        "islower",
-        "isspace",
-    ),
-    *("isupper", "join", "lower", "lstrip", "removeprefix", "removesuffix", "replace", "rfind", "rsplit", "rstrip"),
-    *("split", "startswith", "strip", "title", "upper"),
+    *("capitalize", "count", "endswith", "find", "format", "index", "isalnum", "isalpha", "isdigit", "islower"),
+    *("isspace", "isupper", "join", "lower", "lstrip", "removeprefix", "removesuffix", "replace", "rfind", "rsplit"),
+    *("rstrip", "split", "startswith", "strip", "title", "upper"),
 )
 
 

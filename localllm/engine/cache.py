@@ -171,7 +171,7 @@ class PagedCache:
                 best, most = block, n
         if best is None:
             return
-        if best in parent.tails and most == len(best.ids):
+        if most == len(best.ids):  # a tail: full pages were found before
             self._use(best)
             parent.tails.remove(best)
             block = best

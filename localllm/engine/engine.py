@@ -43,6 +43,9 @@ STEP_S = 0.1
 #: Seconds that the end of the process waits for a thread at most, which a caller's own function may hold up.
 _EXIT_S = 10.0
 
+#: Seconds that the engine's thread sleeps at most: waits of many years are more than a system's clock can count.
+_LONGEST_SLEEP_S = 3600.0
+
 _T = TypeVar("_T")
 
 _Message: TypeAlias = "Callable[[EngineLoop], None]"
@@ -83,6 +86,7 @@ class Engine:
         self.has_draft_model = draft_model is not None
         self._max_waiting = max_waiting
         self._process = Process()
+        self._is_halted = False
         loop = EngineLoop(runner, draft_model, max_running=max_running, step_s=step_s, on_end=on_end)
         self._inbox, self._waiting, self._ended = loop.inbox, loop.waiting, loop.ended
         self._thread = threading.Thread(target=loop.run, name="localllm-engine", daemon=True)
@@ -119,12 +123,18 @@ class Engine:
 
     def check(self) -> None:
         """Raises:
-        ClosedError: the engine was closed.
+        ClosedError: the engine was closed, or the process is ending.
         DeviceError: it was made before this process was forked.
         """
         self._process.check()
         if self._ended.is_set():
             raise ClosedError("the model was closed: load it again to go on")
+        self._check_goes_on()
+
+    def _check_goes_on(self) -> None:
+        # A daemon thread would only print it, half-way through the end of the process.
+        if self._is_halted and threading.current_thread() is threading.main_thread():
+            raise ClosedError("the process is ending, and its models have stopped: use them before that")
 
     def check_may_wait(self) -> None:
         """Makes sure that what the engine makes can be waited for here.
@@ -132,8 +142,10 @@ class Engine:
         Raises:
             UsageError: this is the engine's own thread, which would wait for itself.
             DeviceError: the engine was made before this process was forked, and nothing will come.
+            ClosedError: the process is ending, and nothing will come.
         """
         self._process.check()
+        self._check_goes_on()
         if threading.current_thread() is self._thread:
             raise UsageError(
                 "a logits processor, which runs in the model's own thread, cannot wait for the same model: call it "
@@ -144,7 +156,7 @@ class Engine:
         """The next item that the engine's thread puts into a queue.
 
         Raises:
-            UsageError, DeviceError: as `check_may_wait`.
+            UsageError, DeviceError, ClosedError: as `check_may_wait`.
         """
         while True:
             self.check_may_wait()
@@ -158,7 +170,7 @@ class Engine:
         self.wake()
 
     def wake(self) -> None:
-        """Tells the engine that a request may go on whose output was full."""
+        """Tells the engine that a request whose output was full may go on."""
         self._inbox.put(EngineLoop.wake)
 
     def forget(self) -> None:
@@ -175,6 +187,7 @@ class Engine:
 
     def halt(self) -> None:
         """Stops the thread as the process ends, and tells nobody: who still reads is a daemon thread."""
+        self._is_halted = True
         self._inbox.put(EngineLoop.halt)
         if self._process.is_current:
             self._thread.join(_EXIT_S)
@@ -215,7 +228,6 @@ class EngineLoop:
         self._runner = runner
         self._scheduler = Scheduler(
             runner.cache,
-            context=runner.context,
             max_tokens=runner.max_tokens,
             max_outputs=runner.max_outputs,
             max_running=max_running,
@@ -267,8 +279,8 @@ class EngineLoop:
             self.inbox.get()(self)
         for request in self._scheduler.requests:
             self._end(request, error=error)
-        on_end, self._on_end = self._on_end, None
-        self.__dict__.clear()  # the memory of model and cache
+        on_end = self._on_end
+        self.__dict__.clear()  # frees the memory of model and cache
         if on_end is not None:
             on_end()
 
@@ -276,7 +288,7 @@ class EngineLoop:
         """Does what messages say; returns whether to go on."""
         if wait and self.inbox.empty():
             deadlines = [r.deadline for r in self._scheduler.requests if r.deadline is not None]
-            timeout = max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
+            timeout = min(max(0.0, min(deadlines) - time.perf_counter()), _LONGEST_SLEEP_S) if deadlines else None
             try:
                 self.inbox.get(timeout=timeout)(self)
             except queue.Empty:
@@ -322,7 +334,7 @@ class EngineLoop:
             rows = slice(row, row + chunk.n_outputs)
             row = rows.stop
             try:
-                reason = self._go_on(each, logits, rows, begin)
+                reason = self._take_results(each, logits, rows, begin)
                 each.request.output.flush()
             except BaseException as error:
                 self._end(each.request, error=error)
@@ -339,15 +351,16 @@ class EngineLoop:
             most = self._runner.context - len(request.tokens)
             if request.max_tokens is not None:
                 most = min(most, request.max_tokens - request.n_generated - 1)
-            if most > 0 and not request.output.is_full:
-                try:
-                    ids = request.drafter.propose(request.tokens, most)
-                except BaseException as error:
-                    self._end(request, error=error)
-                else:
-                    request.drafts = list(takewhile(lambda id_: 0 <= id_ < self._runner.n_vocab, ids[:most]))
+            if most < 1 or request.output.is_full:
+                continue
+            try:
+                ids = request.drafter.propose(request.tokens, most)
+            except BaseException as error:
+                self._end(request, error=error)
+            else:
+                request.drafts = list(takewhile(lambda id_: id_ < self._runner.n_vocab, ids[:most]))
 
-    def _go_on(
+    def _take_results(
         self, each: Scheduled, logits: NDArray[np.float32] | TopK, rows: slice, begin: float
     ) -> FinishReason | None:
         """Records what a step has evaluated for a request, and samples; returns why it ends, if it does."""

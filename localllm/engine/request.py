@@ -83,7 +83,10 @@ class Output(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """Whether the reader is so far behind that the request pauses until it has caught up."""
+        """Whether the reader is so far behind that the request pauses until it has caught up.
+
+        Any thread may end that, but only what the engine hands over begins it.
+        """
         ...
 
     def progress(self, n_evaluated: int) -> None:

@@ -71,7 +71,8 @@ class StepTimes:
         """Tokens of prompts that a step beside those that decode can have, to take so long."""
         if not self._token_s:
             return FIRST_CHUNK
-        return max(MIN_CHUNK, int((seconds - self._decode_s) / self._token_s))
+        tokens = (seconds - self._decode_s) / self._token_s
+        return max(MIN_CHUNK, int(min(tokens, 2.0**31)))  # an infinite number is no int
 
 
 def _moved(estimate: float, measured: float) -> float:
@@ -91,7 +92,6 @@ class Scheduler:
         self,
         cache: PagedCache,
         *,
-        context: int,
         max_tokens: int,
         max_outputs: int,
         max_running: int,
@@ -102,7 +102,6 @@ class Scheduler:
         self.running: list[Request] = []
         self.step_times = StepTimes()
         self._cache = cache
-        self._context = context
         self._max_tokens = max_tokens
         self._max_outputs = max_outputs
         self._max_running = max_running
@@ -132,7 +131,9 @@ class Scheduler:
         active = [request for request in self.running if not request.output.is_full]
         decoding = [request for request in active if request.is_decoding]
         prompts = [request for request in active if not request.is_decoding]
-        most = min(self._max_outputs, self._max_tokens - (MIN_CHUNK if prompts else 0))
+        most = min(self._max_outputs, self._max_tokens)
+        if prompts:  # they need some of the tokens, and a row of logits in the end
+            most = min(self._max_outputs - 1, self._max_tokens - MIN_CHUNK)
         if len(decoding) > most:  # they take turns
             decoding.sort(key=lambda request: request.turn)
         for request in decoding:
@@ -150,14 +151,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         for request in [each for each in self.waiting if not each.output.is_full]:
-            if len(self.running) >= self._max_running:
-                return
             reusable = request.tokens[: request.n_reusable]
             n_pages = self._cache.n_pages_to_begin(reusable, len(request.tokens))
-            while n_pages > self._n_spare_pages() and (paused := self._paused()):
+            while self.running and (len(self.running) >= self._max_running or n_pages > self._n_spare_pages()):
+                paused = self._paused()
+                if paused is None:
+                    return
                 self._preempt(paused)
-            if self.running and n_pages > self._n_spare_pages():
-                return
             self.waiting.remove(request)
             request.sequence = self._cache.begin(reusable)
             request.note_found()
@@ -198,9 +198,8 @@ class Scheduler:
                 computed.add(key)
             return n
 
-        n_first = min(oldest.n_missing, -(-budget // 2) if others else budget)
-        n_first = max(n_first, budget - sum(request.n_missing for request in others))
-        budget -= add(oldest, n_first)
+        not_needed = budget - sum(request.n_missing for request in others)
+        budget -= add(oldest, max(-(-budget // 2), not_needed))
         for request in sorted(others, key=lambda request: request.n_missing):
             if budget > 0:
                 budget -= add(request, budget)
@@ -210,8 +209,8 @@ class Scheduler:
         tokens_left = self._max_tokens - sum(each.n_tokens for each in batch)
         for i, each in enumerate(batch[:n_decoding]):
             request = each.request
-            n = min(len(request.drafts), self._context - len(request.tokens), tokens_left, rows_left)
-            # Nobody gives up pages for what is only proposed.
+            n = min(len(request.drafts), tokens_left, rows_left)
+            # No request is preempted for drafts.
             if n > 0 and request.sequence is not None and self._cache.reserve(request.sequence, 1 + n):
                 batch[i] = Scheduled(request, 1, n)
                 tokens_left -= n
@@ -220,25 +219,21 @@ class Scheduler:
     def _make_room(self, request: Request, n_tokens: int, batch: Sequence[Scheduled]) -> bool:
         assert request.sequence is not None
         while not self._cache.reserve(request.sequence, n_tokens):
-            busy = {each.request for each in batch} | {request}
+            scheduled = {each.request for each in batch}
             younger = self.running[self.running.index(request) + 1 :]
-            victims = [other for other in younger if other not in busy]
-            victim = self._paused(busy) or (victims[-1] if victims else None)
+            victims = [other for other in younger if other not in scheduled]
+            victim = self._paused() or (victims[-1] if victims else None)
             if victim is None:
                 return False
             self._preempt(victim)
         return True
 
-    def _paused(self, busy: set[Request] | None = None) -> Request | None:
-        """The youngest request whose reader is behind."""
-        for request in reversed(self.running):
-            if request.output.is_full and not (busy and request in busy):
-                return request
-        return None
+    def _paused(self) -> Request | None:
+        """The youngest running request whose reader is behind."""
+        return next((request for request in reversed(self.running) if request.output.is_full), None)
 
     def _preempt(self, request: Request) -> None:
         self.remove(request)
-        request.drafts = []
         self.add(request)
 
 

@@ -7,6 +7,7 @@ of every token through ``accept``.  What they compute stands in the pure functio
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -71,7 +72,7 @@ class RepetitionPenalties:
         self._repeat = repeat
         self._presence = presence
         self._frequency = frequency
-        self._window: deque[int] = deque(maxlen=None if window < 0 else window)
+        self._window: deque[int] = deque(maxlen=None if window < 0 else min(window, sys.maxsize))
         self._counts: Counter[int] = Counter()
         for id_ in prompt_ids:
             self.accept(int(id_))

@@ -143,7 +143,8 @@ class Sampling:
         seed: of the random numbers; None draws a fresh one.
         logprobs: how many of the likeliest tokens to report with each choice, 0 for the choice alone, None
             for no log-probabilities.  They are those of the model, before any setting here.
-        processors: called in turn, after ``logit_bias``.
+        processors: functions, called in turn after ``logit_bias``, each with the tokens so far, those of the prompt
+            among them, int32 [n], and the logits, float32 [n_vocab], of which it returns its own.
 
     Raises:
         UsageError: a setting is out of its range, or not of its type.
@@ -235,7 +236,7 @@ class _Processor:
 
     def __call__(self, logits: Logits) -> Logits:
         result: object = self._function(self._history.last(-1), logits.copy())
-        name = f"the logits processor {getattr(self._function, '__name__', type(self._function).__name__)}"
+        name = f"the logits processor {getattr(self._function, '__name__', type(self._function).__name__)!s:.80}"
         if not isinstance(result, np.ndarray):
             raise UsageError(f"{name} returned {type(result).__name__} instead of a float32 array")
         if result.shape != logits.shape or result.dtype != np.float32:

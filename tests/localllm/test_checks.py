@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,18 @@ def test_long_values_are_cut_in_messages() -> None:
         with pytest.raises(UsageError, match="argument") as caught:
             check("argument", b"x" * 10_000)
         assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("value", [2, 2.0, np.int64(2), np.float32(2), np.float64(2), Fraction(2)])
+def test_seconds_of_every_kind(value: Any) -> None:
+    assert checks.seconds("timeout", value) == 2.0
+    assert type(checks.seconds("timeout", value)) is float
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "2", None, math.nan, math.inf, -math.inf, 10**400, np.array([2.0])])
+def test_what_is_no_time(value: Any) -> None:
+    with pytest.raises(UsageError, match="must be a number of seconds above 0"):
+        checks.seconds("timeout", value)
 
 
 @pytest.mark.parametrize("ids", [[-1], [10], [0, 10**30], np.array([3, -5])])

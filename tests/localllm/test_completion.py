@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -145,6 +146,27 @@ def test_a_request_runs_ahead_of_its_reader_only_so_far(models: Models) -> None:
     assert [next(stream).ids[0] for _ in range(150)] == greedy_after([1], 150)
     assert request.n_generated > n_before, "and goes on when its reader does"
     assert stream.usage.completion_tokens >= 150
+
+
+def test_a_request_that_pauses_just_as_a_chunk_is_read_goes_on(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = models.hold(n_batches=3)
+
+    def read(output: TextOutput, n: int) -> None:
+        if n == 1:  # the engine runs ahead and pauses before the chunk counts as read
+            go_on.set()
+            assert eventually(lambda: output.is_full)
+            time.sleep(0.02)
+        vars(output)["n_read"] = n
+
+    monkeypatch.setattr("localllm.completion.DELIVERY_S", 0.0)  # so that it is full with exactly as many as it may be
+    monkeypatch.setattr(TextOutput, "n_read", property(lambda output: vars(output)["n_read"], read), raising=False)
+    stream = models.stream([1], 2 * MAX_UNREAD)
+    reader = threading.Thread(target=lambda: list(stream), daemon=True)
+    reader.start()
+    reader.join(60)
+    assert stream.finish_reason == "length"
 
 
 def test_progress_is_called_in_the_readers_thread(models: Models) -> None:
@@ -442,6 +464,26 @@ def test_errors_reach_a_task(models: Models) -> None:
             await asyncio.gather(stream.read(), closing)
 
     asyncio.run(main())
+
+
+def test_a_processor_cannot_wait_for_its_own_model_in_a_loop_of_its_own(models: Models) -> None:
+    async def ask() -> None:
+        await models.astream([2], 3).read()
+
+    stream = processing(models, lambda: asyncio.run(ask()))
+    with pytest.raises(UsageError, match="call it from another thread"):
+        stream.read()
+
+
+def test_a_stream_of_another_loop_is_refused(models: Models) -> None:
+    async def start() -> AsyncStream:
+        return models.astream([1], 3)
+
+    async def read(stream: AsyncStream) -> None:
+        await anext(stream)
+
+    with pytest.raises(UsageError, match="belongs to another event loop"):
+        asyncio.run(read(asyncio.run(start())))
 
 
 def test_streams_outside_of_a_loop_are_refused(models: Models) -> None:

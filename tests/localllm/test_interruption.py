@@ -58,6 +58,17 @@ def test_a_stream_keeps_its_model(tiny: Path) -> None:
     assert eventually(lambda: n_threads() == n_before)
 
 
+def test_a_stream_that_is_kept_does_not_keep_the_memory_of_a_closed_model(tiny: Path) -> None:
+    llm = localllm.load(tiny, device="reference", draft_model=tiny)
+    stream = llm.stream("hello", max_tokens=3, ignore_eos=True)
+    stream.read()
+    runners = in_engine(llm, lambda loop: [weakref.ref(r) for r in (loop._runner, loop._draft_model.runner)])  # type: ignore[union-attr]
+    llm.close()
+    gc.collect()
+    assert [runner() for runner in runners] == [None, None]
+    assert stream.drafts is not None
+
+
 def process(work: str, path: Path) -> subprocess.Popen[str]:
     """Python that loads a model as ``llm`` and then works."""
     source = f"import signal, threading, localllm\nllm = localllm.load({str(path)!r}, device='reference')\n{work}"
@@ -98,6 +109,29 @@ def test_the_exit_code_while_texts_are_written(tiny: Path) -> None:
     ended = process(IN_THREAD + "\nraise SystemExit(3)", tiny)
     assert ended.communicate(timeout=120) == ("", "")
     assert ended.returncode == 3
+
+
+#: Registered before localllm's own, so that it is called after.
+AT_EXIT = """
+import atexit
+def late():
+    for use in (lambda: llm.generate("hello"), lambda: next(begun)):
+        try:
+            use()
+        except localllm.ClosedError as error:
+            print(error)
+atexit.register(late)
+import localllm
+llm = localllm.load({path!r}, device="reference")
+begun = llm.stream("hello", ignore_eos=True)
+"""
+
+
+def test_a_function_called_at_the_end_of_the_process_cannot_use_a_model(tiny: Path) -> None:
+    source = AT_EXIT.format(path=str(tiny))
+    ended = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    line = "the process is ending, and its models have stopped: use them before that\n"
+    assert (ended.stdout, ended.stderr) == (2 * line, "")
 
 
 INTERRUPTED = """

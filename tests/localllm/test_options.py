@@ -41,6 +41,7 @@ def test_a_truncated_prompt_leaves_room_for_the_answer(llm: LLM, max_tokens: int
         {"ignore_eos": 1},
         {"overflow": "wrap"},
         {"overflow": ["error"]},
+        {"overflow": None},
         {"speculate": "always"},
         {"progress": 3},
         {"sampling": {"temperature": 0}},
@@ -52,6 +53,11 @@ def test_what_an_option_cannot_be_is_refused_by_name(llm: LLM, options: dict[str
         llm.generate("a", **options)
 
 
-def test_an_unknown_option_is_an_unknown_keyword(llm: LLM) -> None:
-    with pytest.raises(TypeError, match="'temprature': did you mean 'temperature'"):
-        llm.generate("a", temprature=1)  # type: ignore[call-arg]
+def test_long_values_are_cut_in_messages(llm: LLM) -> None:
+    def says_nothing(ids: Any, logits: Any) -> None: ...
+
+    says_nothing.__name__ = "x" * 10_000
+    for options in ({"stop": [5] * 10_000}, {"sampling": "x" * 10_000}, {"processors": (says_nothing,)}):
+        with pytest.raises(UsageError) as caught:
+            llm.generate("a", **options)  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 300

@@ -13,6 +13,7 @@ from tests.helpers.data import ROOT
 
 PUBLIC = [
     "LLM",
+    "AsyncStream",
     "ChatTemplate",
     "Choice",
     "Chunk",
@@ -32,8 +33,10 @@ PUBLIC = [
     "ModelInfo",
     "ModelNotFoundError",
     "NotEnoughMemoryError",
+    "Options",
     "QueueFullError",
     "Sampling",
+    "Score",
     "SettingsError",
     "StoreError",
     "Stream",

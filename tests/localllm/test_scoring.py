@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import localllm
 from localllm import LLM
 from localllm.errors import ContextLengthError, UsageError
 from tests.helpers.devices import DEVICES
-from tests.helpers.engines import in_engine, n_requests
+from tests.helpers.engines import eventually, in_engine, n_requests
 from tests.helpers.tiny_models import tiny_gguf
 
 IDS = [1, *range(40, 60)]
@@ -104,6 +106,29 @@ def test_more_continuations_than_run_at_once(llm: LLM, monkeypatch: pytest.Monke
     assert [llm.score([1, 5], [[i, 7]])[0].logprob for i in range(9)] == pytest.approx(
         [score.logprob for score in together], abs=1e-4
     )
+
+
+def test_scores_wait_where_the_queue_is_full(tmp_path: Path) -> None:
+    with localllm.load(tiny_gguf(tmp_path / "m.gguf"), device="reference", context=96, max_waiting=2) as small:
+        scores = small.score([1, 5], [[i, 7] for i in range(12)])
+    assert [score.ids for score in scores] == [(i, 7) for i in range(12)]
+
+
+def test_an_error_ends_all_scores_under_way(llm: LLM) -> None:
+    def fail() -> None:
+        go_on = threading.Event()
+        llm._opened()._inbox.put(lambda loop: go_on.wait(60))
+        with pytest.raises(ContextLengthError):
+            llm.score([1, 5], [[6, 7], [8, 9], [10] * 200])
+        go_on.set()
+        assert eventually(lambda: n_requests(llm) == 0)
+
+    assert n_evaluated(llm, fail) == 0
+
+
+def test_an_empty_continuation_is_certain(llm: LLM) -> None:
+    [score] = llm.score("a", [""])
+    assert (score.ids, score.is_greedy, repr(score.logprob)) == ((), True, "0.0")
 
 
 def test_words_across_the_border_are_those_words(llm: LLM) -> None:

@@ -54,5 +54,5 @@ class Drafter(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of what it holds; may be called more than once."""
+        """Lets go of what it holds; called once, in the end."""
         ...

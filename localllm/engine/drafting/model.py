@@ -101,8 +101,7 @@ class ModelDrafter:
     def close(self) -> None:
         if self._sequence is not None:
             self._runner.cache.release(self._sequence)
-        self._sequence = None
-        self._most = 0
+        del self._model, self._runner  # whoever keeps the request does not keep the model in memory
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """Compares the last guess with what came.  To give up early is to know of no right token either."""

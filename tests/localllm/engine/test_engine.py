@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from localllm.devices import Device, open_devices
-from localllm.engine.engine import Engine
+from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.request import Request
 from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages
 from localllm.errors import ClosedError, ContextLengthError, QueueFullError, UsageError
@@ -315,10 +315,12 @@ def test_too_many_that_wait_are_refused() -> None:
         engine.submit(request)
     with pytest.raises(QueueFullError, match="2 requests wait for the model already"):
         engine.submit(writing([9], 3))
+    engine.cancel(waiting[0])
     go_on.set()
     for request in (running, *waiting):
         assert results(request).ended.wait(60)
     assert finish(engine, writing([9], 3)).ids == greedy_after([9], 3)
+    assert not engine._waiting
     engine.close()
 
 
@@ -326,6 +328,8 @@ def test_closing_ends_requests_and_lets_the_memory_go() -> None:
     runner, ops = fake_runner(64, max_tokens=8)
     ended = threading.Event()
     engine = Engine(runner, on_end=ended.set)
+    failing = Sampling(processors=(lambda ids, logits: 1 / 0,))  # type: ignore[arg-type, return-value]
+    kept = finish(engine, writing([1], 2, sampling=failing)).error
     stream = writing([1, 2], None, output=Results(lambda id_: time.sleep(0.002)))
     engine.submit(stream)
     engine.close()
@@ -341,6 +345,7 @@ def test_closing_ends_requests_and_lets_the_memory_go() -> None:
     del runner, ops
     gc.collect()
     assert cache() is None
+    assert isinstance(kept, ZeroDivisionError), "its traceback leads to the engine"
 
 
 def test_an_engine_that_nobody_holds_ends() -> None:
@@ -356,19 +361,18 @@ def test_an_engine_that_nobody_holds_ends() -> None:
     assert not thread.is_alive()
 
 
-def test_a_request_that_comes_while_it_closes_is_told() -> None:
-    for _ in range(50):
-        engine, _ = fake_engine()
-        closing = threading.Thread(target=engine.close)
-        closing.start()
-        request = writing([1], 2)
-        try:
-            engine.submit(request)
-        except ClosedError:
-            pass
-        else:
-            assert results(request).ended.wait(60)
-        closing.join()
+def test_a_request_that_comes_while_it_closes_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    request, ended = writing([1], 2), engine._ended.set
+
+    def submit_and_end() -> None:
+        engine.submit(request)
+        ended()
+
+    monkeypatch.setattr(engine._ended, "set", submit_and_end)
+    engine._inbox.put(EngineLoop.close)
+    assert results(request).ended.wait(60)
+    assert isinstance(results(request).error, ClosedError)
+    monkeypatch.undo()
 
 
 def test_the_engines_own_thread_is_told_that_it_cannot_wait(engine: Engine) -> None:
@@ -416,6 +420,17 @@ def test_a_deadline_passes_while_nothing_runs(engine: Engine) -> None:
     engine.submit(request)
     assert out.ended.wait(60)
     assert request.finish_reason == "timeout"
+
+
+def test_a_deadline_beyond_what_a_clock_can_count(engine: Engine) -> None:
+    out = Results()
+    out.is_full = True  # so that the engine sleeps until the deadline
+    request = writing([1], None, output=out, timeout_s=1e300)
+    engine.submit(request)
+    assert finish(engine, writing([2], 3)).ids == greedy_after([2], 3)
+    engine.cancel(request)
+    assert out.ended.wait(60)
+    assert request.finish_reason == "cancelled"
 
 
 def test_a_request_goes_on_when_its_reader_has_caught_up(engine: Engine) -> None:

@@ -56,6 +56,12 @@ def test_the_budget_follows_the_measured_speed() -> None:
     assert times.budget(0.1) == pytest.approx(80, abs=1), "a prompt alone says what its tokens cost, too"
 
 
+def test_steps_may_last_as_long_as_a_number_can_say() -> None:
+    times = StepTimes()
+    times.add(100, 0, 1e-3)
+    assert times.budget(1e308) > 10**9
+
+
 def test_a_prompt_alone_has_chunks_that_are_worth_their_while() -> None:
     engine = SteppedEngine(256, max_tokens=80)
     engine.scheduler.step_times.add(40, 0, 1000.0)
@@ -68,7 +74,7 @@ def test_half_of_the_budget_is_the_oldest_prompts_and_short_ones_come_first_in_t
     long, longer, short = writing([1] * 80, 1), writing([2] * 90, 1), writing([3] * 10, 1)
     engine.submit(long, longer, short)
     engine.step()
-    assert {16: long, 6: longer, 10: short} == {n: r for r in (long, longer, short) for n in [results(r).n_done[-1]]}
+    assert [results(request).n_done for request in (long, longer, short)] == [[16], [6], [10]]
     assert results(short).ended.is_set()
 
 
@@ -128,6 +134,19 @@ def test_the_youngest_is_preempted_and_writes_on_later() -> None:
     assert results(older).ids == greedy_after([1] * 8, 24)
     assert results(younger).ids == greedy_after([2] * 8, 24)
     assert engine.n_evaluated < 2 * 31 + 40, "it must wait then, and not fight for pages token by token"
+
+
+def test_of_several_the_youngest_is_preempted_first() -> None:
+    engine = SteppedEngine(48, parallel=1, max_tokens=48)
+    requests = [writing([i] * 8, 30) for i in range(3)]
+    for request in requests:
+        engine.submit(request)
+        engine.step()
+    assert all(request.sequence is not None for request in requests)
+    preempted: list[Request] = []
+    while engine.step():
+        preempted += [r for r in engine.scheduler.waiting if r not in preempted]
+    assert preempted == [requests[2], requests[1]]
 
 
 def test_what_is_evaluated_again_does_not_count_as_cached() -> None:
@@ -204,6 +223,36 @@ def test_prompts_are_not_starved_by_many_that_decode() -> None:
     engine.submit(prompt)
     engine.step(3)
     assert results(prompt).ended.is_set()
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_prompts_are_not_starved_for_rows_of_logits(monkeypatch: pytest.MonkeyPatch, is_read: bool) -> None:
+    monkeypatch.setattr("localllm.engine.runner.MAX_LOGITS_BYTES", 4 * 97 * 3)
+    engine = SteppedEngine(64, parallel=8, max_tokens=64)
+    decoding = [writing([i], 50) for i in range(4)]
+    engine.submit(*decoding)
+    engine.step(4)
+    prompt = reading(range(10)) if is_read else writing(range(10), 1)
+    engine.submit(prompt)
+    engine.step(12)
+    assert results(prompt).ended.is_set()
+    engine.run()
+    assert [results(r).ids for r in decoding] == [greedy_after([i], 50) for i in range(4)]
+
+
+def test_requests_that_nobody_reads_make_way() -> None:
+    engine = SteppedEngine(32, parallel=8, max_running=2)
+    unread = [writing([i], 20) for i in range(2)]
+    engine.submit(*unread)
+    engine.step(2)
+    for request in unread:
+        results(request).is_full = True
+    engine.run(writing([5], 3), again := writing([6], 3))
+    assert results(again).ids == greedy_after([6], 3)
+    for request in unread:
+        results(request).is_full = False
+    engine.run()
+    assert [results(r).ids for r in unread] == [greedy_after([i], 20) for i in range(2)]
 
 
 def test_no_more_run_than_are_allowed() -> None:

@@ -162,6 +162,11 @@ def test_dry_on_the_example_in_llama_cpp() -> None:
     assert dry_penalties("", "abccbcdabc", **rules) == {"c": 4.0, "b": 1.0, "d": 2.0}
 
 
+def test_a_window_longer_than_any_text() -> None:
+    step = RepetitionPenalties([1], window=10**30, repeat=2.0, presence=0.0, frequency=0.0)
+    assert step(np.array([1, 1], np.float32)).tolist() == [1, 0.5]
+
+
 @pytest.mark.parametrize("base", [1.0, 1.75, 1e300])
 def test_dry_on_endless_repetition_stays_a_number(base: float) -> None:
     rules: dict[str, Any] = {"window": -1, "multiplier": 1e10, "base": base, "allowed": 2, "breakers": ""}

@@ -57,7 +57,6 @@ def test_it_follows_any_text(seed: int) -> None:
         tokens += drafts[: chance.randint(0, len(drafts))]
         tokens.append(chance.randrange(N_VOCAB))
     drafter.close()
-    drafter.close()
     assert model.runner.cache.n_available == model.runner.cache.n_pages
 
 
