@@ -347,7 +347,7 @@ class WeightUse:
     is_column: bool
 
     def floats(self) -> NDArray[np.float32]:
-        """The values, as kernels read those of `is_float`: [n_rows, n] or [1, n]; or [n, n_rows], column by column."""
+        """The values, as kernels read those of `is_float`: [n_rows, n] or [1, n], or by columns [n, n_rows]."""
         weight = self.weight
         values = dequantize(weight.data, weight.type).reshape(self.float_shape[:: -1 if self.is_column else 1])
         return np.ascontiguousarray(values.T if self.is_column else values)

@@ -734,16 +734,16 @@ class Route(Operation[Routing]):
         for weight in (self.selection_bias, self.expert_scales):
             if weight is not None:
                 _check_values(weight, n)
+        if not 1 <= self.k <= self.logits.width:
+            raise KernelError(
+                f"{self.k} of {self.logits.width} experts cannot be chosen: 1 to {self.logits.width} can"
+            )
         if not 1 <= self.n_groups <= min(MAX_GROUPS, n // 2 or 1) or n % self.n_groups:
             raise KernelError(
                 f"{n} experts cannot be {self.n_groups} groups of at least two, of at most {MAX_GROUPS}"
             )
         if not 1 <= self.n_top_groups <= self.n_groups or self.k > n // self.n_groups * self.n_top_groups:
             raise KernelError(f"{self.k} experts cannot be chosen of {self.n_top_groups} in {self.n_groups} groups")
-        if not 1 <= self.k <= self.logits.width:
-            raise KernelError(
-                f"{self.k} of {self.logits.width} experts cannot be chosen: 1 to {self.logits.width} can"
-            )
         return Routing(self.logits.width, self.k)
 
 

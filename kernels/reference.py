@@ -224,13 +224,14 @@ class _Run:
     def layer_norm(self, op: g.LayerNorm) -> Array:
         x = self.values[op.x]
         y = normed(x - x.mean(axis=-1, keepdims=True), self.arrays[op.weight], op.eps)
-        return y if op.bias is None else y + self.arrays[op.bias]
+        if op.bias is not None:
+            y += self.arrays[op.bias]
+        return y
 
     def add(self, op: g.Add) -> Array:
-        x: Array = self.values[op.x] * np.float32(op.scale)
-        if op.gate is not None:
-            x = x * sigmoid(self.values[op.gate])
-        return x + self.values[op.residual]
+        factor = np.float32(op.scale) if op.gate is None else np.float32(op.scale) * sigmoid(self.values[op.gate])
+        y: Array = self.values[op.x] * factor + self.values[op.residual]
+        return y
 
     def scale(self, op: g.Scale) -> Array:
         factor = np.float32(op.factor) if op.weight is None else np.float32(op.factor) * self.arrays[op.weight]
@@ -444,7 +445,7 @@ _OPERATIONS: dict[type[g.Operation[Any]], Callable[[_Run, Any], Any]] = {
 # -- Formulas --------------------------------------------------------------------------------------------------------
 
 
-def normed(x: Array, weight: Array, eps: float) -> Array:
+def normed(x: Array, weight: Array | np.float32, eps: float) -> Array:
     """x / sqrt(mean(x²) + eps) * weight."""
     mean_square: Array = np.mean(x * x, axis=-1, keepdims=True)
     return x / np.sqrt(mean_square + np.float32(eps)) * weight

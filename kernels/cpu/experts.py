@@ -134,8 +134,8 @@ def expert_scores(begin, end, logits, stride, n_experts, bias, n_groups, n_top_g
             for group in range(n_groups):
                 own, better = load_f32(sums + 4 * group), 0
                 for other in range(n_groups):
-                    x = load_f32(sums + 4 * other)
-                    if x > own or (x == own and other < group):
+                    their = load_f32(sums + 4 * other)
+                    if their > own or (their == own and other < group):
                         better += 1
                 if better >= n_top_groups:
                     for expert in range(size * group, size * group + size):

@@ -463,8 +463,8 @@ class _Lowering:
         factors = 0 if op.expert_scales is None else self.weights.vector(op.expert_scales)
         weighed = 0 if probabilities is None else probabilities.buffer
         arguments = (scores.buffer, weighed, logits.stride, n_experts, op.k, int(op.norm_topk_prob), chosen.ids)
-        arguments = (*arguments, chosen.weights, factors, float(op.scale))
-        self.call(expert_kernels.route, arguments, 1, N_TOKENS, PROBABILITIES=probabilities is not None)
+        to = chosen.weights, factors, float(op.scale)
+        self.call(expert_kernels.route, (*arguments, *to), 1, N_TOKENS, PROBABILITIES=probabilities is not None)
         grouping = (
             *(self.counter(N_CHOSEN), chosen.ids, n_experts),
             *(chosen.cursors, chosen.places, chosen.pairs, chosen.entries, self.counter(N_USED)),
