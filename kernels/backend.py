@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
@@ -31,8 +31,8 @@ class Batch:
         positions: int32 [T], place of each token in its sequence, from 0.
         query_starts: int32 [S + 1]; sequence s has the tokens query_starts[s] : query_starts[s + 1].
         kv_lengths: int32 [S], tokens in the cache once this batch's are appended.
-        block_tables: int32 [S, max_blocks]; token position p of sequence s lies in page
-            block_tables[s, p // page_size].
+        block_tables: int32 [n_groups, S, max_blocks]; for the caches of group g (`Graph.windows`), token position p
+            of sequence s lies in page block_tables[g, s, p // page_size].  What is behind a window is not read.
         outputs: int32 [N], rows of the batch whose logits are wanted.
         states: int32 [S], the slot of each sequence's recurrent states, where a model has any.
     """
@@ -63,11 +63,8 @@ class Batch:
                 f"{max_tokens} and {max_outputs}"
             )
 
-    def check(self, page_size: int, n_pages: int, n_states: int | None = None) -> None:
-        """Makes sure that no index leads outside the batch or a cache of ``n_pages`` pages and ``n_states`` states.
-
-        Args:
-            n_states: None where no layer has any.
+    def check(self, cache: Cache) -> None:
+        """Makes sure that no index leads outside the batch or the cache.
 
         Raises:
             KernelError: one does, or the arrays do not fit together.
@@ -75,26 +72,31 @@ class Batch:
         n_tokens, starts = len(self.ids), self.query_starts.tolist()
         if starts[0] != 0 or starts[-1] != n_tokens or any(a >= b for a, b in pairwise(starts)):
             raise KernelError(f"a batch of {n_tokens} tokens cannot be cut at {starts}")
-        if not len(starts) - 1 == len(self.kv_lengths) == len(self.block_tables):
+        n_groups, n_tables, n_blocks = self.block_tables.shape
+        if n_groups != len(cache.windows):
+            raise KernelError(f"a batch has block tables of {n_groups} groups of caches, not {len(cache.windows)}")
+        if not len(starts) - 1 == len(self.kv_lengths) == n_tables:
             raise KernelError(f"a batch of {len(starts) - 1} sequences needs as many lengths and block tables")
         for s, (start, stop, kv_length) in enumerate(self.sequences()):
             first = kv_length - (stop - start)
             if first < 0 or self.positions[start:stop].tolist() != list(range(first, kv_length)):
                 raise KernelError("a batch's positions do not lead up to the lengths of its sequences")
-            pages = self.block_tables[s, : -(-kv_length // page_size)].tolist()
-            if len(pages) * page_size < kv_length:
+            if n_blocks * cache.page_size < kv_length:
                 raise KernelError(f"a batch's block tables are too short for {kv_length} tokens")
-            if min(pages) < 0 or max(pages) >= n_pages:
-                raise KernelError(f"a batch names a page outside a cache of {n_pages}")
+            for tables, window, n_pages in zip(self.block_tables, cache.windows, cache.n_pages, strict=True):
+                seen = 0 if window is None else max(0, first + 1 - window) // cache.page_size
+                pages = tables[s, seen : -(-kv_length // cache.page_size)].tolist()
+                if min(pages) < 0 or max(pages) >= n_pages:
+                    raise KernelError(f"a batch names a page outside a cache of {n_pages}")
         if len(self.outputs) and not 0 <= self.outputs.min() <= self.outputs.max() < n_tokens:
             raise KernelError(f"a batch wants the logits of a row that is none of its {n_tokens} tokens")
 
-        if n_states is None:
+        if not cache.n_states:
             return
         if not len(self.states) == len(set(self.states.tolist())) == len(starts) - 1:
             raise KernelError(f"a batch of {len(starts) - 1} sequences needs as many slots of recurrent states")
-        if not 0 <= self.states.min() <= self.states.max() < n_states:
-            raise KernelError(f"a batch names a recurrent state outside a cache of {n_states}")
+        if not 0 <= self.states.min() <= self.states.max() < cache.n_states:
+            raise KernelError(f"a batch names a recurrent state outside a cache of {cache.n_states}")
 
     def check_ids(self, n_vocab: int) -> None:
         """Makes sure that its ids are rows of a table.
@@ -162,19 +164,33 @@ class HostOutput(Output):
 
 
 class Cache(Protocol):
-    """What the layers of a step keep, in pages of ``page_size`` tokens that sequences name in their block tables."""
+    """What the layers of a step keep: pages of ``page_size`` tokens, which sequences name in their block tables, and
+    recurrent states."""
 
     @property
     def page_size(self) -> int: ...
     @property
-    def n_pages(self) -> int: ...
+    def windows(self) -> Sequence[int | None]:
+        """Of each group, as `Graph.windows`."""
+        ...
+
+    @property
+    def n_pages(self) -> tuple[int, ...]:
+        """Of each group."""
+        ...
+
+    @property
+    def n_states(self) -> int:
+        """Slots for the recurrent states of a sequence; 0 where no layer has any."""
+        ...
+
     @property
     def n_bytes(self) -> int:
         """What it takes in memory."""
         ...
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Copies one page, in all layers."""
+    def copy_page(self, group: int, source: int, target: int) -> None:
+        """Copies one page, in all layers of a group."""
         ...
 
     def copy_state(self, source: int, target: int) -> None:
@@ -283,7 +299,7 @@ class Backend(Protocol):
     page_size: int
 
     def footprint(
-        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, n_states: int = 0
+        self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
     ) -> Footprint:
         """What `compile` will take, to the byte; no weight is read.
 
@@ -296,7 +312,7 @@ class Backend(Protocol):
         self,
         graph: Graph,
         *,
-        n_pages: int,
+        n_pages: tuple[int, ...],
         max_tokens: int,
         max_outputs: int,
         n_states: int = 0,
@@ -305,7 +321,7 @@ class Backend(Protocol):
         """Packs the weights that a graph refers to, and makes what runs it.
 
         Args:
-            n_pages: of the cache.
+            n_pages: of the cache, for each of the graph's groups (`Graph.windows`).
             n_states: slots of recurrent states in the cache.
             max_tokens, max_outputs: of a batch.
             progress: called with each weight once it was packed.
@@ -325,6 +341,18 @@ def check_operations(graph: Graph, known: Collection[type[Operation[Any]]], back
     for node in graph.nodes:
         if type(node.operation) not in known:
             raise KernelError(f"the {backend} backend cannot compute {type(node.operation).__name__}: choose another")
+
+
+def check_cache(graph: Graph, n_pages: tuple[int, ...], n_states: int) -> None:
+    """Makes sure that a cache of this size serves a graph.
+
+    Raises:
+        KernelError: it does not.
+    """
+    if len(n_pages) != len(graph.windows):
+        raise KernelError(f"a model with {len(graph.windows)} groups of caches was given pages for {len(n_pages)}")
+    if graph.states and n_states < 1:
+        raise KernelError("a model with recurrent states was given no slots for them: give at least 1")
 
 
 @dataclass(frozen=True)

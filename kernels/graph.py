@@ -124,12 +124,16 @@ class KVCache:
     """What a layer keeps of each token: keys and values of ``n_heads`` heads.
 
     What is beyond the range of the cache's type is kept as the largest finite value that it has.
+
+    Attributes:
+        window: tokens that are kept: none is seen by one that comes so many behind it.  None: all of them.
     """
 
     layer: int
     n_heads: int
     head_dim: int
     type: CacheType = "f16"
+    window: int | None = None
 
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values, without padding."""
@@ -497,6 +501,8 @@ class Attention(Operation[Tensor]):
     def result(self) -> Tensor:
         _check_rows(Rows.TOKENS, self.q)
         _check_queries(self.q, self.cache)
+        if self.cache.window is not None and (self.window or self.cache.window + 1) > self.cache.window:
+            raise KernelError(f"attention must look no further back than a cache of {self.cache.window} tokens keeps")
         _check_softcap(self.softcap)
         n_heads = self.q.width // self.cache.head_dim
         if self.sinks is not None and self.sinks.shape != (n_heads,):
@@ -856,6 +862,8 @@ class Graph:
         nodes: the operations, in execution order.
         caches: what each layer keeps of every token.
         states: what each layer keeps of every sequence.
+        windows: those of all caches of the whole graph.  Caches of one window form a **group**, numbered as here,
+            with pages and block tables of its own.  Group 0 keeps all tokens, whether or not a layer is in it.
         layer: where the operations that are added belong.
     """
 
@@ -863,16 +871,25 @@ class Graph:
     nodes: list[Node] = field(default_factory=list)
     caches: dict[int, KVCache] = field(default_factory=dict)
     states: dict[int, tuple[RecurrentState, ...]] = field(default_factory=dict)
+    windows: list[int | None] = field(default_factory=lambda: [None])
     layer: Layer = "embedding"
     _known: set[Value] = field(default_factory=set)
     _consumed: set[Value] = field(default_factory=set)
 
-    def kv_cache(self, n_heads: int, head_dim: int) -> KVCache:
+    def kv_cache(self, n_heads: int, head_dim: int, window: int | None = None) -> KVCache:
         """Declares that the layer keeps keys and values of so many heads."""
         if not isinstance(self.layer, int) or self.layer in self.caches:
             raise KernelError(f"a cache cannot be declared in {self.layer}: each layer has at most one")
-        self.caches[self.layer] = KVCache(self.layer, n_heads, head_dim, self.cache_type)
+        if window is not None and window < 1:
+            raise KernelError(f"a cache cannot have a window of {window} tokens: give at least 1")
+        self.caches[self.layer] = KVCache(self.layer, n_heads, head_dim, self.cache_type, window)
+        if window not in self.windows:
+            self.windows.append(window)
         return self.caches[self.layer]
+
+    def group(self, cache: KVCache) -> int:
+        """The number of the group that a cache belongs to."""
+        return self.windows.index(cache.window)
 
     def state(self, name: str, *shape: int) -> RecurrentState:
         """Declares that the layer keeps so many values of each sequence, for one operation."""
@@ -939,6 +956,7 @@ class Graph:
         part = Graph(self.cache_type)
         part.caches = {n: c for n, c in self.caches.items() if n in layers}
         part.states = {n: s for n, s in self.states.items() if n in layers}
+        part.windows = self.windows
         ends = {"embedding": layers.start == 0, "output": layers.stop == self.n_layers}
         part.nodes = [n for n in self.nodes if (n.layer in layers if isinstance(n.layer, int) else ends[n.layer])]
         made = {x for node in part.nodes for x in node.operation.results}

@@ -27,6 +27,7 @@ from localllm.kernels.backend import (
     Progress,
     Step,
     WeightUse,
+    check_cache,
     check_operations,
     input_rows,
     weights_of,
@@ -61,7 +62,7 @@ class ReferenceBackend(Backend):
     page_size = 16
 
     def footprint(
-        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, n_states: int = 0
+        self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
     ) -> Footprint:
         check_operations(graph, _OPERATIONS, self.name)
         n_rows = {Rows.TOKENS: max_tokens, Rows.OUTPUTS: max_outputs, Rows.CHOSEN: max_tokens * graph.n_chosen()}
@@ -72,8 +73,8 @@ class ReferenceBackend(Backend):
             for node in graph.nodes
         ]
         caches = {
-            layer: 2 * n_pages * self.page_size * cache.n_heads * cache.head_dim * _kept_type(cache)().itemsize
-            for layer, cache in graph.caches.items()
+            layer: 2 * n_pages[graph.group(c)] * self.page_size * c.n_heads * c.head_dim * _kept_type(c)().itemsize
+            for layer, c in graph.caches.items()
         }
         for layer, states in graph.states.items():
             caches[layer] = caches.get(layer, 0) + sum(4 * n_states * state.n_values for state in states)
@@ -83,13 +84,14 @@ class ReferenceBackend(Backend):
         self,
         graph: Graph,
         *,
-        n_pages: int,
+        n_pages: tuple[int, ...],
         max_tokens: int,
         max_outputs: int,
         n_states: int = 0,
         progress: Progress | None = None,
     ) -> ReferenceStep:
         check_operations(graph, _OPERATIONS, self.name)
+        check_cache(graph, n_pages, n_states)
         return ReferenceStep(graph, n_pages, n_states, self.page_size, (max_tokens, max_outputs), progress)
 
 
@@ -110,11 +112,16 @@ def _kept_type(cache: KVCache) -> type[np.float16] | type[np.float32]:
 class ReferencePages:
     """Of each layer, keys and values [n_pages, page_size, G, head_dim]; and of each state [n_states, …]."""
 
+    graph: Graph
     layers: dict[int, tuple[Array, Array]]
     page_size: int
-    n_pages: int
+    n_pages: tuple[int, ...]
     states: dict[RecurrentState, Array]
     n_states: int
+
+    @property
+    def windows(self) -> list[int | None]:
+        return self.graph.windows
 
     @property
     def n_bytes(self) -> int:
@@ -125,10 +132,11 @@ class ReferencePages:
         for state in self.states.values():
             state[target] = state[source]
 
-    def copy_page(self, source: int, target: int) -> None:
-        for parts in self.layers.values():
-            for part in parts:
-                part[target] = part[source]
+    def copy_page(self, group: int, source: int, target: int) -> None:
+        for layer, cache in self.graph.caches.items():
+            if self.graph.group(cache) == group:
+                for part in self.layers[layer]:
+                    part[target] = part[source]
 
 
 class ReferenceStep(Step):
@@ -139,7 +147,7 @@ class ReferenceStep(Step):
     def __init__(
         self,
         graph: Graph,
-        n_pages: int,
+        n_pages: tuple[int, ...],
         n_states: int,
         page_size: int,
         limits: tuple[int, int],
@@ -148,12 +156,12 @@ class ReferenceStep(Step):
         self._graph, self._limits = graph, limits
         self._last_uses = graph.last_uses()
         self._in_step = threading.Lock()
-        sizes = {n: (n_pages, page_size, c.n_heads, c.head_dim) for n, c in graph.caches.items()}
-        kept = {n: tuple(np.zeros(sizes[n], _kept_type(c)) for _ in range(2)) for n, c in graph.caches.items()}
+        caches = graph.caches.items()
+        sizes = {n: (n_pages[graph.group(c)], page_size, c.n_heads, c.head_dim) for n, c in caches}
+        kept = {n: tuple(np.zeros(sizes[n], _kept_type(c)) for _ in range(2)) for n, c in caches}
         layers = {n: (keys, values) for n, (keys, values) in kept.items()}
         states = {s: np.zeros((n_states, *s.shape), np.float32) for of in graph.states.values() for s in of}
-        self.cache = ReferencePages(layers, page_size, n_pages, states, n_states)
-        self._has_states = bool(states)
+        self.cache = ReferencePages(graph, layers, page_size, n_pages, states, n_states if states else 0)
         self._arrays: dict[Weight, Array] = {}
         self._tables: dict[Weight, CopiedTable] = {}
         uses = weights_of(graph)
@@ -170,10 +178,10 @@ class ReferenceStep(Step):
 
     def run(self, batch: Batch, hidden: Output | None = None) -> Output:
         batch.check_size(*self._limits)
-        batch.check(self.cache.page_size, self.cache.n_pages, self.cache.n_states if self._has_states else None)
+        batch.check(self.cache)
         # Weights of any size make numbers of any size: the results are then what IEEE 754 says, as on others.
         with self._in_step, np.errstate(all="ignore"):
-            run = _Run(batch, hidden, self.cache, self._arrays, self._tables)
+            run = _Run(batch, hidden, self.cache, self._graph, self._arrays, self._tables)
             for i, node in enumerate(self._graph.nodes):
                 operation = node.operation
                 result = _OPERATIONS[type(operation)](run, operation)
@@ -199,6 +207,7 @@ class _Run:
     batch: Batch
     hidden: Output | None
     cache: ReferencePages
+    graph: Graph
     arrays: Mapping[Weight, Array]
     tables: Mapping[Weight, CopiedTable]
     values: dict[Value, Any] = field(default_factory=dict)
@@ -267,7 +276,7 @@ class _Run:
         rounded = in_q8_0 if op.cache.type == "q8_0" else in_range
         for s, (start, stop, _) in enumerate(batch.sequences()):
             page, place = np.divmod(batch.positions[start:stop], page_size)
-            page = batch.block_tables[s, page]
+            page = batch.block_tables[self.graph.group(op.cache), s, page]
             keys[page, place] = rounded(k[start:stop], keys.dtype)
             values[page, place] = rounded(v[start:stop], values.dtype)
         rotated: Array = q.reshape(len(q), -1)
@@ -275,7 +284,7 @@ class _Run:
 
     def attention(self, op: g.Attention) -> Array:
         batch, n_heads, head_dim = self.batch, op.cache.n_heads, op.cache.head_dim
-        cache = self.cache.layers[op.cache.layer]
+        cache, tables = self.cache.layers[op.cache.layer], batch.block_tables[self.graph.group(op.cache)]
         q = self.values[op.q].reshape(-1, n_heads, op.group_size, head_dim)  # [T, G, H / G, head_dim]
         sinks = None if op.sinks is None else self.arrays[op.sinks].reshape(n_heads, -1, 1)
         out: Array = np.empty_like(q)
@@ -283,7 +292,7 @@ class _Run:
             for t in range(start, stop):
                 end = int(batch.positions[t]) + 1
                 seen = np.arange(max(0, end - (op.window or end)), end)
-                page, place = batch.block_tables[s, seen // self.cache.page_size], seen % self.cache.page_size
+                page, place = tables[s, seen // self.cache.page_size], seen % self.cache.page_size
                 keys, values = (part[page, place].astype(np.float32) for part in cache)  # [L, G, head_dim]
                 scores = np.einsum("ghd,lgd->ghl", q[t], keys) * np.float32(op.scale)
                 if op.softcap is not None:

@@ -17,6 +17,7 @@ from localllm.kernels.backend import (
     PackedWeight,
     Progress,
     Step,
+    check_cache,
     input_rows,
     weights_of,
 )
@@ -77,31 +78,39 @@ class CPUBackend(Backend):
         self._loader = WeightLoader(self.workers, self.target, progress)
 
     def footprint(
-        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, n_states: int = 0
+        self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
     ) -> Footprint:
-        sizes = {"n_pages": n_pages, "n_states": n_states, "max_tokens": max_tokens, "max_outputs": max_outputs}
-        return footprint(graph, target=self.target, threads=self.workers.n, **sizes)
+        sizes = {"n_states": n_states, "max_tokens": max_tokens, "max_outputs": max_outputs}
+        return footprint(graph, target=self.target, threads=self.workers.n, n_pages=n_pages, **sizes)
 
     def compile(
         self,
         graph: Graph,
         *,
-        n_pages: int,
+        n_pages: tuple[int, ...],
         max_tokens: int,
         max_outputs: int,
         n_states: int = 0,
         progress: Progress | None = None,
     ) -> CPUStep:
+        check_cache(graph, n_pages, n_states)
         weights = PackedWeights()
         packed = tuple(weights.load(use, self._loader, progress) for use in weights_of(graph))
-        cache = CPUCache.allocate(graph, n_pages, n_states, self.workers)
+        cache = CPUCache.allocate(graph, n_pages, n_states if graph.states else 0, self.workers)
         sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
         lowered = lower(graph, weights, cache, self.target, self.workers.n, **sizes)
         return CPUStep(self, lowered, weights, packed, cache)
 
 
 def footprint(
-    graph: Graph, *, target: Target, threads: int, n_pages: int, max_tokens: int, max_outputs: int, n_states: int = 0
+    graph: Graph,
+    *,
+    target: Target,
+    threads: int,
+    n_pages: tuple[int, ...],
+    max_tokens: int,
+    max_outputs: int,
+    n_states: int = 0,
 ) -> Footprint:
     """As `Backend.footprint`, of a CPU that is not at work: on so many threads."""
     cache = CPUCache(None, graph, n_pages, n_states)
@@ -152,7 +161,7 @@ class CPUStep(Step):
     def _fill(self, batch: Batch, hidden: Output | None) -> None:
         """Puts a batch where the program reads it."""
         batch.check_size(self._tables.max_tokens, self._tables.max_outputs)
-        batch.check(PAGE, self.cache.n_pages, self.cache.n_states if self.cache.graph.states else None)
+        batch.check(self.cache)
         for _, table, _ in self._embeddings:
             batch.check_ids(table.shape[0])
         self._tables.fill(batch)

@@ -36,9 +36,9 @@ def state_bytes(state: RecurrentState) -> int:
     return 4 * prod(state.shape[:-1]) * (-(-state.shape[-1] // 16) * 16)
 
 
-def cache_bytes(graph: Graph, n_pages: int, n_states: int) -> dict[int, int]:
+def cache_bytes(graph: Graph, n_pages: tuple[int, ...], n_states: int) -> dict[int, int]:
     """Bytes of what each layer of a graph keeps."""
-    sizes = {layer: 2 * part_bytes(cache, n_pages) for layer, cache in graph.caches.items()}
+    sizes = {layer: 2 * part_bytes(cache, n_pages[graph.group(cache)]) for layer, cache in graph.caches.items()}
     for layer, states in graph.states.items():
         sizes[layer] = sizes.get(layer, 0) + sum(_aligned(n_states * state_bytes(state)) for state in states)
     return sizes
@@ -64,20 +64,27 @@ class CPUCache:
 
     memory: NDArray[np.uint8] | None
     graph: Graph
-    n_pages: int
+    n_pages: tuple[int, ...]
     n_states: int
     workers: Workers | None = None
     page_size: int = PAGE
 
     @classmethod
-    def allocate(cls, graph: Graph, n_pages: int, n_states: int, workers: Workers) -> CPUCache:
+    def allocate(cls, graph: Graph, n_pages: tuple[int, ...], n_states: int, workers: Workers) -> CPUCache:
         sizes = cache_bytes(graph, n_pages, n_states).values()
         huge = max(sizes, default=0) >= 2 * HUGE_LAYER
         return cls(aligned_zeros(sum(sizes), np.uint8, huge=huge), graph, n_pages, n_states, workers)
 
     @property
+    def windows(self) -> list[int | None]:
+        return self.graph.windows
+
+    @property
     def layers(self) -> Mapping[int, KVCache]:
         return self.graph.caches
+
+    def _part_bytes(self, cache: KVCache) -> int:
+        return part_bytes(cache, self.n_pages[self.graph.group(cache)])
 
     @property
     def n_bytes(self) -> int:
@@ -87,7 +94,7 @@ class CPUCache:
         """Of each layer, where its keys and its values begin; from 0 on without memory."""
         at, places = 0 if self.memory is None else self.memory.ctypes.data, {}
         for layer, cache in self.layers.items():
-            n_bytes = part_bytes(cache, self.n_pages)
+            n_bytes = self._part_bytes(cache)
             places[layer] = at, at + n_bytes
             at += 2 * n_bytes
         return places
@@ -95,7 +102,7 @@ class CPUCache:
     def states(self) -> dict[RecurrentState, int]:
         """Of each state, where its values begin, those of slot after slot."""
         at = 0 if self.memory is None else self.memory.ctypes.data
-        at += sum(2 * part_bytes(cache, self.n_pages) for cache in self.layers.values())
+        at += sum(2 * self._part_bytes(cache) for cache in self.layers.values())
         places = {}
         for state in (state for states in self.graph.states.values() for state in states):
             places[state] = at
@@ -119,14 +126,16 @@ class CPUCache:
         begin, views = self.memory.ctypes.data, {}
         for layer, places in self.addresses().items():
             cache = self.layers[layer]
-            shape = self.n_pages, cache.n_heads, layout_of(cache).block_bytes(cache.head_dim)
+            n_pages = self.n_pages[self.graph.group(cache)]
+            shape = n_pages, cache.n_heads, layout_of(cache).block_bytes(cache.head_dim)
             n_bytes = int(np.prod(shape))
             keys, values = (self.memory[at - begin : at - begin + n_bytes].reshape(shape) for at in places)
             views[layer] = keys, values
         return views
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_page(self, group: int, source: int, target: int) -> None:
         if self.workers is not None:
             self.workers.settle()
-        for keys, values in self.blocks().values():
-            keys[target], values[target] = keys[source], values[source]
+        for layer, (keys, values) in self.blocks().items():
+            if self.graph.group(self.layers[layer]) == group:
+                keys[target], values[target] = keys[source], values[source]

@@ -333,7 +333,7 @@ class _Lowering:
         self.call(
             elementwise.rope_append,
             (
-                *(self.tables.slots, self.tables.positions, angles, n_pairs),
+                *(self.tables.slots[self.graph.group(cache)], self.tables.positions, angles, n_pairs),
                 *(q.buffer, q.stride, q.width // head_dim),
                 *(k.buffer, v.buffer, k.stride, cache.n_heads, head_dim, step, offset),
                 *self.layers[cache.layer],
@@ -358,8 +358,8 @@ class _Lowering:
             attention_kernels.attention,
             (
                 *(self.counter(table.slot), table.tiles, n_heads, op.group_size, q.buffer, q.stride, head_dim),
-                *(tables.starts, tables.positions, tables.block_tables, self.cache.n_pages),
-                *(op.window or self.cache.n_pages * PAGE, *self.layers[cache.layer], y.buffer, partials, sinks),
+                *(tables.starts, tables.positions, tables.block_tables[self.graph.group(cache)], tables.n_blocks),
+                *(op.window or tables.n_blocks * PAGE, *self.layers[cache.layer], y.buffer, partials, sinks),
                 *(float(op.scale) / (op.softcap or 1.0), float(op.softcap or 0)),
             ),
             n_heads,
@@ -458,8 +458,8 @@ class _Lowering:
             scores, probabilities = (self.new(Rows.TOKENS, n_experts) for _ in range(2))
             bias = 0 if op.selection_bias is None else self.weights.vector(op.selection_bias)
             given = (logits.buffer, logits.stride, n_experts, bias, op.n_groups, op.n_top_groups)
-            to = probabilities.buffer, scores.buffer
-            self.call(expert_kernels.expert_scores, (*given, *to), 1, N_TOKENS, GATING=_GATINGS[op.gating])
+            scored = probabilities.buffer, scores.buffer
+            self.call(expert_kernels.expert_scores, (*given, *scored), 1, N_TOKENS, GATING=_GATINGS[op.gating])
         factors = 0 if op.expert_scales is None else self.weights.vector(op.expert_scales)
         weighed = 0 if probabilities is None else probabilities.buffer
         arguments = (scores.buffer, weighed, logits.stride, n_experts, op.k, int(op.norm_topk_prob), chosen.ids)

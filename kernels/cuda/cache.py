@@ -12,7 +12,6 @@ page that is not full, the rest is whatever it was: attention reads none of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -21,7 +20,7 @@ import numpy as np
 
 from localllm.errors import KernelError
 from localllm.kernels.cuda.driver import Argument, Defines, DeviceMemory, Driver, Stream
-from localllm.kernels.graph import KVCache
+from localllm.kernels.graph import Graph, KVCache
 from localllm.kernels.q8_0 import VALUES_PER_SCALE
 
 #: Tokens in a page of the cache.
@@ -111,9 +110,10 @@ class CUDACache:
 
     page_size = PAGE
 
-    def __init__(self, layers: Mapping[int, KVCache], n_pages: int) -> None:
-        self.n_pages = n_pages
-        self.layouts = {number: CacheLayout(kept, n_pages) for number, kept in layers.items()}
+    def __init__(self, graph: Graph, n_pages: tuple[int, ...]) -> None:
+        self.windows, self.n_pages, self.n_states = graph.windows, n_pages, 0
+        self.groups = {number: graph.group(kept) for number, kept in graph.caches.items()}
+        self.layouts = {n: CacheLayout(kept, n_pages[self.groups[n]]) for n, kept in graph.caches.items()}
         self.offsets: dict[int, int] = {}
         self.n_bytes = 0
         for number, layout in self.layouts.items():
@@ -144,14 +144,16 @@ class CUDACache:
         )
         return keys, key_scales, values, value_scales
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_page(self, group: int, source: int, target: int) -> None:
         for page in (source, target):
-            if not 0 <= page < self.n_pages:
-                raise KernelError(f"there is no page {page} in a cache of {self.n_pages}")
+            if not 0 <= page < self.n_pages[group]:
+                raise KernelError(f"there is no page {page} in a cache of {self.n_pages[group]}")
         # Neighbouring layers of one kind go in one launch.
-        for _, alike in groupby(self.layouts, key=lambda n: (self.layouts[n].parts, self.layouts[n].defines)):
-            numbers = list(alike)
-            self._copy_page(numbers[0], len(numbers), source, target)
+        kinds = {n: (self.groups[n], layout.parts, layout.defines) for n, layout in self.layouts.items()}
+        for (own, *_), alike in groupby(kinds, key=lambda n: kinds[n]):
+            if own == group:
+                numbers = list(alike)
+                self._copy_page(numbers[0], len(numbers), source, target)
         self.driver.synchronize(self.stream)
 
     def copy_state(self, source: int, target: int) -> None:

@@ -249,7 +249,7 @@ class RopeAppend:
         given = sum(1 << i for i, norm in enumerate(self.norms) if norm is not None)
         keys, key_scales, values, value_scales = cache.layer(kept.layer)
         arguments: tuple[Argument, ...] = (
-            *(batch.header, batch.slots, batch.positions),
+            *(batch.header, batch.slots(cache.groups[kept.layer]), batch.positions),
             *(_NULL if self.frequencies is None else step.arena.at(self.frequencies), np.int32(n_pairs)),
             *(np.int32(rope is not None and rope.interleaved), np.float32(1.0 if rope is None else rope.magnitude)),
             *(self.q.memory, np.int32(self.q.stride)),
@@ -286,6 +286,7 @@ class Attention:
     def launches(self, extent: Extent) -> Iterator[Launch]:
         step, heads = self.step, self.kind.heads
         work, cache = extent.work(self.kind), step.cache.layer(self.kept.layer)
+        batch = step.batch.attention(step.cache.groups[self.kept.layer])
         sums, states = step.partials(self.partials, self.kind, work)
         partials = sums, states, np.int32(work.max_splits), np.int32(work.partial_rows)
         q, out = ((rows.memory, np.int32(rows.stride)) for rows in (self.q, self.y))
@@ -296,11 +297,10 @@ class Attention:
             "attention_split": (*cache, *q, *partials, *scoring),
             "attention_merge": (*partials, *out, sinks),
         }
-        stride = np.int32(step.batch.layout.table_stride)
         for launch in attention.launches(work, heads, self.variant, step.properties.n_multiprocessors):
             limits = *attention.token_range(launch, work), heads.window
-            numbers = stride, *map(np.int32, (heads.n_kv_heads, heads.group_size, *limits))
-            yield launch.given(*step.batch.attention, *numbers, *own[launch.kernel])
+            numbers = map(np.int32, (heads.n_kv_heads, heads.group_size, *limits))
+            yield launch.given(*batch, *numbers, *own[launch.kernel])
 
 
 # -- The largest logits --------------------------------------------------------------------------------------------

@@ -66,8 +66,8 @@ class PagedCache:
     def __init__(self, kv: Cache) -> None:
         self._kv = kv
         self.page_size = kv.page_size
-        self.n_pages = kv.n_pages
-        self._free = list(range(kv.n_pages - 1, -1, -1))
+        self.n_pages = kv.n_pages[0]
+        self._free = list(range(self.n_pages - 1, -1, -1))
         #: Blocks that no sequence uses, the least recently used first.
         self._unused: dict[Block, None] = {}
         self._root = Block(-1)
@@ -178,7 +178,7 @@ class PagedCache:
         elif self.n_available > (best in self._unused):  # the page that is copied is not to be taken for the copy
             self._use(best)
             block = Block(self._take_page())
-            self._kv.copy_page(best.page, block.page)
+            self._kv.copy_page(0, best.page, block.page)
             block.ids = best.ids[:most]
             self._stop_using(best)
         else:
@@ -237,6 +237,11 @@ class PagedCache:
         else:
             del block.parent.children[tuple(block.ids)]
         return block.page
+
+
+def n_window_pages(window: int, page_size: int) -> int:
+    """Pages at most that hold the tokens which one sees in a window, itself included."""
+    return -(-(window - 1) // page_size) + 1
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

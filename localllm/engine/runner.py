@@ -8,11 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.engine.cache import CachedSequence, PagedCache
+from localllm.engine.cache import CachedSequence, PagedCache, n_window_pages
 from localllm.kernels.backend import Batch, Step, TopK
+from localllm.kernels.graph import Graph
 
 #: Tokens that one step evaluates at most.
 MAX_TOKENS = 512
+
+#: Ends of sequences, for each that can run, of which windows and recurrent states are kept at least.
+KEPT_ENDS = 2
+
+#: Bytes for snapshots of recurrent states, where more of them can be kept than that.
+SNAPSHOT_BYTES = 256 << 20
 
 #: Bytes of logits that one step computes at most.
 MAX_LOGITS_BYTES = 32 << 20
@@ -68,9 +75,27 @@ class ModelRunner:
         return self._step.top_k(batch, top_k) if 0 < top_k <= self.max_top_k else self._step(batch)
 
 
-def n_cache_pages(context: int, parallel: int, page_size: int) -> int:
-    """Pages of a cache for ``parallel`` sequences of ``context`` tokens."""
-    return parallel * -(-context // page_size)
+def n_cache_pages(
+    context: int, parallel: int, page_size: int, windows: Sequence[int | None] = (None,)
+) -> tuple[int, ...]:
+    """Pages of each group of a cache (`Graph.windows`) for ``parallel`` sequences of ``context`` tokens.
+
+    Where there is a window, they hold those of all sequences, `KEPT_ENDS` times as much for sequences that have ended
+    or may be edited, and the tokens of a step.
+    """
+    of_all, of_step = parallel * -(-context // page_size), -(-MAX_TOKENS // page_size)
+    return tuple(
+        of_all
+        if window is None
+        else min(of_all, parallel * (1 + KEPT_ENDS) * n_window_pages(window, page_size) + of_step)
+        for window in windows
+    )
+
+
+def n_states(graph: Graph, parallel: int) -> int:
+    """Slots for the recurrent states of ``parallel`` sequences and for snapshots; 0 where no layer has any."""
+    n_bytes = 4 * sum(state.n_values for states in graph.states.values() for state in states)
+    return parallel + max(KEPT_ENDS * parallel, SNAPSHOT_BYTES // n_bytes) if n_bytes else 0
 
 
 def max_outputs(n_vocab: int, max_tokens: int) -> int:
@@ -86,7 +111,7 @@ def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
     kv_lengths: list[int] = []
     outputs: list[int] = []
     n_blocks = max(-(-(chunk.start + len(chunk.ids)) // page_size) for chunk in chunks)
-    block_tables = np.zeros((len(chunks), n_blocks), np.int32)
+    block_tables = np.zeros((1, len(chunks), n_blocks), np.int32)
     for s, chunk in enumerate(chunks):
         stop = chunk.start + len(chunk.ids)
         ids += chunk.ids
@@ -95,7 +120,7 @@ def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
         query_starts.append(len(ids))
         kv_lengths.append(stop)
         pages = chunk.sequence.pages[:n_blocks]
-        block_tables[s, : len(pages)] = pages
+        block_tables[0, s, : len(pages)] = pages
     return Batch(
         ids=np.array(ids, np.int32),
         positions=np.array(positions, np.int32),

@@ -40,13 +40,16 @@ class FakeCache:
     """Pages of ids; -1 where nothing was written."""
 
     def __init__(self, n_pages: int) -> None:
-        self.page_size = PAGE_SIZE
-        self.n_pages = n_pages
+        self.page_size, self.windows = PAGE_SIZE, [None]
+        self.n_pages, self.n_states = (n_pages,), 0
         self.n_bytes = 4 * n_pages * PAGE_SIZE
         self.ids = np.full((n_pages, PAGE_SIZE), -1, np.int32)
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_page(self, group: int, source: int, target: int) -> None:
         self.ids[target] = self.ids[source]
+
+    def copy_state(self, source: int, target: int) -> None:
+        raise AssertionError
 
 
 class FakeStep(Step):
@@ -105,10 +108,10 @@ def _write_and_read(batch: Batch, cache: FakeCache) -> list[NDArray[np.int32]]:
         first = batch.kv_lengths[s] - len(rows[s])
         assert positions.tolist() == list(range(first, batch.kv_lengths[s]))
         block, slot = np.divmod(positions, PAGE_SIZE)
-        cache.ids[batch.block_tables[s, block], slot] = batch.ids[rows[s]]
+        cache.ids[batch.block_tables[0, s, block], slot] = batch.ids[rows[s]]
     histories = []
     for s in range(n_sequences):
-        held = cache.ids[batch.block_tables[s]].reshape(-1)
+        held = cache.ids[batch.block_tables[0, s]].reshape(-1)
         histories += [held[: position + 1].copy() for position in batch.positions[rows[s]]]
     return histories
 
@@ -117,7 +120,7 @@ def fake_runner(
     context: int = 64, *, parallel: int = 1, max_tokens: int = 8, max_top_k: int = 0
 ) -> tuple[ModelRunner, FakeStep]:
     n_tokens = min(max_tokens, context)
-    n_pages = n_cache_pages(context, parallel, PAGE_SIZE)
+    [n_pages] = n_cache_pages(context, parallel, PAGE_SIZE)
     step = FakeStep(n_pages, n_tokens, max_outputs(N_VOCAB, n_tokens), max_top_k)
     return ModelRunner(step, n_vocab=N_VOCAB, context=context, max_tokens=max_tokens), step
 

@@ -28,8 +28,8 @@ def make_batch(
     states, by default the first ones.
     """
     lengths = [len(ids) for ids, _, _ in parts]
-    tables = np.zeros((len(parts), max(len(pages) for _, _, pages in parts)), np.int32)
-    for table, (_, _, pages) in zip(tables, parts, strict=True):
+    tables = np.zeros((1, len(parts), max(len(pages) for _, _, pages in parts)), np.int32)
+    for table, (_, _, pages) in zip(tables[0], parts, strict=True):
         table[: len(pages)] = pages
     return Batch(
         ids=np.concatenate([np.asarray(ids, np.int32) for ids, _, _ in parts]),
@@ -48,8 +48,9 @@ class Runner:
     def __init__(self, path: Path, ops: Any, n_pages: int = 32, max_tokens: int = MAX_TOKENS) -> None:
         with GGUFFile.open(path) as file:
             self.model = read_model(file, cache_type=getattr(ops, "cache_type", None) or "f16")
-            sizes = {"n_pages": n_pages, "max_tokens": max_tokens, "max_outputs": MAX_TOKENS}
-            self.step = backend_of(ops).compile(self.model.graph, **sizes)
+            graph = self.model.graph
+            sizes = {"n_pages": (n_pages,) * len(graph.windows), "max_tokens": max_tokens, "max_outputs": MAX_TOKENS}
+            self.step = backend_of(ops).compile(graph, **sizes)
         self.cache = self.step.cache
 
     def run(self, *parts: tuple[Sequence[int], int, Sequence[int]], outputs: Any = None) -> NDArray[np.float32]:
@@ -58,4 +59,4 @@ class Runner:
 
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits [len(ids), n_vocab] of one sequence, prefilled at once."""
-        return self.run((ids, 0, range(self.cache.n_pages)))
+        return self.run((ids, 0, range(self.cache.n_pages[0])))

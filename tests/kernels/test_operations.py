@@ -115,7 +115,9 @@ def compiled(ops: Ops, case: Case, n_pages: int) -> Any:
     inputs = [graph.add(g.Embed(f32(x))) for x in case.inputs]
     graph.add(g.Outputs(case.build(graph, *inputs)))
     n = sum(LENGTHS)
-    return ops.backend.compile(graph, n_pages=n_pages, n_states=3, max_tokens=n, max_outputs=n)
+    return ops.backend.compile(
+        graph, n_pages=(n_pages,) * len(graph.windows), n_states=3, max_tokens=n, max_outputs=n
+    )
 
 
 def check_operation(backend: Backend, ops: Ops, case: Case) -> None:

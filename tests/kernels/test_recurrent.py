@@ -62,7 +62,7 @@ def step(request: pytest.FixtureRequest, ops: Ops) -> Step:
         pytest.skip("not on cuda yet")
     graph = Graph()
     graph.add(g.Outputs(KINDS[request.param](graph)))
-    sizes = {"n_pages": 1, "n_states": N_STATES, "max_tokens": N_TOKENS, "max_outputs": N_TOKENS}
+    sizes = {"n_pages": (1,), "n_states": N_STATES, "max_tokens": N_TOKENS, "max_outputs": N_TOKENS}
     step = ops.backend.compile(graph, **sizes)
     assert sum(ops.backend.footprint(graph, **sizes).caches.values()) == step.cache.n_bytes
     return step
@@ -175,4 +175,4 @@ def compiled(ops: Ops, inputs: list[NDArray[np.float32]], operation: Any) -> Ste
     tensors = [graph.add(g.Embed(f32(x))) for x in inputs]
     graph.layer = 0
     graph.add(g.Outputs(graph.add(operation(graph, *tensors))))
-    return ops.backend.compile(graph, n_pages=-(-n // ops.page_size), n_states=1, max_tokens=n, max_outputs=n)
+    return ops.backend.compile(graph, n_pages=(-(-n // ops.page_size),), n_states=1, max_tokens=n, max_outputs=n)
