@@ -66,7 +66,7 @@ class Case:
 
 
 #: Of operations that CUDA does not compute yet.
-NO_CUDA = ("reference", "cpu")
+NO_CUDA = ("reference", "cpu", "cuda")
 
 #: Of each name, what makes the case.
 CASES: dict[str, Callable[[], Case]] = {}
