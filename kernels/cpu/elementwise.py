@@ -186,7 +186,8 @@ def layer_norm(begin, end, x, weight, bias, n, width, stride, y, eps: float):
             lanes = lane_numbers() + splat_int(np.int32(i // 4))
             v = select_between(lanes, zero_i32x16(), last, load_f32x16(row + i) - mean, zero_f32x16())
             squares = fma(v, v, squares)
-        scale = splat(ONE / sqrt(sum_lanes(squares) / np.float32(n) + eps))
+        variance = sum_lanes(squares) / np.float32(n)
+        scale = splat(ONE / sqrt(variance + eps))
         for i in range(0, 4 * width, 64):
             v = (load_f32x16(row + i) - mean) * scale * load_f32x16(weight + i)
             if bias != 0:

@@ -9,12 +9,14 @@
 constexpr int ROUTE_WARPS = 4, GROUP_THREADS = 1024, MAX_EXPERTS = GROUP_THREADS, ALIGNMENT = 8, SUM_THREADS = 128;
 constexpr int MAX_GROUPS = 64;
 
+DEVICE float infinity() { return __int_as_float(0x7f800000); }
+
 // In the order of graph.GATINGS.
 enum { SOFTMAX, SIGMOID, SQRT_SOFTPLUS };
 
 // The sum of the two largest of n values; of NaNs each counts as -infinity.
 DEVICE float two_best(const float* values, int n) {
-  float first = -INFINITY, second = -INFINITY;
+  float first = -infinity(), second = -infinity();
   for (int i = 0; i < n; i++) {
     const float x = values[i];
     if (x > first) {
@@ -39,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
   const float* row = logits + (size_t)token * stride;
   float *to = probabilities + (size_t)token * stride, *score = scores + (size_t)token * stride;
   float* own = sums[threadIdx.x / WARP];
-  float peak = -INFINITY, total = 0.0f;
+  float peak = -infinity(), total = 0.0f;
   if (gating == SOFTMAX) {
     for (int expert = lane; expert < n; expert += WARP) peak = fmaxf(peak, row[expert]);
     peak = warp_max(peak);
@@ -63,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
     int better = 0;
     for (int other = 0; other < n_groups; other++)
       better += own[other] > own[group] || (own[other] == own[group] && other < group);
-    if (better >= n_top_groups) score[expert] = -INFINITY;
+    if (better >= n_top_groups) score[expert] = -infinity();
   }
 }
 

@@ -65,9 +65,6 @@ class Case:
     chunk_error: float = 0.0
 
 
-#: Of operations that CUDA does not compute yet.
-NO_CUDA = ("reference", "cpu", "cuda")
-
 #: Of each name, what makes the case.
 CASES: dict[str, Callable[[], Case]] = {}
 
@@ -173,7 +170,7 @@ def embed_columns(columns: range) -> Case:
     def build(graph: Graph, x: g.Tensor) -> g.Tensor:
         return graph.add(g.Add(graph.add(g.Embed(table, 2.0, columns)), x))
 
-    return Case(build, [rows(100)[:, columns]], lambda x: 3 * x, only=NO_CUDA)
+    return Case(build, [rows(100)[:, columns]], lambda x: 3 * x)
 
 
 @cases(n_groups=(1, 3, 6), weights=(0, 1, 96))
@@ -185,7 +182,6 @@ def rms_norm_of_groups(n_groups: int, weights: int) -> Case:
         lambda graph, x: graph.add(g.RMSNorm(x, None if weight is None else f32(weight), 0.1, n_groups)),
         [rows(96)],
         lambda x: normed(x.reshape(len(x), n_groups, -1), factors, 0.1).reshape(x.shape),
-        only=NO_CUDA,
     )
 
 
@@ -197,7 +193,7 @@ def layer_norm(width: int, with_bias: bool) -> Case:
     def expected(x: Array) -> Array:
         return (x - x.mean(axis=1, keepdims=True)) / np.sqrt(x.var(axis=1, keepdims=True) + 0.1) * weight + bias
 
-    return Case(lambda graph, x: graph.add(g.LayerNorm(x, *own, 0.1)), [3 + rows(width)], expected, only=NO_CUDA)
+    return Case(lambda graph, x: graph.add(g.LayerNorm(x, *own, 0.1)), [3 + rows(width)], expected)
 
 
 def sigmoid(x: Array) -> Array:
@@ -214,7 +210,6 @@ def add(scale: float, with_gate: bool) -> Case:
         lambda graph, x, r, gate: graph.add(g.Add(x, r, scale, gate if with_gate else None)),
         [rows(100), rows(100, 1), with_large(1.0)[:, 5:6]],
         lambda x, r, gate: r + scale * x * (sigmoid(gate) if with_gate else 1),
-        only=NO_CUDA,
     )
 
 
@@ -222,7 +217,7 @@ def add(scale: float, with_gate: bool) -> Case:
 def scale(with_weight: bool) -> Case:
     weight = f32(random(1)) if with_weight else None
     factor = 0.25 * (random(1)[0] if with_weight else 1)
-    return Case(lambda graph, x: graph.add(g.Scale(x, 0.25, weight)), [rows(100)], lambda x: factor * x, only=NO_CUDA)
+    return Case(lambda graph, x: graph.add(g.Scale(x, 0.25, weight)), [rows(100)], lambda x: factor * x)
 
 
 @cases(width=(1, 5, 32, 100), eps=(1e-6, 0.5))
@@ -254,10 +249,10 @@ def gelu_erf(x: Array) -> Array:
 GATES: dict[str, tuple[Callable[[Array], Array], dict[str, Any]]] = {
     "silu": (silu, {"rtol": 2e-6, "atol": 1e-30}),
     "gelu": (gelu, {"rtol": 1e-5, "atol": 1e-6}),
-    "gelu_erf": (gelu_erf, {"rtol": 3e-6, "atol": 1e-6, "only": NO_CUDA}),
-    "relu2": (lambda x: np.maximum(x, 0) ** 2, {"only": NO_CUDA}),
-    "sigmoid": (sigmoid, {"atol": 1e-30, "only": NO_CUDA}),
-    "identity": (lambda x: x, {"only": NO_CUDA}),
+    "gelu_erf": (gelu_erf, {"rtol": 3e-6, "atol": 1e-6}),
+    "relu2": (lambda x: np.maximum(x, 0) ** 2, {}),
+    "sigmoid": (sigmoid, {"atol": 1e-30}),
+    "identity": (lambda x: x, {}),
 }
 
 
@@ -268,7 +263,7 @@ def activation(activation: str) -> Case:
         lambda graph, x: graph.add(g.Activation(x, activation)),
         [with_large(3.0)],
         function,
-        **{**bounds, "only": NO_CUDA},
+        **bounds,
     )
 
 
@@ -282,7 +277,6 @@ def clamped_swiglu() -> Case:
         lambda graph, gate, up: graph.add(g.Gated(gate, up, "clamped_swiglu")),
         [with_large(6.0), 6 * rows(100, 1)],
         expected,
-        only=NO_CUDA,
     )
 
 
@@ -409,7 +403,7 @@ def routing(kind: str, norm_topk_prob: bool) -> Case:
             out[t] += x[t] * (shares * numbers[chosen] * (scales[chosen] if "expert_scales" in own else 1)).sum()
         return out
 
-    return Case(build, [x, logits], expected, error=1e-5, only=NO_CUDA)
+    return Case(build, [x, logits], expected, error=1e-5)
 
 
 @cases(type=(GGMLType.F32, GGMLType.Q4_0), is_weighted_first=(False, True), with_biases=(False, True))
@@ -439,7 +433,7 @@ def experts(type: GGMLType, is_weighted_first: bool, with_biases: bool) -> Case:
         return x + np.einsum("te,ted->td", after, np.einsum("edf,tef->ted", wd, h) + bd)
 
     error = 1e-5 if type is GGMLType.F32 else 2e-2
-    return Case(build, [rows(d, 4), 3 * rows(n, 5)], expected, error=error, only=NO_CUDA)
+    return Case(build, [rows(d, 4), 3 * rows(n, 5)], expected, error=error)
 
 
 def _experts(matrices: Array) -> Tensor:
@@ -463,7 +457,7 @@ def causal_conv(kernel: int, silu_after: bool, with_bias: bool) -> Case:
         y = np.array([np.sum(wide[t : t + kernel] * weight.T, axis=0) for t in range(len(x))]) + bias
         return silu(y) if silu_after else y
 
-    return Case(build, [rows(50)], expected, only=NO_CUDA, every_cpu=kernel == 4)
+    return Case(build, [rows(50)], expected, every_cpu=kernel == 4)
 
 
 #: Heads, heads of keys, and the sides of a head's state.
@@ -497,7 +491,7 @@ def gated_delta(sizes: str, is_grouped: bool, per_channel: bool, in_parts: bool)
         return y.reshape(len(y), -1)
 
     inputs = [*(qkv if in_parts else [np.concatenate(qkv, axis=1)]), rows(n_decays, 5), rows(n_heads, 6)]
-    return Case(build, inputs, expected, error=2e-6, only=NO_CUDA, every_cpu=sizes == "wide")
+    return Case(build, inputs, expected, error=2e-6, every_cpu=sizes == "wide")
 
 
 @cases(sizes=((4, 2, 32, 16), (3, 3, 16, 80), (2, 1, 128, 64)), in_parts=(False, True))
@@ -522,7 +516,7 @@ def scan(sizes: tuple[int, int, int, int], in_parts: bool) -> Case:
         return (np.einsum("tsh,sh,shp->thp", scores, step, x) + d[:, None] * x).reshape(len(x), -1)
 
     inputs = [*(xbc if in_parts else [np.concatenate(xbc, axis=1)]), rows(n_heads, 6)]
-    return Case(build, inputs, expected, error=2e-6, only=NO_CUDA)
+    return Case(build, inputs, expected, error=2e-6)
 
 
 # -- Attention -----------------------------------------------------------------------------------------------------

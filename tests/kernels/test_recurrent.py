@@ -58,8 +58,6 @@ KINDS = {"conv": conv, "delta": delta, "delta-channels": partial(delta, per_chan
 
 @pytest.fixture(params=KINDS)
 def step(request: pytest.FixtureRequest, ops: Ops) -> Step:
-    if ops.backend.name == "cuda":
-        pytest.skip("not on cuda yet")
     graph = Graph()
     graph.add(g.Outputs(KINDS[request.param](graph)))
     sizes = {"n_pages": (1,), "n_states": N_STATES, "max_tokens": N_TOKENS, "max_outputs": N_TOKENS}
@@ -169,8 +167,6 @@ def test_scan_is_mamba_2_of_transformers(ops: Ops) -> None:
 
 
 def compiled(ops: Ops, inputs: list[NDArray[np.float32]], operation: Any) -> Step:
-    if ops.backend.name == "cuda":
-        pytest.skip("not on cuda yet")
     graph, n = Graph(), len(inputs[0])
     tensors = [graph.add(g.Embed(f32(x))) for x in inputs]
     graph.layer = 0
