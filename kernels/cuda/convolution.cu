@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
     if (first >= stop) continue;
     float* state = states + slots[sequence] * slot_floats + column;
     const bool goes_on = positions[start] > 0;
-    float w[KERNEL], inputs[KERNEL], last[KERNEL];
+    float w[KERNEL], inputs[KERNEL];
 #pragma unroll
     for (int j = 0; j < KERNEL; j++) w[j] = weight[(size_t)j * stride + column];
 #pragma unroll
@@ -33,16 +33,14 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
                   : goes_on      ? state[(size_t)(token - start + KERNEL - 1) * n]
                                  : 0.0f;
     }
-    if (blockIdx.z == 0) {  // which alone reads the old state, and so may write the new one
-#pragma unroll
+    if (blockIdx.z == 0) {  // which alone reads the old state, and so may write the new one: what is left is read first
+#pragma unroll 1
       for (int j = 0; j < KERNEL - 1; j++) {
         const int token = stop - (KERNEL - 1) + j;
-        last[j] = token >= start ? x[(size_t)token * stride + column]
-                  : goes_on      ? state[(size_t)(token - start + KERNEL - 1) * n]
-                                 : 0.0f;
+        state[(size_t)j * n] = token >= start ? x[(size_t)token * stride + column]
+                               : goes_on      ? state[(size_t)(token - start + KERNEL - 1) * n]
+                                              : 0.0f;
       }
-#pragma unroll
-      for (int j = 0; j < KERNEL - 1; j++) state[(size_t)j * n] = last[j];
     }
     for (int token = first; token < min(first + CONV_TOKENS, stop); token++) {
       inputs[KERNEL - 1] = x[(size_t)token * stride + column];

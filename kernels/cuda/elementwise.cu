@@ -79,7 +79,6 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 // The sum of a block's values, in all its threads; always in the same order.
 DEVICE float block_sum(float value, float* parts) {
   value = warp_sum(value);
-  __syncthreads();
   if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = value;
   __syncthreads();
   float total = 0.0f;
@@ -93,15 +92,15 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     layer_norm(const int* __restrict__ header, const float* __restrict__ x, int stride, int n,
                const float* __restrict__ weight, const float* __restrict__ bias, float eps, float* __restrict__ y,
                int y_stride) {
-  __shared__ float parts[ROW_WARPS];
+  __shared__ float parts[2][ROW_WARPS];
   if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
   const float* row = x + (size_t)blockIdx.x * stride;
   float total = 0.0f, squares = 0.0f;
   for (int column = threadIdx.x; column < n; column += ROW_THREADS) total += row[column];
-  const float mean = block_sum(total, parts) / (float)n;
+  const float mean = block_sum(total, parts[0]) / (float)n;
   for (int column = threadIdx.x; column < n; column += ROW_THREADS)
     squares = fmaf(row[column] - mean, row[column] - mean, squares);
-  const float scale = 1.0f / sqrtf(block_sum(squares, parts) / (float)n + eps);
+  const float scale = 1.0f / sqrtf(block_sum(squares, parts[1]) / (float)n + eps);
   for (int column = threadIdx.x; column < n; column += ROW_THREADS)
     y[(size_t)blockIdx.x * y_stride + column] =
         (row[column] - mean) * scale * weight[column] + (bias ? bias[column] : 0.0f);

@@ -41,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int column = blockIdx.x * COLUMNS + threadIdx.x / LANES, head = blockIdx.x * COLUMNS / columns;
   const int group = per_group ? head / per_group : head % n_groups, lane = threadIdx.x % LANES;
   const float factor = a[head];
+  int turn = 0;
   for (int sequence = blockIdx.y; sequence < header[N_SEQUENCES]; sequence += gridDim.y) {
     const int start = starts[sequence], stop = starts[sequence + 1];
     float* state = states + slots[sequence] * slot_floats + (size_t)blockIdx.x * (OWN * THREADS) + threadIdx.x;
@@ -49,7 +50,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int i = 0; i < OWN; i++) s[i] = goes_on ? state[i * THREADS] : 0.0f;
     for (int token = start; token < stop; token++) {
-      Token& now = tokens[(token - start) % 2];
+      turn ^= 1;
+      Token& now = tokens[turn];
       for (int i = threadIdx.x; i < ROWS; i += THREADS) {
         now.key[i] = k[(size_t)token * k_stride + ROWS * group + i];
         now.query[i] = q[(size_t)token * q_stride + ROWS * group + i];
@@ -65,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       }
       const float value = v[(size_t)token * v_stride + column];
       const float beta = DELTA ? sigmoid(betas[(size_t)token * betas_stride + head]) : 0.0f;
-      __syncthreads();  // the one of the token after the next comes behind that of the next: two buffers are enough
+      __syncthreads();  // behind it, all are done with the token before, and its buffer can be filled: two are enough
       float of_key = 0.0f, of_query = 0.0f, both = 0.0f, keys = 0.0f, queries = 0.0f;
 #pragma unroll
       for (int i = 0; i < OWN; i += 4) {
@@ -105,6 +107,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 #pragma unroll
     for (int i = 0; i < OWN; i++) state[i * THREADS] = s[i];
-    __syncthreads();  // the next sequence begins with the first buffer again
   }
 }
