@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -362,7 +363,8 @@ class WeightUse:
         layer: where it is computed with, or looked up.
         is_table: whether rows of it are looked up.
         is_operand: whether it is computed with.  One that is both is the embedding and the output matrix.
-        is_float: whether kernels read it as float32: a vector, or a matrix column after column.
+        is_float: whether kernels read it as float32.
+        is_column: whether they do so column after column.
     """
 
     weight: Weight
@@ -370,12 +372,19 @@ class WeightUse:
     is_table: bool
     is_operand: bool
     is_float: bool
+    is_column: bool
 
     def floats(self) -> NDArray[np.float32]:
-        """The values, as kernels read those of `is_float`: [1, n] or, column after column, [n_columns, n_rows]."""
+        """The values, as kernels read those of `is_float`: [n_rows, n] or [1, n], or by columns [n, n_rows]."""
         weight = self.weight
-        values = dequantize(weight.data, weight.type).reshape(weight.shape)
-        return np.ascontiguousarray(np.atleast_2d(values) if values.ndim == 1 else values.T)
+        values = dequantize(weight.data, weight.type).reshape(self.float_shape[:: -1 if self.is_column else 1])
+        return np.ascontiguousarray(values.T if self.is_column else values)
+
+    @property
+    def float_shape(self) -> tuple[int, int]:
+        """That of `floats`."""
+        *n_rows, n_columns = self.weight.shape
+        return (n_columns if n_rows else 1, self.weight.shape[0]) if self.is_column else (prod(n_rows), n_columns)
 
     def packed(self, kernel_type: str, n_bytes: int) -> PackedWeight:
         """What a backend holds of it, in so many bytes."""
@@ -397,8 +406,9 @@ def weights_of(graph: Graph) -> tuple[WeightUse, ...]:
     for node in sorted(graph.nodes, key=lambda node: node.layer != "output"):
         for weight in node.operation.weights:
             layers.setdefault(weight, node.layer)
-    columns = {getattr(n.operation, name) for n in graph.nodes for name in n.operation.float_columns}
+    rows = {weight for node in graph.nodes for weight in node.operation.named(node.operation.float_rows)}
+    columns = {weight for node in graph.nodes for weight in node.operation.named(node.operation.float_columns)}
     return tuple(
-        WeightUse(w, layer, w in tables, w in operands, len(w.shape) == 1 or w in columns)
+        WeightUse(w, layer, w in tables, w in operands, len(w.shape) == 1 or w in rows | columns, w in columns)
         for w, layer in layers.items()
     )

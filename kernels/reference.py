@@ -6,6 +6,7 @@ itself, so that it has the same bits in whatever batch it comes.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -218,10 +219,33 @@ class _Run:
         self.batch.check_ids(op.table.shape[0])
         ids, table = self.batch.ids, self.tables.get(op.table)
         rows: Array = self.arrays[op.table][ids] if table is None else table.rows(ids)
+        if op.columns is not None:
+            rows = rows[:, op.columns.start : op.columns.stop]
         return rows * np.float32(op.scale)
 
     def rms_norm(self, op: g.RMSNorm) -> Array:
-        return normed(self.values[op.x], self.arrays[op.weight], op.eps)
+        x = self.values[op.x].reshape(-1, op.n_groups, op.x.width // op.n_groups)
+        weight = np.float32(1) if op.weight is None else self.arrays[op.weight]
+        if op.weight is not None and op.weight.shape == (op.x.width,):
+            weight = weight.reshape(op.n_groups, -1)
+        return normed(x, weight, op.eps).reshape(-1, op.x.width)
+
+    def layer_norm(self, op: g.LayerNorm) -> Array:
+        x = self.values[op.x]
+        y = normed(x - x.mean(axis=-1, keepdims=True), self.arrays[op.weight], op.eps)
+        if op.bias is not None:
+            y += self.arrays[op.bias]
+        return y
+
+    def add(self, op: g.Add) -> Array:
+        factor = np.float32(op.scale) if op.gate is None else np.float32(op.scale) * sigmoid(self.values[op.gate])
+        y: Array = self.values[op.x] * factor + self.values[op.residual]
+        return y
+
+    def scale(self, op: g.Scale) -> Array:
+        factor = np.float32(op.factor) if op.weight is None else np.float32(op.factor) * self.arrays[op.weight]
+        y: Array = self.values[op.x] * factor
+        return y
 
     def linear(self, op: g.Linear) -> Array:
         y = self._product(op.x, op.matrix)
@@ -289,6 +313,47 @@ class _Run:
             y += self.arrays[op.bias]
         return silu(y) if op.silu else y
 
+    def gated_delta(self, op: g.GatedDelta) -> Array:
+        n_heads, d_k, d_v = op.state.shape
+        keys = op.n_key_heads * d_k
+        q, k, v = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
+        q, k = (x.reshape(-1, op.n_key_heads, d_k) for x in (q, k))
+        q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + np.float32(op.eps)) for x in (q, k))
+        each, all_of_them = (n_heads // op.n_key_heads, 1) if op.is_grouped else (1, n_heads // op.n_key_heads)
+        q, k = (np.tile(np.repeat(x, each, axis=1), (1, all_of_them, 1)) for x in (q / np.float32(np.sqrt(d_k)), k))
+        steps = softplus(self.values[op.decay] + self.arrays[op.dt_bias]).reshape(len(q), n_heads, -1)
+        decay = np.exp(steps * self.arrays[op.a].reshape(-1, 1))  # [T, H, 1 or d_k]
+        beta = sigmoid(self.values[op.beta])
+        return self._recurrence(op.state, q, k, v.reshape(-1, n_heads, d_v), decay, beta)
+
+    def scan(self, op: g.Scan) -> Array:
+        n_heads, n, p = op.state.shape
+        x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
+        b, c = (np.repeat(y.reshape(-1, op.n_groups, n), n_heads // op.n_groups, axis=1) for y in (b, c))
+        x = x.reshape(-1, n_heads, p)
+        step = softplus(self.values[op.dt] + self.arrays[op.dt_bias])[..., None]  # [T, H, 1]
+        decay = np.exp(step * self.arrays[op.a].reshape(-1, 1))
+        y = self._recurrence(op.state, c, b, step * x, decay, None)
+        y += (self.arrays[op.d].reshape(-1, 1) * x).reshape(y.shape)
+        return y
+
+    def _recurrence(
+        self, kept: RecurrentState, q: Array, k: Array, v: Array, decay: Array, beta: Array | None
+    ) -> Array:
+        """Token after token; with ``beta``, what a state already has of a key's value is taken from it."""
+        out = np.empty_like(v)
+        for start, stop, state in self._states(kept):
+            for t in range(start, stop):
+                state *= decay[t][..., None]
+                new = v[t] if beta is None else beta[t][:, None] * (v[t] - np.einsum("hkv,hk->hv", state, k[t]))
+                state += k[t][:, :, None] * new[:, None]
+                out[t] = np.einsum("hkv,hk->hv", state, q[t])
+        return out.reshape(len(out), -1)
+
+    def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[Array]:
+        places = zip(g.side_by_side(tensors, widths), widths, strict=True)
+        return [self.values[x][:, first : first + width] for (x, first), width in places]
+
     def _states(self, state: RecurrentState) -> Iterator[tuple[int, int, Array]]:
         """Of each sequence, its rows in the batch, and its state, zeros if it begins."""
         for s, (start, stop, length) in enumerate(self.batch.sequences()):
@@ -298,36 +363,61 @@ class _Run:
             yield start, stop, values
 
     def gated(self, op: g.Gated) -> Array:
-        y: Array = ACTIVATIONS[op.activation](self.values[op.gate]) * self.values[op.up]
+        gate, up = self.values[op.gate], self.values[op.up]
+        if op.activation == "clamped_swiglu":
+            return clamped_swiglu(gate, up)
+        y: Array = ACTIVATIONS[op.activation](gate) * up
         return y
+
+    def activation(self, op: g.Activation) -> Array:
+        return ACTIVATIONS[op.activation](self.values[op.x])
 
     def route(self, op: g.Route) -> ChosenExperts:
         logits = self.values[op.logits]
-        ids = np.argsort(-logits, axis=1, kind="stable")[:, : op.k]
-        if op.norm_topk_prob:
+        probabilities = GATINGS[op.gating](logits)
+        scores = logits if op.is_by_logits else probabilities
+        if op.selection_bias is not None:
+            scores = scores + self.arrays[op.selection_bias]
+        if op.n_groups > 1:
+            groups = scores.reshape(len(scores), op.n_groups, -1)
+            two_best = np.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
+            worse = np.argsort(-two_best, axis=1, kind="stable")[:, op.n_top_groups :]
+            np.put_along_axis(groups := groups.copy(), worse[:, :, None], -np.inf, axis=1)
+            scores = groups.reshape(scores.shape)
+        ids = np.argsort(-scores, axis=1, kind="stable")[:, : op.k]
+        weights = np.take_along_axis(probabilities, ids, axis=1)
+        if op.norm_topk_prob and op.gating == "softmax":
             weights = softmax(np.take_along_axis(logits, ids, axis=1))
-        else:
-            weights = np.take_along_axis(softmax(logits), ids, axis=1)
-        return ChosenExperts(ids, weights * op.scale)
+        elif op.norm_topk_prob:
+            weights = weights / weights.sum(axis=1, keepdims=True)
+        if op.expert_scales is not None:
+            weights = weights * self.arrays[op.expert_scales].reshape(-1)[ids]
+        return ChosenExperts(ids, weights * np.float32(op.scale))
 
     def expert_linears(self, op: g.ExpertLinears) -> tuple[Array, ...]:
         rows = np.repeat(self.values[op.x], op.routing.k, axis=0)
-        return tuple(self._expert_product(rows, experts, op.routing) for experts in op.experts)
+        if op.is_weighted:
+            rows = rows * self.values[op.routing].weights.reshape(-1, 1)
+        biases = op.biases or (None,) * len(op.experts)
+        return tuple(self._expert_product(rows, *each, op.routing) for each in zip(op.experts, biases, strict=True))
 
     def expert_output(self, op: g.ExpertOutput) -> Array:
         routing, residual = self.values[op.routing], self.values[op.residual]
-        products = self._expert_product(self.values[op.h], op.experts, op.routing).reshape(*routing.ids.shape, -1)
+        products = self._expert_product(self.values[op.h], op.experts, op.bias, op.routing)
+        products = products.reshape(*routing.ids.shape, -1)
+        weights = routing.weights if op.is_weighted else np.ones_like(routing.weights)
         total = np.zeros_like(residual)  # [T, d], of products [T, k, d]
         for rank in range(op.routing.k):
-            total += routing.weights[:, rank, None] * products[:, rank]
+            total += weights[:, rank, None] * products[:, rank]
         y: Array = total + residual
         return y
 
-    def _expert_product(self, rows: Array, experts: Weight, routing: g.Routing) -> Array:
-        """Rows [T * k, n_in], each times the matrix of its expert."""
-        matrices = self.arrays[experts]
-        pairs = zip(rows, self.values[routing].ids.reshape(-1), strict=True)
-        return np.array([matrices[expert] @ row for row, expert in pairs], np.float32).reshape(-1, matrices.shape[1])
+    def _expert_product(self, rows: Array, experts: Weight, bias: Weight | None, routing: g.Routing) -> Array:
+        """Rows [T * k, n_in], each times the matrix of its expert, with its bias."""
+        matrices, ids = self.arrays[experts], self.values[routing].ids.reshape(-1)
+        pairs = zip(rows, ids, strict=True)
+        y = np.array([matrices[expert] @ row for row, expert in pairs], np.float32).reshape(-1, matrices.shape[1])
+        return y if bias is None else y + self.arrays[bias][ids]
 
     def softcap(self, op: g.Softcap) -> Array:
         return soft_capped(self.values[op.x], op.cap)
@@ -341,11 +431,17 @@ _OPERATIONS: dict[type[g.Operation[Any]], Callable[[_Run, Any], Any]] = {
     g.Input: _Run.input,
     g.Embed: _Run.embed,
     g.RMSNorm: _Run.rms_norm,
+    g.LayerNorm: _Run.layer_norm,
+    g.Add: _Run.add,
+    g.Scale: _Run.scale,
+    g.Activation: _Run.activation,
     g.Linear: _Run.linear,
     g.Linears: _Run.linears,
     g.RopeAppend: _Run.rope_append,
     g.Attention: _Run.attention,
     g.CausalConv: _Run.causal_conv,
+    g.GatedDelta: _Run.gated_delta,
+    g.Scan: _Run.scan,
     g.Gated: _Run.gated,
     g.Route: _Run.route,
     g.ExpertLinears: _Run.expert_linears,
@@ -358,7 +454,7 @@ _OPERATIONS: dict[type[g.Operation[Any]], Callable[[_Run, Any], Any]] = {
 # -- Formulas --------------------------------------------------------------------------------------------------------
 
 
-def normed(x: Array, weight: Array, eps: float) -> Array:
+def normed(x: Array, weight: Array | np.float32, eps: float) -> Array:
     """x / sqrt(mean(x²) + eps) * weight."""
     mean_square: Array = np.mean(x * x, axis=-1, keepdims=True)
     return x / np.sqrt(mean_square + np.float32(eps)) * weight
@@ -411,6 +507,19 @@ def soft_capped(x: Array, cap: float) -> Array:
     return y
 
 
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x))."""
+    with np.errstate(over="ignore"):
+        y: Array = 1 / (1 + np.exp(-x))
+    return y
+
+
+def softplus(x: Array) -> Array:
+    """log(1 + exp(x))."""
+    y: Array = np.logaddexp(x, np.float32(0))
+    return y
+
+
 def silu(x: Array) -> Array:
     """x * sigmoid(x).  Source: arXiv:1702.03118."""
     with np.errstate(over="ignore"):  # exp(-x) may be inf: the result is then -0
@@ -424,4 +533,47 @@ def gelu(x: Array) -> Array:
     return y
 
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": silu, "gelu": gelu}
+def gelu_erf(x: Array) -> Array:
+    """x * Φ(x), of the normal distribution.  Source: arXiv:1606.08415."""
+    erf = np.vectorize(math.erf, otypes=[np.float64])
+    y: Array = (x * 0.5 * (1 + erf(x / np.sqrt(2)))).astype(np.float32)
+    return y
+
+
+def relu2(x: Array) -> Array:
+    """max(x, 0)².  Source: Primer, arXiv:2109.08668."""
+    y: Array = np.square(np.maximum(x, 0))
+    return y
+
+
+def clamped_swiglu(gate: Array, up: Array) -> Array:
+    """gpt-oss's."""
+    gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
+    y: Array = gate * sigmoid(np.float32(1.702) * gate) * (up + 1)
+    return y
+
+
+def sqrt_softplus(x: Array) -> Array:
+    """√log(1 + exp(x))."""
+    y: Array = np.sqrt(softplus(x))
+    return y
+
+
+def identity(x: Array) -> Array:
+    return x
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_erf": gelu_erf,
+    "relu2": relu2,
+    "sigmoid": sigmoid,
+    "identity": identity,
+}
+
+GATINGS: dict[str, Callable[[Array], Array]] = {
+    "softmax": softmax,
+    "sigmoid": sigmoid,
+    "sqrt_softplus": sqrt_softplus,
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from localllm.errors import UsageError
 from localllm.kernels.backend import (
@@ -30,7 +31,7 @@ from localllm.kernels.cpu.program import Program, Workers
 from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.thread_choice import choose_threads
 from localllm.kernels.cpu.weights import PackedWeights, WeightLoader, planned_weight
-from localllm.kernels.graph import Graph
+from localllm.kernels.graph import Graph, Weight
 
 #: Tokens in a step up to which reading the weights takes longer than multiplying them.
 FEW_TOKENS = 4
@@ -136,7 +137,7 @@ class CPUStep(Step):
         self._tables, self._hidden, self._n_products = lowered.tables, lowered.hidden, lowered.n_products
         arena = aligned_zeros(lowered.arena_bytes, np.uint8)
         self._tables.bind(arena)
-        self._embeddings = [(weights.tables[w], scale, y.rows(arena)) for w, scale, y in lowered.embeddings]
+        self._embeddings = [(op, weights.tables[op.table], y.rows(arena)) for op, y in lowered.embeddings]
         self._hidden_rows = None if lowered.hidden is None else lowered.hidden.rows(arena)
         self._result, self._of_tokens = lowered.result.rows(arena), lowered.result.slot == N_TOKENS
         self._width = lowered.result.width
@@ -161,14 +162,19 @@ class CPUStep(Step):
         """Puts a batch where the program reads it."""
         batch.check_size(self._tables.max_tokens, self._tables.max_outputs)
         batch.check(self.cache)
-        for table, _, _ in self._embeddings:
+        for _, table, _ in self._embeddings:
             batch.check_ids(table.shape[0])
         self._tables.fill(batch)
         n_tokens = len(batch.ids)
-        for table, scale, rows in self._embeddings:
-            found = table.rows(batch.ids)
-            rows[:n_tokens, : table.shape[1]] = found if scale == 1.0 else found * np.float32(scale)
-            rows[:n_tokens, table.shape[1] :] = 0
+        found: dict[Weight, NDArray[np.float32]] = {}
+        for op, table, rows in self._embeddings:
+            if op.table not in found:
+                found[op.table] = table.rows(batch.ids)
+            values, width = found[op.table], op.result.width
+            if op.columns is not None:
+                values = values[:, op.columns.start : op.columns.stop]
+            rows[:n_tokens, :width] = values if op.scale == 1.0 else values * np.float32(op.scale)
+            rows[:n_tokens, width:] = 0
         if self._hidden_rows is not None and self._hidden is not None:
             width = self._hidden.width
             self._hidden_rows[:n_tokens, :width] = input_rows(hidden, n_tokens, width)

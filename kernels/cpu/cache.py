@@ -31,18 +31,9 @@ def layout_of(cache: KVCache) -> CacheLayout:
     return CACHE_LAYOUTS[cache.type]
 
 
-#: Values that the rows of a state are padded to: a vector.
-STATE_PADDING = 16
-
-
-def state_row(state: RecurrentState) -> int:
-    """Bytes from row to row of a state, along its last axis."""
-    return 4 * (-(-state.shape[-1] // STATE_PADDING) * STATE_PADDING)
-
-
 def state_bytes(state: RecurrentState) -> int:
-    """Bytes of one sequence's values of a state."""
-    return prod(state.shape[:-1]) * state_row(state)
+    """Bytes of one sequence's values of a state, with rows of whole vectors; how they lie, its kernel knows."""
+    return 4 * prod(state.shape[:-1]) * (-(-state.shape[-1] // 16) * 16)
 
 
 def cache_bytes(graph: Graph, n_pages: tuple[int, ...], n_states: int) -> dict[int, int]:

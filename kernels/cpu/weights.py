@@ -123,7 +123,7 @@ class PackedWeights:
         return 0, repack_target(weight.type)
 
     def vector(self, weight: Weight) -> int:
-        """The address of a vector, or of a matrix's columns, in float32 with zeros behind each."""
+        """The address of a vector, or of a matrix's rows or columns, in float32 with zeros behind each."""
         return self._vectors[weight].ctypes.data if weight in self._vectors else 0
 
     def load(self, use: WeightUse, loader: WeightLoader, progress: Progress | None) -> PackedWeight:
@@ -158,7 +158,8 @@ def planned_weight(use: WeightUse) -> PackedWeight:
     weight = use.weight
     kernel_type, n_bytes = "F32", 0
     if use.is_float:
-        n_bytes = 4 * padded(weight.shape[0]) * prod(weight.shape[1:])
+        n_rows, n_columns = use.float_shape
+        n_bytes = 4 * n_rows * padded(n_columns)
     elif use.is_operand:
         kind = repack_target(weight.type)
         kernel_type, n_bytes = kind.name, _packed_bytes(weight.shape, kind)

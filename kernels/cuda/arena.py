@@ -138,6 +138,11 @@ class BatchBuffer:
     def outputs(self) -> DeviceMemory:
         return self._part(self.layout.outputs)
 
+    @property
+    def sequences(self) -> tuple[DeviceMemory, ...]:
+        """What kernels of recurrent states read: header, first tokens, positions, slots of the states."""
+        return self.header, self._part(self.layout.starts), self.positions, self._part(self.layout.states)
+
     def attention(self, group: int) -> tuple[Argument, ...]:
         """PARAMETERS of attention.cu over the caches of a group, as far as they are the batch's."""
         layout = self.layout

@@ -53,10 +53,9 @@ class CUDABackend(Backend):
     def footprint(
         self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
     ) -> Footprint:
-        weights, cache = PackedWeights(self.loader), CUDACache(graph, n_pages)
+        weights, cache = PackedWeights(self.loader), CUDACache(graph, n_pages, n_states)
         lowered = self._lower(graph, weights, cache, max_tokens, max_outputs)
-        caches = {layer: layout.n_bytes for layer, layout in cache.layouts.items()}
-        return Footprint(tuple(map(weights.planned, weights_of(graph))), caches, lowered.arena_bytes)
+        return Footprint(tuple(map(weights.planned, weights_of(graph))), cache.layer_bytes(), lowered.arena_bytes)
 
     def compile(
         self,
@@ -69,7 +68,7 @@ class CUDABackend(Backend):
         progress: Progress | None = None,
     ) -> CUDAStep:
         check_cache(graph, n_pages, n_states)
-        weights, cache = PackedWeights(self.loader), CUDACache(graph, n_pages)
+        weights, cache = PackedWeights(self.loader), CUDACache(graph, n_pages, n_states)
         packed = tuple(weights.load(use, progress) for use in weights_of(graph))
         self.loader.close()
         cache.allocate(self.driver, self.device)

@@ -23,10 +23,11 @@ class BatchLayout:
     """
 
     def __init__(self, max_tokens: int, max_outputs: int, n_pages: tuple[int, ...]) -> None:
-        sizes = (_HEADER, max_tokens, max_tokens, max_outputs, max_tokens + 1, max_tokens)
+        sizes = (_HEADER, max_tokens, max_tokens, max_outputs, max_tokens + 1, max_tokens, max_tokens)
         bounds = np.cumsum([0, *sizes, *(max_tokens for _ in n_pages)]).tolist()
         parts = [*map(slice, bounds, bounds[1:])]
-        self.header, self.ids, self.positions, self.outputs, self.starts, self.lengths, *self.slots = parts
+        self.header, self.ids, self.positions, self.outputs, self.starts, self.lengths = parts[:6]
+        self.states, *self.slots = parts[6:]
         self.tables: int = bounds[-1]
         self.n_groups, self.n_blocks = len(n_pages), max(1, n_pages[0])
         #: Entries from one sequence's tables to the next one's.
@@ -50,6 +51,7 @@ class BatchLayout:
             (self.outputs, batch.outputs),
             (self.starts, batch.query_starts),
             (self.lengths, batch.kv_lengths),
+            (self.states, batch.states),
             *zip(self.slots, slots, strict=True),
         ):
             words[part.start : part.start + len(values)] = values

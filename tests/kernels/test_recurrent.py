@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -30,13 +31,33 @@ def conv(graph: Graph) -> Tensor:
     return x
 
 
-KINDS = {"conv": conv}
+def rows(graph: Graph, width: int, seed: int) -> Tensor:
+    return graph.add(g.Embed(f32(random(N_TOKENS, width, seed=seed))))
+
+
+def delta(graph: Graph, per_channel: bool = False) -> Tensor:
+    """Four heads of 16 times 32 with two of keys: all in one tensor, or with a decay of each channel."""
+    widths = (32, 32, 128) if per_channel else (192,)
+    qkv = tuple(rows(graph, width, seed) for seed, width in enumerate(widths))
+    gates = rows(graph, 64 if per_channel else 4, 4), rows(graph, 4, 5)
+    weights = f32(-np.abs(random(4, seed=6))), f32(random(gates[0].width, seed=7))
+    graph.layer = 0
+    return graph.add(g.GatedDelta(qkv, *gates, *weights, graph.state("delta", 4, 16, 32), 2))
+
+
+def scan(graph: Graph) -> Tensor:
+    """Four heads of 16 values with a state of 32 each, in two groups."""
+    xbc, dt = (rows(graph, 4 * 16 + 2 * 2 * 32, 1),), rows(graph, 4, 2)
+    weights = f32(-np.abs(random(4, seed=6))[:, None]), f32(random(4, seed=7)), f32(random(4, seed=8)[:, None])
+    graph.layer = 0
+    return graph.add(g.Scan(xbc, dt, *weights, graph.state("scan", 4, 32, 16), 2))
+
+
+KINDS = {"conv": conv, "delta": delta, "delta-channels": partial(delta, per_channel=True), "scan": scan}
 
 
 @pytest.fixture(params=KINDS)
 def step(request: pytest.FixtureRequest, ops: Ops) -> Step:
-    if ops.backend.name == "cuda":
-        pytest.skip("not on cuda yet")
     graph = Graph()
     graph.add(g.Outputs(KINDS[request.param](graph)))
     sizes = {"n_pages": (1,), "n_states": N_STATES, "max_tokens": N_TOKENS, "max_outputs": N_TOKENS}

@@ -39,7 +39,7 @@ LAYER = {
     "attention_split": 1,
     "attention_merge": 1,
     "quantise": 1,
-    "gated_silu_quantised": 1,
+    "gated_quantised": 1,
 }
 
 
