@@ -35,17 +35,29 @@ class SplitCache:
 
     parts: tuple[Cache, ...]
     page_size: int
-    n_pages: int
+    n_pages: tuple[int, ...]
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        return self.parts[0].windows
+
+    @property
+    def n_states(self) -> int:
+        return max(part.n_states for part in self.parts)
 
     @property
     def n_bytes(self) -> int:
         return sum(part.n_bytes for part in self.parts)
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_page(self, group: int, source: int, target: int) -> None:
         for part in self.parts:
             n = self.page_size // part.page_size
             for i in range(n):
-                part.copy_page(n * source + i, n * target + i)
+                part.copy_page(group, n * source + i, n * target + i)
+
+    def copy_state(self, source: int, target: int) -> None:
+        for part in self.parts:
+            part.copy_state(source, target)
 
 
 def page_size(backends: Sequence[Backend]) -> int:
@@ -53,14 +65,20 @@ def page_size(backends: Sequence[Backend]) -> int:
     return lcm(*(backend.page_size for backend in backends))
 
 
+def smaller_pages(n_pages: tuple[int, ...], n: int) -> tuple[int, ...]:
+    """How many there are in each group if each is a run of ``n``."""
+    return tuple(n * each for each in n_pages)
+
+
 def compile_split(
     backends: Sequence[Backend],
     layers: Sequence[range],
     graph: Graph,
     *,
-    n_pages: int,
+    n_pages: tuple[int, ...],
     max_tokens: int,
     max_outputs: int,
+    n_states: int = 0,
     micro_batch: int = MICRO_BATCH,
     progress: Progress | None = None,
 ) -> Step:
@@ -78,9 +96,10 @@ def compile_split(
     steps = tuple(
         backend.compile(
             part,
-            n_pages=n_pages * (size // backend.page_size),
+            n_pages=smaller_pages(n_pages, size // backend.page_size),
             max_tokens=min(max_tokens, micro_batch),
             max_outputs=max_outputs,
+            n_states=n_states,
             progress=progress,
         )
         for backend, part in zip(backends, map(graph.part, layers), strict=True)
@@ -111,7 +130,7 @@ class SplitStep(Step):
 
     def run(self, batch: Batch, hidden: Output | None = None) -> Output:
         batch.check_size(*self._limits)
-        batch.check(self.cache.page_size, self.cache.n_pages)
+        batch.check(self.cache)
         return _SplitOutput(self, batch)
 
     def through(self, steps: Sequence[Step], batch: Batch, hidden: Output | None = None) -> Output:
@@ -204,7 +223,8 @@ def _tokens(batch: Batch, start: int, stop: int) -> MicroBatch:
         positions=batch.positions[start:stop],
         query_starts=np.append(starts[within], stop).astype(np.int32) - np.int32(start),
         kv_lengths=batch.positions[lasts] + np.int32(1),
-        block_tables=batch.block_tables[within],
+        block_tables=batch.block_tables[:, within],
+        states=batch.states[within] if len(batch.states) else batch.states,
         outputs=batch.outputs[rows] - np.int32(start),
     )
     return MicroBatch(part, rows)
@@ -214,5 +234,5 @@ def _in_smaller_pages(batch: Batch, n: int) -> Batch:
     """The batch over a cache each of whose pages is a run of ``n``."""
     if n == 1:
         return batch
-    tables = batch.block_tables[:, :, None] * n + np.arange(n, dtype=np.int32)
-    return replace(batch, block_tables=tables.reshape(len(tables), -1).astype(np.int32))
+    tables = batch.block_tables[:, :, :, None] * n + np.arange(n, dtype=np.int32)
+    return replace(batch, block_tables=tables.reshape(*tables.shape[:2], -1).astype(np.int32))

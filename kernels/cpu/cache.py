@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from localllm.kernels.buffers import ALIGNMENT
 from localllm.kernels.cpu.cache_types import CACHE_LAYOUTS, PAGE, CacheLayout
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Workers
-from localllm.kernels.graph import KVCache
+from localllm.kernels.graph import Graph, KVCache, RecurrentState
 
 #: Bytes of a layer's keys from which on a cache lies in huge pages: of a short one they would take most at once.
 HUGE_LAYER = 4 << 20
@@ -30,45 +31,93 @@ def layout_of(cache: KVCache) -> CacheLayout:
     return CACHE_LAYOUTS[cache.type]
 
 
+def state_bytes(state: RecurrentState) -> int:
+    """Bytes of one sequence's values of a state, with rows of whole vectors; how they lie, its kernel knows."""
+    return 4 * prod(state.shape[:-1]) * (-(-state.shape[-1] // 16) * 16)
+
+
+def cache_bytes(graph: Graph, n_pages: tuple[int, ...], n_states: int) -> dict[int, int]:
+    """Bytes of what each layer of a graph keeps."""
+    sizes = {layer: 2 * part_bytes(cache, n_pages[graph.group(cache)]) for layer, cache in graph.caches.items()}
+    for layer, states in graph.states.items():
+        sizes[layer] = sizes.get(layer, 0) + sum(_aligned(n_states * state_bytes(state)) for state in states)
+    return sizes
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+
+
 def part_bytes(cache: KVCache, n_pages: int) -> int:
     """Bytes of a layer's keys, or of its values: blocks [n_pages, G] (`localllm.kernels.cpu.cache_types`)."""
-    n_bytes = n_pages * cache.n_heads * layout_of(cache).block_bytes(cache.head_dim)
-    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+    return _aligned(n_pages * cache.n_heads * layout_of(cache).block_bytes(cache.head_dim))
 
 
 @dataclass(frozen=True)
 class CPUCache:
-    """Keys and values, layer after layer.
+    """Keys and values, layer after layer, and behind them the states [n_states, …] one after the other.
 
     Attributes:
         memory: of all layers; none of a cache that is only planned.
-        layers: what each of them keeps.
+        graph: what each of its layers keeps.
     """
 
     memory: NDArray[np.uint8] | None
-    layers: Mapping[int, KVCache]
-    n_pages: int
+    graph: Graph
+    n_pages: tuple[int, ...]
+    n_states: int
     workers: Workers | None = None
     page_size: int = PAGE
 
     @classmethod
-    def allocate(cls, layers: Mapping[int, KVCache], n_pages: int, workers: Workers) -> CPUCache:
-        sizes = [part_bytes(cache, n_pages) for cache in layers.values()]
-        huge = max(sizes, default=0) >= HUGE_LAYER
-        return cls(aligned_zeros(2 * sum(sizes), np.uint8, huge=huge), layers, n_pages, workers)
+    def allocate(cls, graph: Graph, n_pages: tuple[int, ...], n_states: int, workers: Workers) -> CPUCache:
+        sizes = cache_bytes(graph, n_pages, n_states).values()
+        huge = max(sizes, default=0) >= 2 * HUGE_LAYER
+        return cls(aligned_zeros(sum(sizes), np.uint8, huge=huge), graph, n_pages, n_states, workers)
+
+    @property
+    def windows(self) -> list[int | None]:
+        return self.graph.windows
+
+    @property
+    def layers(self) -> Mapping[int, KVCache]:
+        return self.graph.caches
+
+    def _part_bytes(self, cache: KVCache) -> int:
+        return part_bytes(cache, self.n_pages[self.graph.group(cache)])
 
     @property
     def n_bytes(self) -> int:
-        return sum(2 * part_bytes(cache, self.n_pages) for cache in self.layers.values())
+        return sum(cache_bytes(self.graph, self.n_pages, self.n_states).values())
 
     def addresses(self) -> dict[int, tuple[int, int]]:
         """Of each layer, where its keys and its values begin; from 0 on without memory."""
         at, places = 0 if self.memory is None else self.memory.ctypes.data, {}
         for layer, cache in self.layers.items():
-            n_bytes = part_bytes(cache, self.n_pages)
+            n_bytes = self._part_bytes(cache)
             places[layer] = at, at + n_bytes
             at += 2 * n_bytes
         return places
+
+    def states(self) -> dict[RecurrentState, int]:
+        """Of each state, where its values begin, those of slot after slot."""
+        at = 0 if self.memory is None else self.memory.ctypes.data
+        at += sum(2 * self._part_bytes(cache) for cache in self.layers.values())
+        places = {}
+        for state in (state for states in self.graph.states.values() for state in states):
+            places[state] = at
+            at += _aligned(self.n_states * state_bytes(state))
+        return places
+
+    def copy_state(self, source: int, target: int) -> None:
+        if self.memory is None:
+            return
+        if self.workers is not None:
+            self.workers.settle()
+        for state, address in self.states().items():
+            begin, n_bytes = address - self.memory.ctypes.data, state_bytes(state)
+            values = self.memory[begin : begin + self.n_states * n_bytes].reshape(-1, n_bytes)
+            values[target] = values[source]
 
     def blocks(self) -> dict[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
         """Of each layer, keys and values [n_pages, G, bytes of a block]."""
@@ -77,14 +126,16 @@ class CPUCache:
         begin, views = self.memory.ctypes.data, {}
         for layer, places in self.addresses().items():
             cache = self.layers[layer]
-            shape = self.n_pages, cache.n_heads, layout_of(cache).block_bytes(cache.head_dim)
+            n_pages = self.n_pages[self.graph.group(cache)]
+            shape = n_pages, cache.n_heads, layout_of(cache).block_bytes(cache.head_dim)
             n_bytes = int(np.prod(shape))
             keys, values = (self.memory[at - begin : at - begin + n_bytes].reshape(shape) for at in places)
             views[layer] = keys, values
         return views
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_page(self, group: int, source: int, target: int) -> None:
         if self.workers is not None:
             self.workers.settle()
-        for keys, values in self.blocks().values():
-            keys[target], values[target] = keys[source], values[source]
+        for layer, (keys, values) in self.blocks().items():
+            if self.graph.group(self.layers[layer]) == group:
+                keys[target], values[target] = keys[source], values[source]

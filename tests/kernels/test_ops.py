@@ -1,11 +1,11 @@
-"""Every operation of every backend, against the formulas in float64.
+"""What operations do at the edges of what numbers and batches can be, on every backend.
 
+Their formulas are tested in test_operations.py.
 Inputs come in as embedding tables, whose rows a batch's ids name; so a test sees what a model sees: the protocol.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from localllm.errors import KernelError
 from localllm.kernels.graph import CACHE_TYPES, CacheType, KVCache, Rope
 from localllm.quant.types import GGMLType
-from tests.helpers.backends import BACKENDS, OTHER_CPUS, Backend, shared_by_threads
+from tests.helpers.backends import Backend, shared_by_threads
 from tests.helpers.blocks import random_rows
 from tests.helpers.recorder import CacheShape, CPUOps, Ops
 from tests.helpers.run_model import make_batch
@@ -27,11 +27,6 @@ from tests.helpers.weights import blocks, f32, one_sequence, random, run
 
 Array = NDArray[Any]
 T = GGMLType
-
-#: For what other instruction sets may compute otherwise.
-on_every_cpu = pytest.mark.parametrize(
-    "backend", [*BACKENDS, *OTHER_CPUS], ids=lambda b: b.name, indirect=True, scope="module"
-)
 
 
 def halves(*shape: int, seed: int = 0) -> NDArray[np.float32]:
@@ -82,76 +77,12 @@ def test_outputs_are_the_wanted_rows_in_their_order(ops: Ops, width: int) -> Non
 # -- Norms, gates --------------------------------------------------------------------------------------------------
 
 
-@on_every_cpu
-@pytest.mark.parametrize("width", [1, 5, 32, 100])
-@pytest.mark.parametrize("eps", [1e-6, 0.5])
-def test_rms_norm(ops: Ops, width: int, eps: float) -> None:
-    x, weight = random(3, width), random(width, seed=1)
-    x[1] *= 1e-4
-    vector = ops.load_vector(f32(weight))
-    out = apply(ops, lambda t: ops.rms_norm(t, vector, eps), x)
-    wide = x.astype(np.float64)
-    root = np.sqrt(np.square(wide).mean(axis=1, keepdims=True) + eps)
-    np.testing.assert_allclose(out, wide / root * weight, rtol=1e-5)
-
-
-def test_rms_norm_of_zeros_is_zero(ops: Ops) -> None:
-    weight = ops.load_vector(f32(np.ones(40)))
-    np.testing.assert_array_equal(apply(ops, lambda t: ops.rms_norm(t, weight, 1e-6), np.zeros((2, 40))), 0)
-
-
-# Beyond what exp can hold on either side, and about where kernels clamp it.
-LARGE = np.array([0, -0.0, 1e-30, -1e-30, 20, -20, 87, -87, 88, -88, 89, -89, 104, -104, 700, -700, 1e4, -1e4])
-
-
-@on_every_cpu
-def test_gated_silu(ops: Ops) -> None:
-    gate = np.concatenate([5 * random(90), LARGE]).astype(np.float32)[None]
-    up = random(*gate.shape, seed=1)
-    out = apply(ops, lambda g, u: ops.gated(g, u, "silu"), gate, up)
-    wide = gate.astype(np.float64)
-    with np.errstate(over="ignore"):
-        expected = wide / (1 + np.exp(-wide)) * up
-    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-30)
-
-
-@on_every_cpu
-def test_gated_gelu(ops: Ops) -> None:
-    gate = np.concatenate([2 * random(90), LARGE]).astype(np.float32)[None]
-    up = random(*gate.shape, seed=1)
-    out = apply(ops, lambda g, u: ops.gated(g, u, "gelu"), gate, up)
-    wide = gate.astype(np.float64)
-    tanh = 0.5 * wide * (1 + np.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))) * up
-    # Where the result nearly vanishes, 1 + tanh leaves few digits of it.
-    np.testing.assert_allclose(out, tanh, rtol=1e-5, atol=1e-6)
-
-
-@on_every_cpu
-@pytest.mark.parametrize("cap", [1e-3, 1.0, 30.0, 1e6])
-def test_softcap(ops: Ops, cap: float) -> None:
-    x = np.concatenate([5 * random(90), 1e-3 * random(30), LARGE]).astype(np.float32)[None]
-    wide = x.astype(np.float64)
-    out = apply(ops, lambda t: ops.softcap(t, cap), x)
-    np.testing.assert_allclose(out, cap * np.tanh(wide / cap), rtol=1e-6, atol=1e-30)
-
-
 def test_an_unknown_activation_is_named_with_the_known_ones(ops: Ops) -> None:
     with pytest.raises(KernelError, match=r"'relu'.*silu, gelu"):
         apply(ops, lambda g, u: ops.gated(g, u, "relu"), random(1, 4), random(1, 4))
 
 
 # -- Linear --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_linear(ops: Ops, with_bias: bool, with_residual: bool) -> None:
-    x, matrix, bias, residual = random(3, 50), random(7, 50), random(7), random(3, 7)
-    linear = ops.load_linear(f32(matrix), f32(bias) if with_bias else None)
-    assert (linear.n_in, linear.n_out) == (50, 7)
-    expected = x.astype(np.float64) @ matrix.T + with_bias * bias + with_residual * residual
-    out = apply(ops, lambda t, r: ops.linear(t, linear, r if with_residual else None), x, residual)
-    np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("type", [T.F32, T.F16, T.Q8_0, T.Q4_K], ids=lambda t: t.name)
@@ -215,59 +146,6 @@ def rotated(x: Array, positions: Array, rope: Rope) -> Array:
 def normed(x: Array, weight: Array, eps: float) -> Array:
     wide = x.astype(np.float64)
     return wide / np.sqrt(np.square(wide).mean(axis=-1, keepdims=True) + eps) * weight
-
-
-ROPES = [
-    pytest.param(Rope(0.7 ** np.arange(n, dtype=np.float32), interleaved, magnitude), id=f"{n}-{name}-{magnitude}")
-    for n, (interleaved, name), magnitude in itertools.product(
-        (8, 4, 1), ((True, "interleaved"), (False, "halves")), (1.0, 1.3)
-    )
-]
-
-
-@on_every_cpu
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("with_norms", [False, True])
-def test_rope_append(ops: Ops, rope: Rope, with_norms: bool) -> None:
-    """The rotated queries, and keys as the scores of queries show them."""
-    tables = [random(9, n * DIM, seed=n) for n in (HEADS, GROUPS, GROUPS)]
-    q, k, v = (x.reshape(9, -1, DIM) for x in tables)
-    norms = (random(DIM, seed=7), random(DIM, seed=8)) if with_norms else (None, None)
-    batches = [make_batch([(range(4), 0, [2]), (range(4, 8), 3, [1])]), make_batch([([8], 4, [2])])]
-    loaded = [ops.load_embedding(f32(x)) for x in tables]
-    vectors = [None if w is None else ops.load_vector(f32(w)) for w in norms]
-
-    def step(attends: bool) -> Any:
-        def forward() -> Any:
-            q, k, v = (ops.embed(t) for t in loaded)
-            q = ops.rope_append(q, k, v, rope, 0, q_norm=vectors[0], k_norm=vectors[1], eps=0.01)
-            return ops.outputs(ops.attention(q, 0, scale=0.5) if attends else q)
-
-        return ops.compile(forward, ops.new_cache(CacheShape(1, GROUPS, DIM), 4), max_tokens=9, max_outputs=9)
-
-    if with_norms:
-        q, k = (normed(x, w, 0.01) for x, w in ((q, norms[0]), (k, norms[1])))
-    positions = np.concatenate([batch.positions for batch in batches])
-    expected_q, expected_k = (rotated(x, positions, rope) for x in (q, k))
-    rotating, attending = step(False), step(True)
-    for batch in batches:
-        out = rotating(batch).reshape(-1, HEADS, DIM)
-        np.testing.assert_allclose(out, expected_q[batch.ids], rtol=1e-5, atol=2e-6)
-        seen = attending(batch).reshape(-1, HEADS, DIM)
-    rows = [0, 1, 2, 3, 8]  # of the sequence whose last token came alone
-    expected = plain_attention(expected_q[8], expected_k[rows], v[rows], 0.5)
-    np.testing.assert_allclose(seen[0], expected, rtol=5e-3, atol=2e-3)
-
-
-def test_without_rope_and_norms_queries_stay_as_they_are(ops: Ops) -> None:
-    q, k = random(3, HEADS * DIM), random(3, GROUPS * DIM)
-    table = [ops.load_embedding(f32(x)) for x in (q, k)]
-
-    def forward() -> Any:
-        return ops.outputs(ops.rope_append(ops.embed(table[0]), ops.embed(table[1]), ops.embed(table[1]), None, 0))
-
-    out = run(ops, forward, one_sequence(3), ops.new_cache(CacheShape(1, GROUPS, DIM), 4))
-    np.testing.assert_array_equal(out, q)
 
 
 def test_far_positions_turn_precisely(ops: Ops) -> None:
@@ -376,70 +254,8 @@ class Conversation:
         return np.array(out)
 
 
-def spans(n: int, together: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Each of ``n`` tokens alone, but for some that go together."""
-    covered = {t for first, stop in together for t in range(first, stop)}
-    return sorted([*together, *((t, t + 1) for t in range(n) if t not in covered)])
-
-
 def assert_close(out: Array, expected: Array) -> None:
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=2e-6)
-
-
-@pytest.mark.parametrize(
-    ("backend", "head_dim"),
-    [pytest.param(b, d, id=f"{b.name}-{d}") for b in BACKENDS for d in b.head_dims],
-    scope="module",
-)
-def test_attention_with_heads_of_any_size(ops: Ops, head_dim: int) -> None:
-    talk = Conversation(ops, [70], 4, 2, head_dim, scale=head_dim**-0.5)
-    assert_close(talk.run((0, 0, 70)), talk.expected(0, 0, 70))
-
-
-@pytest.mark.parametrize(
-    ("backend", "head_dim"),
-    [pytest.param(b, d, id=f"{b.name}-{d}") for b in BACKENDS for d in b.scaled_head_dims],
-    scope="module",
-)
-def test_attention_over_a_cache_of_scaled_bytes(backend: Backend, ops: Ops, head_dim: int) -> None:
-    talk = Conversation(ops, [70], 4, 2, head_dim, scale=head_dim**-0.5, cache_type="q8_0")
-    backend.spoil(talk.cache)
-    assert_close(talk.run((0, 0, 70)), talk.expected(0, 0, 70))
-
-
-def test_soft_cap_and_sinks_with_large_heads(backend: Backend, ops: Ops) -> None:
-    head_dim = backend.large_head_dim
-    more: dict[str, Any] = {"scale": 2 * head_dim**-0.5, "softcap": 1.5, "sinks": (0.5, -1, 2, 0)}
-    talk = Conversation(ops, [70], 4, 2, head_dim, **more)
-    backend.spoil(talk.cache)
-    assert_close(talk.run((0, 0, 70)), talk.expected(0, 0, 70))
-
-
-CAPPED: list[tuple[CacheType, float | None]] = [("f16", None), ("f16", 50.0), ("q8_0", 2.0)]
-
-
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize(
-    ("backend", "cache_type", "softcap"),
-    [
-        *(pytest.param(b, *case, id=f"{b.name}-{case[0]}-{case[1]}") for b in BACKENDS for case in CAPPED),
-        *(pytest.param(b, *CAPPED[-1], id=b.name) for b in OTHER_CPUS),
-    ],
-    scope="module",
-)
-def test_soft_cap_and_sinks_give_the_same_bits_in_parts(
-    ops: Ops, softcap: float | None, cache_type: CacheType, window: int | None
-) -> None:
-    """Ragged prefill over several pages, then single tokens, against prefill at once, and against the formula."""
-    sinks = (0.5, -1, 2, 0, 3, 1)
-    more: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "cache_type": cache_type, "window": window}
-    talks = [Conversation(ops, [140, 30], 6, 2, 16, scale=0.5, **more) for _ in range(2)]
-    at_once = talks[0].run((0, 0, 140))
-    assert_close(at_once, talks[0].expected(0, 0, 140))
-    parts = [(0, 3), (3, 64), (64, 65), (65, 137), *((t, t + 1) for t in range(137, 140))]
-    for first, stop in parts:
-        out = talks[1].run((0, first, stop), *([(1, first, stop)] if stop <= 30 else []))
-        np.testing.assert_array_equal(out[: stop - first], at_once[first:stop])
 
 
 @pytest.mark.parametrize("sink", [-math.inf, -1e30, -100.0])
@@ -487,13 +303,6 @@ def test_sinks_that_are_not_one_a_query_head_are_refused(ops: Ops, n: int) -> No
         Conversation(ops, [3], 4, 2, 16, sinks=(0,) * n).run((0, 0, 3))
 
 
-@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 7, 8])
-@pytest.mark.parametrize("n_groups", [1, 3])
-def test_attention_with_groups_of_any_size(ops: Ops, group_size: int, n_groups: int) -> None:
-    talk = Conversation(ops, [67], n_groups * group_size, n_groups, 16)
-    assert_close(talk.run((0, 0, 67)), talk.expected(0, 0, 67))
-
-
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
 @pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (2.0, (1, -1, 0, 5))])
@@ -510,56 +319,6 @@ def test_many_threads_share_a_long_cache(
         outputs.append(talk.run((0, 1299, 1300), (1, 39, 40)))
         assert_close(outputs[-1], np.concatenate([talk.expected(0, 1299, 1300), talk.expected(1, 39, 40)]))
     np.testing.assert_array_equal(*outputs)
-
-
-@pytest.mark.parametrize("window", [None, 1, 2, 16, 63, 64, 65, 100, 1000])
-def test_a_window_over_pages(backend: Backend, ops: Ops, window: int | None) -> None:
-    """Prefill of a prompt over three pages of 64, then one token more."""
-    talk = Conversation(ops, [150], 4, 2, 16, window=window)
-    backend.spoil(talk.cache)
-    assert_close(talk.run((0, 0, 149)), talk.expected(0, 0, 149))
-    assert_close(talk.run((0, 149, 150)), talk.expected(0, 149, 150))
-
-
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("cache_type", CACHE_TYPES)
-def test_ragged_batches(backend: Backend, ops: Ops, window: int | None, cache_type: CacheType) -> None:
-    """Sequences at any point of their lives share batches: prefill, a second part, single tokens."""
-    talk = Conversation(ops, [130, 40, 1, 200], 6, 2, 16, window=window, cache_type=cache_type)
-    backend.spoil(talk.cache)
-    for parts in (
-        [(0, 0, 65), (3, 0, 128)],
-        [(1, 0, 30), (0, 65, 66), (3, 128, 133), (2, 0, 1)],
-        [(3, 133, 200), (1, 30, 40), (0, 66, 130)],
-    ):
-        out = talk.run(*parts)
-        assert_close(out, np.concatenate([talk.expected(*part) for part in parts]))
-
-
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize(
-    ("backend", "cache_type"),
-    [
-        *(pytest.param(b, kind, id=f"{b.name}-{kind}") for b in BACKENDS for kind in CACHE_TYPES),
-        *(pytest.param(b, "f16", id=b.name) for b in OTHER_CPUS),
-    ],
-    scope="module",
-)
-def test_prefill_in_parts_and_decode_give_the_same_bits_as_prefill_at_once(
-    backend: Backend, ops: Ops, window: int | None, cache_type: CacheType
-) -> None:
-    rope = Rope(0.5 ** np.arange(8, dtype=np.float32), interleaved=True)
-    more: dict[str, Any] = {"window": window, "rope": rope, "cache_type": cache_type}
-    talks = [Conversation(ops, [140, 30], 6, 2, 16, n_layers=2, **more) for _ in range(3)]
-    at_once = talks[0].run((0, 0, 140))
-    in_parts = [talks[1].run((0, a, b)) for a, b in ((0, 3), (3, 64), (64, 65), (65, 140))]
-    np.testing.assert_array_equal(np.concatenate(in_parts), at_once)
-    # Token by token, beside another sequence that goes the same way.
-    together = [(2, 28), (32, 62), (66, 126), (130, 139)] if backend.is_slow else []
-    for first, stop in spans(140, together):
-        others = [(1, first, stop)] if stop <= 30 else []
-        out = talks[2].run((0, first, stop), *others)
-        np.testing.assert_array_equal(out[: stop - first], at_once[first:stop])
 
 
 def test_scores_beyond_the_range_of_exp(ops: Ops) -> None:
@@ -583,8 +342,8 @@ def test_a_copied_page_holds_the_same(backend: Backend, ops: Ops, cache_type: Ca
     before = talk.run((0, 90, 100))
     # The last page moves to the spare one, and its old place is overwritten by the first.
     first, *_, last = talk.pages[0].tolist()
-    talk.cache.copy_page(last, talk.spare)
-    talk.cache.copy_page(first, last)
+    talk.cache.copy_page(0, last, talk.spare)
+    talk.cache.copy_page(0, first, last)
     talk.pages[0][-1] = talk.spare
     np.testing.assert_array_equal(talk.run((0, 98, 100)), before[8:])
 
@@ -669,7 +428,7 @@ def test_a_cache_takes_the_bytes_that_were_foretold(
     """A backend may pad heads, to the ``most`` of their size; the reference keeps scaled bytes in float32."""
     kv = ops.new_cache(CacheShape(3, 2, head_dim, cache_type), 500)
     ops.compile(lambda: ops.embed(f32(random(2, 16))), kv, max_tokens=1, max_outputs=1)  # checks what was foretold
-    assert (kv.made.n_pages, kv.made.page_size) == (500, ops.page_size)
+    assert (kv.made.n_pages, kv.made.page_size) == ((500,), ops.page_size)
     plain = 3 * 500 * ops.page_size * KVCache(0, 2, head_dim, cache_type).bytes_per_token()
     assert plain <= kv.n_bytes <= most * plain
 
@@ -678,5 +437,5 @@ def test_scaled_bytes_take_about_half_the_memory() -> None:
     ops = CPUOps(threads=1)
     for cache_type, n_bytes in (("f16", 4 * 64 * 64 * 2 * 2), ("q8_0", 4 * 64 * (64 + 4) * 2)):
         graph = ops.record(lambda: ops.embed(f32(random(2, 16))), CacheShape(22, 4, 64, cache_type))
-        footprint = ops.footprint(graph, n_pages=128, max_tokens=1, max_outputs=1)
+        footprint = ops.footprint(graph, n_pages=(128,), max_tokens=1, max_outputs=1)
         assert footprint.caches == dict.fromkeys(range(22), 128 * n_bytes)

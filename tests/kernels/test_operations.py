@@ -1,0 +1,667 @@
+"""Every operation on every backend, against a formula in float64 that shares nothing with the code under test.
+
+A case records operations over inputs of made-up numbers, and says what each row should come to.  `test_operation`
+then computes two sequences at once, and again in chunks of all sizes: the same bits, whatever is in the batch.
+
+A new operation is one more function marked `cases`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localllm.kernels import graph as g
+from localllm.kernels.graph import CacheType, Graph, Matrix, Rope
+from localllm.quant.types import GGMLType
+from tests.helpers.backends import BACKENDS, OTHER_CPUS, Backend
+from tests.helpers.blocks import random_rows, values_of
+from tests.helpers.recorder import Ops
+from tests.helpers.run_model import make_batch
+from tests.helpers.weights import Tensor, blocks, f32, random
+
+Array = NDArray[Any]
+
+#: Tokens of the two sequences; the first goes over two pages.
+LENGTHS = (100, 20)
+#: How they go through the step the second time: tokens of the first and of the second sequence in each batch.
+CHUNKS = ((3, 0), (61, 5), (1, 1), (0, 9), (30, 3), (4, 0), (1, 2))
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Operations, and what they compute.
+
+    Attributes:
+        build: records them in a graph; is given the inputs as tensors, and gives the tensor whose rows are compared.
+        inputs: [rows of both sequences, width] each.
+        expected: the formula, of one sequence's rows of the inputs in float64.
+        rtol, atol: what the result may differ by.
+        error: the same in units of the largest value, for what backends compute with rounded activations.
+        only: the beginning of the names of the backends that compute it.
+        slow: whether CUDA's kernels take g++ too long to be emulated.
+        every_cpu: whether other instruction sets than the best may compute it otherwise.
+        chunk_error: what may differ where sequences come in other chunks, in units of the largest value; 0: no bit.
+    """
+
+    build: Callable[..., g.Tensor]
+    inputs: Sequence[Array]
+    expected: Callable[..., Array]
+    rtol: float = 1e-5
+    atol: float = 2e-6
+    error: float = 0.0
+    only: tuple[str, ...] = ("reference", "cpu", "cuda")
+    slow: bool = False
+    every_cpu: bool = False
+    chunk_error: float = 0.0
+
+
+#: Of each name, what makes the case.
+CASES: dict[str, Callable[[], Case]] = {}
+
+
+def cases(**options: Sequence[Any]) -> Callable[[Callable[..., Case]], Callable[..., Case]]:
+    """Enters a function's cases: one for each choice of its arguments."""
+
+    def enter(make: Callable[..., Case]) -> Callable[..., Case]:
+        for chosen in itertools.product(*options.values()):
+            given = dict(zip(options, chosen, strict=True))
+            name = "-".join([make.__name__, *(f"{k}={_shown(v)}" for k, v in given.items())])
+            CASES[name] = functools.partial(make, **given)
+        return make
+
+    return enter
+
+
+def _shown(value: Any) -> str:
+    return value.name if isinstance(value, GGMLType) else str(value).replace("'", "")
+
+
+def rows(width: int, seed: int = 0) -> Array:
+    """Random inputs of both sequences."""
+    return random(sum(LENGTHS), width, seed=seed)
+
+
+def _runs_on(case: Case, backend: Backend) -> bool:
+    known = backend.name.startswith(case.only)
+    return known and not (case.slow and backend.is_slow) and (case.every_cpu or backend not in OTHER_CPUS)
+
+
+def _each() -> list[Any]:
+    made = {name: make() for name, make in CASES.items()}
+    return [
+        pytest.param(backend, case, id=f"{backend.name}-{name}")
+        for backend in (*BACKENDS, *OTHER_CPUS)
+        for name, case in made.items()
+        if _runs_on(case, backend)
+    ]
+
+
+def compiled(ops: Ops, case: Case, n_pages: int) -> Any:
+    graph = Graph()
+    graph.layer = 0
+    inputs = [graph.add(g.Embed(f32(x))) for x in case.inputs]
+    graph.add(g.Outputs(case.build(graph, *inputs)))
+    n = sum(LENGTHS)
+    return ops.backend.compile(
+        graph, n_pages=(n_pages,) * len(graph.windows), n_states=3, max_tokens=n, max_outputs=n
+    )
+
+
+def check_operation(backend: Backend, ops: Ops, case: Case) -> None:
+    per_page = ops.page_size
+    counts = [-(-n // per_page) for n in LENGTHS]
+    pages = np.split(np.random.default_rng(0).permutation(sum(counts) + 1)[1:], [counts[0]])
+    step = compiled(ops, case, sum(counts) + 1)
+    backend.spoil(step.cache)
+    ids = np.split(np.arange(sum(LENGTHS)), [LENGTHS[0]])
+    whole = step(make_batch([(own, 0, p) for own, p in zip(ids, pages, strict=True)], states=[2, 0])).copy()
+    expected = np.concatenate(
+        [np.asarray(case.expected(*(x[own].astype(np.float64) for x in case.inputs))) for own in ids]
+    )
+    tolerance = case.error * np.abs(expected).max()
+    np.testing.assert_allclose(whole, expected, rtol=case.rtol, atol=max(case.atol, tolerance))
+
+    done = [0, 0]
+    for chunk in CHUNKS:
+        given = [(s, n) for s, n in reversed(list(enumerate(chunk))) if n]
+        parts = [(ids[s][done[s] : done[s] + n], done[s], pages[s]) for s, n in given]
+        found = step(make_batch(parts, states=[s for s, _ in given]))
+        own = np.concatenate([part for part, _, _ in parts])
+        if case.chunk_error:
+            np.testing.assert_allclose(found, whole[own], atol=case.chunk_error * np.abs(expected).max())
+        else:
+            np.testing.assert_array_equal(found, whole[own])
+        done = [a + b for a, b in zip(done, chunk, strict=True)]
+    assert tuple(done) == LENGTHS
+
+
+# -- Rows ----------------------------------------------------------------------------------------------------------
+
+#: Beyond what exp can hold on either side, and about where kernels clamp it.
+LARGE = np.array([0, -0.0, 1e-30, -1e-30, 20, -20, 87, -87, 88, -88, 89, -89, 104, -104, 700, -700, 1e4, -1e4])
+
+
+def with_large(scale: float) -> Array:
+    x = scale * rows(100)
+    x[:, : len(LARGE)] = LARGE
+    return x.astype(np.float32)
+
+
+@cases(width=(1, 5, 32, 100), scale=(1.0, 2.5))
+def embed(width: int, scale: float) -> Case:
+    table = f32(rows(width))
+    return Case(lambda graph, x: graph.add(g.Embed(table, scale)), [rows(width)], lambda x: scale * x)
+
+
+@cases(columns=(range(32), range(37, 60)))
+def embed_columns(columns: range) -> Case:
+    table = f32(rows(100))
+
+    def build(graph: Graph, x: g.Tensor) -> g.Tensor:
+        return graph.add(g.Add(graph.add(g.Embed(table, 2.0, columns)), x))
+
+    return Case(build, [rows(100)[:, columns]], lambda x: 3 * x)
+
+
+@cases(n_groups=(1, 3, 6), weights=(0, 1, 96))
+def rms_norm_of_groups(n_groups: int, weights: int) -> Case:
+    n = {0: 0, 1: 96 // n_groups, 96: 96}[weights]
+    weight = random(n, seed=1) if n else None
+    factors = np.float64(1) if weight is None else np.resize(weight, (n_groups, 96 // n_groups))
+    return Case(
+        lambda graph, x: graph.add(g.RMSNorm(x, None if weight is None else f32(weight), 0.1, n_groups)),
+        [rows(96)],
+        lambda x: normed(x.reshape(len(x), n_groups, -1), factors, 0.1).reshape(x.shape),
+    )
+
+
+@cases(width=(1, 5, 100), with_bias=(False, True))
+def layer_norm(width: int, with_bias: bool) -> Case:
+    weight, bias = random(width, seed=1), random(width, seed=2) * with_bias
+    own = f32(weight), f32(bias) if with_bias else None
+
+    def expected(x: Array) -> Array:
+        return (x - x.mean(axis=1, keepdims=True)) / np.sqrt(x.var(axis=1, keepdims=True) + 0.1) * weight + bias
+
+    return Case(lambda graph, x: graph.add(g.LayerNorm(x, *own, 0.1)), [3 + rows(width)], expected)
+
+
+def sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-np.clip(x, -700, 700)))
+
+
+def softplus(x: Array) -> Array:
+    return np.logaddexp(x, 0)
+
+
+@cases(scale=(1.0, 0.22), with_gate=(False, True))
+def add(scale: float, with_gate: bool) -> Case:
+    return Case(
+        lambda graph, x, r, gate: graph.add(g.Add(x, r, scale, gate if with_gate else None)),
+        [rows(100), rows(100, 1), with_large(1.0)[:, 5:6]],
+        lambda x, r, gate: r + scale * x * (sigmoid(gate) if with_gate else 1),
+    )
+
+
+@cases(with_weight=(False, True))
+def scale(with_weight: bool) -> Case:
+    weight = f32(random(1)) if with_weight else None
+    factor = 0.25 * (random(1)[0] if with_weight else 1)
+    return Case(lambda graph, x: graph.add(g.Scale(x, 0.25, weight)), [rows(100)], lambda x: factor * x)
+
+
+@cases(width=(1, 5, 32, 100), eps=(1e-6, 0.5))
+def rms_norm(width: int, eps: float) -> Case:
+    weight, x = random(width, seed=1), rows(width)
+    x[1] *= 1e-4
+    x[2] = 0
+    return Case(
+        lambda graph, x: graph.add(g.RMSNorm(x, f32(weight), eps)),
+        [x],
+        lambda x: x / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + eps) * weight,
+        every_cpu=width == 100,
+    )
+
+
+def silu(x: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return x / (1 + np.exp(-x))
+
+
+def gelu(x: Array) -> Array:
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def gelu_erf(x: Array) -> Array:
+    return x * np.vectorize(statistics.NormalDist().cdf)(x)
+
+
+GATES: dict[str, tuple[Callable[[Array], Array], dict[str, Any]]] = {
+    "silu": (silu, {"rtol": 2e-6, "atol": 1e-30}),
+    "gelu": (gelu, {"rtol": 1e-5, "atol": 1e-6}),
+    "gelu_erf": (gelu_erf, {"rtol": 3e-6, "atol": 1e-6}),
+    "relu2": (lambda x: np.maximum(x, 0) ** 2, {}),
+    "sigmoid": (sigmoid, {"atol": 1e-30}),
+    "identity": (lambda x: x, {}),
+}
+
+
+@cases(activation=("silu", "gelu", "gelu_erf", "relu2"))
+def activation(activation: str) -> Case:
+    function, bounds = GATES[activation]
+    return Case(
+        lambda graph, x: graph.add(g.Activation(x, activation)),
+        [with_large(3.0)],
+        function,
+        **bounds,
+    )
+
+
+@cases()
+def clamped_swiglu() -> Case:
+    def expected(gate: Array, up: Array) -> Array:
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+        return gate * sigmoid(1.702 * gate) * (up + 1)
+
+    return Case(
+        lambda graph, gate, up: graph.add(g.Gated(gate, up, "clamped_swiglu")),
+        [with_large(6.0), 6 * rows(100, 1)],
+        expected,
+    )
+
+
+@cases(activation=tuple(GATES))
+def gated(activation: str) -> Case:
+    function, bounds = GATES[activation]
+    return Case(
+        lambda graph, gate, up: graph.add(g.Gated(gate, up, activation)),
+        [with_large(3.0), rows(100, 1)],
+        lambda gate, up: function(gate) * up,
+        every_cpu=True,
+        **bounds,
+    )
+
+
+@cases(cap=(1e-3, 1.0, 30.0, 1e6))
+def softcap(cap: float) -> Case:
+    return Case(
+        lambda graph, x: graph.add(g.Softcap(x, cap)),
+        [with_large(5.0)],
+        lambda x: cap * np.tanh(x / cap),
+        rtol=1e-6,
+        atol=1e-30,
+        every_cpu=True,
+    )
+
+
+# -- Products ------------------------------------------------------------------------------------------------------
+
+
+@cases(with_bias=(False, True), with_residual=(False, True))
+def linear(with_bias: bool, with_residual: bool) -> Case:
+    matrix, bias = random(7, 50), random(7)
+    own = Matrix(f32(matrix), f32(bias) if with_bias else None)
+    return Case(
+        lambda graph, x, r: graph.add(g.Linear(x, own, r if with_residual else None)),
+        [rows(50), rows(7, 1)],
+        lambda x, r: x @ matrix.T + with_bias * bias + with_residual * r,
+        atol=3e-6,
+    )
+
+
+@cases(type=(GGMLType.F32, GGMLType.Q4_0, GGMLType.Q6_K), which=(0, 1, 2))
+def linears(type: GGMLType, which: int) -> Case:
+    """Matrices of the same input, one of another format."""
+    types = (type, type, GGMLType.Q8_0)
+    packed = [random_rows(t, n, 256, seed=n) for t, n in zip(types, (40, 16, 33), strict=True)]
+    own = tuple(Matrix(blocks(r, t, 256)) for r, t in zip(packed, types, strict=True))
+    values = values_of(packed[which], types[which])
+    return Case(
+        lambda graph, x: graph.add(g.Linears(x, own))[which],
+        [rows(256)],
+        lambda x: x @ values.T,
+        error=1e-5 if types[which] is GGMLType.F32 else 1e-2,
+    )
+
+
+@cases(norm_topk_prob=(False, True), k=(1, 3))
+def mixture(norm_topk_prob: bool, k: int) -> Case:
+    n, d, f, scale = 11, 64, 40, 2.5
+    gate, up, down = random(n, f, d, seed=1), random(n, f, d, seed=2), random(n, d, f, seed=3)
+    x, logits = rows(d, 4), 3 * rows(n, 5)
+
+    def build(graph: Graph, x: g.Tensor, logits: g.Tensor) -> g.Tensor:
+        routing = graph.add(g.Route(logits, k, norm_topk_prob=norm_topk_prob, scale=scale))
+        h = graph.add(g.ExpertLinears(x, tuple(_experts(w) for w in (gate, up)), routing))
+        return graph.add(g.ExpertOutput(graph.add(g.Gated(*h, "silu")), _experts(down), routing, x))
+
+    def expected(x: Array, logits: Array) -> Array:
+        weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+        weights[weights < np.sort(weights, axis=1)[:, -k, None]] = 0
+        if norm_topk_prob:
+            weights /= weights.sum(axis=1, keepdims=True)
+        h = silu(np.einsum("efd,td->tef", gate, x)) * np.einsum("efd,td->tef", up, x)
+        return x + scale * np.einsum("te,edf,tef->td", weights, down, h)
+
+    return Case(build, [x, logits], expected, error=1e-5)
+
+
+#: Kinds of routing, of 12 experts, 3 to a token.
+ROUTING: dict[str, dict[str, Any]] = {
+    "sigmoid": {"gating": "sigmoid"},
+    "sqrt_softplus": {"gating": "sqrt_softplus", "scale": 1.5},
+    "softmax with bias": {"selection_bias": True},
+    "sigmoid with all": {
+        "gating": "sigmoid",
+        "selection_bias": True,
+        "n_groups": 4,
+        "n_top_groups": 2,
+        "scale": 2.5,
+        "expert_scales": True,
+    },
+    "scales": {"expert_scales": True},
+    "groups": {"n_groups": 3, "n_top_groups": 1},
+}
+
+
+@cases(kind=tuple(ROUTING), norm_topk_prob=(False, True))
+def routing(kind: str, norm_topk_prob: bool) -> Case:
+    """A token's row times the sum of its experts' weights, each of which multiplies it with a number of its own."""
+    n, k, d, own = 12, 3, 32, ROUTING[kind]
+    logits, x = 2 * rows(n, 5), rows(d, 4)
+    bias, scales, numbers = random(n, seed=6) / 4, np.exp(random(n, seed=7)), np.arange(1.0, n + 1)
+    weights = {name: f32(w) for name, w in (("selection_bias", bias), ("expert_scales", scales)) if name in own}
+    matrices = np.array([number * np.eye(d) for number in numbers], np.float32)
+
+    def build(graph: Graph, x: g.Tensor, logits: g.Tensor) -> g.Tensor:
+        chosen = graph.add(g.Route(logits, k, norm_topk_prob, **{**own, **weights}))
+        (h,) = graph.add(g.ExpertLinears(x, (_experts(np.array([np.eye(d)] * n, np.float32)),), chosen))
+        return graph.add(g.ExpertOutput(h, _experts(matrices), chosen, x))
+
+    def expected(x: Array, logits: Array) -> Array:
+        out = x.copy()
+        for t, row in enumerate(logits):
+            p = {"sigmoid": sigmoid, "sqrt_softplus": lambda x: np.sqrt(softplus(x))}.get(
+                own.get("gating", ""), lambda x: np.exp(x) / np.exp(x).sum()
+            )(row)
+            scores = p + bias * ("selection_bias" in own)
+            groups = scores.reshape(own.get("n_groups", 1), -1)
+            ranks = np.argsort(-np.sort(groups, axis=1)[:, -2:].sum(axis=1))
+            allowed = np.isin(np.arange(n) // groups.shape[1], ranks[: own.get("n_top_groups", 1)])
+            chosen = np.argsort(-np.where(allowed, scores, -np.inf))[:k]
+            shares = p[chosen] / (p[chosen].sum() if norm_topk_prob else 1) * own.get("scale", 1)
+            out[t] += x[t] * (shares * numbers[chosen] * (scales[chosen] if "expert_scales" in own else 1)).sum()
+        return out
+
+    return Case(build, [x, logits], expected, error=1e-5)
+
+
+@cases(type=(GGMLType.F32, GGMLType.Q4_0), is_weighted_first=(False, True), with_biases=(False, True))
+def experts(type: GGMLType, is_weighted_first: bool, with_biases: bool) -> Case:
+    n, d, f = 5, 64, 96
+    sizes = ((f, d), (f, d), (d, f))
+    packed = [random_rows(type, n * out, n_in, seed=i) for i, (out, n_in) in enumerate(sizes)]
+    gate, up, down = (Tensor(type, (n, *s), p.reshape(n, s[0], -1)) for s, p in zip(sizes, packed, strict=True))
+    wg, wu, wd = (values_of(p, type).reshape(n, *s) for s, p in zip(sizes, packed, strict=True))
+    bg, bu, bd = (with_biases * random(n, out, seed=7 + i) for i, (out, _) in enumerate(sizes))
+
+    def build(graph: Graph, x: g.Tensor, logits: g.Tensor) -> g.Tensor:
+        chosen = graph.add(g.Route(logits, 2, norm_topk_prob=False))
+        biases = (f32(bg), f32(bu)) if with_biases else ()
+        h = graph.add(g.ExpertLinears(x, (gate, up), chosen, biases, is_weighted_first))
+        out = f32(bd) if with_biases else None
+        return graph.add(
+            g.ExpertOutput(graph.add(g.Gated(*h, "identity")), down, chosen, x, out, not is_weighted_first)
+        )
+
+    def expected(x: Array, logits: Array) -> Array:
+        weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+        weights[weights < np.sort(weights, axis=1)[:, -2, None]] = 0
+        before, after = (weights, (weights > 0) * 1.0) if is_weighted_first else (np.ones_like(weights), weights)
+        rows = before[:, :, None] * x[:, None]
+        h = (np.einsum("efd,ted->tef", wg, rows) + bg) * (np.einsum("efd,ted->tef", wu, rows) + bu)
+        return x + np.einsum("te,ted->td", after, np.einsum("edf,tef->ted", wd, h) + bd)
+
+    error = 1e-5 if type is GGMLType.F32 else 2e-2
+    return Case(build, [rows(d, 4), 3 * rows(n, 5)], expected, error=error)
+
+
+def _experts(matrices: Array) -> Tensor:
+    n, n_out, n_in = matrices.shape
+    return Tensor(GGMLType.F32, (n, n_out, n_in), f32(matrices.reshape(n * n_out, n_in)).data.reshape(n, n_out, -1))
+
+
+# -- Recurrent states ----------------------------------------------------------------------------------------------
+
+
+@cases(kernel=(2, 3, 4, 8), silu_after=(False, True), with_bias=(False, True))
+def causal_conv(kernel: int, silu_after: bool, with_bias: bool) -> Case:
+    weight, bias = random(50, kernel, seed=1), random(50, seed=2) * with_bias
+
+    def build(graph: Graph, x: g.Tensor) -> g.Tensor:
+        state = graph.state("conv", kernel - 1, 50)
+        return graph.add(g.CausalConv(x, f32(weight), state, f32(bias) if with_bias else None, silu_after))
+
+    def expected(x: Array) -> Array:
+        wide = np.concatenate([np.zeros((kernel - 1, 50)), x])
+        y = np.array([np.sum(wide[t : t + kernel] * weight.T, axis=0) for t in range(len(x))]) + bias
+        return silu(y) if silu_after else y
+
+    return Case(build, [rows(50)], expected, every_cpu=kernel == 4)
+
+
+#: Heads, heads of keys, and the sides of a head's state.
+DELTAS = {"small": (4, 2, 16, 16), "wide": (4, 4, 32, 96), "odd": (3, 1, 48, 32), "qwen": (2, 1, 128, 128)}
+
+
+@cases(sizes=tuple(DELTAS), is_grouped=(False, True), per_channel=(False, True), in_parts=(False, True))
+def gated_delta(sizes: str, is_grouped: bool, per_channel: bool, in_parts: bool) -> Case:
+    n_heads, n_keys, d_k, d_v = DELTAS[sizes]
+    widths = n_keys * d_k, n_keys * d_k, n_heads * d_v
+    n_decays = n_heads * d_k if per_channel else n_heads
+    a, bias = -np.exp(random(n_heads, seed=3)), random(n_decays, seed=4)
+    qkv = [rows(width, seed) for seed, width in enumerate(widths)]
+
+    def build(graph: Graph, *x: g.Tensor) -> g.Tensor:
+        state = graph.state("delta", n_heads, d_k, d_v)
+        return graph.add(g.GatedDelta(x[:-2], *x[-2:], f32(a), f32(bias), state, n_keys, is_grouped, eps=0.01))
+
+    def expected(*x: Array) -> Array:
+        q, k, v = x[:3] if in_parts else np.split(x[0], np.cumsum(widths)[:2], axis=1)
+        q, k, v = heads(q, d_k), heads(k, d_k), heads(v, d_v)
+        q, k = (y / np.sqrt(np.square(y).sum(axis=2, keepdims=True) + 0.01) for y in (q, k))
+        of = np.arange(n_heads) // (n_heads // n_keys) if is_grouped else np.arange(n_heads) % n_keys
+        decay = np.exp(softplus(x[-2] + bias).reshape(len(v), n_heads, -1) * a[:, None])
+        state, y = np.zeros((n_heads, d_k, d_v)), np.empty_like(v)
+        for t in range(len(v)):
+            state = state * decay[t][:, :, None]
+            missing = v[t] - np.einsum("hkv,hk->hv", state, k[t, of])
+            state = state + np.einsum("hk,hv->hkv", k[t, of], sigmoid(x[-1][t])[:, None] * missing)
+            y[t] = np.einsum("hkv,hk->hv", state, q[t, of]) / np.sqrt(d_k)
+        return y.reshape(len(y), -1)
+
+    inputs = [*(qkv if in_parts else [np.concatenate(qkv, axis=1)]), rows(n_decays, 5), rows(n_heads, 6)]
+    return Case(build, inputs, expected, error=2e-6, every_cpu=sizes == "wide")
+
+
+@cases(sizes=((4, 2, 32, 16), (3, 3, 16, 80), (2, 1, 128, 64)), in_parts=(False, True))
+def scan(sizes: tuple[int, int, int, int], in_parts: bool) -> Case:
+    n_heads, n_groups, n, p = sizes
+    widths = n_heads * p, n_groups * n, n_groups * n
+    a, bias, d = -np.exp(random(n_heads, seed=3)), random(n_heads, seed=4), random(n_heads, seed=5)
+    xbc = [rows(width, seed) for seed, width in enumerate(widths)]
+
+    def build(graph: Graph, *x: g.Tensor) -> g.Tensor:
+        weights = f32(a[:, None]), f32(bias), f32(d[:, None])
+        return graph.add(g.Scan(x[:-1], x[-1], *weights, graph.state("scan", n_heads, n, p), n_groups))
+
+    def expected(*inputs: Array) -> Array:
+        x, b, c = inputs[:3] if in_parts else np.split(inputs[0], np.cumsum(widths)[:2], axis=1)
+        x, b, c = heads(x, p), heads(b, n), heads(c, n)
+        of, step = np.arange(n_heads) // (n_heads // n_groups), softplus(inputs[-1] + bias)
+        # As one sum over all tokens before: Mamba 2's dual form.
+        decays = np.cumsum(step * a, axis=0)
+        weights = np.exp(np.minimum(decays[:, None] - decays[None], 0)) * np.tri(len(x))[:, :, None]
+        scores = np.einsum("thn,shn->tsh", c[:, of], b[:, of]) * weights
+        return (np.einsum("tsh,sh,shp->thp", scores, step, x) + d[:, None] * x).reshape(len(x), -1)
+
+    inputs = [*(xbc if in_parts else [np.concatenate(xbc, axis=1)]), rows(n_heads, 6)]
+    return Case(build, inputs, expected, error=2e-6)
+
+
+# -- Attention -----------------------------------------------------------------------------------------------------
+
+
+def heads(x: Array, dim: int) -> Array:
+    return x.reshape(len(x), -1, dim)
+
+
+def normed(x: Array, weight: Array | None, eps: float) -> Array:
+    """Over the last axis."""
+    return x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + eps) * (1 if weight is None else weight)
+
+
+def rotated(x: Array, rope: Rope | None) -> Array:
+    """Heads [T, n, head_dim] at positions 0 … T - 1, pairs turned as complex numbers."""
+    out = x.astype(np.float64)
+    if rope is None:
+        return out
+    n = len(rope.frequencies)
+    a, b = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if rope.interleaved else (slice(0, n), slice(n, 2 * n))
+    angles = np.arange(len(x))[:, None, None] * rope.frequencies.astype(np.float64)
+    turned = (out[..., a] + 1j * out[..., b]) * rope.magnitude * np.exp(1j * angles)
+    out[..., a], out[..., b] = turned.real, turned.imag
+    return out
+
+
+def attended(
+    q: Array,
+    keys: Array,
+    values: Array,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+) -> Array:
+    """q [T, H, key_dim] over keys [T, G, key_dim] and values [T, G, value_dim]: [T, H * value_dim]."""
+    n_tokens, n_heads = q.shape[:2]
+    keys, values = (np.repeat(x, n_heads // x.shape[1], axis=1) for x in (keys, values))
+    scores = np.einsum("thd,shd->hts", q, keys) * scale
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    behind = np.arange(n_tokens)[:, None] - np.arange(n_tokens)
+    scores = np.where((behind >= 0) & (behind < (window or n_tokens)), scores, -np.inf)
+    sinks = np.full(n_heads, -np.inf) if sinks is None else sinks
+    scores = np.concatenate([scores, np.broadcast_to(sinks[:, None, None], (n_heads, n_tokens, 1))], axis=2)
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    weights /= weights.sum(axis=2, keepdims=True)
+    return np.einsum("hts,shd->thd", weights[..., :-1], values).reshape(n_tokens, -1)
+
+
+def stored(x: Array, type: CacheType) -> Array:
+    """Heads [T, n, dim] as a cache has them: halves, or Q8_0 of each 32 values."""
+    if type != "q8_0":
+        return x.astype(np.float32).astype(np.float16).astype(np.float64)
+    padded = np.pad(x.astype(np.float32), ((0, 0), (0, 0), (0, -x.shape[2] % 32))).reshape(*x.shape[:2], -1, 32)
+    largest = np.abs(padded).max(axis=3, keepdims=True)
+    codes = np.rint(padded * (np.float32(127) / np.maximum(largest, np.float32(1e-30))))
+    scales = (largest / np.float32(127)).astype(np.float16).astype(np.float64)
+    return (codes * scales).reshape(*x.shape[:2], -1)[..., : x.shape[2]]
+
+
+HEADS, GROUPS, DIM = 6, 2, 16
+ROPES = {
+    f"{n}-{name}-{magnitude}": Rope(0.7 ** np.arange(n, dtype=np.float32), name == "interleaved", magnitude)
+    for n, name, magnitude in itertools.product((8, 4, 1), ("interleaved", "halves"), (1.0, 1.3))
+}
+
+
+@cases(rope=tuple(ROPES), with_norms=(False, True))
+def rope_append(rope: str, with_norms: bool) -> Case:
+    """The rotated queries; keys are seen by attention."""
+    own, (q_norm, k_norm) = ROPES[rope], (random(DIM, seed=n) for n in (7, 8))
+    norms = {"q_norm": f32(q_norm), "k_norm": f32(k_norm), "eps": 0.01} if with_norms else {}
+
+    def build(graph: Graph, q: g.Tensor, k: g.Tensor, v: g.Tensor) -> g.Tensor:
+        return graph.add(g.RopeAppend(q, k, v, graph.kv_cache(GROUPS, DIM), own, **norms))
+
+    def expected(q: Array, k: Array, v: Array) -> Array:
+        x = heads(q, DIM)
+        return rotated(normed(x, q_norm, 0.01) if with_norms else x, own).reshape(len(q), -1)
+
+    inputs = [rows(n * DIM, seed) for n, seed in ((HEADS, 1), (GROUPS, 2), (GROUPS, 3))]
+    return Case(build, inputs, expected, every_cpu=True)
+
+
+def kept_rows(n_heads: int, dim: int, type: CacheType, seed: int) -> Array:
+    """Random heads that a cache of this type keeps as they are."""
+    x = heads(rows(n_heads * dim, seed), dim)
+    if type == "f16":
+        return x.astype(np.float16).astype(np.float32).reshape(len(x), -1)
+    codes = np.clip(np.rint(50 * x), -127, 127)
+    codes[..., ::32] = 127
+    scales = np.random.default_rng(seed).integers(1, 1024, (*x.shape[:2], -(-dim // 32))) / 2**16
+    return (codes * np.repeat(scales, 32, axis=2)[..., :dim]).astype(np.float32).reshape(len(x), -1)
+
+
+#: What attention may be given, and the sizes of heads that it is tried with.
+ATTENTION: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "plain": ({}, (8, 16, 64, 80, 96, 128, 256)),
+    "rotated": ({"rope": ROPES["4-halves-1.3"], "norms": True}, (16, 128)),
+    "capped": ({"softcap": 2.0}, (16,)),
+    "all": ({"softcap": 1.5, "sinks": True, "window": 33}, (16, 256)),
+    **{f"window {n}": ({"window": n}, (16,)) for n in (1, 2, 16, 63, 64, 65, 100, 1000)},
+    **{f"{h} heads of {n}": ({"n_heads": h, "n_kv_heads": n}, (16,)) for h, n in ((1, 1), (12, 3), (7, 1), (16, 2))},
+}
+
+
+@cases(
+    kind=[(name, dim, type) for name, (_, dims) in ATTENTION.items() for dim in dims for type in ("f16", "q8_0")],
+)
+def attention(kind: tuple[str, int, CacheType]) -> Case:
+    name, dim, type = kind
+    options: dict[str, Any] = {"n_heads": 6, "n_kv_heads": 2, "rope": None, "norms": False, "sinks": False}
+    options |= {"window": None, "softcap": None, **ATTENTION[name][0]}
+    n_heads, n_kv_heads, rope, scale = options["n_heads"], options["n_kv_heads"], options["rope"], dim**-0.5
+    q_norm, k_norm, sinks = random(dim, seed=7), random(dim, seed=8), 3 * random(n_heads, seed=9)
+    more = {"window": options["window"], "softcap": options["softcap"]}
+
+    def build(graph: Graph, q: g.Tensor, k: g.Tensor, v: g.Tensor) -> g.Tensor:
+        graph.cache_type = type
+        cache = graph.kv_cache(n_kv_heads, dim)
+        norms = {"q_norm": f32(q_norm), "k_norm": f32(k_norm), "eps": 0.01} if options["norms"] else {}
+        q = graph.add(g.RopeAppend(q, k, v, cache, rope, **norms))
+        return graph.add(g.Attention(q, cache, scale, sinks=f32(sinks) if options["sinks"] else None, **more))
+
+    def expected(q: Array, k: Array, v: Array) -> Array:
+        q, k, v = (heads(x, dim) for x in (q, k, v))
+        if options["norms"]:
+            q, k = normed(q, q_norm, 0.01), normed(k, k_norm, 0.01)
+        own = sinks if options["sinks"] else None
+        return attended(rotated(q, rope), stored(rotated(k, rope), type), v, scale, sinks=own, **more)
+
+    queries = rows(n_heads * dim, 1).astype(np.float16).astype(np.float32)
+    inputs = [queries, *(kept_rows(n_kv_heads, dim, type, seed) for seed in (2, 3))]
+    # A rotated key that is near the border between two numbers of the cache may become either.
+    return Case(
+        *(build, inputs, expected),
+        **({"error": 2e-3} if rope else {"rtol": 1e-4}),
+        slow=dim != 16,
+        every_cpu=name == "all" and dim == 16,
+    )
+
+
+@pytest.mark.parametrize(("backend", "case"), _each(), scope="module")
+def test_operation(backend: Backend, ops: Ops, case: Case) -> None:
+    check_operation(backend, ops, case)
