@@ -119,7 +119,7 @@ def _products(machine: Machine, format: GGMLType, name: str, n_outs: Sequence[in
         x = _repeated(np.random.default_rng(n).normal(0, 1, (min(n, DIFFERENT), n_in)).astype(np.float32), n)
         timed = Timed(machine, Multiply)
         with watching(timed):
-            y = step.run(make_batch([([0] * n, 0, range(cache.n_pages[0]))], [0]), HostOutput(x)).rows()
+            y = step.run(make_batch([([0] * n, 0, range(cache.n_pages))], [0]), HostOutput(x)).rows()
         error = _product_error(y, x, pool, format)
         what = {"kernel": f"linear {name}", "format": format.name, "rows": n}
         decode = FLOAT_DECODE if format in (GGMLType.F16, GGMLType.BF16) else DECODE
