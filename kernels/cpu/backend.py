@@ -97,7 +97,7 @@ def footprint(
     cache = CPUCache(None, graph.caches, n_pages)
     sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
     lowered = lower(graph, PackedWeights(), cache, target, threads, **sizes)
-    caches = {layer: 2 * part_bytes(kept, n_pages) for layer, kept in graph.caches.items()}
+    caches = {layer: sum(part_bytes(kept, n_pages)) for layer, kept in graph.caches.items()}
     return Footprint(tuple(map(planned_weight, weights_of(graph))), caches, lowered.arena_bytes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +31,16 @@ def layout_of(cache: KVCache) -> CacheLayout:
     return CACHE_LAYOUTS[cache.type]
 
 
-def part_bytes(cache: KVCache, n_pages: int) -> int:
-    """Bytes of a layer's keys, or of its values: blocks [n_pages, G] (`localllm.kernels.cpu.cache_types`)."""
-    n_bytes = n_pages * cache.n_heads * layout_of(cache).block_bytes(cache.head_dim)
-    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+def part_bytes(cache: KVCache, n_pages: int) -> tuple[int, int]:
+    """Bytes of a layer's keys and of its values: blocks [n_pages, G] (`localllm.kernels.cpu.cache_types`)."""
+    keys, values = (-(-n_pages * cache.n_heads * n // ALIGNMENT) * ALIGNMENT for n in block_bytes(cache))
+    return keys, values
+
+
+def block_bytes(cache: KVCache) -> tuple[int, int]:
+    """Bytes of a block of keys and of one of values; 0 of values that are in the keys."""
+    layout = layout_of(cache)
+    return layout.block_bytes(cache.key_dim), 0 if cache.values_in_keys else layout.block_bytes(cache.value_dim)
 
 
 @dataclass(frozen=True)
@@ -54,32 +61,34 @@ class CPUCache:
     @classmethod
     def allocate(cls, layers: Mapping[int, KVCache], n_pages: int, workers: Workers) -> CPUCache:
         sizes = [part_bytes(cache, n_pages) for cache in layers.values()]
-        huge = max(sizes, default=0) >= HUGE_LAYER
-        return cls(aligned_zeros(2 * sum(sizes), np.uint8, huge=huge), layers, n_pages, workers)
+        huge = max((keys for keys, _ in sizes), default=0) >= HUGE_LAYER
+        return cls(aligned_zeros(sum(map(sum, sizes)), np.uint8, huge=huge), layers, n_pages, workers)
 
     @property
     def n_bytes(self) -> int:
-        return sum(2 * part_bytes(cache, self.n_pages) for cache in self.layers.values())
+        return sum(sum(part_bytes(cache, self.n_pages)) for cache in self.layers.values())
 
     def addresses(self) -> dict[int, tuple[int, int]]:
         """Of each layer, where its keys and its values begin; from 0 on without memory."""
         at, places = 0 if self.memory is None else self.memory.ctypes.data, {}
         for layer, cache in self.layers.items():
-            n_bytes = part_bytes(cache, self.n_pages)
-            places[layer] = at, at + n_bytes
-            at += 2 * n_bytes
+            keys, values = part_bytes(cache, self.n_pages)
+            places[layer] = at, at if cache.values_in_keys else at + keys
+            at += keys + values
         return places
 
     def blocks(self) -> dict[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Of each layer, keys and values [n_pages, G, bytes of a block]."""
+        """Of each layer, keys and values [n_pages, G, bytes of a block]; values in keys have none."""
         if self.memory is None:
             return {}
         begin, views = self.memory.ctypes.data, {}
         for layer, places in self.addresses().items():
             cache = self.layers[layer]
-            shape = self.n_pages, cache.n_heads, layout_of(cache).block_bytes(cache.head_dim)
-            n_bytes = int(np.prod(shape))
-            keys, values = (self.memory[at - begin : at - begin + n_bytes].reshape(shape) for at in places)
+            shapes = [(self.n_pages, cache.n_heads, n) for n in block_bytes(cache)]
+            keys, values = (
+                self.memory[at - begin : at - begin + prod(shape)].reshape(shape)
+                for at, shape in zip(places, shapes, strict=True)
+            )
             views[layer] = keys, values
         return views
 

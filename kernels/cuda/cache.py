@@ -6,8 +6,9 @@ The cache is one allocation.  A layer has four parts in it, each for all pages a
                              q8_0   int8 [PAGE, head], codes
     key and value scales     q8_0   float16 [groups, PAGE]: of each 32 values of the head (the last may be of 16)
 
-where ``head`` is the head size rounded up to whole 16 values.  `append.cu` writes what pads a head as zeros.  Of a
-page that is not full, the rest is whatever it was: attention reads none of it.
+where ``head`` is the head size of keys or of values, rounded up to whole 16 values; values that are in the keys have
+no parts.  `append.cu` writes what pads a head as zeros.  Of a page that is not full, the rest is whatever it was:
+attention reads none of it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -67,21 +69,24 @@ class CacheLayout:
             raise KernelError(f"the cuda backend has no cache of type {self.kept.type!r}: choose f16 or q8_0")
 
     @property
-    def head(self) -> int:
-        return padded_head(self.kept.head_dim)
+    def heads(self) -> tuple[int, int]:
+        """Of keys and of values, the values that a head takes; 0 of those in the keys."""
+        kept = self.kept
+        return padded_head(kept.key_dim), 0 if kept.values_in_keys else padded_head(kept.value_dim)
 
     @property
-    def groups(self) -> int:
-        """Scales of a head; 0 where there are none."""
-        return -(-self.head // VALUES_PER_SCALE) if self.kept.type == "q8_0" else 0
+    def groups(self) -> tuple[int, int]:
+        """Scales of a head of either; 0 where there are none."""
+        keys, values = (-(-n // VALUES_PER_SCALE) if self.kept.type == "q8_0" else 0 for n in self.heads)
+        return keys, values
 
     @cached_property
     def parts(self) -> tuple[Part, Part, Part, Part]:
         """Keys, values, the keys' scales, the values' scales."""
-        per_head = self.head if self.groups else 2 * self.head
-        entries, scales = (PAGE * self.kept.n_heads * n for n in (per_head, 2 * self.groups))
+        size = 1 if self.kept.type == "q8_0" else 2
         offset, parts = 0, []
-        for page_bytes in (entries, entries, scales, scales):
+        for per_head in (*(size * n for n in self.heads), *(2 * n for n in self.groups)):
+            page_bytes = PAGE * self.kept.n_heads * per_head
             part = Part(offset, page_bytes, self.n_pages)
             offset = -(-(offset + part.n_bytes) // _ALIGNMENT) * _ALIGNMENT
             parts.append(part)
@@ -94,10 +99,10 @@ class CacheLayout:
         last = self.parts[-1]
         return -(-(last.offset + last.n_bytes) // _ALIGNMENT) * _ALIGNMENT
 
-    @property
-    def defines(self) -> Defines:
-        """What append.cu is compiled for."""
-        return {"HEAD_DIM": self.kept.head_dim, "Q8_0": int(self.kept.type == "q8_0")}
+
+def append_defines(kept: KVCache) -> Defines:
+    """What append.cu is compiled for."""
+    return {"KEY_DIM": kept.key_dim, "VALUE_DIM": kept.value_dim, "Q8_0": int(kept.type == "q8_0")}
 
 
 class CUDACache:
@@ -149,10 +154,14 @@ class CUDACache:
             if not 0 <= page < self.n_pages:
                 raise KernelError(f"there is no page {page} in a cache of {self.n_pages}")
         # Neighbouring layers of one kind go in one launch.
-        for _, alike in groupby(self.layouts, key=lambda n: (self.layouts[n].parts, self.layouts[n].defines)):
+        for _, alike in groupby(self.layouts, key=self._kind):
             numbers = list(alike)
             self._copy_page(numbers[0], len(numbers), source, target)
         self.driver.synchronize(self.stream)
+
+    def _kind(self, number: int) -> tuple[Any, ...]:
+        layout = self.layouts[number]
+        return layout.parts, append_defines(layout.kept)
 
     def _copy_page(self, first: int, n_layers: int, source: int, target: int) -> None:
         """In layers of one kind, from the ``first`` on."""
@@ -161,7 +170,7 @@ class CUDACache:
             if part.n_bytes:
                 memory = self._at(begin + part.offset, (n_layers - 1) * layout.n_bytes + part.n_bytes)
                 sizes = np.int32(part.page_bytes), np.int64(layout.n_bytes), np.int32(source), np.int32(target)
-                module = self.driver.load_module(memory.device, "append", layout.defines)
+                module = self.driver.load_module(memory.device, "append", append_defines(layout.kept))
                 grid = (-(-part.page_bytes // _COPIED_BYTES), n_layers)
                 self.driver.launch(module, "copy_page", grid, (256,), [memory, *sizes], self.stream)
 
