@@ -114,7 +114,8 @@ def attention(kernel: str, variant: Variant) -> Case:
     """Rows enough for two tiles of two warps, and a NaN that some of their tokens see."""
 
     def run(device: Device) -> Array:
-        talk = Talk(device, variant, ((20, 330), (1, 70)), Heads(1, 2, 300), spoilt=((1, 0, 320),))
+        spoilt = ((0 if variant.values_in_keys else 1, 0, 320),)
+        talk = Talk(device, variant, ((20, 330), (1, 70)), Heads(1, 2, 300), spoilt=spoilt)
         return talk.run(talk.work(0) if kernel == "attention_prefill" else talk.work_of_bucket())
 
     return Case(kernel, "attention", variant.defines, run)
@@ -195,6 +196,7 @@ CASES = {
     "attention_split, small": attention("attention_split", smallest(F16)),
     "attention_split Q8_0, small": attention("attention_split", smallest(Q8_0)),
     "attention_prefill Q8_0, small": attention("attention_prefill", smallest(Q8_0)),
+    "attention_split, values in keys": attention("attention_split", replace(F16, values_in_keys=True)),
     "attention_split Q8_0": attention("attention_split", Q8_0),
     "attention_prefill Q8_0": attention("attention_prefill", Q8_0),
     "rope_append": Case("rope_append", "append", append_defines(KVCache(0, 1, 24, 24, "q8_0")), append),
