@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.backend import Backend, Batch, Cache, Output, Progress, Step, TopK
+from localllm.kernels.backend import Backend, Batch, Cache, HostOutput, Output, Progress, Step, TopK
 from localllm.kernels.graph import Graph
 
 #: Tokens of a micro-batch: enough for weights to be read seldom, and four of them in a step of 512.
@@ -131,7 +131,7 @@ class SplitStep(Step):
     def run(self, batch: Batch, hidden: Output | None = None) -> Output:
         batch.check_size(*self._limits)
         batch.check(self.cache)
-        return _SplitOutput(self, batch)
+        return _SplitOutput(self, batch, hidden)
 
     def through(self, steps: Sequence[Step], batch: Batch, hidden: Output | None = None) -> Output:
         """What some of the steps, one after the other, make of a batch."""
@@ -148,10 +148,11 @@ class _SplitOutput(Output):
 
     step: SplitStep
     batch: Batch
+    hidden: Output | None
 
     def rows(self) -> NDArray[np.float32]:
         if len(self.batch.ids) <= self.step.micro_batch:
-            return self.step.through(self.step.steps, self.batch).rows()
+            return self.step.through(self.step.steps, self.batch, self.hidden).rows()
         logits = self.step.logits[: len(self.batch.outputs)]
 
         def take(rows: NDArray[np.int64], result: Output) -> None:
@@ -175,7 +176,9 @@ class _SplitOutput(Output):
         *first, last = self.step.steps
         pending: tuple[MicroBatch, Output] | None = None
         for micro in micro_batches(self.batch, self.step.micro_batch):
-            hidden = self.step.through(first, micro.batch) if first else None
+            hidden: Output | None = None if self.hidden is None else HostOutput(self.hidden.rows()[micro.tokens])
+            if first:
+                hidden = self.step.through(first, micro.batch, hidden)
             # The last step overwrites what it gave before: that is taken only now, for until then nobody had to wait.
             _take(pending, take)
             pending = micro, self.step.through([last], micro.batch, hidden)
@@ -197,6 +200,7 @@ class MicroBatch:
 
     batch: Batch
     rows: NDArray[np.int64]
+    tokens: slice
 
 
 def micro_batches(batch: Batch, n_tokens: int) -> list[MicroBatch]:
@@ -206,7 +210,7 @@ def micro_batches(batch: Batch, n_tokens: int) -> list[MicroBatch]:
     """
     n = len(batch.ids)
     if n <= n_tokens:
-        return [MicroBatch(batch, np.arange(len(batch.outputs)))]
+        return [MicroBatch(batch, np.arange(len(batch.outputs)), slice(0, n))]
     even = -(-n // -(-n // n_tokens))
     size = min(n_tokens, -(-even // _WHOLE_TILES) * _WHOLE_TILES)
     return [_tokens(batch, start, min(start + size, n)) for start in range(0, n, size)]
@@ -227,7 +231,7 @@ def _tokens(batch: Batch, start: int, stop: int) -> MicroBatch:
         states=batch.states[within] if len(batch.states) else batch.states,
         outputs=batch.outputs[rows] - np.int32(start),
     )
-    return MicroBatch(part, rows)
+    return MicroBatch(part, rows, slice(start, stop))
 
 
 def _in_smaller_pages(batch: Batch, n: int) -> Batch:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from localllm.errors import KernelError
 from localllm.gguf import GGUFFile
-from localllm.kernels.backend import Batch
-from localllm.kernels.graph import Embed, Graph, Linear, Matrix, Outputs
+from localllm.kernels.backend import Batch, HostOutput
+from localllm.kernels.graph import Embed, Graph, Input, Linear, Matrix, Outputs, Rows, Tensor
 from localllm.kernels.reference import ReferenceBackend
 from localllm.kernels.split import _in_smaller_pages, compile_split, micro_batches
 from localllm.models.registry import read_model
@@ -253,3 +253,20 @@ def test_batches_that_do_not_fit_are_refused() -> None:
         step(make_batch([(range(9), 0, [0])], outputs=[8]))
     with pytest.raises(KernelError, match="a page outside a cache of 2"):
         step(make_batch([(range(7), 0, [2])], outputs=[6]))
+
+
+def test_a_model_may_begin_with_embeddings_that_are_given() -> None:
+    """Instead of ids: each micro-batch has its own rows."""
+    graph = Graph()
+    x = graph.add(Input(Tensor(Rows.TOKENS, 4)))
+    for graph.layer in (0, 1):
+        x = graph.add(Linear(x, Matrix(f32(2 * np.eye(4)))))
+    graph.layer = "output"
+    graph.add(Outputs(x))
+    sizes: dict[str, Any] = {"n_pages": (2,), "max_tokens": 8, "max_outputs": 8}
+    embeddings = HostOutput(np.arange(28, dtype=np.float32).reshape(7, 4))
+    for layers, micro_batch in (([range(1), range(1, 2)], 4), ([range(1), range(1, 2)], 8), ([range(2)], 4)):
+        backends = [ReferenceBackend() for _ in layers]
+        step = compile_split(backends, layers, graph, micro_batch=micro_batch, **sizes)
+        out = step.run(make_batch([(range(7), 0, [0])], outputs=[6, 0]), embeddings).rows()
+        np.testing.assert_array_equal(out, 4 * embeddings.matrix[[6, 0]])
