@@ -118,7 +118,7 @@ def load(
     if unknown:
         check_keywords(unknown, [*inspect.signature(load).parameters][:-1], THEIR_LOAD)
     options = LoadOptions(
-        path=_model_file(path),
+        path=model_file(path),
         device=device,
         n_gpu_layers=n_gpu_layers,
         tensor_split=tensor_split,
@@ -128,7 +128,7 @@ def load(
         parallel=parallel,
         cache_type=cache_type,
         chat_template=chat_template,
-        draft_model=_model_file(draft_model, demo_is_a_file=True),
+        draft_model=model_file(draft_model, demo_is_a_file=True),
         progress=default_progress() if progress is None else progress,
         planned=planned,
         max_waiting=max_waiting,
@@ -140,7 +140,7 @@ def load(
     return LLM(parts)
 
 
-def _model_file(name: Any, *, demo_is_a_file: bool = False) -> Any:
+def model_file(name: Any, *, demo_is_a_file: bool = False) -> Any:
     """The file that a name means, found as the command line finds it; the demo model is None, or its file.
 
     What is neither a text nor a path is given back, for `LoadOptions` to refuse.
