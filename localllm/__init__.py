@@ -9,11 +9,34 @@
         print(llm.chat([{"role": "user", "content": "Hello!"}]).text)
         print(llm.info)  # what runs where, and how many bytes it takes
 
-``help(localllm.load)``, ``help(localllm.LLM)``, and for the keywords of ``generate`` and its kin
-``help(localllm.Options)`` and ``help(localllm.Sampling)`` say what there is; every failure is a `LocalLLMError` that
-says what to do, except that an unknown keyword is a TypeError.
+help() of each of these names says more:
 
-What is named here is loaded when it is first used: the import itself costs nothing.
+    load              loads a model file, or one that was pulled from the hub
+    LLM               a loaded model: generate, chat, stream, score, tokenize, ...
+    Options           keywords of generate and its kin: max_tokens, stop, ...
+    Sampling          how the next token is chosen: temperature, top_k, seed, ...
+    Completion        a text that a model wrote
+    Stream, AsyncStream, Chunk      the same while it is written
+    Usage, Timings, Drafts          its counts of tokens, seconds and drafts
+    Choice, Score     how likely a token is, and a continuation
+    ModelInfo         what LLM.info knows of a model
+    Tokenizer, ChatTemplate, GGUFFile    the parts that LLM is made of
+
+Every failure is a LocalLLMError that says what to do; an unknown keyword is a TypeError.
+
+    GGUFError         the file is damaged, or not a GGUF; of its kind is
+    ModelNotFoundError               there is no such file (a FileNotFoundError)
+    ModelError, UnsupportedArchitectureError, TokenizerError, TemplateError
+                      the file holds no model that localllm runs, or a broken one
+    UsageError        an argument is out of range (a ValueError)
+    ContextLengthError               the prompt is too long (a ValueError)
+    NotEnoughMemoryError, DeviceMemoryError    it does not fit (a MemoryError)
+    DeviceError, DeviceLostError, KernelError  a device cannot be used, or failed
+    ClosedError, QueueFullError      the model was closed; too many requests wait
+    HubError, OutputError, SettingsError, StoreError    files and downloads
+
+Programs written for llama-cpp-python: localllm.compat.  Names are loaded when they are first used: the import
+itself costs nothing.
 """
 
 # Type checkers take it for true.  What `typing` has of that name would take longer to import than all else here.
@@ -60,7 +83,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: The module that each public name comes from.
+#: The module that each public name comes from.  There is no __all__: help() would print every class in full.
 _HOMES = {
     "AsyncStream": "completion",
     "Choice": "sampling",
@@ -101,47 +124,6 @@ _HOMES = {
     "load": "llm",
 }
 
-__all__ = [
-    "LLM",
-    "AsyncStream",
-    "ChatTemplate",
-    "Choice",
-    "Chunk",
-    "ClosedError",
-    "Completion",
-    "ContextLengthError",
-    "DeviceError",
-    "DeviceLostError",
-    "DeviceMemoryError",
-    "Drafts",
-    "GGUFError",
-    "GGUFFile",
-    "HubError",
-    "KernelError",
-    "LocalLLMError",
-    "ModelError",
-    "ModelInfo",
-    "ModelNotFoundError",
-    "NotEnoughMemoryError",
-    "Options",
-    "OutputError",
-    "QueueFullError",
-    "Sampling",
-    "Score",
-    "SettingsError",
-    "StoreError",
-    "Stream",
-    "TemplateError",
-    "Timings",
-    "Tokenizer",
-    "TokenizerError",
-    "UnsupportedArchitectureError",
-    "Usage",
-    "UsageError",
-    "__version__",
-    "load",
-]
-
 
 def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
@@ -156,4 +138,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__} - {"TYPE_CHECKING"})
+    return sorted({*globals(), *_HOMES} - {"TYPE_CHECKING", "__getattr__", "__dir__"})

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 
 import numpy as np
@@ -130,3 +131,18 @@ def in_vocabulary(ids: Sequence[int] | NDArray[np.integer], n_vocab: int, where:
     outside = array[(array < 0) | (array >= n_vocab)]
     if outside.size:
         raise UsageError(f"token {outside[0]}{where} is outside the vocabulary of {n_vocab:,} tokens")
+
+
+def check_keywords(given: Collection[str], known: Collection[str], theirs: Mapping[str, str]) -> None:
+    """Raises:
+    TypeError: one of the keywords ``given`` is not ``known``; says which one was meant.  ``theirs`` are keywords of
+        other libraries, and what to do about each.
+    """
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, [name] if name in theirs else [*known, *theirs], n=1)
+            if not near:
+                hint = f"there are {', '.join(known)}"
+            else:
+                hint = f"did you mean {near[0]!r}?" if near[0] in known else theirs[near[0]]
+            raise TypeError(f"unexpected keyword argument {name!r:.80}: {hint}")

@@ -191,6 +191,11 @@ class _Reader:
         return self._finish_reason
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens of the prompt, and those generated so far."""
+        return tuple(self._request.tokens)
+
+    @property
     def usage(self) -> Usage:
         """Counts of tokens so far."""
         return self._request.usage

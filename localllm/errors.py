@@ -62,7 +62,7 @@ class OutputError(LocalLLMError):
     """A file cannot be written: its place is taken or not writable, or the disk is full."""
 
 
-class ModelNotFoundError(GGUFError):
+class ModelNotFoundError(GGUFError, FileNotFoundError):
     """A model was named that is not on this machine; says how to get it."""
 
 

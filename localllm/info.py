@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,19 @@ class ModelInfo:
         included = ", Python and kernels included" if self.placement.overhead else ""  # a draft model adds none
         lines.append(f"  in all {_megabytes(self.placement.total)}{included}")
         return "\n".join(lines if self.draft is None else [*lines, f"draft model {self.draft}"])
+
+    def _repr_html_(self) -> str:
+        """The same for Jupyter: a table of the groups of layers."""
+        head, running, *_ = str(self).split("\n")
+        rows = [("layers", "device", "weights", f"{self.cache_type} KV cache")]
+        for group in self.placement.groups:
+            cache = _megabytes(group.kv_cache) if group.kv_cache else ""
+            rows.append((group.name, group.device, _megabytes(group.weights), cache))
+        rows.append(("in all", "", _megabytes(self.placement.total), ""))
+        cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+        table = "".join(f"<tr>{row}</tr>" for row in cells)
+        draft = "" if self.draft is None else f"<p>draft model</p>{self.draft._repr_html_()}"
+        return f"<p><b>{escape(head)}</b><br>{escape(running.strip())}</p><table>{table}</table>{draft}"
 
     @property
     def cache_type(self) -> CacheType:

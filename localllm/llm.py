@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import queue
@@ -10,16 +11,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Never, Self, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.checks import mappings, text, token_ids, whole_number
+from localllm.checks import check_keywords, mappings, text, token_ids, whole_number
 from localllm.completion import AsyncStream, Completion, Stream
 from localllm.engine.engine import MAX_WAITING, STEP_S, Engine
 from localllm.engine.request import Request
 from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, QueueFullError, UsageError
+from localllm.habits import THEIR_LOAD, THEIR_METHODS
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import CacheType
@@ -63,13 +66,15 @@ def load(
     planned: LoadPlan | None = None,
     max_waiting: int = MAX_WAITING,
     step_s: float = STEP_S,
+    **unknown: Never,
 ) -> LLM:
     """Loads a model.
 
     Args:
-        path: a GGUF file, any one of a split model's; or "ORG/REPO", "ORG/REPO:QUANT" or "ORG/REPO:FILE" for one in
-            the cache of the Hugging Face hub, where ``localllm pull`` puts it; or None for the small demo model that
-            comes with localllm.
+        path: a GGUF file, any one of a split model's, ``~`` being the home folder; or a name that ``localllm models``
+            lists, such as "ORG/REPO:QUANT" for one in the cache of the Hugging Face hub, where ``localllm pull`` puts
+            it, or a file in the folders of the setting ``model_folders``; or "demo" or None for the small demo model
+            that comes with localllm.  A Path is always a file.
         device: "cpu"; "cuda", all GPUs, or "cuda:0,1", these ones, and the CPU for layers that they have no room
             for; "auto", "cuda" where there is a GPU that works, else "cpu"; or "reference", plain numpy, slow and
             exact.
@@ -88,7 +93,7 @@ def load(
         cache_type: what the cache keeps keys and values in: "f16", or "q8_0", bytes with a scale for each 32,
             which takes about half the memory, for logits that differ by about 1 %.
         chat_template: jinja2 source to use in place of the file's own template.
-        draft_model: the GGUF file of a smaller model with the same vocabulary, which drafts tokens for the large
+        draft_model: a smaller model with the same vocabulary, named as ``path``, which drafts tokens for the large
             one to check; see ``speculate`` in `localllm.Options`.
         progress: called while kernels are compiled, which the first start on a machine has to do, and weights
             packed: with "kernels" or "weights", how many kernels or bytes are done, and of how many.  By default,
@@ -100,16 +105,20 @@ def load(
             or 64 where nothing else decodes.
 
     Raises:
-        GGUFError: the file is missing, not a GGUF, or damaged.
-        ModelNotFoundError: no file has this name, and the hub's cache does not have it either.
+        TypeError: a keyword is unknown; names the one that was meant.
+        ModelNotFoundError: there is no such file, nor a model of this name; also a FileNotFoundError.
+        GGUFError: the file is not a GGUF, or damaged.
         UnsupportedArchitectureError, ModelError: it holds no model that localllm runs, or a broken one.
         TokenizerError, TemplateError: its vocabulary, or the template given, is broken.
         DeviceError: the device is not there, or does not execute the instruction set.
         NotEnoughMemoryError: the model, or the draft model beside it, would not fit; said before anything is loaded.
         UsageError: an argument is out of range, or the draft model has another vocabulary.
+        SettingsError: the name has to be looked for in ``model_folders``, and the settings file is broken.
     """
+    if unknown:
+        check_keywords(unknown, [*inspect.signature(load).parameters][:-1], THEIR_LOAD)
     options = LoadOptions(
-        path=path,
+        path=model_file(path),
         device=device,
         n_gpu_layers=n_gpu_layers,
         tensor_split=tensor_split,
@@ -119,7 +128,7 @@ def load(
         parallel=parallel,
         cache_type=cache_type,
         chat_template=chat_template,
-        draft_model=draft_model,
+        draft_model=model_file(draft_model, demo_is_a_file=True),
         progress=default_progress() if progress is None else progress,
         planned=planned,
         max_waiting=max_waiting,
@@ -129,6 +138,25 @@ def load(
     for message in parts.warnings:
         warnings.warn(message, stacklevel=2)
     return LLM(parts)
+
+
+def model_file(name: Any, *, demo_is_a_file: bool = False) -> Any:
+    """The file that a name means, found as the command line finds it; the demo model is None, or its file.
+
+    What is neither a text nor a path is given back, for `LoadOptions` to refuse.
+    """
+    if isinstance(name, os.PathLike):
+        return Path(os.fsdecode(name)).expanduser()
+    if not isinstance(name, str) or os.path.lexists(name):
+        return name
+    # Imported here: most name a file.
+    from localllm.library.find import model_path
+    from localllm.library.listing import demo_model
+    from localllm.settings import load_settings
+
+    found = model_path(os.path.expanduser(name), load_settings().model_folders)
+    demo = demo_model() if found is None and demo_is_a_file else None
+    return found if demo is None else demo.path
 
 
 class LLM:
@@ -476,6 +504,13 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    if not TYPE_CHECKING:  # checkers would believe that every attribute is there
+
+        def __getattr__(self, name: str) -> Never:
+            ours = THEIR_METHODS.get(name)
+            hint = "" if ours is None else f": use {ours}, or localllm.compat.Llama in place of llama_cpp.Llama"
+            raise AttributeError(f"'LLM' object has no attribute {name!r}{hint}")
+
     def __repr__(self) -> str:
         state = "closed" if self._engine is None else f"context={self._info.context}"
         return f"<LLM {self._info.path.name} ({self._info.file_type}) on {self._info.device}, {state}>"
@@ -535,6 +570,8 @@ class LLM:
         if isinstance(prompt, str):
             ids = self.tokenize(prompt, add_special, parse_special)
         else:
+            if isinstance(prompt, list | tuple) and any(isinstance(each, str | list | tuple) for each in prompt):
+                raise UsageError("prompt is a list of prompts: give it to generate_many, or one of them to generate")
             ids = token_ids(prompt, self._info.n_vocab, "prompt must be a text or a list of token ids")
         if ids:
             return ids

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar, cast
 
-from localllm.checks import flag, seconds, whole_number
+from localllm.checks import check_keywords, flag, seconds, whole_number
 from localllm.completion import Progress
 from localllm.engine.drafting import DEFAULT_DRAFTS, MAX_DRAFTS
 from localllm.engine.request import PRIORITIES, Priority
 from localllm.errors import UsageError
+from localllm.habits import THEIR_OPTIONS
 from localllm.sampling import LogitsProcessor, Sampling
 
 #: What happens to a prompt that is too long: it is refused, or its oldest part is left out.
@@ -117,7 +117,7 @@ class CheckedOptions:
             TypeError: a keyword is unknown; names the one that is nearest.
             UsageError: a value is of the wrong type or out of range.
         """
-        _check_names(options)
+        check_keywords(options, _NAMES, THEIR_OPTIONS)
         speculate = options.get("speculate", "auto")
         draft_max = whole_number("draft_max", options.get("draft_max", DEFAULT_DRAFTS), 1)
         if draft_max > MAX_DRAFTS:
@@ -152,14 +152,6 @@ def _one_of(name: str, value: object, choices: Sequence[_T]) -> _T:
         if isinstance(value, str) and value == choice:
             return choice
     raise UsageError(f"{name} is {value!r:.80}, but must be one of {', '.join(map(repr, choices))}")
-
-
-def _check_names(options: Mapping[str, Any]) -> None:
-    for name in options:
-        if name not in _NAMES:
-            near = difflib.get_close_matches(name, _NAMES, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_NAMES)}"
-            raise TypeError(f"unexpected keyword argument {name!r:.80}: {hint}")
 
 
 def _sampling(options: Mapping[str, Any]) -> Sampling:

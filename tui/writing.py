@@ -126,6 +126,6 @@ def _stats(stream: ReplyStream, model: ChatModel) -> Stats:
         cached_tokens=usage.cached_tokens,
         new_tokens=usage.completion_tokens,
         first_token_s=timings.first_token_s,
-        rate=timings.decode_rate,
+        rate=timings.decode_tokens_per_s,
         model=info.name or info.path.name,
     )

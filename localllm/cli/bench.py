@@ -238,9 +238,9 @@ def _rate(llm: LLM, test: Test, before: list[int], random: np.random.Generator, 
     prompt = before + _random_ids(llm, random, test.n) if test.kind == "pp" else before or _random_ids(llm, random, 1)
     with nullcontext() if watch is None else _watching(watch):
         if test.kind == "pp":
-            return llm.generate(prompt, max_tokens=0).timings.prefill_rate
+            return llm.generate(prompt, max_tokens=0).timings.prefill_tokens_per_s
         done = llm.generate(prompt, max_tokens=test.n + 1, temperature=0, ignore_eos=True)
-    return done.timings.decode_rate
+    return done.timings.decode_tokens_per_s
 
 
 def _watching(watch: Watch) -> AbstractContextManager[None]:

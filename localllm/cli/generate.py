@@ -256,11 +256,11 @@ def as_json(llm: LLM, completion: Completion) -> dict[str, Any]:
         "timings": {
             "prefill_s": timings.prefill_s,
             "prefill_tokens": timings.prefill_tokens,
-            "prefill_tokens_per_s": timings.prefill_rate,
+            "prefill_tokens_per_s": timings.prefill_tokens_per_s,
             "first_token_s": timings.first_token_s,
             "decode_s": timings.decode_s,
             "decode_tokens": timings.decode_tokens,
-            "decode_tokens_per_s": timings.decode_rate,
+            "decode_tokens_per_s": timings.decode_tokens_per_s,
         },
         "drafts": None if completion.drafts is None else _drafts(completion.drafts),
         "logprobs": _logprobs(llm, completion),
@@ -361,8 +361,8 @@ def _report(stream: Stream, *, verbose: bool) -> None:
     """Says how long it took."""
     usage, timings = stream.usage, stream.timings
     say(
-        f"prompt {_tokens(usage.prompt_tokens)}, {timings.prefill_rate:.1f} tok/s; "
-        f"answer {_tokens(usage.completion_tokens)}, {timings.decode_rate:.1f} tok/s"
+        f"prompt {_tokens(usage.prompt_tokens)}, {timings.prefill_tokens_per_s:.1f} tok/s; "
+        f"answer {_tokens(usage.completion_tokens)}, {timings.decode_tokens_per_s:.1f} tok/s"
     )
     if (drafts := stream.drafts) is not None:
         if drafts.drafted:

@@ -64,12 +64,12 @@ class Timings:
     decode_tokens: int
 
     @property
-    def prefill_rate(self) -> float:
+    def prefill_tokens_per_s(self) -> float:
         """Tokens of the prompt a second; 0 if none was evaluated."""
         return self.prefill_tokens / self.prefill_s if self.prefill_s else 0.0
 
     @property
-    def decode_rate(self) -> float:
+    def decode_tokens_per_s(self) -> float:
         """Tokens generated a second, the first one left out; 0 if there is no other."""
         return self.decode_tokens / self.decode_s if self.decode_s else 0.0
 

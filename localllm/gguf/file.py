@@ -31,7 +31,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
-from localllm.errors import ClosedError, GGUFError, path_text, quoted
+from localllm.errors import ClosedError, GGUFError, ModelNotFoundError, path_text, quoted
 from localllm.gguf.cursor import DAMAGED, Cursor
 from localllm.gguf.metadata import Metadata, MetadataValue, read_metadata
 from localllm.gguf.strings import StringArray
@@ -78,7 +78,8 @@ class GGUFFile:
         lie in one folder; the metadata is that of the first.
 
         Raises:
-            GGUFError: the file is missing, unreadable, not a GGUF, or damaged; says where and how.
+            ModelNotFoundError: there is no such file.
+            GGUFError: the file is unreadable, not a GGUF, or damaged; says where and how.
         """
         part = _read_part(Path(path))
         return cls(_read_split(part) if _is_split(part) else [part])
@@ -197,7 +198,7 @@ def _map(path: Path) -> tuple[mmap.mmap, _Stamp]:
             stamp = _Stamp.of(os.fstat(file.fileno()))
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), stamp
     except FileNotFoundError:
-        raise GGUFError(f"{shown} does not exist: check the path") from None
+        raise ModelNotFoundError(f"{shown} does not exist: check the path") from None
     except PermissionError:
         raise GGUFError(f"{shown} may not be read by this user: check its permissions") from None
     except (OSError, ValueError, OverflowError) as error:

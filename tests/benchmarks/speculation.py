@@ -41,8 +41,8 @@ class Line:
     last: Completion | None = None
 
     def add(self, plain: Completion, guessed: Completion) -> None:
-        self.plain.append(plain.timings.decode_rate)
-        self.guessed.append(guessed.timings.decode_rate)
+        self.plain.append(plain.timings.decode_tokens_per_s)
+        self.guessed.append(guessed.timings.decode_tokens_per_s)
         self.is_equal &= plain.ids == guessed.ids
         self.last = guessed
 

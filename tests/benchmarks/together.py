@@ -88,7 +88,7 @@ def batch_of_eight(llm: LLM, rounds: int) -> bool:
         llm.forget()
         eight = list(llm.generate_many(prompts, max_tokens=64, **_OPTIONS))
         rate = sum(each.timings.decode_tokens for each in eight) / max(each.timings.decode_s for each in eight)
-        ratios.append(rate / one.timings.decode_rate)
+        ratios.append(rate / one.timings.decode_tokens_per_s)
         is_equal &= eight[0].ids == one.ids
     print(f"batch: eight sequences write {statistics.median(ratios):.2f} x the tokens of one", flush=True)
     return is_equal

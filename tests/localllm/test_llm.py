@@ -310,8 +310,8 @@ def test_timings_add_up(llm: LLM) -> None:
     assert timings.prefill_tokens == 6
     assert timings.decode_tokens == 4
     assert 0 < timings.prefill_s <= timings.first_token_s
-    assert timings.decode_rate == pytest.approx(4 / timings.decode_s)
-    assert timings.prefill_rate == pytest.approx(6 / timings.prefill_s)
+    assert timings.decode_tokens_per_s == pytest.approx(4 / timings.decode_s)
+    assert timings.prefill_tokens_per_s == pytest.approx(6 / timings.prefill_s)
 
 
 # Ending early.
@@ -834,6 +834,7 @@ def test_arguments_of_load_out_of_range(tiny_path: Path, arguments: dict[str, An
 
 def test_load_options_are_the_arguments_of_load_in_plain_types() -> None:
     arguments = {name: p.default for name, p in inspect.signature(localllm.load).parameters.items()}
+    del arguments["unknown"]
     assert [field.name for field in fields(LoadOptions)] == list(arguments)
     options = LoadOptions(**(arguments | {"context": np.int64(64), "threads": np.uint8(2)}))
     assert (options.context, options.threads) == (64, 2)

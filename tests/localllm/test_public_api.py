@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pydoc
+import re
 import subprocess
 import sys
 import tomllib
@@ -54,10 +56,15 @@ PUBLIC = [
 
 
 def test_public_names_are_pinned() -> None:
-    assert localllm.__all__ == PUBLIC
     assert set(PUBLIC) <= set(dir(localllm))
     submodules = {name.split(".")[1] for name in sys.modules if name.startswith("localllm.")}
     assert {name for name in dir(localllm) if not name.startswith("_")} - submodules == {*PUBLIC} - {"__version__"}
+
+
+def test_help_names_everything_in_two_screens() -> None:
+    lines = pydoc.plain(pydoc.render_doc(localllm)).splitlines()
+    assert len(lines) <= 90
+    assert set(PUBLIC) - {"__version__"} <= set(re.findall(r"\w+", "\n".join(lines)))
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -1,0 +1,507 @@
+"""The calls of llama-cpp-python that programs use most, with its dicts as answers: change one import, and they run.
+
+    from localllm.compat import Llama  # was: from llama_cpp import Llama
+
+    llm = Llama("model.gguf", n_ctx=2048)
+    print(llm("Q: Name the planets. A:", max_tokens=32, stop=["Q:", "\\n"], echo=True)["choices"][0]["text"])
+
+What it cannot do is a `NotAvailableError`, not another answer.  Its own names are `localllm.load` and `localllm.LLM`,
+which do more.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn, Self
+
+from localllm.chat import CHATML
+from localllm.checks import check_keywords
+from localllm.completion import Chunk, Completion, Stream
+from localllm.errors import ModelNotFoundError, UsageError
+from localllm.gguf import GGUFFile
+from localllm.habits import THEIR_LOAD, THEIR_OPTIONS
+from localllm.kernels.graph import CacheType
+from localllm.library.find import find_cached
+from localllm.library.names import HubName
+from localllm.library.pull import pull
+from localllm.llm import LLM, load, model_file
+from localllm.sampling import Choice
+
+#: llama.cpp's number for "a fresh seed".
+_ANY_SEED = 0xFFFFFFFF
+
+#: llama.cpp's numbers of the types that a cache can have here.
+_CACHE_TYPES: Mapping[int, CacheType] = {1: "f16", 8: "q8_0"}
+
+_NO_EFFECT = """
+    n_batch n_ubatch n_threads_batch use_mmap use_mlock numa flash_attn offload_kqv op_offload swa_full no_perf
+    last_n_tokens_size main_gpu split_mode logits_all embedding pooling_type attention_type verbose
+"""
+#: Keywords of the constructor that change nothing here: batches, memory and attention are localllm's own affair.
+_WITHOUT_EFFECT = frozenset(_NO_EFFECT.split())
+
+#: Those that have to be what they are by default, as other values would change what the model says.
+_ONLY_DEFAULT: Mapping[str, tuple[object, ...]] = {
+    "vocab_only": (False,),
+    "kv_overrides": (None, {}),
+    "rope_scaling_type": (-1,),
+    "rope_freq_base": (0,),
+    "rope_freq_scale": (0,),
+    "yarn_ext_factor": (-1,),
+    "yarn_attn_factor": (1, -1),
+    "yarn_beta_fast": (32, -1),
+    "yarn_beta_slow": (1, -1),
+    "yarn_orig_ctx": (0,),
+    "lora_base": (None,),
+    "lora_path": (None,),
+    "lora_scale": (1,),
+    "chat_handler": (None,),
+    "tokenizer": (None,),
+    "spm_infill": (False,),
+}
+
+_SAME = """
+    temperature top_p min_p typical_p top_k frequency_penalty presence_penalty repeat_penalty mirostat_tau
+    mirostat_eta stop seed logit_bias
+"""
+#: Keywords of a completion, and what they are called here.
+_OPTIONS = {
+    **dict(zip(_SAME.split(), _SAME.split(), strict=True)),
+    "mirostat_mode": "mirostat",
+    "logits_processor": "processors",
+}
+
+#: Keywords of a completion that only grammars could obey, and others that are not here, with what is no request.
+_UNAVAILABLE: Mapping[str, tuple[object, ...]] = {
+    "grammar": (None,),
+    "stopping_criteria": (None,),
+    "tfs_z": (None, 1),
+}
+
+
+class NotAvailableError(UsageError, NotImplementedError):
+    """llama-cpp-python has it, and this version of localllm does not."""
+
+
+@dataclass(frozen=True)
+class LlamaState:
+    """What `Llama.save_state` keeps: the tokens; the cache is filled with them again by `Llama.load_state`."""
+
+    input_ids: tuple[int, ...]
+    seed: int
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True)
+class LlamaPromptLookupDecoding:
+    """As ``draft_model`` of `Llama`: tokens are drafted from what the text had before."""
+
+    max_ngram_size: int = 2
+    num_pred_tokens: int = 10
+
+
+class Llama:
+    """A loaded model with the methods of ``llama_cpp.Llama``.
+
+    Args:
+        model_path: as `localllm.load` takes it.
+        n_gpu_layers: layers on GPUs; -1 is as many as fit, and 0 the CPU alone.
+        n_ctx: tokens of context; 0 is as many as the model was trained on.
+        seed: of all random numbers; by default fresh ones.
+        type_k, type_v: llama.cpp's number of the cache's type: 1 is F16, 8 is Q8_0; both must be the same.
+        chat_format: "chatml" replaces the file's chat template; other names have no effect but a warning.
+        draft_model: a `LlamaPromptLookupDecoding`, or a GGUF file of a smaller model.
+        more: its other keywords, which change nothing here, or must be as by default.
+
+    Raises:
+        TypeError: a keyword is unknown.
+        NotAvailableError: a value is one that this version of localllm has nothing for.
+        LocalLLMError: as `localllm.load`.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        n_gpu_layers: int = 0,
+        tensor_split: Sequence[float] | None = None,
+        n_ctx: int = 512,
+        n_threads: int | None = None,
+        seed: int | None = _ANY_SEED,
+        type_k: int | None = None,
+        type_v: int | None = None,
+        chat_format: str | None = None,
+        draft_model: LlamaPromptLookupDecoding | str | None = None,
+        **more: Any,
+    ) -> None:
+        check_keywords(more, {*_WITHOUT_EFFECT, *_ONLY_DEFAULT}, THEIR_LOAD)
+        for name, allowed in _ONLY_DEFAULT.items():
+            if name in more and more[name] not in allowed:
+                raise NotAvailableError(f"{name} is {more[name]!r:.80}, but here it can only be {allowed[0]!r}")
+        if chat_format not in (None, "chatml"):
+            warnings.warn(f"chat_format {chat_format!r} has no effect: the file's own template is used", stacklevel=2)
+        self._drafts: dict[str, Any] = {}
+        if isinstance(draft_model, LlamaPromptLookupDecoding):
+            self._drafts = {"speculate": "lookup", "draft_max": draft_model.num_pred_tokens}
+            draft_model = None
+        self.model_path = str(model_path)
+        self.set_seed(seed)
+        self._ids: tuple[int, ...] = ()
+        #: The same model with all that localllm has.
+        self.llm: LLM = load(
+            model_path,
+            device="cpu" if n_gpu_layers == 0 else "auto",
+            n_gpu_layers=None if n_gpu_layers <= 0 else n_gpu_layers,
+            tensor_split=tensor_split,
+            context=n_ctx or _trained_context(model_path),
+            threads=n_threads,
+            cache_type=_cache_type(type_k, type_v),
+            chat_template=CHATML if chat_format == "chatml" else None,
+            draft_model=draft_model,
+        )
+
+    @classmethod
+    def from_pretrained(cls, repo_id: str, filename: str | None = None, **options: Any) -> Self:
+        """Loads a model from the hub, and downloads it first where it is not in the cache.
+
+        Args:
+            repo_id: "ORG/REPO".
+            filename: a file in it, or a pattern such as "*Q4_K_M.gguf".
+
+        Raises:
+            HubError: it cannot be downloaded.
+            UsageError: no file fits, or several do.
+        """
+        choice = None if filename is None else _choice(filename)
+        name = HubName(repo_id, choice)
+        try:
+            path = find_cached(name)
+        except ModelNotFoundError:
+            path = pull(str(name))
+        return cls(str(path), **options)
+
+    # -- Text --------------------------------------------------------------------------------------------------
+
+    def create_completion(
+        self,
+        prompt: str | Sequence[int],
+        suffix: str | None = None,
+        max_tokens: int | None = 16,
+        *,
+        logprobs: int | None = None,
+        echo: bool = False,
+        stream: bool = False,
+        model: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Goes on with a prompt: a dict as OpenAI's completions are, or with ``stream`` an iterator of such dicts.
+
+        Args:
+            suffix: put behind the text.
+            max_tokens: None and numbers below 1 are no limit.
+            logprobs: how many of the likeliest tokens to report with each.
+            echo: put the prompt before the text.
+            model: the name in the answer.
+            options: ``temperature``, ``top_k``, ``stop``, ``seed``, … with its names and defaults.
+
+        Raises:
+            TypeError: a keyword is unknown.
+            NotAvailableError: ``grammar``, ``stopping_criteria``, or ``echo`` with ``logprobs``.
+            LocalLLMError: as `LLM.generate`.
+        """
+        if echo and logprobs is not None:
+            raise NotAvailableError("echo and logprobs: LLM.score tells how likely each token of a text is")
+        given = self._options(options, max_tokens, logprobs)
+        before = prompt if isinstance(prompt, str) else self.llm.detokenize(prompt)
+
+        begin = partial(self.llm.stream, prompt, parse_special=True, **given)
+        answer = _Answer(f"cmpl-{uuid.uuid4()}", "text_completion", model or self.model_path)
+        if stream:
+            return self._text_chunks(begin, answer, offset=len(before))
+        done = self._read(begin())
+        text = (before if echo else "") + done.text + (suffix or "")
+        choice = {"text": text, "logprobs": self._logprobs(done.logprobs, len(before))}
+        return answer.whole(choice, done)
+
+    __call__ = create_completion
+
+    def create_chat_completion(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        functions: Sequence[Mapping[str, Any]] | None = None,
+        function_call: str | Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        *,
+        temperature: float = 0.2,
+        stream: bool = False,
+        response_format: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
+        model: str | None = None,
+        logprobs: bool | None = None,
+        top_logprobs: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Answers a chat: a dict as OpenAI's chat completions are, or with ``stream`` an iterator of its chunks.
+
+        Tools are shown to the model by its own template, and what it writes of calls is part of the ``content``.
+
+        Args:
+            functions, function_call: the old names of ``tools`` and ``tool_choice``.
+            tool_choice: "auto", or "none" for no tools.
+            response_format: None or ``{"type": "text"}``.
+            logprobs, top_logprobs: whether to report log-probabilities, and of how many of the likeliest tokens.
+            max_tokens, options: as `create_completion`.
+
+        Raises:
+            TypeError: a keyword is unknown.
+            NotAvailableError: a tool is forced, or JSON asked for, which only grammars can promise.
+            LocalLLMError: as `LLM.chat`.
+        """
+        if functions is not None:
+            tools = [{"type": "function", "function": function} for function in functions]
+        choice = tool_choice if function_call is None else function_call
+        if isinstance(choice, Mapping) or choice == "required":
+            raise NotAvailableError(f"tool_choice is {choice!r:.80}, but here it can only be 'auto' or 'none'")
+        if response_format is not None and response_format.get("type") != "text":
+            raise NotAvailableError(
+                f"response_format is {dict(response_format)!r:.80}, but here it can only be text: ask for JSON in "
+                "the prompt, and check what comes"
+            )
+        n_logprobs = (top_logprobs or 0) if logprobs else None
+        given = self._options({"temperature": temperature, **options}, max_tokens, n_logprobs)
+        begin = partial(self.llm.stream_chat, messages, tools=None if choice == "none" else tools, **given)
+        answer = _Answer(f"chatcmpl-{uuid.uuid4()}", "chat.completion", model or self.model_path)
+        if stream:
+            return self._chat_chunks(begin, answer)
+        done = self._read(begin())
+        message = {"role": "assistant", "content": done.text}
+        return answer.whole({"message": message, "logprobs": self._chat_logprobs(done.logprobs)}, done)
+
+    def _read(self, stream: Stream) -> Completion:
+        done = stream.read()
+        self._ids = stream.tokens
+        return done
+
+    def _text_chunks(self, begin: Callable[[], Stream], answer: _Answer, offset: int) -> Iterator[dict[str, Any]]:
+        for chunk in self._chunks(begin):
+            yield answer.chunk({"text": chunk.text, "logprobs": self._logprobs(chunk.logprobs, offset)}, chunk)
+            offset += len(chunk.text)
+
+    def _chat_chunks(self, begin: Callable[[], Stream], answer: _Answer) -> Iterator[dict[str, Any]]:
+        answer = _Answer(answer.id, "chat.completion.chunk", answer.model)
+        yield answer.chunk({"delta": {"role": "assistant"}, "logprobs": None}, Chunk(""))
+        for chunk in self._chunks(begin):
+            delta = {"content": chunk.text} if chunk.finish_reason is None else {}
+            yield answer.chunk({"delta": delta, "logprobs": self._chat_logprobs(chunk.logprobs)}, chunk)
+
+    def _chunks(self, begin: Callable[[], Stream]) -> Iterator[Chunk]:
+        """Chunks with text, and one without it that has the finish reason.
+
+        Tokens that complete no character go with the one that does.
+        """
+        waiting: tuple[Choice, ...] = ()
+        with begin() as stream:
+            for chunk in stream:
+                waiting += chunk.logprobs or ()
+                if chunk.text:
+                    yield Chunk(chunk.text, logprobs=waiting or None)
+                    waiting = ()
+                if chunk.finish_reason is not None:
+                    self._ids = stream.tokens
+                    yield Chunk("", finish_reason=chunk.finish_reason)
+
+    def _options(self, given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
+        """The keywords of `LLM.stream` for those of llama-cpp-python."""
+        check_keywords(given, {*_OPTIONS, *_UNAVAILABLE}, THEIR_OPTIONS)
+        for name, allowed in _UNAVAILABLE.items():
+            if name in given and given[name] not in allowed:
+                raise NotAvailableError(f"{name} is not available in this version of localllm: leave it out")
+        options = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS and value is not None}
+        # Numbers below 0 are other ways to say 0.
+        for name in ("temperature", "top_k"):
+            if isinstance(options.get(name), int | float):
+                options[name] = max(0, options[name])
+        if "processors" in options:
+            options["processors"] = tuple(options["processors"])
+        if "logit_bias" in options:
+            options["logit_bias"] = {int(id_): bias for id_, bias in options["logit_bias"].items()}
+        if options.get("seed") in (-1, _ANY_SEED):
+            options["seed"] = None
+        elif "seed" not in options and self._random is not None:
+            options["seed"] = self._random.getrandbits(32)
+        unlimited = max_tokens is None or max_tokens <= 0
+        return {"max_tokens": None if unlimited else max_tokens, "logprobs": logprobs, **self._drafts, **options}
+
+    def _token_text(self, id_: int) -> str:
+        return self.llm.tokenizer.token_bytes(id_).decode(errors="ignore")
+
+    def _logprobs(self, choices: Sequence[Choice] | None, offset: int) -> dict[str, list[Any]] | None:
+        if choices is None:
+            return None
+        tokens = [self._token_text(choice.id) for choice in choices]
+        offsets = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
+        top = [
+            {self._token_text(id_): logprob for id_, logprob in (*choice.top, (choice.id, choice.logprob))}
+            for choice in choices
+        ]
+        token_logprobs = [choice.logprob for choice in choices]
+        return {"tokens": tokens, "text_offset": offsets, "token_logprobs": token_logprobs, "top_logprobs": top}
+
+    def _chat_logprobs(self, choices: Sequence[Choice] | None) -> dict[str, Any] | None:
+        if choices is None:
+            return None
+
+        def entry(id_: int, logprob: float | None) -> dict[str, Any]:
+            return {"token": self._token_text(id_), "bytes": None, "logprob": logprob}
+
+        content = [
+            {**entry(choice.id, choice.logprob), "top_logprobs": [entry(*likely) for likely in choice.top]}
+            for choice in choices
+        ]
+        return {"content": content, "refusal": None}
+
+    # -- Tokens ------------------------------------------------------------------------------------------------
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        """The tokens of a text in UTF-8; with ``special`` names of control tokens are read as these."""
+        return self.llm.tokenize(text.decode(), add_special=add_bos, parse_special=special)
+
+    def detokenize(
+        self, tokens: Sequence[int], prev_tokens: Sequence[int] | None = None, special: bool = False
+    ) -> bytes:
+        """The text of tokens in UTF-8, without the space that follows BOS; ``special`` names control tokens."""
+        tokenizer = self.llm.tokenizer
+        text = b"".join(tokenizer.token_bytes(id_, special=special) for id_ in tokens)
+        begins = not prev_tokens and len(tokens) > 0 and tokens[0] == tokenizer.bos_id
+        return text.removeprefix(b" ") if begins else text
+
+    def n_ctx(self) -> int:
+        """Tokens of context."""
+        return self.llm.info.context
+
+    def n_vocab(self) -> int:
+        """Tokens in the vocabulary."""
+        return self.llm.info.n_vocab
+
+    def token_bos(self) -> int:
+        """The token that begins a text; -1 if there is none."""
+        return _number(self.llm.tokenizer.bos_id)
+
+    def token_eos(self) -> int:
+        """The token that ends a text; -1 if there is none."""
+        return _number(self.llm.tokenizer.eos_id)
+
+    def token_nl(self) -> int:
+        """The token that ends a line."""
+        return self.tokenize(b"\n", add_bos=False)[-1]
+
+    # -- State -------------------------------------------------------------------------------------------------
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the last prompt and what was written after it."""
+        return len(self._ids)
+
+    def save_state(self) -> LlamaState:
+        """The tokens of the last prompt and what was written after it."""
+        return LlamaState(self._ids, self.seed)
+
+    def load_state(self, state: LlamaState) -> None:
+        """Evaluates the tokens of a state, unless the cache has them: prompts that begin with them go on there."""
+        self.set_seed(state.seed)
+        self._ids = state.input_ids
+        if self._ids:
+            self.llm.generate(self._ids[: self.n_ctx()], max_tokens=0)
+
+    def reset(self) -> None:
+        """Forgets the tokens and what the cache keeps of them."""
+        self._ids = ()
+        self.llm.forget()
+
+    def set_seed(self, seed: int | None) -> None:
+        """Seeds all random numbers from now on; None and -1 are fresh ones."""
+        self.seed = _ANY_SEED if seed in (None, -1) else seed
+        self._random = None if self.seed == _ANY_SEED else random.Random(self.seed)
+
+    def embed(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises a NotAvailableError: this version of localllm computes no embeddings."""
+        raise NotAvailableError("this version of localllm computes no embeddings: LLM.logits and LLM.score are there")
+
+    create_embedding = embed
+
+    def close(self) -> None:
+        """Lets the model's memory go."""
+        self.llm.close()
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What all dicts of one answer have in common."""
+
+    id: str
+    object: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def _dict(self, choice: Mapping[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "choices": [{"index": 0, **choice, "finish_reason": finish_reason}],
+        }
+
+    def chunk(self, choice: Mapping[str, Any], chunk: Chunk) -> dict[str, Any]:
+        return self._dict(choice, chunk.finish_reason)
+
+    def whole(self, choice: Mapping[str, Any], done: Completion) -> dict[str, Any]:
+        usage = done.usage
+        return {
+            **self._dict(choice, done.finish_reason),
+            "usage": {
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+                "total_tokens": usage.total_tokens,
+            },
+        }
+
+
+def _number(id_: int | None) -> int:
+    return -1 if id_ is None else id_
+
+
+def _trained_context(path: str) -> int | None:
+    """Tokens of context that a model was trained on; None if its file does not say."""
+    with GGUFFile.open(model_file(path, demo_is_a_file=True)) as file:
+        found = file.metadata.get(f"{file.architecture}.context_length")
+    return found if isinstance(found, int) else None
+
+
+def _cache_type(keys: int | None, values: int | None) -> CacheType:
+    number = 1 if keys is None and values is None else keys
+    if values not in (None, number) or number is None or number not in _CACHE_TYPES:
+        raise NotAvailableError(
+            f"type_k is {keys!r:.80} and type_v is {values!r:.80}, but here both must be 1 (F16) or 8 (Q8_0)"
+        )
+    return _CACHE_TYPES[number]
+
+
+def _choice(filename: str) -> str | None:
+    """What chooses the files that a pattern means: a quantisation, or a file's name."""
+    choice = filename.strip("*").removesuffix(".gguf").strip("*.-_") if "*" in filename else filename
+    if set(choice) & set("*?["):
+        raise NotAvailableError(
+            f"filename is {filename!r:.80}: write a file's name, or a quantisation as in *Q4_K_M.gguf"
+        )
+    return choice or None

@@ -1,0 +1,293 @@
+"""Programs written for llama-cpp-python: what they do most, with one import changed, on the demo model.
+
+The dicts have the keys that llama-cpp-python 0.3.36 gives for the same calls.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localllm.compat import Llama, LlamaPromptLookupDecoding, NotAvailableError
+from localllm.errors import ContextLengthError, LocalLLMError, UsageError
+from localllm.library import find
+from tests.helpers.data import ROOT
+
+DEMO = str(ROOT / "localllm" / "data" / "demo.gguf")
+QUESTION = [{"role": "user", "content": "What is localllm?"}]
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Llama]:
+    llm = Llama(model_path=DEMO, n_ctx=256, verbose=False)
+    yield llm
+    llm.close()
+
+
+def shape(value: Any) -> Any:
+    """The keys of dicts, and the types of what is in them."""
+    if isinstance(value, dict):
+        return {key: shape(each) for key, each in value.items()}
+    return [shape(each) for each in value[:1]] if isinstance(value, list) else type(value).__name__
+
+
+USAGE = {"prompt_tokens": "int", "completion_tokens": "int", "total_tokens": "int"}
+HEAD = {"id": "str", "object": "str", "created": "int", "model": "str"}
+
+
+# -- The snippets --------------------------------------------------------------------------------------------------
+
+
+def test_text_completion_by_calling_the_model(llm: Llama) -> None:
+    output = llm("Q: What is a seed? A: ", max_tokens=8, stop=["Q:", "###"], echo=True, temperature=0)
+    choice = {"text": "str", "index": "int", "logprobs": "NoneType", "finish_reason": "str"}
+    assert shape(output) == {**HEAD, "choices": [choice], "usage": USAGE}
+    assert output["object"] == "text_completion"
+    assert output["id"].startswith("cmpl-")
+    assert output["model"] == DEMO
+    assert output["choices"][0]["text"].startswith("Q: What is a seed? A: ")
+    assert output["usage"]["completion_tokens"] == 8
+    json.dumps(output)
+
+
+def test_chat_completion(llm: Llama) -> None:
+    output = llm.create_chat_completion(
+        messages=[{"role": "system", "content": "You are a helpful assistant."}, *QUESTION], temperature=0
+    )
+    message = {"role": "str", "content": "str"}
+    choice = {"index": "int", "message": message, "logprobs": "NoneType", "finish_reason": "str"}
+    assert shape(output) == {**HEAD, "choices": [choice], "usage": USAGE}
+    assert (output["object"], output["choices"][0]["finish_reason"]) == ("chat.completion", "stop")
+    assert output["id"].startswith("chatcmpl-")
+    assert "localllm" in output["choices"][0]["message"]["content"]
+
+
+def test_streamed_text_is_the_same_text(llm: Llama) -> None:
+    whole = llm.create_completion("Once upon a time", max_tokens=24, temperature=0)["choices"][0]
+    chunks = list(llm.create_completion("Once upon a time", max_tokens=24, temperature=0, stream=True))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert chunks[-1]["choices"][0]["text"] == ""
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    choice = {"text": "str", "index": "int", "logprobs": "NoneType", "finish_reason": "NoneType"}
+    assert shape(chunks[0]) == {**HEAD, "choices": [choice]}
+
+
+def test_streamed_chat_is_the_same_text(llm: Llama) -> None:
+    whole = llm.create_chat_completion(QUESTION, temperature=0)["choices"][0]
+    chunks = list(llm.create_chat_completion(QUESTION, temperature=0, stream=True))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant"}
+    assert deltas[-1] == {}
+    assert "".join(delta["content"] for delta in deltas[1:-1]) == whole["message"]["content"]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_model_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = []
+
+    def cached(name: Any) -> Path:
+        wanted.append(str(name))
+        return Path(DEMO)
+
+    monkeypatch.setattr("localllm.compat.find_cached", cached)
+    for pattern in ("*q8_0.gguf", "*-Q8_0*", "demo.Q8_0.gguf", None):
+        Llama.from_pretrained(repo_id="org/repo", filename=pattern, verbose=False).close()
+    assert wanted == ["org/repo:q8_0", "org/repo:Q8_0", "org/repo:demo.Q8_0.gguf", "org/repo"]
+    monkeypatch.setattr("localllm.compat.find_cached", find.find_cached)
+    monkeypatch.setattr("localllm.compat.pull", lambda name: wanted.append(f"pulled {name}") or Path(DEMO))
+    Llama.from_pretrained("no-such/repo", "*Q4_0.gguf").close()
+    assert wanted[-1] == "pulled no-such/repo:Q4_0"
+    with pytest.raises(NotAvailableError, match="write a file's name, or a quantisation"):
+        Llama.from_pretrained("org/repo", "a*b.gguf")
+
+
+def test_tools_that_the_model_may_use(llm: Llama) -> None:
+    with pytest.warns(UserWarning, match="does not use tools"):
+        output = llm.create_chat_completion(QUESTION, tools=[TOOL], tool_choice="auto", max_tokens=4)
+    assert output["choices"][0]["message"]["role"] == "assistant"
+    with pytest.warns(UserWarning, match="does not use tools"):
+        llm.create_chat_completion(QUESTION, functions=[TOOL["function"]], function_call="auto", max_tokens=4)
+    llm.create_chat_completion(QUESTION, tools=[TOOL], tool_choice="none", max_tokens=4)
+
+
+def test_drafts_from_the_prompt() -> None:
+    draft = LlamaPromptLookupDecoding(num_pred_tokens=4)
+    llm = Llama(model_path=DEMO, draft_model=draft)
+    plain = Llama(model_path=DEMO)
+    prompt = "one two three four one two three four one two"
+    assert llm(prompt, temperature=0)["choices"][0]["text"] == plain(prompt, temperature=0)["choices"][0]["text"]
+    llm.close()
+    plain.close()
+
+
+def test_the_context_window() -> None:
+    llm = Llama(model_path=DEMO, n_ctx=64, n_gpu_layers=-1, n_threads=1, use_mmap=True, n_batch=32)
+    assert llm.n_ctx() == 64
+    with pytest.raises(ValueError, match="the context holds 64") as raised:
+        llm("a " * 100)
+    assert isinstance(raised.value, ContextLengthError)
+    llm.close()
+    llm = Llama(model_path=DEMO, n_ctx=0)
+    assert llm.n_ctx() == 1024
+    llm.close()
+
+
+def test_tokens_there_and_back(llm: Llama) -> None:
+    tokens = llm.tokenize(b"Hello world")
+    assert tokens[0] == llm.token_bos()
+    assert tokens[1:] == llm.tokenize(b"Hello world", add_bos=False)
+    assert llm.detokenize(tokens) == b"Hello world"
+    assert b"".join(llm.detokenize([token], prev_tokens=tokens[:1]) for token in tokens[1:]) == b"Hello world"
+    assert llm.detokenize([llm.token_eos()]) == b""
+    end = llm.detokenize([llm.token_eos()], special=True)
+    assert llm.tokenize(end, add_bos=False, special=True) == [llm.token_eos()]
+    assert llm.detokenize([llm.token_nl()]) == b"\n"
+    assert max(tokens) < llm.n_vocab()
+    text = llm(tokens, max_tokens=4, temperature=0, echo=True)["choices"][0]["text"]
+    assert text == llm("Hello world", max_tokens=4, temperature=0, echo=True)["choices"][0]["text"]
+
+
+def test_state_saved_and_loaded(llm: Llama) -> None:
+    prompt = "localllm runs large language models on the machine that you have."
+    llm(prompt, max_tokens=4, temperature=0)
+    state = pickle.loads(pickle.dumps(llm.save_state()))
+    assert state.n_tokens == llm.n_tokens > 10
+    llm.reset()
+    assert llm.n_tokens == 0
+    llm.load_state(state)
+    assert llm.n_tokens == state.n_tokens
+    assert llm.llm.generate(prompt, max_tokens=1).usage.cached_tokens >= state.n_tokens - 6
+
+
+# -- Values and bad input ------------------------------------------------------------------------------------------
+
+
+def test_logprobs(llm: Llama) -> None:
+    """Of completions and of chats, whole and streamed: the same numbers, and those of the logits."""
+    options: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
+    found = llm("Hello", logprobs=2, **options)["choices"][0]["logprobs"]
+    chunks = list(llm("Hello", logprobs=2, stream=True, **options))
+    for key in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):
+        streamed = [each for c in chunks for each in (c["choices"][0]["logprobs"] or {key: []})[key]]
+        assert streamed == found[key]
+        assert len(found[key]) == 4
+    text = llm("Hello", echo=True, **options)["choices"][0]["text"]
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        assert text[offset:].startswith(token)
+    logits = llm.llm.logits(llm.tokenize(b"Hello"), last=1)[0].astype(np.float64)
+    expected = float(logits.max() - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
+    assert found["token_logprobs"][0] == pytest.approx(expected, abs=1e-5)
+    assert found["top_logprobs"][0][found["tokens"][0]] == found["token_logprobs"][0]
+
+    chat = llm.create_chat_completion(QUESTION, logprobs=True, top_logprobs=2, **options)["choices"][0]["logprobs"]
+    entry = {"token": "str", "bytes": "NoneType", "logprob": "float"}
+    assert shape(chat) == {"content": [{**entry, "top_logprobs": [entry]}], "refusal": "NoneType"}
+    assert [len(each["top_logprobs"]) for each in chat["content"]] == [2] * 4
+
+
+def test_options_mean_what_they_mean_there(llm: Llama) -> None:
+    def text(**options: Any) -> str:
+        return str(llm("Once upon a time", **{"max_tokens": 12, **options})["choices"][0]["text"])
+
+    assert text(seed=3, temperature=1.0) == text(
+        seed=3, temperature=1.0, logits_processor=[lambda ids, scores: scores]
+    )
+    assert text(temperature=-1) == text(top_k=1) == text(temperature=0, tfs_z=1.0, grammar=None, stop=None)
+    first = llm.tokenize(text(temperature=0).encode(), add_bos=False)[0]
+    assert text(temperature=0) != text(temperature=0, logit_bias={str(first): -1e9})
+    assert text(temperature=0, suffix="END").endswith("END")
+    assert text(mirostat_mode=2, mirostat_tau=1.0, seed=1) == text(mirostat_mode=2, mirostat_tau=1.0, seed=1)
+    for unlimited in (None, 0, -1):
+        chat = llm.create_chat_completion(QUESTION, max_tokens=unlimited, temperature=0)
+        assert chat["choices"][0]["finish_reason"] == "stop"
+    assert llm("a", max_tokens=1, model="mine")["model"] == "mine"
+
+
+def test_the_seed_of_the_model() -> None:
+    def texts(seed: int) -> list[str]:
+        llm = Llama(DEMO, seed=seed)
+        found = [llm("Once upon a time", temperature=2.0, min_p=0.0)["choices"][0]["text"] for _ in range(3)]
+        llm.close()
+        return found
+
+    assert texts(5) == texts(5)
+    assert len(set(texts(5))) == 3
+    assert texts(-1) != texts(-1)
+
+
+def test_leaving_a_stream_stops_it(llm: Llama) -> None:
+    chunks = llm("Once upon a time", max_tokens=None, stream=True)
+    next(chunks)
+    chunks.close()
+    assert llm("a", max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        ("lora_path", "x.gguf"),
+        ("vocab_only", True),
+        ("rope_freq_base", 1e6),
+        ("kv_overrides", {"a": 1}),
+        ("chat_handler", print),
+        ("type_k", 2),
+        ("type_v", 8),
+    ],
+)
+def test_what_the_constructor_cannot_do_is_said_before_loading(keyword: str, value: Any) -> None:
+    with pytest.raises(NotImplementedError, match=f"{keyword} is .* but here ") as raised:
+        Llama("missing.gguf", **{keyword: value})
+    assert isinstance(raised.value, UsageError)
+
+
+def test_other_values_of_the_constructor() -> None:
+    with pytest.warns(UserWarning, match="chat_format 'llama-2' has no effect"):
+        Llama(DEMO, chat_format="llama-2", rope_freq_base=0.0, vocab_only=False).close()
+    llm = Llama(DEMO, chat_format="chatml", type_k=8, type_v=8)
+    assert llm.llm.info.cache_type == "q8_0"
+    assert "<|im_start|>" in llm.llm.detokenize(llm.llm.tokenize_chat(QUESTION))
+    llm.close()
+    with pytest.raises(FileNotFoundError):
+        Llama("missing.gguf")
+    with pytest.raises(TypeError, match="'n_thread': write threads="):
+        Llama(DEMO, n_thread=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format is .* can only be text"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice is "),
+        ({"grammar": object()}, "grammar is not available"),
+        ({"tfs_z": 0.5}, "tfs_z is not available"),
+    ],
+)
+def test_what_a_chat_cannot_do(llm: Llama, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotAvailableError, match=message):
+        llm.create_chat_completion(QUESTION, **options)
+
+
+def test_what_else_cannot_be_done(llm: Llama) -> None:
+    for call in (llm.embed, llm.create_embedding):
+        with pytest.raises(NotImplementedError, match="computes no embeddings"):
+            call("text")
+    with pytest.raises(NotAvailableError, match=r"LLM\.score"):
+        llm("a", echo=True, logprobs=1)
+    for bad in ({"temprature": 1}, {"stream_options": {}}):
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            llm("a", **bad)
+    for value in ({"top_k": "all"}, {"mirostat_mode": 1}, {"seed": "x"}, {"stop": [1]}):
+        with pytest.raises(LocalLLMError):
+            llm("a", **value)

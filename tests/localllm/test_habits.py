@@ -1,0 +1,136 @@
+"""Users of other libraries are told what to write; models are found by the names that the command line takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localllm
+from localllm import LLM
+from localllm.errors import GGUFError, ModelNotFoundError, UsageError
+from localllm.habits import THEIR_LOAD, THEIR_METHODS, THEIR_OPTIONS
+from localllm.options import Options
+from localllm.settings import CONFIG_VARIABLE
+from tests.helpers.tiny_models import tiny_gguf
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gguf(tmp_path_factory.mktemp("habits") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> Iterator[LLM]:
+    with localllm.load(path, device="reference", context=64) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    ("keyword", "hint"),
+    [
+        ("n_ctx", "write context="),
+        ("model_path", "or path="),
+        ("type_k", "write cache_type="),
+        ("verbose", "leave it out"),
+        ("paralel", "did you mean 'parallel'?"),
+        ("n_thread", "write threads="),
+        ("xyzzy", "there are path, device, "),
+    ],
+)
+def test_keywords_of_load_that_are_not_there(keyword: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=rf"^unexpected keyword argument '{keyword}': .*{hint.replace('?', '.')}"):
+        localllm.load("missing.gguf", **{keyword: 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("keyword", "hint"),
+    [("stream", "call stream or stream_chat"), ("mirostat_mode", "write mirostat="), ("temp", "write temperature=")],
+)
+def test_keywords_of_generate_that_are_not_there(llm: LLM, keyword: str, hint: str) -> None:
+    for call in (llm.generate, llm.chat, llm.stream, llm.generate_many):
+        with pytest.raises(TypeError, match=f"^unexpected keyword argument '{keyword}': {hint}"):
+            call("a", **{keyword: 1})  # type: ignore[operator]
+
+
+def test_methods_that_are_not_there(llm: LLM) -> None:
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'create_chat_completion': use LLM\.chat, .*compat\.Llama"
+    ):
+        llm.create_chat_completion([])
+    with pytest.raises(AttributeError, match=r"no attribute 'xyzzy'$"):
+        llm.xyzzy()
+    assert not hasattr(llm, "__len__")
+
+
+def test_advice_names_what_is_there() -> None:
+    assert not THEIR_LOAD.keys() & inspect.signature(localllm.load).parameters.keys()
+    assert not THEIR_OPTIONS.keys() & Options.__annotations__.keys()
+    assert not [name for name in THEIR_METHODS if hasattr(LLM, name) and name != "__call__"]
+    known = {*inspect.signature(localllm.load).parameters, *Options.__annotations__}
+    named = {
+        text.split("write ")[1].split("=")[0]
+        for text in [*THEIR_LOAD.values(), *THEIR_OPTIONS.values()]
+        if "write " in text
+    }
+    assert named <= known
+
+
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1], [2]], ("a",)])
+def test_generate_points_to_generate_many(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(UsageError, match="give it to generate_many"):
+        llm.generate(prompts)
+
+
+@pytest.mark.parametrize("name", ["missing.gguf", Path("missing.gguf"), "no/such", "~/missing.gguf", "x" * 40])
+def test_a_model_that_is_not_there_is_a_file_not_found_error(name: Any) -> None:
+    with pytest.raises(FileNotFoundError) as raised:
+        localllm.load(name)
+    assert isinstance(raised.value, GGUFError)
+    assert "missing.gguf" in str(raised.value) or str(name) in str(raised.value)
+
+
+def test_names_of_models(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home folder, a name in a folder of models, and the demo model, for the model and for one that drafts."""
+    monkeypatch.setenv("HOME", str(path.parent))
+    monkeypatch.setenv("USERPROFILE", str(path.parent))
+    for name in ("~/tiny.gguf", Path("~/tiny.gguf")):
+        with localllm.load(name, draft_model=name, device="reference", context=64) as llm:
+            assert llm.info.path == path
+            assert llm.info.draft is not None
+            assert llm.info.draft.path == path
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f"model_folders = [{str(path.parent)!r}]")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(settings))
+    with localllm.load("tiny", device="reference", context=64) as llm:
+        assert llm.info.path == path
+
+
+def test_the_demo_model_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with localllm.load("demo", draft_model="demo", device="reference", context=64) as llm:
+        assert llm.info.path.name == "demo.gguf"
+        assert llm.info.draft is not None
+        assert llm.info.draft.path == llm.info.path
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", Path("demo")):
+        Path("demo").write_bytes(b"no model")
+        with pytest.raises(GGUFError, match=r"demo: .*not a GGUF file"):
+            localllm.load(name)
+    Path("demo").unlink()
+    with pytest.raises(ModelNotFoundError, match="demo does not exist"):
+        localllm.load(Path("demo"))
+
+
+def test_info_as_a_table(llm: LLM, tmp_path: Path) -> None:
+    """A file's name is text, whatever it is."""
+    hostile = tiny_gguf(tmp_path / "<b onclick=x>&.gguf")
+    with localllm.load(hostile, draft_model=hostile, device="reference", context=64) as other:
+        html = other.info._repr_html_()
+    assert html.count("&lt;b onclick=x&gt;&amp;.gguf: llama") == 2
+    assert "onclick" not in html.replace("&lt;b onclick=x&gt;", "")
+    assert html.count("<table>") == 2
+    for group in llm.info.placement.groups:
+        assert f"<td>{group.name}</td><td>reference</td>" in llm.info._repr_html_()
