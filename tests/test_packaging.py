@@ -1,11 +1,11 @@
-"""The wheel holds what the folders hold."""
+"""The wheel holds what the folders hold, and nothing else."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
-import tomllib
-from fnmatch import fnmatch
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,23 +15,6 @@ from tests.helpers.data import ROOT
 ROOMS = ("kernels", "models", "quant", "tui")
 
 
-def packages_on_disk() -> set[str]:
-    """Every folder with an ``__init__.py``; rglob does not follow the links from localllm/ to the rooms."""
-    found = {".".join(init.parent.relative_to(ROOT).parts) for init in (ROOT / "localllm").rglob("__init__.py")}
-    for room in ROOMS:
-        for init in (ROOT / room).rglob("__init__.py"):
-            found.add(".".join(("localllm", *init.parent.relative_to(ROOT).parts)))
-    return found
-
-
-def test_every_package_is_listed() -> None:
-    # setuptools leaves out silently what is not listed.
-    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert set(setuptools["packages"]) == packages_on_disk()
-    for package, folder in setuptools["package-dir"].items():
-        assert (ROOT / folder / "__init__.py").is_file(), package
-
-
 def test_rooms_are_linked_into_the_package() -> None:
     for room in ROOMS:
         link = ROOT / "localllm" / room
@@ -39,32 +22,30 @@ def test_rooms_are_linked_into_the_package() -> None:
         assert link.readlink() == Path("..") / room
 
 
-def test_styles_of_the_chat_are_package_data() -> None:
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    styles = {path.relative_to(ROOT / "tui").as_posix() for path in (ROOT / "tui").rglob("*.tcss")}
-    assert "chat.tcss" in styles
-    for name in styles:
-        assert any(fnmatch(name, pattern) for pattern in patterns["localllm.tui"]), name
+def sources(folder: Path, prefix: str) -> dict[str, bytes]:
+    """The files of a package, as a wheel names them; rglob does not follow the links to the rooms."""
+    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {f"{prefix}/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in files}
 
 
-def cuda_sources() -> set[str]:
-    return {path.name for path in (ROOT / "kernels" / "cuda").iterdir() if path.suffix not in (".py", "")}
-
-
-def test_cuda_sources_are_package_data() -> None:
-    # They are data to setuptools, which leaves out what no pattern names.
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    assert "common.cuh" in cuda_sources()
-    for name in cuda_sources():
-        assert any(fnmatch(name, pattern) for pattern in patterns["localllm.kernels.cuda"]), name
-
-
-def test_cuda_sources_are_built(tmp_path: Path) -> None:
-    """By the step that a wheel is made of: it puts every file where the wheel has it."""
-    pytest.importorskip("setuptools", minversion="77")  # which reads the form that the license has in pyproject.toml
-    setup = [sys.executable, "-c", "from setuptools import setup; setup()"]
-    subprocess.run(
-        [*setup, "-q", "build_py", "--build-lib", str(tmp_path)], cwd=ROOT, capture_output=True, check=True
-    )
-    built = tmp_path / "localllm" / "kernels" / "cuda"
-    assert {path.name for path in built.iterdir() if path.suffix not in (".py", "")} == cuda_sources()
+def test_a_wheel_has_the_sources_and_no_stale_file(tmp_path: Path) -> None:
+    """Whatever an earlier build left behind, such as a module that was deleted since."""
+    pytest.importorskip("hatchling")
+    checkout = tmp_path / "checkout"
+    left_out = shutil.ignore_patterns("__pycache__", "*.egg-info", "tests", ".*", "build", "dist")
+    shutil.copytree(ROOT, checkout, symlinks=True, ignore=left_out)
+    for stale in ("build/lib/localllm/stale.py", "dist/stale.py", "quant/__pycache__/stale.cpython-311.pyc"):
+        path = checkout / stale
+        path.parent.mkdir(parents=True)
+        path.write_text("stale = True\n")
+    build = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
+    command = [sys.executable, "-c", build, str(tmp_path)]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
+    with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
+        built = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
+    expected = sources(checkout / "localllm", "localllm")
+    for room in ROOMS:
+        expected |= sources(checkout / room, f"localllm/{room}")
+    assert built == expected
+    assert {"localllm/py.typed", "localllm/data/demo.gguf", "localllm/tui/chat.tcss"} <= set(built)
+    assert "localllm/kernels/cuda/common.cuh" in built

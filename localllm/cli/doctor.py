@@ -52,6 +52,7 @@ PACKAGES = {
     "gguf": "gguf",
     "sentencepiece": "sentencepiece",
     "tokenizers": "tokenizers",
+    "huggingface_hub": "huggingface_hub",
     "jinja2": "jinja2",
     "rich": "rich",
     "psutil": "psutil",
@@ -65,8 +66,7 @@ PACKAGES = {
 EXTRAS = {
     "cuda12": ("cupy-cuda12x", "cuda-toolkit"),
     "cuda13": ("cupy-cuda13x", "cuda-toolkit"),
-    "hub": ("huggingface_hub",),
-    "dev": ("setuptools", "huggingface_hub", "pytest", "pytest-xdist", "hypothesis", "mypy", "ruff"),
+    "dev": ("hatchling", "pytest", "pytest-xdist", "hypothesis", "mypy", "ruff"),
     "reference": ("torch", "transformers", "safetensors"),
 }
 

@@ -1,14 +1,16 @@
-"""The hub, asked through the package huggingface_hub (an extra), and what it refuses in one sentence each."""
+"""The hub, asked through the package huggingface_hub, and what it refuses in one sentence each."""
 
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import importlib
+import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from localllm import __version__
@@ -18,10 +20,17 @@ from localllm.library.hub_cache import hub_cache
 #: Seconds to wait for an answer.
 _TIMEOUT = 20.0
 
+#: Bytes that the list of a repository's files may have; that of 20,000 files has about 8 MB.
+_MAX_LISTING = 64 << 20
+
+#: Seconds that a hub may ask us to wait; where it wants more, the user is told instead.
+_MAX_WAIT = 60.0
+
 #: What says to the hub who asks.
 _LIBRARY = {"library_name": "localllm", "library_version": __version__}
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -51,11 +60,12 @@ class Hub:
     def files(self) -> tuple[str, dict[str, RemoteFile]]:
         """The newest commit, and its GGUF files by name."""
         try:
-            with self.complaints():
-                api = self._package.HfApi(endpoint=self.endpoint, **_LIBRARY)
-                info = api.model_info(self._repo, files_metadata=True, timeout=_TIMEOUT)
-            names = [each for each in info.siblings if each.rfilename.lower().endswith(".gguf")]
-            return str(info.sha), {each.rfilename: _remote_file(each) for each in names}
+            listing = json.loads(self._listing())
+            commit = listing["sha"]
+            if not _COMMIT.fullmatch(commit):  # it becomes the name of a folder
+                raise ValueError(f"the commit is {commit!r:.100}")
+            names = [each for each in listing["siblings"] if each["rfilename"].lower().endswith(".gguf")]
+            return commit, {each["rfilename"]: _remote_file(each) for each in names}
         except (HubError, UsageError):
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -64,38 +74,50 @@ class Hub:
                 "network, and the environment variable HF_ENDPOINT"
             ) from error
 
+    def _listing(self) -> bytes:
+        """What the hub knows of the repository, as JSON; asked for once more where it is too busy."""
+        url = f"{self.endpoint}/api/models/{self._repo}?blobs=true"
+        with self.complaints():
+            self._package.utils.validate_repo_id(self._repo)
+            try:
+                return self._read(url)
+            except self.http_error as error:
+                if (wait := seconds_to_wait(error)) is None:
+                    raise
+            time.sleep(wait)
+            return self._read(url)
+
+    def _read(self, url: str) -> bytes:
+        data = bytearray()
+        with self._get(url) as answer:
+            for part in answer.iter_bytes():
+                data += part
+                if len(data) > _MAX_LISTING:
+                    raise ValueError(f"the list of its files has more than {_MAX_LISTING >> 20} MiB")
+        return bytes(data)
+
     @contextlib.contextmanager
-    def open(self, name: str, commit: str, start: int) -> Iterator[Any]:
-        """A file's bytes from ``start`` on, as an answer of HTTP: with status 206, or 200 if it begins at 0."""
+    def _get(self, url: str, **headers: str) -> Iterator[Any]:
         package = self._package
-        headers = package.utils.build_hf_headers(**_LIBRARY) | {"Accept-Encoding": "identity"}
-        if start:
-            headers["Range"] = f"bytes={start}-"
-        url = package.hf_hub_url(self._repo, name, revision=commit, endpoint=self.endpoint)
-        session = package.get_session()
+        session, headers = package.get_session(), package.utils.build_hf_headers(**_LIBRARY) | headers
         with session.stream("GET", url, headers=headers, timeout=_TIMEOUT, follow_redirects=True) as answer:
+            if answer.status_code >= 400:
+                # Without its body, which the package would read to its end, however long that is.
+                answer = type(answer)(answer.status_code, headers=answer.headers, request=answer.request)
             package.utils.hf_raise_for_status(answer)
             yield answer
+
+    def open(self, name: str, commit: str, start: int) -> contextlib.AbstractContextManager[Any]:
+        """A file's bytes from ``start`` on, as an answer of HTTP: with status 206, or 200 if it begins at 0."""
+        url = self._package.hf_hub_url(self._repo, name, revision=commit, endpoint=self.endpoint)
+        ask = {"Range": f"bytes={start}-"} if start else {}
+        return self._get(url, **{"Accept-Encoding": "identity"}, **ask)
 
     @property
     def http_error(self) -> type[Exception]:
         """What `open` raises where the connection or the hub fails."""
         error: type[Exception] = self._package.errors.HTTPError
         return error
-
-    def link(self, name: str) -> Path:
-        """Gives a file, whose blob is in the cache, its name there."""
-        with self.complaints():
-            try:
-                path = self._package.hf_hub_download(
-                    self._repo, name, cache_dir=hub_cache(), endpoint=self.endpoint, **_LIBRARY
-                )
-            except ValueError as error:  # a commit that leads out of the cache
-                raise HubError(
-                    f"what {self.endpoint} answers for {name} is not usable ({error!s:.200}): check the environment "
-                    "variable HF_ENDPOINT"
-                ) from error
-            return Path(path)
 
     @contextlib.contextmanager
     def complaints(self) -> Iterator[None]:
@@ -138,6 +160,12 @@ class Hub:
             )
         elif status == 404:
             text = f"the hub no longer has what it listed of {repo} (HTTP 404): try again"
+        elif status == 429:
+            wait = error.response.headers.get("Retry-After", "")  # type: ignore[attr-defined]
+            later = f"in {wait} seconds" if wait.isdigit() else "later"
+            text = (
+                f"the hub is asked too often (HTTP 429): try again {later}, or say who you are with 'hf auth login'"
+            )
         elif status is not None:
             text = f"the hub does not answer for {repo} (HTTP {status}): try again later"
         else:
@@ -159,36 +187,41 @@ def import_hub() -> Any:
         hub = importlib.import_module("huggingface_hub")
         for name in ("constants", "errors", "utils"):
             importlib.import_module(f"huggingface_hub.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != "huggingface_hub":
-            raise HubError(
-                f"the package huggingface_hub lacks one that it needs ({error}): install it again"
-            ) from error
+    except (ImportError, ValueError) as error:  # ValueError: a variable that it reads while it is imported
         raise HubError(
-            "downloading needs the package huggingface_hub, which is not installed: pip install huggingface_hub"
-        ) from None
-    except ValueError as error:  # an environment variable that it reads while it is imported
-        raise HubError(
-            f"the package huggingface_hub cannot be loaded ({error}): check the environment variables HF_…"
+            f"the package huggingface_hub cannot be loaded ({error}): install it again, and check the environment "
+            "variables HF_…"
         ) from error
     return hub
 
 
-def _remote_file(sibling: Any) -> RemoteFile:
+def _remote_file(sibling: dict[str, Any]) -> RemoteFile:
     """Raises:
     ValueError: the hub tells no name, hash or size that a file can have.
     """
-    lfs = sibling.lfs
-    sha, n_bytes = (sibling.blob_id, sibling.size) if lfs is None else (lfs.sha256, lfs.size)
+    name, lfs = sibling["rfilename"], sibling.get("lfs")
+    sha, n_bytes = (sibling["blobId"], sibling["size"]) if lfs is None else (lfs["sha256"], lfs["size"])
     # Both become names of files: they must not be able to lead elsewhere.
-    if not sibling.rfilename.isprintable() or {"", ".", ".."} & set(re.split(r"[/\\]", sibling.rfilename)):
-        raise ValueError(f"a file has the name {sibling.rfilename!r:.100}")
+    if not name.isprintable() or {"", ".", ".."} & set(re.split(r"[/\\]", name)):
+        raise ValueError(f"a file has the name {name!r:.100}")
     if not isinstance(sha, str) or not _HASH.fullmatch(sha) or not isinstance(n_bytes, int) or n_bytes < 0:
-        raise ValueError(f"no hash and size of {sibling.rfilename}")
-    return RemoteFile(sibling.rfilename, n_bytes, sha)
+        raise ValueError(f"no hash and size of {name}")
+    return RemoteFile(name, n_bytes, sha)
 
 
 def is_passing(error: Any) -> bool:
-    """Whether a failure is one of the connection, or of a server that may recover."""
+    """Whether a failure is one of the connection, or of a server that may recover soon."""
     status = getattr(getattr(error, "response", None), "status_code", None)
-    return status is None or status in (408, 429) or status >= 500
+    if status == 429:
+        return seconds_to_wait(error) is not None
+    return status is None or status == 408 or status >= 500
+
+
+def seconds_to_wait(error: Any) -> float | None:
+    """What a hub that is too busy asks for in Retry-After, in seconds or as a date; None if nothing, or too much."""
+    text = getattr(getattr(error, "response", None), "headers", {}).get("Retry-After", "")
+    try:
+        wait = float(text) if text.isdigit() else email.utils.parsedate_to_datetime(text).timestamp() - time.time()
+    except (ValueError, TypeError):
+        return None
+    return max(0.0, wait) if wait <= _MAX_WAIT else None

@@ -21,6 +21,9 @@ _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", 
 _QUANT = re.compile(
     r"(?<![a-z0-9])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|FP?16|FP?32)(?:_[a-z0-9]+)*)(?![a-z0-9])", re.IGNORECASE
 )
+#: Models that a message lists at most.
+_MOST_LISTED = 12
+
 #: GGUF files beside models: projectors of images, and statistics for quantisers.
 _NO_MODEL = re.compile(r"(mmproj|imatrix)|.*\b(mmproj|imatrix)\b", re.IGNORECASE)
 
@@ -150,9 +153,10 @@ def matching(choice: str, groups: Iterable[FileGroup]) -> list[FileGroup]:
 
 def choices(name: HubName, groups: Sequence[FileGroup], some: Sequence[FileGroup] | None = None) -> str:
     """What to choose from, ``some`` of the groups or all, with their sizes."""
-    return ", ".join(
-        f"{name.repo}:{label(group, groups)} ({_size(group.n_bytes)})" for group in (groups if some is None else some)
-    )
+    listed = groups if some is None else some
+    more = [f"and {len(listed) - _MOST_LISTED:,} more"] if len(listed) > _MOST_LISTED else []
+    shown = (f"{name.repo}:{label(group, groups)} ({_size(group.n_bytes)})" for group in listed[:_MOST_LISTED])
+    return ", ".join([*shown, *more])
 
 
 def _size(n_bytes: int) -> str:

@@ -1,8 +1,9 @@
-"""Downloads from the hub into its cache on this machine, through the package huggingface_hub (an extra).
+"""Downloads from the hub into its cache on this machine, through the package huggingface_hub.
 
 That package asks the hub, knows the user's token, and lays out the cache.  The bytes are fetched here: it deletes
 what it has of a file when it is interrupted, and a model of many gigabytes should go on from there.  What is fetched
-lies in ``blobs/<hash>.incomplete`` until it is whole and its hash is that which the hub told.
+lies in ``blobs/<hash>.incomplete`` until it is whole and its hash is that which the hub told.  Where the system has
+no symbolic links, the package keeps a file under its name in ``snapshots`` and has no blob of it, and so does this.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from typing import Any
 
 from localllm.errors import GGUFError, HubError, UsageError
 from localllm.gguf import GGUFFile
-from localllm.library.hub import Hub, RemoteFile, is_passing
+from localllm.library.hub import Hub, RemoteFile, is_passing, seconds_to_wait
 from localllm.library.hub_cache import hub_cache, repo_folder
 from localllm.library.names import FileGroup, HubName, choose, group_files
 
@@ -66,8 +68,11 @@ class _Puller:
         with self._hub.complaints(), contextlib.ExitStack() as locks:
             for file in blobs:
                 locks.enter_context(self._lock(file))
-            self._fetch_all([file for file in blobs if not self._is_here(file)], commit)
-        paths = [self._hub.link(name) for name in group.names]
+            self._fetch_all([file for file in blobs if not self._is_here(file, commit)], commit)
+            paths = [self._link(files[name], commit) for name in group.names]
+            reference = self._folder / "refs" / "main"
+            reference.parent.mkdir(exist_ok=True)
+            reference.write_text(commit, encoding="ascii")
         self._check_model(paths, group)
         return paths[0]
 
@@ -77,13 +82,39 @@ class _Puller:
     def _partial(self, file: RemoteFile) -> Path:
         return self._folder / "blobs" / f"{file.hash}.incomplete"
 
-    def _is_here(self, file: RemoteFile) -> bool:
-        """Whether the cache has a file; one of the wrong size is removed."""
+    def _named(self, file: RemoteFile, commit: str) -> Path:
+        return self._folder / "snapshots" / commit / file.name
+
+    def _is_here(self, file: RemoteFile, commit: str) -> bool:
+        """Whether the cache has a file; a blob of the wrong size is removed."""
         blob = self._blob(file)
-        if _size(blob) in (file.n_bytes, None):
-            return blob.exists()
-        blob.unlink()
+        if _size(blob) == file.n_bytes or self._is_plain(self._named(file, commit), file):
+            return True
+        blob.unlink(missing_ok=True)
+        for other in (self._folder / "snapshots").glob("*"):  # the same file, of another commit
+            path = other / file.name
+            if self._is_plain(path, file) and _hash_of(path, len(file.hash), lambda done: None) == file.hash:
+                with contextlib.suppress(OSError):  # not every system has hard links
+                    blob.parent.mkdir(exist_ok=True)
+                    os.link(path, blob)
+                    return True
         return False
+
+    def _is_plain(self, path: Path, file: RemoteFile) -> bool:
+        """Whether a file lies under its name itself, and not a link to it."""
+        return not path.is_symlink() and _size(path) == file.n_bytes
+
+    def _link(self, file: RemoteFile, commit: str) -> Path:
+        """Gives a blob its name in the commit, as a link; where there are no links, moves it there."""
+        path, blob = self._named(file, commit), self._blob(file)
+        if not self._is_plain(path, file):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            try:
+                path.symlink_to(os.path.relpath(blob, path.parent))
+            except OSError:
+                blob.replace(path)
+        return path
 
     # -- Fetching --------------------------------------------------------------------------------------------------
 
@@ -143,7 +174,7 @@ class _Puller:
             if (_size(partial) or 0) > have:
                 waits = iter(RETRY_SECONDS)
             elif (wait := next(waits, None)) is not None:
-                time.sleep(wait)
+                time.sleep(max(wait, seconds_to_wait(cut) or 0.0))
             else:
                 reason = str(cut or "it ends too early").strip().split("\n")[0]
                 raise HubError(
@@ -154,6 +185,12 @@ class _Puller:
     def _stream(self, file: RemoteFile, commit: str, have: int, report: Callable[[int], object]) -> None:
         """Adds to what is here of a file as long as the connection lasts."""
         with self._hub.open(file.name, commit, have) as answer:
+            sent = answer.headers.get("Content-Range", answer.headers.get("Content-Length", "")).rpartition("/")[2]
+            if sent.isdigit() and int(sent) != file.n_bytes:
+                raise HubError(
+                    f"{self._hub.endpoint} lists {file.name} with {file.n_bytes:,} bytes, but sends {int(sent):,}: "
+                    "check the environment variable HF_ENDPOINT, or try again later"
+                )
             if answer.status_code != 206:  # all of it comes, from the beginning
                 have = 0
             with self._partial(file).open("ab" if have else "wb") as out:

@@ -6,6 +6,7 @@ lists files with their hashes, and ``/ORG/REPO/resolve/REVISION/FILE`` has the b
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -31,6 +32,10 @@ class Repo:
         cuts: after how many bytes of an answer the connection ends, for the next answers in turn.
         sent: bytes that are sent in place of a file's own.
         has_ranges: whether a part of a file can be asked for.
+        tells_length: whether answers say how long they are.
+        busy: files, and "" for the list of them, whose first request is answered with status 429.
+        wait: what those answers say in Retry-After.
+        commit: the newest one.
         waits: whether an answer's second half is held back for as long as the server runs.
     """
 
@@ -41,6 +46,10 @@ class Repo:
     cuts: list[int] = field(default_factory=list)
     sent: dict[str, bytes] = field(default_factory=dict)
     has_ranges: bool = True
+    tells_length: bool = True
+    busy: set[str] = field(default_factory=set)
+    wait: str = ""
+    commit: str = COMMIT
     waits: bool = False
 
     def hash(self, name: str) -> str:
@@ -66,12 +75,17 @@ class HubServer:
 
     Attributes:
         requests: those for files that it got, as method, file and range.
+        listings: what it answers for repositories, as it is.
+        endless: the repositories whose answer never ends, and its status.
+        n_endless: bytes that it sent of such answers.
     """
 
     endpoint: str
     repos: dict[str, Repo] = field(default_factory=dict)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     listings: dict[str, bytes] = field(default_factory=dict)
+    endless: dict[str, int] = field(default_factory=dict)
+    n_endless: int = 0
     is_ending: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -118,17 +132,35 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._refuse(404, "")
 
+    def _is_busy(self, repo: Repo, name: str) -> bool:
+        if name not in repo.busy:
+            return False
+        repo.busy.remove(name)
+        self._refuse(429, "", repo.wait)
+        return True
+
+    def _endless(self, status: int) -> None:
+        """A reply that only ends when nobody listens any more."""
+        self.send_response(status)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while not self.hub.is_ending.is_set():
+                self.wfile.write(b"[" * 65536)
+                self.hub.n_endless += 65536
+
     def _list(self, name: str) -> None:
         repo = self.hub.repos.get(name)
-        if name in self.hub.listings:
+        if name in self.hub.endless:
+            self._endless(self.hub.endless[name])
+        elif name in self.hub.listings:
             self._send(200, self.hub.listings[name])
         elif repo is None:
             self._refuse(401, "RepoNotFound")
         elif repo.refusal is not None and not repo.refuses_files:
             self._refuse(*repo.refusal)
-        else:
+        elif not self._is_busy(repo, ""):
             siblings = [repo.listing(file) for file in repo.files]
-            self._send(200, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode())
+            self._send(200, json.dumps({"id": name, "sha": repo.commit, "siblings": siblings}).encode())
 
     def _file(self, name: str, revision: str, file: str) -> None:
         repo, asked = self.hub.repos[name], self.headers.get("Range")
@@ -136,18 +168,21 @@ class _Handler(BaseHTTPRequestHandler):
         if repo.refusal is not None:
             self._refuse(*repo.refusal)
             return
-        if revision not in ("main", COMMIT) or file not in repo.files:
+        if self._is_busy(repo, file):
+            return
+        if revision != repo.commit or file not in repo.files:
             self._refuse(404, "EntryNotFound")
             return
         data = repo.sent.get(file, repo.files[file])
         start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and repo.has_ranges else 0
         self.send_response(206 if start else 200)
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Repo-Commit", repo.commit)
         self.send_header("ETag", f'"{repo.hash(file)}"')
         if file not in repo.small:
             self.send_header("X-Linked-Etag", f'"{repo.hash(file)}"')
             self.send_header("X-Linked-Size", str(len(repo.files[file])))
-        self.send_header("Content-Length", str(len(data) - start))
+        if repo.tells_length:
+            self.send_header("Content-Length", str(len(data) - start))
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
         self.end_headers()
@@ -167,8 +202,10 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.wfile.write(body)
 
-    def _refuse(self, status: int, code: str) -> None:
+    def _refuse(self, status: int, code: str, wait: str = "") -> None:
         self.send_response(status)
+        if wait:
+            self.send_header("Retry-After", wait)
         if code:
             self.send_header("X-Error-Code", code)
         self.send_header("Content-Length", "0")

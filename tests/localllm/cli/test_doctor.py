@@ -144,9 +144,7 @@ def test_extras_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr(doctor, "__file__", str(tmp_path / "localllm" / "cli" / "doctor.py"))
     found = extras(monkeypatch)
     assert found["reference"].endswith("-m pip install transformers safetensors)")
-    assert found["dev"].endswith(
-        "-m pip install setuptools huggingface_hub pytest pytest-xdist hypothesis mypy ruff)"
-    )
+    assert found["dev"].endswith("-m pip install hatchling pytest pytest-xdist hypothesis mypy ruff)")
     assert doctor._reinstall() == "install localllm again"
 
 

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from email.utils import formatdate
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 import localllm
@@ -22,8 +24,6 @@ from tests.helpers.command_line import environment, run_main, running
 from tests.helpers.data import ROOT
 from tests.helpers.gguf_writer import RawGGUF, RawTensor, key, string, u32
 from tests.helpers.hub_server import COMMIT, HubServer, Repo, hub_server
-
-huggingface_hub = pytest.importorskip("huggingface_hub", reason="needs the extra hub")
 
 DEMO = (ROOT / "localllm" / "data" / "demo.gguf").read_bytes()
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
@@ -148,6 +148,38 @@ def test_a_model_of_the_hub_that_lacks_a_part_is_refused(hub: HubServer) -> None
     assert hub.ranges == []
 
 
+def test_a_commit_pushed_meanwhile_changes_nothing(hub: HubServer) -> None:
+    hub.repos["org/repo"] = repo = Repo({"a.gguf": DEMO})
+
+    def push(stage: str, done: int, total: int) -> None:
+        if stage == "check":
+            repo.commit, repo.files = "f" * 40, {"a.gguf": small_gguf()}
+
+    path = pull("org/repo", push)
+    assert (path.parent.name, path.read_bytes()) == (COMMIT, DEMO)
+
+
+@pytest.mark.parametrize("commit", [COMMIT, "f" * 40], ids=["the same commit", "another commit"])
+def test_without_links_files_lie_under_their_names(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, commit: str
+) -> None:
+    """As the hub's own package leaves them there; they are found, and not fetched again for another commit."""
+
+    def refuse(self: Path, target: object, target_is_directory: bool = False) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    hub.repos["org/repo"] = repo = Repo({"a.gguf": DEMO, "b.gguf": small_gguf()})
+    path = pull("org/repo:a")
+    assert (path.is_symlink(), path.read_bytes(), blobs()) == (False, DEMO, [])
+    hub.requests.clear()
+    repo.commit = commit
+    other = pull("org/repo:a")
+    assert other.samefile(path)
+    assert other.parent.name == commit
+    assert hub.requests == []
+
+
 # -- Cuts and resuming ---------------------------------------------------------------------------------------------
 
 
@@ -262,7 +294,7 @@ def test_no_repository_no_files_no_hub(hub: HubServer, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("hash", ["../../x", "a" * 40 + "/../../../x"])
 def test_a_hash_that_is_a_path_is_not_followed(hub: HubServer, hash: str) -> None:
     file = {"rfilename": "a.gguf", "size": 3, "blobId": hash}
-    hub.listings["org/repo"] = json.dumps({"id": "org/repo", "sha": "0", "siblings": [file]}).encode()
+    hub.listings["org/repo"] = json.dumps({"id": "org/repo", "sha": COMMIT, "siblings": [file]}).encode()
     with pytest.raises(HubError, match=r"is no hub .*no hash and size of a\.gguf"):
         pull("org/repo")
 
@@ -279,11 +311,58 @@ def test_a_name_that_leads_elsewhere_is_not_followed(hub: HubServer, name: str) 
 
 def test_a_hub_that_sends_more_and_more_is_given_up(hub: HubServer) -> None:
     """Sizes that are lies would have it fetched again for ever."""
-    hub.repos["org/repo"] = Repo({"m.gguf": DEMO}, sent={"m.gguf": DEMO + b"more"})
+    hub.repos["org/repo"] = Repo({"m.gguf": DEMO}, sent={"m.gguf": DEMO + b"more"}, tells_length=False)
     with pytest.raises(HubError, match=f"sends more of m.gguf than the {len(DEMO):,} bytes"):
         pull("org/repo")
     assert len(hub.ranges) == 1
     assert blobs() == []
+
+
+@pytest.mark.parametrize(("n_sent", "n_listed"), [(2_513_823, "2,513,824"), (2_513_825, "2,513,824")])
+def test_a_size_that_disagrees_is_told(hub: HubServer, n_sent: int, n_listed: str) -> None:
+    hub.repos["org/repo"] = Repo({"m.gguf": DEMO}, sent={"m.gguf": (DEMO + b"x")[:n_sent]})
+    with pytest.raises(HubError, match=rf"lists m\.gguf with {n_listed} bytes, but sends {n_sent:,}: check"):
+        pull("org/repo")
+    assert len(hub.ranges) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "message"), [(200, "more than 1 MiB"), (500, r"does not answer for org/repo \(HTTP 500\)")]
+)
+def test_an_answer_without_an_end_is_not_read_on(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, status: int, message: str
+) -> None:
+    monkeypatch.setattr("localllm.library.hub._MAX_LISTING", 1 << 20)
+    hub.endless["org/repo"] = status
+    with pytest.raises(HubError, match=rf"{message}"):
+        pull("org/repo")
+    assert hub.n_endless < 32 << 20  # what the system's buffers take is sent too
+
+
+@pytest.mark.parametrize("wait", ["7", "date"])
+def test_a_busy_hub_is_asked_again_when_it_says(hub: HubServer, monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    said = formatdate(time.time() + 7.5, usegmt=True) if wait == "date" else wait
+    hub.repos["org/repo"] = repo = Repo({"a.gguf": small_gguf()}, busy={"", "a.gguf"}, wait=said)
+    assert pull("org/repo").read_bytes() == repo.files["a.gguf"]
+    assert len(slept) == 2  # once for the list, once for the file
+    assert all(5 < seconds <= 7.5 for seconds in slept)
+
+
+def test_a_hub_that_is_busy_for_long_is_told(hub: HubServer) -> None:
+    hub.repos["org/repo"] = Repo({"a.gguf": small_gguf()}, busy={""}, wait="3600")
+    with pytest.raises(HubError, match=r"asked too often \(HTTP 429\): try again in 3600 seconds"):
+        pull("org/repo")
+    assert hub.requests == []
+
+
+def test_a_list_of_many_files_is_cut(hub: HubServer) -> None:
+    files = [{"rfilename": f"m{i}.gguf", "size": 3, "blobId": "a" * 40} for i in range(20_000)]
+    hub.listings["org/repo"] = json.dumps({"id": "org/repo", "sha": COMMIT, "siblings": files}).encode()
+    with pytest.raises(UsageError, match=r"has 20000 models: choose one, .* and 19,988 more$") as raised:
+        pull("org/repo")
+    assert len(str(raised.value)) < 1000
 
 
 def test_a_listing_that_is_nested_too_deeply_is_no_hub(hub: HubServer) -> None:
@@ -322,7 +401,7 @@ def test_a_cache_that_cannot_be_written(hub: HubServer, tmp_path: Path, monkeypa
 
 def test_without_the_package_it_is_named(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(HubError, match="which is not installed: pip install huggingface_hub"):
+    with pytest.raises(HubError, match=r"the package huggingface_hub cannot be loaded .*: install it again"):
         pull("org/repo")
 
 
