@@ -14,6 +14,7 @@ from localllm.kernels.cpu.program import run_program
 from localllm.kernels.cpu.simd import load_f16x16, store_f32x16, zero_f32x16
 from localllm.kernels.cpu.target import TARGETS
 from localllm.kernels.cpu.tiles import TILES, X_STEP
+from localllm.kernels.graph import Attention, KVCache, Rows, Tensor
 from localllm.quant.lut import LUT_E2M1_16, LUT_TYPES, KernelType
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.types import GGMLType
@@ -83,7 +84,8 @@ def test_floats_are_multiplied_by_fused_multiply_adds() -> None:
 
 
 def test_attention() -> None:
-    constants = attention.constants(CACHE_LAYOUTS["q8_0"], 32, wide=False, soft_cap=True, sinks=True)
+    op = Attention(Tensor(Rows.TOKENS, 32), KVCache(0, 1, 32, 32, "q8_0"), scale=1.0, softcap=30.0)
+    constants = attention.constants(op, CACHE_LAYOUTS["q8_0"], wide=False)
     code = instructions(variant(attention.attention, NEON, **constants), LINUX)
     check(code)
     assert any(i.startswith("fmla") for i in code)

@@ -209,12 +209,12 @@ def _fill(cache: CUDACache) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Random keys and values in all layers; returns those of the last one, [pages, key heads, PAGE, head]."""
     layout = cache.layouts[0]
     random, n_heads = np.random.default_rng(5), layout.kept.n_heads
-    size, found = (cache.n_pages[0], n_heads, PAGE, layout.head), []
+    size, found = (cache.n_pages[0], n_heads, PAGE, layout.heads[0]), []
     for entries in (0, 1):
         values: NDArray[Any]
-        if layout.groups:
+        if layout.groups[0]:
             values = random.integers(-127, 128, size, np.int8)
-            by_group = np.full((cache.n_pages[0], n_heads, layout.groups, PAGE), 2**-6, np.float16)
+            by_group = np.full((cache.n_pages[0], n_heads, layout.groups[0], PAGE), 2**-6, np.float16)
             found.append(values.astype(np.float32) * np.float32(2**-6))
         else:
             values = random.standard_normal(size, np.float32).astype(np.float16)
