@@ -103,7 +103,7 @@ class Matrix:
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """Rotary position embedding of the first ``2 * len(frequencies)`` values of each head.
+    """Rotary position embedding of ``2 * len(frequencies)`` values of each head, from number ``first`` on.
 
     Attributes:
         frequencies: float32 [n_rot / 2], radians a position.
@@ -117,6 +117,30 @@ class Rope:
     frequencies: NDArray[np.float32]
     interleaved: bool
     magnitude: float = 1.0
+    first: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class HeadNorm:
+    """An RMSNorm of each head, with the same weights [n] for all; without weights, as if all were 1.
+
+    Where there are fewer weights than values, it is one of the first n values of each head, and leaves the others.
+    """
+
+    eps: float
+    weight: Weight | None = None
+
+
+@dataclass(frozen=True)
+class PositionScale:
+    """Factor on the queries at position p: 1 + rate * log(1 + floor((p + offset) / length)).
+
+    Sources: Llama 4's attention temperature (offset 1); Ministral 3's (offset 0).
+    """
+
+    rate: float
+    length: int
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,20 +150,25 @@ class KVCache:
     What is beyond the range of the cache's type is kept as the largest finite value that it has.
 
     Attributes:
+        key_dim, value_dim: the values of a head in keys and in values.
+        values_in_keys: whether values are the first ``value_dim`` values of the keys, and not kept themselves: the
+            latents of MLA (DeepSeek-V2, arXiv:2405.04434).
         window: tokens that are kept: none is seen by one that comes so many behind it.  None: all of them.
     """
 
     layer: int
     n_heads: int
-    head_dim: int
+    key_dim: int
+    value_dim: int
     type: CacheType = "f16"
+    values_in_keys: bool = False
     window: int | None = None
 
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values, without padding."""
-        scales = 2 * -(-self.head_dim // VALUES_PER_SCALE)
-        head = {"f32": 4 * self.head_dim, "f16": 2 * self.head_dim, "q8_0": self.head_dim + scales}[self.type]
-        return 2 * self.n_heads * head
+        kept = (self.key_dim,) if self.values_in_keys else (self.key_dim, self.value_dim)
+        scales = sum(2 * -(-dim // VALUES_PER_SCALE) for dim in kept)
+        return self.n_heads * {"f32": 4 * sum(kept), "f16": 2 * sum(kept), "q8_0": sum(kept) + scales}[self.type]
 
 
 @dataclass(frozen=True)
@@ -281,7 +310,11 @@ class Operation(Generic[R]):
         for each in fields(self):
             value = getattr(self, each.name)
             for item in value if isinstance(value, tuple) else (value,):
-                yield from (item.weight, item.bias) if isinstance(item, Matrix) else (item,)
+                yield from (item.weight, item.bias) if isinstance(item, Matrix) else (_weight_of(item),)
+
+
+def _weight_of(item: Any) -> Any:
+    return item.weight if isinstance(item, HeadNorm) else item
 
 
 @dataclass(frozen=True, eq=False)
@@ -433,56 +466,79 @@ class Linears(Operation[tuple[Tensor, ...]]):
 
 @dataclass(frozen=True, eq=False)
 class RopeAppend(Operation[Tensor]):
-    """Norms each head of q and k where weights are given, rotates both, and appends k and v to the layer's cache.
+    """Norms the heads of q, k and v, rotates those of q and k, and appends k and v to the layer's cache.
 
-    Takes q [T, H * head_dim], k and v [T, G * head_dim], and gives the rotated q.  Norms are RMSNorms, each of one
-    weight [head_dim] for all heads.
+    Takes q [T, H * key_dim], k [T, G * key_dim] and v [T, G * value_dim], and gives the rotated q.  Norms come before
+    the rotation, or with ``norm_last`` behind it; one of a whole row is an `RMSNorm` before this.  k and v may be the
+    same tensor, which is then normed as either.
+
+    Without v, values are in the keys.  Without k too, the cache is another layer's, which has appended to it already.
     """
 
     q: Tensor
-    k: Tensor
-    v: Tensor
+    k: Tensor | None
+    v: Tensor | None
     cache: KVCache
     rope: Rope | None
-    q_norm: Weight | None = None
-    k_norm: Weight | None = None
-    eps: float = 0.0
+    q_norm: HeadNorm | None = None
+    k_norm: HeadNorm | None = None
+    v_norm: HeadNorm | None = None
+    norm_last: bool = False
+    q_scale: PositionScale | None = None
     consumes = ("q", "k", "v")
+
+    @property
+    def norms(self) -> tuple[HeadNorm | None, HeadNorm | None, HeadNorm | None]:
+        """Of queries, keys and values."""
+        return self.q_norm, self.k_norm, self.v_norm
 
     @cached_property
     def result(self) -> Tensor:
-        n_heads, head_dim = self.cache.n_heads, self.cache.head_dim
-        _check_rows(Rows.TOKENS, self.q, self.k, self.v)
-        _check_queries(self.q, self.cache)
-        for what, x in (("keys", self.k), ("values", self.v)):
-            if x.width != n_heads * head_dim:
-                raise KernelError(f"{x.width} values of {what} do not fit a cache of {n_heads} heads of {head_dim}")
-        if self.rope is not None and 2 * len(self.rope.frequencies) > head_dim:
-            n_pairs = len(self.rope.frequencies)
-            raise KernelError(f"{n_pairs} pairs of values cannot be rotated in heads of {head_dim}")
-        for norm in (self.q_norm, self.k_norm):
-            if norm is not None:
-                _check_norm(norm, head_dim, "values of a head")
+        cache, key_dim = self.cache, self.cache.key_dim
+        _check_rows(Rows.TOKENS, *(x for x in (self.q, self.k, self.v) if x is not None))
+        _check_queries(self.q, cache)
+        if (self.v is None) != (self.k is None or cache.values_in_keys):
+            raise KernelError(
+                "keys are appended with values, unless those are in the keys; and no values without keys"
+            )
+        for what, x, dim in (("keys", self.k, key_dim), ("values", self.v, cache.value_dim)):
+            if x is not None and x.width != cache.n_heads * dim:
+                raise KernelError(f"{x.width} values of {what} do not fit a cache of {cache.n_heads} heads of {dim}")
+        if self.rope is not None and self.rope.first + 2 * len(self.rope.frequencies) > key_dim:
+            pairs = f"{len(self.rope.frequencies)} pairs of values" + f" from {self.rope.first} on" * (
+                self.rope.first > 0
+            )
+            raise KernelError(f"{pairs} cannot be rotated in heads of {key_dim}")
+        for norm, dim in zip(self.norms, (key_dim, key_dim, cache.value_dim), strict=True):
+            shape = () if norm is None or norm.weight is None else norm.weight.shape
+            if shape and (len(shape) > 1 or shape[0] > dim):
+                raise KernelError(f"a norm of {list(shape)} weights cannot be taken of {dim} values of a head")
+        if self.q_scale is not None and self.q_scale.length < 1:
+            raise KernelError(f"queries cannot be scaled every {self.q_scale.length} positions")
         return Tensor(Rows.TOKENS, self.q.width)
 
 
 def _check_queries(q: Tensor, cache: KVCache) -> None:
     """Queries must be whole heads, as many to each key/value head."""
-    if q.width == 0 or q.width % (cache.n_heads * cache.head_dim):
+    if q.width == 0 or q.width % (cache.n_heads * cache.key_dim):
         raise KernelError(
-            f"{q.width} values of queries are not a multiple of {cache.n_heads} heads of {cache.head_dim}"
+            f"{q.width} values of queries are not a multiple of {cache.n_heads} heads of {cache.key_dim}"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Attention(Operation[Tensor]):
-    """Causal attention of q [T, H * head_dim] over a layer's cache, of the last ``window`` positions if given.
+    """Attention of q [T, H * key_dim] over a layer's cache: [T, H * value_dim].
 
-    A token sees the positions max(0, p - window + 1) … p of its sequence.  With ``softcap``, scores s (scaled)
-    become softcap * tanh(s / softcap).  With ``sinks`` [H], the softmax of each query head has one more score, that
-    one, which takes its share and adds no value.
+    A token at position p sees the positions of its sequence up to p: all of them, or the last ``window``, that is
+    max(0, p - window + 1) … p, or those of its ``chunk``, p - p % chunk … p.  Where it is not ``causal``, it sees as
+    many behind it, as far as they are in the cache: a text then has to come in one batch.
 
-    Sources: arXiv:2205.14135; soft-cap: Gemma 2, arXiv:2408.00118; sinks: gpt-oss, after arXiv:2309.17453.
+    With ``softcap``, scores s (scaled) become softcap * tanh(s / softcap).  With ``sinks`` [H], the softmax of each
+    query head has one more score, that one, which takes its share and adds no value.
+
+    Sources: arXiv:2205.14135; soft-cap: Gemma 2, arXiv:2408.00118; sinks: gpt-oss, after arXiv:2309.17453; chunks:
+    Llama 4.
     """
 
     q: Tensor
@@ -491,23 +547,32 @@ class Attention(Operation[Tensor]):
     window: int | None = None
     softcap: float | None = None
     sinks: Weight | None = None
+    chunk: int | None = None
+    causal: bool = True
+
+    @property
+    def n_heads(self) -> int:
+        """Of queries."""
+        return self.q.width // self.cache.key_dim
 
     @property
     def group_size(self) -> int:
         """Query heads that share a key/value head."""
-        return self.q.width // self.cache.head_dim // self.cache.n_heads
+        return self.n_heads // self.cache.n_heads
 
     @cached_property
     def result(self) -> Tensor:
         _check_rows(Rows.TOKENS, self.q)
         _check_queries(self.q, self.cache)
-        if self.cache.window is not None and (self.window or self.cache.window + 1) > self.cache.window:
-            raise KernelError(f"attention must look no further back than a cache of {self.cache.window} tokens keeps")
+        kept, reach = self.cache.window, self.window or self.chunk
+        if kept is not None and (reach is None or reach > kept):
+            raise KernelError(f"attention must look no further back than a cache of {kept} tokens keeps")
         _check_softcap(self.softcap)
-        n_heads = self.q.width // self.cache.head_dim
-        if self.sinks is not None and self.sinks.shape != (n_heads,):
-            raise KernelError(f"{prod(self.sinks.shape)} sinks do not fit {n_heads} query heads: each has one")
-        return Tensor(Rows.TOKENS, self.q.width)
+        if self.chunk is not None and (self.window is not None or not self.causal):
+            raise KernelError("attention in chunks is causal, and has no window beside them")
+        if self.sinks is not None and self.sinks.shape != (self.n_heads,):
+            raise KernelError(f"{prod(self.sinks.shape)} sinks do not fit {self.n_heads} query heads: each has one")
+        return Tensor(Rows.TOKENS, self.n_heads * self.cache.value_dim)
 
 
 #: The longest kernel of `CausalConv`.
@@ -876,13 +941,26 @@ class Graph:
     _known: set[Value] = field(default_factory=set)
     _consumed: set[Value] = field(default_factory=set)
 
-    def kv_cache(self, n_heads: int, head_dim: int, window: int | None = None) -> KVCache:
-        """Declares that the layer keeps keys and values of so many heads."""
+    def kv_cache(
+        self,
+        n_heads: int,
+        key_dim: int,
+        value_dim: int | None = None,
+        *,
+        values_in_keys: bool = False,
+        window: int | None = None,
+    ) -> KVCache:
+        """Declares that the layer keeps keys and values of so many heads; without ``value_dim``, both are as long."""
+        value_dim = key_dim if value_dim is None else value_dim
         if not isinstance(self.layer, int) or self.layer in self.caches:
             raise KernelError(f"a cache cannot be declared in {self.layer}: each layer has at most one")
+        if values_in_keys and value_dim > key_dim:
+            raise KernelError(f"{value_dim} values cannot be the first ones of {key_dim}")
         if window is not None and window < 1:
             raise KernelError(f"a cache cannot have a window of {window} tokens: give at least 1")
-        self.caches[self.layer] = KVCache(self.layer, n_heads, head_dim, self.cache_type, window)
+        self.caches[self.layer] = KVCache(
+            self.layer, n_heads, key_dim, value_dim, self.cache_type, values_in_keys, window
+        )
         if window not in self.windows:
             self.windows.append(window)
         return self.caches[self.layer]
@@ -951,7 +1029,8 @@ class Graph:
         """The operations of a range of layers; the first layers also embed, the last ones have norm and head.
 
         Raises:
-            KernelError: something else than one tensor with a row for each token crosses into it.
+            KernelError: something else than one tensor with a row for each token crosses into it, or a layer of it
+                uses the keys and values of one that is not.
         """
         part = Graph(self.cache_type)
         part.caches = {n: c for n, c in self.caches.items() if n in layers}
@@ -959,6 +1038,13 @@ class Graph:
         part.windows = self.windows
         ends = {"embedding": layers.start == 0, "output": layers.stop == self.n_layers}
         part.nodes = [n for n in self.nodes if (n.layer in layers if isinstance(n.layer, int) else ends[n.layer])]
+        for node in part.nodes:
+            cache = getattr(node.operation, "cache", None)
+            if cache is not None and cache.layer not in layers:
+                raise KernelError(
+                    f"the model cannot be cut between layers {cache.layer} and {node.layer}: the second uses the "
+                    "keys and values of the first"
+                )
         made = {x for node in part.nodes for x in node.operation.results}
         crossing = {x for node in part.nodes for x in node.operation.inputs} - made
         if layers.start:

@@ -73,7 +73,7 @@ class ReferenceBackend(Backend):
             for node in graph.nodes
         ]
         caches = {
-            layer: 2 * n_pages[graph.group(c)] * self.page_size * c.n_heads * c.head_dim * _kept_type(c)().itemsize
+            layer: sum(map(prod, _kept_shapes(c, n_pages[graph.group(c)], self.page_size))) * _kept_type(c)().itemsize
             for layer, c in graph.caches.items()
         }
         for layer, states in graph.states.items():
@@ -108,9 +108,17 @@ def _kept_type(cache: KVCache) -> type[np.float16] | type[np.float32]:
     return np.float16 if cache.type == "f16" else np.float32
 
 
+def _kept_shapes(cache: KVCache, n_pages: int, page_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of keys and of values; of none, where they are in the keys."""
+    return (
+        (n_pages, page_size, cache.n_heads, cache.key_dim),
+        (n_pages, page_size, cache.n_heads, 0 if cache.values_in_keys else cache.value_dim),
+    )
+
+
 @dataclass(frozen=True)
 class ReferencePages:
-    """Of each layer, keys and values [n_pages, page_size, G, head_dim]; and of each state [n_states, …]."""
+    """Of each layer, keys [n_pages, page_size, G, key_dim] and values; and of each state [n_states, …]."""
 
     graph: Graph
     layers: dict[int, tuple[Array, Array]]
@@ -156,12 +164,12 @@ class ReferenceStep(Step):
         self._graph, self._limits = graph, limits
         self._last_uses = graph.last_uses()
         self._in_step = threading.Lock()
-        caches = graph.caches.items()
-        sizes = {n: (n_pages[graph.group(c)], page_size, c.n_heads, c.head_dim) for n, c in caches}
-        kept = {n: tuple(np.zeros(sizes[n], _kept_type(c)) for _ in range(2)) for n, c in caches}
-        layers = {n: (keys, values) for n, (keys, values) in kept.items()}
+        kept: dict[int, tuple[Array, Array]] = {}
+        for n, cache in graph.caches.items():
+            keys, values = _kept_shapes(cache, n_pages[graph.group(cache)], page_size)
+            kept[n] = np.zeros(keys, _kept_type(cache)), np.zeros(values, _kept_type(cache))
         states = {s: np.zeros((n_states, *s.shape), np.float32) for of in graph.states.values() for s in of}
-        self.cache = ReferencePages(graph, layers, page_size, n_pages, states, n_states if states else 0)
+        self.cache = ReferencePages(graph, kept, page_size, n_pages, states, n_states if states else 0)
         self._arrays: dict[Weight, Array] = {}
         self._tables: dict[Weight, CopiedTable] = {}
         uses = weights_of(graph)
@@ -262,44 +270,61 @@ class _Run:
         return y
 
     def rope_append(self, op: g.RopeAppend) -> Array:
-        batch, page_size = self.batch, self.cache.page_size
-        keys, values = self.cache.layers[op.cache.layer]
-        q, k, v = (
-            self.values[x].reshape(-1, x.width // op.cache.head_dim, op.cache.head_dim) for x in (op.q, op.k, op.v)
-        )
-        if op.q_norm is not None:
-            q = normed(q, self.arrays[op.q_norm], op.eps)
-        if op.k_norm is not None:
-            k = normed(k, self.arrays[op.k_norm], op.eps)
-        if op.rope is not None:
-            q, k = (rotate(x, batch.positions, op.rope) for x in (q, k))
-        rounded = in_q8_0 if op.cache.type == "q8_0" else in_range
-        for s, (start, stop, _) in enumerate(batch.sequences()):
-            page, place = np.divmod(batch.positions[start:stop], page_size)
-            page = batch.block_tables[self.graph.group(op.cache), s, page]
-            keys[page, place] = rounded(k[start:stop], keys.dtype)
-            values[page, place] = rounded(v[start:stop], values.dtype)
-        rotated: Array = q.reshape(len(q), -1)
-        return rotated
+        batch, page_size, cache = self.batch, self.cache.page_size, op.cache
+        q = self._turned(op.q, cache.key_dim, op.q_norm, op.rope, norm_last=op.norm_last)
+        if op.q_scale is not None:
+            q = q * position_factors(op.q_scale, batch.positions)[:, None, None]
+        k = None if op.k is None else self._turned(op.k, cache.key_dim, op.k_norm, op.rope, norm_last=op.norm_last)
+        v = None if op.v is None else self._turned(op.v, cache.value_dim, op.v_norm, None)
+        rounded = in_q8_0 if cache.type == "q8_0" else in_range
+        for x, kept in zip((k, v), self.cache.layers[cache.layer], strict=True):
+            if x is None:
+                continue
+            for s, (start, stop, _) in enumerate(batch.sequences()):
+                page, place = np.divmod(batch.positions[start:stop], page_size)
+                page = batch.block_tables[self.graph.group(cache), s, page]
+                kept[page, place] = rounded(x[start:stop], kept.dtype)
+        turned: Array = q.reshape(len(q), -1)
+        return turned
+
+    def _turned(
+        self, x: Tensor, dim: int, norm: g.HeadNorm | None, rope: Rope | None, *, norm_last: bool = False
+    ) -> Array:
+        """Heads of ``dim`` values [T, n, dim], normed and rotated in one order or the other."""
+        y: Array = self.values[x].reshape(-1, x.width // dim, dim)
+        if rope is not None and norm_last:
+            y = rotate(y, self.batch.positions, rope)
+        if norm is not None:
+            weight = np.ones(dim, np.float32) if norm.weight is None else self.arrays[norm.weight]
+            first, rest = np.split(y, [len(weight)], axis=-1)
+            y = np.concatenate([normed(first, weight, norm.eps), rest], axis=-1)
+        return rotate(y, self.batch.positions, rope) if rope is not None and not norm_last else y
 
     def attention(self, op: g.Attention) -> Array:
-        batch, n_heads, head_dim = self.batch, op.cache.n_heads, op.cache.head_dim
-        cache, tables = self.cache.layers[op.cache.layer], batch.block_tables[self.graph.group(op.cache)]
-        q = self.values[op.q].reshape(-1, n_heads, op.group_size, head_dim)  # [T, G, H / G, head_dim]
-        sinks = None if op.sinks is None else self.arrays[op.sinks].reshape(n_heads, -1, 1)
-        out: Array = np.empty_like(q)
-        for s, (start, stop, _) in enumerate(batch.sequences()):
+        batch, cache = self.batch, op.cache
+        keys, values = self.cache.layers[cache.layer]
+        tables = batch.block_tables[self.graph.group(cache)]
+        if cache.values_in_keys:
+            values = keys[..., : cache.value_dim]
+        q = self.values[op.q].reshape(-1, cache.n_heads, op.group_size, cache.key_dim)  # [T, G, H / G, key_dim]
+        sinks = None if op.sinks is None else self.arrays[op.sinks].reshape(cache.n_heads, -1, 1)
+        out: Array = np.empty((*q.shape[:3], cache.value_dim), np.float32)
+        for s, (start, stop, kv_length) in enumerate(batch.sequences()):
             for t in range(start, stop):
-                end = int(batch.positions[t]) + 1
-                seen = np.arange(max(0, end - (op.window or end)), end)
+                position = int(batch.positions[t])
+                reach = op.window or kv_length
+                begin = position - position % op.chunk if op.chunk else max(0, position - reach + 1)
+                seen = np.arange(begin, position + 1 if op.causal else min(kv_length, position + reach))
                 page, place = tables[s, seen // self.cache.page_size], seen % self.cache.page_size
-                keys, values = (part[page, place].astype(np.float32) for part in cache)  # [L, G, head_dim]
-                scores = np.einsum("ghd,lgd->ghl", q[t], keys) * np.float32(op.scale)
+                own_keys, own_values = (
+                    part[page, place].astype(np.float32) for part in (keys, values)
+                )  # [L, G, dim]
+                scores = np.einsum("ghd,lgd->ghl", q[t], own_keys) * np.float32(op.scale)
                 if op.softcap is not None:
                     scores = soft_capped(scores, op.softcap)
                 if sinks is not None:
                     scores = np.concatenate([scores, sinks], axis=-1)
-                out[t] = np.einsum("ghl,lgd->ghd", softmax(scores)[..., : len(seen)], values)
+                out[t] = np.einsum("ghl,lgd->ghd", softmax(scores)[..., : len(seen)], own_values)
         return out.reshape(len(q), -1)
 
     def causal_conv(self, op: g.CausalConv) -> Array:
@@ -464,15 +489,22 @@ def rotate(x: Array, positions: NDArray[np.int32], rope: Rope) -> Array:
     """Rotates the heads x [T, heads, head_dim] to their positions [T]."""
     angles = positions[:, None].astype(np.float64) * rope.frequencies  # [T, n_rot / 2]
     cos, sin = ((f(angles) * rope.magnitude).astype(np.float32)[:, None] for f in (np.cos, np.sin))
-    n_rot = 2 * len(rope.frequencies)
+    begin, n_pairs = rope.first, len(rope.frequencies)
+    end = begin + 2 * n_pairs
     if rope.interleaved:
-        first, second = slice(0, n_rot, 2), slice(1, n_rot, 2)
+        first, second = slice(begin, end, 2), slice(begin + 1, end, 2)
     else:
-        first, second = slice(0, n_rot // 2), slice(n_rot // 2, n_rot)
+        first, second = slice(begin, begin + n_pairs), slice(begin + n_pairs, end)
     out = x.copy()
     out[..., first] = x[..., first] * cos - x[..., second] * sin
     out[..., second] = x[..., second] * cos + x[..., first] * sin
     return out
+
+
+def position_factors(scale: g.PositionScale, positions: NDArray[np.int32]) -> NDArray[np.float32]:
+    """What queries at these positions are multiplied with."""
+    factors = 1 + scale.rate * np.log1p((positions + scale.offset) // scale.length)
+    return np.asarray(factors, np.float32)
 
 
 def in_range(x: Array, kind: np.dtype[Any]) -> Array:

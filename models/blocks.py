@@ -16,6 +16,7 @@ from localllm.kernels.graph import (
     ExpertOutput,
     Gated,
     Graph,
+    HeadNorm,
     Linear,
     Linears,
     Outputs,
@@ -61,13 +62,13 @@ def attention(
     """
     d, head_dim, eps = config.n_embd, config.head_dim, config.norm_eps
     q_width, kv_width = config.n_heads * head_dim, config.n_kv_heads * head_dim
-    cache = g.kv_cache(config.n_kv_heads, head_dim, config.sliding_window)
+    cache = g.kv_cache(config.n_kv_heads, head_dim, window=config.sliding_window)
     y = g.add(RMSNorm(x, w.vector("attn_norm", d), eps))
     widths = {"attn_q": q_width, "attn_k": kv_width, "attn_v": kv_width}
     matrices = tuple(w.matrix(name, d, width, bias=qkv_bias) for name, width in widths.items())
     q, k, v = g.add(Linears(y, matrices))  # [T, H * head_dim], [T, G * head_dim] twice
-    q_norm, k_norm = (w.vector(f"attn_{x}_norm", head_dim) if qk_norm else None for x in "qk")
-    q = g.add(RopeAppend(q, k, v, cache, rope, q_norm, k_norm, eps))
+    q_norm, k_norm = (HeadNorm(eps, w.vector(f"attn_{x}_norm", head_dim)) if qk_norm else None for x in "qk")
+    q = g.add(RopeAppend(q, k, v, cache, rope, q_norm, k_norm))
     y = g.add(Attention(q, cache, scale=head_dim**-0.5, window=config.sliding_window))
     return g.add(Linear(y, w.matrix("attn_output", q_width, d), residual=x))
 

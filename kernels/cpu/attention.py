@@ -12,6 +12,9 @@ while values are added, the page after the next (at the end, the next split's fi
 Scores are capped before they are masked, where they are (SOFT_CAP); a sink is one more score at the very end, when a
 row's sums are shared out (SINKS).  Both are constants, so that kernels without them do nothing for them.
 
+Where the values are in the keys (VALUES_IN_KEYS; MLA), a page of both lies as values do, and its keys are scored one
+by one: all query heads are rows of the one key/value head, so that memory is read once for them.
+
 What the cache keeps is widened as it is multiplied.  Scales, where its type has them, are a factor of sums over 32
 head values, for keys, and of the weights, for values: that takes fewer operations than to scale keys and values.
 
@@ -38,6 +41,7 @@ from localllm.kernels.cpu.simd import (
     load_f32x16,
     load_i32,
     load_i64,
+    load_splat_f16,
     load_splat_f32,
     max_lanes,
     maximum,
@@ -53,6 +57,7 @@ from localllm.kernels.cpu.simd import (
     zero_f32x16,
 )
 from localllm.kernels.cpu.templates import Registers, device, static_range, template
+from localllm.kernels.graph import Attention
 
 #: Tokens and pages in a KV split.
 SPLIT = 512
@@ -73,32 +78,41 @@ def state_bytes(head: int) -> int:
 
 def state_constants(head: int, *, sinks: bool) -> dict[str, int]:
     """Constants of `merge_partials`: where what `state_bytes` says lies, and whether query heads have sinks."""
-    places = {"HEAD": head, "LARGEST": 4 * head, "TOTAL": 4 * head + 64, "STATE": state_bytes(head)}
+    places = {"VALUE_HEAD": head, "LARGEST": 4 * head, "TOTAL": 4 * head + 64, "STATE": state_bytes(head)}
     return {**places, "SINKS": int(sinks)}
 
 
-def constants(layout: CacheLayout, head: int, *, wide: bool, soft_cap: bool, sinks: bool) -> dict[str, Any]:
+def constants(op: Attention, layout: CacheLayout, *, wide: bool) -> dict[str, Any]:
     """What `attention` is compiled for.
 
     Args:
-        layout, head: the cache's layout, and the values that a head takes in it.
+        layout: that of the cache.
         wide: whether a vector fills one register, so that many fit.
-        soft_cap, sinks: whether scores are capped, and whether each query head has a sink.
     """
-    vectors = 2 if wide else 1
+    vectors, cache = 2 if wide else 1, op.cache
+    key_head, value_head = layout.head(cache.key_dim), layout.head(cache.value_dim)
+    values_dim = cache.key_dim if cache.values_in_keys else cache.value_dim
     return {
-        **state_constants(head, sinks=sinks),
-        "SOFT_CAP": int(soft_cap),
-        "BLOCK": layout.block_bytes(head),
+        **state_constants(value_head, sinks=op.sinks is not None),
+        "KEY_HEAD": key_head,
+        "SOFT_CAP": int(op.softcap is not None),
+        "CHUNKED": int(op.chunk is not None),
+        "CAUSAL": int(op.causal),
+        "VALUES_IN_KEYS": int(cache.values_in_keys),
+        "KEY_BLOCK": layout.block_bytes(cache.key_dim),
+        "VALUE_BLOCK": layout.block_bytes(values_dim),
+        # Values from one position to the next in a block of values.
+        "VALUE_ROW": layout.head(values_dim),
         # Rows, and vectors of scores or of head values, that are computed at once: their sums fill the registers.
         "ROWS": 8 if wide else 4,
         "VECTORS": vectors,
-        "CHUNK": vectors if head // 16 % vectors == 0 else 1,
+        "CHUNK": vectors if value_head // 16 % vectors == 0 else 1,
         "LOAD": layout.load,
         "SIZE": layout.size,
         # Bytes of scales in front of a block, and the values that share one: where there are none, the whole head.
-        "SCALES": layout.scale_bytes(head),
-        "PER_SCALE": layout.per_scale or head,
+        "KEY_SCALES": layout.scale_bytes(cache.key_dim),
+        "VALUE_SCALES": layout.scale_bytes(values_dim),
+        "PER_SCALE": layout.per_scale or key_head,
     }
 
 
@@ -109,20 +123,26 @@ def block_at(cache, block_table, page, page_bytes):
 
 
 @template
-def load_query(query, head_dim, scale, out):
-    """out = scale * query, padded with zeros to HEAD values."""
-    for i in range(head_dim):
+def load_query(query, key_dim, scale, out):
+    """out = scale * query, padded with zeros to KEY_HEAD values."""
+    for i in range(key_dim):
         store_f32(out + 4 * i, load_f32(query + 4 * i) * scale)
-    for i in range(head_dim, HEAD):
+    for i in range(key_dim, KEY_HEAD):
         store_f32(out + 4 * i, ZERO)
 
 
 @template
-def load_limits(position, window, limits):
+def load_limits(position, window, kv_length, limits):
     """limits = the first and the last position, int64 [2], that a token sees; ``position`` is where its own lies."""
-    last = np.int64(load_i32(position))
-    store_i64(limits, max(np.int64(0), last - window + 1))
-    store_i64(limits + 8, last)
+    own = np.int64(load_i32(position))
+    if CHUNKED:
+        store_i64(limits, own - own % window)
+    else:
+        store_i64(limits, max(np.int64(0), own - window + 1))
+    if CAUSAL:
+        store_i64(limits + 8, own)
+    else:
+        store_i64(limits + 8, min(kv_length, own + window) - 1)
 
 
 @template
@@ -146,20 +166,20 @@ def add_products(total: Registers, x, x_step, matrix, step, vectors, n, ahead, p
 def score_page(queries, block, scores, ahead, pace):
     """The scores [ROWS, PAGE] of a page of keys."""
     for c in range(0, PAGE, 16 * VECTORS):
-        keys, place = block + SCALES + SIZE * c, scores + 4 * c
-        if SCALES:
+        keys, place = block + KEY_SCALES + SIZE * c, scores + 4 * c
+        if KEY_SCALES:
             for r in static_range(ROWS):
                 for v in static_range(VECTORS):
                     store_f32x16(place + SCORES * r + 64 * v, zero_f32x16())
-        for i in range(0, HEAD, PER_SCALE):
+        for i in range(0, KEY_HEAD, PER_SCALE):
             for r in static_range(ROWS):
                 for v in static_range(VECTORS):
                     total[r, v] = zero_f32x16()
             rows, matrix = queries + 4 * i, keys + SIZE * PAGE * i
-            add_products(total, rows, 4 * HEAD, matrix, SIZE * PAGE, VECTORS, PER_SCALE, ahead, pace)
+            add_products(total, rows, 4 * KEY_HEAD, matrix, SIZE * PAGE, VECTORS, PER_SCALE, ahead, pace)
             ahead += pace * PER_SCALE
             for v in static_range(VECTORS):
-                if SCALES:
+                if KEY_SCALES:
                     scale = load_f16x16(block + 2 * PAGE * (i // PER_SCALE) + 2 * c + 32 * v)
                     for r in static_range(ROWS):
                         total[r, v] = fma(total[r, v], scale, load_f32x16(place + SCORES * r + 64 * v))
@@ -168,23 +188,48 @@ def score_page(queries, block, scores, ahead, pace):
 
 
 @template
+def score_rows(queries, block, scores, ahead, pace):
+    """The same of keys that lie as values do, [PAGE, KEY_HEAD]: a few at once for all rows."""
+    for position in range(0, PAGE, VECTORS):
+        keys = block + KEY_SCALES + SIZE * KEY_HEAD * position
+        for r in static_range(ROWS):
+            for v in static_range(VECTORS):
+                total[r, v] = zero_f32x16()
+        for i in range(0, KEY_HEAD, 16):
+            prefetch(ahead)
+            ahead += pace
+            for v in static_range(VECTORS):
+                entry[v] = LOAD(keys + SIZE * (KEY_HEAD * v + i))
+                if KEY_SCALES:
+                    scale = load_splat_f16(block + 2 * PAGE * (i // PER_SCALE) + 2 * (position + v))
+                    entry[v] = entry[v] * scale
+            for r in static_range(ROWS):
+                query = load_f32x16(queries + 4 * KEY_HEAD * r + 4 * i)
+                for v in static_range(VECTORS):
+                    total[r, v] = fma(entry[v], query, total[r, v])
+        for r in static_range(ROWS):
+            for v in static_range(VECTORS):
+                store_f32(scores + SCORES * r + 4 * (position + v), sum_lanes(total[r, v]))
+
+
+@template
 def add_page(weights, block, n, sums, scaled, ahead, pace):
     """Adds the first ``n`` values of a page, times their weights [ROWS, PAGE], to the sums."""
-    for c in range(0, HEAD, 16 * CHUNK):
+    for c in range(0, VALUE_HEAD, 16 * CHUNK):
         place = sums + 4 * c
         for r in static_range(ROWS):
             for v in static_range(CHUNK):
                 total[r, v] = load_f32x16(place + STATE * r + 64 * v)
-        matrix = block + SCALES + SIZE * c
-        if SCALES:
+        matrix = block + VALUE_SCALES + SIZE * c
+        if VALUE_SCALES:
             for g in static_range(PAGE // 16):
                 scale = load_f16x16(block + 2 * PAGE * (c // PER_SCALE) + 32 * g)
                 for r in static_range(ROWS):
                     weight = load_f32x16(weights + SCORES * r + 64 * g)
                     store_f32x16(scaled + 4 * PAGE * r + 64 * g, weight * scale)
-            add_products(total, scaled, 4 * PAGE, matrix, SIZE * HEAD, CHUNK, n, ahead, pace)
+            add_products(total, scaled, 4 * PAGE, matrix, SIZE * VALUE_ROW, CHUNK, n, ahead, pace)
         else:
-            add_products(total, weights, SCORES, matrix, SIZE * HEAD, CHUNK, n, ahead, pace)
+            add_products(total, weights, SCORES, matrix, SIZE * VALUE_ROW, CHUNK, n, ahead, pace)
         ahead += pace * PAGE
         for r in static_range(ROWS):
             for v in static_range(CHUNK):
@@ -238,9 +283,9 @@ def softmax_weights(scores, n, state, ahead, n_ahead):
 
 @template
 def clear(state, n_rows):
-    """States of rows that have seen nothing: HEAD sums, the largest score 16 times, 16 parts of the weights' sum."""
+    """States of rows that have seen nothing; `state_bytes` says what is in them."""
     for r in range(n_rows):
-        for i in range(0, 4 * HEAD, 64):
+        for i in range(0, 4 * VALUE_HEAD, 64):
             store_f32x16(state + STATE * r + i, zero_f32x16())
         store_f32x16(state + STATE * r + LARGEST, splat(LOWEST))
         store_f32x16(state + STATE * r + TOTAL, zero_f32x16())
@@ -254,7 +299,7 @@ def merge(state, split, n_rows):
         a, b = load_f32x16(ours + LARGEST), load_f32x16(theirs + LARGEST)
         top = maximum(a, b)
         keep, add = exp(a - top), exp(b - top)
-        for i in range(0, 4 * HEAD, 64):
+        for i in range(0, 4 * VALUE_HEAD, 64):
             store_f32x16(ours + i, fma(load_f32x16(theirs + i), add, load_f32x16(ours + i) * keep))
         store_f32x16(ours + LARGEST, top)
         total = load_f32x16(ours + TOTAL) * keep
@@ -262,14 +307,14 @@ def merge(state, split, n_rows):
 
 
 @template
-def write_rows(state, n_rows, first_row, start, head, group_size, head_dim, sinks, out, stride):
+def write_rows(state, n_rows, first_row, start, head, group_size, value_dim, sinks, out, stride):
     """out = sums / total, for rows from number ``first_row`` on of a sequence that begins at token ``start``.
 
     sinks: float32 [H], one more score of each query head, of no value.
     """
     for r in range(n_rows):
         row = first_row + r
-        place = out + (start + row // group_size) * stride + 4 * (head * group_size + row % group_size) * head_dim
+        place = out + (start + row // group_size) * stride + 4 * (head * group_size + row % group_size) * value_dim
         if SINKS:
             sink = load_splat_f32(sinks + 4 * (head * group_size + row % group_size))
             largest = load_f32x16(state + STATE * r + LARGEST)
@@ -279,14 +324,14 @@ def write_rows(state, n_rows, first_row, start, head, group_size, head_dim, sink
             share = max_lanes(keep) / (total + max_lanes(exp(sink - top)))
         else:
             share = ONE / sum_lanes(load_f32x16(state + STATE * r + TOTAL))
-        for i in range(head_dim):
+        for i in range(value_dim):
             store_f32(place + 4 * i, load_f32(state + STATE * r + 4 * i) * share)
 
 
 @template
 def score_split(queries, n_rows, limits, keys, table, page_bytes, low, high, scores, soft_cap, ahead):
     """Scores of the rows against pages low … high of a split; then it begins to read from ``ahead`` on."""
-    pace = (BLOCK * ROWS - 1) // (HEAD * PAGE // 16 // VECTORS * n_rows) + 1
+    pace = (KEY_BLOCK * ROWS - 1) // (KEY_HEAD * PAGE // 16 // VECTORS * n_rows) + 1
     for page in range(low, high):
         block, place = block_at(keys, table, page, page_bytes), scores + 4 * PAGE * (page % SPLIT_PAGES)
         next_block = ahead
@@ -296,8 +341,11 @@ def score_split(queries, n_rows, limits, keys, table, page_bytes, low, high, sco
             first, last = limits + 16 * some, limits + 16 * (some + ROWS - 1)
             if load_i64(first) // PAGE <= page and page * PAGE <= load_i64(last + 8):
                 row = place + SCORES * some
-                score_page(queries + 4 * HEAD * some, block, row, next_block, pace)
-                next_block += (BLOCK * ROWS - 1) // n_rows + 1
+                if VALUES_IN_KEYS:
+                    score_rows(queries + 4 * KEY_HEAD * some, block, row, next_block, pace)
+                else:
+                    score_page(queries + 4 * KEY_HEAD * some, block, row, next_block, pace)
+                next_block += (KEY_BLOCK * ROWS - 1) // n_rows + 1
                 if SOFT_CAP:
                     cap_page(row, soft_cap)
                 if page * PAGE < load_i64(last) or load_i64(first + 8) < page * PAGE + PAGE - 1:
@@ -310,7 +358,7 @@ def split_weights(scores, n_rows, limits, low, high, states, ahead):
 
     Begins to read a block from ``ahead`` on.
     """
-    share = BLOCK // n_rows + 1
+    share = VALUE_BLOCK // n_rows + 1
     for r in range(n_rows):
         first = limits + 16 * (r // ROWS * ROWS)
         begin = max(low, load_i64(first) // PAGE)
@@ -323,7 +371,7 @@ def split_weights(scores, n_rows, limits, low, high, states, ahead):
 @template
 def add_split(weights, n_rows, limits, values, table, page_bytes, low, high, scaled, sums, ahead):
     """Adds to the rows' sums the values of pages low … high of a split; then it begins to read from ``ahead`` on."""
-    pace = (BLOCK * ROWS - 1) // (HEAD * PAGE // 16 // CHUNK * n_rows) + 1
+    pace = (VALUE_BLOCK * ROWS - 1) // (VALUE_HEAD * PAGE // 16 // CHUNK * n_rows) + 1
     for page in range(low, high):
         block, place = block_at(values, table, page, page_bytes), weights + 4 * PAGE * (page % SPLIT_PAGES)
         next_block = ahead
@@ -334,11 +382,13 @@ def add_split(weights, n_rows, limits, values, table, page_bytes, low, high, sca
             n = min(np.int64(PAGE), load_i64(last + 8) + 1 - page * PAGE)
             if load_i64(first) // PAGE <= page and n > 0:
                 add_page(place + SCORES * some, block, n, sums + STATE * some, scaled, next_block, pace)
-                next_block += (BLOCK * ROWS - 1) // n_rows + 1
+                next_block += (VALUE_BLOCK * ROWS - 1) // n_rows + 1
 
 
 @template
-def attend_splits(queries, n_rows, limits, keys, values, table, page_bytes, first_split, stop_split, soft_cap, state):
+def attend_splits(
+    queries, n_rows, limits, keys, values, table, key_bytes, value_bytes, first_split, stop_split, soft_cap, state
+):
     """The rows' states after the splits first_split … stop_split, of which those that no row sees are passed over."""
     scores, scaled, split_state = stack(TILE_ROWS * SCORES), stack(4 * PAGE * ROWS), stack(TILE_ROWS * STATE)
     # Rows are in order: the first begins to see first, the last sees farthest.
@@ -348,12 +398,12 @@ def attend_splits(queries, n_rows, limits, keys, values, table, page_bytes, firs
     for split in range(max(first_split, first_page // SPLIT_PAGES), stop_split):
         low, high = max(first_page, split * SPLIT_PAGES), min(n_pages, (split + 1) * SPLIT_PAGES)
         clear(split_state, n_rows)
-        ahead = block_at(values, table, low, page_bytes)
-        score_split(queries, n_rows, limits, keys, table, page_bytes, low, high, scores, soft_cap, ahead)
-        ahead = block_at(values, table, min(low + 1, high - 1), page_bytes)
+        ahead = block_at(values, table, low, value_bytes)
+        score_split(queries, n_rows, limits, keys, table, key_bytes, low, high, scores, soft_cap, ahead)
+        ahead = block_at(values, table, min(low + 1, high - 1), value_bytes)
         split_weights(scores, n_rows, limits, low, high, split_state, ahead)
-        ahead = block_at(keys, table, min(high, n_pages - 1), page_bytes)
-        add_split(scores, n_rows, limits, values, table, page_bytes, low, high, scaled, split_state, ahead)
+        ahead = block_at(keys, table, min(high, n_pages - 1), key_bytes)
+        add_split(scores, n_rows, limits, values, table, value_bytes, low, high, scaled, split_state, ahead)
         merge(state, split_state, n_rows)
 
 
@@ -374,7 +424,8 @@ def attention(
     group_size,
     q,
     q_stride,
-    head_dim,
+    key_dim,
+    value_dim,
     starts,
     positions,
     block_tables,
@@ -383,6 +434,7 @@ def attention(
     keys,
     values,
     out,
+    out_stride,
     partials,
     sinks,
     scale: float,
@@ -392,44 +444,57 @@ def attention(
 
     With SOFT_CAP, what softmax takes is soft_cap * tanh(scale * q @ keys.T): ``scale`` is divided by the cap already.
 
-    tiles: int64 [n, 6]: sequence, first row, number of rows, first split, the one behind the last, and -1 or the
-    number of the partial that the sums go to instead of to ``out``.  Unit u is tile u % n of head u // n.
-    q, out: float32 [T, H * head_dim].  starts: int32 [S], the sequences' first tokens.  positions: int32 [T].
-    block_tables: int32 [S, block_stride].  window: visible positions.  keys, values: blocks of ``BLOCK`` bytes
-    [n_pages, n_kv_heads] (`localllm.kernels.cpu.cache_types`).
+    tiles: int64 [n, 7]: sequence, first row, number of rows, first split, the one behind the last, -1 or the number
+    of the partial that the sums go to instead of to ``out``, and the sequence's tokens in the cache.  Unit u is tile
+    u % n of head u // n.
+    q: float32 [T, H * key_dim].  out: float32 [T, H * value_dim].  starts: int32 [S], the sequences' first tokens.
+    positions: int32 [T].  block_tables: int32 [S, block_stride].  window: visible positions, or those of a chunk.
+    keys, values: blocks of ``KEY_BLOCK`` and ``VALUE_BLOCK`` bytes [n_pages, n_kv_heads]
+    (`localllm.kernels.cpu.cache_types`).
     partials: float32 [n_partials, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.  sinks: float32 [H].
     """
     n_tiles = load_i64(batch)
-    queries, limits, state = stack(4 * TILE_ROWS * HEAD), stack(16 * TILE_ROWS), stack(TILE_ROWS * STATE)
-    page_bytes = n_kv_heads * BLOCK
+    queries, limits, state = stack(4 * TILE_ROWS * KEY_HEAD), stack(16 * TILE_ROWS), stack(TILE_ROWS * STATE)
+    key_bytes, value_bytes = n_kv_heads * KEY_BLOCK, n_kv_heads * VALUE_BLOCK
     for unit in range(begin, end):
         head = unit // n_tiles
-        tile = tiles + unit % n_tiles * 48
+        tile = tiles + unit % n_tiles * 56
         sequence, first_row, n_rows = load_i64(tile), load_i64(tile + 8), load_i64(tile + 16)
         start = np.int64(load_i32(starts + 4 * sequence))
         table = block_tables + 4 * sequence * block_stride
-        head_keys, head_values = keys + head * BLOCK, values + head * BLOCK
+        head_keys, head_values = keys + head * KEY_BLOCK, values + head * VALUE_BLOCK
         # Rows are computed ROWS at once: a tile short of them computes its last one again.
         n_computed = (n_rows + ROWS - 1) // ROWS * ROWS
         for r in range(n_computed):
             row = first_row + min(r, n_rows - 1)
             token = start + row // group_size
-            query = q + token * q_stride + 4 * (head * group_size + row % group_size) * head_dim
-            load_query(query, head_dim, scale, queries + 4 * HEAD * r)
-            load_limits(positions + 4 * token, window, limits + 16 * r)
+            query = q + token * q_stride + 4 * (head * group_size + row % group_size) * key_dim
+            load_query(query, key_dim, scale, queries + 4 * KEY_HEAD * r)
+            load_limits(positions + 4 * token, window, load_i64(tile + 48), limits + 16 * r)
         first, stop = load_i64(tile + 24), load_i64(tile + 32)
         attend_splits(
-            queries, n_computed, limits, head_keys, head_values, table, page_bytes, first, stop, soft_cap, state
+            queries,
+            n_computed,
+            limits,
+            head_keys,
+            head_values,
+            table,
+            key_bytes,
+            value_bytes,
+            first,
+            stop,
+            soft_cap,
+            state,
         )
         partial = load_i64(tile + 40)
         if partial < 0:
-            write_rows(state, n_rows, first_row, start, head, group_size, head_dim, sinks, out, q_stride)
+            write_rows(state, n_rows, first_row, start, head, group_size, value_dim, sinks, out, out_stride)
         else:
             copy_states(state, n_rows, partials + (partial * n_kv_heads + head) * (TILE_ROWS * STATE))
 
 
 @kernel
-def merge_partials(begin, end, batch, tiles, n_kv_heads, group_size, head_dim, starts, partials, sinks, out, stride):
+def merge_partials(begin, end, batch, tiles, n_kv_heads, group_size, value_dim, starts, partials, sinks, out, stride):
     """Merges the partials that tiles came to, in order, and writes their rows.
 
     tiles: int64 [n, 5]: sequence, first row, number of rows, first partial, number of partials.  The rest is as in
@@ -445,4 +510,4 @@ def merge_partials(begin, end, batch, tiles, n_kv_heads, group_size, head_dim, s
         clear(state, n_rows)
         for partial in range(first_partial, first_partial + load_i64(tile + 32)):
             merge(state, partials + (partial * n_kv_heads + head) * (TILE_ROWS * STATE), n_rows)
-        write_rows(state, n_rows, first_row, start, head, group_size, head_dim, sinks, out, stride)
+        write_rows(state, n_rows, first_row, start, head, group_size, value_dim, sinks, out, stride)

@@ -12,7 +12,7 @@ from localllm.kernels.backend import Batch
 from localllm.kernels.buffers import Buffer
 from localllm.kernels.cpu.attention import SPLIT, TILE_ROWS, state_bytes
 from localllm.kernels.cpu.cache_types import PAGE
-from localllm.kernels.graph import Rope
+from localllm.kernels.graph import PositionScale, Rope
 
 #: Bytes for the partial sums of a KV split; attention whose would take more is not split.
 MAX_PARTIAL_BYTES = 32 << 20
@@ -21,7 +21,7 @@ MAX_PARTIAL_BYTES = 32 << 20
 # how many experts tokens go to.  Behind it come two of each `TileTable`.
 ALWAYS, N_TOKENS, N_OUTPUTS, N_CHOSEN, N_SEQUENCES, N_USED, _FIRST_TABLE = range(7)
 
-_TILE, _MERGED = 6, 5  # numbers of an entry
+_TILE, _MERGED = 7, 5  # numbers of an entry
 
 
 @dataclass(eq=False)
@@ -33,6 +33,7 @@ class TileTable:
         tiles, merged: tables for the kernels `attention` and `merge_partials`.
         max_partials: of all tiles, those that splits of the KV cache come to; 0 where no tile is split.
         few_tiles: so many leave threads without work, and are split.
+        causal: whether tokens see nothing behind them.
     """
 
     slot: int
@@ -42,25 +43,28 @@ class TileTable:
     max_partials: int
     partial_bytes: int
     few_tiles: int
+    causal: bool = True
 
     def fill(self, batch: Batch, tiles: NDArray[np.int64], merged: NDArray[np.int64]) -> tuple[int, int]:
         """Cuts each sequence's query rows into tiles, and few of them into KV splits; returns how many of both."""
         group_size = self.group_size
-        whole: list[tuple[int, int, int, int, int, int]] = []
+        whole: list[tuple[int, int, int, int, int, int, int]] = []
         for s, (start, stop, kv_length) in enumerate(batch.sequences()):
             n_rows = (stop - start) * group_size
             for first in range(0, n_rows, TILE_ROWS):
                 n = min(TILE_ROWS, n_rows - first)
-                farthest = kv_length - (stop - start) + (first + n - 1) // group_size
-                whole.append((s, first, n, 0, farthest // SPLIT + 1, -1))
-        n_partials = sum(n_splits for *_, n_splits, _ in whole)
+                farthest = (
+                    kv_length - (stop - start) + (first + n - 1) // group_size if self.causal else kv_length - 1
+                )
+                whole.append((s, first, n, 0, farthest // SPLIT + 1, -1, kv_length))
+        n_partials = sum(n_splits for *_, n_splits, _, _ in whole)
         if len(whole) > self.few_tiles or not len(whole) < n_partials <= self.max_partials:
             tiles[: len(whole)] = whole
             return len(whole), 0
-        split: list[tuple[int, int, int, int, int, int]] = []
-        for i, (s, first, n, _, n_splits, _) in enumerate(whole):
+        split: list[tuple[int, int, int, int, int, int, int]] = []
+        for i, (s, first, n, _, n_splits, _, kv_length) in enumerate(whole):
             merged[i] = s, first, n, len(split), n_splits
-            split += [(s, first, n, j, j + 1, len(split) + j) for j in range(n_splits)]
+            split += [(s, first, n, j, j + 1, len(split) + j, kv_length) for j in range(n_splits)]
         tiles[: len(split)] = split
         return len(split), len(whole)
 
@@ -94,15 +98,16 @@ class BatchTables:
             *(self.header, self.positions, self.starts, self.states, *self.slots),
             *(self.output_rows, *self.block_tables),
         )
-        self._tables: dict[tuple[int, int, int], TileTable] = {}
+        self._tables: dict[tuple[int, int, int, bool], TileTable] = {}
         self._ropes: dict[Rope, Buffer] = {}
+        self._scales: dict[PositionScale, Buffer] = {}
         self._views: dict[Buffer, NDArray[Any]] = {}
         #: Positions whose angles were made.
         self._n_angles = 0
 
-    def tile_table(self, n_kv_heads: int, group_size: int, head: int) -> TileTable:
-        """The table of attention over so many heads of keys and values, with padding of ``head`` values each."""
-        key = n_kv_heads, group_size, head
+    def tile_table(self, n_kv_heads: int, group_size: int, head: int, *, causal: bool = True) -> TileTable:
+        """The table of attention over so many heads whose values are, with padding, ``head`` each."""
+        key = n_kv_heads, group_size, head, causal
         if key not in self._tables:
             few = 0 if self._threads == 1 else -(-2 * self._threads // n_kv_heads) - 1
             partial_bytes = n_kv_heads * TILE_ROWS * state_bytes(head)
@@ -111,7 +116,7 @@ class BatchTables:
             tiles, merged = (Buffer(8 * n, is_kept=True) for n in (_TILE * n_tiles, _MERGED * most))
             slot = self.header.n_bytes // 8
             self.header.n_bytes += 16
-            self._tables[key] = TileTable(slot, group_size, tiles, merged, most, partial_bytes, few)
+            self._tables[key] = TileTable(slot, group_size, tiles, merged, most, partial_bytes, few, causal)
         return self._tables[key]
 
     def angles(self, rope: Rope) -> Buffer:
@@ -120,6 +125,13 @@ class BatchTables:
             n_bytes = 8 * self.n_blocks * PAGE * len(rope.frequencies)
             self._ropes[rope] = Buffer(n_bytes, is_kept=True)
         return self._ropes[rope]
+
+    def position_factors(self, scale: PositionScale) -> Buffer:
+        """float32 [n]: number i is the factor of the positions p with (p + offset) // length = i."""
+        if scale not in self._scales:
+            n = (self.n_blocks * PAGE + scale.offset) // scale.length + 1
+            self._scales[scale] = Buffer(4 * n, is_kept=True)
+        return self._scales[scale]
 
     def bind(self, arena: NDArray[np.uint8]) -> None:
         """To be called once offsets are known: from now on a batch can be filled in."""
@@ -139,6 +151,9 @@ class BatchTables:
             view(table.merged, np.int64, _MERGED)
         for rope, buffer in self._ropes.items():
             view(buffer, np.float32, len(rope.frequencies), 2)
+        for scale, buffer in self._scales.items():
+            view(buffer, np.float32)
+            self._views[buffer][:] = 1 + scale.rate * np.log1p(np.arange(buffer.n_bytes // 4))
         self._views[self.header][:] = 1
 
     def header_numbers(self) -> NDArray[np.int64]:

@@ -38,7 +38,7 @@ def state_bytes(state: RecurrentState) -> int:
 
 def cache_bytes(graph: Graph, n_pages: tuple[int, ...], n_states: int) -> dict[int, int]:
     """Bytes of what each layer of a graph keeps."""
-    sizes = {layer: 2 * part_bytes(cache, n_pages[graph.group(cache)]) for layer, cache in graph.caches.items()}
+    sizes = {layer: sum(part_bytes(cache, n_pages[graph.group(cache)])) for layer, cache in graph.caches.items()}
     for layer, states in graph.states.items():
         sizes[layer] = sizes.get(layer, 0) + sum(_aligned(n_states * state_bytes(state)) for state in states)
     return sizes
@@ -48,9 +48,16 @@ def _aligned(n_bytes: int) -> int:
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def part_bytes(cache: KVCache, n_pages: int) -> int:
-    """Bytes of a layer's keys, or of its values: blocks [n_pages, G] (`localllm.kernels.cpu.cache_types`)."""
-    return _aligned(n_pages * cache.n_heads * layout_of(cache).block_bytes(cache.head_dim))
+def part_bytes(cache: KVCache, n_pages: int) -> tuple[int, int]:
+    """Bytes of a layer's keys and of its values: blocks [n_pages, G] (`localllm.kernels.cpu.cache_types`)."""
+    keys, values = (_aligned(n_pages * cache.n_heads * n) for n in block_bytes(cache))
+    return keys, values
+
+
+def block_bytes(cache: KVCache) -> tuple[int, int]:
+    """Bytes of a block of keys and of one of values; 0 of values that are in the keys."""
+    layout = layout_of(cache)
+    return layout.block_bytes(cache.key_dim), 0 if cache.values_in_keys else layout.block_bytes(cache.value_dim)
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class CPUCache:
     def layers(self) -> Mapping[int, KVCache]:
         return self.graph.caches
 
-    def _part_bytes(self, cache: KVCache) -> int:
+    def _part_bytes(self, cache: KVCache) -> tuple[int, int]:
         return part_bytes(cache, self.n_pages[self.graph.group(cache)])
 
     @property
@@ -94,15 +101,15 @@ class CPUCache:
         """Of each layer, where its keys and its values begin; from 0 on without memory."""
         at, places = 0 if self.memory is None else self.memory.ctypes.data, {}
         for layer, cache in self.layers.items():
-            n_bytes = self._part_bytes(cache)
-            places[layer] = at, at + n_bytes
-            at += 2 * n_bytes
+            keys, values = self._part_bytes(cache)
+            places[layer] = at, at if cache.values_in_keys else at + keys
+            at += keys + values
         return places
 
     def states(self) -> dict[RecurrentState, int]:
         """Of each state, where its values begin, those of slot after slot."""
         at = 0 if self.memory is None else self.memory.ctypes.data
-        at += sum(2 * self._part_bytes(cache) for cache in self.layers.values())
+        at += sum(sum(self._part_bytes(cache)) for cache in self.layers.values())
         places = {}
         for state in (state for states in self.graph.states.values() for state in states):
             places[state] = at
@@ -120,16 +127,18 @@ class CPUCache:
             values[target] = values[source]
 
     def blocks(self) -> dict[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Of each layer, keys and values [n_pages, G, bytes of a block]."""
+        """Of each layer, keys and values [n_pages, G, bytes of a block]; values in keys have none."""
         if self.memory is None:
             return {}
         begin, views = self.memory.ctypes.data, {}
         for layer, places in self.addresses().items():
             cache = self.layers[layer]
             n_pages = self.n_pages[self.graph.group(cache)]
-            shape = n_pages, cache.n_heads, layout_of(cache).block_bytes(cache.head_dim)
-            n_bytes = int(np.prod(shape))
-            keys, values = (self.memory[at - begin : at - begin + n_bytes].reshape(shape) for at in places)
+            shapes = [(n_pages, cache.n_heads, n) for n in block_bytes(cache)]
+            keys, values = (
+                self.memory[at - begin : at - begin + prod(shape)].reshape(shape)
+                for at, shape in zip(places, shapes, strict=True)
+            )
             views[layer] = keys, values
         return views
 

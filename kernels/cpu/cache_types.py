@@ -1,13 +1,13 @@
 """How the KV cache holds keys and values: all that kernels know of its types.
 
-A block is what one page and key/value head take, `CacheLayout.block_bytes` for keys and as many for values.  Keys
-have positions side by side and values have head values side by side, as attention reads them:
+A block is what keys, or values, of one page and key/value head take: `CacheLayout.block_bytes`.  Keys have positions
+side by side and values have head values side by side, as attention reads them:
 
-    f16    keys float16 [HEAD, PAGE], values float16 [PAGE, HEAD]
-    q8_0   float16 scales [HEAD / 32, PAGE], then keys int8 [HEAD, PAGE], or values int8 [PAGE, HEAD]
+    f16    keys float16 [head, PAGE], values float16 [PAGE, head]
+    q8_0   float16 scales [head / 32, PAGE], then keys int8 [head, PAGE], or values int8 [PAGE, head]
 
-HEAD is the head size rounded up to whole vectors, or to whole runs of 32 values that share a scale.  What pads
-a head is never written: it stays zero.
+Keys that hold the values, too, lie as values do.  ``head`` is the size of a head in keys or values, rounded up to
+whole vectors, or to whole runs of 32 values that share a scale.  What pads a head is never written: it stays zero.
 
 A type is a template that writes a token's head into its blocks, and an operation that reads them.
 """
@@ -37,18 +37,19 @@ class CacheLayout:
     Attributes:
         size: bytes of a value.
         per_scale: values that share a scale; 0 if there are no scales.
-        append: template; ``append(k, v, n, keys, values, place)`` writes a head's n float32 values as number
-            ``place`` of a page's blocks.
+        append_keys, append_values: templates; ``append(x, n, head, block, place)`` writes n float32 values, padded to
+            ``head``, as number ``place`` of a page's block.
         load: operation that reads sixteen values side by side, without their scale.
     """
 
     size: int
     per_scale: int
-    append: Template
+    append_keys: Template
+    append_values: Template
     load: Any
 
     def head(self, head_dim: int) -> int:
-        """Values that a head takes: HEAD."""
+        """Values that a head takes."""
         multiple = self.per_scale or 16
         return -(-head_dim // multiple) * multiple
 
@@ -57,15 +58,20 @@ class CacheLayout:
         return 2 * PAGE * (self.head(head_dim) // self.per_scale) if self.per_scale else 0
 
     def block_bytes(self, head_dim: int) -> int:
-        """Bytes of a block: BLOCK."""
+        """Bytes of a block."""
         return self.scale_bytes(head_dim) + PAGE * self.head(head_dim) * self.size
 
 
 @template
-def append_f16(k, v, n, keys, values, place):
+def append_f16_keys(x, n, head, block, place):
     for i in range(n):
-        store_f16(keys + 2 * place + 2 * PAGE * i, load_f32(k + 4 * i))
-        store_f16(values + 2 * HEAD * place + 2 * i, load_f32(v + 4 * i))
+        store_f16(block + 2 * place + 2 * PAGE * i, load_f32(x + 4 * i))
+
+
+@template
+def append_f16_values(x, n, head, block, place):
+    for i in range(n):
+        store_f16(block + 2 * head * place + 2 * i, load_f32(x + 4 * i))
 
 
 @template
@@ -92,12 +98,16 @@ def quantise_head(x, n, scales, codes, step):
 
 
 @template
-def append_q8_0(k, v, n, keys, values, place):
-    quantise_head(k, n, keys + 2 * place, keys + 2 * PAGE * (HEAD // VALUES_PER_SCALE) + place, PAGE)
-    quantise_head(v, n, values + 2 * place, values + 2 * PAGE * (HEAD // VALUES_PER_SCALE) + HEAD * place, 1)
+def append_q8_0_keys(x, n, head, block, place):
+    quantise_head(x, n, block + 2 * place, block + 2 * PAGE * (head // VALUES_PER_SCALE) + place, PAGE)
+
+
+@template
+def append_q8_0_values(x, n, head, block, place):
+    quantise_head(x, n, block + 2 * place, block + 2 * PAGE * (head // VALUES_PER_SCALE) + head * place, 1)
 
 
 CACHE_LAYOUTS: dict[CacheType, CacheLayout] = {
-    "f16": CacheLayout(2, 0, append_f16, load_f16x16),
-    "q8_0": CacheLayout(1, VALUES_PER_SCALE, append_q8_0, load_s8x16),
+    "f16": CacheLayout(2, 0, append_f16_keys, append_f16_values, load_f16x16),
+    "q8_0": CacheLayout(1, VALUES_PER_SCALE, append_q8_0_keys, append_q8_0_values, load_s8x16),
 }

@@ -29,6 +29,7 @@ from localllm.kernels.cpu.simd import (
     splat,
     splat_int,
     sqrt,
+    stack,
     store_f32,
     store_f32x16,
     store_i32,
@@ -40,7 +41,7 @@ from localllm.kernels.cpu.simd import (
     zero_f32x16,
     zero_i32x16,
 )
-from localllm.kernels.cpu.templates import device
+from localllm.kernels.cpu.templates import device, template
 from localllm.kernels.cpu.tiles import RECORD, SUM, SUMS, TOKENS, X_STEP, D
 from localllm.kernels.q8_0 import LARGEST_CODE, NEGLIGIBLE
 
@@ -334,19 +335,19 @@ def gather_rows(begin, end, rows, x, width, stride, y):
             store_f32x16(target + place, load_f32x16(source + place))
 
 
-@kernel
-def head_norm(begin, end, x, weight, n_heads, head_dim, stride, eps: float):
-    """RMS norm of each head of x [T, n_heads * head_dim], in place."""
-    for token in range(begin, end):
-        for head in range(n_heads):
-            row = x + token * stride + 4 * head * head_dim
-            squares = ZERO
-            for i in range(head_dim):
-                v = load_f32(row + 4 * i)
-                squares += v * v
-            scale = ONE / sqrt(squares / np.float32(head_dim) + eps)
-            for i in range(head_dim):
-                store_f32(row + 4 * i, load_f32(row + 4 * i) * scale * load_f32(weight + 4 * i))
+@template
+def norm_head(x, n, weight, eps, has_weight):
+    """RMS norm of the n values of a head, in place."""
+    squares = ZERO
+    for i in range(n):
+        v = load_f32(x + 4 * i)
+        squares += v * v
+    scale = ONE / sqrt(squares / np.float32(n) + eps)
+    for i in range(n):
+        if has_weight:
+            store_f32(x + 4 * i, load_f32(x + 4 * i) * scale * load_f32(weight + 4 * i))
+        else:
+            store_f32(x + 4 * i, load_f32(x + 4 * i) * scale)
 
 
 @device
@@ -360,6 +361,16 @@ def rotate(row, angles, n_pairs, first_step, second_offset):
         store_f32(place + second_offset, b * cos + a * sin)
 
 
+@template
+def turn_head(x, norm, n_norm, weight, eps, angles, n_pairs, pair_step, pair_offset):
+    """Norms and rotates a head in place; ``norm``: 0 for none, 1 for one without weights, 2 for one with them."""
+    if norm and not NORM_LAST:
+        norm_head(x, n_norm, weight, eps, norm - 1)
+    rotate(x + ROPE_FIRST, angles, n_pairs, pair_step, pair_offset)
+    if norm and NORM_LAST:
+        norm_head(x, n_norm, weight, eps, norm - 1)
+
+
 @kernel
 def rope_append(
     begin,
@@ -368,32 +379,66 @@ def rope_append(
     positions,
     angles,
     n_pairs,
+    pair_step,
+    pair_offset,
     q,
     q_stride,
     n_heads,
+    key_dim,
     k,
+    k_stride,
     v,
-    kv_stride,
+    v_stride,
     n_kv_heads,
-    head_dim,
-    pair_step,
-    pair_offset,
+    value_dim,
     keys,
     values,
+    q_weight,
+    n_q_norm,
+    k_weight,
+    n_k_norm,
+    v_weight,
+    n_v_norm,
+    factors,
+    factor_length,
+    factor_offset,
+    q_eps: float,
+    k_eps: float,
+    v_eps: float,
 ):
-    """Rotates q and k in place by angles [positions, n_pairs] of (cos, sin), and appends k and v to the cache.
+    """Norms and rotates q and k in place, by angles [positions, n_pairs] of (cos, sin), and appends k and v.
 
     slots: int64 [T], page * PAGE + place in the page.  positions: int32 [T].
-    keys, values: blocks of ``BLOCK`` bytes [n_pages, n_kv_heads] (`localllm.kernels.cpu.cache_types`).
+    keys, values: blocks of ``KEY_BLOCK`` and ``VALUE_BLOCK`` bytes [n_pages, n_kv_heads]
+    (`localllm.kernels.cpu.cache_types`).  factors: of q, `BatchTables.position_factors`.
+
+    Q_NORM, K_NORM, V_NORM: as in `turn_head`.  HAS_KEYS, HAS_VALUES: whether there are k and v.  COPY_VALUES: whether
+    v is in the memory of k, which is changed.  SCALES_Q: whether there are factors.
     """
+    scratch = stack(4 * VALUE_HEAD)
     for token in range(begin, end):
-        turn = angles + np.int64(load_i32(positions + 4 * token)) * n_pairs * 8
+        position = np.int64(load_i32(positions + 4 * token))
+        turn = angles + position * n_pairs * 8
         for head in range(n_heads):
-            rotate(q + token * q_stride + 4 * head * head_dim, turn, n_pairs, pair_step, pair_offset)
-        slot = load_i64(slots + 8 * token)
-        for head in range(n_kv_heads):
-            k_row = k + token * kv_stride + 4 * head * head_dim
-            v_row = v + token * kv_stride + 4 * head * head_dim
-            rotate(k_row, turn, n_pairs, pair_step, pair_offset)
-            block = (slot // PAGE * n_kv_heads + head) * BLOCK
-            APPEND(k_row, v_row, head_dim, keys + block, values + block, slot % PAGE)
+            row = q + token * q_stride + 4 * head * key_dim
+            turn_head(row, Q_NORM, n_q_norm, q_weight, q_eps, turn, n_pairs, pair_step, pair_offset)
+            if SCALES_Q:
+                factor = load_f32(factors + 4 * ((position + factor_offset) // factor_length))
+                for i in range(key_dim):
+                    store_f32(row + 4 * i, load_f32(row + 4 * i) * factor)
+        if HAS_KEYS:
+            slot = load_i64(slots + 8 * token)
+            for head in range(n_kv_heads):
+                number = slot // PAGE * n_kv_heads + head
+                if HAS_VALUES:
+                    v_row = v + token * v_stride + 4 * head * value_dim
+                    if COPY_VALUES:
+                        for i in range(value_dim):
+                            store_f32(scratch + 4 * i, load_f32(v_row + 4 * i))
+                        v_row = scratch
+                    if V_NORM:
+                        norm_head(v_row, n_v_norm, v_weight, v_eps, V_NORM - 1)
+                    APPEND_VALUES(v_row, value_dim, VALUE_HEAD, values + number * VALUE_BLOCK, slot % PAGE)
+                k_row = k + token * k_stride + 4 * head * key_dim
+                turn_head(k_row, K_NORM, n_k_norm, k_weight, k_eps, turn, n_pairs, pair_step, pair_offset)
+                APPEND_KEYS(k_row, key_dim, KEY_HEAD, keys + number * KEY_BLOCK, slot % PAGE)

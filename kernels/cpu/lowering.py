@@ -21,7 +21,7 @@ from localllm.kernels.cpu import attention as attention_kernels
 from localllm.kernels.cpu import elementwise, matmul, recurrent
 from localllm.kernels.cpu import experts as expert_kernels
 from localllm.kernels.cpu.batch import ALWAYS, N_CHOSEN, N_OUTPUTS, N_SEQUENCES, N_TOKENS, N_USED, BatchTables
-from localllm.kernels.cpu.cache import CPUCache, layout_of, state_bytes
+from localllm.kernels.cpu.cache import CPUCache, block_bytes, layout_of, state_bytes
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.compiler import Kernel, variant
 from localllm.kernels.cpu.memory import PADDING, padded
@@ -319,66 +319,93 @@ class _Lowering:
 
     def rope_append(self, op: g.RopeAppend) -> Stored:
         q: Stored = self.stored[op.q]
-        k, v = self.stored[op.k], self.stored[op.v]
-        cache, head_dim, layout, rope = op.cache, op.cache.head_dim, layout_of(op.cache), op.rope
-        for x, norm in ((q, op.q_norm), (k, op.k_norm)):
-            if norm is not None:
-                weight, n_heads = self.weights.vector(norm), x.width // head_dim
-                arguments = (x.buffer, weight, n_heads, head_dim, x.stride, float(op.eps))
-                self.call(elementwise.head_norm, arguments, 1, N_TOKENS)
+        cache, layout, rope, tables = op.cache, layout_of(op.cache), op.rope, self.tables
+        # Keys that hold the values, too, lie as those do.
+        key_layout = layout.append_values if cache.values_in_keys else layout.append_keys
         n_pairs = 0 if rope is None else len(rope.frequencies)
-        angles = 0 if rope is None or not n_pairs else self.tables.angles(rope)
+        angles = 0 if rope is None or not n_pairs else tables.angles(rope)
         # Bytes from one pair to the next, and from a pair's first value to its second.
         step, offset = (8, 4) if rope is not None and rope.interleaved else (4, 4 * n_pairs)
+        dims = cache.key_dim, cache.key_dim, cache.value_dim
+        norms = [self._norm(norm, dim) for norm, dim in zip(op.norms, dims, strict=True)]
+        scale = op.q_scale
+        factors = (0, 1, 0) if scale is None else (tables.position_factors(scale), scale.length, scale.offset)
+        # Without keys, the cache is another layer's.
+        keys, values = self.layers[cache.layer] if op.k is not None else (0, 0)
+        key_block, value_block = block_bytes(cache)
         self.call(
             elementwise.rope_append,
             (
-                *(self.tables.slots[self.graph.group(cache)], self.tables.positions, angles, n_pairs),
-                *(q.buffer, q.stride, q.width // head_dim),
-                *(k.buffer, v.buffer, k.stride, cache.n_heads, head_dim, step, offset),
-                *self.layers[cache.layer],
+                *(tables.slots[self.graph.group(cache)], tables.positions, angles, n_pairs, step, offset),
+                *(q.buffer, q.stride, q.width // cache.key_dim, cache.key_dim),
+                *self._rows(op.k),
+                *self._rows(op.v),
+                *(cache.n_heads, cache.value_dim, keys, values),
+                *(number for weight, n, _ in norms for number in (weight, n)),
+                *factors,
+                *(eps for _, _, eps in norms),
             ),
             1,
             N_TOKENS,
-            HEAD=layout.head(head_dim),
-            BLOCK=layout.block_bytes(head_dim),
-            APPEND=layout.append,
+            Q_NORM=_norm_kind(op.q_norm),
+            K_NORM=_norm_kind(op.k_norm),
+            V_NORM=_norm_kind(op.v_norm),
+            NORM_LAST=int(op.norm_last),
+            ROPE_FIRST=0 if rope is None else 4 * rope.first,
+            HAS_KEYS=int(op.k is not None),
+            HAS_VALUES=int(op.v is not None),
+            COPY_VALUES=int(op.v is op.k),
+            SCALES_Q=int(scale is not None),
+            KEY_HEAD=layout.head(cache.key_dim),
+            VALUE_HEAD=layout.head(cache.value_dim),
+            KEY_BLOCK=key_block,
+            VALUE_BLOCK=value_block,
+            APPEND_KEYS=key_layout,
+            APPEND_VALUES=layout.append_values,
         )
         return q
 
+    def _rows(self, x: Tensor | None) -> tuple[Argument, Argument]:
+        """Where rows begin, and their stride."""
+        return (0, 0) if x is None else (self.stored[x].buffer, self.stored[x].stride)
+
+    def _norm(self, norm: g.HeadNorm | None, dim: int) -> tuple[Argument, int, float]:
+        """Its weights, how many values it is of, and eps."""
+        if norm is None or norm.weight is None:
+            return 0, dim, 0.0 if norm is None else float(norm.eps)
+        return self.weights.vector(norm.weight), norm.weight.shape[0], float(norm.eps)
+
     def attention(self, op: g.Attention) -> Stored:
-        cache, head_dim, layout, tables = op.cache, op.cache.head_dim, layout_of(op.cache), self.tables
-        n_heads, head, q = cache.n_heads, layout.head(head_dim), self.stored[op.q]
-        table = tables.tile_table(n_heads, op.group_size, head)
+        cache, layout, tables = op.cache, layout_of(op.cache), self.tables
+        n_heads, head, q = cache.n_heads, layout.head(cache.value_dim), self.stored[op.q]
+        table = tables.tile_table(n_heads, op.group_size, head, causal=op.causal)
         sinks = 0 if op.sinks is None else self.weights.vector(op.sinks)
         # The kernel writes heads, not the padding beyond them.
-        y = self.new(Rows.TOKENS, op.q.width, is_kept=op.q.width % PADDING != 0)
+        width = op.result.width
+        y = self.new(Rows.TOKENS, width, is_kept=width % PADDING != 0)
         partials = Buffer(table.max_partials * table.partial_bytes) if table.max_partials else 0
         self.call(
             attention_kernels.attention,
             (
-                *(self.counter(table.slot), table.tiles, n_heads, op.group_size, q.buffer, q.stride, head_dim),
+                *(self.counter(table.slot), table.tiles, n_heads, op.group_size),
+                *(q.buffer, q.stride, cache.key_dim, cache.value_dim),
                 *(tables.starts, tables.positions, tables.block_tables[self.graph.group(cache)], tables.n_blocks),
-                *(op.window or tables.n_blocks * PAGE, *self.layers[cache.layer], y.buffer, partials, sinks),
+                *(op.window or op.chunk or tables.n_blocks * PAGE, *self.layers[cache.layer]),
+                *(y.buffer, y.stride, partials, sinks),
                 *(float(op.scale) / (op.softcap or 1.0), float(op.softcap or 0)),
             ),
             n_heads,
             table.slot,
-            **self._attention_constants(op),
+            **attention_kernels.constants(op, layout, wide=self.target.wide),
         )
         if table.max_partials:
             arguments = (
-                *(self.counter(table.slot + 1), table.merged, n_heads, op.group_size, head_dim),
+                *(self.counter(table.slot + 1), table.merged, n_heads, op.group_size, cache.value_dim),
                 *(tables.starts, partials, sinks, y.buffer, y.stride),
             )
             constants: dict[str, Any] = attention_kernels.state_constants(head, sinks=op.sinks is not None)
             self.call(attention_kernels.merge_partials, arguments, n_heads, table.slot + 1, **constants)
         return y
-
-    def _attention_constants(self, op: g.Attention) -> dict[str, Any]:
-        layout, soft_cap, sinks = layout_of(op.cache), op.softcap is not None, op.sinks is not None
-        head, wide = layout.head(op.cache.head_dim), self.target.wide
-        return attention_kernels.constants(layout, head, wide=wide, soft_cap=soft_cap, sinks=sinks)
 
     # -- Recurrent states ------------------------------------------------------------------------------------------
 
@@ -526,6 +553,11 @@ class _Lowering:
         weights = chosen.weights if is_weighted else 0
         self.call(kernel, [*arguments, weights, memory], 1, N_CHOSEN)
         return memory
+
+
+def _norm_kind(norm: g.HeadNorm | None) -> int:
+    """As `elementwise.turn_head` has it."""
+    return 0 if norm is None else 1 if norm.weight is None else 2
 
 
 def _constants(kind: KernelType) -> dict[str, Any]:

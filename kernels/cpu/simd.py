@@ -65,6 +65,12 @@ def load_f16x16(b, address):
 
 
 @op(f32x16, intp)
+def load_splat_f16(b, address):
+    """One half, widened, in all lanes."""
+    return _widen_half(b, broadcast(b, load(b, address, i16), 16))
+
+
+@op(f32x16, intp)
 def load_s8x16(b, address):
     """Sixteen signed bytes, widened."""
     return b.sitofp(load(b, address, ir.VectorType(i8, 16)), f32x16.llvm)

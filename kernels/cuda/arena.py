@@ -282,9 +282,11 @@ class StepLimits:
         Raises:
             KernelError: the device has no kernel for heads of this size.
         """
-        window = NO_WINDOW if op.window is None else min(op.window, NO_WINDOW)
-        variant = choose_variant(op.cache.head_dim, op.cache.type, self.properties.shared_bytes)
-        return AttentionKind(Heads(op.cache.n_heads, op.group_size, window), variant)
+        cache = op.cache
+        sees = {"chunked": op.chunk is not None, "causal": op.causal}
+        variant = Variant(cache.key_dim, cache.value_dim, cache.type, cache.values_in_keys, **sees)
+        heads = Heads(cache.n_heads, op.group_size, min(op.window or op.chunk or NO_WINDOW, NO_WINDOW), op.causal)
+        return AttentionKind(heads, choose_variant(variant, self.properties.shared_bytes))
 
     def max_rows(self, slot: int) -> int:
         if slot == N_PLACES:

@@ -13,8 +13,10 @@
 // Queries are rounded to float16 after multiplication by a power of two that brings a row's largest near 2^14; scores
 // are float32 and in units of log 2.  Weights are rounded to two halves, to 22 bits.
 //
-// Compiled for: HEAD_DIM; Q8_0 (0 or 1), the cache's type; SOFT_CAP, SINKS (0 or 1); and for the launch
-// geometry that attention.py chooses: WARPS and BUFFERS of `attention_prefill`, STAGES of `attention_split`.
+// Compiled for: KEY_DIM and VALUE_DIM; Q8_0, the cache's type; VALUES_IN_KEYS, whether values are the first VALUE_DIM
+// of the keys' (MLA), each page of which is then read once for both; CHUNKED and CAUSAL, what a token sees; SOFT_CAP,
+// SINKS (all of them 0 or 1); and for the launch geometry that attention.py chooses: WARPS and BUFFERS of
+// `attention_prefill`, STAGES of `attention_split`.
 // Where large heads meet little shared memory, nothing is fetched ahead: STAGES is 1, and BUFFERS 1 or, of a cache with
 // scales, 0; pages with scales are then widened straight from global memory.
 //
@@ -28,10 +30,16 @@
 // rows whether they are used or not, take a sixth of that.
 #include "attention.cuh"
 
-#define HEAD ((HEAD_DIM + 15) / 16 * 16)
-#define HEAD_STEPS (HEAD / 16)
-#define GROUPS ((HEAD + PER_SCALE - 1) / PER_SCALE)
-#define STRIDE (HEAD + 8)  // halves from row to row in shared memory: eight rows lie in different banks
+#define KEY_HEAD ((KEY_DIM + 15) / 16 * 16)
+#define VALUE_HEAD ((VALUE_DIM + 15) / 16 * 16)
+#define KEY_STEPS (KEY_HEAD / 16)
+#define VALUE_STEPS (VALUE_HEAD / 16)
+#define VALUE_ROW (VALUES_IN_KEYS ? KEY_HEAD : VALUE_HEAD)  // what is kept of a token's values
+#define LARGER_ROW (KEY_HEAD > VALUE_HEAD ? KEY_HEAD : VALUE_HEAD)
+#define GROUPS_OF(head) (((head) + PER_SCALE - 1) / PER_SCALE)
+#define STRIDE_OF(head) ((head) + 8)  // halves from row to row in shared memory: eight rows lie in different banks
+#define KEY_STRIDE STRIDE_OF(KEY_HEAD)
+#define VALUE_STRIDE STRIDE_OF(VALUE_ROW)
 #define KEY_TILES (PAGE / 8)
 #define PAIRS_PER_SCALE (PER_SCALE / 16)  // pairs of tiles of values
 #define ROWS 16
@@ -51,7 +59,7 @@ struct Batch {
 };
 
 struct Tile {
-  int sequence, first_token, first_position, first_row, n_rows;  // no rows: there is no such tile
+  int sequence, kv_length, first_token, first_position, first_row, n_rows;  // no rows: there is no such tile
 };
 
 // Tile `number` of `rows` rows of the sequences that have least ... most tokens.  A sequence's last tiles, which see
@@ -63,16 +71,12 @@ DEVICE Tile find_tile(const Batch& batch, int number, int rows, int group_size, 
     const int n_rows = n_tokens * group_size, n_tiles = (n_rows + rows - 1) / rows;
     if (number < n_tiles) {
       const int first_row = (n_tiles - 1 - number) * rows;
-      return {s, start, batch.kv_lengths[s] - n_tokens, first_row, min(rows, n_rows - first_row)};
+      const int kv_length = batch.kv_lengths[s];
+      return {s, kv_length, start, kv_length - n_tokens, first_row, min(rows, n_rows - first_row)};
     }
     number -= n_tiles;
   }
-  return {0, 0, 0, 0, 0};
-}
-
-// The position of a row's token, the last that it sees; rows beyond the tile's count as its last.
-DEVICE int position_of(const Tile& tile, int row, int group_size) {
-  return tile.first_position + (tile.first_row + min(row, tile.n_rows - 1)) / group_size;
+  return {0, 0, 0, 0, 0, 0};
 }
 
 // The positions that a row, or a tile, sees.
@@ -81,24 +85,31 @@ struct Sight {
   __device__ __forceinline__ bool has(int position) const { return first <= position && position <= last; }
 };
 
-DEVICE Sight sight_of(const Tile& tile, int rows, int group_size, int window) {
-  return {max(0, position_of(tile, 0, group_size) - window + 1), position_of(tile, rows, group_size)};
+// What a row sees by its token's position; rows beyond the tile's count as its last.  `window`: of a chunk, its size.
+DEVICE Sight row_sight(const Tile& tile, int row, int group_size, int window) {
+  const int own = tile.first_position + (tile.first_row + min(row, tile.n_rows - 1)) / group_size;
+  return {CHUNKED ? own - own % window : max(0, own - window + 1), CAUSAL ? own : min(tile.kv_length, own + window) - 1};
 }
 
-// A row's position, and what products with its query are to be multiplied with.
+DEVICE Sight sight_of(const Tile& tile, int rows, int group_size, int window) {
+  return {row_sight(tile, 0, group_size, window).first, row_sight(tile, rows, group_size, window).last};
+}
+
+// What a row sees, and what products with its query are to be multiplied with.
 struct Row {
-  int position;
+  Sight sight;
   float factor;
 };
 
-DEVICE size_t place_of(const Tile& tile, int row, int kv_head, int group_size, int stride) {
+// Where a row's head of `dim` values begins.
+DEVICE size_t place_of(const Tile& tile, int row, int kv_head, int group_size, int stride, int dim) {
   const int number = tile.first_row + row;
   const int head = kv_head * group_size + number % group_size;
-  return (size_t)(tile.first_token + number / group_size) * stride + head * HEAD_DIM;
+  return (size_t)(tile.first_token + number / group_size) * stride + head * dim;
 }
 
 // Row `row` of a tile as halves, padded with zeros; a warp does it together.  Returns what scores of it are to be
-// multiplied with.  16 rows of halves cost one read of 4 * HEAD_DIM bytes a row.
+// multiplied with.  16 rows of halves cost one read of 4 * KEY_DIM bytes a row.
 DEVICE float load_query(const float* q, int n, uint16_t* to) {
   const int lane = threadIdx.x % 32;
   float largest = 0.0f;
@@ -106,48 +117,52 @@ DEVICE float load_query(const float* q, int n, uint16_t* to) {
   const int exponent = __float_as_int(warp_max(largest)) >> 23;
   const int power = min(14 + 254 - exponent, 253);
   const float factor = __int_as_float(power << 23);
-  for (int i = lane; i < HEAD; i += 32) to[i] = i < n ? float_to_half(q[i] * factor) : 0;
+  for (int i = lane; i < KEY_HEAD; i += 32) to[i] = i < n ? float_to_half(q[i] * factor) : 0;
   return __int_as_float((254 - power) << 23);
 }
 
 // -- Pages ------------------------------------------------------------------------------------------------------------
 
-// Keys or values of a layer: halves [pages, key heads, PAGE, HEAD]; or codes of that shape, and scales, halves
-// [pages, key heads, GROUPS, PAGE].
+// Keys or values of a layer, heads of HEAD values: halves [pages, key heads, PAGE, HEAD]; or codes of that shape, and
+// scales, halves [pages, key heads, GROUPS_OF(HEAD), PAGE].
 struct Pages {
   const uint8_t* entries;
   const uint16_t* scales;
+  template <int HEAD>
   __device__ __forceinline__ Pages at(size_t block) const {
-    return {entries + block * ((Q8_0 ? 1 : 2) * PAGE * HEAD), scales + block * (PAGE * GROUPS)};
+    return {entries + block * ((Q8_0 ? 1 : 2) * PAGE * HEAD), scales + block * (PAGE * GROUPS_OF(HEAD))};
   }
 };
 
+// Of a page as it is loaded, and of the page and the factors that it is widened to.
 #if Q8_0
-#define LOAD_BYTES (PAGE * HEAD + 2 * PAGE * GROUPS)
-#define FACTOR_BYTES (4 * PAGE * GROUPS)
+#define LOAD_BYTES (PAGE * LARGER_ROW + 2 * PAGE * GROUPS_OF(LARGER_ROW))
+#define FACTOR_BYTES (4 * PAGE * GROUPS_OF(LARGER_ROW))
+#define WIDE_BYTES (2 * PAGE * STRIDE_OF(LARGER_ROW))
 #else
-#define LOAD_BYTES (2 * PAGE * STRIDE)
+#define LOAD_BYTES (2 * PAGE * STRIDE_OF(LARGER_ROW))
 #define FACTOR_BYTES 0
+#define WIDE_BYTES 0
 #endif
 
 // Begins to copy a page to `buffer`.  Halves outside the tile's sight become zeros: whatever is there must not matter,
 // and 0 * NaN is NaN.
-template <int THREADS>
+template <int THREADS, int HEAD>
 DEVICE void load_page(uint8_t* buffer, const Pages& pages, size_t block, int position,
                                           const Sight& sight) {
-  const uint8_t* entries = pages.at(block).entries;
+  const uint8_t* entries = pages.at<HEAD>(block).entries;
 #if Q8_0
 #pragma unroll 4
   for (int i = threadIdx.x; i < PAGE * HEAD / 16; i += THREADS)
     copy16_or_zeros(buffer + 16 * i, entries + 16 * i, true);
-  const uint8_t* scales = (const uint8_t*)pages.at(block).scales;
-  for (int i = threadIdx.x; i < PAGE * GROUPS / 8; i += THREADS)
+  const uint8_t* scales = (const uint8_t*)pages.at<HEAD>(block).scales;
+  for (int i = threadIdx.x; i < PAGE * GROUPS_OF(HEAD) / 8; i += THREADS)
     copy16_or_zeros(buffer + PAGE * HEAD + 16 * i, scales + 16 * i, true);
 #else
 #pragma unroll 4
   for (int i = threadIdx.x; i < PAGE * HEAD / 8; i += THREADS) {
     const int row = i / (HEAD / 8), column = i % (HEAD / 8);
-    copy16_or_zeros(buffer + 2 * STRIDE * row + 16 * column, entries + 16 * i, sight.has(position + row));
+    copy16_or_zeros(buffer + 2 * STRIDE_OF(HEAD) * row + 16 * column, entries + 16 * i, sight.has(position + row));
   }
 #endif
   commit_copies();
@@ -155,6 +170,7 @@ DEVICE void load_page(uint8_t* buffer, const Pages& pages, size_t block, int pos
 
 #if Q8_0
 // A page as `load_page` leaves it in shared memory.
+template <int HEAD>
 DEVICE Pages loaded(const uint8_t* buffer) { return {buffer, (const uint16_t*)(buffer + PAGE * HEAD)}; }
 
 // Two codes as halves, exactly: 0x6400 + b is 1024 + b.
@@ -163,10 +179,11 @@ DEVICE uint32_t codes_to_halves(uint32_t word, uint32_t selector, uint32_t power
   return multiply_halves(subtract_halves(biased, 0x64806480u), power);
 }
 
-// Turns a page's codes to halves [PAGE, STRIDE], times a power of two near the scale, exactly, and leaves the rest of
-// the scale to `factors` [GROUPS, PAGE]: from 1 to 2, but for the largest scales and zero.  So weights times factors can
+// Turns a page's codes to halves [PAGE, STRIDE_OF(HEAD)], times a power of two near the scale, exactly, and leaves the
+// rest of the scale to `factors` [GROUPS_OF(HEAD), PAGE]: from 1 to 2, but for the largest scales and zero.  So weights
+// times factors can
 // be rounded to halves whatever the scales are.
-template <int THREADS>
+template <int THREADS, int HEAD>
 DEVICE void widen_page(const Pages& from, uint16_t* page, float* factors, int position,
                                            const Sight& sight) {
 #pragma unroll 2
@@ -178,7 +195,7 @@ DEVICE void widen_page(const Pages& from, uint16_t* page, float* factors, int po
     const uint32_t half_power = exponent < -14 ? 1u << (exponent + 24) : (uint32_t)(exponent + 15) << 10;
     const uint32_t power = half_power | half_power << 16;
     const uint4 codes = *(const uint4*)(from.entries + 16 * i);
-    uint4* to = (uint4*)(page + STRIDE * row + 16 * column);
+    uint4* to = (uint4*)(page + STRIDE_OF(HEAD) * row + 16 * column);
     to[0] = make_uint4(codes_to_halves(codes.x, 0x4140, power), codes_to_halves(codes.x, 0x4342, power),
                            codes_to_halves(codes.y, 0x4140, power), codes_to_halves(codes.y, 0x4342, power));
     to[1] = make_uint4(codes_to_halves(codes.z, 0x4140, power), codes_to_halves(codes.z, 0x4342, power),
@@ -191,19 +208,23 @@ DEVICE void widen_page(const Pages& from, uint16_t* page, float* factors, int po
 
 // -- Products ---------------------------------------------------------------------------------------------------------
 
+// Large heads: two or four warps of `attention_prefill` share 16 rows, each for its part of the head's values, whose sums
+// fill the registers else.
+#define HEAD_PARTS (VALUE_HEAD > 256 ? 4 : VALUE_HEAD > 128 ? 2 : 1)
+
 // 16 rows of queries, in registers where they fit.
-#define QUERY_REGISTERS (HEAD <= (Q8_0 ? 64 : 128))
+#define QUERY_REGISTERS (KEY_HEAD <= (Q8_0 ? 64 : 128) && HEAD_PARTS == 1)
 struct Queries {
   const uint16_t* row;  // of this lane, as ldmatrix asks for it
 #if QUERY_REGISTERS
-  uint32_t a[HEAD_STEPS][4];
+  uint32_t a[KEY_STEPS][4];
 #endif
   __device__ __forceinline__ explicit Queries(const uint16_t* rows) {
     const int lane = threadIdx.x % 32;
-    row = rows + STRIDE * (lane % 16) + lane / 16 * 8;
+    row = rows + KEY_STRIDE * (lane % 16) + lane / 16 * 8;
 #if QUERY_REGISTERS
 #pragma unroll
-    for (int step = 0; step < HEAD_STEPS; step++) load_matrices(a[step], row + 16 * step);
+    for (int step = 0; step < KEY_STEPS; step++) load_matrices(a[step], row + 16 * step);
 #endif
   }
 };
@@ -221,7 +242,7 @@ DEVICE void add_scores(float (&sums)[TILES][4], const Queries& q, int step, cons
 #pragma unroll
   for (int tile = 0; tile < TILES; tile += 2) {
     uint32_t keys[4];
-    load_matrices(keys, row + 8 * tile * STRIDE + 16 * step);
+    load_matrices(keys, row + 8 * tile * KEY_STRIDE + 16 * step);
     mma_f16(sums[tile], a, keys[0], keys[1]);
     mma_f16(sums[tile + 1], a, keys[2], keys[3]);
   }
@@ -232,7 +253,7 @@ template <int TILES>
 DEVICE void score_page(float (&scores)[TILES][4], const Queries& q, const uint16_t* page,
                                            const float* factors, int first_tile) {
   const int lane = threadIdx.x % 32;
-  const uint16_t* row = page + (8 * first_tile + lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8;
+  const uint16_t* row = page + (8 * first_tile + lane % 8 + lane / 16 * 8) * KEY_STRIDE + lane / 8 % 2 * 8;
 #pragma unroll
   for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
@@ -243,11 +264,11 @@ DEVICE void score_page(float (&scores)[TILES][4], const Queries& q, const uint16
 #pragma unroll
   for (int first = 0; first < TILES; first += SOME) {
 #pragma unroll QUERY_REGISTERS ? 8 : 1
-    for (int group = 0; group < GROUPS; group++) {
+    for (int group = 0; group < GROUPS_OF(KEY_HEAD); group++) {
       float part[SOME][4] = {};
 #pragma unroll
       for (int step = 2 * group; step < 2 * group + 2; step++)
-        if (step < HEAD_STEPS) add_scores(part, q, step, row + 8 * first * STRIDE);
+        if (step < KEY_STEPS) add_scores(part, q, step, row + 8 * first * KEY_STRIDE);
 #pragma unroll
       for (int tile = 0; tile < SOME; tile++) {
         const int key = 8 * (first_tile + first + tile) + lane % 4 * 2;
@@ -260,7 +281,7 @@ DEVICE void score_page(float (&scores)[TILES][4], const Queries& q, const uint16
   }
 #else
 #pragma unroll QUERY_REGISTERS ? 8 : 2
-  for (int step = 0; step < HEAD_STEPS; step++) add_scores(scores, q, step, row);
+  for (int step = 0; step < KEY_STEPS; step++) add_scores(scores, q, step, row);
 #endif
 }
 
@@ -291,7 +312,7 @@ DEVICE void add_values(float (&sums)[2 * PAIRS][4], float (&total)[4],
                                            const float (&weights)[KEY_TILES][4], const uint16_t* page,
                                            const float* factors, int first_pair) {
   const int lane = threadIdx.x % 32;
-  const uint16_t* row = page + lane % 16 * STRIDE + lane / 16 * 8 + 16 * first_pair;
+  const uint16_t* row = page + lane % 16 * VALUE_STRIDE + lane / 16 * 8 + 16 * first_pair;
   const float2 one = {1.0f, 1.0f};
   const uint32_t ones = 0x3C003C00;
 #pragma unroll
@@ -301,7 +322,7 @@ DEVICE void add_values(float (&sums)[2 * PAIRS][4], float (&total)[4],
     plain.add_product(total, ones, ones);
 #pragma unroll
     for (int group = 0; group < PAIRS; group += PAIRS_PER_SCALE) {
-      if (first_pair + group >= HEAD_STEPS) continue;
+      if (first_pair + group >= VALUE_STEPS) continue;
 #if Q8_0
       const float* of = factors + (first_pair + group) / PAIRS_PER_SCALE * PAGE + 16 * step + lane % 4 * 2;
       const Halves halves(near, far, *(const float2*)of, *(const float2*)(of + 8));
@@ -310,9 +331,9 @@ DEVICE void add_values(float (&sums)[2 * PAIRS][4], float (&total)[4],
 #endif
 #pragma unroll
       for (int pair = group; pair < group + PAIRS_PER_SCALE && pair < PAIRS; pair++) {
-        if (first_pair + pair >= HEAD_STEPS) continue;
+        if (first_pair + pair >= VALUE_STEPS) continue;
         uint32_t values[4];
-        load_transposed(values, row + 16 * step * STRIDE + 16 * pair);
+        load_transposed(values, row + 16 * step * VALUE_STRIDE + 16 * pair);
         halves.add_product(sums[2 * pair], values[0], values[1]);
         halves.add_product(sums[2 * pair + 1], values[2], values[3]);
       }
@@ -335,22 +356,23 @@ DEVICE bool is_infinite(float x) { return (__float_as_int(x) & 0x7F800000) == 0x
 
 // Whether there are positions in a page that some rows of a tile see and others do not.
 DEVICE bool parts_rows(const Tile& tile, const Sight& sight, int position, int group_size, int window) {
-  const int low = position_of(tile, 0, group_size);
-  return low < sight.last && (low < position + PAGE - 1 || position <= sight.last - window);
+  const int last = row_sight(tile, 0, group_size, window).last;
+  const int first = row_sight(tile, tile.n_rows, group_size, window).first;
+  return (last < sight.last && last < position + PAGE - 1) || (sight.first < first && position < first);
 }
 
 // Of such a page of values, adds what is not finite to the sums of rows that see it, and makes it zero: to the others
 // it must be nothing, and 0 * NaN is NaN.  rows: the 16 of this warp; sums: of PAIRS pairs from `first_pair` on.
 template <int THREADS, int PAIRS>
 DEVICE void set_apart(float (&sums)[2 * PAIRS][4], uint16_t* page, float* factors, int position, const Row* rows,
-                      int window, int first_pair) {
-  constexpr int CHUNKS = Q8_0 ? PAGE * GROUPS : PAGE * HEAD / 8;
+                      int first_pair) {
+  constexpr int CHUNKS = Q8_0 ? PAGE * GROUPS_OF(VALUE_HEAD) : PAGE * VALUE_HEAD / 8;
   bool is_there = false;
   for (int i = threadIdx.x; i < CHUNKS; i += THREADS) {
 #if Q8_0
     is_there |= is_infinite(factors[i]);
 #else
-    const uint4 words = *(const uint4*)(page + STRIDE * (i / (HEAD / 8)) + i % (HEAD / 8) * 8);
+    const uint4 words = *(const uint4*)(page + VALUE_STRIDE * (i / (VALUE_HEAD / 8)) + i % (VALUE_HEAD / 8) * 8);
     is_there |= has_infinite(words.x) || has_infinite(words.y) || has_infinite(words.z) || has_infinite(words.w);
 #endif
   }
@@ -361,13 +383,12 @@ DEVICE void set_apart(float (&sums)[2 * PAIRS][4], uint16_t* page, float* factor
   for (int key = 0; key < PAGE; key++) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const int behind = rows[lane / 4 + 8 * half].position - (position + key);
-      if (behind < 0 || window <= behind) continue;
+      if (!rows[lane / 4 + 8 * half].sight.has(position + key)) continue;
 #pragma unroll
       for (int tile = 0; tile < 2 * PAIRS; tile++) {
         const int column = 16 * first_pair + 8 * tile + lane % 4 * 2;
-        if (column >= HEAD) continue;
-        const uint32_t two = *(const uint32_t*)(page + STRIDE * key + column);
+        if (column >= VALUE_HEAD) continue;
+        const uint32_t two = *(const uint32_t*)(page + VALUE_STRIDE * key + column);
         const float factor = Q8_0 ? factors[column / PER_SCALE * PAGE + key] : 1.0f;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -382,7 +403,7 @@ DEVICE void set_apart(float (&sums)[2 * PAIRS][4], uint16_t* page, float* factor
 #if Q8_0
     if (is_infinite(factors[i])) factors[i] = 0.0f;
 #else
-    uint4& words = *(uint4*)(page + STRIDE * (i / (HEAD / 8)) + i % (HEAD / 8) * 8);
+    uint4& words = *(uint4*)(page + VALUE_STRIDE * (i / (VALUE_HEAD / 8)) + i % (VALUE_HEAD / 8) * 8);
     words = make_uint4(finite_halves(words.x), finite_halves(words.y), finite_halves(words.z), finite_halves(words.w));
 #endif
   }
@@ -449,21 +470,20 @@ DEVICE void scale_sums(float (&sums)[2 * PAIRS][4], float (&weight_sums)[4], int
 // -- Prefill ----------------------------------------------------------------------------------------------------------
 
 #define PREFILL_THREADS (32 * WARPS)
-// Large heads: two warps share 16 rows, each for half of the head's values, whose sums fill the registers else.
-#define HEAD_PARTS (HEAD > 128 ? 2 : 1)
 #define PREFILL_ROWS (ROWS * WARPS / HEAD_PARTS)
-#define PREFILL_PAIRS (HEAD_PARTS == 1 ? HEAD_STEPS : (HEAD_STEPS + 3) / 4 * 2)
+#define PREFILL_PAIRS (HEAD_PARTS == 1 ? VALUE_STEPS : (VALUE_STEPS + 2 * HEAD_PARTS - 1) / (2 * HEAD_PARTS) * 2)
 #define PREFILL_SUMS (8 * PREFILL_PAIRS)  // of a thread
+// Pages of the largest heads leave no shared memory for the sums of the splits so far: they are in registers.
+#define SUMS_IN_REGISTERS (HEAD_PARTS == 4)
+#define SUM_STEP (SUMS_IN_REGISTERS ? 1 : PREFILL_THREADS)
 #define FETCHES_AHEAD (Q8_0 ? BUFFERS == 1 : BUFFERS == 2)
-#define PREFILL_PAGES (BUFFERS * LOAD_BYTES + Q8_0 * 2 * PAGE * STRIDE + FACTOR_BYTES)
+#define PREFILL_PAGES (BUFFERS * LOAD_BYTES + WIDE_BYTES + FACTOR_BYTES)
 
-// Masks the scores of a page that one of this lane's rows does not see.
-DEVICE void mask_scores(float (&scores)[KEY_TILES][4], int half, int last, int window) {
+// Masks the scores of a page, from `position` on in this lane, that one of its rows does not see.
+DEVICE void mask_scores(float (&scores)[KEY_TILES][4], int half, const Sight& sight, int position) {
 #pragma unroll
-  for (int i = 0; i < 2 * KEY_TILES; i++) {
-    const int at = i / 2 * 8 + i % 2;
-    if (at <= last - window || last < at) scores[i / 2][2 * half + i % 2] = MASKED;
-  }
+  for (int i = 0; i < 2 * KEY_TILES; i++)
+    if (!sight.has(position + i / 2 * 8 + i % 2)) scores[i / 2][2 * half + i % 2] = MASKED;
 }
 
 // Turns this lane's scores of one of its rows to weights, and returns what the sums so far are to be multiplied with.
@@ -488,7 +508,7 @@ DEVICE void merge_split(float* split_sums, const Merge (&merges)[2], float (&sum
                         bool is_first) {
 #pragma unroll
   for (int i = 0; i < PREFILL_SUMS; i++) {
-    float& sum = split_sums[i * PREFILL_THREADS];
+    float& sum = split_sums[i * SUM_STEP];
     sum = merges[i / 2 % 2].sum(is_first ? 0.0f : sum, sums[i / 4][i % 4]);
     sums[i / 4][i % 4] = 0.0f;
   }
@@ -503,11 +523,11 @@ DEVICE void write_rows(float* out, int out_stride, const float* split_sums, cons
     const int row = warp_row + lane / 4 + 8 * half;
     if (row >= tile.n_rows) continue;
     const float share = share_of(total[half], sinks, kv_head * group_size + (tile.first_row + row) % group_size);
-    float* to = out + place_of(tile, row, kv_head, group_size, out_stride);
+    float* to = out + place_of(tile, row, kv_head, group_size, out_stride, VALUE_DIM);
 #pragma unroll
     for (int i = 0; i < PREFILL_SUMS / 2; i++) {
       const int column = 16 * first_pair + i / 2 * 8 + lane % 4 * 2 + i % 2;
-      if (column < HEAD_DIM) to[column] = split_sums[(i / 2 * 4 + 2 * half + i % 2) * PREFILL_THREADS] * share;
+      if (column < VALUE_DIM) to[column] = split_sums[(i / 2 * 4 + 2 * half + i % 2) * SUM_STEP] * share;
     }
   }
 }
@@ -516,7 +536,7 @@ DEVICE void write_rows(float* out, int out_stride, const float* split_sums, cons
 // Grid: (at least as many as there are tiles of PREFILL_ROWS rows, key heads).  q, out: float32, so many values a token
 // as their strides say.  Each warp has 16 rows, all the scores of them, and all or half of their sums.  Keys are fetched
 // while values are added, and values while keys are scored; where one buffer serves both (BUFFERS 1, without scales) or
-// there is none (BUFFERS 0, with scales), nothing is fetched meanwhile.
+// there is none (BUFFERS 0, with scales), nothing is fetched meanwhile.  Values in keys are there with them.
 extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   attention_prefill(PARAMETERS, CACHE_PARAMETERS, const float* __restrict__ q, int q_stride, float* __restrict__ out,
                       int out_stride, const float* __restrict__ sinks, float scale, float soft_cap) {
@@ -531,9 +551,14 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   // sums' place if they go to registers at once.
   uint8_t* const load_keys = shared;
   uint8_t* const load_values = shared + (BUFFERS == 2) * LOAD_BYTES;
+#if SUMS_IN_REGISTERS
+  float split_sums[PREFILL_SUMS];
+  uint16_t* const query_rows = (uint16_t*)(shared + PREFILL_PAGES);
+#else
   float* const split_sums = (float*)(shared + PREFILL_PAGES) + threadIdx.x;
   uint16_t* const query_rows =
     (uint16_t*)(shared + PREFILL_PAGES + (QUERY_REGISTERS ? 0 : 4 * PREFILL_SUMS * PREFILL_THREADS));
+#endif
 #if Q8_0
   float* const factors = (float*)(shared + BUFFERS * LOAD_BYTES);
   uint16_t* const page_keys = (uint16_t*)(shared + BUFFERS * LOAD_BYTES + FACTOR_BYTES);
@@ -541,7 +566,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
 #else
   float* const factors = nullptr;
   uint16_t* const page_keys = (uint16_t*)load_keys;
-  uint16_t* const page_values = (uint16_t*)load_values;
+  uint16_t* const page_values = VALUES_IN_KEYS ? page_keys : (uint16_t*)load_values;
 #endif
 
   const int warp_row = ROWS * (warp / HEAD_PARTS), first_pair = warp % HEAD_PARTS * PREFILL_PAIRS;
@@ -552,17 +577,18 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   const int stop = tile_sight.last / PAGE + 1;
   int page = tile_sight.first / PAGE;
 #if BUFFERS > 0
-  load_page<PREFILL_THREADS>(load_keys, all_keys, (size_t)table[page] * n_kv_heads + kv_head, PAGE * page, tile_sight);
+  const size_t first_block = (size_t)table[page] * n_kv_heads + kv_head;
+  load_page<PREFILL_THREADS, KEY_HEAD>(load_keys, all_keys, first_block, PAGE * page, tile_sight);
 #endif
 
   const Scoring scoring(scale, soft_cap);
   for (int row = ROWS / HEAD_PARTS * warp; row < ROWS / HEAD_PARTS * (warp + 1); row++) {
-    const float* query = q + place_of(tile, min(row, tile.n_rows - 1), kv_head, group_size, q_stride);
-    const float factor = load_query(query, HEAD_DIM, query_rows + STRIDE * row) * scoring.factor;
-    if (lane == 0) rows[row] = {position_of(tile, row, group_size), factor};
+    const float* query = q + place_of(tile, min(row, tile.n_rows - 1), kv_head, group_size, q_stride, KEY_DIM);
+    const float factor = load_query(query, KEY_DIM, query_rows + KEY_STRIDE * row) * scoring.factor;
+    if (lane == 0) rows[row] = {row_sight(tile, row, group_size, window), factor};
   }
   __syncwarp();
-  const Queries queries(query_rows + STRIDE * warp_row);
+  const Queries queries(query_rows + KEY_STRIDE * warp_row);
 
   State total[2] = {{LOWEST, 0.0f}, {LOWEST, 0.0f}};
   float top[2] = {LOWEST, LOWEST}, weight_sums[4] = {}, sums[2 * PREFILL_PAIRS][4] = {};
@@ -573,16 +599,20 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
     // Keys have come, and nobody reads values any more.
     if (BUFFERS) wait_for_copies<0>();
     __syncthreads();
-    const int low = rows[warp_row].position, high = rows[warp_row + ROWS - 1].position;
-    const bool is_seen = has_rows && low - window < position + PAGE - 1 && position <= high;
-    const bool is_masked = position <= high - window || low < position + PAGE - 1;
+    const Sight low = rows[warp_row].sight, high = rows[warp_row + ROWS - 1].sight;
+    const bool is_seen = has_rows && low.first < position + PAGE && position <= high.last;
+    const bool is_masked = position < high.first || low.last < position + PAGE - 1;
+    const size_t next = page + 1 < stop ? (size_t)table[page + 1] * n_kv_heads + kv_head : 0;
 #if Q8_0
-    const Pages from_keys = BUFFERS ? loaded(load_keys) : all_keys.at(block);
-    widen_page<PREFILL_THREADS>(from_keys, page_keys, factors, position, tile_sight);
+    const Pages from_keys = BUFFERS ? loaded<KEY_HEAD>(load_keys) : all_keys.at<KEY_HEAD>(block);
+    widen_page<PREFILL_THREADS, KEY_HEAD>(from_keys, page_keys, factors, position, tile_sight);
     __syncthreads();
 #endif
-#if FETCHES_AHEAD
-    load_page<PREFILL_THREADS>(load_values, all_values, block, position, tile_sight);
+#if FETCHES_AHEAD && VALUES_IN_KEYS
+    if (page + 1 < stop)
+      load_page<PREFILL_THREADS, KEY_HEAD>(load_keys, all_keys, next, position + PAGE, tile_sight);
+#elif FETCHES_AHEAD
+    load_page<PREFILL_THREADS, VALUE_HEAD>(load_values, all_values, block, position, tile_sight);
 #endif
     float scores[KEY_TILES][4];
     if (is_seen) {
@@ -595,33 +625,35 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
           float& score = scores[i / 2][2 * half + i % 2];
           score = scoring.score(score, row.factor);
         }
-        if (is_masked) mask_scores(scores, half, row.position - position - lane % 4 * 2, window);
+        if (is_masked) mask_scores(scores, half, row.sight, position + lane % 4 * 2);
         scale_sums<PREFILL_PAIRS>(sums, weight_sums, half, weigh(scores, half, top[half]));
       }
     }
+#if !VALUES_IN_KEYS
 #if !Q8_0 && BUFFERS == 1
     __syncthreads();
-    load_page<PREFILL_THREADS>(load_values, all_values, block, position, tile_sight);
+    load_page<PREFILL_THREADS, VALUE_HEAD>(load_values, all_values, block, position, tile_sight);
 #endif
     // Values have come, and nobody reads keys any more.
     if (BUFFERS) wait_for_copies<0>();
     __syncthreads();
 #if Q8_0
-    const Pages from_values = BUFFERS ? loaded(load_values) : all_values.at(block);
-    widen_page<PREFILL_THREADS>(from_values, page_values, factors, position, tile_sight);
+    const Pages from_values = BUFFERS ? loaded<VALUE_HEAD>(load_values) : all_values.at<VALUE_HEAD>(block);
+    widen_page<PREFILL_THREADS, VALUE_HEAD>(from_values, page_values, factors, position, tile_sight);
     __syncthreads();
 #endif
-    const size_t next = page + 1 < stop ? (size_t)table[page + 1] * n_kv_heads + kv_head : 0;
 #if FETCHES_AHEAD
-    if (page + 1 < stop) load_page<PREFILL_THREADS>(load_keys, all_keys, next, position + PAGE, tile_sight);
+    if (page + 1 < stop)
+      load_page<PREFILL_THREADS, KEY_HEAD>(load_keys, all_keys, next, position + PAGE, tile_sight);
+#endif
 #endif
     if (parts_rows(tile, tile_sight, position, group_size, window))
-      set_apart<PREFILL_THREADS, PREFILL_PAIRS>(sums, page_values, factors, position, rows + warp_row, window,
-                                                first_pair);
+      set_apart<PREFILL_THREADS, PREFILL_PAIRS>(sums, page_values, factors, position, rows + warp_row, first_pair);
     if (is_seen) add_values<PREFILL_PAIRS>(sums, weight_sums, scores, page_values, factors, first_pair);
 #if !Q8_0 && BUFFERS == 1
     __syncthreads();
-    if (page + 1 < stop) load_page<PREFILL_THREADS>(load_keys, all_keys, next, position + PAGE, tile_sight);
+    if (page + 1 < stop)
+      load_page<PREFILL_THREADS, KEY_HEAD>(load_keys, all_keys, next, position + PAGE, tile_sight);
 #endif
 
     if ((page + 1) % SPLIT_PAGES == 0 || page + 1 == stop) {
@@ -643,9 +675,10 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
 #define SPLIT_THREADS (32 * SPLIT_WARPS)
 #define SCORE_STRIDE (PAGE + 4)
 // Pairs of tiles of values that a warp adds up: one, or as many as share scales.
-#define SPLIT_PAIRS (HEAD_STEPS <= SPLIT_WARPS ? 1 : (HEAD_STEPS + 2 * SPLIT_WARPS - 1) / (2 * SPLIT_WARPS) * 2)
+#define SPLIT_PAIRS (VALUE_STEPS <= SPLIT_WARPS ? 1 : (VALUE_STEPS + 2 * SPLIT_WARPS - 1) / (2 * SPLIT_WARPS) * 2)
 
-// The pages that a block of `attention_split` reads: of every gridDim.x-th split, of each the keys and the values.
+// The pages that a block of `attention_split` reads: of every gridDim.x-th split, of each the keys and the values, unless
+// those are in the keys.
 struct Walk {
   int page, low, high, stop;  // of the split: its pages low ... high; of all: those before `stop`
   bool is_value;
@@ -656,8 +689,8 @@ struct Walk {
   __device__ __forceinline__ bool is_over() const { return page >= stop; }
   __device__ __forceinline__ bool begins_split() const { return page == low && !is_value; }
   __device__ __forceinline__ void advance() {
-    page += is_value;
-    is_value = !is_value;
+    page += VALUES_IN_KEYS || is_value;
+    is_value = !VALUES_IN_KEYS && !is_value;
     if (page == high) enter(low / SPLIT_PAGES + gridDim.x, 0);
   }
 };
@@ -684,12 +717,17 @@ struct Stream {
       commit_copies();  // of nothing, so that groups can be counted
       return;
     }
-    load_page<SPLIT_THREADS>(shared + load_stage * LOAD_BYTES, pages(), block(), PAGE * ahead.page, sight);
+    uint8_t* const buffer = shared + load_stage * LOAD_BYTES;
+    if (KEY_HEAD != VALUE_ROW && ahead.is_value)
+      load_page<SPLIT_THREADS, VALUE_HEAD>(buffer, values, block(), PAGE * ahead.page, sight);
+    else
+      load_page<SPLIT_THREADS, KEY_HEAD>(buffer, pages(), block(), PAGE * ahead.page, sight);
     load_stage = load_stage + 1 == STAGES ? 0 : load_stage + 1;
     ahead.advance();
   }
   __device__ __forceinline__ float* factors() const { return (float*)(shared + PLACES * LOAD_BYTES); }
   // Page number `number`, once it has come and, unless STAGES is 1, nobody reads the one before any more.
+  template <int HEAD>
   __device__ __forceinline__ uint16_t* next(int number) {
 #if STAGES > 1
     wait_for_copies<STAGES - 2>();
@@ -706,9 +744,9 @@ struct Stream {
 #if Q8_0
     uint16_t* const page = (uint16_t*)(shared + PLACES * LOAD_BYTES + FACTOR_BYTES);
 #if STAGES > 1
-    widen_page<SPLIT_THREADS>(loaded(buffer), page, factors(), PAGE * number, sight);
+    widen_page<SPLIT_THREADS, HEAD>(loaded<HEAD>(buffer), page, factors(), PAGE * number, sight);
 #else
-    widen_page<SPLIT_THREADS>(pages().at(block()), page, factors(), PAGE * number, sight);
+    widen_page<SPLIT_THREADS, HEAD>(pages().at<HEAD>(block()), page, factors(), PAGE * number, sight);
     ahead.advance();
 #endif
     __syncthreads();
@@ -719,7 +757,7 @@ struct Stream {
   }
 };
 
-// The state of each row after each split: partial_sums float32 [tiles, key heads, max_splits, partial_rows, HEAD] and
+// The state of each row after each split: partial_sums float32 [tiles, key heads, max_splits, partial_rows, VALUE_HEAD] and
 // partial_states [tiles, key heads, max_splits, partial_rows] of (largest score, total); a tile has at most
 // partial_rows rows and sees at most max_splits splits.  Grid: (blocks that share the splits of a tile, key
 // heads, at least as many as there are tiles).  A tile of 16 rows: four warps share the keys of a page to score them
@@ -746,15 +784,15 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
                      0,                  0};
   // Behind the pages: queries.
   uint16_t* const query_rows =
-    (uint16_t*)(shared + PLACES * LOAD_BYTES + Q8_0 * 2 * PAGE * STRIDE + FACTOR_BYTES);
+    (uint16_t*)(shared + PLACES * LOAD_BYTES + WIDE_BYTES + FACTOR_BYTES);
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) stream.load_next();
 
   const Scoring scoring(scale, soft_cap);
   for (int row = warp; row < ROWS; row += SPLIT_WARPS) {
-    const float* query = q + place_of(tile, min(row, tile.n_rows - 1), kv_head, group_size, q_stride);
-    const float factor = load_query(query, HEAD_DIM, query_rows + STRIDE * row) * scoring.factor;
-    if (lane == 0) rows[row] = {position_of(tile, row, group_size), factor};
+    const float* query = q + place_of(tile, min(row, tile.n_rows - 1), kv_head, group_size, q_stride, KEY_DIM);
+    const float factor = load_query(query, KEY_DIM, query_rows + KEY_STRIDE * row) * scoring.factor;
+    if (lane == 0) rows[row] = {row_sight(tile, row, group_size, window), factor};
   }
   __syncthreads();
   const Queries queries(query_rows);
@@ -767,7 +805,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
 #if STAGES == 1
     __syncthreads();  // nobody reads values any more; keys are through before scores are shared
 #endif
-    const uint16_t* page_keys = stream.next(walk.page);
+    uint16_t* const page_keys = stream.next<KEY_HEAD>(walk.page);
     float products[2][4];
     score_page(products, queries, page_keys, stream.factors(), 2 * warp);
 #pragma unroll
@@ -781,9 +819,8 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
     float mine[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      const int at = PAGE * walk.page + i / 4 * 32 + column + i % 4, last = rows[row].position;
       mine[i] = scoring.score(row_scores[i / 4 * 32 + i % 4], rows[row].factor);
-      if (at <= last - window || last < at) mine[i] = MASKED;
+      if (!rows[row].sight.has(PAGE * walk.page + i / 4 * 32 + column + i % 4)) mine[i] = MASKED;
       largest = fmaxf(largest, mine[i]);
     }
 #pragma unroll
@@ -794,8 +831,13 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
     if (column == 0) keeps[row] = exp2_of(top - new_top), tops[row] = new_top;
     top = new_top;
 
+#if VALUES_IN_KEYS
+    uint16_t* const page_values = page_keys;
+    __syncthreads();  // the weights are there
+#else
     walk.advance();
-    uint16_t* const page_values = stream.next(walk.page);
+    uint16_t* const page_values = stream.next<VALUE_HEAD>(walk.page);
+#endif
     float weights[KEY_TILES][4];
 #pragma unroll
     for (int i = 0; i < 2 * KEY_TILES; i++) {
@@ -807,7 +849,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
       scale_sums<SPLIT_PAIRS>(sums, weight_sums, half, keeps[lane / 4 + 8 * half]);
     }
     if (parts_rows(tile, tile_sight, PAGE * walk.page, group_size, window))
-      set_apart<SPLIT_THREADS, SPLIT_PAIRS>(sums, page_values, stream.factors(), PAGE * walk.page, rows, window,
+      set_apart<SPLIT_THREADS, SPLIT_PAIRS>(sums, page_values, stream.factors(), PAGE * walk.page, rows,
                                             SPLIT_PAIRS * warp);
     add_values<SPLIT_PAIRS>(sums, weight_sums, weights, page_values, stream.factors(), SPLIT_PAIRS * warp);
 
@@ -824,8 +866,8 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
 #pragma unroll
       for (int i = 0; i < 2 * SPLIT_PAIRS; i++) {
         const int at = 2 * SPLIT_PAIRS * warp + i;
-        if (at < 2 * HEAD_STEPS && r < tile.n_rows)
-          *(float2*)(partial_sums + (partial_row + r) * HEAD + 8 * at + lane % 4 * 2) =
+        if (at < 2 * VALUE_STEPS && r < tile.n_rows)
+          *(float2*)(partial_sums + (partial_row + r) * VALUE_HEAD + 8 * at + lane % 4 * 2) =
             make_float2(sums[i][2 * half], sums[i][2 * half + 1]);
         sums[i][2 * half] = sums[i][2 * half + 1] = 0.0f;
       }
@@ -835,7 +877,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
 }
 
 // Merges the splits' states of each row, in order, and writes the row.  Grid: (4, key heads, tiles); a warp has a row.
-// Reads (HEAD + 2) * 4 bytes a row and split: an eightieth of what `attention_split` reads, at four rows.
+// Reads (VALUE_HEAD + 2) * 4 bytes a row and split: an eightieth of what `attention_split` reads, at four rows.
 extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   attention_merge(PARAMETERS, const float* __restrict__ partial_sums, const float2* __restrict__ partial_states,
           int max_splits, int partial_rows, float* __restrict__ out, int out_stride,
@@ -850,18 +892,18 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   const size_t first = ((size_t)blockIdx.z * n_kv_heads + kv_head) * max_splits * partial_rows + row;
 
   State total = {LOWEST, 0.0f};
-  float sums[(HEAD + 31) / 32] = {};
+  float sums[(VALUE_HEAD + 31) / 32] = {};
   for (int split = 0; split < n_splits; split++) {
     const size_t at = first + (size_t)split * partial_rows;
     const float2 state = partial_states[at];
     const Merge merge(total, {state.x, state.y});
 #pragma unroll
-    for (int i = 0; i < (HEAD + 31) / 32; i++)
-      if (32 * i + lane < HEAD) sums[i] = merge.sum(sums[i], partial_sums[at * HEAD + 32 * i + lane]);
+    for (int i = 0; i < (VALUE_HEAD + 31) / 32; i++)
+      if (32 * i + lane < VALUE_HEAD) sums[i] = merge.sum(sums[i], partial_sums[at * VALUE_HEAD + 32 * i + lane]);
   }
   const float share = share_of(total, sinks, kv_head * group_size + (tile.first_row + row) % group_size);
-  float* to = out + place_of(tile, row, kv_head, group_size, out_stride);
+  float* to = out + place_of(tile, row, kv_head, group_size, out_stride, VALUE_DIM);
 #pragma unroll
-  for (int i = 0; i < (HEAD + 31) / 32; i++)
-    if (32 * i + lane < HEAD_DIM) to[32 * i + lane] = sums[i] * share;
+  for (int i = 0; i < (VALUE_HEAD + 31) / 32; i++)
+    if (32 * i + lane < VALUE_DIM) to[32 * i + lane] = sums[i] * share;
 }

@@ -9,7 +9,7 @@ batch's tables in device memory: a captured launch stays valid for every batch w
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localllm.errors import KernelError
 from localllm.kernels.cuda.cache import PAGE, padded_head
@@ -31,12 +31,14 @@ SPLIT_ROWS = 256
 
 _SPLIT_WARPS = 4
 #: Bytes of shared memory that the kernels declare themselves, and of each row in prefill.
-_SPLIT_STATIC = ROWS * 4 * (PAGE + 4) + ROWS * 16
-_ROW_STATIC = 8
+_SPLIT_STATIC = ROWS * 4 * (PAGE + 4) + ROWS * 20
+_ROW_STATIC = 12
 #: Values of the head in front of which a tile's rows are padded by eight, so that they lie in different banks.
 _PADDING = 8
-#: Heads of more values: two warps share rows.
+#: Heads of more values: two warps share rows; of twice as many, four.
 _SHARED_ROWS = 128
+#: The largest heads, in keys and in values.
+MAX_KEY_DIM, MAX_VALUE_DIM = 640, 512
 #: The dynamic shared memory that `_stages` aims at: that two blocks fit beside each other on most devices.
 _STAGED_BYTES = 56 << 10
 
@@ -46,26 +48,35 @@ class Variant:
     """What `attention.cu` is compiled for.
 
     Attributes:
-        head_dim, cache_type: of the cache.
+        key_dim, value_dim, cache_type, values_in_keys: of the cache.
+        chunked, causal: what a token sees.
         soft_cap: whether scores are capped.
         sinks: whether each query head has a sink.
         warps, buffers: of `attention_prefill`; without buffers, pages with scales are read from where they lie.
         stages: of `attention_split`; with one, nothing is fetched ahead, and pages with scales are read as above.
     """
 
-    head_dim: int
+    key_dim: int
+    value_dim: int
     cache_type: CacheType
-    soft_cap: bool
-    sinks: bool
-    warps: int
-    buffers: int
-    stages: int
+    values_in_keys: bool = False
+    chunked: bool = False
+    causal: bool = True
+    soft_cap: bool = False
+    sinks: bool = False
+    warps: int = 8
+    buffers: int = 2
+    stages: int = 4
 
     @property
     def defines(self) -> dict[str, int | str]:
         return {
-            "HEAD_DIM": self.head_dim,
+            "KEY_DIM": self.key_dim,
+            "VALUE_DIM": self.value_dim,
             "Q8_0": int(self.cache_type == "q8_0"),
+            "VALUES_IN_KEYS": int(self.values_in_keys),
+            "CHUNKED": int(self.chunked),
+            "CAUSAL": int(self.causal),
             "SOFT_CAP": int(self.soft_cap),
             "SINKS": int(self.sinks),
             "WARPS": self.warps,
@@ -75,8 +86,12 @@ class Variant:
         }
 
     @property
-    def head(self) -> int:
-        return padded_head(self.head_dim)
+    def key_head(self) -> int:
+        return padded_head(self.key_dim)
+
+    @property
+    def value_head(self) -> int:
+        return padded_head(self.value_dim)
 
     @property
     def tile_rows(self) -> int:
@@ -85,84 +100,103 @@ class Variant:
 
     @property
     def _head_parts(self) -> int:
-        return 2 if self.head > _SHARED_ROWS else 1
+        """Warps of `attention_prefill` that share rows."""
+        return 4 if self.value_head > 2 * _SHARED_ROWS else 2 if self.value_head > _SHARED_ROWS else 1
+
+    @property
+    def _larger_row(self) -> int:
+        return max(self.key_head, self.value_head)
 
     @property
     def _page_bytes(self) -> int:
         """Of a page of halves in shared memory."""
-        return 2 * PAGE * (self.head + _PADDING)
+        return 2 * PAGE * (self._larger_row + _PADDING)
 
     @property
     def _load_bytes(self) -> int:
         """Of a page as it comes from the cache."""
-        groups = -(-self.head // VALUES_PER_SCALE)
-        return PAGE * (self.head + 2 * groups) if self.cache_type == "q8_0" else self._page_bytes
+        groups = -(-self._larger_row // VALUES_PER_SCALE)
+        return PAGE * (self._larger_row + 2 * groups) if self.cache_type == "q8_0" else self._page_bytes
 
     @property
     def _widened_bytes(self) -> int:
         """Of what pages with scales are widened to."""
-        groups = -(-self.head // VALUES_PER_SCALE)
+        groups = -(-self._larger_row // VALUES_PER_SCALE)
         return self._page_bytes + 4 * PAGE * groups if self.cache_type == "q8_0" else 0
 
     @property
     def prefill_bytes(self) -> int:
         """Dynamic shared memory of `attention_prefill`."""
-        steps = self.head // 16
-        pairs = steps if self._head_parts == 1 else (steps + 3) // 4 * 2
-        sums = 4 * 8 * pairs * 32 * self.warps
+        steps, parts = self.value_head // 16, self._head_parts
+        pairs = steps if parts == 1 else (steps + 2 * parts - 1) // (2 * parts) * 2
+        queries = 2 * self.tile_rows * (self.key_head + _PADDING)
+        # With most parts, sums are in registers.
+        sums = 4 * 8 * pairs * 32 * self.warps if parts < 4 else 0
         # Queries lie in the sums' place if they go to registers at once.
-        in_registers = self.head <= (_SHARED_ROWS // 2 if self.cache_type == "q8_0" else _SHARED_ROWS)
-        queries = 0 if in_registers else 2 * self.tile_rows * (self.head + _PADDING)
-        return self.buffers * self._load_bytes + self._widened_bytes + sums + queries
+        most = _SHARED_ROWS // 2 if self.cache_type == "q8_0" else _SHARED_ROWS
+        kept = max(queries, sums) if self.key_head <= most and parts == 1 else queries + sums
+        return self.buffers * self._load_bytes + self._widened_bytes + kept
 
     @property
     def split_bytes(self) -> int:
         """Dynamic shared memory of `attention_split`."""
         places = 0 if self.stages == 1 and self.cache_type == "q8_0" else self.stages
-        return places * self._load_bytes + self._widened_bytes + 2 * ROWS * (self.head + _PADDING)
+        return places * self._load_bytes + self._widened_bytes + 2 * ROWS * (self.key_head + _PADDING)
 
     @property
     def largest_block_bytes(self) -> int:
         """The shared memory that a block needs, all in all."""
         return max(self.prefill_bytes + _ROW_STATIC * self.tile_rows, self.split_bytes + _SPLIT_STATIC)
 
+    @property
+    def _is_of_use(self) -> bool:
+        """Whether the launch geometry is one that the kernels have, and that is worth its shared memory."""
+        parts, has_scales = self._head_parts, self.cache_type == "q8_0"
+        # What pages with scales are widened to is a buffer, too, and values in keys need none.
+        most = 1 if has_scales or self.values_in_keys else 2
+        staged = self.stages <= 2 or self.stages * self._load_bytes <= _STAGED_BYTES
+        return self.warps % parts == 0 and (0 if has_scales else 1) <= self.buffers <= most and staged
 
-def choose_variant(
-    head_dim: int,
-    cache_type: CacheType,
-    shared_bytes: int,
-    *,
-    soft_cap: bool = False,
-    sinks: bool = False,
-) -> Variant:
-    """The fastest variant for a device that gives a block ``shared_bytes`` of shared memory.
+
+#: Warps and buffers of `attention_prefill`, the fastest first.
+_GEOMETRIES = ((8, 2), (8, 1), (4, 2), (4, 1), (4, 0), (2, 2), (2, 1), (2, 0))
+
+
+def choose_variant(variant: Variant, shared_bytes: int) -> Variant:
+    """The fastest launch geometry of a variant for a device that gives a block ``shared_bytes`` of shared memory.
 
     Raises:
         KernelError: heads are too large for that.
     """
-    if not 1 <= head_dim <= 256:
-        raise KernelError(f"attention on CUDA takes heads of 1 to 256 values, not {head_dim}: use device='cpu'")
-    for warps, buffers in ((8, 2), (8, 1), (4, 2), (4, 1), (2, 2), (2, 1), (2, 0)):
-        if buffers == (2 if cache_type == "q8_0" else 0):
-            continue  # what pages with scales are widened to is a buffer, too
+    if not (1 <= variant.key_dim <= MAX_KEY_DIM and 1 <= variant.value_dim <= MAX_VALUE_DIM):
+        raise KernelError(
+            f"attention on CUDA takes heads of up to {MAX_KEY_DIM} values in keys and {MAX_VALUE_DIM} in values, not "
+            f"{variant.key_dim} and {variant.value_dim}: use device='cpu'"
+        )
+    for warps, buffers in _GEOMETRIES:
+        if (warps, buffers) == (4, 0) and variant._head_parts < 4:
+            continue  # two warps with a buffer are better
         for stages in (4, 3, 2, 1):
-            variant = Variant(head_dim, cache_type, soft_cap, sinks, warps, buffers, stages)
-            staged = stages <= 2 or stages * variant._load_bytes <= _STAGED_BYTES
-            if staged and variant.largest_block_bytes <= shared_bytes:
-                return variant
+            found = replace(variant, warps=warps, buffers=buffers, stages=stages)
+            if found._is_of_use:
+                least = found
+                if found.largest_block_bytes <= shared_bytes:
+                    return found
     raise KernelError(
-        f"attention over heads of {head_dim} values in a {cache_type} cache needs {variant.largest_block_bytes} "
-        f"bytes of shared memory a block, but the device gives {shared_bytes}: use device='cpu', or another device"
+        f"attention over heads of {variant.key_dim} values in a {variant.cache_type} cache needs "
+        f"{least.largest_block_bytes} bytes of shared memory a block, but the device gives {shared_bytes}: use "
+        "device='cpu', or another device"
     )
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a model's attention, and how far it looks back (`NO_WINDOW`: to the beginning)."""
+    """The heads of a model's attention, and how far it looks back (`NO_WINDOW`: to the beginning), or both ways."""
 
     n_kv_heads: int
     group_size: int
     window: int = NO_WINDOW
+    causal: bool = True
 
 
 @dataclass(frozen=True)
@@ -185,7 +219,7 @@ class Work:
     def partial_floats(self, heads: Heads, variant: Variant) -> tuple[int, int]:
         """Sizes of ``partial_sums`` and ``partial_states``, in float32 values."""
         rows = self.split_tiles * heads.n_kv_heads * self.max_splits * self.partial_rows
-        return rows * variant.head, rows * 2
+        return rows * variant.value_head, rows * 2
 
 
 def work_of_bucket(n_tokens: int, longest: int, heads: Heads) -> Work:
@@ -221,7 +255,7 @@ def work_of_batch(sequences: Iterable[tuple[int, int]], heads: Heads, variant: V
 
 def _most_splits(n_tokens: int, longest: int, heads: Heads) -> int:
     """Spans that a tile of a sequence sees, at most: its rows are of at most ``n_tokens`` tokens."""
-    seen = min(heads.window - 1, longest) + min(n_tokens, ROWS)
+    seen = min(heads.window - 1, longest) * (1 if heads.causal else 2) + min(n_tokens, ROWS)
     return min(-(-longest // SPLIT), -(-seen // SPLIT) + 1)
 
 

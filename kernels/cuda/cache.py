@@ -6,8 +6,9 @@ The cache is one allocation.  A layer has four parts in it, each for all pages a
                              q8_0   int8 [PAGE, head], codes
     key and value scales     q8_0   float16 [groups, PAGE]: of each 32 values of the head (the last may be of 16)
 
-where ``head`` is the head size rounded up to whole 16 values.  `append.cu` writes what pads a head as zeros.  Of a
-page that is not full, the rest is whatever it was: attention reads none of it.
+where ``head`` is the head size of keys or of values, rounded up to whole 16 values; values that are in the keys have
+no parts.  `append.cu` writes what pads a head as zeros.  Of a page that is not full, the rest is whatever it was:
+attention reads none of it.
 """
 
 from __future__ import annotations
@@ -66,21 +67,24 @@ class CacheLayout:
             raise KernelError(f"the cuda backend has no cache of type {self.kept.type!r}: choose f16 or q8_0")
 
     @property
-    def head(self) -> int:
-        return padded_head(self.kept.head_dim)
+    def heads(self) -> tuple[int, int]:
+        """Of keys and of values, the values that a head takes; 0 of those in the keys."""
+        kept = self.kept
+        return padded_head(kept.key_dim), 0 if kept.values_in_keys else padded_head(kept.value_dim)
 
     @property
-    def groups(self) -> int:
-        """Scales of a head; 0 where there are none."""
-        return -(-self.head // VALUES_PER_SCALE) if self.kept.type == "q8_0" else 0
+    def groups(self) -> tuple[int, int]:
+        """Scales of a head of either; 0 where there are none."""
+        keys, values = (-(-n // VALUES_PER_SCALE) if self.kept.type == "q8_0" else 0 for n in self.heads)
+        return keys, values
 
     @cached_property
     def parts(self) -> tuple[Part, Part, Part, Part]:
         """Keys, values, the keys' scales, the values' scales."""
-        per_head = self.head if self.groups else 2 * self.head
-        entries, scales = (PAGE * self.kept.n_heads * n for n in (per_head, 2 * self.groups))
+        size = 1 if self.kept.type == "q8_0" else 2
         offset, parts = 0, []
-        for page_bytes in (entries, entries, scales, scales):
+        for per_head in (*(size * n for n in self.heads), *(2 * n for n in self.groups)):
+            page_bytes = PAGE * self.kept.n_heads * per_head
             part = Part(offset, page_bytes, self.n_pages)
             offset = -(-(offset + part.n_bytes) // _ALIGNMENT) * _ALIGNMENT
             parts.append(part)
@@ -93,10 +97,10 @@ class CacheLayout:
         last = self.parts[-1]
         return -(-(last.offset + last.n_bytes) // _ALIGNMENT) * _ALIGNMENT
 
-    @property
-    def defines(self) -> Defines:
-        """What append.cu is compiled for."""
-        return {"HEAD_DIM": self.kept.head_dim, "Q8_0": int(self.kept.type == "q8_0")}
+
+def append_defines(kept: KVCache) -> Defines:
+    """What append.cu is compiled for."""
+    return {"KEY_DIM": kept.key_dim, "VALUE_DIM": kept.value_dim, "Q8_0": int(kept.type == "q8_0")}
 
 
 def _state_bytes(state: RecurrentState) -> int:
@@ -162,7 +166,7 @@ class CUDACache:
             if not 0 <= page < self.n_pages[group]:
                 raise KernelError(f"there is no page {page} in a cache of {self.n_pages[group]}")
         # Neighbouring layers of one kind go in one launch.
-        kinds = {n: (self.groups[n], layout.parts, layout.defines) for n, layout in self.layouts.items()}
+        kinds = {n: (self.groups[n], layout.parts, append_defines(layout.kept)) for n, layout in self.layouts.items()}
         for (own, *_), alike in groupby(kinds, key=lambda n: kinds[n]):
             if own == group:
                 numbers = list(alike)
@@ -187,7 +191,8 @@ class CUDACache:
                 raise KernelError(f"there is no slot {slot} in a cache of {self.n_states} recurrent states")
         if self.slot_bytes:
             memory = self._at(self._first_slot, self.n_states * self.slot_bytes)
-            self._copy(memory, {"HEAD_DIM": 16, "Q8_0": 0}, self.slot_bytes, 0, 1, source, target)
+            defines: Defines = {"KEY_DIM": 16, "VALUE_DIM": 16, "Q8_0": 0}
+            self._copy(memory, defines, self.slot_bytes, 0, 1, source, target)
             self.driver.synchronize(self.stream)
 
     def _copy_page(self, first: int, n_layers: int, source: int, target: int) -> None:
@@ -196,7 +201,8 @@ class CUDACache:
         for part in layout.parts:
             if part.n_bytes:
                 memory = self._at(begin + part.offset, (n_layers - 1) * layout.n_bytes + part.n_bytes)
-                self._copy(memory, layout.defines, part.page_bytes, layout.n_bytes, n_layers, source, target)
+                defines = append_defines(layout.kept)
+                self._copy(memory, defines, part.page_bytes, layout.n_bytes, n_layers, source, target)
 
     def _copy(
         self, memory: DeviceMemory, defines: Defines, n_bytes: int, step: int, n: int, source: int, target: int

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from localllm.kernels import graph
 from localllm.kernels.buffers import Buffer
 from localllm.kernels.cuda import attention, matmul
 from localllm.kernels.cuda.arena import (
@@ -27,13 +28,16 @@ from localllm.kernels.cuda.arena import (
 )
 from localllm.kernels.cuda.attention import Variant
 from localllm.kernels.cuda.batch import N_OUTPUTS
+from localllm.kernels.cuda.cache import append_defines
 from localllm.kernels.cuda.driver import Argument, DeviceMemory
 from localllm.kernels.cuda.launch import Launch
 from localllm.kernels.cuda.matmul import MAX_MATRICES, Product
 from localllm.kernels.cuda.weights import PackedMatrix
-from localllm.kernels.graph import ACTIVATIONS, KVCache, Rope
+from localllm.kernels.graph import ACTIVATIONS, HeadNorm, KVCache, PositionScale, Rope
 
 _NULL = np.uint64(0)
+#: What rotates nothing.
+NO_ROPE = Rope(np.zeros(0, np.float32), interleaved=False)
 #: Threads and columns of a block in elementwise.cu.
 _NORM_THREADS, _GATE_THREADS, _GATE_COLUMNS, _SORT_THREADS = 512, 128, 512, 1024
 #: Heads of a block in append.cu.
@@ -284,40 +288,55 @@ class RopeAppend:
     """Norms of heads, rotation, and the cache of a layer.
 
     Attributes:
+        op: says what is done.
         frequencies: where those of the rope lie, if there is one with any.
-        norms: the weights of queries' and of keys'.
+        norms: the weights of queries', keys' and values'.
     """
 
     step: StepLimits
+    op: graph.RopeAppend
     q: Stored
-    k: Stored
-    v: Stored
-    kept: KVCache
-    rope: Rope | None
+    k: Stored | None
+    v: Stored | None
     frequencies: Buffer | None
-    norms: tuple[DeviceMemory | None, DeviceMemory | None]
-    eps: float
+    norms: Sequence[DeviceMemory | None]
 
     def launches(self, extent: Extent) -> Iterator[Launch]:
-        step, rope, kept = self.step, self.rope, self.kept
+        step, op, kept = self.step, self.op, self.op.cache
         batch, cache = step.batch, step.cache
-        n_heads, n_pairs = self.q.width // kept.head_dim, 0 if rope is None else len(rope.frequencies)
-        given = sum(1 << i for i, norm in enumerate(self.norms) if norm is not None)
-        keys, key_scales, values, value_scales = cache.layer(kept.layer)
+        n_heads, rope = self.q.width // kept.key_dim, op.rope or NO_ROPE
+        scale = op.q_scale or PositionScale(0.0, 1)
+        dims = kept.key_dim, kept.key_dim, kept.value_dim
+        norms = zip(op.norms, self.norms, dims, strict=True)
+        # Without keys, the cache is another layer's.
+        places = (_NULL,) * 4 if self.k is None else cache.layer(kept.layer)
         arguments: tuple[Argument, ...] = (
             *(batch.header, batch.slots(cache.groups[kept.layer]), batch.positions),
-            *(_NULL if self.frequencies is None else step.arena.at(self.frequencies), np.int32(n_pairs)),
-            *(np.int32(rope is not None and rope.interleaved), np.float32(1.0 if rope is None else rope.magnitude)),
-            *(self.q.memory, np.int32(self.q.stride)),
-            *(self.k.memory, self.v.memory, np.int32(self.k.stride)),
+            _NULL if self.frequencies is None else step.arena.at(self.frequencies),
+            *map(np.int32, (len(rope.frequencies), rope.first, rope.interleaved)),
+            *(np.float32(rope.magnitude), self.q.memory, np.int32(self.q.stride)),
+            *(argument for x in (self.k, self.v) for argument in _rows_or_null(x)),
             *(np.int32(n_heads), np.int32(kept.n_heads)),
-            *(_NULL if norm is None else norm for norm in self.norms),
-            *(np.int32(given), np.float32(self.eps)),
-            *(keys, key_scales, values, value_scales),
+            *(argument for norm in norms for argument in _norm_arguments(*norm)),
+            *(np.int32(op.norm_last), np.float32(scale.rate), np.int32(scale.length), np.int32(scale.offset)),
+            *places,
         )
-        grid = (-(-(n_heads + 2 * kept.n_heads) // _HEADS_PER_BLOCK), extent.n_tokens)
-        defines = cache.layouts[kept.layer].defines
-        yield Launch("append", "rope_append", defines, grid, (32 * _HEADS_PER_BLOCK,), arguments=arguments)
+        n_kinds = sum(x is not None for x in (self.k, self.v))
+        grid = (-(-(n_heads + n_kinds * kept.n_heads) // _HEADS_PER_BLOCK), extent.n_tokens)
+        threads = (32 * _HEADS_PER_BLOCK,)
+        yield Launch("append", "rope_append", append_defines(kept), grid, threads, arguments=arguments)
+
+
+def _rows_or_null(x: Stored | None) -> tuple[Argument, Argument]:
+    return (_NULL, np.int32(0)) if x is None else (x.memory, np.int32(x.stride))
+
+
+def _norm_arguments(norm: HeadNorm | None, weight: DeviceMemory | None, dim: int) -> tuple[Argument, ...]:
+    """Weights, how many values are normed, and eps."""
+    if norm is None:
+        return _NULL, np.int32(0), np.float32(0)
+    n = dim if norm.weight is None else norm.weight.shape[0]
+    return _NULL if weight is None else weight, np.int32(n), np.float32(norm.eps)
 
 
 @dataclass(frozen=True, eq=False)

@@ -120,9 +120,9 @@ def cost(call: Call, sizes: BatchSizes) -> Cost | None:
             return _product(call, sizes.rows(slot))
         case calls.Attention():
             return _attention(call, sizes)
-        case calls.RopeAppend(q=q, k=k, v=v, kept=kept):
-            written = kept.bytes_per_token() * sizes.n_tokens
-            return Cost(sizes.n_tokens * (2 * _row(q) + _row(k) + _row(v)) + written)
+        case calls.RopeAppend(op=op, q=q, k=k, v=v):
+            read = 2 * _row(q) + sum(_row(x) for x in (k, v) if x is not None)
+            return Cost(sizes.n_tokens * (read + (op.cache.bytes_per_token() if k is not None else 0)))
         case calls.Embed(table=table, y=y):
             return Cost(sizes.n_tokens * (table.n_bytes / table.n_out + _row(y)))
         case calls.Gather(x=x, y=y):

@@ -217,15 +217,16 @@ class _Lowering:
     # -- Attention -------------------------------------------------------------------------------------------------
 
     def rope_append(self, op: g.RopeAppend) -> Stored:
-        q, k, v = (self.stored[x] for x in (op.q, op.k, op.v))
+        q: Stored = self.stored[op.q]
+        k, v = (None if x is None else self.stored[x] for x in (op.k, op.v))
         has_pairs = op.rope is not None and len(op.rope.frequencies)
         frequencies = self.limits.frequencies(op.rope) if op.rope is not None and has_pairs else None
-        norms = self.weights.vector(op.q_norm), self.weights.vector(op.k_norm)
-        self.calls.append(calls.RopeAppend(self.limits, q, k, v, op.cache, op.rope, frequencies, norms, op.eps))
+        norms = [None if norm is None else self.weights.vector(norm.weight) for norm in op.norms]
+        self.calls.append(calls.RopeAppend(self.limits, op, q, k, v, frequencies, norms))
         return _same_place(q)
 
     def attention(self, op: g.Attention) -> Stored:
-        limits, y = self.limits, self.new(Rows.TOKENS, op.q.width)
+        limits, y = self.limits, self.new(Rows.TOKENS, op.result.width)
         kind, sinks = limits.kind(op), self.weights.vector(op.sinks)
         variant = replace(kind.variant, soft_cap=op.softcap is not None, sinks=sinks is not None)
         settings = op.scale, op.softcap, sinks

@@ -86,7 +86,7 @@ class Work:
     def of(cls, info: ModelInfo) -> Self:
         """The work of a loaded model."""
         config = info.config
-        kept = KVCache(0, config.n_kv_heads, config.head_dim, info.cache_type)
+        kept = KVCache(0, config.n_kv_heads, config.head_dim, config.head_dim, info.cache_type)
         with GGUFFile.open(info.path) as file:
             matrices = [t for t in file.tensors.values() if len(t.shape) in (2, 3)]
             head = file.tensors.get("output.weight", file.tensors["token_embd.weight"])

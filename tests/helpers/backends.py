@@ -59,15 +59,18 @@ def _spoil_reference(cache: Any) -> None:
 def _spoil_cpu(cache: Any) -> None:
     """What pads a head is never written: it stays zero, and kernels rely on that."""
     for layer, parts in cache.blocks().items():
-        head_dim, layout = cache.layers[layer].head_dim, CACHE_LAYOUTS[cache.layers[layer].type]
+        kept, layout = cache.layers[layer], CACHE_LAYOUTS[cache.layers[layer].type]
         if layout.per_scale:
-            for blocks in parts:
-                blocks[..., : layout.scale_bytes(head_dim)] = 0xFF
+            for blocks, dim in zip(parts, (kept.key_dim, kept.value_dim), strict=True):
+                blocks[..., : layout.scale_bytes(dim)] = 0xFF
             continue
         keys, values = (blocks.view(np.uint16) for blocks in parts)
-        head, size = layout.head(head_dim), keys.shape[:2]
-        keys.reshape(*size, head, -1)[:, :, :head_dim] = 0x7E00
-        values.reshape(*size, -1, head)[..., :head_dim] = 0x7E00
+        pages = keys.shape[:2]
+        if kept.values_in_keys:
+            keys.reshape(*pages, -1, layout.head(kept.key_dim))[..., : kept.key_dim] = 0x7E00
+            continue
+        keys.reshape(*pages, layout.head(kept.key_dim), -1)[:, :, : kept.key_dim] = 0x7E00
+        values.reshape(*pages, -1, layout.head(kept.value_dim))[..., : kept.value_dim] = 0x7E00
 
 
 def shared_by_threads(ops: CPUOps) -> CPUOps:
@@ -85,11 +88,12 @@ def _cpu(target: Target) -> Backend:
 def _spoil_cuda(cache: Any) -> None:
     """As `_spoil_cpu`: NaN in halves, and in scales."""
     for layer, layout in cache.layouts.items():
-        for i in (2, 3) if layout.groups else (0, 1):
-            memory = cache.part(layer, i)
+        kept, has_scales = layout.kept, layout.kept.type == "q8_0"
+        for i, dim in enumerate((kept.key_dim,) if kept.values_in_keys else (kept.key_dim, kept.value_dim)):
+            memory = cache.part(layer, i + 2 if has_scales else i)
             halves = np.full(memory.n_bytes // 2, 0x7E00, np.uint16)
-            if not layout.groups:
-                halves.reshape(-1, layout.head)[:, layout.kept.head_dim :] = 0
+            if not has_scales:
+                halves.reshape(-1, layout.heads[i])[:, dim:] = 0
             cache.driver.upload(memory, halves, cache.stream)
             cache.driver.synchronize(cache.stream)
 

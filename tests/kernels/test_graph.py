@@ -20,6 +20,7 @@ from tests.helpers.run_model import make_batch
 from tests.helpers.weights import f32, random
 
 ROPE = Rope(np.ones(5, np.float32), interleaved=False)
+FROM_1 = Rope(np.ones(4, np.float32), interleaved=False, first=1)
 VECTOR, SQUARE = f32(random(40)), Matrix(f32(random(48, 48)))
 
 
@@ -67,8 +68,15 @@ REFUSED: dict[str, Callable[[Recording], Any]] = {
     r"8 values of keys": lambda r: r.append(k=8),
     r"32 values of values": lambda r: r.append(v=32),
     r"5 pairs .* heads of 8": lambda r: r.append(rope=ROPE),
-    r"norm of \[40\] weights .* 8 values of a head": lambda r: r.append(q_norm=VECTOR),
-    r"\[40\] weights .* 8 values of a head": lambda r: r.append(k_norm=VECTOR),
+    r"norm of \[40\] weights .* 8 values of a head": lambda r: r.append(q_norm=g.HeadNorm(1e-6, VECTOR)),
+    r"\[40\] weights .* 8 values of a head": lambda r: r.append(k_norm=g.HeadNorm(1e-6, VECTOR)),
+    r"4 pairs of values from 1 on .* heads of 8": lambda r: r.append(rope=FROM_1),
+    r"every 0 positions": lambda r: r.append(q_scale=g.PositionScale(0.1, 0)),
+    r"no values without keys": lambda r: r.graph.add(g.RopeAppend(r.x(32), None, r.x(16), r.cache, None)),
+    r"unless those are in the keys": lambda r: r.graph.add(g.RopeAppend(r.x(32), r.x(16), None, r.cache, None)),
+    r"16 values cannot be the first ones of 8": lambda _: Graph(layer=0).kv_cache(1, 8, 16, values_in_keys=True),
+    r"attention in chunks is causal": lambda r: r.graph.add(g.Attention(r.x(32), r.cache, 1.0, chunk=8, window=8)),
+    r"no window beside": lambda r: r.graph.add(g.Attention(r.x(32), r.cache, 1.0, chunk=8, causal=False)),
     r"24 values of queries": lambda r: r.graph.add(g.Attention(r.x(24), r.cache, scale=1.0)),
     r"8 values of queries": lambda r: r.graph.add(g.Attention(r.x(8), r.cache, scale=1.0)),
     r"each output where": lambda r: r.graph.add(g.Attention(r.few(32), r.cache, scale=1.0)),
@@ -115,6 +123,19 @@ def test_a_graph_is_cut_where_one_tensor_crosses() -> None:
     r.graph.add(g.Linear(r.graph.result, SQUARE, residual=first))
     with pytest.raises(KernelError, match="cut at layer 2: more than one tensor"):
         r.graph.part(range(2, 3))
+
+
+def test_a_graph_is_not_cut_between_layers_that_share_keys_and_values() -> None:
+    r = Recording()
+    r.append()
+    for r.graph.layer in (1, 2):
+        q = r.graph.add(g.Linear(r.graph.result, Matrix(f32(random(32, 32)))))
+        q = r.graph.add(g.RopeAppend(q, None, None, r.cache, None))
+        r.graph.add(g.Attention(q, r.cache, 1.0))
+    assert len(r.graph.part(range(3)).nodes) == len(r.graph.nodes)
+    for layers in (range(1, 3), range(2, 3)):
+        with pytest.raises(KernelError, match=f"between layers 0 and {layers.start}: the second uses the keys"):
+            r.graph.part(layers)
 
 
 def test_keys_and_values_are_appended_where_the_block_table_says() -> None:

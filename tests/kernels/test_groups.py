@@ -26,7 +26,7 @@ def windowed_model() -> Graph:
     x = graph.add(g.Embed(f32(random(N_VOCAB, D))))
     for graph.layer, window in enumerate(WINDOWS):
         n_heads = 1 + graph.layer % 2
-        cache = graph.kv_cache(n_heads, HEAD, window)
+        cache = graph.kv_cache(n_heads, HEAD, window=window)
         widths = (D, n_heads * HEAD, n_heads * HEAD)
         q, k, v = graph.add(g.Linears(x, tuple(Matrix(f32(random(n, D, seed=graph.layer))) for n in widths)))
         q = graph.add(g.RopeAppend(q, k, v, cache, rope))
@@ -98,7 +98,7 @@ def test_a_part_of_a_graph_keeps_the_numbers_of_the_whole(ops: Ops) -> None:
 
 def test_attention_looks_no_further_back_than_its_cache() -> None:
     graph = Graph(layer=0)
-    cache = graph.kv_cache(1, HEAD, 7)
+    cache = graph.kv_cache(1, HEAD, window=7)
     q = graph.add(g.Input(g.Tensor(g.Rows.TOKENS, HEAD)))
     graph.add(g.Attention(q, cache, 1.0, 6))
     for window in (8, None):

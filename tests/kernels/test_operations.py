@@ -13,7 +13,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.kernels import graph as g
-from localllm.kernels.graph import CacheType, Graph, Matrix, Rope
+from localllm.kernels.graph import CacheType, Graph, HeadNorm, Matrix, PositionScale, Rope
 from localllm.quant.types import GGMLType
 from tests.helpers.backends import BACKENDS, OTHER_CPUS, Backend
 from tests.helpers.blocks import random_rows, values_of
@@ -51,6 +51,7 @@ class Case:
         slow: whether CUDA's kernels take g++ too long to be emulated.
         every_cpu: whether other instruction sets than the best may compute it otherwise.
         chunk_error: what may differ where sequences come in other chunks, in units of the largest value; 0: no bit.
+        in_parts: whether sequences may come in chunks at all.
     """
 
     build: Callable[..., g.Tensor]
@@ -63,6 +64,7 @@ class Case:
     slow: bool = False
     every_cpu: bool = False
     chunk_error: float = 0.0
+    in_parts: bool = True
 
 
 #: Of each name, what makes the case.
@@ -131,6 +133,10 @@ def check_operation(backend: Backend, ops: Ops, case: Case) -> None:
     tolerance = case.error * np.abs(expected).max()
     np.testing.assert_allclose(whole, expected, rtol=case.rtol, atol=max(case.atol, tolerance))
 
+    if not case.in_parts:
+        for own, place in zip(ids, pages, strict=True):
+            np.testing.assert_array_equal(step(make_batch([(own, 0, place)])), whole[own])
+        return
     done = [0, 0]
     for chunk in CHUNKS:
         given = [(s, n) for s, n in reversed(list(enumerate(chunk))) if n]
@@ -536,8 +542,9 @@ def rotated(x: Array, rope: Rope | None) -> Array:
     out = x.astype(np.float64)
     if rope is None:
         return out
-    n = len(rope.frequencies)
-    a, b = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if rope.interleaved else (slice(0, n), slice(n, 2 * n))
+    n, first = len(rope.frequencies), rope.first
+    steps = (slice(first, first + 2 * n, 2), slice(first + 1, first + 2 * n, 2))
+    a, b = steps if rope.interleaved else (slice(first, first + n), slice(first + n, first + 2 * n))
     angles = np.arange(len(x))[:, None, None] * rope.frequencies.astype(np.float64)
     turned = (out[..., a] + 1j * out[..., b]) * rope.magnitude * np.exp(1j * angles)
     out[..., a], out[..., b] = turned.real, turned.imag
@@ -553,6 +560,8 @@ def attended(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
+    chunk: int | None = None,
+    causal: bool = True,
 ) -> Array:
     """q [T, H, key_dim] over keys [T, G, key_dim] and values [T, G, value_dim]: [T, H * value_dim]."""
     n_tokens, n_heads = q.shape[:2]
@@ -561,7 +570,11 @@ def attended(
     if softcap is not None:
         scores = softcap * np.tanh(scores / softcap)
     behind = np.arange(n_tokens)[:, None] - np.arange(n_tokens)
-    scores = np.where((behind >= 0) & (behind < (window or n_tokens)), scores, -np.inf)
+    seen = (behind >= 0) | (not causal)
+    seen &= np.abs(behind) < (window or n_tokens)
+    if chunk:
+        seen &= np.arange(n_tokens)[:, None] // chunk == np.arange(n_tokens) // chunk
+    scores = np.where(seen, scores, -np.inf)
     sinks = np.full(n_heads, -np.inf) if sinks is None else sinks
     scores = np.concatenate([scores, np.broadcast_to(sinks[:, None, None], (n_heads, n_tokens, 1))], axis=2)
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
@@ -580,28 +593,10 @@ def stored(x: Array, type: CacheType) -> Array:
     return (codes * scales).reshape(*x.shape[:2], -1)[..., : x.shape[2]]
 
 
-HEADS, GROUPS, DIM = 6, 2, 16
 ROPES = {
     f"{n}-{name}-{magnitude}": Rope(0.7 ** np.arange(n, dtype=np.float32), name == "interleaved", magnitude)
     for n, name, magnitude in itertools.product((8, 4, 1), ("interleaved", "halves"), (1.0, 1.3))
 }
-
-
-@cases(rope=tuple(ROPES), with_norms=(False, True))
-def rope_append(rope: str, with_norms: bool) -> Case:
-    """The rotated queries; keys are seen by attention."""
-    own, (q_norm, k_norm) = ROPES[rope], (random(DIM, seed=n) for n in (7, 8))
-    norms = {"q_norm": f32(q_norm), "k_norm": f32(k_norm), "eps": 0.01} if with_norms else {}
-
-    def build(graph: Graph, q: g.Tensor, k: g.Tensor, v: g.Tensor) -> g.Tensor:
-        return graph.add(g.RopeAppend(q, k, v, graph.kv_cache(GROUPS, DIM), own, **norms))
-
-    def expected(q: Array, k: Array, v: Array) -> Array:
-        x = heads(q, DIM)
-        return rotated(normed(x, q_norm, 0.01) if with_norms else x, own).reshape(len(q), -1)
-
-    inputs = [rows(n * DIM, seed) for n, seed in ((HEADS, 1), (GROUPS, 2), (GROUPS, 3))]
-    return Case(build, inputs, expected, every_cpu=True)
 
 
 def kept_rows(n_heads: int, dim: int, type: CacheType, seed: int) -> Array:
@@ -615,51 +610,152 @@ def kept_rows(n_heads: int, dim: int, type: CacheType, seed: int) -> Array:
     return (codes * np.repeat(scales, 32, axis=2)[..., :dim]).astype(np.float32).reshape(len(x), -1)
 
 
-#: What attention may be given, and the sizes of heads that it is tried with.
-ATTENTION: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
-    "plain": ({}, (8, 16, 64, 80, 96, 128, 256)),
-    "rotated": ({"rope": ROPES["4-halves-1.3"], "norms": True}, (16, 128)),
-    "capped": ({"softcap": 2.0}, (16,)),
-    "all": ({"softcap": 1.5, "sinks": True, "window": 33}, (16, 256)),
-    **{f"window {n}": ({"window": n}, (16,)) for n in (1, 2, 16, 63, 64, 65, 100, 1000)},
-    **{f"{h} heads of {n}": ({"n_heads": h, "n_kv_heads": n}, (16,)) for h, n in ((1, 1), (12, 3), (7, 1), (16, 2))},
+@dataclass(frozen=True)
+class Heads:
+    """A layer's attention, as it is declared and as its formula has it.
+
+    Attributes:
+        q_norm, k_norm, v_norm: "weights", "ones" or a number of weights, for the first values of each head.
+        shown: whether the rotated queries are the result, not what attention makes of them.
+        shared: whether another layer appended to the cache.
+    """
+
+    n_heads: int = 6
+    n_kv_heads: int = 2
+    key_dim: int = 16
+    value_dim: int = 16
+    type: CacheType = "f16"
+    rope: Rope | None = None
+    q_norm: str | int = ""
+    k_norm: str | int = ""
+    v_norm: str | int = ""
+    norm_last: bool = False
+    q_scale: PositionScale | None = None
+    values_in_keys: bool = False
+    values_are_keys: bool = False
+    shown: bool = False
+    shared: bool = False
+    window: int | None = None
+    chunk: int | None = None
+    causal: bool = True
+    softcap: float | None = None
+    sinks: bool = False
+
+    def case(self) -> Case:
+        keys, values = (
+            kept_rows(self.n_kv_heads, d, self.type, s) for d, s in ((self.key_dim, 2), (self.value_dim, 3))
+        )
+        q = rows(self.n_heads * self.key_dim, 1).astype(np.float16).astype(np.float32)
+        is_kept = not (self.rope or self.k_norm or self.v_norm) or self.shown
+        # A key that is near the border between two numbers of the cache may become either.
+        bounds = {"rtol": 1e-4} if is_kept else {"error": 2e-3 if self.type == "f16" else 1e-2}
+        if self.shown:
+            bounds = {"rtol": 1e-5}
+        # Of the largest, only the kernels that only they have.
+        slow = max(self.key_dim, self.value_dim) > (320 if self.values_in_keys and self.type == "f16" else 96)
+        return Case(self.build, [q, keys, values], self.expected, slow=slow, in_parts=self.causal, **bounds)
+
+    def norm(self, what: str, dim: int) -> tuple[HeadNorm | None, Array | None]:
+        kind = getattr(self, what)
+        n = kind if isinstance(kind, int) else dim
+        weight = random(n, seed=ord(what[0])) if kind != "ones" else None
+        return (None, None) if not kind else (HeadNorm(0.01, None if weight is None else f32(weight)), weight)
+
+    def build(self, graph: Graph, q: g.Tensor, k: g.Tensor, v: g.Tensor) -> g.Tensor:
+        graph.cache_type, dims = self.type, (self.key_dim, self.value_dim)
+        cache = graph.kv_cache(self.n_kv_heads, *dims, values_in_keys=self.values_in_keys)
+        own_v = None if self.values_in_keys else k if self.values_are_keys else v
+        q_norm, k_norm = (self.norm(what, self.key_dim)[0] for what in ("q_norm", "k_norm"))
+        v_norm, _ = self.norm("v_norm", self.value_dim)
+        norms = {"q_norm": q_norm, "norm_last": self.norm_last, "q_scale": self.q_scale}
+        if self.shared:
+            first = graph.add(g.RMSNorm(q, f32(np.ones(q.width)), 1.0))
+            graph.add(
+                g.RopeAppend(
+                    first, k, own_v, cache, self.rope, k_norm=k_norm, v_norm=v_norm, norm_last=self.norm_last
+                )
+            )
+            graph.layer = 1
+            q = graph.add(g.RopeAppend(q, None, None, cache, self.rope, **norms))
+        else:
+            q = graph.add(g.RopeAppend(q, k, own_v, cache, self.rope, k_norm=k_norm, v_norm=v_norm, **norms))
+        if self.shown:
+            return q
+        sinks = f32(self.sink_scores()) if self.sinks else None
+        more = {"window": self.window, "softcap": self.softcap, "chunk": self.chunk, "causal": self.causal}
+        return graph.add(g.Attention(q, cache, self.key_dim**-0.5, sinks=sinks, **more))
+
+    def sink_scores(self) -> Array:
+        return 3 * random(self.n_heads, seed=9)
+
+    def turned(self, x: Array, what: str) -> Array:
+        """Normed and rotated heads."""
+        norm, weight = self.norm(what, x.shape[2])
+        n = x.shape[2] if weight is None else len(weight)
+        rope = None if what == "v_norm" else self.rope
+        if self.norm_last:
+            x = rotated(x, rope)
+        if norm is not None:
+            x = np.concatenate([normed(x[..., :n], weight, 0.01), x[..., n:]], axis=2)
+        return x if self.norm_last else rotated(x, rope)
+
+    def expected(self, q: Array, k: Array, v: Array) -> Array:
+        q, k, v = heads(q, self.key_dim), heads(k, self.key_dim), heads(v, self.value_dim)
+        v = self.turned(k if self.values_are_keys else v, "v_norm")
+        q, k = self.turned(q, "q_norm"), stored(self.turned(k, "k_norm"), self.type)
+        if (scale := self.q_scale) is not None:
+            places = np.arange(len(q)) + scale.offset
+            q = q * (1 + scale.rate * np.log(1 + np.floor(places / scale.length)))[:, None, None]
+        if self.shown:
+            return q.reshape(len(q), -1)
+        values = k[..., : self.value_dim] if self.values_in_keys else stored(v, self.type)
+        more = {"window": self.window, "softcap": self.softcap, "chunk": self.chunk, "causal": self.causal}
+        return attended(q, k, values, self.key_dim**-0.5, sinks=self.sink_scores() if self.sinks else None, **more)
+
+
+@cases(rope=tuple(ROPES), norm=("", "weights"))
+def rope_append(rope: str, norm: str) -> Case:
+    return replace(Heads(shown=True, rope=ROPES[rope], q_norm=norm, k_norm=norm).case(), every_cpu=True)
+
+
+ROPE = ROPES["4-halves-1.3"]
+LAST = Rope(0.7 ** np.arange(4, dtype=np.float32), interleaved=True, first=8)
+#: Latents: keys of one head, whose first values are the values.
+LATENT: dict[str, Any] = {"n_kv_heads": 1, "n_heads": 9, "values_in_keys": True, "key_dim": 72, "value_dim": 64}
+#: What queries, keys and values go through, and how they are attended to; each with a cache of either type.
+OPTIONS: dict[str, Heads] = {
+    **{f"heads of {dim}": Heads(key_dim=dim, value_dim=dim) for dim in (8, 16, 64, 80, 96, 128, 256)},
+    **{f"{h} heads over {n}": Heads(n_heads=h, n_kv_heads=n) for h, n in ((1, 1), (12, 3), (7, 1), (16, 2))},
+    **{f"keys of {k}, values of {v}": Heads(key_dim=k, value_dim=v) for k, v in ((16, 48), (192, 128), (8, 16))},
+    "rotated": Heads(rope=ROPE),
+    "the last values rotated": Heads(rope=LAST),
+    "the last values rotated, the first normed": Heads(rope=LAST, k_norm=8),
+    "norms": Heads(rope=ROPE, q_norm="weights", k_norm="weights", v_norm="ones"),
+    "norms without weights": Heads(rope=ROPE, q_norm="ones", k_norm="ones"),
+    "norms after rotation": Heads(rope=ROPE, q_norm="weights", k_norm="weights", norm_last=True),
+    "norms after rotation, without weights": Heads(rope=ROPE, q_norm="ones", k_norm="ones", norm_last=True),
+    "values from keys": Heads(rope=ROPE, k_norm="weights", v_norm="ones", values_are_keys=True),
+    "queries scaled": Heads(q_norm="weights", q_scale=PositionScale(0.1, 30), shown=True),
+    "queries scaled from 1 on": Heads(rope=ROPE, q_scale=PositionScale(0.5, 7, 1)),
+    "keys of another layer": Heads(rope=ROPE, q_norm="weights", k_norm="weights", shared=True),
+    "capped": Heads(softcap=2.0),
+    "sinks": Heads(sinks=True),
+    **{f"window {n}": Heads(window=n) for n in (1, 2, 16, 63, 64, 65, 100, 1000)},
+    **{f"chunks of {n}": Heads(chunk=n) for n in (1, 20, 64, 70, 1000)},
+    "in both directions": Heads(causal=False),
+    **{f"in both directions, window {n}": Heads(causal=False, window=n) for n in (1, 30, 65)},
+    "all": Heads(softcap=1.5, sinks=True, window=33),
+    "latents": Heads(**LATENT),
+    "latents of 320": Heads(**{**LATENT, "key_dim": 320, "value_dim": 272}),
+    "latents of 576": Heads(**{**LATENT, "key_dim": 576, "value_dim": 512, "n_heads": 20}),
+    "latents, rotated and normed": Heads(**LATENT, rope=replace(LAST, first=64), k_norm=64),
+    "latents, windowed": Heads(**LATENT, window=30),
 }
 
 
-@cases(
-    kind=[(name, dim, type) for name, (_, dims) in ATTENTION.items() for dim in dims for type in ("f16", "q8_0")],
-)
-def attention(kind: tuple[str, int, CacheType]) -> Case:
-    name, dim, type = kind
-    options: dict[str, Any] = {"n_heads": 6, "n_kv_heads": 2, "rope": None, "norms": False, "sinks": False}
-    options |= {"window": None, "softcap": None, **ATTENTION[name][0]}
-    n_heads, n_kv_heads, rope, scale = options["n_heads"], options["n_kv_heads"], options["rope"], dim**-0.5
-    q_norm, k_norm, sinks = random(dim, seed=7), random(dim, seed=8), 3 * random(n_heads, seed=9)
-    more = {"window": options["window"], "softcap": options["softcap"]}
-
-    def build(graph: Graph, q: g.Tensor, k: g.Tensor, v: g.Tensor) -> g.Tensor:
-        graph.cache_type = type
-        cache = graph.kv_cache(n_kv_heads, dim)
-        norms = {"q_norm": f32(q_norm), "k_norm": f32(k_norm), "eps": 0.01} if options["norms"] else {}
-        q = graph.add(g.RopeAppend(q, k, v, cache, rope, **norms))
-        return graph.add(g.Attention(q, cache, scale, sinks=f32(sinks) if options["sinks"] else None, **more))
-
-    def expected(q: Array, k: Array, v: Array) -> Array:
-        q, k, v = (heads(x, dim) for x in (q, k, v))
-        if options["norms"]:
-            q, k = normed(q, q_norm, 0.01), normed(k, k_norm, 0.01)
-        own = sinks if options["sinks"] else None
-        return attended(rotated(q, rope), stored(rotated(k, rope), type), v, scale, sinks=own, **more)
-
-    queries = rows(n_heads * dim, 1).astype(np.float16).astype(np.float32)
-    inputs = [queries, *(kept_rows(n_kv_heads, dim, type, seed) for seed in (2, 3))]
-    # A rotated key that is near the border between two numbers of the cache may become either.
-    return Case(
-        *(build, inputs, expected),
-        **({"error": 2e-3} if rope else {"rtol": 1e-4}),
-        slow=dim != 16,
-        every_cpu=name == "all" and dim == 16,
-    )
+@cases(kind=tuple(OPTIONS), type=("f16", "q8_0"))
+def attention(kind: str, type: CacheType) -> Case:
+    return replace(replace(OPTIONS[kind], type=type).case(), every_cpu=kind in ("all", "latents"))
 
 
 @pytest.mark.parametrize(("backend", "case"), _each(), scope="module")

@@ -429,7 +429,7 @@ def test_a_cache_takes_the_bytes_that_were_foretold(
     kv = ops.new_cache(CacheShape(3, 2, head_dim, cache_type), 500)
     ops.compile(lambda: ops.embed(f32(random(2, 16))), kv, max_tokens=1, max_outputs=1)  # checks what was foretold
     assert (kv.made.n_pages, kv.made.page_size) == ((500,), ops.page_size)
-    plain = 3 * 500 * ops.page_size * KVCache(0, 2, head_dim, cache_type).bytes_per_token()
+    plain = 3 * 500 * ops.page_size * KVCache(0, 2, head_dim, head_dim, cache_type).bytes_per_token()
     assert plain <= kv.n_bytes <= most * plain
 
 

@@ -42,7 +42,7 @@ def load(path: Path) -> Model:
 def test_every_architecture_loads(architecture: str, tmp_path: Path) -> None:
     model = load(write(tmp_path, {"qwen3moe": "qwen3_moe"}.get(architecture, architecture)))
     assert model.config.architecture == architecture
-    assert model.graph.caches == {i: KVCache(i, n_heads=2, head_dim=16) for i in range(3)}
+    assert model.graph.caches == {i: KVCache(i, n_heads=2, key_dim=16, value_dim=16) for i in range(3)}
 
 
 def test_a_key_that_nobody_reads_is_refused(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def _attention(machine: Machine, cache_type: CacheType, n_sequences: int, n: int
     n_heads, n_kv_heads, head_dim = machine.sizes.heads
     ops, pages = Ops(machine.make_backend(machine.driver, 0)), -(-length // PAGE)
     # As many layers as caches do not hold; a prompt's is bound by products.
-    n_bytes = KVCache(0, n_kv_heads, head_dim, cache_type).bytes_per_token() * pages * PAGE * n_sequences
+    n_bytes = KVCache(0, n_kv_heads, head_dim, head_dim, cache_type).bytes_per_token() * pages * PAGE * n_sequences
     n_layers = max(1, min(8, -(-machine.sizes.copied // n_bytes))) if n == 1 else 1
     cache = ops.new_cache(CacheShape(n_layers, n_kv_heads, head_dim, cache_type), pages * n_sequences)
     scale = head_dim**-0.5

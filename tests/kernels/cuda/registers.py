@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.kernels.cuda import matmul
-from localllm.kernels.cuda.attention import choose_variant
+from localllm.kernels.cuda.attention import Variant, choose_variant
 from localllm.kernels.cuda.driver import Defines
 from localllm.kernels.cuda.launch import Launch
 from localllm.kernels.cuda.matmul import PACKED_FORMATS
@@ -108,10 +108,11 @@ def _name(launch: Launch) -> str:
 def _of_heads(head_dim: int, cache_type: CacheType, architecture: int) -> Iterator[Case]:
     """Capped: with soft-cap and sinks."""
     name = f"{cache_type} {head_dim}"
-    append: Defines = {"HEAD_DIM": head_dim, "Q8_0": int(cache_type == "q8_0")}
+    append: Defines = {"KEY_DIM": head_dim, "VALUE_DIM": head_dim, "Q8_0": int(cache_type == "q8_0")}
     yield Case(f"append {name}", "append", architecture, append)
     for capped in (False, True):
-        variant = choose_variant(head_dim, cache_type, SHARED_BYTES[architecture], soft_cap=capped, sinks=capped)
+        wanted = Variant(head_dim, head_dim, cache_type, soft_cap=capped, sinks=capped)
+        variant = choose_variant(wanted, SHARED_BYTES[architecture])
         yield Case(f"attention {name}{' capped' if capped else ''}", "attention", architecture, variant.defines)
 
 

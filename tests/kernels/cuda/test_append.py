@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localllm.kernels.cuda.cache import PAGE, CacheLayout, Part
+from localllm.kernels.cuda.cache import PAGE, CacheLayout, Part, append_defines
 from localllm.kernels.cuda.rope import phases
 from localllm.kernels.graph import CacheType, KVCache, Rope
 from localllm.kernels.reference import in_q8_0, in_range
@@ -39,24 +39,26 @@ class Written:
         norms: tuple[Array | None, Array | None] = (None, None),
         n_tokens: int = N_TOKENS,
     ) -> None:
-        self.layout = CacheLayout(KVCache(1, N_KV_HEADS, head_dim, cache_type), N_PAGES)
+        self.layout = CacheLayout(KVCache(1, N_KV_HEADS, head_dim, head_dim, cache_type), N_PAGES)
         self.cache_type, self.head_dim = cache_type, head_dim
         q, k, v = (device.upload(x) for x in qkv)
         whole = np.full(2 * self.layout.n_bytes, 0xFF, np.uint8)
         memory = device.upload(whole)
         layers = [memory.at(*self.place(part)) for part in self.layout.parts]
         frequencies = np.zeros(1, np.float32) if rope is None else rope.frequencies
-        weights = [device.upload(np.zeros(1, np.float32) if w is None else w) for w in norms]
-        which = sum(1 << i for i, w in enumerate(norms) if w is not None)
+        weights = [device.upload(np.zeros(1, np.float32) if w is None else w) for w in (*norms, None)]
+        normed = [0 if w is None else head_dim for w in (*norms, None)]
+        kv_stride = np.int32(N_KV_HEADS * head_dim)
         arguments: list[Any] = [
             *(device.upload(x) for x in (np.array([n_tokens, 0, 0], np.int32), SLOTS, POSITIONS)),
-            *(device.upload(phases(frequencies)), np.int32(0 if rope is None else len(frequencies))),
+            *(device.upload(phases(frequencies)), np.int32(0 if rope is None else len(frequencies)), np.int32(0)),
             *(np.int32(rope is not None and rope.interleaved), np.float32(1 if rope is None else rope.magnitude)),
-            *(q, np.int32(N_HEADS * head_dim), k, v, np.int32(N_KV_HEADS * head_dim)),
-            *(np.int32(N_HEADS), np.int32(N_KV_HEADS), *weights, np.int32(which), np.float32(EPS)),
+            *(q, np.int32(N_HEADS * head_dim), k, kv_stride, v, kv_stride, np.int32(N_HEADS), np.int32(N_KV_HEADS)),
+            *(x for w, n in zip(weights, normed, strict=True) for x in (w, np.int32(n), np.float32(EPS))),
+            *(np.int32(0), np.float32(0), np.int32(1), np.int32(0)),
             *(layers[i] for i in (0, 2, 1, 3)),
         ]
-        module = device.driver.load_module(0, "append", {"HEAD_DIM": head_dim, "Q8_0": int(cache_type == "q8_0")})
+        module = device.driver.load_module(0, "append", append_defines(self.layout.kept))
         grid = (-(-(N_HEADS + 2 * N_KV_HEADS) // 4), N_TOKENS)
         device.driver.launch(module, "rope_append", grid, (128,), arguments, device.stream)
         self.q = device.download(q, np.float32, N_TOKENS, N_HEADS, head_dim)
@@ -73,7 +75,7 @@ class Written:
         if number >= 2:
             return raw.view(np.float16).reshape(N_PAGES, N_KV_HEADS, -1, PAGE)
         raw = raw.view(np.float16 if self.cache_type == "f16" else np.int8)
-        return raw.reshape(N_PAGES, N_KV_HEADS, PAGE, self.layout.head)
+        return raw.reshape(N_PAGES, N_KV_HEADS, PAGE, self.layout.heads[0])
 
     def held(self, number: int) -> Array:
         """The tokens' keys (0) or values (1), [T, heads, head], with what pads them."""
@@ -81,7 +83,7 @@ class Written:
         if self.cache_type == "f16":
             return entries
         scales = self.part(2 + number)[SLOTS // PAGE, :, :, SLOTS % PAGE].astype(np.float64)
-        return entries * np.repeat(scales, 32, axis=-1)[..., : self.layout.head]
+        return entries * np.repeat(scales, 32, axis=-1)[..., : self.layout.heads[0]]
 
 
 def rotated(x: Array, rope: Rope | None) -> Array:
@@ -209,13 +211,13 @@ def copied_page(device: Device, part: Part) -> Array:
     """`pages`, and page 4 copied to 1."""
     before = pages(part)
     memory = device.upload(before)
-    module = device.driver.load_module(0, "append", {"HEAD_DIM": 8, "Q8_0": 0})
+    module = device.driver.load_module(0, "append", append_defines(KVCache(0, 2, 8, 8)))
     sizes = np.int32(part.page_bytes), np.int64(part.n_bytes), np.int32(4), np.int32(1)
     device.driver.launch(module, "copy_page", (1, 3), (256,), [memory, *sizes], device.stream)
     return device.download(memory, np.uint8, *before.shape)
 
 
-PART = CacheLayout(KVCache(0, 2, 8), 5).parts[0]
+PART = CacheLayout(KVCache(0, 2, 8, 8), 5).parts[0]
 
 
 def test_a_page_is_copied_in_all_layers(device: Device) -> None:

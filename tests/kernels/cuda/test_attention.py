@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from localllm.errors import KernelError
 from localllm.kernels.cuda import attention
 from localllm.kernels.cuda.attention import Heads, Variant, Work, choose_variant
-from localllm.kernels.cuda.cache import PAGE, CacheLayout, padded_head
+from localllm.kernels.cuda.cache import PAGE, CacheLayout
 from localllm.kernels.cuda.driver import DeviceMemory
 from localllm.kernels.graph import KVCache
 from tests.cuda_on_cpu import build, nvrtc
@@ -32,7 +32,7 @@ PARTIALS = 1 << 24
 
 def variant_of(head_dim: int, kind: str = "f16", device: Device | None = None, **more: Any) -> Variant:
     shared = 99 << 10 if device is None else device.shared_bytes
-    return choose_variant(head_dim, "q8_0" if kind == "q8_0" else "f16", shared, **more)
+    return choose_variant(Variant(head_dim, head_dim, "q8_0" if kind == "q8_0" else "f16", **more), shared)
 
 
 def smallest(variant: Variant) -> Variant:
@@ -60,9 +60,9 @@ class Talk:
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
-        dim, n_kv = self.variant.head_dim, self.heads.n_kv_heads
+        dim, n_kv = self.variant.key_dim, self.heads.n_kv_heads
         n_pages = [-(-length // PAGE) for _, length in self.lengths]
-        shape = KVCache(0, n_kv, dim, self.variant.cache_type)
+        shape = KVCache(0, n_kv, dim, dim, self.variant.cache_type)
         self.layout = CacheLayout(shape, sum(n_pages) + 1)
         pages = rng.permutation(self.layout.n_pages)
         self.tables = np.full((len(n_pages), max(n_pages)), -1, np.int32)
@@ -98,20 +98,20 @@ class Talk:
                 self.held[what][page, 0, place, last // 32 * 32 :] = np.nan
 
     def _f16(self, whole: tuple[int, int], rng: np.random.Generator) -> tuple[Floats, Floats, Floats]:
-        held = rng.standard_normal((*whole, PAGE, self.variant.head_dim)).astype(np.float16)
-        pad = padded_head(self.variant.head_dim) - self.variant.head_dim
+        held = rng.standard_normal((*whole, PAGE, self.variant.key_dim)).astype(np.float16)
+        pad = self.variant.key_head - self.variant.key_dim
         return np.pad(held, [(0, 0)] * 3 + [(0, pad)]), np.zeros(1, np.float16), held.astype(np.float64)
 
     def _q8_0(self, whole: tuple[int, int], rng: np.random.Generator) -> tuple[Floats, Floats, Floats]:
         """Scales of all sizes that float16 has, but for those that would make all else vanish; zero, too."""
-        dim = self.variant.head_dim
+        dim = self.variant.key_dim
         codes = rng.integers(-127, 128, (*whole, PAGE, dim)).astype(np.int8)
-        scales = (2.0 ** rng.uniform(-9, -5, (*whole, self.layout.groups, PAGE))).astype(np.float16)
+        scales = (2.0 ** rng.uniform(-9, -5, (*whole, self.layout.groups[0], PAGE))).astype(np.float16)
         scales[:, :, :, 3::17] = 0
         scales[:, :, :, 5::17] = 2.0**-24
         scales[:, :, -1, 6::17] = 3.0**-9
         held = codes * np.repeat(scales.transpose(0, 1, 3, 2).astype(np.float64), 32, axis=3)[..., :dim]
-        return np.pad(codes, [(0, 0)] * 3 + [(0, padded_head(dim) - dim)]), scales, held
+        return np.pad(codes, [(0, 0)] * 3 + [(0, self.variant.key_head - dim)]), scales, held
 
     @property
     def n_tokens(self) -> int:
@@ -147,11 +147,11 @@ class Talk:
             limits = (*attention.token_range(launch, work), heads.window)
             arguments = [*tables, *map(np.int32, (*numbers, *limits)), *own[launch.kernel]]
             device.run(launch, arguments)
-        return device.download(out, np.float32, self.n_tokens, len(self.sinks), self.variant.head_dim)
+        return device.download(out, np.float32, self.n_tokens, len(self.sinks), self.variant.value_dim)
 
     def expected(self) -> Floats:
         variant, group = self.variant, self.heads.group_size
-        q = self.q.reshape(self.n_tokens, -1, variant.head_dim).astype(np.float64)
+        q = self.q.reshape(self.n_tokens, -1, variant.key_dim).astype(np.float64)
         out = np.empty(q.shape)
         for s, (n, length) in enumerate(self.lengths):
             for t in range(n):
@@ -315,24 +315,24 @@ SHARED = {(7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (9, 0): 227 << 
 @pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
 def test_variants_fit_into_every_device(capability: tuple[int, int], cache_type: Any) -> None:
     for head_dim in (8, 16, 64, 80, 96, 128, 256):
-        variant = choose_variant(head_dim, cache_type, SHARED[capability])
+        variant = choose_variant(Variant(head_dim, head_dim, cache_type), SHARED[capability])
         assert variant.largest_block_bytes <= SHARED[capability]
         assert variant.tile_rows >= 16
 
 
 def test_a_device_of_too_little_shared_memory_is_refused_with_the_numbers() -> None:
-    with pytest.raises(KernelError, match=r"256 values in a f16 cache needs 58752 bytes .* gives 49152"):
-        choose_variant(256, "f16", 48 << 10)
+    with pytest.raises(KernelError, match=r"256 values in a f16 cache needs 58816 bytes .* gives 49152"):
+        choose_variant(Variant(256, 256, "f16"), 48 << 10)
 
 
-@pytest.mark.parametrize("head_dim", [0, 257])
-def test_heads_of_other_sizes_are_refused(head_dim: int) -> None:
-    with pytest.raises(KernelError, match=f"not {head_dim}"):
-        choose_variant(head_dim, "f16", 227 << 10)
+@pytest.mark.parametrize("dims", [(0, 16), (16, 0), (641, 16), (16, 513)])
+def test_heads_of_other_sizes_are_refused(dims: tuple[int, int]) -> None:
+    with pytest.raises(KernelError, match=f"640 values in keys and 512 in values, not {dims[0]} and {dims[1]}"):
+        choose_variant(Variant(*dims, "f16"), 227 << 10)
 
 
 def test_partials_that_do_not_fit_are_prefilled() -> None:
-    heads, variant = Heads(8, 4), choose_variant(128, "f16", 227 << 10)
+    heads, variant = Heads(8, 4), choose_variant(Variant(128, 128, "f16"), 227 << 10)
     lengths = [(1, 32768)] * 4 + [(20, 1000), (600, 600)]
     roomy, tight, none = (attention.work_of_batch(lengths, heads, variant, n) for n in (1 << 30, 1 << 24, 1 << 10))
     assert (roomy.split_tokens, roomy.prefill_tiles, roomy.split_tiles) == (64, 19, 9)

@@ -48,7 +48,7 @@ def random_talk(rng: np.random.Generator, device: Device, variant: Variant, most
         variant,
         lengths,
         heads,
-        scale=float(rng.uniform(0.05, 1)) * variant.head_dim**-0.5 * 2.0**-power,
+        scale=float(rng.uniform(0.05, 1)) * variant.key_dim**-0.5 * 2.0**-power,
         soft_cap=float(rng.choice([0.5, 3.0, 50.0, 1e5])),
         seed=int(rng.integers(1 << 30)),
         spoilt=spoilt,

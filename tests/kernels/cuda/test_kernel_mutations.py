@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from localllm.kernels.cuda import matmul
 from localllm.kernels.cuda.arena import Mixture
 from localllm.kernels.cuda.attention import Heads, Variant, choose_variant
+from localllm.kernels.cuda.cache import append_defines
 from localllm.kernels.cuda.driver import Defines
 from localllm.kernels.cuda.matmul import PACKED_FORMATS
 from localllm.kernels.cuda.module import FOLDER
 from localllm.kernels.cuda.roofline import KINDS, CUDARoofline, Kind
-from localllm.kernels.graph import Rope
+from localllm.kernels.graph import KVCache, Rope
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu import build, mutate, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
@@ -116,7 +117,8 @@ def attention(kernel: str, variant: Variant) -> Case:
     """Rows enough for two tiles of two warps, and a NaN that some of their tokens see."""
 
     def run(device: Device) -> Array:
-        talk = Talk(device, variant, ((20, 330), (1, 70)), Heads(1, 2, 300), spoilt=((1, 0, 320),))
+        spoilt = ((0 if variant.values_in_keys else 1, 0, 320),)
+        talk = Talk(device, variant, ((20, 330), (1, 70)), Heads(1, 2, 300), spoilt=spoilt)
         return talk.run(talk.work(0) if kernel == "attention_prefill" else talk.work_of_bucket())
 
     return Case(kernel, "attention", variant.defines, run)
@@ -204,8 +206,8 @@ def ceiling(kernel: str) -> Case:
 
 
 WANTED = np.array([4, 0, 0, 1], np.int32)
-F16 = replace(choose_variant(8, "f16", 99 << 10), warps=2)
-Q8_0 = replace(choose_variant(8, "q8_0", 99 << 10), warps=2)
+F16 = replace(choose_variant(Variant(8, 8, "f16"), 99 << 10), warps=2)
+Q8_0 = replace(choose_variant(Variant(8, 8, "q8_0"), 99 << 10), warps=2)
 CASES = {
     "pack": Case("pack", "pack", PACKED_FORMATS[T.Q6_K].defines, pack),
     "embed": Case("embed", "embed", PACKED_FORMATS[T.Q6_K].defines, embed),
@@ -222,10 +224,11 @@ CASES = {
     "attention_split, small": attention("attention_split", smallest(F16)),
     "attention_split Q8_0, small": attention("attention_split", smallest(Q8_0)),
     "attention_prefill Q8_0, small": attention("attention_prefill", smallest(Q8_0)),
+    "attention_split, values in keys": attention("attention_split", replace(F16, values_in_keys=True)),
     "attention_split Q8_0": attention("attention_split", Q8_0),
     "attention_prefill Q8_0": attention("attention_prefill", Q8_0),
-    "rope_append": Case("rope_append", "append", {"HEAD_DIM": 24, "Q8_0": 1}, append),
-    "copy_page": Case("copy_page", "append", {"HEAD_DIM": 8, "Q8_0": 0}, lambda d: copied_page(d, PART)),
+    "rope_append": Case("rope_append", "append", append_defines(KVCache(0, 1, 24, 24, "q8_0")), append),
+    "copy_page": Case("copy_page", "append", append_defines(KVCache(0, 2, 8, 8)), lambda d: copied_page(d, PART)),
     **{name: rows(name) for name in ("rms_norm", "gated", "rms_norm_quantised", "gated_quantised")},
     "layer_norm": operation("layer_norm", "elementwise", {}, lambda: operations.layer_norm(700, True)),
     "add": operation("add", "elementwise", {}, lambda: operations.add(0.5, True)),
