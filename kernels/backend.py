@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels.graph import Embed, Graph, Layer, Operation, Weight
+from localllm.quant.formats import dequantize
 
 #: Called with each weight of a file once it was packed.
 Progress = Callable[[Weight], None]
@@ -29,9 +31,10 @@ class Batch:
         positions: int32 [T], place of each token in its sequence, from 0.
         query_starts: int32 [S + 1]; sequence s has the tokens query_starts[s] : query_starts[s + 1].
         kv_lengths: int32 [S], tokens in the cache once this batch's are appended.
-        block_tables: int32 [S, max_blocks]; token position p of sequence s lies in page
-            block_tables[s, p // page_size].
+        block_tables: int32 [n_groups, S, max_blocks]; for the caches of group g (`Graph.windows`), token position p
+            of sequence s lies in page block_tables[g, s, p // page_size].  What is behind a window is not read.
         outputs: int32 [N], rows of the batch whose logits are wanted.
+        states: int32 [S], the slot of each sequence's recurrent states, where a model has any.
     """
 
     ids: NDArray[np.int32]
@@ -40,6 +43,7 @@ class Batch:
     kv_lengths: NDArray[np.int32]
     block_tables: NDArray[np.int32]
     outputs: NDArray[np.int32]
+    states: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def sequences(self) -> Iterator[tuple[int, int, int]]:
         """Of each sequence: its first row in the batch, the one behind its last, and its length in the cache."""
@@ -59,8 +63,8 @@ class Batch:
                 f"{max_tokens} and {max_outputs}"
             )
 
-    def check(self, page_size: int, n_pages: int) -> None:
-        """Makes sure that no index leads outside the batch or a cache of ``n_pages`` pages.
+    def check(self, cache: Cache) -> None:
+        """Makes sure that no index leads outside the batch or the cache.
 
         Raises:
             KernelError: one does, or the arrays do not fit together.
@@ -68,19 +72,31 @@ class Batch:
         n_tokens, starts = len(self.ids), self.query_starts.tolist()
         if starts[0] != 0 or starts[-1] != n_tokens or any(a >= b for a, b in pairwise(starts)):
             raise KernelError(f"a batch of {n_tokens} tokens cannot be cut at {starts}")
-        if not len(starts) - 1 == len(self.kv_lengths) == len(self.block_tables):
+        n_groups, n_tables, n_blocks = self.block_tables.shape
+        if n_groups != len(cache.windows):
+            raise KernelError(f"a batch has block tables of {n_groups} groups of caches, not {len(cache.windows)}")
+        if not len(starts) - 1 == len(self.kv_lengths) == n_tables:
             raise KernelError(f"a batch of {len(starts) - 1} sequences needs as many lengths and block tables")
         for s, (start, stop, kv_length) in enumerate(self.sequences()):
             first = kv_length - (stop - start)
             if first < 0 or self.positions[start:stop].tolist() != list(range(first, kv_length)):
                 raise KernelError("a batch's positions do not lead up to the lengths of its sequences")
-            pages = self.block_tables[s, : -(-kv_length // page_size)].tolist()
-            if len(pages) * page_size < kv_length:
+            if n_blocks * cache.page_size < kv_length:
                 raise KernelError(f"a batch's block tables are too short for {kv_length} tokens")
-            if min(pages) < 0 or max(pages) >= n_pages:
-                raise KernelError(f"a batch names a page outside a cache of {n_pages}")
+            for tables, window, n_pages in zip(self.block_tables, cache.windows, cache.n_pages, strict=True):
+                seen = 0 if window is None else max(0, first + 1 - window) // cache.page_size
+                pages = tables[s, seen : -(-kv_length // cache.page_size)].tolist()
+                if min(pages) < 0 or max(pages) >= n_pages:
+                    raise KernelError(f"a batch names a page outside a cache of {n_pages}")
         if len(self.outputs) and not 0 <= self.outputs.min() <= self.outputs.max() < n_tokens:
             raise KernelError(f"a batch wants the logits of a row that is none of its {n_tokens} tokens")
+
+        if not cache.n_states:
+            return
+        if not len(self.states) == len(set(self.states.tolist())) == len(starts) - 1:
+            raise KernelError(f"a batch of {len(starts) - 1} sequences needs as many slots of recurrent states")
+        if not 0 <= self.states.min() <= self.states.max() < cache.n_states:
+            raise KernelError(f"a batch names a recurrent state outside a cache of {cache.n_states}")
 
     def check_ids(self, n_vocab: int) -> None:
         """Makes sure that its ids are rows of a table.
@@ -148,19 +164,37 @@ class HostOutput(Output):
 
 
 class Cache(Protocol):
-    """What the layers of a step keep, in pages of ``page_size`` tokens that sequences name in their block tables."""
+    """What the layers of a step keep: pages of ``page_size`` tokens, which sequences name in their block tables, and
+    recurrent states."""
 
     @property
     def page_size(self) -> int: ...
     @property
-    def n_pages(self) -> int: ...
+    def windows(self) -> Sequence[int | None]:
+        """Of each group, as `Graph.windows`."""
+        ...
+
+    @property
+    def n_pages(self) -> tuple[int, ...]:
+        """Of each group."""
+        ...
+
+    @property
+    def n_states(self) -> int:
+        """Slots for the recurrent states of a sequence; 0 where no layer has any."""
+        ...
+
     @property
     def n_bytes(self) -> int:
         """What it takes in memory."""
         ...
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Copies one page, in all layers."""
+    def copy_page(self, group: int, source: int, target: int) -> None:
+        """Copies one page, in all layers of a group."""
+        ...
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copies the recurrent states of one slot, in all layers."""
         ...
 
 
@@ -264,7 +298,9 @@ class Backend(Protocol):
     name: str
     page_size: int
 
-    def footprint(self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int) -> Footprint:
+    def footprint(
+        self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
+    ) -> Footprint:
         """What `compile` will take, to the byte; no weight is read.
 
         Raises:
@@ -273,12 +309,20 @@ class Backend(Protocol):
         ...
 
     def compile(
-        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, progress: Progress | None = None
+        self,
+        graph: Graph,
+        *,
+        n_pages: tuple[int, ...],
+        max_tokens: int,
+        max_outputs: int,
+        n_states: int = 0,
+        progress: Progress | None = None,
     ) -> Step:
         """Packs the weights that a graph refers to, and makes what runs it.
 
         Args:
-            n_pages: of the cache.
+            n_pages: of the cache, for each of the graph's groups (`Graph.windows`).
+            n_states: slots of recurrent states in the cache.
             max_tokens, max_outputs: of a batch.
             progress: called with each weight once it was packed.
 
@@ -299,6 +343,18 @@ def check_operations(graph: Graph, known: Collection[type[Operation[Any]]], back
             raise KernelError(f"the {backend} backend cannot compute {type(node.operation).__name__}: choose another")
 
 
+def check_cache(graph: Graph, n_pages: tuple[int, ...], n_states: int) -> None:
+    """Makes sure that a cache of this size serves a graph.
+
+    Raises:
+        KernelError: it does not.
+    """
+    if len(n_pages) != len(graph.windows):
+        raise KernelError(f"a model with {len(graph.windows)} groups of caches was given pages for {len(n_pages)}")
+    if graph.states and n_states < 1:
+        raise KernelError("a model with recurrent states was given no slots for them: give at least 1")
+
+
 @dataclass(frozen=True)
 class WeightUse:
     """A weight of a graph, and what for.
@@ -307,12 +363,28 @@ class WeightUse:
         layer: where it is computed with, or looked up.
         is_table: whether rows of it are looked up.
         is_operand: whether it is computed with.  One that is both is the embedding and the output matrix.
+        is_float: whether kernels read it as float32.
+        is_column: whether they do so column after column.
     """
 
     weight: Weight
     layer: Layer
     is_table: bool
     is_operand: bool
+    is_float: bool
+    is_column: bool
+
+    def floats(self) -> NDArray[np.float32]:
+        """The values, as kernels read those of `is_float`: [n_rows, n] or [1, n], or by columns [n, n_rows]."""
+        weight = self.weight
+        values = dequantize(weight.data, weight.type).reshape(self.float_shape[:: -1 if self.is_column else 1])
+        return np.ascontiguousarray(values.T if self.is_column else values)
+
+    @property
+    def float_shape(self) -> tuple[int, int]:
+        """That of `floats`."""
+        *n_rows, n_columns = self.weight.shape
+        return (n_columns if n_rows else 1, self.weight.shape[0]) if self.is_column else (prod(n_rows), n_columns)
 
     def packed(self, kernel_type: str, n_bytes: int) -> PackedWeight:
         """What a backend holds of it, in so many bytes."""
@@ -334,4 +406,9 @@ def weights_of(graph: Graph) -> tuple[WeightUse, ...]:
     for node in sorted(graph.nodes, key=lambda node: node.layer != "output"):
         for weight in node.operation.weights:
             layers.setdefault(weight, node.layer)
-    return tuple(WeightUse(w, layer, w in tables, w in operands) for w, layer in layers.items())
+    rows = {weight for node in graph.nodes for weight in node.operation.named(node.operation.float_rows)}
+    columns = {weight for node in graph.nodes for weight in node.operation.named(node.operation.float_columns)}
+    return tuple(
+        WeightUse(w, layer, w in tables, w in operands, len(w.shape) == 1 or w in rows | columns, w in columns)
+        for w, layer in layers.items()
+    )

@@ -48,8 +48,14 @@ CACHE_TYPES: tuple[CacheType, ...] = ("f16", "q8_0")
 #: What a soft-cap may be.  Beyond, float32 could not hold scores divided by it, or would not tell it from none.
 LEAST_SOFTCAP, MOST_SOFTCAP = 1e-6, 1e6
 
-#: What `Gated` can apply.
-ACTIVATIONS = ("silu", "gelu")
+#: What `Gated` can apply, and of these what `Activation` can.
+ACTIVATIONS = ("silu", "gelu", "gelu_erf", "relu2", "sigmoid", "identity", "clamped_swiglu")
+UNGATED = ("silu", "gelu", "gelu_erf", "relu2")
+
+#: What `Route` makes experts' probabilities of logits with.
+GATINGS = ("softmax", "sigmoid", "sqrt_softplus")
+#: The most groups of experts.
+MAX_GROUPS = 64
 
 
 class Weight(Protocol):
@@ -145,6 +151,7 @@ class KVCache:
 
     Attributes:
         key_dim, value_dim: the values of a head in keys and in values.
+        window: tokens that are kept: none is seen by one that comes so many behind it.  None: all of them.
         values_in_keys: whether values are the first ``value_dim`` values of the keys, and not kept themselves: the
             latents of MLA (DeepSeek-V2, arXiv:2405.04434).
     """
@@ -154,6 +161,7 @@ class KVCache:
     key_dim: int
     value_dim: int
     type: CacheType = "f16"
+    window: int | None = None
     values_in_keys: bool = False
 
     def bytes_per_token(self) -> int:
@@ -161,6 +169,22 @@ class KVCache:
         kept = (self.key_dim,) if self.values_in_keys else (self.key_dim, self.value_dim)
         scales = sum(2 * -(-dim // VALUES_PER_SCALE) for dim in kept)
         return self.n_heads * {"f32": 4 * sum(kept), "f16": 2 * sum(kept), "q8_0": sum(kept) + scales}[self.type]
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """What an operation of a layer keeps of each sequence: float32 values that every token changes.
+
+    A sequence that begins, at position 0, begins with zeros.
+    """
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def n_values(self) -> int:
+        return prod(self.shape)
 
 
 # -- Tensors -------------------------------------------------------------------------------------------------------
@@ -240,10 +264,14 @@ class Operation(Generic[R]):
     Attributes:
         consumes: the names of the inputs whose memory it changes: no later operation may read them.
         overwrites: the name of the input whose place the result may take, if nothing reads that any more.
+        float_rows, float_columns: the names of weights of two dimensions that kernels read as float32, row after row
+            or column after column.
     """
 
     consumes: ClassVar[tuple[str, ...]] = ()
     overwrites: ClassVar[str] = ""
+    float_rows: ClassVar[tuple[str, ...]] = ()
+    float_columns: ClassVar[tuple[str, ...]] = ()
 
     @cached_property
     def result(self) -> R:
@@ -267,6 +295,16 @@ class Operation(Generic[R]):
     def weights(self) -> tuple[Weight, ...]:
         """The weights that it reads."""
         return tuple(value for value in self._values() if hasattr(value, "drop_pages"))
+
+    @cached_property
+    def states(self) -> tuple[RecurrentState, ...]:
+        """What it reads and changes of each sequence."""
+        return tuple(value for value in self._values() if isinstance(value, RecurrentState))
+
+    def named(self, names: tuple[str, ...]) -> set[Weight]:
+        """The weights of these names."""
+        values = (getattr(self, name) for name in names)
+        return {w for value in values for w in (value if isinstance(value, tuple) else (value,)) if w is not None}
 
     def _values(self) -> Iterator[Any]:
         for each in fields(self):
@@ -296,28 +334,102 @@ class Input(Operation[Tensor]):
 
 @dataclass(frozen=True, eq=False)
 class Embed(Operation[Tensor]):
-    """The rows of a table [n_vocab, d] for the batch's ids, times a scale: [T, d]."""
+    """The rows of a table [n_vocab, d] for the batch's ids, times a scale: [T, d].
+
+    With ``columns``, only those of the table: layers may each have theirs, as in Gemma 3n.
+    """
 
     table: Weight
     scale: float = 1.0
+    columns: range | None = None
 
     @cached_property
     def result(self) -> Tensor:
         _check_dimensions(self.table, 2)
-        return Tensor(Rows.TOKENS, self.table.shape[1])
+        width = self.table.shape[1]
+        if self.columns is not None and not 0 <= self.columns.start < self.columns.stop <= width:
+            raise KernelError(
+                f"a table of {width} columns has no columns {self.columns.start} to {self.columns.stop}"
+            )
+        return Tensor(Rows.TOKENS, width if self.columns is None else len(self.columns))
 
 
 @dataclass(frozen=True, eq=False)
 class RMSNorm(Operation[Tensor]):
-    """x / sqrt(mean(x²) + eps) * weight over the last axis.  Source: arXiv:1910.07467."""
+    """x / sqrt(mean(x²) + eps) * weight over the last axis, or over each of ``n_groups`` parts of it.
+
+    The weight has a value for each of x, or for each of a group, the same for all of them; without one, nothing is
+    multiplied.  Several groups are of a multiple of 16 values.  Source: arXiv:1910.07467.
+    """
+
+    x: Tensor
+    weight: Weight | None
+    eps: float
+    n_groups: int = 1
+
+    @cached_property
+    def result(self) -> Tensor:
+        width, n_groups = self.x.width, self.n_groups
+        if n_groups < 1 or width % n_groups or (n_groups > 1 and width // n_groups % 16):
+            raise KernelError(f"{width} values are not {n_groups} groups of a multiple of 16 values")
+        if self.weight is not None and self.weight.shape != (width // n_groups,):
+            _check_norm(self.weight, width)
+        return Tensor(self.x.rows, width)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerNorm(Operation[Tensor]):
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis.  Source: arXiv:1607.06450."""
 
     x: Tensor
     weight: Weight
+    bias: Weight | None
     eps: float
 
     @cached_property
     def result(self) -> Tensor:
         _check_norm(self.weight, self.x.width)
+        if self.bias is not None:
+            _check_norm(self.bias, self.x.width)
+        return Tensor(self.x.rows, self.x.width)
+
+
+@dataclass(frozen=True, eq=False)
+class Add(Operation[Tensor]):
+    """residual + scale * x, or with ``gate`` [rows, 1], residual + scale * σ(gate) * x.
+
+    The gate is that of a shared expert (Qwen2-MoE).  Where a product is added as it is, `Linear` does it at once.
+    """
+
+    x: Tensor
+    residual: Tensor
+    scale: float = 1.0
+    gate: Tensor | None = None
+    overwrites = "residual"
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_residual(self.residual, self.x.rows, self.x.width)
+        if self.gate is not None:
+            _check_rows(self.x.rows, self.gate)
+            if self.gate.width != 1:
+                raise KernelError(f"rows are added with one gate each, not with {self.gate.width}")
+        return Tensor(self.x.rows, self.x.width)
+
+
+@dataclass(frozen=True, eq=False)
+class Scale(Operation[Tensor]):
+    """factor * x, or factor * weight * x with a weight of one value."""
+
+    x: Tensor
+    factor: float = 1.0
+    weight: Weight | None = None
+    overwrites = "x"
+
+    @cached_property
+    def result(self) -> Tensor:
+        if self.weight is not None:
+            _check_values(self.weight, 1)
         return Tensor(self.x.rows, self.x.width)
 
 
@@ -452,6 +564,9 @@ class Attention(Operation[Tensor]):
     def result(self) -> Tensor:
         _check_rows(Rows.TOKENS, self.q)
         _check_queries(self.q, self.cache)
+        kept, reach = self.cache.window, self.window or self.chunk
+        if kept is not None and (reach is None or reach > kept):
+            raise KernelError(f"attention must look no further back than a cache of {kept} tokens keeps")
         _check_softcap(self.softcap)
         if self.chunk is not None and (self.window is not None or not self.causal):
             raise KernelError("attention in chunks is causal, and has no window beside them")
@@ -460,11 +575,163 @@ class Attention(Operation[Tensor]):
         return Tensor(Rows.TOKENS, self.n_heads * self.cache.value_dim)
 
 
+#: The longest kernel of `CausalConv`.
+MAX_CONV = 8
+
+
+@dataclass(frozen=True, eq=False)
+class CausalConv(Operation[Tensor]):
+    """A convolution of each column of x [T, n] along its sequence: with a token, the kernel's last value.
+
+    y[t] = activation(sum over j of weight[:, j] * x[t - kernel + 1 + j] + bias), with weight [n, kernel], where
+    inputs before the sequence are zero.  ``state`` [kernel - 1, n] keeps the last inputs.  Source: Mamba,
+    arXiv:2312.00752.
+    """
+
+    x: Tensor
+    weight: Weight
+    state: RecurrentState
+    bias: Weight | None = None
+    silu: bool = False
+    overwrites = "x"
+    float_columns = ("weight",)
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_rows(Rows.TOKENS, self.x)
+        _check_dimensions(self.weight, 2)
+        n, kernel = self.weight.shape
+        if n != self.x.width or not 2 <= kernel <= MAX_CONV:
+            raise KernelError(
+                f"kernels {[n, kernel]} cannot be applied to rows of {self.x.width} values: each value has one, of 2 "
+                f"to {MAX_CONV}"
+            )
+        if self.bias is not None and self.bias.shape != (n,):
+            raise KernelError(f"a convolution of {n} values cannot have a bias {list(self.bias.shape)}")
+        _check_state(self.state, (kernel - 1, n))
+        return Tensor(Rows.TOKENS, n)
+
+
+@dataclass(frozen=True, eq=False)
+class GatedDelta(Operation[Tensor]):
+    """Linear attention whose state S [d_k, d_v] of each value head decays, and is corrected by the delta rule.
+
+    Of each token, with q and k divided by their length, √(sum of squares + eps), and q by √d_k:
+
+        S = exp(a · softplus(decay + dt_bias)) · S;  S += k ⊗ σ(beta) (v - Sᵀk);  result = Sᵀq
+
+    ``qkv`` is one tensor of [queries | keys | values] of n_key_heads, n_key_heads and H heads, or those three.
+    ``decay`` has one value for each of the H value heads, as ``beta``, or with one for each of their d_k channels.
+    ``a`` [H] is negative.  Value head h has the keys and queries of key head h mod n_key_heads; where ``is_grouped``,
+    of h ÷ (H / n_key_heads).  ``state`` is [H, d_k, d_v], both multiples of 16.  Gives [T, H * d_v].
+
+    Sources: Gated DeltaNet, arXiv:2412.06464; decay per channel: Kimi Linear, arXiv:2510.26692.
+    """
+
+    qkv: tuple[Tensor, ...]
+    decay: Tensor
+    beta: Tensor
+    a: Weight
+    dt_bias: Weight
+    state: RecurrentState
+    n_key_heads: int
+    is_grouped: bool = False
+    eps: float = 1e-6
+    float_columns = ("a",)
+
+    @property
+    def is_per_channel(self) -> bool:
+        return self.decay.width != self.state.shape[0]
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_rows(Rows.TOKENS, *self.qkv, self.decay, self.beta)
+        n_heads, d_k, d_v = _check_heads(self.state, self.n_key_heads)
+        keys = self.n_key_heads * d_k
+        _check_side_by_side(self.qkv, (keys, keys, n_heads * d_v))
+        if self.decay.width not in (n_heads, n_heads * d_k) or self.beta.width != n_heads:
+            raise KernelError(f"decay and beta of {n_heads} heads cannot have {self.decay.width}, {self.beta.width}")
+        _check_values(self.a, n_heads)
+        _check_values(self.dt_bias, self.decay.width)
+        return Tensor(Rows.TOKENS, n_heads * d_v)
+
+
+@dataclass(frozen=True, eq=False)
+class Scan(Operation[Tensor]):
+    """Mamba 2's recurrence of a state S [N, P] of each head.
+
+    Of each token, with Δ = softplus(dt + dt_bias):
+
+        S = exp(a Δ) · S + B ⊗ Δ x;  result = Sᵀ C + D x
+
+    ``xbc`` is one tensor of [x | B | C], of H, n_groups and n_groups heads, or those three; head h has B and C of
+    group h ÷ (H / n_groups).  ``a`` [H] is negative.  ``state`` is [H, N, P], both multiples of 16.  Gives
+    [T, H * P].  Source: arXiv:2405.21060.
+    """
+
+    xbc: tuple[Tensor, ...]
+    dt: Tensor
+    a: Weight
+    dt_bias: Weight
+    d: Weight
+    state: RecurrentState
+    n_groups: int
+    float_columns = ("a", "d")
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_rows(Rows.TOKENS, *self.xbc, self.dt)
+        n_heads, n, p = _check_heads(self.state, self.n_groups)
+        _check_side_by_side(self.xbc, (n_heads * p, self.n_groups * n, self.n_groups * n))
+        if self.dt.width != n_heads:
+            raise KernelError(f"{self.dt.width} time steps do not fit {n_heads} heads: each has one")
+        for weight in (self.a, self.dt_bias, self.d):
+            _check_values(weight, n_heads)
+        return Tensor(Rows.TOKENS, n_heads * p)
+
+
+def side_by_side(tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Tensor, int]]:
+    """Where parts of so many values lie: of each the tensor, and the column that it begins at."""
+    if len(tensors) == len(widths):
+        return [(x, 0) for x in tensors]
+    return [(tensors[0], sum(widths[:i])) for i in range(len(widths))]
+
+
+def _check_side_by_side(tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> None:
+    given = tuple(x.width for x in tensors)
+    if given not in (widths, (sum(widths),)):
+        raise KernelError(
+            f"tensors of {given} values were given where {widths} are needed, side by side or each alone"
+        )
+
+
+def _check_heads(state: RecurrentState, n_groups: int) -> tuple[int, int, int]:
+    if len(state.shape) != 3 or state.shape[1] % 16 or state.shape[2] % 16 or min(state.shape) < 1:
+        raise KernelError(
+            f"a state {list(state.shape)} is not one of heads of matrices whose sides are multiples of 16"
+        )
+    n_heads, rows, columns = state.shape
+    if n_groups < 1 or n_heads % n_groups:
+        raise KernelError(f"{n_heads} heads cannot share the keys of {n_groups}")
+    return n_heads, rows, columns
+
+
+def _check_values(weight: Weight, n: int) -> None:
+    if prod(weight.shape) != n or weight.shape[0] != n:
+        raise KernelError(f"tensor {weight.name} has the shape {list(weight.shape)}, but {n} values are needed")
+
+
+def _check_state(state: RecurrentState, shape: tuple[int, ...]) -> None:
+    if state.shape != shape:
+        raise KernelError(f"a state {list(state.shape)} of layer {state.layer} was given where {list(shape)} is kept")
+
+
 @dataclass(frozen=True, eq=False)
 class Gated(Operation[Tensor]):
-    """activation(gate) * up; ``activation`` is one of `ACTIVATIONS`, gelu in its tanh form.
+    """activation(gate) * up; ``activation`` is one of `ACTIVATIONS`.
 
-    Source: arXiv:2002.05202.
+    "gelu" is its tanh form, "relu2" relu(gate)²; and "clamped_swiglu" gpt-oss's
+    g * σ(1.702 g) * (u + 1), where g is at most 7, and u within ±7.  Source: arXiv:2002.05202.
     """
 
     gate: Tensor
@@ -474,8 +741,7 @@ class Gated(Operation[Tensor]):
 
     @cached_property
     def result(self) -> Tensor:
-        if self.activation not in ACTIVATIONS:
-            raise KernelError(f"there is no activation {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+        _check_choice("activation", self.activation, ACTIVATIONS)
         _check_rows(self.gate.rows, self.up)
         if self.gate.width != self.up.width:
             raise KernelError(f"a gate of {self.gate.width} values does not fit {self.up.width} values")
@@ -483,25 +749,72 @@ class Gated(Operation[Tensor]):
 
 
 @dataclass(frozen=True, eq=False)
+class Activation(Operation[Tensor]):
+    """activation(x), one of `UNGATED`."""
+
+    x: Tensor
+    activation: str
+    overwrites = "x"
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_choice("activation without a gate", self.activation, UNGATED)
+        return Tensor(self.x.rows, self.x.width)
+
+
+def _check_choice(what: str, chosen: str, known: tuple[str, ...]) -> None:
+    if chosen not in known:
+        raise KernelError(f"there is no {what} {chosen!r}; choose one of {', '.join(known)}")
+
+
+@dataclass(frozen=True, eq=False)
 class Route(Operation[Routing]):
     """The k experts that each token goes to: those of its largest logits [T, E], of equals the lowest first.
 
-    Their weights are the softmax over all experts, or with ``norm_topk_prob`` over those k alone, times ``scale``.
-    All layers of a graph have the same k.  Source: arXiv:2401.04088 (Mixtral).
+    Their weights are their probabilities, times ``scale``: softmax or sigmoid of the logits, or √softplus; with
+    ``norm_topk_prob`` divided by their sum, so that softmax is one over those k alone.  ``expert_scales`` [E] are
+    further factors of the weights.
+
+    With ``selection_bias`` [E], those of the largest sums of probability and bias are chosen.  With ``n_groups`` of
+    E / n_groups neighbours, only the experts of ``n_top_groups`` of them can be: of the groups whose two best
+    probabilities (with bias) have the largest sums.
+
+    All layers of a graph have the same k.  Sources: arXiv:2401.04088 (Mixtral), arXiv:2412.19437 (DeepSeek V3).
     """
 
     logits: Tensor
     k: int
     norm_topk_prob: bool
     scale: float = 1.0
+    gating: str = "softmax"
+    selection_bias: Weight | None = None
+    n_groups: int = 1
+    n_top_groups: int = 1
+    expert_scales: Weight | None = None
+
+    @property
+    def is_by_logits(self) -> bool:
+        """Whether it is by logits alone that experts are chosen, and weighed with softmax."""
+        return self.gating == "softmax" and self.selection_bias is None and self.n_groups == 1
 
     @cached_property
     def result(self) -> Routing:
+        n = self.logits.width
         _check_rows(Rows.TOKENS, self.logits)
+        _check_choice("gating", self.gating, GATINGS)
+        for weight in (self.selection_bias, self.expert_scales):
+            if weight is not None:
+                _check_values(weight, n)
         if not 1 <= self.k <= self.logits.width:
             raise KernelError(
                 f"{self.k} of {self.logits.width} experts cannot be chosen: 1 to {self.logits.width} can"
             )
+        if not 1 <= self.n_groups <= min(MAX_GROUPS, n // 2 or 1) or n % self.n_groups:
+            raise KernelError(
+                f"{n} experts cannot be {self.n_groups} groups of at least two, of at most {MAX_GROUPS}"
+            )
+        if not 1 <= self.n_top_groups <= self.n_groups or self.k > n // self.n_groups * self.n_top_groups:
+            raise KernelError(f"{self.k} experts cannot be chosen of {self.n_top_groups} in {self.n_groups} groups")
         return Routing(self.logits.width, self.k)
 
 
@@ -510,18 +823,26 @@ class ExpertLinears(Operation[tuple[Tensor, ...]]):
     """Each token of x [T, d] times several weights [E, n_out, d], such as gate and up, of each expert it goes to.
 
     Gives a row for each token and expert, in an order of the backend's own, which `Gated` and `ExpertOutput` can be
-    given.
+    given.  ``biases``, one for each weight or none at all, are [E, n_out].  Where ``is_weighted``, a token's row is
+    multiplied with its weight for the expert first, as in Llama 4.
     """
 
     x: Tensor
     experts: tuple[Weight, ...]
     routing: Routing
+    biases: tuple[Weight, ...] = ()
+    is_weighted: bool = False
+    float_rows = ("biases",)
 
     @cached_property
     def result(self) -> tuple[Tensor, ...]:
         _check_rows(Rows.TOKENS, self.x)
-        for weight in self.experts:
-            _check_experts(weight, self.x, self.routing)
+        if len(self.biases) not in (0, len(self.experts)):
+            raise KernelError(
+                f"{len(self.biases)} biases do not fit {len(self.experts)} matrices: each has one, or none"
+            )
+        for i, weight in enumerate(self.experts):
+            _check_experts(weight, self.x, self.routing, self.biases[i] if self.biases else None)
         return tuple(Tensor(Rows.CHOSEN, weight.shape[1]) for weight in self.experts)
 
 
@@ -529,29 +850,35 @@ class ExpertLinears(Operation[tuple[Tensor, ...]]):
 class ExpertOutput(Operation[Tensor]):
     """Each row of h times the weight [E, d, n_in] of its expert; of each token the weighted sum, plus residual.
 
-    Gives [T, d].  A token's best expert is added up first.
+    Gives [T, d].  A token's best expert is added up first.  ``bias`` is [E, d].  Where ``is_weighted`` is not set,
+    rows are added up as they are.
     """
 
     h: Tensor
     experts: Weight
     routing: Routing
     residual: Tensor
+    bias: Weight | None = None
+    is_weighted: bool = True
     overwrites = "residual"
+    float_rows = ("bias",)
 
     @cached_property
     def result(self) -> Tensor:
         _check_rows(Rows.CHOSEN, self.h)
-        _check_experts(self.experts, self.h, self.routing)
+        _check_experts(self.experts, self.h, self.routing, self.bias)
         _check_residual(self.residual, Rows.TOKENS, self.experts.shape[1])
         return Tensor(Rows.TOKENS, self.residual.width)
 
 
-def _check_experts(weight: Weight, x: Tensor, routing: Routing) -> None:
+def _check_experts(weight: Weight, x: Tensor, routing: Routing, bias: Weight | None) -> None:
     _check_dimensions(weight, 3)
     if (weight.shape[0], weight.shape[2]) != (routing.n_experts, x.width):
         raise KernelError(
             f"matrices {list(weight.shape)} do not fit rows of {x.width} values for {routing.n_experts} experts"
         )
+    if bias is not None and bias.shape != weight.shape[:2]:
+        raise KernelError(f"matrices {list(weight.shape)} of experts cannot have biases {list(bias.shape)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -598,30 +925,59 @@ class Graph:
     Attributes:
         cache_type: what the layers' caches keep keys and values in.
         nodes: the operations, in execution order.
-        caches: what each layer keeps.
+        caches: what each layer keeps of every token.
+        states: what each layer keeps of every sequence.
+        windows: those of all caches of the whole graph.  Caches of one window form a **group**, numbered as here,
+            with pages and block tables of its own.  Group 0 keeps all tokens, whether or not a layer is in it.
         layer: where the operations that are added belong.
     """
 
     cache_type: CacheType = "f16"
     nodes: list[Node] = field(default_factory=list)
     caches: dict[int, KVCache] = field(default_factory=dict)
+    states: dict[int, tuple[RecurrentState, ...]] = field(default_factory=dict)
+    windows: list[int | None] = field(default_factory=lambda: [None])
     layer: Layer = "embedding"
     _known: set[Value] = field(default_factory=set)
     _consumed: set[Value] = field(default_factory=set)
 
     def kv_cache(
-        self, n_heads: int, key_dim: int, value_dim: int | None = None, *, values_in_keys: bool = False
+        self,
+        n_heads: int,
+        key_dim: int,
+        value_dim: int | None = None,
+        *,
+        window: int | None = None,
+        values_in_keys: bool = False,
     ) -> KVCache:
         """Declares that the layer keeps keys and values of so many heads; without ``value_dim``, both are as long."""
         value_dim = key_dim if value_dim is None else value_dim
         if not isinstance(self.layer, int) or self.layer in self.caches:
             raise KernelError(f"a cache cannot be declared in {self.layer}: each layer has at most one")
+        if window is not None and window < 1:
+            raise KernelError(f"a cache cannot have a window of {window} tokens: give at least 1")
         if values_in_keys and value_dim > key_dim:
             raise KernelError(f"{value_dim} values cannot be the first ones of {key_dim}")
-        self.caches[self.layer] = KVCache(
-            self.layer, n_heads, key_dim, value_dim, self.cache_type, values_in_keys=values_in_keys
-        )
+        cache = KVCache(self.layer, n_heads, key_dim, value_dim, self.cache_type, window, values_in_keys)
+        self.caches[self.layer] = cache
+        if window not in self.windows:
+            self.windows.append(window)
         return self.caches[self.layer]
+
+    def group(self, cache: KVCache) -> int:
+        """The number of the group that a cache belongs to."""
+        return self.windows.index(cache.window)
+
+    def state(self, name: str, *shape: int) -> RecurrentState:
+        """Declares that the layer keeps so many values of each sequence, for one operation."""
+        if not isinstance(self.layer, int):
+            raise KernelError(f"a state cannot be declared in {self.layer}: layers have them")
+        state = RecurrentState(self.layer, name, shape)
+        others = self.states.get(self.layer, ())
+        if any(other.name == name for other in others):
+            raise KernelError(f"layer {self.layer} already has a state called {name!r}")
+        self.states[self.layer] = (*others, state)
+        return state
 
     def add(self, operation: Operation[R]) -> R:
         """Records an operation, and gives what it computes.
@@ -638,6 +994,11 @@ class Graph:
         if isinstance(operation, Route):
             for k in {r.k for r in self._known if isinstance(r, Routing)} - {operation.k}:
                 raise KernelError(f"layers with {k} and with {operation.k} experts to a token cannot be mixed")
+        for state in operation.states:
+            if state not in self.states.get(state.layer, ()) or any(state in n.operation.states for n in self.nodes):
+                raise KernelError(
+                    f"the state {state.name!r} of layer {state.layer} is for one operation of its graph"
+                )
         result = operation.result
         self._known.update(operation.results)
         self._consumed.update(getattr(operation, name) for name in operation.consumes)
@@ -670,7 +1031,10 @@ class Graph:
             KernelError: something else than one tensor with a row for each token crosses into it, or a layer of it
                 uses the keys and values of one that is not.
         """
-        part = Graph(self.cache_type, caches={n: c for n, c in self.caches.items() if n in layers})
+        part = Graph(self.cache_type)
+        part.caches = {n: c for n, c in self.caches.items() if n in layers}
+        part.states = {n: s for n, s in self.states.items() if n in layers}
+        part.windows = self.windows
         ends = {"embedding": layers.start == 0, "output": layers.stop == self.n_layers}
         part.nodes = [n for n in self.nodes if (n.layer in layers if isinstance(n.layer, int) else ends[n.layer])]
         for node in part.nodes:

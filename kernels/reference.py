@@ -6,8 +6,9 @@ itself, so that it has the same bits in whatever batch it comes.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -26,6 +27,7 @@ from localllm.kernels.backend import (
     Progress,
     Step,
     WeightUse,
+    check_cache,
     check_operations,
     input_rows,
     weights_of,
@@ -35,6 +37,7 @@ from localllm.kernels.embedding import CopiedTable
 from localllm.kernels.graph import (
     Graph,
     KVCache,
+    RecurrentState,
     Rope,
     Rows,
     Tensor,
@@ -58,7 +61,9 @@ class ReferenceBackend(Backend):
     name = "reference"
     page_size = 16
 
-    def footprint(self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int) -> Footprint:
+    def footprint(
+        self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
+    ) -> Footprint:
         check_operations(graph, _OPERATIONS, self.name)
         n_rows = {Rows.TOKENS: max_tokens, Rows.OUTPUTS: max_outputs, Rows.CHOSEN: max_tokens * graph.n_chosen()}
         tensors = {x for node in graph.nodes for x in node.operation.results}
@@ -68,16 +73,26 @@ class ReferenceBackend(Backend):
             for node in graph.nodes
         ]
         caches = {
-            layer: sum(map(prod, _kept_shapes(cache, n_pages, self.page_size))) * _kept_type(cache)().itemsize
-            for layer, cache in graph.caches.items()
+            layer: sum(map(prod, _kept_shapes(c, n_pages[graph.group(c)], self.page_size))) * _kept_type(c)().itemsize
+            for layer, c in graph.caches.items()
         }
+        for layer, states in graph.states.items():
+            caches[layer] = caches.get(layer, 0) + sum(4 * n_states * state.n_values for state in states)
         return Footprint(tuple(map(_packed, weights_of(graph))), caches, assign(stages))
 
     def compile(
-        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, progress: Progress | None = None
+        self,
+        graph: Graph,
+        *,
+        n_pages: tuple[int, ...],
+        max_tokens: int,
+        max_outputs: int,
+        n_states: int = 0,
+        progress: Progress | None = None,
     ) -> ReferenceStep:
         check_operations(graph, _OPERATIONS, self.name)
-        return ReferenceStep(graph, n_pages, self.page_size, (max_tokens, max_outputs), progress)
+        check_cache(graph, n_pages, n_states)
+        return ReferenceStep(graph, n_pages, n_states, self.page_size, (max_tokens, max_outputs), progress)
 
 
 def _packed(use: WeightUse) -> PackedWeight:
@@ -103,20 +118,33 @@ def _kept_shapes(cache: KVCache, n_pages: int, page_size: int) -> tuple[tuple[in
 
 @dataclass(frozen=True)
 class ReferencePages:
-    """Of each layer, keys [n_pages, page_size, G, key_dim] and values."""
+    """Of each layer, keys [n_pages, page_size, G, key_dim] and values; and of each state [n_states, …]."""
 
+    graph: Graph
     layers: dict[int, tuple[Array, Array]]
     page_size: int
-    n_pages: int
+    n_pages: tuple[int, ...]
+    states: dict[RecurrentState, Array]
+    n_states: int
+
+    @property
+    def windows(self) -> list[int | None]:
+        return self.graph.windows
 
     @property
     def n_bytes(self) -> int:
-        return sum(part.nbytes for parts in self.layers.values() for part in parts)
+        pages = sum(part.nbytes for parts in self.layers.values() for part in parts)
+        return pages + sum(state.nbytes for state in self.states.values())
 
-    def copy_page(self, source: int, target: int) -> None:
-        for parts in self.layers.values():
-            for part in parts:
-                part[target] = part[source]
+    def copy_state(self, source: int, target: int) -> None:
+        for state in self.states.values():
+            state[target] = state[source]
+
+    def copy_page(self, group: int, source: int, target: int) -> None:
+        for layer, cache in self.graph.caches.items():
+            if self.graph.group(cache) == group:
+                for part in self.layers[layer]:
+                    part[target] = part[source]
 
 
 class ReferenceStep(Step):
@@ -125,16 +153,23 @@ class ReferenceStep(Step):
     cache: ReferencePages
 
     def __init__(
-        self, graph: Graph, n_pages: int, page_size: int, limits: tuple[int, int], progress: Progress | None
+        self,
+        graph: Graph,
+        n_pages: tuple[int, ...],
+        n_states: int,
+        page_size: int,
+        limits: tuple[int, int],
+        progress: Progress | None,
     ) -> None:
         self._graph, self._limits = graph, limits
         self._last_uses = graph.last_uses()
         self._in_step = threading.Lock()
-        kept: dict[int, tuple[Array, Array]] = {}
+        layers: dict[int, tuple[Array, Array]] = {}
         for n, cache in graph.caches.items():
-            keys, values = _kept_shapes(cache, n_pages, page_size)
-            kept[n] = np.zeros(keys, _kept_type(cache)), np.zeros(values, _kept_type(cache))
-        self.cache = ReferencePages(kept, page_size, n_pages)
+            keys, values = _kept_shapes(cache, n_pages[graph.group(cache)], page_size)
+            layers[n] = np.zeros(keys, _kept_type(cache)), np.zeros(values, _kept_type(cache))
+        states = {s: np.zeros((n_states, *s.shape), np.float32) for of in graph.states.values() for s in of}
+        self.cache = ReferencePages(graph, layers, page_size, n_pages, states, n_states if states else 0)
         self._arrays: dict[Weight, Array] = {}
         self._tables: dict[Weight, CopiedTable] = {}
         uses = weights_of(graph)
@@ -151,10 +186,10 @@ class ReferenceStep(Step):
 
     def run(self, batch: Batch, hidden: Output | None = None) -> Output:
         batch.check_size(*self._limits)
-        batch.check(self.cache.page_size, self.cache.n_pages)
+        batch.check(self.cache)
         # Weights of any size make numbers of any size: the results are then what IEEE 754 says, as on others.
         with self._in_step, np.errstate(all="ignore"):
-            run = _Run(batch, hidden, self.cache, self._arrays, self._tables)
+            run = _Run(batch, hidden, self.cache, self._graph, self._arrays, self._tables)
             for i, node in enumerate(self._graph.nodes):
                 operation = node.operation
                 result = _OPERATIONS[type(operation)](run, operation)
@@ -180,6 +215,7 @@ class _Run:
     batch: Batch
     hidden: Output | None
     cache: ReferencePages
+    graph: Graph
     arrays: Mapping[Weight, Array]
     tables: Mapping[Weight, CopiedTable]
     values: dict[Value, Any] = field(default_factory=dict)
@@ -191,10 +227,33 @@ class _Run:
         self.batch.check_ids(op.table.shape[0])
         ids, table = self.batch.ids, self.tables.get(op.table)
         rows: Array = self.arrays[op.table][ids] if table is None else table.rows(ids)
+        if op.columns is not None:
+            rows = rows[:, op.columns.start : op.columns.stop]
         return rows * np.float32(op.scale)
 
     def rms_norm(self, op: g.RMSNorm) -> Array:
-        return normed(self.values[op.x], self.arrays[op.weight], op.eps)
+        x = self.values[op.x].reshape(-1, op.n_groups, op.x.width // op.n_groups)
+        weight = np.float32(1) if op.weight is None else self.arrays[op.weight]
+        if op.weight is not None and op.weight.shape == (op.x.width,):
+            weight = weight.reshape(op.n_groups, -1)
+        return normed(x, weight, op.eps).reshape(-1, op.x.width)
+
+    def layer_norm(self, op: g.LayerNorm) -> Array:
+        x = self.values[op.x]
+        y = normed(x - x.mean(axis=-1, keepdims=True), self.arrays[op.weight], op.eps)
+        if op.bias is not None:
+            y += self.arrays[op.bias]
+        return y
+
+    def add(self, op: g.Add) -> Array:
+        factor = np.float32(op.scale) if op.gate is None else np.float32(op.scale) * sigmoid(self.values[op.gate])
+        y: Array = self.values[op.x] * factor + self.values[op.residual]
+        return y
+
+    def scale(self, op: g.Scale) -> Array:
+        factor = np.float32(op.factor) if op.weight is None else np.float32(op.factor) * self.arrays[op.weight]
+        y: Array = self.values[op.x] * factor
+        return y
 
     def linear(self, op: g.Linear) -> Array:
         y = self._product(op.x, op.matrix)
@@ -217,13 +276,14 @@ class _Run:
             q = q * position_factors(op.q_scale, batch.positions)[:, None, None]
         k = None if op.k is None else self._turned(op.k, cache.key_dim, op.k_norm, op.rope, norm_last=op.norm_last)
         v = None if op.v is None else self._turned(op.v, cache.value_dim, op.v_norm, None)
+        tables = batch.block_tables[self.graph.group(cache)]
         rounded = in_q8_0 if cache.type == "q8_0" else in_range
         for x, kept in zip((k, v), self.cache.layers[cache.layer], strict=True):
             if x is None:
                 continue
             for s, (start, stop, _) in enumerate(batch.sequences()):
                 page, place = np.divmod(batch.positions[start:stop], page_size)
-                kept[batch.block_tables[s, page], place] = rounded(x[start:stop], kept.dtype)
+                kept[tables[s, page], place] = rounded(x[start:stop], kept.dtype)
         turned: Array = q.reshape(len(q), -1)
         return turned
 
@@ -242,6 +302,7 @@ class _Run:
 
     def attention(self, op: g.Attention) -> Array:
         batch, cache = self.batch, op.cache
+        tables = batch.block_tables[self.graph.group(cache)]
         keys, values = self.cache.layers[cache.layer]
         if cache.values_in_keys:
             values = keys[..., : cache.value_dim]
@@ -254,7 +315,7 @@ class _Run:
                 reach = op.window or kv_length
                 begin = position - position % op.chunk if op.chunk else max(0, position - reach + 1)
                 seen = np.arange(begin, position + 1 if op.causal else min(kv_length, position + reach))
-                page, place = batch.block_tables[s, seen // self.cache.page_size], seen % self.cache.page_size
+                page, place = tables[s, seen // self.cache.page_size], seen % self.cache.page_size
                 own_keys, own_values = (
                     part[page, place].astype(np.float32) for part in (keys, values)
                 )  # [L, G, dim]
@@ -266,37 +327,122 @@ class _Run:
                 out[t] = np.einsum("ghl,lgd->ghd", softmax(scores)[..., : len(seen)], own_values)
         return out.reshape(len(q), -1)
 
-    def gated(self, op: g.Gated) -> Array:
-        y: Array = ACTIVATIONS[op.activation](self.values[op.gate]) * self.values[op.up]
+    def causal_conv(self, op: g.CausalConv) -> Array:
+        x, weight = self.values[op.x], self.arrays[op.weight]
+        kernel, y = weight.shape[1], np.empty_like(x)
+        for start, stop, state in self._states(op.state):
+            inputs = np.concatenate([state, x[start:stop]])
+            y[start:stop] = sum(weight[:, j] * inputs[j : j + stop - start] for j in range(kernel))
+            state[:] = inputs[len(inputs) - kernel + 1 :]
+        if op.bias is not None:
+            y += self.arrays[op.bias]
+        return silu(y) if op.silu else y
+
+    def gated_delta(self, op: g.GatedDelta) -> Array:
+        n_heads, d_k, d_v = op.state.shape
+        keys = op.n_key_heads * d_k
+        q, k, v = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
+        q, k = (x.reshape(-1, op.n_key_heads, d_k) for x in (q, k))
+        q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + np.float32(op.eps)) for x in (q, k))
+        each, all_of_them = (n_heads // op.n_key_heads, 1) if op.is_grouped else (1, n_heads // op.n_key_heads)
+        q, k = (np.tile(np.repeat(x, each, axis=1), (1, all_of_them, 1)) for x in (q / np.float32(np.sqrt(d_k)), k))
+        steps = softplus(self.values[op.decay] + self.arrays[op.dt_bias]).reshape(len(q), n_heads, -1)
+        decay = np.exp(steps * self.arrays[op.a].reshape(-1, 1))  # [T, H, 1 or d_k]
+        beta = sigmoid(self.values[op.beta])
+        return self._recurrence(op.state, q, k, v.reshape(-1, n_heads, d_v), decay, beta)
+
+    def scan(self, op: g.Scan) -> Array:
+        n_heads, n, p = op.state.shape
+        x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
+        b, c = (np.repeat(y.reshape(-1, op.n_groups, n), n_heads // op.n_groups, axis=1) for y in (b, c))
+        x = x.reshape(-1, n_heads, p)
+        step = softplus(self.values[op.dt] + self.arrays[op.dt_bias])[..., None]  # [T, H, 1]
+        decay = np.exp(step * self.arrays[op.a].reshape(-1, 1))
+        y = self._recurrence(op.state, c, b, step * x, decay, None)
+        y += (self.arrays[op.d].reshape(-1, 1) * x).reshape(y.shape)
         return y
+
+    def _recurrence(
+        self, kept: RecurrentState, q: Array, k: Array, v: Array, decay: Array, beta: Array | None
+    ) -> Array:
+        """Token after token; with ``beta``, what a state already has of a key's value is taken from it."""
+        out = np.empty_like(v)
+        for start, stop, state in self._states(kept):
+            for t in range(start, stop):
+                state *= decay[t][..., None]
+                new = v[t] if beta is None else beta[t][:, None] * (v[t] - np.einsum("hkv,hk->hv", state, k[t]))
+                state += k[t][:, :, None] * new[:, None]
+                out[t] = np.einsum("hkv,hk->hv", state, q[t])
+        return out.reshape(len(out), -1)
+
+    def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[Array]:
+        places = zip(g.side_by_side(tensors, widths), widths, strict=True)
+        return [self.values[x][:, first : first + width] for (x, first), width in places]
+
+    def _states(self, state: RecurrentState) -> Iterator[tuple[int, int, Array]]:
+        """Of each sequence, its rows in the batch, and its state, zeros if it begins."""
+        for s, (start, stop, length) in enumerate(self.batch.sequences()):
+            values = self.cache.states[state][self.batch.states[s]]
+            if length == stop - start:
+                values[:] = 0
+            yield start, stop, values
+
+    def gated(self, op: g.Gated) -> Array:
+        gate, up = self.values[op.gate], self.values[op.up]
+        if op.activation == "clamped_swiglu":
+            return clamped_swiglu(gate, up)
+        y: Array = ACTIVATIONS[op.activation](gate) * up
+        return y
+
+    def activation(self, op: g.Activation) -> Array:
+        return ACTIVATIONS[op.activation](self.values[op.x])
 
     def route(self, op: g.Route) -> ChosenExperts:
         logits = self.values[op.logits]
-        ids = np.argsort(-logits, axis=1, kind="stable")[:, : op.k]
-        if op.norm_topk_prob:
+        probabilities = GATINGS[op.gating](logits)
+        scores = logits if op.is_by_logits else probabilities
+        if op.selection_bias is not None:
+            scores = scores + self.arrays[op.selection_bias]
+        if op.n_groups > 1:
+            groups = scores.reshape(len(scores), op.n_groups, -1)
+            two_best = np.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
+            worse = np.argsort(-two_best, axis=1, kind="stable")[:, op.n_top_groups :]
+            np.put_along_axis(groups := groups.copy(), worse[:, :, None], -np.inf, axis=1)
+            scores = groups.reshape(scores.shape)
+        ids = np.argsort(-scores, axis=1, kind="stable")[:, : op.k]
+        weights = np.take_along_axis(probabilities, ids, axis=1)
+        if op.norm_topk_prob and op.gating == "softmax":
             weights = softmax(np.take_along_axis(logits, ids, axis=1))
-        else:
-            weights = np.take_along_axis(softmax(logits), ids, axis=1)
-        return ChosenExperts(ids, weights * op.scale)
+        elif op.norm_topk_prob:
+            weights = weights / weights.sum(axis=1, keepdims=True)
+        if op.expert_scales is not None:
+            weights = weights * self.arrays[op.expert_scales].reshape(-1)[ids]
+        return ChosenExperts(ids, weights * np.float32(op.scale))
 
     def expert_linears(self, op: g.ExpertLinears) -> tuple[Array, ...]:
         rows = np.repeat(self.values[op.x], op.routing.k, axis=0)
-        return tuple(self._expert_product(rows, experts, op.routing) for experts in op.experts)
+        if op.is_weighted:
+            rows = rows * self.values[op.routing].weights.reshape(-1, 1)
+        biases = op.biases or (None,) * len(op.experts)
+        return tuple(self._expert_product(rows, *each, op.routing) for each in zip(op.experts, biases, strict=True))
 
     def expert_output(self, op: g.ExpertOutput) -> Array:
         routing, residual = self.values[op.routing], self.values[op.residual]
-        products = self._expert_product(self.values[op.h], op.experts, op.routing).reshape(*routing.ids.shape, -1)
+        products = self._expert_product(self.values[op.h], op.experts, op.bias, op.routing)
+        products = products.reshape(*routing.ids.shape, -1)
+        weights = routing.weights if op.is_weighted else np.ones_like(routing.weights)
         total = np.zeros_like(residual)  # [T, d], of products [T, k, d]
         for rank in range(op.routing.k):
-            total += routing.weights[:, rank, None] * products[:, rank]
+            total += weights[:, rank, None] * products[:, rank]
         y: Array = total + residual
         return y
 
-    def _expert_product(self, rows: Array, experts: Weight, routing: g.Routing) -> Array:
-        """Rows [T * k, n_in], each times the matrix of its expert."""
-        matrices = self.arrays[experts]
-        pairs = zip(rows, self.values[routing].ids.reshape(-1), strict=True)
-        return np.array([matrices[expert] @ row for row, expert in pairs], np.float32).reshape(-1, matrices.shape[1])
+    def _expert_product(self, rows: Array, experts: Weight, bias: Weight | None, routing: g.Routing) -> Array:
+        """Rows [T * k, n_in], each times the matrix of its expert, with its bias."""
+        matrices, ids = self.arrays[experts], self.values[routing].ids.reshape(-1)
+        pairs = zip(rows, ids, strict=True)
+        y = np.array([matrices[expert] @ row for row, expert in pairs], np.float32).reshape(-1, matrices.shape[1])
+        return y if bias is None else y + self.arrays[bias][ids]
 
     def softcap(self, op: g.Softcap) -> Array:
         return soft_capped(self.values[op.x], op.cap)
@@ -310,10 +456,17 @@ _OPERATIONS: dict[type[g.Operation[Any]], Callable[[_Run, Any], Any]] = {
     g.Input: _Run.input,
     g.Embed: _Run.embed,
     g.RMSNorm: _Run.rms_norm,
+    g.LayerNorm: _Run.layer_norm,
+    g.Add: _Run.add,
+    g.Scale: _Run.scale,
+    g.Activation: _Run.activation,
     g.Linear: _Run.linear,
     g.Linears: _Run.linears,
     g.RopeAppend: _Run.rope_append,
     g.Attention: _Run.attention,
+    g.CausalConv: _Run.causal_conv,
+    g.GatedDelta: _Run.gated_delta,
+    g.Scan: _Run.scan,
     g.Gated: _Run.gated,
     g.Route: _Run.route,
     g.ExpertLinears: _Run.expert_linears,
@@ -326,7 +479,7 @@ _OPERATIONS: dict[type[g.Operation[Any]], Callable[[_Run, Any], Any]] = {
 # -- Formulas --------------------------------------------------------------------------------------------------------
 
 
-def normed(x: Array, weight: Array, eps: float) -> Array:
+def normed(x: Array, weight: Array | np.float32, eps: float) -> Array:
     """x / sqrt(mean(x²) + eps) * weight."""
     mean_square: Array = np.mean(x * x, axis=-1, keepdims=True)
     return x / np.sqrt(mean_square + np.float32(eps)) * weight
@@ -386,6 +539,19 @@ def soft_capped(x: Array, cap: float) -> Array:
     return y
 
 
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x))."""
+    with np.errstate(over="ignore"):
+        y: Array = 1 / (1 + np.exp(-x))
+    return y
+
+
+def softplus(x: Array) -> Array:
+    """log(1 + exp(x))."""
+    y: Array = np.logaddexp(x, np.float32(0))
+    return y
+
+
 def silu(x: Array) -> Array:
     """x * sigmoid(x).  Source: arXiv:1702.03118."""
     with np.errstate(over="ignore"):  # exp(-x) may be inf: the result is then -0
@@ -399,4 +565,47 @@ def gelu(x: Array) -> Array:
     return y
 
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": silu, "gelu": gelu}
+def gelu_erf(x: Array) -> Array:
+    """x * Φ(x), of the normal distribution.  Source: arXiv:1606.08415."""
+    erf = np.vectorize(math.erf, otypes=[np.float64])
+    y: Array = (x * 0.5 * (1 + erf(x / np.sqrt(2)))).astype(np.float32)
+    return y
+
+
+def relu2(x: Array) -> Array:
+    """max(x, 0)².  Source: Primer, arXiv:2109.08668."""
+    y: Array = np.square(np.maximum(x, 0))
+    return y
+
+
+def clamped_swiglu(gate: Array, up: Array) -> Array:
+    """gpt-oss's."""
+    gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
+    y: Array = gate * sigmoid(np.float32(1.702) * gate) * (up + 1)
+    return y
+
+
+def sqrt_softplus(x: Array) -> Array:
+    """√log(1 + exp(x))."""
+    y: Array = np.sqrt(softplus(x))
+    return y
+
+
+def identity(x: Array) -> Array:
+    return x
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_erf": gelu_erf,
+    "relu2": relu2,
+    "sigmoid": sigmoid,
+    "identity": identity,
+}
+
+GATINGS: dict[str, Callable[[Array], Array]] = {
+    "softmax": softmax,
+    "sigmoid": sigmoid,
+    "sqrt_softplus": sqrt_softplus,
+}

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.backend import Backend, Batch, Cache, Output, Progress, Step, TopK
+from localllm.kernels.backend import Backend, Batch, Cache, HostOutput, Output, Progress, Step, TopK
 from localllm.kernels.graph import Graph
 
 #: Tokens of a micro-batch: enough for weights to be read seldom, and four of them in a step of 512.
@@ -35,17 +35,29 @@ class SplitCache:
 
     parts: tuple[Cache, ...]
     page_size: int
-    n_pages: int
+    n_pages: tuple[int, ...]
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        return self.parts[0].windows
+
+    @property
+    def n_states(self) -> int:
+        return max(part.n_states for part in self.parts)
 
     @property
     def n_bytes(self) -> int:
         return sum(part.n_bytes for part in self.parts)
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_page(self, group: int, source: int, target: int) -> None:
         for part in self.parts:
             n = self.page_size // part.page_size
             for i in range(n):
-                part.copy_page(n * source + i, n * target + i)
+                part.copy_page(group, n * source + i, n * target + i)
+
+    def copy_state(self, source: int, target: int) -> None:
+        for part in self.parts:
+            part.copy_state(source, target)
 
 
 def page_size(backends: Sequence[Backend]) -> int:
@@ -53,14 +65,20 @@ def page_size(backends: Sequence[Backend]) -> int:
     return lcm(*(backend.page_size for backend in backends))
 
 
+def smaller_pages(n_pages: tuple[int, ...], n: int) -> tuple[int, ...]:
+    """How many there are in each group if each is a run of ``n``."""
+    return tuple(n * each for each in n_pages)
+
+
 def compile_split(
     backends: Sequence[Backend],
     layers: Sequence[range],
     graph: Graph,
     *,
-    n_pages: int,
+    n_pages: tuple[int, ...],
     max_tokens: int,
     max_outputs: int,
+    n_states: int = 0,
     micro_batch: int = MICRO_BATCH,
     progress: Progress | None = None,
 ) -> Step:
@@ -78,9 +96,10 @@ def compile_split(
     steps = tuple(
         backend.compile(
             part,
-            n_pages=n_pages * (size // backend.page_size),
+            n_pages=smaller_pages(n_pages, size // backend.page_size),
             max_tokens=min(max_tokens, micro_batch),
             max_outputs=max_outputs,
+            n_states=n_states,
             progress=progress,
         )
         for backend, part in zip(backends, map(graph.part, layers), strict=True)
@@ -111,8 +130,8 @@ class SplitStep(Step):
 
     def run(self, batch: Batch, hidden: Output | None = None) -> Output:
         batch.check_size(*self._limits)
-        batch.check(self.cache.page_size, self.cache.n_pages)
-        return _SplitOutput(self, batch)
+        batch.check(self.cache)
+        return _SplitOutput(self, batch, hidden)
 
     def through(self, steps: Sequence[Step], batch: Batch, hidden: Output | None = None) -> Output:
         """What some of the steps, one after the other, make of a batch."""
@@ -129,10 +148,11 @@ class _SplitOutput(Output):
 
     step: SplitStep
     batch: Batch
+    hidden: Output | None
 
     def rows(self) -> NDArray[np.float32]:
         if len(self.batch.ids) <= self.step.micro_batch:
-            return self.step.through(self.step.steps, self.batch).rows()
+            return self.step.through(self.step.steps, self.batch, self.hidden).rows()
         logits = self.step.logits[: len(self.batch.outputs)]
 
         def take(rows: NDArray[np.int64], result: Output) -> None:
@@ -156,7 +176,9 @@ class _SplitOutput(Output):
         *first, last = self.step.steps
         pending: tuple[MicroBatch, Output] | None = None
         for micro in micro_batches(self.batch, self.step.micro_batch):
-            hidden = self.step.through(first, micro.batch) if first else None
+            hidden: Output | None = None if self.hidden is None else HostOutput(self.hidden.rows()[micro.tokens])
+            if first:
+                hidden = self.step.through(first, micro.batch, hidden)
             # The last step overwrites what it gave before: that is taken only now, for until then nobody had to wait.
             _take(pending, take)
             pending = micro, self.step.through([last], micro.batch, hidden)
@@ -178,6 +200,7 @@ class MicroBatch:
 
     batch: Batch
     rows: NDArray[np.int64]
+    tokens: slice
 
 
 def micro_batches(batch: Batch, n_tokens: int) -> list[MicroBatch]:
@@ -187,7 +210,7 @@ def micro_batches(batch: Batch, n_tokens: int) -> list[MicroBatch]:
     """
     n = len(batch.ids)
     if n <= n_tokens:
-        return [MicroBatch(batch, np.arange(len(batch.outputs)))]
+        return [MicroBatch(batch, np.arange(len(batch.outputs)), slice(0, n))]
     even = -(-n // -(-n // n_tokens))
     size = min(n_tokens, -(-even // _WHOLE_TILES) * _WHOLE_TILES)
     return [_tokens(batch, start, min(start + size, n)) for start in range(0, n, size)]
@@ -204,15 +227,16 @@ def _tokens(batch: Batch, start: int, stop: int) -> MicroBatch:
         positions=batch.positions[start:stop],
         query_starts=np.append(starts[within], stop).astype(np.int32) - np.int32(start),
         kv_lengths=batch.positions[lasts] + np.int32(1),
-        block_tables=batch.block_tables[within],
+        block_tables=batch.block_tables[:, within],
+        states=batch.states[within] if len(batch.states) else batch.states,
         outputs=batch.outputs[rows] - np.int32(start),
     )
-    return MicroBatch(part, rows)
+    return MicroBatch(part, rows, slice(start, stop))
 
 
 def _in_smaller_pages(batch: Batch, n: int) -> Batch:
     """The batch over a cache each of whose pages is a run of ``n``."""
     if n == 1:
         return batch
-    tables = batch.block_tables[:, :, None] * n + np.arange(n, dtype=np.int32)
-    return replace(batch, block_tables=tables.reshape(len(tables), -1).astype(np.int32))
+    tables = batch.block_tables[:, :, :, None] * n + np.arange(n, dtype=np.int32)
+    return replace(batch, block_tables=tables.reshape(*tables.shape[:2], -1).astype(np.int32))

@@ -7,6 +7,7 @@ import os
 import queue
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
@@ -348,20 +349,32 @@ class LLM:
             options: as `generate`, but that ``progress`` is called with the completions done and begun.
 
         Raises:
-            TypeError, UsageError, ContextLengthError: as `generate`, when the first completion is asked for, or
-                where the prompt is taken: completions of prompts before it that were not yielded yet are lost.
+            TypeError, UsageError: an option is unknown or out of range.
+
+        What is wrong with a prompt is raised in its turn, after the completions of those before it; none behind it is
+        taken any more.
         """
-        progress = options.pop("progress", None)
         options.setdefault("priority", "background")
-        given, engine = CheckedOptions.of(options), self._opened()
+        given = CheckedOptions.of(options)
+        self._opened()
         if isinstance(prompts, str | bytes):
             raise UsageError("prompts is a text, but must be a list of prompts: use generate for a single one")
         if not isinstance(prompts, Iterable):
             raise UsageError(f"prompts is {prompts!r:.80}, but must be a list of prompts")
+        return self._generate_many(iter(prompts), add_special, parse_special, given)
+
+    def _generate_many(
+        self,
+        prompts: Iterator[str | Sequence[int]],
+        add_special: bool,
+        parse_special: bool,
+        given: CheckedOptions,
+    ) -> Iterator[Completion]:
+        engine, progress, given = self._opened(), given.progress, replace(given, progress=None)
         numbered = enumerate(prompts)
         refused: list[tuple[int, str | Sequence[int]]] = []
         streams: dict[int, Stream] = {}
-        done: dict[int, Completion] = {}
+        done: dict[int, Completion | Exception] = {}
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         n_begun = n_yielded = 0
         try:
@@ -370,21 +383,28 @@ class LLM:
                     reader = partial(Stream, on_end=partial(ended.put, i))
                     try:
                         streams[i] = self._stream(reader, prompt, add_special, parse_special, given)
-                    except QueueFullError:
-                        if not streams:
-                            raise
-                        refused = [(i, prompt)]  # it is tried again when one of ours has ended
+                    except Exception as error:
+                        if streams and isinstance(error, QueueFullError):
+                            refused = [(i, prompt)]  # it is tried again when one of ours has ended
+                        else:
+                            done[i], refused, numbered = error, [], enumerate(())
                         break
                     refused, n_begun = [], i + 1
+                while n_yielded in done:
+                    result = done.pop(n_yielded)
+                    if isinstance(result, Exception):
+                        raise result
+                    yield result
+                    n_yielded += 1
                 if not streams:
                     return
                 i = engine.wait_for(ended)
-                done[i] = streams.pop(i).read()
+                try:
+                    done[i] = streams.pop(i).read()
+                except Exception as error:
+                    done[i], refused, numbered = error, [], enumerate(())
                 if progress is not None:
                     progress(n_yielded + len(done), n_begun)
-                while n_yielded in done:
-                    yield done.pop(n_yielded)
-                    n_yielded += 1
         finally:
             for stream in streams.values():
                 stream.close()

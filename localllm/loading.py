@@ -375,7 +375,7 @@ def compile_model(model: Model, devices: Sequence[Device], placement: Placement,
     used = [device for device in devices if placement.layers_on(device.name)]
     backends = [device.backend for device in used]
     report, graph = of_stage(options.progress, "weights"), model.graph
-    sizes = StepSizes.of(placement.context, options.parallel, model.config.n_vocab, page_size(backends))
+    sizes = StepSizes.of(model, placement.context, options.parallel, page_size(backends))
     progress = None if report is None else _Counted(graph, report)
     limits = asdict(sizes)
     if len(used) == 1:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import lcm
 from typing import NamedTuple, Protocol
 
-from localllm.engine.runner import MAX_TOKENS, max_outputs, n_cache_pages
+from localllm.engine.runner import MAX_TOKENS, max_outputs, n_cache_pages, n_states
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.backend import Footprint, PackedWeight
 from localllm.kernels.cpu.host import memory_advice
 from localllm.kernels.graph import CacheType, Graph
-from localllm.kernels.split import MICRO_BATCH
+from localllm.kernels.split import MICRO_BATCH, smaller_pages
 from localllm.layers import NO_GPU, LayerRange, plan_layers
 from localllm.models.config import ModelConfig
 from localllm.models.registry import Model
@@ -187,7 +187,9 @@ class Plan:
 class Measure(Protocol):
     """Tells what a graph takes on a device: see `localllm.kernels.backend.Backend.footprint`."""
 
-    def __call__(self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int) -> Footprint: ...
+    def __call__(
+        self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
+    ) -> Footprint: ...
 
 
 @dataclass(frozen=True)
@@ -213,15 +215,16 @@ class DeviceBudget:
 class StepSizes:
     """What a step is compiled for: see `localllm.kernels.backend.Backend.compile`."""
 
-    n_pages: int
+    n_pages: tuple[int, ...]
     max_tokens: int
     max_outputs: int
+    n_states: int = 0
 
     @classmethod
-    def of(cls, context: int, parallel: int, n_vocab: int, page_size: int) -> StepSizes:
+    def of(cls, model: Model, context: int, parallel: int, page_size: int) -> StepSizes:
         """Those of an engine for ``parallel`` sequences of ``context`` tokens."""
-        n_tokens = min(MAX_TOKENS, context)
-        return cls(n_cache_pages(context, parallel, page_size), n_tokens, max_outputs(n_vocab, n_tokens))
+        n_tokens, n_pages = min(MAX_TOKENS, context), n_cache_pages(model.graph, context, parallel, page_size)
+        return cls(n_pages, n_tokens, max_outputs(model.config.n_vocab, n_tokens), n_states(model.graph, parallel))
 
 
 @dataclass(frozen=True)
@@ -297,14 +300,13 @@ class Planner:
     def footprint(self, device: str, layers: range, context: int) -> Footprint:
         """What a range of layers takes on a device; of a part of the layers, with micro-batches."""
         budget = next(each for each in self.devices if each.name == device)
-        sizes = StepSizes.of(context, self.parallel, self.config.n_vocab, self.page_size)
-        n_pages, n_tokens = sizes.n_pages * (self.page_size // budget.page_size), sizes.max_tokens
+        sizes = StepSizes.of(self.model, context, self.parallel, self.page_size)
+        sizes = replace(sizes, n_pages=smaller_pages(sizes.n_pages, self.page_size // budget.page_size))
         if len(layers) < self.config.n_layers:
-            n_tokens = min(n_tokens, MICRO_BATCH)
-        key = device, layers, replace(sizes, n_pages=n_pages, max_tokens=n_tokens)
+            sizes = replace(sizes, max_tokens=min(sizes.max_tokens, MICRO_BATCH))
+        key = device, layers, sizes
         if key not in self._known:
-            limits = {"max_tokens": n_tokens, "max_outputs": sizes.max_outputs}
-            self._known[key] = budget.footprint(self.model.graph.part(layers), n_pages=n_pages, **limits)
+            self._known[key] = budget.footprint(self.model.graph.part(layers), **asdict(sizes))
         return self._known[key]
 
     def _n_bytes(self, device: str, layers: range, context: int) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.engine import Engine
-from localllm.engine.request import Priority, Request
+from localllm.engine.request import Request
 from localllm.errors import QueueFullError
 from localllm.sampling import Choice
 
@@ -36,11 +36,11 @@ class Score:
 
 
 class Evaluation:
-    """A request for logits, which is under way."""
+    """A request for logits, which hands them over as they come."""
 
-    def __init__(
-        self, engine: Engine, ids: Sequence[int], first: int, on_rows: OnRows, *, priority: Priority = "normal"
-    ) -> None:
+    is_full = False
+
+    def __init__(self, engine: Engine, ids: Sequence[int], first: int, on_rows: OnRows) -> None:
         """Begins to evaluate ``ids``.
 
         Args:
@@ -51,8 +51,9 @@ class Evaluation:
             As `Engine.submit`.
         """
         self._engine = engine
-        self._output = _RowsOutput(on_rows)
-        self._request = Request(list(ids), self._output, logits_from=first, priority=priority)
+        self._on_rows = on_rows
+        self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._request = Request(list(ids), self, logits_from=first)
         engine.submit(self._request)
 
     def cancel(self) -> None:
@@ -66,7 +67,7 @@ class Evaluation:
             What ended it, such as a ClosedError; UsageError in the engine's own thread.
         """
         try:
-            error = self._engine.wait_for(self._output.ended)
+            error = self._engine.wait_for(self._ended)
         except BaseException:
             self.cancel()
             raise
@@ -76,15 +77,7 @@ class Evaluation:
             finally:
                 del error  # its traceback refers to this frame: what it holds would stay
 
-
-class _RowsOutput:
-    """Hands over logits as they come."""
-
-    is_full = False
-
-    def __init__(self, on_rows: OnRows) -> None:
-        self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._on_rows = on_rows
+    # -- What the engine calls (`Output`) --------------------------------------------------------------------------
 
     def progress(self, n_evaluated: int) -> None: ...
 
@@ -97,7 +90,7 @@ class _RowsOutput:
     def flush(self) -> None: ...
 
     def end(self, error: BaseException | None) -> None:
-        self.ended.put(error)
+        self._ended.put(error)
 
 
 def last_logits(engine: Engine, ids: Sequence[int], n: int) -> NDArray[np.float32]:

@@ -62,7 +62,7 @@ def attention(
     """
     d, head_dim, eps = config.n_embd, config.head_dim, config.norm_eps
     q_width, kv_width = config.n_heads * head_dim, config.n_kv_heads * head_dim
-    cache = g.kv_cache(config.n_kv_heads, head_dim)
+    cache = g.kv_cache(config.n_kv_heads, head_dim, window=config.sliding_window)
     y = g.add(RMSNorm(x, w.vector("attn_norm", d), eps))
     widths = {"attn_q": q_width, "attn_k": kv_width, "attn_v": kv_width}
     matrices = tuple(w.matrix(name, d, width, bias=qkv_bias) for name, width in widths.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from localllm.errors import UsageError
 from localllm.kernels.backend import (
@@ -16,11 +17,12 @@ from localllm.kernels.backend import (
     PackedWeight,
     Progress,
     Step,
+    check_cache,
     input_rows,
     weights_of,
 )
 from localllm.kernels.cpu.batch import N_TOKENS
-from localllm.kernels.cpu.cache import CPUCache, part_bytes
+from localllm.kernels.cpu.cache import CPUCache, cache_bytes
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.host import default_threads, most_threads
 from localllm.kernels.cpu.lowering import Lowered, lower
@@ -29,7 +31,7 @@ from localllm.kernels.cpu.program import Program, Workers
 from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.thread_choice import choose_threads
 from localllm.kernels.cpu.weights import PackedWeights, WeightLoader, planned_weight
-from localllm.kernels.graph import Graph
+from localllm.kernels.graph import Graph, Weight
 
 #: Tokens in a step up to which reading the weights takes longer than multiplying them.
 FEW_TOKENS = 4
@@ -75,29 +77,46 @@ class CPUBackend(Backend):
         self.kernel_progress = progress
         self._loader = WeightLoader(self.workers, self.target, progress)
 
-    def footprint(self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int) -> Footprint:
-        sizes = {"n_pages": n_pages, "max_tokens": max_tokens, "max_outputs": max_outputs}
-        return footprint(graph, target=self.target, threads=self.workers.n, **sizes)
+    def footprint(
+        self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
+    ) -> Footprint:
+        sizes = {"n_states": n_states, "max_tokens": max_tokens, "max_outputs": max_outputs}
+        return footprint(graph, target=self.target, threads=self.workers.n, n_pages=n_pages, **sizes)
 
     def compile(
-        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, progress: Progress | None = None
+        self,
+        graph: Graph,
+        *,
+        n_pages: tuple[int, ...],
+        max_tokens: int,
+        max_outputs: int,
+        n_states: int = 0,
+        progress: Progress | None = None,
     ) -> CPUStep:
+        check_cache(graph, n_pages, n_states)
         weights = PackedWeights()
         packed = tuple(weights.load(use, self._loader, progress) for use in weights_of(graph))
-        cache = CPUCache.allocate(graph.caches, n_pages, self.workers)
+        cache = CPUCache.allocate(graph, n_pages, n_states if graph.states else 0, self.workers)
         sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
         lowered = lower(graph, weights, cache, self.target, self.workers.n, **sizes)
         return CPUStep(self, lowered, weights, packed, cache)
 
 
 def footprint(
-    graph: Graph, *, target: Target, threads: int, n_pages: int, max_tokens: int, max_outputs: int
+    graph: Graph,
+    *,
+    target: Target,
+    threads: int,
+    n_pages: tuple[int, ...],
+    max_tokens: int,
+    max_outputs: int,
+    n_states: int = 0,
 ) -> Footprint:
     """As `Backend.footprint`, of a CPU that is not at work: on so many threads."""
-    cache = CPUCache(None, graph.caches, n_pages)
+    cache = CPUCache(None, graph, n_pages, n_states)
     sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
     lowered = lower(graph, PackedWeights(), cache, target, threads, **sizes)
-    caches = {layer: sum(part_bytes(kept, n_pages)) for layer, kept in graph.caches.items()}
+    caches = cache_bytes(graph, n_pages, n_states)
     return Footprint(tuple(map(planned_weight, weights_of(graph))), caches, lowered.arena_bytes)
 
 
@@ -118,7 +137,7 @@ class CPUStep(Step):
         self._tables, self._hidden, self._n_products = lowered.tables, lowered.hidden, lowered.n_products
         arena = aligned_zeros(lowered.arena_bytes, np.uint8)
         self._tables.bind(arena)
-        self._embeddings = [(weights.tables[w], scale, y.rows(arena)) for w, scale, y in lowered.embeddings]
+        self._embeddings = [(op, weights.tables[op.table], y.rows(arena)) for op, y in lowered.embeddings]
         self._hidden_rows = None if lowered.hidden is None else lowered.hidden.rows(arena)
         self._result, self._of_tokens = lowered.result.rows(arena), lowered.result.slot == N_TOKENS
         self._width = lowered.result.width
@@ -142,15 +161,20 @@ class CPUStep(Step):
     def _fill(self, batch: Batch, hidden: Output | None) -> None:
         """Puts a batch where the program reads it."""
         batch.check_size(self._tables.max_tokens, self._tables.max_outputs)
-        batch.check(PAGE, self.cache.n_pages)
-        for table, _, _ in self._embeddings:
+        batch.check(self.cache)
+        for _, table, _ in self._embeddings:
             batch.check_ids(table.shape[0])
         self._tables.fill(batch)
         n_tokens = len(batch.ids)
-        for table, scale, rows in self._embeddings:
-            found = table.rows(batch.ids)
-            rows[:n_tokens, : table.shape[1]] = found if scale == 1.0 else found * np.float32(scale)
-            rows[:n_tokens, table.shape[1] :] = 0
+        found: dict[Weight, NDArray[np.float32]] = {}
+        for op, table, rows in self._embeddings:
+            if op.table not in found:
+                found[op.table] = table.rows(batch.ids)
+            values, width = found[op.table], op.result.width
+            if op.columns is not None:
+                values = values[:, op.columns.start : op.columns.stop]
+            rows[:n_tokens, :width] = values if op.scale == 1.0 else values * np.float32(op.scale)
+            rows[:n_tokens, width:] = 0
         if self._hidden_rows is not None and self._hidden is not None:
             width = self._hidden.width
             self._hidden_rows[:n_tokens, :width] = input_rows(hidden, n_tokens, width)

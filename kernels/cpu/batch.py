@@ -19,7 +19,7 @@ MAX_PARTIAL_BYTES = 32 << 20
 
 # Numbers in a program's header: what counts units of work.  The last one is not the batch's, but what kernels find:
 # how many experts tokens go to.  Behind it come two of each `TileTable`.
-ALWAYS, N_TOKENS, N_OUTPUTS, N_CHOSEN, N_USED, _FIRST_TABLE = range(6)
+ALWAYS, N_TOKENS, N_OUTPUTS, N_CHOSEN, N_SEQUENCES, N_USED, _FIRST_TABLE = range(7)
 
 _TILE, _MERGED = 7, 5  # numbers of an entry
 
@@ -74,24 +74,29 @@ class BatchTables:
 
     Attributes:
         header: int64, the numbers above.
-        positions, starts: int32 [T] and [S], of tokens and of the first tokens of sequences.
-        slots: int64 [T], page * PAGE + place in the page.
+        positions, starts: int32 [T] and [S + 1], of tokens and of the first tokens of sequences.
+        states: int32 [S], slots of the sequences' states.
+        slots: of each group of caches int64 [T], page * PAGE + place in the page.
         output_rows: int32 [N].
-        block_tables: int32 [S, n_pages].
+        block_tables: of each group int32 [S, n_blocks].
+        n_blocks: pages that a sequence can have.
     """
 
-    def __init__(self, max_tokens: int, max_outputs: int, n_pages: int, n_chosen: int, threads: int) -> None:
-        self.max_tokens, self.max_outputs, self.n_pages = max_tokens, max_outputs, n_pages
+    def __init__(
+        self, max_tokens: int, max_outputs: int, n_pages: tuple[int, ...], n_chosen: int, threads: int
+    ) -> None:
+        self.max_tokens, self.max_outputs, self.n_blocks = max_tokens, max_outputs, n_pages[0]
         self._n_chosen, self._threads = n_chosen, threads
         self.header = Buffer(8 * _FIRST_TABLE, is_kept=True)
-        self.positions, self.starts = (Buffer(4 * max_tokens, is_kept=True) for _ in range(2))
-        self.slots = Buffer(8 * max_tokens, is_kept=True)
+        self.positions, self.states = (Buffer(4 * max_tokens, is_kept=True) for _ in range(2))
+        self.starts = Buffer(4 * (max_tokens + 1), is_kept=True)
+        self.slots = [Buffer(8 * max_tokens, is_kept=True) for _ in n_pages]
         self.output_rows = Buffer(4 * max_outputs, is_kept=True)
-        self.block_tables = Buffer(4 * max_tokens * n_pages, is_kept=True)
+        self.block_tables = [Buffer(4 * max_tokens * self.n_blocks, is_kept=True) for _ in n_pages]
         #: Those that every program reads.
         self.buffers = (
-            *(self.header, self.positions, self.starts, self.slots),
-            *(self.output_rows, self.block_tables),
+            *(self.header, self.positions, self.starts, self.states, *self.slots),
+            *(self.output_rows, *self.block_tables),
         )
         self._tables: dict[tuple[int, int, int, bool], TileTable] = {}
         self._ropes: dict[Rope, Buffer] = {}
@@ -106,7 +111,7 @@ class BatchTables:
         if key not in self._tables:
             few = 0 if self._threads == 1 else -(-2 * self._threads // n_kv_heads) - 1
             partial_bytes = n_kv_heads * TILE_ROWS * state_bytes(head)
-            most = min(few * -(-self.n_pages * PAGE // SPLIT), MAX_PARTIAL_BYTES // partial_bytes)
+            most = min(few * -(-self.n_blocks * PAGE // SPLIT), MAX_PARTIAL_BYTES // partial_bytes)
             n_tiles = self.max_tokens * -(-group_size // TILE_ROWS) + most
             tiles, merged = (Buffer(8 * n, is_kept=True) for n in (_TILE * n_tiles, _MERGED * most))
             slot = self.header.n_bytes // 8
@@ -117,14 +122,14 @@ class BatchTables:
     def angles(self, rope: Rope) -> Buffer:
         """(cos, sin) [positions, n_pairs, 2]; a step makes those that it is the first to need."""
         if rope not in self._ropes:
-            n_bytes = 8 * self.n_pages * PAGE * len(rope.frequencies)
+            n_bytes = 8 * self.n_blocks * PAGE * len(rope.frequencies)
             self._ropes[rope] = Buffer(n_bytes, is_kept=True)
         return self._ropes[rope]
 
     def position_factors(self, scale: PositionScale) -> Buffer:
         """float32 [n]: number i is the factor of the positions p with (p + offset) // length = i."""
         if scale not in self._scales:
-            n = (self.n_pages * PAGE + scale.offset) // scale.length + 1
+            n = (self.n_blocks * PAGE + scale.offset) // scale.length + 1
             self._scales[scale] = Buffer(4 * n, is_kept=True)
         return self._scales[scale]
 
@@ -135,11 +140,12 @@ class BatchTables:
             part = arena[buffer.offset : buffer.offset + buffer.n_bytes]
             self._views[buffer] = part.view(kind).reshape(-1, *shape)
 
-        for buffer in (self.positions, self.starts, self.output_rows):
+        for buffer in (self.positions, self.starts, self.states, self.output_rows):
             view(buffer, np.int32)
-        for buffer in (self.header, self.slots):
+        for buffer in (self.header, *self.slots):
             view(buffer, np.int64)
-        view(self.block_tables, np.int32, self.n_pages)
+        for buffer in self.block_tables:
+            view(buffer, np.int32, self.n_blocks)
         for table in self._tables.values():
             view(table.tiles, np.int64, _TILE)
             view(table.merged, np.int64, _MERGED)
@@ -162,20 +168,22 @@ class BatchTables:
             len(batch.kv_lengths),
         )
         views[self.positions][:n_tokens] = batch.positions
-        views[self.starts][:n_sequences] = batch.query_starts[:-1]
+        views[self.starts][: n_sequences + 1] = batch.query_starts
+        views[self.states][: len(batch.states)] = batch.states
         views[self.output_rows][:n_outputs] = batch.outputs
-        blocks = batch.block_tables[:, : self.n_pages]
-        views[self.block_tables][:n_sequences, : blocks.shape[1]] = blocks
-        slots = views[self.slots]
-        pages = batch.positions // PAGE
-        for s, (start, stop, _) in enumerate(batch.sequences()):
-            slots[start:stop] = batch.block_tables[s, pages[start:stop]]
-        slots[:n_tokens] *= PAGE
-        slots[:n_tokens] += batch.positions % PAGE
+        blocks, places = np.divmod(batch.positions, PAGE)
+        for tables, table_buffer, slot_buffer in zip(batch.block_tables, self.block_tables, self.slots, strict=True):
+            tables = tables[:, : self.n_blocks]
+            views[table_buffer][:n_sequences, : tables.shape[1]] = tables
+            slots = views[slot_buffer]
+            for s, (start, stop, _) in enumerate(batch.sequences()):
+                slots[start:stop] = tables[s, blocks[start:stop]]
+            slots[:n_tokens] *= PAGE
+            slots[:n_tokens] += places
         self._make_angles(max(batch.kv_lengths.tolist()))
         header = views[self.header]
         header[N_TOKENS], header[N_OUTPUTS] = n_tokens, n_outputs
-        header[N_CHOSEN] = n_tokens * self._n_chosen
+        header[N_CHOSEN], header[N_SEQUENCES] = n_tokens * self._n_chosen, n_sequences
         for table in self._tables.values():
             header[table.slot : table.slot + 2] = table.fill(batch, views[table.tiles], views[table.merged])
 
@@ -183,7 +191,7 @@ class BatchTables:
         """Makes the angles of positions before ``stop``."""
         if stop <= self._n_angles:
             return
-        stop = min(-(-stop // SPLIT) * SPLIT, self.n_pages * PAGE)
+        stop = min(-(-stop // SPLIT) * SPLIT, self.n_blocks * PAGE)
         positions = np.arange(self._n_angles, stop, dtype=np.float64)[:, None]
         for rope, buffer in self._ropes.items():
             turns, angles = positions * rope.frequencies, self._views[buffer]

@@ -11,16 +11,23 @@ import numpy as np
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.simd import (
+    as_float,
+    as_int,
     fma,
+    lane_numbers,
     largest_magnitude,
     load_f32,
     load_f32x16,
     load_i32,
     load_i64,
+    load_splat_f32,
+    mask,
     maximum,
     minimum,
     power_of_two,
+    select_between,
     splat,
+    splat_int,
     sqrt,
     stack,
     store_f32,
@@ -32,6 +39,7 @@ from localllm.kernels.cpu.simd import (
     to_float,
     to_int_rounded,
     zero_f32x16,
+    zero_i32x16,
 )
 from localllm.kernels.cpu.templates import device, template
 from localllm.kernels.cpu.tiles import RECORD, SUM, SUMS, TOKENS, X_STEP, D
@@ -46,6 +54,22 @@ EXP_5, EXP_4, EXP_3 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), 
 EXP_2, EXP_1, EXP_0 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 #: Below, exp is 0 (its exponent would be -127); above, it is clamped short of infinity.
 EXP_LOW, EXP_HIGH = np.float32(-88.1), np.float32(88.37)
+
+# log: those of Cephes' logf, for 1/√2 <= 1 + m <= √2.
+LOG_8, LOG_7, LOG_6 = np.float32(7.0376836292e-2), np.float32(-1.1514610310e-1), np.float32(1.1676998740e-1)
+LOG_5, LOG_4, LOG_3 = np.float32(-1.2420140846e-1), np.float32(1.4249322787e-1), np.float32(-1.6668057665e-1)
+LOG_2, LOG_1, LOG_0 = np.float32(2.0000714765e-1), np.float32(-2.4999993993e-1), np.float32(3.3333331174e-1)
+HALF = np.float32(0.5)
+#: Bits of √2 and of infinity: floats that are not negative have the order of their bits, with NaN behind infinity.
+SQRT_2_BITS, INFINITY_BITS, MAGNITUDE = np.int32(0x3FB504F3), np.int32(0x7F800000), 0x7FFFFFFF
+
+NAN_BITS = np.int32(0x7FFFFFFF)
+
+ERFC_0, ERFC_1, ERFC_2 = np.float32(-1.26551223), np.float32(1.00002368), np.float32(0.37409196)
+ERFC_3, ERFC_4, ERFC_5 = np.float32(0.09678418), np.float32(-0.18628806), np.float32(0.27886807)
+ERFC_6, ERFC_7, ERFC_8 = np.float32(-1.13520398), np.float32(1.48851587), np.float32(-0.82215223)
+ERFC_9, SQRT_HALF = np.float32(0.17087277), np.float32(np.sqrt(0.5))
+SWIGLU_ALPHA, SWIGLU_LIMIT = np.float32(1.702), np.float32(7)
 
 GELU_SCALE, GELU_CUBIC = np.float32(np.sqrt(2 / np.pi)), np.float32(0.044715)
 
@@ -94,18 +118,82 @@ def sigmoid(x):
     return splat(ONE) / (splat(ONE) + exp(zero_f32x16() - x))
 
 
+@device
+def log_of_one_and(y):
+    """log(1 + y) of 0 <= y <= 1, within 4 units in the last place: Cephes' logf of 1 + y as rounded, made good."""
+    u = y + splat(ONE)
+    rest = u - splat(ONE)
+    bits = as_int(u)
+    low, high = splat_int(SQRT_2_BITS), splat_int(INFINITY_BITS)
+    m = select_between(bits, low, high, fma(u, splat(HALF), splat(-ONE)), rest)
+    whole = select_between(bits, low, high, splat(ONE), zero_f32x16())
+    p = fma(splat(LOG_8), m, splat(LOG_7))
+    p = fma(p, m, splat(LOG_6))
+    p = fma(p, m, splat(LOG_5))
+    p = fma(p, m, splat(LOG_4))
+    p = fma(p, m, splat(LOG_3))
+    p = fma(p, m, splat(LOG_2))
+    p = fma(p, m, splat(LOG_1))
+    p = fma(p, m, splat(LOG_0))
+    z = m * m
+    log = fma(p, m * z, fma(splat(-LN2_LOW), whole, splat(-HALF) * z)) + m
+    log = fma(splat(-LN2_HIGH), whole, log)
+    # Where 1 + y was rounded to 1, log is 0, and so is what y is divided by.
+    return select_between(as_int(rest), splat_int(np.int32(1)), high, log * (y / rest), y)
+
+
+@device
+def softplus(x):
+    """log(1 + e ** x)."""
+    magnitude = mask(as_int(x), MAGNITUDE)
+    y = maximum(x, zero_f32x16()) + log_of_one_and(exp(zero_f32x16() - as_float(magnitude)))
+    return select_between(magnitude, zero_i32x16(), splat_int(INFINITY_BITS), y, x)
+
+
 @kernel
-def rms_norm(begin, end, x, weight, n, width, x_stride, y, y_stride, eps: float):
-    """y = x / sqrt(mean(x²) + eps) * weight, over rows of ``n`` values."""
+def rms_norm(begin, end, x, weight, n_groups, n, width, weight_step, x_stride, y, y_stride, eps: float):
+    """y = x / sqrt(mean(x²) + eps) * weight, over groups of ``n`` values; with WEIGHT, which may be that of each."""
     for token in range(begin, end):
-        row, out = x + token * x_stride, y + token * y_stride
-        squares = zero_f32x16()
+        for group in range(n_groups):
+            first = 4 * n * group
+            row, out, factors = (
+                x + token * x_stride + first,
+                y + token * y_stride + first,
+                weight + weight_step * group,
+            )
+            squares = zero_f32x16()
+            for i in range(0, 4 * width, 64):
+                v = load_f32x16(row + i)
+                squares = fma(v, v, squares)
+            scale = splat(ONE / sqrt(sum_lanes(squares) / np.float32(n) + eps))
+            for i in range(0, 4 * width, 64):
+                v = load_f32x16(row + i) * scale
+                if WEIGHT:
+                    v = v * load_f32x16(factors + i)
+                store_f32x16(out + i, v)
+
+
+@kernel
+def layer_norm(begin, end, x, weight, bias, n, width, stride, y, eps: float):
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight (+ bias), over rows of ``n`` values."""
+    last = splat_int(np.int32(n - 1))
+    for token in range(begin, end):
+        row, out = x + token * stride, y + token * stride
+        total, squares = zero_f32x16(), zero_f32x16()
         for i in range(0, 4 * width, 64):
-            v = load_f32x16(row + i)
+            total = total + load_f32x16(row + i)
+        mean = splat(sum_lanes(total) / np.float32(n))
+        for i in range(0, 4 * width, 64):
+            lanes = lane_numbers() + splat_int(np.int32(i // 4))
+            v = select_between(lanes, zero_i32x16(), last, load_f32x16(row + i) - mean, zero_f32x16())
             squares = fma(v, v, squares)
-        scale = splat(ONE / sqrt(sum_lanes(squares) / np.float32(n) + eps))
+        variance = sum_lanes(squares) / np.float32(n)
+        scale = splat(ONE / sqrt(variance + eps))
         for i in range(0, 4 * width, 64):
-            store_f32x16(out + i, load_f32x16(row + i) * scale * load_f32x16(weight + i))
+            v = (load_f32x16(row + i) - mean) * scale * load_f32x16(weight + i)
+            if bias != 0:
+                v = v + load_f32x16(bias + i)
+            store_f32x16(out + i, v)
 
 
 @device
@@ -138,23 +226,96 @@ def quantise(begin, end, x, n_blocks, x_stride, records):
         quantise_row(x + token * x_stride, record, n_blocks)
 
 
-@kernel
-def gated_silu(begin, end, gate, up, width, stride, y):
-    """y = gate * sigmoid(gate) * up."""
-    for token in range(begin, end):
-        for i in range(token * stride, token * stride + 4 * width, 64):
-            g = load_f32x16(gate + i)
-            store_f32x16(y + i, g * sigmoid(g) * load_f32x16(up + i))
+@device
+def silu(g, u):
+    return g * sigmoid(g) * u
+
+
+@device
+def gelu(g, u):
+    """The tanh form: gelu(x) = x * sigmoid(2 sqrt(2/π) (x + 0.044715 x³))."""
+    inner = fma(splat(GELU_CUBIC) * g * g, g, g) * splat(TWO * GELU_SCALE)
+    return g * sigmoid(inner) * u
+
+
+@device
+def gelu_erf(g, u):
+    """x * erfc(-x / √2) / 2, where erfc is exp of a polynomial (Numerical Recipes, within 1.2e-7 of its value)."""
+    z = as_float(mask(as_int(g), MAGNITUDE)) * splat(SQRT_HALF)
+    t = splat(ONE) / fma(splat(HALF), z, splat(ONE))
+    p = fma(splat(ERFC_9), t, splat(ERFC_8))
+    p = fma(p, t, splat(ERFC_7))
+    p = fma(p, t, splat(ERFC_6))
+    p = fma(p, t, splat(ERFC_5))
+    p = fma(p, t, splat(ERFC_4))
+    p = fma(p, t, splat(ERFC_3))
+    p = fma(p, t, splat(ERFC_2))
+    p = fma(p, t, splat(ERFC_1))
+    p = fma(p, t, splat(ERFC_0))
+    tail = splat(HALF) * t * exp(p - z * z)
+    return g * select_between(as_int(g), zero_i32x16(), splat_int(INFINITY_BITS), splat(ONE) - tail, tail) * u
+
+
+@device
+def relu2(g, u):
+    positive = select_between(as_int(g), zero_i32x16(), splat_int(NAN_BITS), g, zero_f32x16())
+    return positive * positive * u
+
+
+@device
+def sigmoid_of_gate(g, u):
+    return sigmoid(g) * u
+
+
+@device
+def identity(g, u):
+    return g * u
+
+
+@device
+def clamped_swiglu(g, u):
+    """gpt-oss's: g * sigmoid(1.702 g) * (u + 1), where g is at most 7, and u within ±7."""
+    g = minimum(g, splat(SWIGLU_LIMIT))
+    u = maximum(minimum(u, splat(SWIGLU_LIMIT)), splat(-SWIGLU_LIMIT))
+    return g * sigmoid(splat(SWIGLU_ALPHA) * g) * (u + splat(ONE))
 
 
 @kernel
-def gated_gelu(begin, end, gate, up, width, stride, y):
-    """y = gelu(gate) * up, in the tanh form: gelu(x) = x * sigmoid(2 sqrt(2/π) (x + 0.044715 x³))."""
+def gated(begin, end, gate, up, width, stride, y):
+    """y = ACTIVATION(gate, up)."""
     for token in range(begin, end):
         for i in range(token * stride, token * stride + 4 * width, 64):
-            g = load_f32x16(gate + i)
-            inner = fma(splat(GELU_CUBIC) * g * g, g, g) * splat(TWO * GELU_SCALE)
-            store_f32x16(y + i, g * sigmoid(inner) * load_f32x16(up + i))
+            store_f32x16(y + i, ACTIVATION(load_f32x16(gate + i), load_f32x16(up + i)))
+
+
+@kernel
+def activation(begin, end, x, width, stride, y):
+    """y = ACTIVATION(x, 1)."""
+    for token in range(begin, end):
+        for i in range(token * stride, token * stride + 4 * width, 64):
+            store_f32x16(y + i, ACTIVATION(load_f32x16(x + i), splat(ONE)))
+
+
+@kernel
+def add(begin, end, x, gate, gate_stride, residual, width, stride, y, scale: float):
+    """y = residual + scale * x, or with GATE, residual + scale * sigmoid(gate) * x."""
+    for token in range(begin, end):
+        factor = splat(scale)
+        if GATE:
+            factor = factor * sigmoid(load_splat_f32(gate + token * gate_stride))
+        for i in range(token * stride, token * stride + 4 * width, 64):
+            store_f32x16(y + i, fma(load_f32x16(x + i), factor, load_f32x16(residual + i)))
+
+
+@kernel
+def scale(begin, end, x, weight, width, stride, y, factor: float):
+    """y = factor * x, or with WEIGHT, factor * weight * x."""
+    for token in range(begin, end):
+        factors = splat(factor)
+        if WEIGHT:
+            factors = factors * load_splat_f32(weight)
+        for i in range(token * stride, token * stride + 4 * width, 64):
+            store_f32x16(y + i, load_f32x16(x + i) * factors)
 
 
 @kernel

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from localllm.kernels.cpu.compiler import kernel
-from localllm.kernels.cpu.elementwise import exp, quantise_row
+from localllm.kernels.cpu.elementwise import exp, quantise_row, sigmoid, softplus
 from localllm.kernels.cpu.matmul import (
     FLOAT_GROUPS,
     FLOAT_SLAB,
@@ -37,6 +37,7 @@ from localllm.kernels.cpu.simd import (
     select_between,
     splat,
     splat_int,
+    sqrt_lanes,
     stack,
     store_f32,
     store_f32x16,
@@ -46,7 +47,8 @@ from localllm.kernels.cpu.simd import (
     zero_i32x16,
 )
 from localllm.kernels.cpu.templates import device, static_range
-from localllm.kernels.cpu.tiles import RECORD, TOKENS, X_STEP
+from localllm.kernels.cpu.tiles import RECORD, TOKENS, X_STEP, D
+from localllm.kernels.graph import MAX_GROUPS
 
 NONE = np.int64(-1)
 INFINITY = np.float32(np.inf)
@@ -84,11 +86,82 @@ def sum_of_exps(row, n, peak):
     return sum_lanes(total)
 
 
+@device
+def two_best(row, n):
+    """The sum of the two largest of a row of n values."""
+    first, second = -INFINITY, -INFINITY
+    for i in range(n):
+        x = load_logit(row + 4 * i)
+        if x > first:
+            first, second = x, first
+        elif x > second:
+            second = x
+    return first + second
+
+
 @kernel
-def route(begin, end, logits, stride, n_experts, k, norm_topk_prob, ids, expert_weights, scale: float):
+def expert_scores(begin, end, logits, stride, n_experts, bias, n_groups, n_top_groups, probabilities, scores):
+    """Probabilities of experts, and what they are chosen by; a unit of work is a token.
+
+    GATING: 0 softmax, 1 sigmoid, 2 √softplus.  scores: probabilities (+ bias), or -infinity in all but the
+    ``n_top_groups`` groups whose two best have the largest sums.
+    """
+    sums = stack(4 * MAX_GROUPS)
+    size = n_experts // n_groups
+    for token in range(begin, end):
+        row, to, score = logits + token * stride, probabilities + token * stride, scores + token * stride
+        peak, inverse = np.float32(0), np.float32(1)
+        if GATING == 0:
+            peak = load_logit(row)
+            for expert in range(1, n_experts):
+                peak = max(peak, load_logit(row + 4 * expert))
+            inverse = np.float32(1) / sum_of_exps(row, n_experts, peak)
+        for i in range(0, 4 * n_experts, 64):
+            x = load_f32x16(row + i)
+            if GATING == 0:
+                p = exp(x - splat(peak)) * splat(inverse)
+            elif GATING == 1:
+                p = sigmoid(x)
+            else:
+                p = sqrt_lanes(softplus(x))
+            store_f32x16(to + i, p)
+            if bias != 0:
+                p = p + load_f32x16(bias + i)
+            store_f32x16(score + i, p)
+        if n_groups > 1:
+            for group in range(n_groups):
+                store_f32(sums + 4 * group, two_best(score + 4 * size * group, size))
+            for group in range(n_groups):
+                own, better = load_f32(sums + 4 * group), 0
+                for other in range(n_groups):
+                    their = load_f32(sums + 4 * other)
+                    if their > own or (their == own and other < group):
+                        better += 1
+                if better >= n_top_groups:
+                    for expert in range(size * group, size * group + size):
+                        store_f32(score + 4 * expert, -INFINITY)
+
+
+@kernel
+def route(
+    begin,
+    end,
+    logits,
+    probabilities,
+    stride,
+    n_experts,
+    k,
+    norm_topk_prob,
+    ids,
+    expert_weights,
+    factors,
+    scale: float,
+):
     """The k largest of each row of logits, of equals the lowest id, and their weights; a unit of work is a token.
 
-    ids: int64 [T, k].  expert_weights: float32 [T, k], of all experts or, with ``norm_topk_prob``, of those.
+    ids: int64 [T, k].  expert_weights: float32 [T, k], softmax of all logits or, with ``norm_topk_prob``, of those.
+    With PROBABILITIES, logits are but scores, and the weights are probabilities, or those by their sum.
+    factors: float32 [n_experts] or 0, of the weights.
     """
     for token in range(begin, end):
         row, chosen = logits + token * stride, 8 * token * k
@@ -102,15 +175,28 @@ def route(begin, end, logits, stride, n_experts, k, norm_topk_prob, ids, expert_
                     best_id, best = np.int64(expert), logit
             store_i64(ids + chosen + 8 * rank, best_id)
             last_id, last = best_id, best
+        if PROBABILITIES:
+            row = probabilities + token * stride
         peak = load_f32(row + 4 * load_i64(ids + chosen))
         total = np.float32(0)
-        if norm_topk_prob != 0:
+        if PROBABILITIES:
+            for rank in range(k):
+                total += load_f32(row + 4 * load_i64(ids + chosen + 8 * rank))
+            if norm_topk_prob == 0:
+                total = np.float32(1)
+        elif norm_topk_prob != 0:
             for rank in range(k):
                 total += exp_of(load_f32(row + 4 * load_i64(ids + chosen + 8 * rank)) - peak)
         else:
             total = sum_of_exps(row, n_experts, peak)
         for rank in range(k):
-            weight = exp_of(load_f32(row + 4 * load_i64(ids + chosen + 8 * rank)) - peak) / total
+            expert = load_i64(ids + chosen + 8 * rank)
+            weight = load_f32(row + 4 * expert)
+            if not PROBABILITIES:
+                weight = exp_of(weight - peak)
+            weight = weight / total
+            if factors != 0:
+                weight = weight * load_f32(factors + 4 * expert)
             store_f32(expert_weights + chosen // 2 + 4 * rank, weight * scale)
 
 
@@ -151,32 +237,43 @@ def group_by_expert(begin, end, n_pairs, ids, n_experts, cursors, places, pairs,
 
 
 @kernel
-def gather_records(begin, end, places, per_row, x, x_stride, n_blocks, records):
-    """Row ``pair // per_row`` of x as the record of the pair's place; a unit of work is a pair."""
+def gather_records(begin, end, places, per_row, x, x_stride, n_blocks, expert_weights, records):
+    """Row ``pair // per_row`` of x as the record of the pair's place; a unit of work is a pair.
+
+    expert_weights: float32, of each pair, that rows are multiplied with; or 0.
+    """
     for pair in range(begin, end):
         place = load_i64(places + 8 * pair)
         record = records + place // TOKENS * (n_blocks * X_STEP) + place % TOKENS * RECORD
         quantise_row(x + pair // per_row * x_stride, record, n_blocks)
+        if expert_weights != 0:
+            for i in range(n_blocks):
+                scale = record + i * X_STEP + D
+                store_f32(scale, load_f32(scale) * load_f32(expert_weights + 4 * pair))
 
 
 @kernel
-def gather_floats(begin, end, places, per_row, x, stride, y):
+def gather_floats(begin, end, places, per_row, x, stride, expert_weights, y):
     """The same as row of y of that place; rows have ``stride`` bytes."""
     for pair in range(begin, end):
         source, target = x + pair // per_row * stride, y + load_i64(places + 8 * pair) * stride
+        factor = splat(np.float32(1))
+        if expert_weights != 0:
+            factor = load_splat_f32(expert_weights + 4 * pair)
         for i in range(0, stride, 64):
-            store_f32x16(target + i, load_f32x16(source + i))
+            store_f32x16(target + i, load_f32x16(source + i) * factor)
 
 
 # -- Products ------------------------------------------------------------------------------------------------------
 
 
 @kernel
-def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs, y, y_stride):
+def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs, biases, y, y_stride):
     """Integer products; a unit is 16 rows of an expert that has pairs.
 
     experts: their entries.  weights: packed tiles of all experts, ``n_groups`` groups of 16 rows each.
-    x: records by place.  pairs: of each place.  y: float32 [pairs, n].  The rest is as in `matmul_quantised`.
+    x: records by place.  pairs: of each place.  biases: float32 [n_experts, n] or 0.  y: float32 [pairs, n].
+    The rest is as in `matmul_quantised`.
     """
     slab = stack(SLAB * BLOCK_BYTES)
     sums = stack(64 * MOST_TOKENS)
@@ -184,17 +281,19 @@ def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs,
         entry, group = experts + unit // n_groups * ENTRY, unit % n_groups
         tiles = weights + (load_i64(entry) * n_groups + group) * n_tiles * TILE_BYTES
         first_place, n_places = load_i64(entry + 8), load_i64(entry + 16)
-        rows = group * 64
+        rows, bias = group * 64, np.int64(0)
+        if biases != 0:
+            bias = biases + load_i64(entry) * y_stride
         for first in range(first_place, first_place + n_places, MOST_TOKENS):
             n = min(MOST_TOKENS, first_place + n_places - first)
             multiply_tokens(n, tiles, n_tiles, slab, sums, x + first * n_tiles * (BLOCKS * RECORD))
             for i in range(n):
                 place = load_i64(pairs + 8 * (first + i)) * y_stride + rows
-                finish_rows(load_f32x16(sums + 64 * i), 0, 0, y, rows, place)
+                finish_rows(load_f32x16(sums + 64 * i), bias, 0, y, rows, place)
 
 
 @kernel
-def experts_float(begin, end, experts, n_units, weights, n_in, x, x_stride, pairs, y, y_stride):
+def experts_float(begin, end, experts, n_units, weights, n_in, x, x_stride, pairs, biases, y, y_stride):
     """Float products; a unit is ``16 * FLOAT_GROUPS`` rows of an expert, which has ``n_units`` of them.
 
     x: float32 rows by place.  The rest is as in `experts_quantised` and `matmul_float`.
@@ -205,10 +304,12 @@ def experts_float(begin, end, experts, n_units, weights, n_in, x, x_stride, pair
         entry, own = experts + unit // n_units * ENTRY, unit % n_units
         tiles = weights + (load_i64(entry) * n_units + own) * FLOAT_GROUPS * n_in * COLUMN_BYTES
         first_place, n_places = load_i64(entry + 8), load_i64(entry + 16)
-        rows = own * FLOAT_GROUPS * 64
+        rows, bias = own * FLOAT_GROUPS * 64, np.int64(0)
+        if biases != 0:
+            bias = biases + load_i64(entry) * y_stride
         if n_places == 1:
             out = y + load_i64(pairs + 8 * first_place) * y_stride
-            one_float_token(tiles, n_in, x + first_place * x_stride, 0, 0, out, rows)
+            one_float_token(tiles, n_in, x + first_place * x_stride, bias, 0, out, rows)
         else:
             for first in range(first_place, first_place + n_places, MOST_TOKENS):
                 n = min(MOST_TOKENS, first_place + n_places - first)
@@ -216,17 +317,23 @@ def experts_float(begin, end, experts, n_units, weights, n_in, x, x_stride, pair
                 for i in range(n):
                     for g in static_range(FLOAT_GROUPS):
                         place = load_i64(pairs + 8 * (first + i)) * y_stride + rows + 64 * g
-                        finish_rows(load_f32x16(sums + 64 * (FLOAT_GROUPS * i + g)), 0, 0, y, rows + 64 * g, place)
+                        total = load_f32x16(sums + 64 * (FLOAT_GROUPS * i + g))
+                        finish_rows(total, bias, 0, y, rows + 64 * g, place)
 
 
 @kernel
 def add_experts(begin, end, products, expert_weights, k, width, stride, residual, y):
-    """y = each token's products [T * k, width] times their weights, the best expert's first, plus residual."""
+    """y = each token's products [T * k, width], the best expert's first, plus residual.
+
+    expert_weights: float32 [T * k], of the products; or 0.
+    """
     for token in range(begin, end):
         for i in range(0, 4 * width, 64):
             total = zero_f32x16()
             for pair in range(token * k, token * k + k):
-                weight = load_splat_f32(expert_weights + 4 * pair)
+                weight = splat(np.float32(1))
+                if expert_weights != 0:
+                    weight = load_splat_f32(expert_weights + 4 * pair)
                 total = fma(load_f32x16(products + pair * stride + i), weight, total)
             place = token * stride + i
             store_f32x16(y + place, total + load_f32x16(residual + place))

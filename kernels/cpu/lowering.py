@@ -18,10 +18,10 @@ from localllm.kernels import graph as g
 from localllm.kernels.backend import check_operations
 from localllm.kernels.buffers import Address, Buffer, assign
 from localllm.kernels.cpu import attention as attention_kernels
-from localllm.kernels.cpu import elementwise, matmul
+from localllm.kernels.cpu import elementwise, matmul, recurrent
 from localllm.kernels.cpu import experts as expert_kernels
-from localllm.kernels.cpu.batch import ALWAYS, N_CHOSEN, N_OUTPUTS, N_TOKENS, N_USED, BatchTables
-from localllm.kernels.cpu.cache import CPUCache, block_bytes, layout_of
+from localllm.kernels.cpu.batch import ALWAYS, N_CHOSEN, N_OUTPUTS, N_SEQUENCES, N_TOKENS, N_USED, BatchTables
+from localllm.kernels.cpu.cache import CPUCache, block_bytes, layout_of, state_bytes
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.compiler import Kernel, variant
 from localllm.kernels.cpu.memory import PADDING, padded
@@ -30,14 +30,23 @@ from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.tiles import RECORD, TILES, TOKENS
 from localllm.kernels.cpu.weights import PackedWeights
-from localllm.kernels.graph import Graph, Rows, Tensor, Value, Weight
+from localllm.kernels.graph import Graph, RecurrentState, Rows, Tensor, Value, Weight
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import GROUP, LAYOUTS
 from localllm.quant.types import GGMLType
 
 _SLOTS = {Rows.TOKENS: N_TOKENS, Rows.OUTPUTS: N_OUTPUTS, Rows.CHOSEN: N_CHOSEN}
 
-_GATES = {"silu": elementwise.gated_silu, "gelu": elementwise.gated_gelu}
+_ACTIVATIONS = {
+    "silu": elementwise.silu,
+    "gelu": elementwise.gelu,
+    "gelu_erf": elementwise.gelu_erf,
+    "relu2": elementwise.relu2,
+    "sigmoid": elementwise.sigmoid_of_gate,
+    "identity": elementwise.identity,
+    "clamped_swiglu": elementwise.clamped_swiglu,
+}
+_GATINGS = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
 
 FLOAT_LOADS: dict[KernelType, Any] = {
     GGMLType.F32: load_f32x16,
@@ -84,7 +93,7 @@ class Lowered:
 
     Attributes:
         tables: what a batch is filled into, before the program runs.
-        embeddings: tables, scales, and where their rows for the batch's ids are put.
+        embeddings: what is looked up, and where its rows for the batch's ids are put.
         hidden: where hidden states that another device computed are put, if the graph begins with them.
         arena_bytes: what all buffers take.
         n_products: products of activations and weights for each token.
@@ -92,7 +101,7 @@ class Lowered:
 
     instructions: Sequence[Instruction]
     tables: BatchTables
-    embeddings: Sequence[tuple[Weight, float, Stored]]
+    embeddings: Sequence[tuple[g.Embed, Stored]]
     hidden: Stored | None
     result: Stored
     arena_bytes: int
@@ -133,14 +142,14 @@ class _Lowering:
         n_chosen = graph.n_chosen()
         self.n_rows = {N_TOKENS: max_tokens, N_OUTPUTS: max_outputs, N_CHOSEN: max_tokens * n_chosen}
         self.tables = BatchTables(max_tokens, max_outputs, cache.n_pages, n_chosen, threads)
-        self.layers = cache.addresses()
+        self.layers, self.states = cache.addresses(), cache.states()
         self.last_uses = graph.last_uses()
         self.node = 0
         self.instructions: list[Instruction] = []
         self.stored: dict[Value, Any] = {}
         #: Rows of tensors in integers, as `tiles` draws them.
         self.records: dict[Tensor, Buffer] = {}
-        self.embeddings: list[tuple[Weight, float, Stored]] = []
+        self.embeddings: list[tuple[g.Embed, Stored]] = []
         self.hidden: Stored | None = None
         self.n_products = 0
 
@@ -151,7 +160,7 @@ class _Lowering:
             results = result if isinstance(result, tuple) else (result,)
             self.stored.update(zip(operation.results, results, strict=True))
         result = self.stored[self.graph.result]
-        filled = [*self.tables.buffers, *(y.buffer for _, _, y in self.embeddings)]
+        filled = [*self.tables.buffers, *(y.buffer for _, y in self.embeddings)]
         n_bytes = assign([*self._stages(), [result.buffer]], filled)
         return Lowered(self.instructions, self.tables, self.embeddings, self.hidden, result, n_bytes, self.n_products)
 
@@ -217,20 +226,50 @@ class _Lowering:
 
     def embed(self, op: g.Embed) -> Stored:
         y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
-        self.embeddings.append((op.table, op.scale, y))
+        self.embeddings.append((op, y))
         return y
 
     def rms_norm(self, op: g.RMSNorm) -> Stored:
         x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
-        weight, width = self.weights.vector(op.weight), x.stride // 4
-        arguments = (x.buffer, weight, x.width, width, x.stride, y.buffer, y.stride, float(op.eps))
-        self.call(elementwise.rms_norm, arguments, 1, x.slot)
+        weight = 0 if op.weight is None else self.weights.vector(op.weight)
+        n = x.width // op.n_groups
+        width = x.stride // 4 if op.n_groups == 1 else n
+        step = 4 * n if op.weight is not None and op.weight.shape == (x.width,) else 0
+        arguments = (x.buffer, weight, op.n_groups, n, width, step, x.stride, y.buffer, y.stride, float(op.eps))
+        self.call(elementwise.rms_norm, arguments, 1, x.slot, WEIGHT=op.weight is not None)
+        return y
+
+    def layer_norm(self, op: g.LayerNorm) -> Stored:
+        x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
+        weight, bias = self.weights.vector(op.weight), 0 if op.bias is None else self.weights.vector(op.bias)
+        arguments = (x.buffer, weight, bias, x.width, x.stride // 4, x.stride, y.buffer, float(op.eps))
+        self.call(elementwise.layer_norm, arguments, 1, x.slot)
         return y
 
     def gated(self, op: g.Gated) -> Stored:
         gate, up, y = self.stored[op.gate], self.stored[op.up], self.in_place(op)
         arguments = (gate.buffer, up.buffer, gate.stride // 4, gate.stride, y.buffer)
-        self.call(_GATES[op.activation], arguments, 1, gate.slot)
+        self.call(elementwise.gated, arguments, 1, gate.slot, ACTIVATION=_ACTIVATIONS[op.activation])
+        return y
+
+    def activation(self, op: g.Activation) -> Stored:
+        x, y = self.stored[op.x], self.in_place(op)
+        arguments = (x.buffer, x.stride // 4, x.stride, y.buffer)
+        self.call(elementwise.activation, arguments, 1, x.slot, ACTIVATION=_ACTIVATIONS[op.activation])
+        return y
+
+    def add(self, op: g.Add) -> Stored:
+        x, residual, y = self.stored[op.x], self.stored[op.residual], self.in_place(op)
+        gate = (0, 0) if op.gate is None else self._row(op.gate)
+        arguments = (x.buffer, *gate, residual.buffer, x.stride // 4, x.stride, y.buffer, float(op.scale))
+        self.call(elementwise.add, arguments, 1, x.slot, GATE=op.gate is not None)
+        return y
+
+    def scale(self, op: g.Scale) -> Stored:
+        x, y = self.stored[op.x], self.in_place(op)
+        weight = 0 if op.weight is None else self.weights.vector(op.weight)
+        arguments = (x.buffer, weight, x.stride // 4, x.stride, y.buffer, float(op.factor))
+        self.call(elementwise.scale, arguments, 1, x.slot, WEIGHT=op.weight is not None)
         return y
 
     def softcap(self, op: g.Softcap) -> Stored:
@@ -297,7 +336,7 @@ class _Lowering:
         self.call(
             elementwise.rope_append,
             (
-                *(tables.slots, tables.positions, angles, n_pairs, step, offset),
+                *(tables.slots[self.graph.group(cache)], tables.positions, angles, n_pairs, step, offset),
                 *(q.buffer, q.stride, q.width // cache.key_dim, cache.key_dim),
                 *self._rows(op.k),
                 *self._rows(op.v),
@@ -350,8 +389,8 @@ class _Lowering:
             (
                 *(self.counter(table.slot), table.tiles, n_heads, op.group_size),
                 *(q.buffer, q.stride, cache.key_dim, cache.value_dim),
-                *(tables.starts, tables.positions, tables.block_tables, self.cache.n_pages),
-                *(op.window or op.chunk or self.cache.n_pages * PAGE, *self.layers[cache.layer]),
+                *(tables.starts, tables.positions, tables.block_tables[self.graph.group(cache)], tables.n_blocks),
+                *(op.window or op.chunk or tables.n_blocks * PAGE, *self.layers[cache.layer]),
                 *(y.buffer, y.stride, partials, sinks),
                 *(float(op.scale) / (op.softcap or 1.0), float(op.softcap or 0)),
             ),
@@ -368,6 +407,69 @@ class _Lowering:
             self.call(attention_kernels.merge_partials, arguments, n_heads, table.slot + 1, **constants)
         return y
 
+    # -- Recurrent states ------------------------------------------------------------------------------------------
+
+    def causal_conv(self, op: g.CausalConv) -> Stored:
+        x, y, kernel = self.stored[op.x], self.in_place(op), op.weight.shape[1]
+        bias = 0 if op.bias is None else self.weights.vector(op.bias)
+        arguments = (
+            *(*self.sequences(op.state), x.buffer, x.stride, self.weights.vector(op.weight), bias, y.buffer),
+            state_bytes(op.state) // (kernel - 1),
+        )
+        constants: dict[str, Any] = {"KERNEL": kernel, "SILU": op.silu, "BIAS": op.bias is not None}
+        self.call(recurrent.causal_conv, arguments, -(-x.width // 16), N_SEQUENCES, **constants)
+        return y
+
+    def gated_delta(self, op: g.GatedDelta) -> Stored:
+        n_heads, d_k, d_v = op.state.shape
+        keys = op.n_key_heads * d_k
+        q, k, v = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
+        per_group = n_heads // op.n_key_heads if op.is_grouped else 0
+        gates = *self._row(op.decay), *self._row(op.beta), self.weights.vector(op.a), self.weights.vector(op.dt_bias)
+        constants = {"DELTA": True, "PER_CHANNEL": op.is_per_channel}
+        return self._recurrence(op, (*q, *k, *v, *gates, 0), op.n_key_heads, per_group, op.eps, d_k**-0.5, constants)
+
+    def scan(self, op: g.Scan) -> Stored:
+        n_heads, n, p = op.state.shape
+        x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
+        a, dt_bias, d = map(self.weights.vector, (op.a, op.dt_bias, op.d))
+        given = (*c, *b, *x, *self._row(op.dt), 0, 0, a, dt_bias, d)
+        constants = {"DELTA": False, "PER_CHANNEL": False}
+        return self._recurrence(op, given, op.n_groups, n_heads // op.n_groups, 0.0, 1.0, constants)
+
+    def _recurrence(
+        self,
+        op: g.GatedDelta | g.Scan,
+        given: tuple[Argument, ...],
+        n_groups: int,
+        per_group: int,
+        eps: float,
+        scale: float,
+        constants: dict[str, Any],
+    ) -> Stored:
+        n_heads, rows, columns = op.state.shape
+        vectors = 2 if columns % 32 == 0 else 1
+        y = self.new(Rows.TOKENS, op.result.width, is_kept=op.result.width % PADDING != 0)
+        arguments = (*self.sequences(op.state), *given, n_groups, per_group, columns, y.buffer, y.stride)
+        units = n_heads * columns // (16 * vectors)
+        constants |= {"ROWS": rows, "VECTORS": vectors}
+        self.call(recurrent.recurrence, (*arguments, float(eps), float(scale)), units, N_SEQUENCES, **constants)
+        return y
+
+    def _row(self, x: Tensor) -> tuple[Argument, int]:
+        return self.stored[x].buffer, self.stored[x].stride
+
+    def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Argument, int]]:
+        """Where parts of tensors begin, and the bytes from row to row."""
+        places = ((self.stored[x], first) for x, first in g.side_by_side(tensors, widths))
+        return [(stored.buffer.at(4 * first), stored.stride) for stored, first in places]
+
+    def sequences(self, state: RecurrentState) -> tuple[Argument, ...]:
+        """What kernels of a state read of the batch: how many sequences, and of each its rows, whether, and where."""
+        tables = self.tables
+        batch = self.counter(N_SEQUENCES), tables.starts, tables.positions, tables.states
+        return (*batch, self.states[state], state_bytes(state))
+
     # -- Experts ---------------------------------------------------------------------------------------------------
 
     def route(self, op: g.Route) -> StoredRouting:
@@ -378,8 +480,18 @@ class _Lowering:
         words = (n_pairs, -(-n_pairs // 2), n_experts, n_pairs, n_places, 3 * n_experts)
         memory = Buffer(8 * sum(words))
         chosen = StoredRouting(n_places, *(memory.at(8 * at) for at in accumulate(words[:-1], initial=0)))
-        arguments = (logits.buffer, logits.stride, n_experts, op.k, int(op.norm_topk_prob), chosen.ids)
-        self.call(expert_kernels.route, (*arguments, chosen.weights, float(op.scale)), 1, N_TOKENS)
+        scores, probabilities = logits, None
+        if not op.is_by_logits:
+            scores, probabilities = (self.new(Rows.TOKENS, n_experts) for _ in range(2))
+            bias = 0 if op.selection_bias is None else self.weights.vector(op.selection_bias)
+            given = (logits.buffer, logits.stride, n_experts, bias, op.n_groups, op.n_top_groups)
+            scored = probabilities.buffer, scores.buffer
+            self.call(expert_kernels.expert_scores, (*given, *scored), 1, N_TOKENS, GATING=_GATINGS[op.gating])
+        factors = 0 if op.expert_scales is None else self.weights.vector(op.expert_scales)
+        weighed = 0 if probabilities is None else probabilities.buffer
+        arguments = (scores.buffer, weighed, logits.stride, n_experts, op.k, int(op.norm_topk_prob), chosen.ids)
+        to = chosen.weights, factors, float(op.scale)
+        self.call(expert_kernels.route, (*arguments, *to), 1, N_TOKENS, PROBABILITIES=probabilities is not None)
         grouping = (
             *(self.counter(N_CHOSEN), chosen.ids, n_experts),
             *(chosen.cursors, chosen.places, chosen.pairs, chosen.entries, self.counter(N_USED)),
@@ -388,23 +500,34 @@ class _Lowering:
         return chosen
 
     def expert_linears(self, op: g.ExpertLinears) -> tuple[Stored, ...]:
-        return self._multiply_experts(op.x, op.experts, op.routing)
+        return self._multiply_experts(op.x, op.experts, op.biases, op.routing, is_weighted=op.is_weighted)
 
     def expert_output(self, op: g.ExpertOutput) -> Stored:
-        products = self._multiply_experts(op.h, (op.experts,), op.routing)[0]
-        residual, y, weights = self.stored[op.residual], self.in_place(op), self.stored[op.routing].weights
+        biases = () if op.bias is None else (op.bias,)
+        products = self._multiply_experts(op.h, (op.experts,), biases, op.routing)[0]
+        residual, y = self.stored[op.residual], self.in_place(op)
+        weights = self.stored[op.routing].weights if op.is_weighted else 0
         arguments = (products.buffer, weights, op.routing.k, y.stride // 4, y.stride, residual.buffer, y.buffer)
         self.call(expert_kernels.add_experts, arguments, 1, N_TOKENS)
         return y
 
-    def _multiply_experts(self, x: Tensor, experts: Sequence[Weight], routing: g.Routing) -> tuple[Stored, ...]:
+    def _multiply_experts(
+        self,
+        x: Tensor,
+        experts: Sequence[Weight],
+        biases: Sequence[Weight],
+        routing: g.Routing,
+        *,
+        is_weighted: bool = False,
+    ) -> tuple[Stored, ...]:
         """Rows of x, or of each token's where it has one for each token, times the matrices of the experts."""
         chosen, s = self.stored[routing], self.stored[x]
         packed = [self.weights.matrix(weight) for weight in experts]
         results = tuple(self.new(Rows.CHOSEN, weight.shape[1]) for weight in experts)
         per_row = routing.k if s.slot == N_TOKENS else 1
         gathered = {
-            kind: self._gather(s, chosen, per_row, kind) for kind in sorted({kind in TILES for _, kind in packed})
+            kind: self._gather(s, chosen, per_row, kind, is_weighted)
+            for kind in sorted({kind in TILES for _, kind in packed})
         }
         for i, (weight, (address, kind), y) in enumerate(zip(experts, packed, results, strict=True)):
             _, n_out, n_in = weight.shape
@@ -415,18 +538,20 @@ class _Lowering:
             else:
                 kernel, units = expert_kernels.experts_float, groups // matmul.FLOAT_GROUPS
                 arguments += [units, address, n_in, rows, s.stride]
-            arguments = [chosen.entries, *arguments, chosen.pairs, y.buffer, y.stride]
+            bias = self.weights.vector(biases[i]) if biases else 0
+            arguments = [chosen.entries, *arguments, chosen.pairs, bias, y.buffer, y.stride]
             self.call(kernel, arguments, units, N_USED, wait=i == len(results) - 1, **_constants(kind))
             self.n_products += routing.k * n_in * n_out
         return results
 
-    def _gather(self, x: Stored, chosen: StoredRouting, per_row: int, as_records: bool) -> Buffer:
+    def _gather(self, x: Stored, chosen: StoredRouting, per_row: int, as_records: bool, is_weighted: bool) -> Buffer:
         """Rows of x at the places of their pairs."""
         n_blocks = x.width // 32
         memory = Buffer(chosen.n_places * (n_blocks * RECORD if as_records else x.stride))
         arguments: list[Argument] = [chosen.places, per_row, x.buffer, x.stride, *([n_blocks] if as_records else [])]
         kernel = expert_kernels.gather_records if as_records else expert_kernels.gather_floats
-        self.call(kernel, [*arguments, memory], 1, N_CHOSEN)
+        weights = chosen.weights if is_weighted else 0
+        self.call(kernel, [*arguments, weights, memory], 1, N_CHOSEN)
         return memory
 
 
@@ -447,10 +572,17 @@ _LOWERINGS: dict[type[g.Operation[Any]], Callable[[_Lowering, Any], Any]] = {
     g.Input: _Lowering.input,
     g.Embed: _Lowering.embed,
     g.RMSNorm: _Lowering.rms_norm,
+    g.LayerNorm: _Lowering.layer_norm,
+    g.Add: _Lowering.add,
+    g.Scale: _Lowering.scale,
+    g.Activation: _Lowering.activation,
     g.Linear: _Lowering.linear,
     g.Linears: _Lowering.linears,
     g.RopeAppend: _Lowering.rope_append,
     g.Attention: _Lowering.attention,
+    g.CausalConv: _Lowering.causal_conv,
+    g.GatedDelta: _Lowering.gated_delta,
+    g.Scan: _Lowering.scan,
     g.Gated: _Lowering.gated,
     g.Route: _Lowering.route,
     g.ExpertLinears: _Lowering.expert_linears,

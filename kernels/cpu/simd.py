@@ -266,6 +266,11 @@ def sqrt(b, x):
     return intrinsic(b, "llvm.sqrt.f32", f32, x)
 
 
+@op(f32x16, f32x16)
+def sqrt_lanes(b, x):
+    return intrinsic(b, "llvm.sqrt.v16f32", f32x16.llvm, x)
+
+
 @op(f32x16, f32x16, f32x16)
 def maximum(b, x, y):
     return intrinsic(b, "llvm.maxnum.v16f32", f32x16.llvm, x, y)

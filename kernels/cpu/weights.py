@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -20,7 +20,6 @@ from localllm.kernels.cpu.target import Target
 from localllm.kernels.embedding import SMALL_TABLE, CopiedTable, DecodedTable, EmbeddingTable, PackedTable
 from localllm.kernels.experts import matrices_to_pack
 from localllm.kernels.graph import Weight
-from localllm.quant.formats import dequantize
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.repack import FALLBACK, ScaleRangeError, repack, repack_target
@@ -30,18 +29,6 @@ PACKED_ROWS = 256
 
 #: Bytes of a matrix in the file that are packed before its pages are let go: the largest would take memory twice.
 KEPT_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)
-class CPUVector:
-    """A vector of n values, with zeros behind them up to a padded length."""
-
-    values: NDArray[np.float32]
-    n: int
-
-    @property
-    def address(self) -> int:
-        return self.values.ctypes.data
 
 
 class WeightLoader:
@@ -57,11 +44,6 @@ class WeightLoader:
         self._workers, self._target, self._progress = workers, target, progress
         self._packers: dict[KernelType, Packer] = {}
         self._memory = Arena()
-
-    def vector(self, weight: Weight) -> CPUVector:
-        """Decoded."""
-        values = dequantize(weight.data, weight.type).reshape(-1)
-        return CPUVector(np.pad(values, (0, padded(len(values)) - len(values))), len(values))
 
     def pack(self, weight: Weight) -> tuple[NDArray[np.uint8], KernelType]:
         """The tiles of one matrix or of several, and their format: another one if that of the plan cannot hold them.
@@ -129,7 +111,7 @@ class PackedWeights:
 
     def __init__(self) -> None:
         self._matrices: dict[Weight, tuple[NDArray[np.uint8], KernelType]] = {}
-        self._vectors: dict[Weight, CPUVector] = {}
+        self._vectors: dict[Weight, NDArray[np.float32]] = {}
         #: Those that rows are looked up in.
         self.tables: dict[Weight, EmbeddingTable] = {}
 
@@ -141,14 +123,15 @@ class PackedWeights:
         return 0, repack_target(weight.type)
 
     def vector(self, weight: Weight) -> int:
-        """The address of a vector, in float32 with zeros behind it."""
-        return self._vectors[weight].address if weight in self._vectors else 0
+        """The address of a vector, or of a matrix's rows or columns, in float32 with zeros behind each."""
+        return self._vectors[weight].ctypes.data if weight in self._vectors else 0
 
     def load(self, use: WeightUse, loader: WeightLoader, progress: Progress | None) -> PackedWeight:
         """Packs a weight."""
         weight, planned = use.weight, planned_weight(use)
-        if len(weight.shape) == 1:
-            self._vectors[weight] = loader.vector(weight)
+        if use.is_float:
+            values = use.floats()
+            self._vectors[weight] = np.pad(values, ((0, 0), (0, padded(values.shape[1]) - values.shape[1])))
         elif use.is_operand:
             tiles, kind = self._matrices[weight] = loader.pack(weight)
             n_bytes = planned.n_bytes + tiles.nbytes - _packed_bytes(weight.shape, repack_target(weight.type))
@@ -174,8 +157,9 @@ def planned_weight(use: WeightUse) -> PackedWeight:
     """What a weight will take in memory."""
     weight = use.weight
     kernel_type, n_bytes = "F32", 0
-    if len(weight.shape) == 1:
-        n_bytes = 4 * padded(weight.shape[0])
+    if use.is_float:
+        n_rows, n_columns = use.float_shape
+        n_bytes = 4 * n_rows * padded(n_columns)
     elif use.is_operand:
         kind = repack_target(weight.type)
         kernel_type, n_bytes = kind.name, _packed_bytes(weight.shape, kind)

@@ -12,6 +12,8 @@ from dataclasses import InitVar, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
+
 from localllm.errors import KernelError
 from localllm.kernels.buffers import Buffer
 from localllm.kernels.cuda.attention import NO_WINDOW, Heads, Variant, Work, choose_variant, work_of_bucket
@@ -129,19 +131,24 @@ class BatchBuffer:
     def positions(self) -> DeviceMemory:
         return self._part(self.layout.positions)
 
-    @property
-    def slots(self) -> DeviceMemory:
-        return self._part(self.layout.slots)
+    def slots(self, group: int) -> DeviceMemory:
+        return self._part(self.layout.slots[group])
 
     @property
     def outputs(self) -> DeviceMemory:
         return self._part(self.layout.outputs)
 
     @property
-    def attention(self) -> tuple[DeviceMemory, ...]:
-        """PARAMETERS of attention.cu, as far as they are the batch's."""
-        tables = slice(self.layout.tables, self.layout.n_words)
-        return self.header, self._part(self.layout.starts), self._part(self.layout.lengths), self._part(tables)
+    def sequences(self) -> tuple[DeviceMemory, ...]:
+        """What kernels of recurrent states read: header, first tokens, positions, slots of the states."""
+        return self.header, self._part(self.layout.starts), self.positions, self._part(self.layout.states)
+
+    def attention(self, group: int) -> tuple[Argument, ...]:
+        """PARAMETERS of attention.cu over the caches of a group, as far as they are the batch's."""
+        layout = self.layout
+        tables = self._part(slice(layout.tables + group * layout.n_blocks, layout.n_words))
+        lengths = self._part(layout.lengths)
+        return self.header, self._part(layout.starts), lengths, tables, np.int32(layout.table_stride)
 
     def header_at(self, slot: int) -> DeviceMemory:
         """The header from that slot's number on: for kernels that take the first for the number of their rows."""
@@ -303,7 +310,7 @@ class StepLimits:
     @cached_property
     def partial_bytes(self) -> int:
         """What the partials of any batch may take: no more than is of use."""
-        longest = max(1, self.cache.n_pages) * PAGE
+        longest = max(1, self.cache.n_pages[0]) * PAGE
         return min(
             MAX_PARTIAL_BYTES, max((kind.bucket_bytes(BUCKETS[-1], longest) for kind in self.kinds), default=0)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from localllm.kernels.backend import Backend, Footprint, Progress, weights_of
+from localllm.kernels.backend import Backend, Footprint, Progress, check_cache, weights_of
 from localllm.kernels.cuda.arena import StepLimits
 from localllm.kernels.cuda.cache import PAGE, CUDACache
 from localllm.kernels.cuda.driver import CompileProgress, Driver
@@ -50,16 +50,25 @@ class CUDABackend(Backend):
         self._tile_rows = tuple(tile_rows)
         self.loader = WeightLoader(driver, device, chunk_bytes)
 
-    def footprint(self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int) -> Footprint:
-        weights, cache = PackedWeights(self.loader), CUDACache(graph.caches, n_pages)
+    def footprint(
+        self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
+    ) -> Footprint:
+        weights, cache = PackedWeights(self.loader), CUDACache(graph, n_pages, n_states)
         lowered = self._lower(graph, weights, cache, max_tokens, max_outputs)
-        caches = {layer: layout.n_bytes for layer, layout in cache.layouts.items()}
-        return Footprint(tuple(map(weights.planned, weights_of(graph))), caches, lowered.arena_bytes)
+        return Footprint(tuple(map(weights.planned, weights_of(graph))), cache.layer_bytes(), lowered.arena_bytes)
 
     def compile(
-        self, graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int, progress: Progress | None = None
+        self,
+        graph: Graph,
+        *,
+        n_pages: tuple[int, ...],
+        max_tokens: int,
+        max_outputs: int,
+        n_states: int = 0,
+        progress: Progress | None = None,
     ) -> CUDAStep:
-        weights, cache = PackedWeights(self.loader), CUDACache(graph.caches, n_pages)
+        check_cache(graph, n_pages, n_states)
+        weights, cache = PackedWeights(self.loader), CUDACache(graph, n_pages, n_states)
         packed = tuple(weights.load(use, progress) for use in weights_of(graph))
         self.loader.close()
         cache.allocate(self.driver, self.device)

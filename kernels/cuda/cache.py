@@ -13,17 +13,15 @@ attention reads none of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
 from localllm.errors import KernelError
 from localllm.kernels.cuda.driver import Argument, Defines, DeviceMemory, Driver, Stream
-from localllm.kernels.graph import KVCache
+from localllm.kernels.graph import Graph, KVCache, RecurrentState
 from localllm.kernels.q8_0 import VALUES_PER_SCALE
 
 #: Tokens in a page of the cache.
@@ -105,6 +103,11 @@ def append_defines(kept: KVCache) -> Defines:
     return {"KEY_DIM": kept.key_dim, "VALUE_DIM": kept.value_dim, "Q8_0": int(kept.type == "q8_0")}
 
 
+def _state_bytes(state: RecurrentState) -> int:
+    """Bytes of one sequence's values of a state; how they lie, its kernel knows."""
+    return -(-4 * state.n_values // _ALIGNMENT) * _ALIGNMENT
+
+
 class CUDACache:
     """What the layers of a step keep, one after the other; drawn above.
 
@@ -116,14 +119,23 @@ class CUDACache:
 
     page_size = PAGE
 
-    def __init__(self, layers: Mapping[int, KVCache], n_pages: int) -> None:
-        self.n_pages = n_pages
-        self.layouts = {number: CacheLayout(kept, n_pages) for number, kept in layers.items()}
+    def __init__(self, graph: Graph, n_pages: tuple[int, ...], n_states: int) -> None:
+        self.windows, self.n_pages, self.n_states = graph.windows, n_pages, n_states
+        self.groups = {number: graph.group(kept) for number, kept in graph.caches.items()}
+        self.layouts = {n: CacheLayout(kept, n_pages[self.groups[n]]) for n, kept in graph.caches.items()}
         self.offsets: dict[int, int] = {}
         self.n_bytes = 0
         for number, layout in self.layouts.items():
             self.offsets[number] = self.n_bytes
             self.n_bytes += layout.n_bytes
+        self._first_slot = self.n_bytes
+        #: Of each state, where it begins in a slot; and the bytes of a slot.
+        self._places: dict[RecurrentState, int] = {}
+        self.slot_bytes = 0
+        for state in (state for states in graph.states.values() for state in states):
+            self._places[state] = self.slot_bytes
+            self.slot_bytes += _state_bytes(state)
+        self.n_bytes += n_states * self.slot_bytes
         self.memory: DeviceMemory | None = None
 
     def allocate(self, driver: Driver, device: int) -> None:
@@ -149,19 +161,38 @@ class CUDACache:
         )
         return keys, key_scales, values, value_scales
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_page(self, group: int, source: int, target: int) -> None:
         for page in (source, target):
-            if not 0 <= page < self.n_pages:
-                raise KernelError(f"there is no page {page} in a cache of {self.n_pages}")
+            if not 0 <= page < self.n_pages[group]:
+                raise KernelError(f"there is no page {page} in a cache of {self.n_pages[group]}")
         # Neighbouring layers of one kind go in one launch.
-        for _, alike in groupby(self.layouts, key=self._kind):
-            numbers = list(alike)
-            self._copy_page(numbers[0], len(numbers), source, target)
+        kinds = {n: (self.groups[n], layout.parts, append_defines(layout.kept)) for n, layout in self.layouts.items()}
+        for (own, *_), alike in groupby(kinds, key=lambda n: kinds[n]):
+            if own == group:
+                numbers = list(alike)
+                self._copy_page(numbers[0], len(numbers), source, target)
         self.driver.synchronize(self.stream)
 
-    def _kind(self, number: int) -> tuple[Any, ...]:
-        layout = self.layouts[number]
-        return layout.parts, append_defines(layout.kept)
+    def layer_bytes(self) -> dict[int, int]:
+        """What each layer takes."""
+        sizes = {number: layout.n_bytes for number, layout in self.layouts.items()}
+        for state in self._places:
+            sizes[state.layer] = sizes.get(state.layer, 0) + self.n_states * _state_bytes(state)
+        return sizes
+
+    def state(self, state: RecurrentState) -> DeviceMemory:
+        """Where the values of a state begin in the first slot; those of the next are `slot_bytes` further."""
+        begin = self._first_slot + self._places[state]
+        return self._at(begin, self.n_bytes - begin)
+
+    def copy_state(self, source: int, target: int) -> None:
+        for slot in (source, target):
+            if not 0 <= slot < self.n_states:
+                raise KernelError(f"there is no slot {slot} in a cache of {self.n_states} recurrent states")
+        if self.slot_bytes:
+            memory = self._at(self._first_slot, self.n_states * self.slot_bytes)
+            self._copy(memory, append_defines(KVCache(0, 1, 16, 16)), self.slot_bytes, 0, 1, source, target)
+            self.driver.synchronize(self.stream)
 
     def _copy_page(self, first: int, n_layers: int, source: int, target: int) -> None:
         """In layers of one kind, from the ``first`` on."""
@@ -169,10 +200,19 @@ class CUDACache:
         for part in layout.parts:
             if part.n_bytes:
                 memory = self._at(begin + part.offset, (n_layers - 1) * layout.n_bytes + part.n_bytes)
-                sizes = np.int32(part.page_bytes), np.int64(layout.n_bytes), np.int32(source), np.int32(target)
-                module = self.driver.load_module(memory.device, "append", append_defines(layout.kept))
-                grid = (-(-part.page_bytes // _COPIED_BYTES), n_layers)
-                self.driver.launch(module, "copy_page", grid, (256,), [memory, *sizes], self.stream)
+                self._copy(
+                    memory, append_defines(layout.kept), part.page_bytes, layout.n_bytes, n_layers, source, target
+                )
+
+    def _copy(
+        self, memory: DeviceMemory, defines: Defines, n_bytes: int, step: int, n: int, source: int, target: int
+    ) -> None:
+        """Copies piece ``source`` of so many bytes to ``target``, in each of n parts ``step`` bytes apart."""
+        sizes = np.int32(n_bytes), np.int64(step), np.int32(source), np.int32(target)
+        module = self.driver.load_module(memory.device, "append", defines)
+        self.driver.launch(
+            module, "copy_page", (-(-n_bytes // _COPIED_BYTES), n), (256,), [memory, *sizes], self.stream
+        )
 
     def _at(self, offset: int, n_bytes: int) -> DeviceMemory:
         if self.memory is None:

@@ -33,7 +33,7 @@ from localllm.kernels.cuda.driver import Argument, DeviceMemory
 from localllm.kernels.cuda.launch import Launch
 from localllm.kernels.cuda.matmul import MAX_MATRICES, Product
 from localllm.kernels.cuda.weights import PackedMatrix
-from localllm.kernels.graph import HeadNorm, KVCache, PositionScale, Rope
+from localllm.kernels.graph import ACTIVATIONS, HeadNorm, KVCache, PositionScale, Rope
 
 _NULL = np.uint64(0)
 #: What rotates nothing.
@@ -60,17 +60,18 @@ def _row_arguments(rows: Stored) -> tuple[Argument, Argument, Argument]:
 
 @dataclass(frozen=True, eq=False)
 class Embed:
-    """Rows of a packed matrix for the batch's ids."""
+    """Columns of a packed matrix's rows for the batch's ids."""
 
     batch: BatchBuffer
     table: PackedMatrix
+    columns: range
     scale: float
     y: Stored
 
     def launches(self, extent: Extent) -> Iterator[Launch]:
         table, format = self.table, self.table.packed
         launch = matmul.embed_launch(format, extent.n_tokens)
-        sizes = np.int32(table.n_in), np.int32(format.n_tiles(table.n_in))
+        sizes = map(np.int32, (self.columns.start, self.columns.stop, format.n_tiles(table.n_in)))
         batch = self.batch.ids, self.batch.header
         y = self.y.memory, np.int32(self.y.stride)
         yield launch.given(table.memory, *sizes, *batch, np.float32(self.scale), *y)
@@ -93,36 +94,91 @@ class Gather:
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """RMS norm, to float32 or to inputs of eight bits."""
+    """RMS norm of groups of a row, to float32; or of whole rows, also to inputs of eight bits.
+
+    Attributes:
+        weight_step: values from the weight of one group to the next one's.
+    """
 
     batch: BatchBuffer
     x: Stored
-    weight: DeviceMemory
+    weight: DeviceMemory | None
     eps: float
+    n_groups: int
+    weight_step: int
     y: Stored | Inputs
 
     def launches(self, extent: Extent) -> Iterator[Launch]:
         x, n = self.x, extent.rows(self.x.slot)
-        arguments = (self.batch.header_at(x.slot), *_row_arguments(x), self.weight, np.float32(self.eps))
+        rows = x.memory, np.int32(x.stride), np.int32(x.width // self.n_groups)
+        weight = _NULL if self.weight is None else self.weight
+        arguments: tuple[Argument, ...] = (self.batch.header_at(x.slot), *rows, weight, np.float32(self.eps))
         name, to = _result("rms_norm", self.y, n)
-        yield from _elementwise(name, (n,), _NORM_THREADS, *arguments, *to)
+        if isinstance(self.y, Inputs):
+            yield from _elementwise(name, (n,), _NORM_THREADS, *arguments, *to)
+        else:
+            step = np.int32(self.weight_step)
+            yield from _elementwise(name, (n, self.n_groups), _NORM_THREADS, *arguments, step, *to)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerNorm:
+    """Layer norm."""
+
+    batch: BatchBuffer
+    x: Stored
+    weight: DeviceMemory
+    bias: DeviceMemory | None
+    eps: float
+    y: Stored
+
+    def launches(self, extent: Extent) -> Iterator[Launch]:
+        x, n = self.x, extent.rows(self.x.slot)
+        weights = self.weight, _NULL if self.bias is None else self.bias, np.float32(self.eps)
+        to = self.y.memory, np.int32(self.y.stride)
+        header = self.batch.header_at(x.slot)
+        yield from _elementwise("layer_norm", (n,), _NORM_THREADS, header, *_row_arguments(x), *weights, *to)
 
 
 @dataclass(frozen=True, eq=False)
 class Gate:
-    """An activation times another row, to float32 or to inputs of eight bits."""
+    """An activation, times another row if there is one, to float32 or to inputs of eight bits."""
 
     batch: BatchBuffer
     gate: Stored
-    up: Stored
-    kernel: str
+    up: Stored | None
+    activation: str
     y: Stored | Inputs
 
     def launches(self, extent: Extent) -> Iterator[Launch]:
         gate, n = self.gate, extent.rows(self.gate.slot)
-        arguments = (self.batch.header_at(gate.slot), gate.memory, self.up.memory, *_row_arguments(gate)[1:])
-        name, to = _result(self.kernel, self.y, n)
+        kind, up = np.int32(ACTIVATIONS.index(self.activation)), _NULL if self.up is None else self.up.memory
+        arguments = (self.batch.header_at(gate.slot), kind, gate.memory, up, *_row_arguments(gate)[1:])
+        name, to = _result("gated", self.y, n)
         yield from _elementwise(name, (-(-gate.width // _GATE_COLUMNS), n), _GATE_THREADS, *arguments, *to)
+
+
+@dataclass(frozen=True, eq=False)
+class Add:
+    """factor * weight * sigmoid(gate) * x + residual; what is None is left out."""
+
+    batch: BatchBuffer
+    x: Stored
+    factor: float
+    weight: DeviceMemory | None
+    gate: Stored | None
+    residual: Stored | None
+    y: Stored
+
+    def launches(self, extent: Extent) -> Iterator[Launch]:
+        x, n = self.x, extent.rows(self.x.slot)
+        weight = _NULL if self.weight is None else self.weight
+        gate = (_NULL, np.int32(0)) if self.gate is None else (self.gate.memory, np.int32(self.gate.stride))
+        residual = _NULL if self.residual is None else self.residual.memory
+        arguments = (*_row_arguments(x), np.float32(self.factor), weight, *gate, residual)
+        to = self.y.memory, np.int32(self.y.stride)
+        grid, header = (-(-x.width // _GATE_COLUMNS), n), self.batch.header_at(x.slot)
+        yield from _elementwise("add", grid, _GATE_THREADS, header, *arguments, *to)
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +311,7 @@ class RopeAppend:
         # Without keys, the cache is another layer's.
         places = (_NULL,) * 4 if self.k is None else cache.layer(kept.layer)
         arguments: tuple[Argument, ...] = (
-            *(batch.header, batch.slots, batch.positions),
+            *(batch.header, batch.slots(cache.groups[kept.layer]), batch.positions),
             _NULL if self.frequencies is None else step.arena.at(self.frequencies),
             *map(np.int32, (len(rope.frequencies), rope.first, rope.interleaved)),
             *(np.float32(rope.magnitude), self.q.memory, np.int32(self.q.stride)),
@@ -305,6 +361,7 @@ class Attention:
     def launches(self, extent: Extent) -> Iterator[Launch]:
         step, heads = self.step, self.kind.heads
         work, cache = extent.work(self.kind), step.cache.layer(self.kept.layer)
+        batch = step.batch.attention(step.cache.groups[self.kept.layer])
         sums, states = step.partials(self.partials, self.kind, work)
         partials = sums, states, np.int32(work.max_splits), np.int32(work.partial_rows)
         q, out = ((rows.memory, np.int32(rows.stride)) for rows in (self.q, self.y))
@@ -315,11 +372,10 @@ class Attention:
             "attention_split": (*cache, *q, *partials, *scoring),
             "attention_merge": (*partials, *out, sinks),
         }
-        stride = np.int32(step.batch.layout.table_stride)
         for launch in attention.launches(work, heads, self.variant, step.properties.n_multiprocessors):
             limits = *attention.token_range(launch, work), heads.window
-            numbers = stride, *map(np.int32, (heads.n_kv_heads, heads.group_size, *limits))
-            yield launch.given(*step.batch.attention, *numbers, *own[launch.kernel])
+            numbers = map(np.int32, (heads.n_kv_heads, heads.group_size, *limits))
+            yield launch.given(*batch, *numbers, *own[launch.kernel])
 
 
 # -- The largest logits --------------------------------------------------------------------------------------------
@@ -374,6 +430,7 @@ def fused(calls: Iterable[Call], result: Stored) -> list[Call]:
             isinstance(call, Quantise)
             and not call.format.is_float
             and isinstance(last, Norm | Gate)
+            and getattr(last, "n_groups", 1) == 1
             and last.y is call.x is not result
             and uses[call.x] == 2  # written there, and read here
         ):

@@ -24,6 +24,11 @@ DEVICE void prefetch(const void* place) { asm volatile("prefetch.global.L1 [%0];
 // even that is there, what becomes of its memory does not matter.
 DEVICE bool is_beyond(int row, const int* n_rows) { return row > 0 && row >= *n_rows; }
 
+// Of large -x, expf is infinite and 1 / infinity 0, as it should be.
+DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+DEVICE float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
+
 DEVICE float half_to_float(uint16_t bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));

@@ -14,6 +14,7 @@ from typing import Self
 from localllm.kernels.backend import Batch
 from localllm.kernels.cuda import calls
 from localllm.kernels.cuda import experts as expert_calls
+from localllm.kernels.cuda import recurrent as recurrent_calls
 from localllm.kernels.cuda.arena import Call, Mixture, Stored
 from localllm.kernels.cuda.attention import NO_WINDOW
 from localllm.kernels.cuda.batch import N_OUTPUTS, N_PLACES, N_TOKENS
@@ -128,8 +129,18 @@ def cost(call: Call, sizes: BatchSizes) -> Cost | None:
             return Cost(sizes.n_outputs * (_row(x) + _row(y)))
         case calls.Norm(x=x):
             return Cost(sizes.rows(x.slot) * (_row(x) + _result(call, x)) + _row(x))
-        case calls.Gate(gate=gate):
-            return Cost(sizes.rows(gate.slot) * (2 * _row(gate) + _result(call, gate)))
+        case calls.Gate(gate=gate, up=up):
+            return Cost(sizes.rows(gate.slot) * ((1 + (up is not None)) * _row(gate) + _result(call, gate)))
+        case calls.LayerNorm(x=x) | calls.Add(x=x, residual=None):
+            return Cost(sizes.rows(x.slot) * 2 * _row(x))
+        case calls.Add(x=x):
+            return Cost(sizes.rows(x.slot) * 3 * _row(x))
+        case recurrent_calls.CausalConv(x=x, state=state):
+            return Cost(sizes.n_tokens * 2 * _row(x) + len(sizes.sequences) * 8 * state.n_values)
+        case recurrent_calls.Recurrence(state=state):  # a state is read and written
+            n_heads, n_rows, n_columns = state.shape
+            rows = 4 * (2 * n_heads * n_columns + 2 * call.n_groups * n_rows)
+            return Cost(sizes.n_tokens * rows + len(sizes.sequences) * 8 * state.n_values)
         case calls.Quantise(x=x, format=format):
             n = sizes.rows(x.slot)
             return Cost(n * _row(x) + _input_bytes(format, x.width, n))
@@ -142,6 +153,10 @@ def cost(call: Call, sizes: BatchSizes) -> Cost | None:
         case expert_calls.Gather(x=x, format=format):
             n = sizes.rows(N_PLACES)
             return Cost(sizes.n_tokens * _row(x) + 4 * n + _input_bytes(format, x.width, n))
+        case expert_calls.ExpertScores(logits=logits):
+            return Cost(sizes.n_tokens * 3 * _row(logits))
+        case expert_calls.FinishExperts(y=y):
+            return Cost(sizes.rows(N_PLACES) * 2 * _row(y))
         case expert_calls.AddExperts(products=products, y=y):  # with places and weights
             return Cost(sizes.rows(N_PLACES) * (_row(products) + 8) + 2 * sizes.n_tokens * _row(y))
     return None

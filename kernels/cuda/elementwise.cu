@@ -22,7 +22,7 @@ DEVICE float scale_of_row(const float* row, const float* weight, int n, float ep
   __shared__ float parts[ROW_WARPS];
   float squares = 0.0f;
   for (int column = 4 * threadIdx.x; column < n; column += 4 * ROW_THREADS) {
-    if (threadIdx.x % 8 == 0) prefetch(weight + column);  // 128 bytes
+    if (weight && threadIdx.x % 8 == 0) prefetch(weight + column);  // 128 bytes
     const float4 v = load_four(row, column, n);
     squares = fmaf(v.x, v.x, squares);
     squares = fmaf(v.y, v.y, squares);
@@ -39,22 +39,28 @@ DEVICE float scale_of_row(const float* row, const float* weight, int n, float ep
 }
 
 DEVICE float4 normed(const float* row, const float* weight, int column, int n, float scale) {
-  const float4 v = load_four(row, column, n), w = load_four(weight, column, n);
+  const float4 v = load_four(row, column, n);
+  if (!weight) return make_float4(v.x * scale, v.y * scale, v.z * scale, v.w * scale);
+  const float4 w = load_four(weight, column, n);
   return make_float4(v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w);
 }
 
-// y = x / sqrt(mean(x^2) + eps) * weight, over rows of n values.  Grid: (rows).  weight: readable to a multiple of 4.
+// y = x / sqrt(mean(x^2) + eps) * weight, over groups of n values.  Grid: (rows, groups of a row); several are of a
+// multiple of 16 values.  weight: readable to a multiple of 4, `weight_step` values from one group's to the next one's;
+// or null.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     rms_norm(const int* __restrict__ header, const float* __restrict__ x, int stride, int n,
-             const float* __restrict__ weight, float eps, float* __restrict__ y, int y_stride) {
+             const float* __restrict__ weight, float eps, int weight_step, float* __restrict__ y, int y_stride) {
   if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
-  const float* row = x + (size_t)blockIdx.x * stride;
-  const float scale = scale_of_row(row, weight, n, eps);
+  const float* row = x + (size_t)blockIdx.x * stride + (size_t)blockIdx.y * n;
+  const float* own = weight ? weight + (size_t)blockIdx.y * weight_step : nullptr;
+  float* to = y + (size_t)blockIdx.x * y_stride + (size_t)blockIdx.y * n;
+  const float scale = scale_of_row(row, own, n, eps);
   for (int column = 4 * threadIdx.x; column < n; column += 4 * ROW_THREADS)
-    *(float4*)(y + (size_t)blockIdx.x * y_stride + column) = normed(row, weight, column, n, scale);
+    *(float4*)(to + column) = normed(row, own, column, n, scale);
 }
 
-// The same, as codes and scales laid out for n_rows rows.
+// The same over whole rows, as codes and scales laid out for n_rows rows.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     rms_norm_quantised(const int* __restrict__ header, const float* __restrict__ x, int stride, int n,
                        const float* __restrict__ weight, float eps, int8_t* __restrict__ units,
@@ -68,51 +74,107 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
   }
 }
 
-// -- Gated activations ------------------------------------------------------------------------------------------------
+// -- Layer norm -------------------------------------------------------------------------------------------------------
 
-// Of large -x, expf is infinite and x / infinity -0, as it should be.
-struct Silu {
-  static __device__ __forceinline__ float of(float x) { return x / (1.0f + expf(-x)); }
-};
+// The sum of a block's values, in all its threads; always in the same order.
+DEVICE float block_sum(float value, float* parts) {
+  value = warp_sum(value);
+  if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = value;
+  __syncthreads();
+  float total = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < ROW_WARPS; warp++) total += parts[warp];
+  return total;
+}
 
-// The tanh form: x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
-struct Gelu {
-  static __device__ __forceinline__ float of(float x) {
-    const float inner = 1.5957691216057308f * fmaf(0.044715f * x * x, x, x);
-    return x / (1.0f + expf(-inner));
+// y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over rows of n values.  Grid: (rows).  bias: or null.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+    layer_norm(const int* __restrict__ header, const float* __restrict__ x, int stride, int n,
+               const float* __restrict__ weight, const float* __restrict__ bias, float eps, float* __restrict__ y,
+               int y_stride) {
+  __shared__ float parts[2][ROW_WARPS];
+  if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
+  const float* row = x + (size_t)blockIdx.x * stride;
+  float total = 0.0f, squares = 0.0f;
+  for (int column = threadIdx.x; column < n; column += ROW_THREADS) total += row[column];
+  const float mean = block_sum(total, parts[0]) / (float)n;
+  for (int column = threadIdx.x; column < n; column += ROW_THREADS)
+    squares = fmaf(row[column] - mean, row[column] - mean, squares);
+  const float scale = 1.0f / sqrtf(block_sum(squares, parts[1]) / (float)n + eps);
+  for (int column = threadIdx.x; column < n; column += ROW_THREADS)
+    y[(size_t)blockIdx.x * y_stride + column] =
+        (row[column] - mean) * scale * weight[column] + (bias ? bias[column] : 0.0f);
+}
+
+// -- Activations ------------------------------------------------------------------------------------------------------
+
+// In the order of graph.ACTIVATIONS.
+enum { SILU, GELU, GELU_ERF, RELU2, SIGMOID, IDENTITY, CLAMPED_SWIGLU };
+
+DEVICE float activated(int kind, float g, float u) {
+  switch (kind) {
+    case SILU:
+      return g / (1.0f + expf(-g)) * u;
+    case GELU:  // the tanh form: x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))
+      return g / (1.0f + expf(-1.5957691216057308f * fmaf(0.044715f * g * g, g, g))) * u;
+    case GELU_ERF:
+      return 0.5f * g * erfcf(-0.70710678f * g) * u;
+    case RELU2:
+      return g > 0.0f ? g * g * u : g != g ? g : 0.0f;
+    case SIGMOID:
+      return u / (1.0f + expf(-g));
+    case IDENTITY:
+      return g * u;
+    default:  // gpt-oss's
+      g = fminf(g, 7.0f);
+      u = fmaxf(fminf(u, 7.0f), -7.0f);
+      return g / (1.0f + expf(-1.702f * g)) * (u + 1.0f);
   }
-};
+}
 
-template <class Activation>
-DEVICE float4 gated(const float* gate, const float* up, size_t row, int column, int n) {
-  const float4 g = load_four(gate + row, column, n), u = load_four(up + row, column, n);
-  return make_float4(Activation::of(g.x) * u.x, Activation::of(g.y) * u.y, Activation::of(g.z) * u.z,
-                     Activation::of(g.w) * u.w);
+DEVICE float4 gated(int kind, const float* gate, const float* up, size_t row, int column, int n) {
+  const float4 g = load_four(gate + row, column, n);
+  const float4 u = up ? load_four(up + row, column, n) : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+  return make_float4(activated(kind, g.x, u.x), activated(kind, g.y, u.y), activated(kind, g.z, u.z),
+                     activated(kind, g.w, u.w));
 }
 
 #define GATE_WARPS 4
 
-// y = activation(gate) * up, over rows of n values.  Grid: (blocks of 512 columns, rows).
-#define GATED(name, Activation)                                                                                        \
-  extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)                                                      \
-      name(const int* __restrict__ header, const float* __restrict__ gate, const float* __restrict__ up, int stride,   \
-           int n, float* __restrict__ y, int y_stride) {                                                               \
-    const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);                         \
-    if (is_beyond(row, header + N_TOKENS) || column >= n) return;                                                      \
-    *(float4*)(y + (size_t)row * y_stride + column) = gated<Activation>(gate, up, (size_t)row * stride, column, n);    \
-  }                                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)                                                      \
-      name##_quantised(const int* __restrict__ header, const float* __restrict__ gate, const float* __restrict__ up,   \
-                       int stride, int n, int8_t* __restrict__ units, float2* __restrict__ scales, int n_rows) {       \
-    const int row = blockIdx.y, run = blockIdx.x * GATE_WARPS + threadIdx.x / WARP;                                    \
-    if (is_beyond(row, header + N_TOKENS) || RUN * run >= n) return;                                                   \
-    const int column = RUN * run + threadIdx.x % WARP * 4;                                                             \
-    const float4 v = gated<Activation>(gate, up, (size_t)row * stride, column, n);                                     \
-    store_codes(v, units, scales, run, row, n_rows);                                                                   \
-  }
+// y = activation(gate) * up, over rows of n values.  Grid: (blocks of 512 columns, rows).  up: or null, which is 1.
+extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
+    gated(const int* __restrict__ header, int kind, const float* __restrict__ gate, const float* __restrict__ up,
+          int stride, int n, float* __restrict__ y, int y_stride) {
+  const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
+  if (is_beyond(row, header + N_TOKENS) || column >= n) return;
+  *(float4*)(y + (size_t)row * y_stride + column) = gated(kind, gate, up, (size_t)row * stride, column, n);
+}
 
-GATED(gated_silu, Silu)
-GATED(gated_gelu, Gelu)
+// The same, as codes and scales laid out for n_rows rows.
+extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
+    gated_quantised(const int* __restrict__ header, int kind, const float* __restrict__ gate,
+                    const float* __restrict__ up, int stride, int n, int8_t* __restrict__ units,
+                    float2* __restrict__ scales, int n_rows) {
+  const int row = blockIdx.y, run = blockIdx.x * GATE_WARPS + threadIdx.x / WARP;
+  if (is_beyond(row, header + N_TOKENS) || RUN * run >= n) return;
+  const float4 v = gated(kind, gate, up, (size_t)row * stride, RUN * run + threadIdx.x % WARP * 4, n);
+  store_codes(v, units, scales, run, row, n_rows);
+}
+
+// y = factor * weight * sigmoid(gate) * x + residual, over rows of n values, where all but x and the factor may be null.
+// Grid: (blocks of 512 columns, rows).  weight: one value.  gate: one for each row.  y may be the residual, or x.
+extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
+    add(const int* __restrict__ header, const float* x, int stride, int n, float factor, const float* weight,
+        const float* gate, int gate_stride, const float* residual, float* y, int y_stride) {
+  const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
+  if (is_beyond(row, header + N_TOKENS) || column >= n) return;
+  if (weight) factor *= *weight;
+  if (gate) factor *= sigmoid(gate[(size_t)row * gate_stride]);
+  const float4 v = load_four(x + (size_t)row * stride, column, n);
+  const float4 r = residual ? load_four(residual + (size_t)row * y_stride, column, n) : make_float4(0, 0, 0, 0);
+  *(float4*)(y + (size_t)row * y_stride + column) = make_float4(
+      fmaf(v.x, factor, r.x), fmaf(v.y, factor, r.y), fmaf(v.z, factor, r.z), fmaf(v.w, factor, r.w));
+}
 
 // y = cap * tanh(x / cap), over rows of n values.  Grid: (blocks of 512 columns, rows).
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)

@@ -41,36 +41,36 @@ DEVICE float decode_value(const uint8_t* tile, int column, int row) {
   }
 }
 
-DEVICE void store4(float* y, int column, int n_in, float4 v, float scale) {
+DEVICE void store4(float* y, int column, int begin, int end, float4 v, float scale) {
   const float values[4] = {v.x, v.y, v.z, v.w};
   for (int i = 0; i < 4; ++i)
-    if (column + i < n_in) y[column + i] = values[i] * scale;
+    if (begin <= column + i && column + i < end) y[column + i - begin] = values[i] * scale;
 }
 
 template <class F>
-DEVICE void embed_row(const uint8_t* tiles, int row, int n_in, float scale, float* y) {
+DEVICE void embed_row(const uint8_t* tiles, int row, int begin, int end, float scale, float* y) {
   if constexpr (IS_FLOAT<F>) {
-    for (int column = threadIdx.x; column < n_in; column += blockDim.x)
-      y[column] = decode_value<F>(tiles + column / RUN * tile_bytes<F>(), column % RUN, row) * scale;
+    for (int column = begin + threadIdx.x; column < end; column += blockDim.x)
+      y[column - begin] = decode_value<F>(tiles + column / RUN * tile_bytes<F>(), column % RUN, row) * scale;
   } else {
-    for (int i = threadIdx.x; i < (n_in + BLOCK - 1) / BLOCK * 4; i += blockDim.x) {
+    for (int i = begin / BLOCK * 4 + threadIdx.x; i < (end + BLOCK - 1) / BLOCK * 4; i += blockDim.x) {
       const int block = i / 4, t = i % 4, run = block / RUN_BLOCKS;
       float4 low, high;
       decode_block<F>(low, high, tiles + run / F::RUNS * tile_bytes<F>(), run % F::RUNS, block % RUN_BLOCKS, t, row);
-      store4(y, BLOCK * block + 4 * t, n_in, low, scale);
-      store4(y, BLOCK * block + 16 + 4 * t, n_in, high, scale);
+      store4(y, BLOCK * block + 4 * t, begin, end, low, scale);
+      store4(y, BLOCK * block + 16 + 4 * t, begin, end, high, scale);
     }
   }
 }
 
-// y [T, stride]: the rows `ids` of a matrix of n_in columns, times scale.  A block a token.
+// y [T, stride]: the columns begin ... end - 1 of the rows `ids` of a matrix, times scale.  A block a token.
 extern "C" __global__ void __launch_bounds__(256)
-    embed(const uint8_t* __restrict__ weights, int n_in, int n_tiles, const int* __restrict__ ids,
+    embed(const uint8_t* __restrict__ weights, int begin, int end, int n_tiles, const int* __restrict__ ids,
           const int* __restrict__ n_tokens, float scale, float* __restrict__ y, int stride) {
   using F = FORMAT;
   const int token = blockIdx.x;
   if (token >= *n_tokens) return;
   const int id = ids[token];
-  embed_row<F>(weights + (int64_t)(id / GROUP) * n_tiles * tile_bytes<F>(), id % GROUP, n_in, scale,
+  embed_row<F>(weights + (int64_t)(id / GROUP) * n_tiles * tile_bytes<F>(), id % GROUP, begin, end, scale,
                y + (int64_t)token * stride);
 }

@@ -7,12 +7,76 @@
 #include "choice.cuh"
 
 constexpr int ROUTE_WARPS = 4, GROUP_THREADS = 1024, MAX_EXPERTS = GROUP_THREADS, ALIGNMENT = 8, SUM_THREADS = 128;
+constexpr int MAX_GROUPS = 64;
+
+DEVICE float infinity() { return __int_as_float(0x7f800000); }
+
+// In the order of graph.GATINGS.
+enum { SOFTMAX, SIGMOID, SQRT_SOFTPLUS };
+
+// The sum of the two largest of n values; of NaNs each counts as -infinity.
+DEVICE float two_best(const float* values, int n) {
+  float first = -infinity(), second = -infinity();
+  for (int i = 0; i < n; i++) {
+    const float x = values[i];
+    if (x > first) {
+      second = first;
+      first = x;
+    } else if (x > second) {
+      second = x;
+    }
+  }
+  return first + second;
+}
+
+// probabilities [T, stride] of experts; and scores: those, plus `bias` if it is not null, and -infinity in all but the
+// `n_top_groups` of n_groups whose two best have the largest sums.  A warp a token.
+extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
+    expert_scores(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int gating,
+                  const float* __restrict__ bias, int n_groups, int n_top_groups, float* __restrict__ probabilities,
+                  float* __restrict__ scores) {
+  __shared__ float sums[ROUTE_WARPS][MAX_GROUPS];
+  const int token = blockIdx.x * ROUTE_WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP, size = n / n_groups;
+  if (token >= header[N_TOKENS]) return;
+  const float* row = logits + (size_t)token * stride;
+  float *to = probabilities + (size_t)token * stride, *score = scores + (size_t)token * stride;
+  float* own = sums[threadIdx.x / WARP];
+  float peak = -infinity(), total = 0.0f;
+  if (gating == SOFTMAX) {
+    for (int expert = lane; expert < n; expert += WARP) peak = fmaxf(peak, row[expert]);
+    peak = warp_max(peak);
+    for (int expert = lane; expert < n; expert += WARP) total += expf(row[expert] - peak);
+    total = warp_sum(total);
+  }
+  for (int expert = lane; expert < n; expert += WARP) {
+    const float x = row[expert];
+    const float p = gating == SOFTMAX ? expf(x - peak) / total
+                    : gating == SIGMOID ? sigmoid(x)
+                                        : sqrtf(softplus(x));
+    to[expert] = p;
+    score[expert] = bias ? p + bias[expert] : p;
+  }
+  if (n_groups == 1) return;
+  __syncwarp();
+  for (int group = lane; group < n_groups; group += WARP) own[group] = two_best(score + size * group, size);
+  __syncwarp();
+  for (int expert = lane; expert < n; expert += WARP) {
+    const int group = expert / size;
+    int better = 0;
+    for (int other = 0; other < n_groups; other++)
+      better += own[other] > own[group] || (own[other] == own[group] && other < group);
+    if (better >= n_top_groups) score[expert] = -infinity();
+  }
+}
 
 // ids, expert_weights [T, k]: the k experts of the largest of a row's n logits, of equals the lowest, and their weights:
-// of all experts or, with `norm_topk_prob`, of these.  A warp a token; k is at most 32.
+// of all experts or, with `norm_topk_prob`, of these.  Where `probabilities` are not null, the logits are but scores,
+// and the weights are probabilities, or those by their sum.  factors [n]: of the weights, or null.  A warp a token; k is
+// at most 32.
 extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
     route(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int k,
-          int norm_topk_prob, float scale, int* __restrict__ ids, float* __restrict__ expert_weights) {
+          int norm_topk_prob, float scale, const float* __restrict__ probabilities, const float* __restrict__ factors,
+          int* __restrict__ ids, float* __restrict__ expert_weights) {
   const int token = blockIdx.x * ROUTE_WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
   if (token >= header[N_TOKENS]) return;
   const float* row = logits + (size_t)token * stride;
@@ -27,17 +91,20 @@ extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
     last = best_of_warp(best);
     if (lane == rank) id = id_of(last);
   }
-  const float peak = __shfl_sync(FULL_MASK, row[id], 0), mine = expf(row[id] - peak);
+  const float peak = __shfl_sync(FULL_MASK, row[id], 0);
+  const float mine = probabilities ? probabilities[(size_t)token * stride + id] : expf(row[id] - peak);
   float total = 0.0f;
   if (norm_topk_prob) {
     for (int rank = 0; rank < k; rank++) total += __shfl_sync(FULL_MASK, mine, rank);
+  } else if (probabilities) {
+    total = 1.0f;
   } else {
     for (int expert = lane; expert < n; expert += WARP) total += expf(row[expert] - peak);
     total = warp_sum(total);
   }
   if (lane >= k) return;
   ids[token * k + lane] = id;
-  expert_weights[token * k + lane] = mine / total * scale;
+  expert_weights[token * k + lane] = mine / total * (factors ? factors[id] : 1.0f) * scale;
 }
 
 // The sum of `value` over this and the lanes before it.
@@ -97,8 +164,23 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
   }
 }
 
-// y += each token's products, of n values by place, times their weights, the best expert's first.  Grid: (blocks of 512
-// columns, tokens).  Strides are multiples of 4.
+// y = y * the pair's weight + the bias of its expert, over rows of n values by place; what is null is left out.  Grid:
+// (blocks of 512 columns, pairs).  y, biases [experts]: `stride` values from row to row, a multiple of 4.
+extern "C" __global__ void __launch_bounds__(SUM_THREADS)
+    finish_experts(const int* __restrict__ header, const int* __restrict__ places, const int* __restrict__ ids,
+                   const float* __restrict__ expert_weights, const float* __restrict__ biases, int k,
+                   float* __restrict__ y, int stride, int n) {
+  const int pair = blockIdx.y, column = 4 * (blockIdx.x * SUM_THREADS + threadIdx.x);
+  if (pair >= header[N_TOKENS] * k || column >= n) return;
+  const float weight = expert_weights ? expert_weights[pair] : 1.0f;
+  float4* row = (float4*)(y + (size_t)places[pair] * stride + column);
+  const float4 b = biases ? *(const float4*)(biases + (size_t)ids[pair] * stride + column) : make_float4(0, 0, 0, 0);
+  *row = make_float4(fmaf(row->x, weight, b.x), fmaf(row->y, weight, b.y), fmaf(row->z, weight, b.z),
+                     fmaf(row->w, weight, b.w));
+}
+
+// y += each token's products, of n values by place, times their weights if those are not null, the best expert's first.
+// Grid: (blocks of 512 columns, tokens).  Strides are multiples of 4.
 extern "C" __global__ void __launch_bounds__(SUM_THREADS)
     add_experts(const int* __restrict__ header, const int* __restrict__ places,
                 const float* __restrict__ expert_weights, int k, const float* __restrict__ products, int stride, int n,
@@ -108,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(SUM_THREADS)
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   for (int pair = token * k; pair < token * k + k; pair++) {
     const float4 v = *(const float4*)(products + (size_t)places[pair] * stride + column);
-    const float weight = expert_weights[pair];
+    const float weight = expert_weights ? expert_weights[pair] : 1.0f;
     total.x = fmaf(v.x, weight, total.x);
     total.y = fmaf(v.y, weight, total.y);
     total.z = fmaf(v.z, weight, total.z);

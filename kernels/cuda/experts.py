@@ -31,11 +31,13 @@ from localllm.kernels.cuda.driver import Argument, DeviceMemory
 from localllm.kernels.cuda.launch import Launch
 from localllm.kernels.cuda.matmul import MAX_MATRICES, PackedFormat, Product
 from localllm.kernels.cuda.weights import PackedMatrix
+from localllm.kernels.graph import GATINGS
 
 #: Experts of a layer that kernels know, and how many of them a token may go to.
 MAX_EXPERTS, MAX_CHOSEN = 1024, 32
 #: Threads, tokens and columns of a block in experts.cu.
 _ROUTE_THREADS, _ROUTE_TOKENS, _GROUP_THREADS, _SUM_THREADS, _SUM_COLUMNS = 128, 4, 1024, 128, 512
+_NULL = np.uint64(0)
 #: Rows of a product before those that matmul takes.
 _FEW_ROWS = 8
 
@@ -97,19 +99,49 @@ class ChosenExperts:
 
 
 @dataclass(frozen=True, eq=False)
+class ExpertScores:
+    """Probabilities of experts, and what they are chosen by."""
+
+    step: StepLimits
+    logits: Stored
+    gating: str
+    bias: DeviceMemory | None
+    n_groups: int
+    n_top_groups: int
+    probabilities: Stored
+    scores: Stored
+
+    def launches(self, extent: Extent) -> Iterator[Launch]:
+        logits = self.logits.memory, np.int32(self.logits.stride), np.int32(self.logits.width)
+        how = np.int32(GATINGS.index(self.gating)), _NULL if self.bias is None else self.bias
+        groups = np.int32(self.n_groups), np.int32(self.n_top_groups)
+        grid, to = (-(-extent.n_tokens // _ROUTE_TOKENS),), (self.probabilities.memory, self.scores.memory)
+        yield _launch("expert_scores", grid, _ROUTE_THREADS, self.step.batch.header, *logits, *how, *groups, *to)
+
+
+@dataclass(frozen=True, eq=False)
 class Route:
-    """The experts that each token goes to, their weights, and the places of all that."""
+    """The experts that each token goes to, their weights, and the places of all that.
+
+    Attributes:
+        logits: what they are chosen by; `ExpertScores` if there are ``probabilities``, which are then the weights.
+        factors: of the weights of each expert.
+    """
 
     logits: Stored
+    probabilities: Stored | None
     norm_topk_prob: bool
     scale: float
+    factors: DeviceMemory | None
     chosen: ChosenExperts
 
     def launches(self, extent: Extent) -> Iterator[Launch]:
         chosen, batch = self.chosen, self.chosen.step.batch
         logits = self.logits.memory, np.int32(self.logits.stride), np.int32(self.logits.width)
         k, n = np.int32(chosen.mixture.k), np.int32(chosen.mixture.n)
-        how = np.int32(self.norm_topk_prob), np.float32(self.scale)
+        probabilities = _NULL if self.probabilities is None else self.probabilities.memory
+        factors = _NULL if self.factors is None else self.factors
+        how = np.int32(self.norm_topk_prob), np.float32(self.scale), probabilities, factors
         grid = (-(-extent.n_tokens // _ROUTE_TOKENS),)
         yield _launch("route", grid, _ROUTE_THREADS, batch.header, *logits, k, *how, chosen.ids, chosen.weights)
         rows = np.int32(chosen.product_rows(extent))
@@ -188,16 +220,36 @@ class MultiplyExperts:
 
 
 @dataclass(frozen=True, eq=False)
+class FinishExperts:
+    """Products times the weights of their pairs, plus the biases of their experts, in place."""
+
+    chosen: ChosenExperts
+    is_weighted: bool
+    biases: DeviceMemory | None
+    y: Stored
+
+    def launches(self, extent: Extent) -> Iterator[Launch]:
+        chosen, y, k = self.chosen, self.y, self.chosen.mixture.k
+        weights, biases = chosen.weights if self.is_weighted else _NULL, _NULL if self.biases is None else self.biases
+        given = chosen.step.batch.header, chosen.places, chosen.ids, weights, biases, np.int32(k)
+        grid = (-(-y.width // _SUM_COLUMNS), k * extent.n_tokens)
+        rows = y.memory, np.int32(y.stride), np.int32(y.width)
+        yield _launch("finish_experts", grid, _SUM_THREADS, *given, *rows)
+
+
+@dataclass(frozen=True, eq=False)
 class AddExperts:
-    """The sum of each token's products by their weights, added in place."""
+    """The sum of each token's products, by their weights if it ``is_weighted``, added in place."""
 
     chosen: ChosenExperts
     products: Stored
+    is_weighted: bool
     y: Stored
 
     def launches(self, extent: Extent) -> Iterator[Launch]:
         chosen, products, y = self.chosen, self.products, self.y
-        given = chosen.step.batch.header, chosen.places, chosen.weights, np.int32(chosen.mixture.k)
+        weights = chosen.weights if self.is_weighted else _NULL
+        given = chosen.step.batch.header, chosen.places, weights, np.int32(chosen.mixture.k)
         rows = products.memory, np.int32(products.stride), np.int32(products.width)
         grid = (-(-products.width // _SUM_COLUMNS), extent.n_tokens)
         yield _launch("add_experts", grid, _SUM_THREADS, *given, *rows, y.memory, np.int32(y.stride))

@@ -16,6 +16,7 @@ from localllm.kernels.backend import check_operations
 from localllm.kernels.buffers import Buffer, assign
 from localllm.kernels.cuda import calls
 from localllm.kernels.cuda import experts as expert_calls
+from localllm.kernels.cuda import recurrent as recurrent_calls
 from localllm.kernels.cuda.arena import (
     Call,
     Inputs,
@@ -35,7 +36,6 @@ from localllm.kernels.cuda.weights import PackedMatrix, PackedWeights
 from localllm.kernels.graph import Graph, Rows, Tensor, Value, Weight
 
 _SLOTS = {Rows.TOKENS: N_TOKENS, Rows.OUTPUTS: N_OUTPUTS, Rows.CHOSEN: N_PLACES}
-_GATES = {"silu": "gated_silu", "gelu": "gated_gelu"}
 
 
 @dataclass(frozen=True)
@@ -133,17 +133,44 @@ class _Lowering:
     def embed(self, op: g.Embed) -> Stored:
         y, table = self.new(Rows.TOKENS, op.result.width), self.weights.matrix(op.table)
         self.vocabularies.append(table.n_out)
-        self.calls.append(calls.Embed(self.limits.batch, table, op.scale, y))
+        columns = op.columns or range(table.n_in)
+        self.calls.append(calls.Embed(self.limits.batch, table, columns, op.scale, y))
         return y
 
     def rms_norm(self, op: g.RMSNorm) -> Stored:
         y = self.new(op.x.rows, op.x.width)
-        self.calls.append(calls.Norm(self.limits.batch, self.stored[op.x], self.vector(op.weight), op.eps, y))
+        step = 0 if op.weight is None or op.weight.shape != (op.x.width,) else op.x.width // op.n_groups
+        x, weight = self.stored[op.x], self.weights.vector(op.weight)
+        self.calls.append(calls.Norm(self.limits.batch, x, weight, op.eps, op.n_groups, step, y))
+        return y
+
+    def layer_norm(self, op: g.LayerNorm) -> Stored:
+        y = self.new(op.x.rows, op.x.width)
+        weights = self.vector(op.weight), self.weights.vector(op.bias)
+        self.calls.append(calls.LayerNorm(self.limits.batch, self.stored[op.x], *weights, op.eps, y))
         return y
 
     def gated(self, op: g.Gated) -> Stored:
         gate, up, y = self.stored[op.gate], self.stored[op.up], self.new(op.gate.rows, op.gate.width)
-        self.calls.append(calls.Gate(self.limits.batch, gate, up, _GATES[op.activation], y))
+        self.calls.append(calls.Gate(self.limits.batch, gate, up, op.activation, y))
+        return y
+
+    def activation(self, op: g.Activation) -> Stored:
+        y = self.new(op.x.rows, op.x.width)
+        self.calls.append(calls.Gate(self.limits.batch, self.stored[op.x], None, op.activation, y))
+        return y
+
+    def add(self, op: g.Add) -> Stored:
+        y = self.new(op.x.rows, op.x.width)
+        x, residual = self.stored[op.x], self.stored[op.residual]
+        gate = None if op.gate is None else self.stored[op.gate]
+        self.calls.append(calls.Add(self.limits.batch, x, op.scale, None, gate, residual, y))
+        return y
+
+    def scale(self, op: g.Scale) -> Stored:
+        y = self.new(op.x.rows, op.x.width)
+        weight = self.weights.vector(op.weight)
+        self.calls.append(calls.Add(self.limits.batch, self.stored[op.x], op.factor, weight, None, None, y))
         return y
 
     def softcap(self, op: g.Softcap) -> Stored:
@@ -207,11 +234,50 @@ class _Lowering:
         self.calls.append(calls.Attention(limits, kind, variant, op.cache, *settings, *rows))
         return y
 
+    # -- Recurrent states ------------------------------------------------------------------------------------------
+
+    def causal_conv(self, op: g.CausalConv) -> Stored:
+        x, y = self.stored[op.x], self.new(Rows.TOKENS, op.x.width)
+        weights = self.vector(op.weight), self.weights.vector(op.bias)
+        self.calls.append(recurrent_calls.CausalConv(self.limits, x, *weights, op.state, op.silu, y))
+        return y
+
+    def gated_delta(self, op: g.GatedDelta) -> Stored:
+        n_heads, d_k, d_v = op.state.shape
+        keys, y = op.n_key_heads * d_k, self.new(Rows.TOKENS, n_heads * d_v)
+        parts = g.side_by_side(op.qkv, (keys, keys, n_heads * d_v))
+        per_group = n_heads // op.n_key_heads if op.is_grouped else 0
+        rows = *(self.stored[x] for x, _ in parts), self.stored[op.decay], y, self.stored[op.beta]
+        weights = self.vector(op.a), self.vector(op.dt_bias), None
+        how = op.n_key_heads, per_group, op.is_per_channel, op.eps, d_k**-0.5
+        self._recurrence(op.state, rows, parts, weights, how)
+        return y
+
+    def scan(self, op: g.Scan) -> Stored:
+        n_heads, n, p = op.state.shape
+        y = self.new(Rows.TOKENS, n_heads * p)
+        x, b, c = g.side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
+        rows = *(self.stored[part] for part, _ in (c, b, x)), self.stored[op.dt], y
+        weights = self.vector(op.a), self.vector(op.dt_bias), self.vector(op.d)
+        self._recurrence(op.state, rows, [c, b, x], weights, (op.n_groups, n_heads // op.n_groups, False, 0.0, 1.0))
+        return y
+
+    def _recurrence(self, state: Any, rows: Any, parts: Any, weights: Any, how: Any) -> None:
+        places = tuple(first for _, first in parts)
+        self.calls.append(recurrent_calls.Recurrence(self.limits, state, rows, places, *weights, *how))
+
     # -- Experts ---------------------------------------------------------------------------------------------------
 
     def route(self, op: g.Route) -> ChosenExperts:
         chosen = ChosenExperts(self.limits, Mixture(op.logits.width, op.k))
-        self.calls.append(expert_calls.Route(self.stored[op.logits], op.norm_topk_prob, op.scale, chosen))
+        scores, probabilities = self.stored[op.logits], None
+        if not op.is_by_logits:
+            logits, bias = scores, self.weights.vector(op.selection_bias)
+            scores, probabilities = (self.new(Rows.TOKENS, logits.width) for _ in range(2))
+            how = op.gating, bias, op.n_groups, op.n_top_groups
+            self.calls.append(expert_calls.ExpertScores(self.limits, logits, *how, probabilities, scores))
+        factors = self.weights.vector(op.expert_scales)
+        self.calls.append(expert_calls.Route(scores, probabilities, op.norm_topk_prob, op.scale, factors, chosen))
         return chosen
 
     def expert_linears(self, op: g.ExpertLinears) -> tuple[Stored, ...]:
@@ -222,7 +288,12 @@ class _Lowering:
             rows = new_inputs(self.limits.arena, format, self.limits.max_rows(N_PLACES), x.width)
             inputs[input_kind(format)] = rows
             self.calls.append(expert_calls.Gather(chosen, format, x, rows))
-        return self._multiply_experts(chosen, matrices, [inputs[input_kind(matrix.packed)] for matrix in matrices])
+        results = self._multiply_experts(chosen, matrices, [inputs[input_kind(matrix.packed)] for matrix in matrices])
+        for i, y in enumerate(results):
+            if op.biases or op.is_weighted:  # a weight counts before the bias: after the product it is the same
+                bias = self.weights.vector(op.biases[i]) if op.biases else None
+                self.calls.append(expert_calls.FinishExperts(chosen, op.is_weighted, bias, y))
+        return results
 
     def expert_output(self, op: g.ExpertOutput) -> Stored:
         if self.last_uses[op.residual] > self.node:
@@ -230,7 +301,9 @@ class _Lowering:
         chosen, matrix = self.stored[op.routing], self.weights.matrix(op.experts)
         [products] = self._multiply_experts(chosen, [matrix], [self.inputs_of(op.h, matrix.packed)])
         y = self.in_place(op)
-        self.calls.append(expert_calls.AddExperts(chosen, products, y))
+        if op.bias is not None:
+            self.calls.append(expert_calls.FinishExperts(chosen, False, self.weights.vector(op.bias), products))
+        self.calls.append(expert_calls.AddExperts(chosen, products, op.is_weighted, y))
         return y
 
     def _multiply_experts(
@@ -254,6 +327,13 @@ _LOWERINGS: dict[type[g.Operation[Any]], Callable[[_Lowering, Any], Any]] = {
     g.Input: _Lowering.input,
     g.Embed: _Lowering.embed,
     g.RMSNorm: _Lowering.rms_norm,
+    g.LayerNorm: _Lowering.layer_norm,
+    g.Add: _Lowering.add,
+    g.Scale: _Lowering.scale,
+    g.Activation: _Lowering.activation,
+    g.CausalConv: _Lowering.causal_conv,
+    g.GatedDelta: _Lowering.gated_delta,
+    g.Scan: _Lowering.scan,
     g.Linear: _Lowering.linear,
     g.Linears: _Lowering.linears,
     g.RopeAppend: _Lowering.rope_append,

@@ -219,8 +219,8 @@ def _input_defines(format: PackedFormat) -> dict[str, int | str]:
 def embed_launch(format: PackedFormat, n_rows: int) -> Launch:
     """`embed` of up to ``n_rows`` tokens.
 
-    Arguments: weights, int32 n_in, int32 tiles, ids (int32), n_tokens (int32 in memory), float32 scale, y, int32
-    stride.
+    Arguments: weights, int32 first column and the one behind the last, int32 tiles, ids (int32), n_tokens (int32 in
+    memory), float32 scale, y, int32 stride.
     """
     return Launch("embed", "embed", format.defines, (n_rows,), (_EMBED_THREADS,))
 

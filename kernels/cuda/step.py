@@ -139,7 +139,7 @@ class CUDAStep(Step):
         """Runs a batch; returns before the device has."""
         limits, driver = self.limits, self.driver
         batch.check_size(limits.max_tokens, limits.max_outputs)
-        batch.check(PAGE, self.cache.n_pages)
+        batch.check(self.cache)
         for n_vocab in self._vocabularies:
             batch.check_ids(n_vocab)
         slot = self._slots[0]
@@ -209,7 +209,7 @@ class CUDAStep(Step):
         bucket = next((b for b in BUCKETS if n <= b), None)
         if bucket is None:
             return None
-        longest, most = SHORTEST, max(1, self.cache.n_pages) * PAGE
+        longest, most = SHORTEST, max(1, self.cache.n_pages[0]) * PAGE
         while longest < int(batch.kv_lengths.max()):
             longest *= 2
         return self._bucket_extent(bucket, min(longest, most))
@@ -236,7 +236,7 @@ class CUDAStep(Step):
     def compile_kernels(self, progress: CompileProgress | None) -> None:
         """Compiles the kernels that batches of all sizes take, so that none has to wait for it."""
         limits, modules = self.limits, dict[str, tuple[str, Defines]]()
-        longest = min(SHORTEST, max(1, self.cache.n_pages) * PAGE)
+        longest = min(SHORTEST, max(1, self.cache.n_pages[0]) * PAGE)
         extents = [self._bucket_extent(bucket, longest) for bucket in BUCKETS if bucket <= 2 * limits.max_tokens]
         if first := extents[0]:
             large = [n for n in _LARGE if n <= limits.max_tokens]

@@ -26,7 +26,6 @@ from localllm.kernels.cuda.driver import DeviceMemory, Driver, Event
 from localllm.kernels.cuda.matmul import GROUP, PackedFormat, pack_launch, packed_format
 from localllm.kernels.experts import matrices_to_pack
 from localllm.kernels.graph import Weight
-from localllm.quant.formats import dequantize
 from localllm.quant.lut import block_size
 from localllm.quant.repack import FALLBACK, ScaleRangeError, repack, repack_target
 
@@ -102,10 +101,10 @@ class WeightLoader:
         memory = memory or DeviceMemory(self.device, 0, _packed_bytes(weight.shape, format), None)
         return PackedMatrix(memory, format, n_in, n_out, weight.name)
 
-    def vector(self, weight: Weight) -> DeviceMemory:
-        """Decoded to float32, with zeros behind up to a padded length."""
-        values = dequantize(weight.data, weight.type).reshape(-1)
-        wide = np.pad(values, (0, padded(len(values)) - len(values)))
+    def floats(self, use: WeightUse) -> DeviceMemory:
+        """A vector, or a matrix's rows or columns, in float32 with zeros behind each up to a padded length."""
+        values = use.floats()
+        wide = np.pad(values, ((0, 0), (0, padded(values.shape[1]) - values.shape[1])))
         memory = self._driver.allocate(self.device, wide.nbytes)
         self._driver.upload(memory, wide, self._stream)
         self._driver.synchronize(self._stream)
@@ -221,16 +220,16 @@ class PackedWeights:
         return self._matrices[weight] if weight in self._matrices else self._loader.planned(weight)
 
     def vector(self, weight: Weight | None) -> DeviceMemory | None:
-        """A vector, if there is one."""
+        """A vector, or a matrix's rows or columns, in float32, if there is one."""
         if weight is None or weight in self._vectors:
             return None if weight is None else self._vectors[weight]
-        return DeviceMemory(self._loader.device, 0, 4 * padded(weight.shape[0]), None)
+        return DeviceMemory(self._loader.device, 0, 4 * padded(prod(weight.shape)), None)
 
     def load(self, use: WeightUse, progress: Progress | None) -> PackedWeight:
         """Packs a weight."""
         weight, planned = use.weight, self.planned(use)
-        if len(weight.shape) == 1:
-            self._vectors[weight] = self._loader.vector(weight)
+        if use.is_float:
+            self._vectors[weight] = self._loader.floats(use)
         else:
             self._matrices[weight] = matrix = self._loader.matrix(weight)
             planned = replace(planned, kernel_type=matrix.format, n_bytes=matrix.n_bytes)
@@ -242,7 +241,8 @@ class PackedWeights:
     def planned(self, use: WeightUse) -> PackedWeight:
         """What a weight will take; rows of a table are decoded where they are packed."""
         weight = use.weight
-        if len(weight.shape) == 1:
-            return use.packed("F32", 4 * padded(weight.shape[0]))
+        if use.is_float:
+            n_rows, n_columns = use.float_shape
+            return use.packed("F32", 4 * n_rows * padded(n_columns))
         matrix = self._loader.planned(weight)
         return use.packed(matrix.format, matrix.n_bytes)

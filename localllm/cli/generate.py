@@ -368,7 +368,7 @@ def _report(stream: Stream, *, verbose: bool) -> None:
         if drafts.drafted:
             say(f"guessed {_tokens(drafts.drafted)}, {drafts.accepted:,} of them right ({drafts.share:.0%})")
         else:
-            say("guessed nothing: this text gave no reason to expect that it would be faster so")
+            say("drafted no tokens: not expected to pay")
     if verbose:
         _say_detail("ended by", f"{stream.finish_reason}")
         _say_detail("prefill", f"{timings.prefill_s:.3f} s, {_tokens(timings.prefill_tokens)}")

@@ -1,4 +1,4 @@
-"""The paged KV cache: which page holds which tokens, and what a new prompt finds there.
+"""The paged cache: which pages and states hold which tokens, and what a new prompt finds there.
 
 Keys and values lie in pages of a fixed number of tokens (`localllm.kernels.backend.Cache`).  A sequence has a block
 table, the pages that hold its tokens in order.  A full page is entered into a tree: its parent is the page before
@@ -9,37 +9,55 @@ the part that is the same (copy on write).  Nobody writes to a page that another
 Pages that no sequence uses keep their tokens until a page is needed: the least recently used goes first, and of a
 sequence its end before its beginning, so that common beginnings stay longest.
 
+**Windows.**  Layers of one window form a group with pages of its own (`localllm.kernels.graph.Graph.windows`), so a
+node of the tree, a `Block`, has a page in each group.  One that is behind a sequence's window is not in use any more.
+It is kept for others until a page is needed; then the block goes on without it.  What a sequence has left behind goes
+first, but for what is before the end of its prompt.  A sequence can begin where the windows before it are whole.
+
+**Recurrent states** cannot be cut back at a token.  A sequence has them in a slot of its own, and copies of them,
+**snapshots**, are kept in other slots with the block and the number of its tokens that they belong to: every
+`SNAPSHOT_TOKENS` of a prompt, before its last token, and at the end of a sequence.  A sequence can begin where there
+is a snapshot.  The least recently used goes first.
+
 Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention (arXiv:2309.06180).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from localllm.kernels.backend import Cache
 
+#: Tokens of a prompt from one snapshot of recurrent states to the next: a multiple of the pages' tokens.
+SNAPSHOT_TOKENS = 512
+
+#: Where there is no page, or no slot.
+NONE = -1
+
 
 class Block:
-    """A page, and the tokens whose keys and values it holds.
+    """A page of tokens whose keys and values, and perhaps states, are in the cache.
 
     Attributes:
-        page: its number.
+        pages: its page in each group; `NONE` where that was needed for something else.
         ids: the tokens, at most a page of them.
         parent: the block before it, once this one is in the tree.
-        n_users: sequences that hold it.
+        n_users: of each page, sequences that hold it.
         children: full blocks that follow it, by their tokens.
         tails: blocks that follow it, are not full, and belong to no sequence any more.
+        snapshots: slots with the states after so many of its tokens.
     """
 
-    __slots__ = ("children", "ids", "n_users", "page", "parent", "tails")
+    __slots__ = ("children", "ids", "n_users", "pages", "parent", "snapshots", "tails")
 
-    def __init__(self, page: int) -> None:
-        self.page = page
+    def __init__(self, pages: list[int]) -> None:
+        self.pages = pages
         self.ids: list[int] = []
         self.parent: Block | None = None
-        self.n_users = 1
+        self.n_users = [1] * len(pages)
         self.children: dict[tuple[int, ...], Block] = {}
         self.tails: list[Block] = []
+        self.snapshots: dict[int, int] = {}
 
 
 class CachedSequence:
@@ -47,86 +65,209 @@ class CachedSequence:
 
     Attributes:
         ids: the tokens, from position 0 on.
-        pages: the block table: position p lies in ``pages[p // page_size]``.  It may reach past the tokens.
+        pages: the block table of each group: position p lies in ``pages[group][p // page_size]``.  They may reach
+            past the tokens; what is behind a window is 0.
         blocks: what is known of those pages.
+        first: of each group the first block whose page it holds; it holds all from there on.
+        n_prompt: tokens that it was begun for.
+        state: the slot of its recurrent states, if there are any.
+        saved: the slot of those that it can go back to.
+        is_ahead: whether its states may have seen tokens that were not recorded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, n_groups: int, n_prompt: int) -> None:
         self.ids: list[int] = []
-        self.pages: list[int] = []
+        self.pages: list[list[int]] = [[] for _ in range(n_groups)]
         self.blocks: list[Block] = []
+        self.first = [0] * n_groups
+        self.n_prompt = n_prompt
+        self.state = self.saved = NONE
+        self.is_ahead = False
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
-class PagedCache:
-    """The pages of a backend's KV cache, and what they hold.  Used by one thread."""
+class Snapshots:
+    """Slots with recurrent states: those of sequences at work, and snapshots, which belong to some tokens of a block.
 
-    def __init__(self, kv: Cache) -> None:
-        self._kv = kv
-        self.page_size = kv.page_size
-        self.n_pages = kv.n_pages
-        self._free = list(range(kv.n_pages - 1, -1, -1))
-        #: Blocks that no sequence uses, the least recently used first.
-        self._unused: dict[Block, None] = {}
-        self._root = Block(-1)
+    Attributes:
+        is_needed: whether layers have such states at all; without them, nothing here is done.
+    """
+
+    def __init__(self, kept: Cache) -> None:
+        self._kept = kept
+        self.is_needed = kept.n_states > 0
+        self._free = list(range(kept.n_states - 1, -1, -1))
+        #: The least recently used first.
+        self._order: dict[tuple[Block, int], None] = {}
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether there is one that no sequence has."""
+        return bool(self._free or self._order)
+
+    def take(self) -> int:
+        """A slot, perhaps that of the snapshot that was not used for longest."""
+        if not self._free:
+            self.drop(*next(iter(self._order)))
+        return self._free.pop()
+
+    def free(self, slot: int) -> None:
+        if slot != NONE:
+            self._free.append(slot)
+
+    def copy(self, slot: int) -> int:
+        """A slot with the same states."""
+        copied = self.take()
+        self._kept.copy_state(slot, copied)
+        return copied
+
+    def keep(self, block: Block, n: int, slot: int) -> None:
+        """Makes a slot a snapshot after ``n`` tokens of a block, unless there is one."""
+        if n in block.snapshots:
+            self.free(slot)
+        else:
+            block.snapshots[n] = slot
+            self._order[block, n] = None
+
+    def drop(self, block: Block, n: int) -> None:
+        del self._order[block, n]
+        self._free.append(block.snapshots.pop(n))
+
+    def move(self, source: Block, target: Block) -> None:
+        """Gives the snapshots of a block to another, which holds the same tokens."""
+        for n, slot in source.snapshots.items():
+            del self._order[source, n]
+            self.keep(target, n, slot)
+        source.snapshots = {}
+
+    def load(self, block: Block, n: int, slot: int) -> int:
+        """Copies a snapshot to a slot, or to a new one if that is `NONE`, which it gives."""
+        del self._order[block, n]  # not to be dropped for it; and now the most recently used
+        if slot == NONE and not self.has_slot:
+            return block.snapshots.pop(n)
+        if slot == NONE:
+            slot = self.take()
+        self._order[block, n] = None
+        self._kept.copy_state(block.snapshots[n], slot)
+        return slot
+
+
+class PagedCache:
+    """The pages and slots of a backend's cache, and what they hold.  Used by one thread.
+
+    Attributes:
+        page_size: tokens in a page.
+        n_pages: those of all tokens, which are group 0.
+        max_sequences: how many there can be at a time, beside as many as there are pages for.
+    """
+
+    def __init__(self, kept: Cache) -> None:
+        self._kept = kept
+        self.page_size = kept.page_size
+        self.n_pages = kept.n_pages[0]
+        self._windows = [(group, window) for group, window in enumerate(kept.windows) if window is not None]
+        self._free = [list(range(n - 1, -1, -1)) for n in kept.n_pages]
+        #: Of each group blocks whose page no sequence uses, those first that go first.
+        self._unused: list[dict[Block, None]] = [{} for _ in kept.n_pages]
+        #: The same of pages that sequences have left behind: all of them go before those.
+        self._passed: list[dict[Block, None]] = [{} for _ in kept.n_pages]
+        self._states = Snapshots(kept)
+        # One slot is left for what only lasts a step.
+        self.max_sequences = max(1, kept.n_states - 1) if kept.n_states else self.n_pages
+        self._root = Block([])
 
     @property
     def n_available(self) -> int:
         """Pages that no sequence uses."""
-        return len(self._free) + len(self._unused)
+        return self._n_available(0)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether sequences have recurrent states: what was evaluated cannot be taken back, but by `go_back`."""
+        return self._states.is_needed
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether there is a slot for the states of a new sequence, if it needs one."""
+        return not self.has_states or self._states.has_slot
+
+    # -- Sequences -------------------------------------------------------------------------------------------------
 
     def begin(self, ids: Sequence[int]) -> CachedSequence:
         """A sequence with as much of the beginning of ``ids`` as the cache has."""
-        sequence = CachedSequence()
-        self.extend(sequence, ids)
-        self._take_up_part(sequence, ids)
+        sequence = CachedSequence(len(self._free), len(ids))
+        for blocks, n in self._beginnings(sequence, ids):
+            if self._holds_windows(blocks, n) and self._take_up(sequence, blocks, list(ids[:n])):
+                return sequence
+        if self.has_states:
+            sequence.state = self._states.take()
         return sequence
 
     def extend(self, sequence: CachedSequence, ids: Sequence[int]) -> None:
         """Continues a sequence, which ``ids`` begin with, by full pages of ``ids`` that the cache has."""
-        first = len(sequence) // self.page_size
         found = self._find_full(sequence, ids)
-        if not found:
-            return
-        for block in found:
-            self._use(block)
-        for block in sequence.blocks[first:]:
-            block.ids = []  # the pages found hold the same, and more
-        self._drop_blocks(sequence, first)
-        for block in found:
-            self._attach(sequence, block)
-        sequence.ids = list(ids[: len(sequence.blocks) * self.page_size])
+        blocks = [*sequence.blocks[: len(sequence) // self.page_size], *found]
+        while found:
+            n = len(blocks) * self.page_size
+            if self.page_size in self._ends(found[-1], self.page_size) and self._holds_windows(blocks, n):
+                self._share(sequence, found, list(ids[:n]))
+                if self.has_states:
+                    sequence.state = self._states.load(found[-1], self.page_size, sequence.state)
+                return
+            found.pop()
+            blocks.pop()
 
     def n_pages_to_begin(self, ids: Sequence[int], n_tokens: int) -> int:
         """Available pages that a new sequence of ``n_tokens`` takes, if it shares what the cache has of ``ids``."""
-        in_use = sum(block.n_users > 0 for block in self._find_full(CachedSequence(), ids))
-        return -(-n_tokens // self.page_size) - in_use
+        found = self._find_full(CachedSequence(0, 0), ids)
+        return -(-n_tokens // self.page_size) - sum(block.n_users[0] > 0 for block in found)
+
+    def has_windows_for(self, lengths: Iterable[int], n_new: int) -> bool:
+        """Whether there are pages for the windows of sequences of so many tokens, and for those that a step adds."""
+        needed = [-(-n // self.page_size) for n in lengths] if self._windows else []
+        n_step = -(-n_new // self.page_size)
+        return all(
+            sum(min(n, n_window_pages(window, self.page_size)) for n in needed) + n_step <= self._kept.n_pages[group]
+            for group, window in self._windows
+        )
 
     def next_page_key(self, sequence: CachedSequence, ids: Sequence[int]) -> tuple[Block, tuple[int, ...]] | None:
-        """What the page that the sequence's next token goes to will be found by; None if ``ids`` do not fill it."""
-        start = len(sequence) // self.page_size * self.page_size
-        tokens = tuple(ids[start : start + self.page_size])
-        if len(tokens) < self.page_size:
+        """What the page that the sequence's next token goes to will be found by, or those up to the next snapshot;
+        None if ``ids`` do not fill them."""
+        n = SNAPSHOT_TOKENS if self.has_states else self.page_size
+        start = len(sequence) // n * n
+        tokens = tuple(ids[start : start + n])
+        if len(tokens) < n:
             return None
         return self._block_before(sequence, start // self.page_size), tokens
 
+    def n_to_snapshot(self, sequence: CachedSequence, n_tokens: int) -> int:
+        """How many of the sequence's next ``n_tokens`` to evaluate at once, so that no snapshot is missed."""
+        n = len(sequence)
+        if not self.has_states or n >= sequence.n_prompt:
+            return n_tokens
+        return min(n_tokens, sequence.n_prompt - n, SNAPSHOT_TOKENS - n % SNAPSHOT_TOKENS)
+
     def n_pages_missing(self, sequence: CachedSequence, n_tokens: int) -> int:
         """Pages that the sequence's next ``n_tokens`` take beyond those that it has."""
-        return max(0, -(-(len(sequence) + n_tokens) // self.page_size) - len(sequence.pages))
+        return max(0, -(-(len(sequence) + n_tokens) // self.page_size) - len(sequence.blocks))
 
     def reserve(self, sequence: CachedSequence, n_tokens: int) -> bool:
         """Gives the sequence pages for its next ``n_tokens``; if there are too few, changes nothing: False."""
         n_missing = self.n_pages_missing(sequence, n_tokens)
-        if n_missing > self.n_available:
+        if any(n_missing > self._n_available(group) for group in range(len(self._free))):
             return False
         for _ in range(n_missing):
-            self._attach(sequence, Block(self._take_page()))
+            block = self._new_block()
+            sequence.blocks.append(block)
+            for table, page in zip(sequence.pages, block.pages, strict=True):
+                table.append(page)
         return True
 
     def append(self, sequence: CachedSequence, ids: Sequence[int]) -> None:
-        """Records tokens whose keys and values were written to the pages that `reserve` gave."""
+        """Records tokens that were evaluated in the pages that `reserve` gave: with states, all of them."""
         done = 0
         while done < len(ids):
             i, n = divmod(len(sequence), self.page_size)
@@ -136,16 +277,47 @@ class PagedCache:
             done += len(part)
             if n + len(part) == self.page_size:
                 self._enter(sequence, i)
+        for group, window in self._windows:
+            self._leave(sequence, group, window, self._first_seen(len(sequence), window))
+        if self.has_states and ids:
+            self._note_states(sequence)
+
+    def save(self, sequence: CachedSequence) -> bool:
+        """Keeps the states of a sequence, as what it evaluates next may be wrong; False if there is no slot for them.
+
+        Without states there is no need: pages may hold more than was recorded.
+        """
+        if self.has_states:
+            if not self._states.has_slot:
+                return False
+            sequence.saved = self._states.copy(sequence.state)
+        return True
+
+    def go_back(self, sequence: CachedSequence) -> None:
+        """Takes back what was evaluated since `save`."""
+        if sequence.saved != NONE:
+            self._states.free(sequence.state)
+            sequence.state, sequence.saved, sequence.is_ahead = sequence.saved, NONE, False
 
     def release(self, sequence: CachedSequence) -> None:
         """Ends the use of a sequence.  Its tokens stay in the cache until their pages are needed."""
+        if sequence.is_ahead:
+            self.go_back(sequence)
+        if sequence.is_ahead or not sequence.ids:
+            self._states.free(sequence.state)
+        elif self.has_states:
+            self._states.keep(*self._end_of(sequence), sequence.state)
+        self._states.free(sequence.saved)
+        sequence.state = sequence.saved = NONE
         self._drop_blocks(sequence, 0)
         sequence.ids = []
 
     def forget(self) -> None:
         """Drops all tokens that no sequence uses."""
-        while self._unused:
-            self._free.append(self._evict())
+        while self._unused[0]:
+            self._free[0].append(self._evict(0))
+
+    # -- Finding ---------------------------------------------------------------------------------------------------
 
     def _find_full(self, sequence: CachedSequence, ids: Sequence[int]) -> list[Block]:
         """The full pages of ``ids`` that the cache has behind those of a sequence that it begins with."""
@@ -160,35 +332,102 @@ class PagedCache:
     def _block_before(self, sequence: CachedSequence, i: int) -> Block:
         return sequence.blocks[i - 1] if i else self._root
 
-    def _take_up_part(self, sequence: CachedSequence, ids: Sequence[int]) -> None:
-        """Continues a new sequence by the part of a page that begins like what is left of ``ids``."""
-        parent = self._block_before(sequence, len(sequence.blocks))
-        wanted = ids[len(sequence) : len(sequence) + self.page_size]
-        best, most = None, 0
-        for block in (*parent.tails, *parent.children.values()):
-            n = common_prefix(block.ids, wanted)
-            if n > most:
-                best, most = block, n
-        if best is None:
-            return
-        if most == len(best.ids):  # a tail: full pages were found before
-            self._use(best)
-            parent.tails.remove(best)
-            block = best
-        elif self.n_available > (best in self._unused):  # the page that is copied is not to be taken for the copy
-            self._use(best)
-            block = Block(self._take_page())
-            self._kv.copy_page(best.page, block.page)
-            block.ids = best.ids[:most]
-            self._stop_using(best)
-        else:
-            return
-        self._attach(sequence, block)
-        sequence.ids += block.ids
+    def _end_of(self, sequence: CachedSequence) -> tuple[Block, int]:
+        """The block that the last token is in, and the tokens up to it there."""
+        i, n = divmod(len(sequence) - 1, self.page_size)
+        return sequence.blocks[i], n + 1
 
-    def _attach(self, sequence: CachedSequence, block: Block) -> None:
-        sequence.blocks.append(block)
-        sequence.pages.append(block.page)
+    def _beginnings(self, sequence: CachedSequence, ids: Sequence[int]) -> Iterator[tuple[list[Block], int]]:
+        """Where a sequence that begins like ``ids`` can go on, the farthest first: the blocks before, and how many
+        tokens."""
+        size, full = self.page_size, self._find_full(sequence, ids)
+        for i in range(len(full), -1, -1):
+            if i < len(full) and size in self._ends(full[i], size):
+                yield full[: i + 1], (i + 1) * size
+            parent, wanted = full[i - 1] if i else self._root, ids[i * size : (i + 1) * size]
+            parts = [
+                (common_prefix(block.ids, wanted), block) for block in (*parent.tails, *parent.children.values())
+            ]
+            ends = [(n, block) for most, block in parts for n in self._ends(block, most) if n < size]
+            for n, block in sorted(ends, key=lambda end: -end[0]):
+                yield [*full[:i], block], i * size + n
+
+    def _ends(self, block: Block, most: int) -> list[int]:
+        """After how many of its first tokens, at most so many, a sequence can go on."""
+        if self.has_states:
+            return [n for n in block.snapshots if n <= most]
+        return [most] if most else []
+
+    def _first_seen(self, n_tokens: int, window: int) -> int:
+        """The number of the first block that the token behind ``n_tokens`` sees."""
+        return max(0, n_tokens + 1 - window) // self.page_size
+
+    def _seen(self, n_tokens: int) -> list[int]:
+        """The same of each group."""
+        return [0 if window is None else self._first_seen(n_tokens, window) for window in self._kept.windows]
+
+    def _holds_windows(self, blocks: Sequence[Block], n_tokens: int) -> bool:
+        """Whether the token behind ``n_tokens`` sees all of its windows in their blocks."""
+        seen = self._seen(n_tokens)
+        return all(block.pages[group] != NONE for group, _ in self._windows for block in blocks[seen[group] :])
+
+    # -- Blocks of sequences ---------------------------------------------------------------------------------------
+
+    def _take_up(self, sequence: CachedSequence, blocks: list[Block], ids: list[int]) -> bool:
+        """Begins a sequence with ``ids``, which blocks hold; False if there is no page for a copy of the last one, of
+        which it needs a part."""
+        last, n = blocks[-1], len(ids) - (len(blocks) - 1) * self.page_size
+        is_part = n < len(last.ids)
+        if (
+            is_part
+            and any(  # no page that is shared or copied is to be taken for the copy
+                self._n_available(group) <= sum(not block.n_users[group] for block in blocks[start:])
+                for group, start in enumerate(self._seen(len(ids)))
+            )
+        ):
+            return False
+        self._share(sequence, blocks, ids)
+        if is_part:
+            copied = self._new_block()
+            copied.ids = last.ids[:n]
+            for group, page in enumerate(copied.pages):
+                self._kept.copy_page(group, last.pages[group], page)
+                self._stop_using(last, group, self._unused[group])
+                sequence.pages[group][-1] = page
+            sequence.blocks[-1] = copied
+        elif n < self.page_size:
+            self._block_before(sequence, len(blocks) - 1).tails.remove(last)
+        if self.has_states:
+            sequence.state = self._states.load(last, n, NONE)
+        return True
+
+    def _share(self, sequence: CachedSequence, found: list[Block], ids: list[int]) -> None:
+        """Puts blocks in the place of those of a sequence that are not full; so it gets to ``ids``."""
+        first = len(sequence) // self.page_size
+        for block in sequence.blocks[first:]:
+            block.ids = []  # the pages found hold the same, and more
+            self._states.move(block, found[0])
+        self._drop_blocks(sequence, first)
+        seen = self._seen(len(ids))
+        for group, window in self._windows:
+            self._leave(sequence, group, window, min(first, seen[group]))
+        sequence.blocks += found
+        for group, start in enumerate(seen):
+            n_behind = max(0, start - first)
+            for block in found[n_behind:]:
+                self._use(block, group)
+            sequence.pages[group] += [0] * n_behind + [block.pages[group] for block in found[n_behind:]]
+        sequence.first, sequence.ids = seen, ids
+
+    def _leave(self, sequence: CachedSequence, group: int, window: int, stop: int) -> None:
+        """Gives back the pages before block ``stop``, behind the sequence's window."""
+        n_prompt = sequence.n_prompt
+        for i in range(sequence.first[group], stop):
+            # Where the prompt ends, others are likely to branch off.
+            is_near = self._first_seen(n_prompt, window) <= i < -(-n_prompt // self.page_size)
+            self._stop_using(sequence.blocks[i], group, (self._unused if is_near else self._passed)[group])
+            sequence.pages[group][i] = 0
+        sequence.first[group] = max(sequence.first[group], stop)
 
     def _enter(self, sequence: CachedSequence, i: int) -> None:
         """Puts a full block into the tree; where an equal one is there already, the sequence goes on with that."""
@@ -197,46 +436,91 @@ class PagedCache:
         if known is block:
             block.parent = parent
             return
-        self._use(known)
-        self._free.append(block.page)
-        sequence.blocks[i], sequence.pages[i] = known, known.page
-
-    def _use(self, block: Block) -> None:
-        if not block.n_users:
-            del self._unused[block]
-        block.n_users += 1
-
-    def _stop_using(self, block: Block) -> None:
-        block.n_users -= 1
-        if not block.n_users:
-            self._unused[block] = None
+        for group, page in enumerate(block.pages):
+            if known.pages[group] == NONE:
+                known.pages[group], known.n_users[group] = page, 1
+            else:
+                self._use(known, group)
+                self._free[group].append(page)
+            sequence.pages[group][i] = known.pages[group]
+        self._states.move(block, known)
+        sequence.blocks[i] = known
 
     def _drop_blocks(self, sequence: CachedSequence, first: int) -> None:
         """Takes blocks from the end of a sequence: the last one becomes the first to be evicted."""
-        for i in reversed(range(first, len(sequence.blocks))):
-            block = sequence.blocks[i]
-            if not block.ids:
-                self._free.append(block.page)
-                continue
-            if len(block.ids) < self.page_size:
-                block.parent = self._block_before(sequence, i)
-                block.parent.tails.append(block)
-            self._stop_using(block)
-        del sequence.blocks[first:], sequence.pages[first:]
+        blocks = sequence.blocks
+        while len(blocks) > first and not blocks[-1].ids:
+            for free, page in zip(self._free, blocks.pop().pages, strict=True):
+                free.append(page)
+        if len(blocks) > first and len(blocks[-1].ids) < self.page_size:
+            blocks[-1].parent = self._block_before(sequence, len(blocks) - 1)
+            blocks[-1].parent.tails.append(blocks[-1])
+        for group, held in enumerate(sequence.first):
+            for block in reversed(blocks[max(first, held) :]):
+                self._stop_using(block, group, self._unused[group])
+        del blocks[first:]
+        for table in sequence.pages:
+            del table[first:]
 
-    def _take_page(self) -> int:
-        return self._free.pop() if self._free else self._evict()
+    def _note_states(self, sequence: CachedSequence) -> None:
+        """After all that was evaluated was recorded: perhaps takes a snapshot."""
+        self._states.free(sequence.saved)
+        sequence.saved, sequence.is_ahead = NONE, False
+        n = len(sequence)
+        if n == sequence.n_prompt or (n < sequence.n_prompt and n % SNAPSHOT_TOKENS == 0):
+            block, place = self._end_of(sequence)
+            if place not in block.snapshots and self._states.has_slot:
+                self._states.keep(block, place, self._states.copy(sequence.state))
 
-    def _evict(self) -> int:
-        """The page of the block that was not used for longest: one that no other follows, as those go first."""
-        block = next(iter(self._unused))
-        del self._unused[block]
+    # -- Pages -----------------------------------------------------------------------------------------------------
+
+    def _n_available(self, group: int) -> int:
+        return len(self._free[group]) + len(self._unused[group]) + len(self._passed[group])
+
+    def _use(self, block: Block, group: int) -> None:
+        if not block.n_users[group]:
+            self._remove(block, group)
+        block.n_users[group] += 1
+
+    def _stop_using(self, block: Block, group: int, unused: dict[Block, None]) -> None:
+        block.n_users[group] -= 1
+        if not block.n_users[group]:
+            unused[block] = None
+
+    def _remove(self, block: Block, group: int) -> None:
+        """Takes a block from those whose page no sequence uses."""
+        unused = self._unused[group]
+        del (unused if block in unused else self._passed[group])[block]
+
+    def _new_block(self) -> Block:
+        """A block with a page in each group."""
+        return Block([free.pop() if free else self._evict(group) for group, free in enumerate(self._free)])
+
+    def _evict(self, group: int) -> int:
+        """The page of the block that goes first: in group 0 one that no other follows, as those go before it."""
+        block = next(iter(self._passed[group] or self._unused[group]))
+        self._remove(block, group)
+        page = block.pages[group]
+        if group:
+            block.pages[group] = NONE
+            return page
         assert block.parent is not None
         if len(block.ids) < self.page_size:
             block.parent.tails.remove(block)
         else:
             del block.parent.children[tuple(block.ids)]
-        return block.page
+        for other, _ in self._windows:
+            if block.pages[other] != NONE:
+                self._remove(block, other)
+                self._free[other].append(block.pages[other])
+        for n in list(block.snapshots):
+            self._states.drop(block, n)
+        return page
+
+
+def n_window_pages(window: int, page_size: int) -> int:
+    """Pages at most that hold the tokens which one sees in a window, itself included."""
+    return -(-(window - 1) // page_size) + 1
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

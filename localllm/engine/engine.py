@@ -346,7 +346,7 @@ class EngineLoop:
     def _propose_drafts(self) -> None:
         for request in list(self._scheduler.running):
             request.drafts = []
-            if request.drafter is None or not request.is_decoding or not request.n_generated:
+            if request.drafter is None or request.n_missing != 1 or not request.n_generated:
                 continue
             most = self._runner.context - len(request.tokens)
             if request.max_tokens is not None:
@@ -367,9 +367,11 @@ class EngineLoop:
         request, sequence = each.request, each.request.sequence
         assert sequence is not None
         position = len(sequence)
-        self._runner.cache.append(sequence, request.tokens[position : position + each.n_tokens])
+        is_whole = request.n_missing == each.n_tokens
+        if not each.n_drafts:
+            self._runner.cache.append(sequence, request.tokens[position : position + each.n_tokens])
+            request.n_again = 0
         request.n_reached = max(request.n_reached, len(sequence))
-        is_whole = not request.n_missing
         if not request.n_generated:
             request.output.progress(len(sequence))
             if is_whole:
@@ -384,7 +386,12 @@ class EngineLoop:
         if request.max_tokens == 0:
             return "length"
         is_first = not request.n_generated
-        reason = self._sample(each, logits, rows.start)
+        n_accepted = request.n_accepted
+        try:
+            reason = self._sample(each, logits, rows.start)
+        finally:
+            if each.n_drafts:
+                self._record_drafts(each, position, request.n_accepted - n_accepted)
         if is_first:
             request.first_token_s = time.perf_counter() - request.submitted_at
         else:
@@ -394,9 +401,8 @@ class EngineLoop:
 
     def _sample(self, each: Scheduled, logits: NDArray[np.float32] | TopK, row: int) -> FinishReason | None:
         """Chooses the next token, and those after it for as long as they are what was drafted."""
-        request, sampler, sequence = each.request, each.request.sampler, each.request.sequence
+        request, sampler = each.request, each.request.sampler
         assert sampler is not None
-        assert sequence is not None
         request.n_drafted += each.n_drafts
         for i in range(each.n_drafts + 1):
             at = row + i
@@ -414,8 +420,18 @@ class EngineLoop:
                 return "length"
             if not is_draft:
                 break
-            self._runner.cache.append(sequence, [choice.id])
         return None
+
+    def _record_drafts(self, each: Scheduled, position: int, n_accepted: int) -> None:
+        """Records a step with drafts, from that position on; states of wrong drafts go back to before it."""
+        request, cache = each.request, self._runner.cache
+        assert request.sequence is not None
+        ids = request.tokens[position : position + each.n_tokens + n_accepted]
+        if cache.has_states and len(ids) < each.n_tokens + each.n_drafts:
+            cache.go_back(request.sequence)
+            request.n_again = request.n_missing - 1
+        else:
+            cache.append(request.sequence, ids)
 
     def _end(
         self, request: Request, reason: FinishReason | None = None, *, error: BaseException | None = None

@@ -129,6 +129,7 @@ class Request:
         drafter: proposes ``drafts``, tokens to follow ``tokens``.
         n_cached: tokens of the prompt that were in the cache before this request reached them.
         n_reached: tokens that it had in the cache at most: after it was preempted, fewer are there.
+        n_again: tokens generated that are evaluated again, as drafts behind them were wrong.
         turn: when it last decoded, counted by the scheduler.
         is_cancelled: may be set by any thread; takes effect before the next step.
     """
@@ -151,6 +152,7 @@ class Request:
     n_prompt: int = 0
     n_cached: int = 0
     n_reached: int = 0
+    n_again: int = 0
     is_cancelled: bool = False
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0
@@ -188,8 +190,8 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether it needs the last token alone."""
-        return self.n_missing == 1
+        """Whether it needs the last token alone, or with it what is evaluated again."""
+        return self.n_missing <= 1 + self.n_again
 
     @property
     def n_generated(self) -> int:

@@ -8,11 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.engine.cache import CachedSequence, PagedCache
+from localllm.engine.cache import CachedSequence, PagedCache, n_window_pages
 from localllm.kernels.backend import Batch, Step, TopK
+from localllm.kernels.graph import Graph
 
 #: Tokens that one step evaluates at most.
 MAX_TOKENS = 512
+
+#: What is kept of windows and of recurrent states for prompts that begin like earlier ones: those at so many places
+#: for each sequence that can run, and where more fits into so many bytes, that.
+KEPT_ENDS, KEPT_BYTES = 2, 256 << 20
 
 #: Bytes of logits that one step computes at most.
 MAX_LOGITS_BYTES = 32 << 20
@@ -65,12 +70,31 @@ class ModelRunner:
             own memory, good until the next call.
         """
         batch = make_batch(chunks, self.cache.page_size)
+        for chunk in chunks:
+            chunk.sequence.is_ahead = True
         return self._step.top_k(batch, top_k) if 0 < top_k <= self.max_top_k else self._step(batch)
 
 
-def n_cache_pages(context: int, parallel: int, page_size: int) -> int:
-    """Pages of a cache for ``parallel`` sequences of ``context`` tokens."""
-    return parallel * -(-context // page_size)
+def n_cache_pages(graph: Graph, context: int, parallel: int, page_size: int) -> tuple[int, ...]:
+    """Pages of each group of a cache (`Graph.windows`) for ``parallel`` sequences of ``context`` tokens.
+
+    Where there is a window, they hold those of all sequences, the tokens of a step, and as much again as `KEPT_ENDS`
+    and `KEPT_BYTES` say.  No group has more than that of all tokens.
+    """
+    of_all = parallel * -(-context // page_size)
+    n_pages = [of_all]
+    for window in graph.windows[1:]:
+        page_bytes = page_size * sum(c.bytes_per_token() for c in graph.caches.values() if c.window == window)
+        of_windows = parallel * n_window_pages(window or 1, page_size)
+        kept = max(KEPT_ENDS * of_windows, KEPT_BYTES // page_bytes)
+        n_pages.append(min(of_all, of_windows + -(-MAX_TOKENS // page_size) + kept))
+    return tuple(n_pages)
+
+
+def n_states(graph: Graph, parallel: int) -> int:
+    """Slots for the recurrent states of ``parallel`` sequences and for snapshots; 0 where no layer has any."""
+    n_bytes = 4 * sum(state.n_values for states in graph.states.values() for state in states)
+    return parallel + max(KEPT_ENDS * parallel, KEPT_BYTES // n_bytes) if n_bytes else 0
 
 
 def max_outputs(n_vocab: int, max_tokens: int) -> int:
@@ -86,7 +110,7 @@ def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
     kv_lengths: list[int] = []
     outputs: list[int] = []
     n_blocks = max(-(-(chunk.start + len(chunk.ids)) // page_size) for chunk in chunks)
-    block_tables = np.zeros((len(chunks), n_blocks), np.int32)
+    block_tables = np.zeros((len(chunks[0].sequence.pages), len(chunks), n_blocks), np.int32)
     for s, chunk in enumerate(chunks):
         stop = chunk.start + len(chunk.ids)
         ids += chunk.ids
@@ -94,8 +118,8 @@ def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
         outputs += range(len(ids) - chunk.n_outputs, len(ids))
         query_starts.append(len(ids))
         kv_lengths.append(stop)
-        pages = chunk.sequence.pages[:n_blocks]
-        block_tables[s, : len(pages)] = pages
+        for table, pages in zip(block_tables[:, s], chunk.sequence.pages, strict=True):
+            table[: len(pages)] = pages[:n_blocks]
     return Batch(
         ids=np.array(ids, np.int32),
         positions=np.array(positions, np.int32),
@@ -103,4 +127,5 @@ def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
         kv_lengths=np.array(kv_lengths, np.int32),
         block_tables=block_tables,
         outputs=np.array(outputs, np.int32),
+        states=np.array([chunk.sequence.state for chunk in chunks], np.int32),
     )

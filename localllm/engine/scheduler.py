@@ -104,7 +104,7 @@ class Scheduler:
         self._cache = cache
         self._max_tokens = max_tokens
         self._max_outputs = max_outputs
-        self._max_running = max_running
+        self._max_running = min(max_running, cache.max_sequences)
         self._step_s = step_s
         self._turns = count(1)
 
@@ -136,15 +136,18 @@ class Scheduler:
             most = min(self._max_outputs - 1, self._max_tokens - MIN_CHUNK)
         if len(decoding) > most:  # they take turns
             decoding.sort(key=lambda request: request.turn)
+        n_tokens = 0
         for request in decoding:
-            if len(batch) < max(most, 1) and request.sequence is not None and self._make_room(request, 1, batch):
-                batch.append(Scheduled(request, 1))
+            n = request.n_missing
+            if n_tokens + n <= max(most, n) and request.sequence is not None and self._make_room(request, n, batch):
+                batch.append(Scheduled(request, n))
                 request.turn = next(self._turns)
+                n_tokens += n
         n_decoding = len(batch)
         rows_left = self._max_outputs - n_decoding
         if prompts:
             budget = self.step_times.budget(self._step_s)
-            budget = min(budget if n_decoding else max(budget, MIN_CHUNK_ALONE), self._max_tokens - n_decoding)
+            budget = min(budget if n_decoding else max(budget, MIN_CHUNK_ALONE), self._max_tokens - n_tokens)
             rows_left -= self._add_prompts(prompts, batch, budget, rows_left)
         self._add_drafts(batch, n_decoding, rows_left)
         return batch
@@ -153,7 +156,7 @@ class Scheduler:
         for request in [each for each in self.waiting if not each.output.is_full]:
             reusable = request.tokens[: request.n_reusable]
             n_pages = self._cache.n_pages_to_begin(reusable, len(request.tokens))
-            while self.running and (len(self.running) >= self._max_running or n_pages > self._n_spare_pages()):
+            while self.running and not self._has_room(request, n_pages):
                 paused = self._paused()
                 if paused is None:
                     return
@@ -163,12 +166,17 @@ class Scheduler:
             request.note_found()
             insort(self.running, request, key=_rank)
 
-    def _n_spare_pages(self) -> int:
-        """Pages beyond those that running requests need for their prompts, and one more for each: with less, what is
-        admitted would soon be preempted again."""
+    def _has_room(self, request: Request, n_pages: int) -> bool:
+        """Whether there is room for a request that takes so many pages, beside what running requests need for their
+        prompts, and a page more for each: with less, what is admitted would soon be preempted again."""
         sequences = ((each.sequence, each.n_missing) for each in self.running)
         missing = (self._cache.n_pages_missing(sequence, n) for sequence, n in sequences if sequence is not None)
-        return self._cache.n_available - sum(missing) - len(self.running)
+        lengths = (len(each.tokens) for each in (*self.running, request))
+        return (
+            len(self.running) < self._max_running
+            and n_pages <= self._cache.n_available - sum(missing) - len(self.running)
+            and self._cache.has_windows_for(lengths, self._max_tokens)
+        )
 
     def _add_prompts(self, prompts: list[Request], batch: list[Scheduled], budget: int, rows: int) -> int:
         """Shares the budget among prompts; returns the rows of logits that they take."""
@@ -187,6 +195,7 @@ class Scheduler:
             if key in computed:
                 return 0
             start, n = len(request.sequence), min(n_most, request.n_missing)
+            n = self._cache.n_to_snapshot(request.sequence, n)
             if request.sampler is None:  # as many as there are rows for
                 n = min(n, max(0, request.logits_from - start) + rows_left)
             n_rows = request.n_outputs(start, n, 0)
@@ -209,9 +218,9 @@ class Scheduler:
         tokens_left = self._max_tokens - sum(each.n_tokens for each in batch)
         for i, each in enumerate(batch[:n_decoding]):
             request = each.request
-            n = min(len(request.drafts), tokens_left, rows_left)
+            n, sequence = min(len(request.drafts), tokens_left, rows_left), request.sequence
             # No request is preempted for drafts.
-            if n > 0 and request.sequence is not None and self._cache.reserve(request.sequence, 1 + n):
+            if n > 0 and sequence is not None and self._cache.reserve(sequence, 1 + n) and self._cache.save(sequence):
                 batch[i] = Scheduled(request, 1, n)
                 tokens_left -= n
                 rows_left -= n

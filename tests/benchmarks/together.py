@@ -127,12 +127,15 @@ def mixed(llm: LLM) -> bool:
 class _NoPages:
     """A backend's cache that keeps nothing: only what is known of its pages is measured."""
 
-    page_size, n_bytes = 64, 0
+    page_size, windows, n_states, n_bytes = 64, (None,), 0, 0
 
     def __init__(self, n_pages: int) -> None:
-        self.n_pages = n_pages
+        self.n_pages = (n_pages,)
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_page(self, group: int, source: int, target: int) -> None:
+        """There is nothing to copy."""
+
+    def copy_state(self, source: int, target: int) -> None:
         """There is nothing to copy."""
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from localllm.engine.engine import Engine
 from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages
 from localllm.kernels.backend import Batch, HostOutput, Output, Step, TopK, top_k
+from localllm.kernels.graph import Graph
 
 N_VOCAB = 97
 PAGE_SIZE = 4
@@ -37,16 +38,48 @@ def greedy_after(ids: Sequence[int], n: int) -> list[int]:
 
 
 class FakeCache:
-    """Pages of ids; -1 where nothing was written."""
+    """Pages of ids; -1 where nothing was written.  States are the ids that they have seen."""
 
-    def __init__(self, n_pages: int) -> None:
-        self.page_size = PAGE_SIZE
-        self.n_pages = n_pages
-        self.n_bytes = 4 * n_pages * PAGE_SIZE
-        self.ids = np.full((n_pages, PAGE_SIZE), -1, np.int32)
+    def __init__(self, n_pages: int | tuple[int, ...], windows: Sequence[int | None] = (None,), n_states: int = 0):
+        self.page_size, self.windows, self.n_states = PAGE_SIZE, windows, n_states
+        self.n_pages = n_pages if isinstance(n_pages, tuple) else (n_pages,)
+        self.n_bytes = 4 * sum(self.n_pages) * PAGE_SIZE
+        self.groups = [np.full((n, PAGE_SIZE), -1, np.int32) for n in self.n_pages]
+        self.states: list[list[int]] = [[-1] for _ in range(n_states)]
 
-    def copy_page(self, source: int, target: int) -> None:
-        self.ids[target] = self.ids[source]
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """Those in the pages of all tokens."""
+        return self.groups[0]
+
+    def copy_page(self, group: int, source: int, target: int) -> None:
+        self.groups[group][target] = self.groups[group][source]
+
+    def copy_state(self, source: int, target: int) -> None:
+        self.states[target] = self.states[source].copy()
+
+    def write(self, tables: Sequence[Sequence[int]], state: int, first: int, ids: Sequence[int]) -> None:
+        """What a step does with the tokens of a sequence from position ``first`` on."""
+        for group, table in zip(self.groups, tables, strict=True):
+            for position, id_ in enumerate(ids, first):
+                group[table[position // PAGE_SIZE], position % PAGE_SIZE] = id_
+        if self.n_states:
+            self.states[state] = [*(self.states[state] if first else []), *ids]
+
+    def read(self, tables: Sequence[Sequence[int]], state: int, n_tokens: int) -> list[int]:
+        """The tokens of a sequence; what is kept of them in windows and states must be the same."""
+        all_ids, *others = (
+            [int(group[table[p // PAGE_SIZE], p % PAGE_SIZE]) for p in range(first, n_tokens)]
+            for group, table, first in zip(self.groups, tables, self.first_seen(n_tokens), strict=True)
+        )
+        for ids in others:
+            assert ids == all_ids[len(all_ids) - len(ids) :]
+        assert not self.n_states or not all_ids or self.states[state] == all_ids
+        return all_ids
+
+    def first_seen(self, n_tokens: int) -> list[int]:
+        """Of each group the first position that the token behind ``n_tokens`` sees."""
+        return [0 if window is None else max(0, n_tokens + 1 - window) for window in self.windows]
 
 
 class FakeStep(Step):
@@ -60,11 +93,11 @@ class FakeStep(Step):
 
     weights = ()
 
-    def __init__(self, n_pages: int, max_tokens: int, max_outputs: int, max_top_k: int = 0) -> None:
+    def __init__(self, cache: FakeCache, max_tokens: int, max_outputs: int, max_top_k: int = 0) -> None:
         self.batches: list[Batch] = []
         self.chosen: list[int] = []
         self.before_step: Callable[[Batch], None] = lambda batch: None
-        self.cache = FakeCache(n_pages)
+        self.cache = cache
         self.max_top_k, self._max_tokens = max_top_k, max_tokens
         self._own = np.empty((max_outputs, N_VOCAB), np.float32)  # reused, as a backend may
 
@@ -104,26 +137,39 @@ def _write_and_read(batch: Batch, cache: FakeCache) -> list[NDArray[np.int32]]:
         positions = batch.positions[rows[s]]
         first = batch.kv_lengths[s] - len(rows[s])
         assert positions.tolist() == list(range(first, batch.kv_lengths[s]))
-        block, slot = np.divmod(positions, PAGE_SIZE)
-        cache.ids[batch.block_tables[s, block], slot] = batch.ids[rows[s]]
+        tables = batch.block_tables[:, s].tolist()
+        before = cache.read(tables, batch.states[s], first)
+        cache.write(tables, batch.states[s], first, batch.ids[rows[s]].tolist())
+        assert cache.read(tables, batch.states[s], batch.kv_lengths[s])[:first] == before
     histories = []
     for s in range(n_sequences):
-        held = cache.ids[batch.block_tables[s]].reshape(-1)
+        held = cache.ids[batch.block_tables[0, s]].reshape(-1)
         histories += [held[: position + 1].copy() for position in batch.positions[rows[s]]]
     return histories
 
 
 def fake_runner(
-    context: int = 64, *, parallel: int = 1, max_tokens: int = 8, max_top_k: int = 0
+    context: int = 64,
+    *,
+    parallel: int = 1,
+    max_tokens: int = 8,
+    max_top_k: int = 0,
+    cache: FakeCache | None = None,
 ) -> tuple[ModelRunner, FakeStep]:
     n_tokens = min(max_tokens, context)
-    n_pages = n_cache_pages(context, parallel, PAGE_SIZE)
-    step = FakeStep(n_pages, n_tokens, max_outputs(N_VOCAB, n_tokens), max_top_k)
+    cache = cache or FakeCache(n_cache_pages(Graph(), context, parallel, PAGE_SIZE))
+    step = FakeStep(cache, n_tokens, max_outputs(N_VOCAB, n_tokens), max_top_k)
     return ModelRunner(step, n_vocab=N_VOCAB, context=context, max_tokens=max_tokens), step
 
 
 def fake_engine(
-    context: int = 64, *, parallel: int = 1, max_tokens: int = 8, max_top_k: int = 0, **settings: Any
+    context: int = 64,
+    *,
+    parallel: int = 1,
+    max_tokens: int = 8,
+    max_top_k: int = 0,
+    cache: FakeCache | None = None,
+    **settings: Any,
 ) -> tuple[Engine, FakeStep]:
-    runner, step = fake_runner(context, parallel=parallel, max_tokens=max_tokens, max_top_k=max_top_k)
+    runner, step = fake_runner(context, parallel=parallel, max_tokens=max_tokens, max_top_k=max_top_k, cache=cache)
     return Engine(runner, **settings), step

@@ -97,7 +97,7 @@ class Ops:
 
     def compile(self, forward: Callable[[], Any], cache: RecordedCache, *, max_tokens: int, max_outputs: int) -> Step:
         graph = self.record(forward, cache.shape)
-        sizes = {"n_pages": cache.n_pages, "max_tokens": max_tokens, "max_outputs": max_outputs}
+        sizes = {"n_pages": (cache.n_pages,), "max_tokens": max_tokens, "max_outputs": max_outputs}
         step = self.backend.compile(graph, **sizes)
         footprint = self.backend.footprint(graph, **sizes)
         for planned, held in zip(footprint.weights, step.weights, strict=True):

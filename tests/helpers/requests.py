@@ -93,7 +93,7 @@ class SteppedEngine:
     def __init__(self, context: int = 64, *, runner: ModelRunner | None = None, **settings: Any) -> None:
         self.fake: FakeStep
         if runner is None:
-            names = ("parallel", "max_tokens", "max_top_k")
+            names = ("parallel", "max_tokens", "max_top_k", "cache")
             sizes = {name: settings.pop(name) for name in names if name in settings}
             runner, self.fake = fake_runner(context, **sizes)
         self.cache = runner.cache

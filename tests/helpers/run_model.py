@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,18 @@ MAX_TOKENS = 512
 
 
 def make_batch(
-    parts: Sequence[tuple[Sequence[int], int, Sequence[int]]], outputs: Sequence[int] | None = None
+    parts: Sequence[tuple[Sequence[int], int, Sequence[int]]],
+    outputs: Sequence[int] | None = None,
+    states: Sequence[int] | None = None,
 ) -> Batch:
     """A batch of sequences, each given as (new ids, tokens already in the cache, pages).
 
-    ``outputs`` are the rows whose logits are wanted, by default all.
+    ``outputs`` are the rows whose logits are wanted, by default all; ``states`` the slots of the sequences' recurrent
+    states, by default the first ones.
     """
     lengths = [len(ids) for ids, _, _ in parts]
-    tables = np.zeros((len(parts), max(len(pages) for _, _, pages in parts)), np.int32)
-    for table, (_, _, pages) in zip(tables, parts, strict=True):
+    tables = np.zeros((1, len(parts), max(len(pages) for _, _, pages in parts)), np.int32)
+    for table, (_, _, pages) in zip(tables[0], parts, strict=True):
         table[: len(pages)] = pages
     return Batch(
         ids=np.concatenate([np.asarray(ids, np.int32) for ids, _, _ in parts]),
@@ -35,6 +39,7 @@ def make_batch(
         kv_lengths=np.array([past + len(ids) for ids, past, _ in parts], np.int32),
         block_tables=tables,
         outputs=np.arange(sum(lengths), dtype=np.int32) if outputs is None else np.array(outputs, np.int32),
+        states=np.arange(len(parts), dtype=np.int32) if states is None else np.array(states, np.int32),
     )
 
 
@@ -44,14 +49,17 @@ class Runner:
     def __init__(self, path: Path, ops: Any, n_pages: int = 32, max_tokens: int = MAX_TOKENS) -> None:
         with GGUFFile.open(path) as file:
             self.model = read_model(file, cache_type=getattr(ops, "cache_type", None) or "f16")
-            sizes = {"n_pages": n_pages, "max_tokens": max_tokens, "max_outputs": MAX_TOKENS}
-            self.step = backend_of(ops).compile(self.model.graph, **sizes)
+            graph = self.model.graph
+            sizes = {"n_pages": (n_pages,) * len(graph.windows), "max_tokens": max_tokens, "max_outputs": MAX_TOKENS}
+            self.step = backend_of(ops).compile(graph, **sizes)
         self.cache = self.step.cache
 
     def run(self, *parts: tuple[Sequence[int], int, Sequence[int]], outputs: Any = None) -> NDArray[np.float32]:
         """Logits [N, n_vocab] of one batch, as `make_batch`; a copy."""
-        return self.step(make_batch(parts, outputs)).copy()
+        batch = make_batch(parts, outputs)
+        tables = np.repeat(batch.block_tables, len(self.cache.windows), axis=0)  # of all groups the same
+        return self.step(replace(batch, block_tables=tables)).copy()
 
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits [len(ids), n_vocab] of one sequence, prefilled at once."""
-        return self.run((ids, 0, range(self.cache.n_pages)))
+        return self.run((ids, 0, range(self.cache.n_pages[0])))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
-from localllm.kernels.cpu import attention, elementwise, matmul
+from localllm.kernels.cpu import attention, elementwise, matmul, recurrent
 from localllm.kernels.cpu.cache_types import CACHE_LAYOUTS
-from localllm.kernels.cpu.compiler import Variant, assembly, kernel, variant
+from localllm.kernels.cpu.compiler import Kernel, Variant, assembly, kernel, variant
 from localllm.kernels.cpu.program import run_program
 from localllm.kernels.cpu.simd import load_f16x16, store_f32x16, zero_f32x16
 from localllm.kernels.cpu.target import TARGETS
@@ -89,9 +90,18 @@ def test_attention() -> None:
 
 
 @pytest.mark.parametrize("triple", [LINUX, APPLE])
-@pytest.mark.parametrize("name", ["quantise", "rms_norm", "gated_silu"])
-def test_elementwise(name: str, triple: str) -> None:
-    check(instructions(variant(getattr(elementwise, name), NEON), triple))
+@pytest.mark.parametrize(
+    ("code", "constants"),
+    [
+        (elementwise.quantise, {}),
+        (elementwise.rms_norm, {"WEIGHT": True}),
+        (elementwise.gated, {"ACTIVATION": elementwise.silu}),
+        (recurrent.recurrence, {"DELTA": True, "PER_CHANNEL": False, "ROWS": 128, "VECTORS": 2}),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_other_kernels(code: Kernel, constants: dict[str, Any], triple: str) -> None:
+    check(instructions(variant(code, NEON, **constants), triple))
 
 
 def test_threads_meet_by_atomic_additions() -> None:

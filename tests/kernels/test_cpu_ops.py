@@ -137,7 +137,7 @@ def test_a_deep_pass_takes_no_more_memory_than_a_shallow_one(ops: CPUOps) -> Non
 
     def n_bytes(depth: int) -> int:
         graph = ops.record(lambda: forward(depth), CacheShape(1, 1, 16))
-        return ops.footprint(graph, n_pages=1, max_tokens=16, max_outputs=16).buffers
+        return ops.footprint(graph, n_pages=(1,), max_tokens=16, max_outputs=16).buffers
 
     assert 0 < n_bytes(2) == n_bytes(30)
 

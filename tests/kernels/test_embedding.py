@@ -43,7 +43,7 @@ def test_rows_are_those_that_the_file_had(
     if tied:
         graph.add(Linear(x, Matrix(weight)))
     graph.add(Outputs(x))
-    step = backend.compile(graph, n_pages=1, max_tokens=4, max_outputs=4)
+    step = backend.compile(graph, n_pages=(1,), max_tokens=4, max_outputs=4)
     rows[:] = 0x55
     np.testing.assert_allclose(step(make_batch([(IDS, 0, [0])])), values[IDS], rtol=2**-11 * tied, atol=1e-7 * tied)
 

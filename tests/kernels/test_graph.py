@@ -106,7 +106,7 @@ def test_an_operation_that_a_backend_does_not_know_is_named() -> None:
     r = Recording()
     r.graph.add(Unknown(r.x(8), 1.0))
     with pytest.raises(KernelError, match="reference backend cannot compute Unknown"):
-        ReferenceBackend().compile(r.graph, n_pages=1, max_tokens=1, max_outputs=1)
+        ReferenceBackend().compile(r.graph, n_pages=(1,), max_tokens=1, max_outputs=1)
 
 
 def test_a_graph_is_cut_where_one_tensor_crosses() -> None:
@@ -143,7 +143,7 @@ def test_keys_and_values_are_appended_where_the_block_table_says() -> None:
     graph, k, v = Graph(layer=1), random(5, 16, seed=1), random(5, 16, seed=2)
     tensors = [graph.add(g.Embed(f32(x))) for x in (random(5, 32), k, v)]
     graph.add(g.RopeAppend(*tensors, graph.kv_cache(2, 8), None))
-    step = ReferenceBackend().compile(graph, n_pages=4, max_tokens=5, max_outputs=5)
+    step = ReferenceBackend().compile(graph, n_pages=(4,), max_tokens=5, max_outputs=5)
     step(make_batch([([0, 1, 2], 14, [2, 0]), ([3, 4], 0, [3])]))
     keys, values = step.cache.layers[1]
     places = [(2, 14), (2, 15), (0, 0), (3, 0), (3, 1)]
@@ -169,11 +169,11 @@ def test_layers_may_keep_heads_of_unlike_numbers_and_sizes(backend: Backend) -> 
 
     def logits(made: Any) -> np.ndarray:
         *first, last = range(-(-n // made.page_size))
-        sizes = {"n_pages": last + 2, "max_tokens": n, "max_outputs": n}
+        sizes = {"n_pages": (last + 2,), "max_tokens": n, "max_outputs": n}
         step = made.compile(graph, **sizes)
         assert sum(made.footprint(graph, **sizes).caches.values()) == step.cache.n_bytes
         step(make_batch([(range(n - 1), 0, [*first, last])]))
-        step.cache.copy_page(last, last + 1)
+        step.cache.copy_page(0, last, last + 1)
         return step(make_batch([([n - 1], n - 1, [*first, last + 1])])).copy()
 
     expected, found = logits(ReferenceBackend()), logits(backend.make().backend)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -113,7 +114,9 @@ def compiled(ops: Ops, case: Case, n_pages: int) -> Any:
     inputs = [graph.add(g.Embed(f32(x))) for x in case.inputs]
     graph.add(g.Outputs(case.build(graph, *inputs)))
     n = sum(LENGTHS)
-    return ops.backend.compile(graph, n_pages=n_pages, max_tokens=n, max_outputs=n)
+    return ops.backend.compile(
+        graph, n_pages=(n_pages,) * len(graph.windows), n_states=3, max_tokens=n, max_outputs=n
+    )
 
 
 def check_operation(backend: Backend, ops: Ops, case: Case) -> None:
@@ -123,7 +126,7 @@ def check_operation(backend: Backend, ops: Ops, case: Case) -> None:
     step = compiled(ops, case, sum(counts) + 1)
     backend.spoil(step.cache)
     ids = np.split(np.arange(sum(LENGTHS)), [LENGTHS[0]])
-    whole = step(make_batch([(own, 0, p) for own, p in zip(ids, pages, strict=True)])).copy()
+    whole = step(make_batch([(own, 0, p) for own, p in zip(ids, pages, strict=True)], states=[2, 0])).copy()
     expected = np.concatenate(
         [np.asarray(case.expected(*(x[own].astype(np.float64) for x in case.inputs))) for own in ids]
     )
@@ -136,8 +139,9 @@ def check_operation(backend: Backend, ops: Ops, case: Case) -> None:
         return
     done = [0, 0]
     for chunk in CHUNKS:
-        parts = [(ids[s][done[s] : done[s] + n], done[s], pages[s]) for s, n in reversed(list(enumerate(chunk))) if n]
-        found = step(make_batch(parts))
+        given = [(s, n) for s, n in reversed(list(enumerate(chunk))) if n]
+        parts = [(ids[s][done[s] : done[s] + n], done[s], pages[s]) for s, n in given]
+        found = step(make_batch(parts, states=[s for s, _ in given]))
         own = np.concatenate([part for part, _, _ in parts])
         if case.chunk_error:
             np.testing.assert_allclose(found, whole[own], atol=case.chunk_error * np.abs(expected).max())
@@ -165,6 +169,63 @@ def embed(width: int, scale: float) -> Case:
     return Case(lambda graph, x: graph.add(g.Embed(table, scale)), [rows(width)], lambda x: scale * x)
 
 
+@cases(columns=(range(32), range(37, 60)))
+def embed_columns(columns: range) -> Case:
+    table = f32(rows(100))
+
+    def build(graph: Graph, x: g.Tensor) -> g.Tensor:
+        return graph.add(g.Add(graph.add(g.Embed(table, 2.0, columns)), x))
+
+    return Case(build, [rows(100)[:, columns]], lambda x: 3 * x)
+
+
+@cases(n_groups=(1, 3, 6), weights=(0, 1, 96))
+def rms_norm_of_groups(n_groups: int, weights: int) -> Case:
+    n = {0: 0, 1: 96 // n_groups, 96: 96}[weights]
+    weight = random(n, seed=1) if n else None
+    factors = np.float64(1) if weight is None else np.resize(weight, (n_groups, 96 // n_groups))
+    return Case(
+        lambda graph, x: graph.add(g.RMSNorm(x, None if weight is None else f32(weight), 0.1, n_groups)),
+        [rows(96)],
+        lambda x: normed(x.reshape(len(x), n_groups, -1), factors, 0.1).reshape(x.shape),
+    )
+
+
+@cases(width=(1, 5, 100), with_bias=(False, True))
+def layer_norm(width: int, with_bias: bool) -> Case:
+    weight, bias = random(width, seed=1), random(width, seed=2) * with_bias
+    own = f32(weight), f32(bias) if with_bias else None
+
+    def expected(x: Array) -> Array:
+        return (x - x.mean(axis=1, keepdims=True)) / np.sqrt(x.var(axis=1, keepdims=True) + 0.1) * weight + bias
+
+    return Case(lambda graph, x: graph.add(g.LayerNorm(x, *own, 0.1)), [3 + rows(width)], expected)
+
+
+def sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-np.clip(x, -700, 700)))
+
+
+def softplus(x: Array) -> Array:
+    return np.logaddexp(x, 0)
+
+
+@cases(scale=(1.0, 0.22), with_gate=(False, True))
+def add(scale: float, with_gate: bool) -> Case:
+    return Case(
+        lambda graph, x, r, gate: graph.add(g.Add(x, r, scale, gate if with_gate else None)),
+        [rows(100), rows(100, 1), with_large(1.0)[:, 5:6]],
+        lambda x, r, gate: r + scale * x * (sigmoid(gate) if with_gate else 1),
+    )
+
+
+@cases(with_weight=(False, True))
+def scale(with_weight: bool) -> Case:
+    weight = f32(random(1)) if with_weight else None
+    factor = 0.25 * (random(1)[0] if with_weight else 1)
+    return Case(lambda graph, x: graph.add(g.Scale(x, 0.25, weight)), [rows(100)], lambda x: factor * x)
+
+
 @cases(width=(1, 5, 32, 100), eps=(1e-6, 0.5))
 def rms_norm(width: int, eps: float) -> Case:
     weight, x = random(width, seed=1), rows(width)
@@ -187,7 +248,42 @@ def gelu(x: Array) -> Array:
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-GATES = {"silu": (silu, {"rtol": 2e-6, "atol": 1e-30}), "gelu": (gelu, {"rtol": 1e-5, "atol": 1e-6})}
+def gelu_erf(x: Array) -> Array:
+    return x * np.vectorize(statistics.NormalDist().cdf)(x)
+
+
+GATES: dict[str, tuple[Callable[[Array], Array], dict[str, Any]]] = {
+    "silu": (silu, {"rtol": 2e-6, "atol": 1e-30}),
+    "gelu": (gelu, {"rtol": 1e-5, "atol": 1e-6}),
+    "gelu_erf": (gelu_erf, {"rtol": 3e-6, "atol": 1e-6}),
+    "relu2": (lambda x: np.maximum(x, 0) ** 2, {}),
+    "sigmoid": (sigmoid, {"atol": 1e-30}),
+    "identity": (lambda x: x, {}),
+}
+
+
+@cases(activation=("silu", "gelu", "gelu_erf", "relu2"))
+def activation(activation: str) -> Case:
+    function, bounds = GATES[activation]
+    return Case(
+        lambda graph, x: graph.add(g.Activation(x, activation)),
+        [with_large(3.0)],
+        function,
+        **bounds,
+    )
+
+
+@cases()
+def clamped_swiglu() -> Case:
+    def expected(gate: Array, up: Array) -> Array:
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+        return gate * sigmoid(1.702 * gate) * (up + 1)
+
+    return Case(
+        lambda graph, gate, up: graph.add(g.Gated(gate, up, "clamped_swiglu")),
+        [with_large(6.0), 6 * rows(100, 1)],
+        expected,
+    )
 
 
 @cases(activation=tuple(GATES))
@@ -266,9 +362,167 @@ def mixture(norm_topk_prob: bool, k: int) -> Case:
     return Case(build, [x, logits], expected, error=1e-5)
 
 
+#: Kinds of routing, of 12 experts, 3 to a token.
+ROUTING: dict[str, dict[str, Any]] = {
+    "sigmoid": {"gating": "sigmoid"},
+    "sqrt_softplus": {"gating": "sqrt_softplus", "scale": 1.5},
+    "softmax with bias": {"selection_bias": True},
+    "sigmoid with all": {
+        "gating": "sigmoid",
+        "selection_bias": True,
+        "n_groups": 4,
+        "n_top_groups": 2,
+        "scale": 2.5,
+        "expert_scales": True,
+    },
+    "scales": {"expert_scales": True},
+    "groups": {"n_groups": 3, "n_top_groups": 1},
+}
+
+
+@cases(kind=tuple(ROUTING), norm_topk_prob=(False, True))
+def routing(kind: str, norm_topk_prob: bool) -> Case:
+    """A token's row times the sum of its experts' weights, each of which multiplies it with a number of its own."""
+    n, k, d, own = 12, 3, 32, ROUTING[kind]
+    logits, x = 2 * rows(n, 5), rows(d, 4)
+    bias, scales, numbers = random(n, seed=6) / 4, np.exp(random(n, seed=7)), np.arange(1.0, n + 1)
+    weights = {name: f32(w) for name, w in (("selection_bias", bias), ("expert_scales", scales)) if name in own}
+    matrices = np.array([number * np.eye(d) for number in numbers], np.float32)
+
+    def build(graph: Graph, x: g.Tensor, logits: g.Tensor) -> g.Tensor:
+        chosen = graph.add(g.Route(logits, k, norm_topk_prob, **{**own, **weights}))
+        (h,) = graph.add(g.ExpertLinears(x, (_experts(np.array([np.eye(d)] * n, np.float32)),), chosen))
+        return graph.add(g.ExpertOutput(h, _experts(matrices), chosen, x))
+
+    def expected(x: Array, logits: Array) -> Array:
+        out = x.copy()
+        for t, row in enumerate(logits):
+            p = {"sigmoid": sigmoid, "sqrt_softplus": lambda x: np.sqrt(softplus(x))}.get(
+                own.get("gating", ""), lambda x: np.exp(x) / np.exp(x).sum()
+            )(row)
+            scores = p + bias * ("selection_bias" in own)
+            groups = scores.reshape(own.get("n_groups", 1), -1)
+            ranks = np.argsort(-np.sort(groups, axis=1)[:, -2:].sum(axis=1))
+            allowed = np.isin(np.arange(n) // groups.shape[1], ranks[: own.get("n_top_groups", 1)])
+            chosen = np.argsort(-np.where(allowed, scores, -np.inf))[:k]
+            shares = p[chosen] / (p[chosen].sum() if norm_topk_prob else 1) * own.get("scale", 1)
+            out[t] += x[t] * (shares * numbers[chosen] * (scales[chosen] if "expert_scales" in own else 1)).sum()
+        return out
+
+    return Case(build, [x, logits], expected, error=1e-5)
+
+
+@cases(type=(GGMLType.F32, GGMLType.Q4_0), is_weighted_first=(False, True), with_biases=(False, True))
+def experts(type: GGMLType, is_weighted_first: bool, with_biases: bool) -> Case:
+    n, d, f = 5, 64, 96
+    sizes = ((f, d), (f, d), (d, f))
+    packed = [random_rows(type, n * out, n_in, seed=i) for i, (out, n_in) in enumerate(sizes)]
+    gate, up, down = (Tensor(type, (n, *s), p.reshape(n, s[0], -1)) for s, p in zip(sizes, packed, strict=True))
+    wg, wu, wd = (values_of(p, type).reshape(n, *s) for s, p in zip(sizes, packed, strict=True))
+    bg, bu, bd = (with_biases * random(n, out, seed=7 + i) for i, (out, _) in enumerate(sizes))
+
+    def build(graph: Graph, x: g.Tensor, logits: g.Tensor) -> g.Tensor:
+        chosen = graph.add(g.Route(logits, 2, norm_topk_prob=False))
+        biases = (f32(bg), f32(bu)) if with_biases else ()
+        h = graph.add(g.ExpertLinears(x, (gate, up), chosen, biases, is_weighted_first))
+        out = f32(bd) if with_biases else None
+        return graph.add(
+            g.ExpertOutput(graph.add(g.Gated(*h, "identity")), down, chosen, x, out, not is_weighted_first)
+        )
+
+    def expected(x: Array, logits: Array) -> Array:
+        weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+        weights[weights < np.sort(weights, axis=1)[:, -2, None]] = 0
+        before, after = (weights, (weights > 0) * 1.0) if is_weighted_first else (np.ones_like(weights), weights)
+        rows = before[:, :, None] * x[:, None]
+        h = (np.einsum("efd,ted->tef", wg, rows) + bg) * (np.einsum("efd,ted->tef", wu, rows) + bu)
+        return x + np.einsum("te,ted->td", after, np.einsum("edf,tef->ted", wd, h) + bd)
+
+    error = 1e-5 if type is GGMLType.F32 else 2e-2
+    return Case(build, [rows(d, 4), 3 * rows(n, 5)], expected, error=error)
+
+
 def _experts(matrices: Array) -> Tensor:
     n, n_out, n_in = matrices.shape
     return Tensor(GGMLType.F32, (n, n_out, n_in), f32(matrices.reshape(n * n_out, n_in)).data.reshape(n, n_out, -1))
+
+
+# -- Recurrent states ----------------------------------------------------------------------------------------------
+
+
+@cases(kernel=(2, 3, 4, 8), silu_after=(False, True), with_bias=(False, True))
+def causal_conv(kernel: int, silu_after: bool, with_bias: bool) -> Case:
+    weight, bias = random(50, kernel, seed=1), random(50, seed=2) * with_bias
+
+    def build(graph: Graph, x: g.Tensor) -> g.Tensor:
+        state = graph.state("conv", kernel - 1, 50)
+        return graph.add(g.CausalConv(x, f32(weight), state, f32(bias) if with_bias else None, silu_after))
+
+    def expected(x: Array) -> Array:
+        wide = np.concatenate([np.zeros((kernel - 1, 50)), x])
+        y = np.array([np.sum(wide[t : t + kernel] * weight.T, axis=0) for t in range(len(x))]) + bias
+        return silu(y) if silu_after else y
+
+    return Case(build, [rows(50)], expected, every_cpu=kernel == 4)
+
+
+#: Heads, heads of keys, and the sides of a head's state.
+DELTAS = {"small": (4, 2, 16, 16), "wide": (4, 4, 32, 96), "odd": (3, 1, 48, 32), "qwen": (2, 1, 128, 128)}
+
+
+@cases(sizes=tuple(DELTAS), is_grouped=(False, True), per_channel=(False, True), in_parts=(False, True))
+def gated_delta(sizes: str, is_grouped: bool, per_channel: bool, in_parts: bool) -> Case:
+    n_heads, n_keys, d_k, d_v = DELTAS[sizes]
+    widths = n_keys * d_k, n_keys * d_k, n_heads * d_v
+    n_decays = n_heads * d_k if per_channel else n_heads
+    a, bias = -np.exp(random(n_heads, seed=3)), random(n_decays, seed=4)
+    qkv = [rows(width, seed) for seed, width in enumerate(widths)]
+
+    def build(graph: Graph, *x: g.Tensor) -> g.Tensor:
+        state = graph.state("delta", n_heads, d_k, d_v)
+        return graph.add(g.GatedDelta(x[:-2], *x[-2:], f32(a), f32(bias), state, n_keys, is_grouped, eps=0.01))
+
+    def expected(*x: Array) -> Array:
+        q, k, v = x[:3] if in_parts else np.split(x[0], np.cumsum(widths)[:2], axis=1)
+        q, k, v = heads(q, d_k), heads(k, d_k), heads(v, d_v)
+        q, k = (y / np.sqrt(np.square(y).sum(axis=2, keepdims=True) + 0.01) for y in (q, k))
+        of = np.arange(n_heads) // (n_heads // n_keys) if is_grouped else np.arange(n_heads) % n_keys
+        decay = np.exp(softplus(x[-2] + bias).reshape(len(v), n_heads, -1) * a[:, None])
+        state, y = np.zeros((n_heads, d_k, d_v)), np.empty_like(v)
+        for t in range(len(v)):
+            state = state * decay[t][:, :, None]
+            missing = v[t] - np.einsum("hkv,hk->hv", state, k[t, of])
+            state = state + np.einsum("hk,hv->hkv", k[t, of], sigmoid(x[-1][t])[:, None] * missing)
+            y[t] = np.einsum("hkv,hk->hv", state, q[t, of]) / np.sqrt(d_k)
+        return y.reshape(len(y), -1)
+
+    inputs = [*(qkv if in_parts else [np.concatenate(qkv, axis=1)]), rows(n_decays, 5), rows(n_heads, 6)]
+    return Case(build, inputs, expected, error=2e-6, every_cpu=sizes == "wide")
+
+
+@cases(sizes=((4, 2, 32, 16), (3, 3, 16, 80), (2, 1, 128, 64)), in_parts=(False, True))
+def scan(sizes: tuple[int, int, int, int], in_parts: bool) -> Case:
+    n_heads, n_groups, n, p = sizes
+    widths = n_heads * p, n_groups * n, n_groups * n
+    a, bias, d = -np.exp(random(n_heads, seed=3)), random(n_heads, seed=4), random(n_heads, seed=5)
+    xbc = [rows(width, seed) for seed, width in enumerate(widths)]
+
+    def build(graph: Graph, *x: g.Tensor) -> g.Tensor:
+        weights = f32(a[:, None]), f32(bias), f32(d[:, None])
+        return graph.add(g.Scan(x[:-1], x[-1], *weights, graph.state("scan", n_heads, n, p), n_groups))
+
+    def expected(*inputs: Array) -> Array:
+        x, b, c = inputs[:3] if in_parts else np.split(inputs[0], np.cumsum(widths)[:2], axis=1)
+        x, b, c = heads(x, p), heads(b, n), heads(c, n)
+        of, step = np.arange(n_heads) // (n_heads // n_groups), softplus(inputs[-1] + bias)
+        # As one sum over all tokens before: Mamba 2's dual form.
+        decays = np.cumsum(step * a, axis=0)
+        weights = np.exp(np.minimum(decays[:, None] - decays[None], 0)) * np.tri(len(x))[:, :, None]
+        scores = np.einsum("thn,shn->tsh", c[:, of], b[:, of]) * weights
+        return (np.einsum("tsh,sh,shp->thp", scores, step, x) + d[:, None] * x).reshape(len(x), -1)
+
+    inputs = [*(xbc if in_parts else [np.concatenate(xbc, axis=1)]), rows(n_heads, 6)]
+    return Case(build, inputs, expected, error=2e-6)
 
 
 # -- Attention -----------------------------------------------------------------------------------------------------

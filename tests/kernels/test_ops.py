@@ -342,8 +342,8 @@ def test_a_copied_page_holds_the_same(backend: Backend, ops: Ops, cache_type: Ca
     before = talk.run((0, 90, 100))
     # The last page moves to the spare one, and its old place is overwritten by the first.
     first, *_, last = talk.pages[0].tolist()
-    talk.cache.copy_page(last, talk.spare)
-    talk.cache.copy_page(first, last)
+    talk.cache.copy_page(0, last, talk.spare)
+    talk.cache.copy_page(0, first, last)
     talk.pages[0][-1] = talk.spare
     np.testing.assert_array_equal(talk.run((0, 98, 100)), before[8:])
 
@@ -428,7 +428,7 @@ def test_a_cache_takes_the_bytes_that_were_foretold(
     """A backend may pad heads, to the ``most`` of their size; the reference keeps scaled bytes in float32."""
     kv = ops.new_cache(CacheShape(3, 2, head_dim, cache_type), 500)
     ops.compile(lambda: ops.embed(f32(random(2, 16))), kv, max_tokens=1, max_outputs=1)  # checks what was foretold
-    assert (kv.made.n_pages, kv.made.page_size) == (500, ops.page_size)
+    assert (kv.made.n_pages, kv.made.page_size) == ((500,), ops.page_size)
     plain = 3 * 500 * ops.page_size * KVCache(0, 2, head_dim, head_dim, cache_type).bytes_per_token()
     assert plain <= kv.n_bytes <= most * plain
 
@@ -437,5 +437,5 @@ def test_scaled_bytes_take_about_half_the_memory() -> None:
     ops = CPUOps(threads=1)
     for cache_type, n_bytes in (("f16", 4 * 64 * 64 * 2 * 2), ("q8_0", 4 * 64 * (64 + 4) * 2)):
         graph = ops.record(lambda: ops.embed(f32(random(2, 16))), CacheShape(22, 4, 64, cache_type))
-        footprint = ops.footprint(graph, n_pages=128, max_tokens=1, max_outputs=1)
+        footprint = ops.footprint(graph, n_pages=(128,), max_tokens=1, max_outputs=1)
         assert footprint.caches == dict.fromkeys(range(22), 128 * n_bytes)

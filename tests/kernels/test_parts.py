@@ -16,7 +16,7 @@ from tests.helpers.weights import NO_CACHE, f32, random
 
 
 def compiled(ops: Ops, graph: Graph, n: int = 8) -> Step:
-    return ops.backend.compile(graph, n_pages=1, max_tokens=n, max_outputs=n)
+    return ops.backend.compile(graph, n_pages=(1,), max_tokens=n, max_outputs=n)
 
 
 @pytest.mark.parametrize("width", [1, 5, 32, 100])

@@ -42,7 +42,7 @@ from localllm.kernels.cpu.dots import (
     scaled_dot32_u4,
     scaled_dot32_u5,
 )
-from localllm.kernels.cpu.elementwise import exp, tanh
+from localllm.kernels.cpu.elementwise import exp, softplus, tanh
 from localllm.kernels.cpu.instructions import intrinsic
 from localllm.kernels.cpu.simd import (
     load_f16x16,
@@ -214,20 +214,21 @@ def test_tables_and_bytes_of_words(target: Target) -> None:
 
 
 @kernel
-def all_floats(begin, end, halves, wide, x, narrow, powers, tangents):
-    """wide: float32 of ``halves``.  narrow, powers, tangents: halves, exp and tanh of ``x``."""
+def all_floats(begin, end, halves, wide, x, narrow, powers, tangents, logarithms):
+    """wide: float32 of ``halves``.  The others: halves, exp, tanh and softplus of ``x``."""
     for i in range(16 * begin, 16 * end, 16):
         store_f32x16(wide + 4 * i, load_f16x16(halves + 2 * i))
         v = load_f32x16(x + 4 * i)
         store_f32x16(powers + 4 * i, exp(v))
         store_f32x16(tangents + 4 * i, tanh(v))
+        store_f32x16(logarithms + 4 * i, softplus(v))
         for j in range(i, i + 16):
             store_f16(narrow + 2 * j, load_f32(x + 4 * j))
 
 
 def test_halves_and_exponentials(target: Target) -> None:
     """All halves widened; and numbers of all sizes narrowed, ties among them, with exp within 2 units in the last
-    place and tanh within 3."""
+    place, tanh within 3, and softplus within 4."""
     n = 1 << 16
     halves = np.arange(n, dtype=np.uint16).view(np.float16)
     bits = halves[: n // 2].astype(np.float32).view(np.int32)
@@ -235,9 +236,9 @@ def test_halves_and_exponentials(target: Target) -> None:
     x = np.concatenate([bits.view(np.float32), RNG.standard_normal(n // 2, np.float32) * 20])
     x[1::2] = np.copysign(x[1::2], np.float32(-1))
     x[-4:] = 65519, 65520, 1e30, -np.inf
-    wide, powers, tangents = (np.zeros(n, np.float32) for _ in range(3))
+    wide, powers, tangents, logarithms = (np.zeros(n, np.float32) for _ in range(4))
     narrow = np.zeros(n, np.float16)
-    call(all_floats, target, n // 16, halves, wide, x, narrow, powers, tangents)
+    call(all_floats, target, n // 16, halves, wide, x, narrow, powers, tangents, logarithms)
     with np.errstate(all="ignore"):
         np.testing.assert_array_equal(wide, halves.astype(np.float32))
         np.testing.assert_array_equal(narrow, np.clip(x, -65504, 65504).astype(np.float16))
@@ -246,6 +247,12 @@ def test_halves_and_exponentials(target: Target) -> None:
         np.testing.assert_allclose(powers[inside], np.exp(exact), rtol=2 * 2.0**-23)
         np.testing.assert_allclose(tangents[inside], np.tanh(exact), rtol=3 * 2.0**-23, atol=1e-37)
         assert powers[x < -90].max() == 0
+        np.testing.assert_allclose(logarithms[inside], np.logaddexp(exact, 0), rtol=4 * 2.0**-23, atol=1e-37)
+        finite = np.isfinite(x)
+        np.testing.assert_array_equal(logarithms[finite & (x > 20)], x[finite & (x > 20)])
+    odd = np.resize(np.array([np.nan, np.inf, 1.0], np.float32), 16)
+    call(all_floats, target, 1, halves, wide, odd, narrow, powers, tangents, logarithms)
+    np.testing.assert_array_equal(logarithms[:2], [np.nan, np.inf])
 
 
 @kernel

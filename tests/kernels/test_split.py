@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from localllm.errors import KernelError
 from localllm.gguf import GGUFFile
-from localllm.kernels.backend import Batch
-from localllm.kernels.graph import Embed, Graph, Linear, Matrix, Outputs
+from localllm.kernels.backend import Batch, HostOutput
+from localllm.kernels.graph import Embed, Graph, Input, Linear, Matrix, Outputs, Rows, Tensor
 from localllm.kernels.reference import ReferenceBackend
 from localllm.kernels.split import _in_smaller_pages, compile_split, micro_batches
 from localllm.models.registry import read_model
@@ -25,6 +25,7 @@ from tests.helpers import tiny_models
 from tests.helpers.asynchronous import AsynchronousBackend
 from tests.helpers.backends import shared_by_threads
 from tests.helpers.data import shared_data
+from tests.helpers.fake_backend import FakeCache
 from tests.helpers.recorder import CPUOps, ReferenceOps, SplitOps
 from tests.helpers.run_model import Runner, make_batch
 from tests.helpers.weights import f32
@@ -108,8 +109,8 @@ def test_cpu_and_reference_together(makers: Sequence[Callable[[], Any]], path: P
         if len(b):
             rounding = max(np.abs(c - b).max(), 1e-4 * np.abs(b).max())
             assert np.abs(a - b).max() <= 2 * rounding
-    assert (runner.cache.page_size, runner.cache.n_pages) == (64, 32)
-    assert [part.n_pages for part in runner.cache.parts] == [32 * 64 // make().page_size for make in makers]
+    assert (runner.cache.page_size, runner.cache.n_pages) == (64, (32,))
+    assert [part.n_pages[0] for part in runner.cache.parts] == [32 * 64 // make().page_size for make in makers]
 
 
 def test_stories260k_split_has_the_same_bits() -> None:
@@ -122,7 +123,7 @@ def test_stories260k_split_has_the_same_bits() -> None:
 def test_a_copied_page_continues_like_its_source(makers: Sequence[Callable[[], Any]], path: Path) -> None:
     runner = Runner(path, split(makers, (1, 2)))
     runner.run((IDS[:10], 0, [4]))
-    runner.cache.copy_page(4, 6)
+    runner.cache.copy_page(0, 4, 6)
     runner.run((IDS[20:26], 10, [4]))  # the source goes its own way
     np.testing.assert_array_equal(runner.run((IDS[10:12], 10, [6])), runner.logits(IDS[:12])[10:])
 
@@ -132,7 +133,7 @@ def test_cache_and_weights_are_those_of_the_parts(path: Path) -> None:
     with GGUFFile.open(path) as file:
         graph = read_model(file).graph
         parts = [
-            backend.footprint(graph.part(layers), n_pages=n, max_tokens=MICRO_BATCH, max_outputs=512)
+            backend.footprint(graph.part(layers), n_pages=(n,), max_tokens=MICRO_BATCH, max_outputs=512)
             for backend, layers, n in ((cpu_ops().backend, range(2), 32), (ReferenceBackend(), range(2, 3), 128))
         ]
     assert [part.n_bytes for part in runner.cache.parts] == [sum(part.caches.values()) for part in parts]
@@ -200,7 +201,7 @@ def test_micro_batches_are_the_batch(batch: Batch, n_tokens: int) -> None:
     parts = micro_batches(batch, n_tokens)
     for part in parts:
         assert len(part.batch.ids) <= n_tokens
-        part.batch.check(page_size=4, n_pages=1000)
+        part.batch.check(FakeCache(1000))
     for name in ("ids", "positions"):
         joined = np.concatenate([getattr(part.batch, name) for part in parts])
         np.testing.assert_array_equal(joined, getattr(batch, name))
@@ -221,7 +222,7 @@ def slots_of(batch: Batch) -> np.ndarray:
     slots = []
     for s, (start, stop, _) in enumerate(batch.sequences()):
         for position in batch.positions[start:stop].tolist():
-            slots.append((batch.block_tables[s, position // 4], position % 4))
+            slots.append((batch.block_tables[0, s, position // 4], position % 4))
     return np.array(slots)
 
 
@@ -230,8 +231,8 @@ def test_smaller_pages_name_the_same_places(batch: Batch, n: int) -> None:
     smaller = _in_smaller_pages(batch, n)
     for s, (start, stop, _) in enumerate(batch.sequences()):
         for position in batch.positions[start:stop].tolist():
-            place = smaller.block_tables[s, position // (4 // n)] * (4 // n) + position % (4 // n)
-            assert place == batch.block_tables[s, position // 4] * 4 + position % 4
+            place = smaller.block_tables[0, s, position // (4 // n)] * (4 // n) + position % (4 // n)
+            assert place == batch.block_tables[0, s, position // 4] * 4 + position % 4
 
 
 def test_batches_that_do_not_fit_are_refused() -> None:
@@ -242,7 +243,7 @@ def test_batches_that_do_not_fit_are_refused() -> None:
         x = graph.add(Linear(x, head))
     graph.layer = "output"
     graph.add(Outputs(x))
-    backends, sizes = [ReferenceBackend(), ReferenceBackend()], {"n_pages": 2, "max_tokens": 8, "max_outputs": 8}
+    backends, sizes = [ReferenceBackend(), ReferenceBackend()], {"n_pages": (2,), "max_tokens": 8, "max_outputs": 8}
     step = compile_split(backends, [range(1), range(1, 2)], graph, micro_batch=4, **sizes)
     rows = step(make_batch([(range(7), 0, [0])], outputs=[6, 0]))
     np.testing.assert_array_equal(rows, [[24, 25, 26, 27], [0, 1, 2, 3]])
@@ -252,3 +253,20 @@ def test_batches_that_do_not_fit_are_refused() -> None:
         step(make_batch([(range(9), 0, [0])], outputs=[8]))
     with pytest.raises(KernelError, match="a page outside a cache of 2"):
         step(make_batch([(range(7), 0, [2])], outputs=[6]))
+
+
+def test_a_model_may_begin_with_embeddings_that_are_given() -> None:
+    """Instead of ids: each micro-batch has its own rows."""
+    graph = Graph()
+    x = graph.add(Input(Tensor(Rows.TOKENS, 4)))
+    for graph.layer in (0, 1):
+        x = graph.add(Linear(x, Matrix(f32(2 * np.eye(4)))))
+    graph.layer = "output"
+    graph.add(Outputs(x))
+    sizes: dict[str, Any] = {"n_pages": (2,), "max_tokens": 8, "max_outputs": 8}
+    embeddings = HostOutput(np.arange(28, dtype=np.float32).reshape(7, 4))
+    for layers, micro_batch in (([range(1), range(1, 2)], 4), ([range(1), range(1, 2)], 8), ([range(2)], 4)):
+        backends = [ReferenceBackend() for _ in layers]
+        step = compile_split(backends, layers, graph, micro_batch=micro_batch, **sizes)
+        out = step.run(make_batch([(range(7), 0, [0])], outputs=[6, 0]), embeddings).rows()
+        np.testing.assert_array_equal(out, 4 * embeddings.matrix[[6, 0]])

@@ -461,18 +461,24 @@ def test_generate_many_keeps_the_batch_full(tiny_path: Path, device: str, monkey
         assert [each.ids for each in many] == [()] * 9
 
 
-def test_an_error_in_the_middle_of_generate_many_closes_the_rest(llm: LLM) -> None:
+def test_an_error_in_the_middle_of_generate_many_comes_in_its_turn_and_closes_the_rest(llm: LLM) -> None:
+    many = llm.generate_many(iter(["a", "b", [300], "c"]), ignore_eos=True)
+    assert [len(next(many).ids) > 0 for _ in range(2)] == [True, True]
     with pytest.raises(UsageError, match="300"):
-        list(llm.generate_many(["a", "b", [300], "c"], ignore_eos=True))
+        next(many)
     assert eventually(lambda: n_requests(llm) == 0)
+    with pytest.raises(UsageError, match="progress"):
+        llm.generate_many([], progress=3)
 
     def fail(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
         if ids[0] == 6:
             raise ZeroDivisionError
         return logits
 
+    many = llm.generate_many([[5], [6], [7]], ignore_eos=True, processors=(fail,))
+    assert next(many).ids
     with pytest.raises(ZeroDivisionError):
-        list(llm.generate_many([[5], [6], [7]], ignore_eos=True, processors=(fail,)))
+        next(many)
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(llm.generate_many(["a", "b"], max_tokens=2, progress=lambda *_: next(iter(()))))
     assert eventually(lambda: n_requests(llm) == 0)

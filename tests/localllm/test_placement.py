@@ -105,10 +105,12 @@ HEAD = 2 * (VOCABULARY * WIDTH)
 SCRATCH, LOGITS = 4 * (3 * FF + 2 * WIDTH), 4 * VOCABULARY
 
 
-def footprint(graph: Graph, *, n_pages: int, max_tokens: int, max_outputs: int) -> Footprint:
+def footprint(
+    graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
+) -> Footprint:
     """Of a device that keeps weights as the file has them, and caches without padding."""
     weights = tuple(use.packed(use.weight.type.name, use.weight.data.nbytes) for use in weights_of(graph))
-    caches = {layer: n_pages * 16 * cache.bytes_per_token() for layer, cache in graph.caches.items()}
+    caches = {layer: n_pages[0] * 16 * cache.bytes_per_token() for layer, cache in graph.caches.items()}
     has_output = any(node.layer == "output" for node in graph.nodes)
     return Footprint(weights, caches, max_tokens * SCRATCH + (max_outputs * LOGITS if has_output else 0))
 
@@ -189,9 +191,9 @@ def test_parallel_sequences_take_a_cache_each() -> None:
 
 def test_the_plan_is_what_backends_say() -> None:
     """They may pad heads, or keep other types."""
-    asked: list[dict[str, int]] = []
+    asked: list[dict[str, Any]] = []
 
-    def said(graph: Graph, **sizes: int) -> Footprint:
+    def said(graph: Graph, **sizes: Any) -> Footprint:
         asked.append(sizes)
         return replace(footprint(graph, **sizes), caches=dict.fromkeys(graph.caches, 12345), buffers=678)
 
@@ -199,7 +201,8 @@ def test_the_plan_is_what_backends_say() -> None:
         it = model(cache_type=cache_type)
         placed = plan(Planner("it", it, (replace(device(), footprint=said),), parallel=2), 1 << 50, 1000)
         assert (placed.kv_cache, placed.scratch, placed.cache_type) == (LAYERS * 12345, 678, cache_type)
-    assert asked == 2 * [{"n_pages": 2 * 63, "max_tokens": MAX_TOKENS, "max_outputs": (32 << 20) // LOGITS}]
+    sizes = {"n_pages": (2 * 63,), "n_states": 0, "max_tokens": MAX_TOKENS, "max_outputs": (32 << 20) // LOGITS}
+    assert asked == 2 * [sizes]
 
 
 def test_the_cpu_takes_what_a_step_of_512_tokens_computes_in() -> None:
@@ -365,8 +368,8 @@ def test_pages_are_as_long_as_those_of_every_device() -> None:
     asked: dict[str, set[int]] = {"cpu": set(), "cuda:0": set()}
 
     def measure(name: str) -> Measure:
-        def said(graph: Graph, **sizes: int) -> Footprint:
-            asked[name].add(sizes["n_pages"])
+        def said(graph: Graph, **sizes: Any) -> Footprint:
+            asked[name].add(sizes["n_pages"][0])
             return footprint(graph, **sizes)
 
         return said

@@ -127,7 +127,7 @@ def test_what_the_backend_holds_is_told(tied: bool, tmp_path: Path) -> None:
     """A matrix that is embedding and output counts once."""
     packed: list[str] = []
     with GGUFFile.open(write(tmp_path, "qwen2", tie_word_embeddings=tied)) as file:
-        sizes: dict[str, Any] = {"n_pages": 1, "max_tokens": 1, "max_outputs": 1}
+        sizes: dict[str, Any] = {"n_pages": (1,), "max_tokens": 1, "max_outputs": 1}
         graph, backend = read_model(file).graph, ReferenceBackend()
         step = backend.compile(graph, **sizes, progress=lambda weight: packed.append(weight.name))
         assert sorted(packed) == sorted(weight.name for weight in step.weights) == sorted(file.tensors)

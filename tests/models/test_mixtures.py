@@ -44,7 +44,7 @@ def test_decoded_tokens_have_the_bits_of_prefilled_ones(kind: str, type: GGMLTyp
     at_once = runner.logits(IDS)
     first = 0
     for n in (1, 2, 3, 5, 1, 8, 12, 1, 27):
-        out = runner.run((IDS[first : first + n], first, range(runner.cache.n_pages)))
+        out = runner.run((IDS[first : first + n], first, range(runner.cache.n_pages[0])))
         np.testing.assert_array_equal(out, at_once[first : first + n])
         first += n
     assert first == len(IDS)
@@ -83,6 +83,6 @@ def test_the_plan_has_room_for_what_experts_compute(tmp_path: Path) -> None:
     for k in (1, 9):
         path = tiny_models.tiny_gguf(tmp_path / f"{k}.gguf", "qwen3_moe", num_experts_per_tok=k)
         with GGUFFile.open(path) as file:
-            footprint = cpu().footprint(read_model(file).graph, n_pages=1, max_tokens=64, max_outputs=1)
+            footprint = cpu().footprint(read_model(file).graph, n_pages=(1,), max_tokens=64, max_outputs=1)
             sizes.append(footprint.buffers)
     assert sizes[1] - sizes[0] >= 4 * 64 * 8 * 2 * 96

@@ -112,7 +112,11 @@ class ModelDrafter:
         self._rate = moved_rate(self._rate, n_right, then_wrong=n_right < len(came) or self._gave_up)
         if self._sequence is not None:
             # The last one drafted was not evaluated any more.
-            self._runner.cache.append(self._sequence, self._guess[: min(n_right, len(self._guess) - 1)])
+            right = self._guess[: min(n_right, len(self._guess) - 1)]
+            if self._runner.cache.has_states:
+                self._runner.cache.go_back(self._sequence)
+            else:
+                self._runner.cache.append(self._sequence, right)
 
     def _how_many(self, n_tokens: int, most: int) -> int:
         """How many tokens to draft.  Where it does not pay, a few after ever longer pauses, in case that changed."""
@@ -136,6 +140,8 @@ class ModelDrafter:
         """At most ``n`` tokens; none while the model still has to evaluate the prompt, a chunk at a time, or if its
         cache is full."""
         runner, cache = self._runner, self._runner.cache
+        if self._sequence is None and not cache.has_slot:
+            return []
         if self._sequence is None:
             self._sequence = cache.begin(tokens[:-1])
         sequence = self._sequence
@@ -152,6 +158,8 @@ class ModelDrafter:
         begin = time.perf_counter()
         logits = runner.run([Chunk(sequence, chunk, int(not self._is_behind), len(sequence))], _TOP_K)
         cache.append(sequence, chunk)
+        if not cache.save(sequence):
+            return []
         ids: list[int] = []
         while not self._is_behind:
             id_, probability = _likeliest_of(logits)

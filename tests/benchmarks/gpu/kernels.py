@@ -119,7 +119,7 @@ def _products(machine: Machine, format: GGMLType, name: str, n_outs: Sequence[in
         x = _repeated(np.random.default_rng(n).normal(0, 1, (min(n, DIFFERENT), n_in)).astype(np.float32), n)
         timed = Timed(machine, Multiply)
         with watching(timed):
-            y = step.run(make_batch([([0] * n, 0, range(cache.n_pages))], [0]), HostOutput(x)).rows()
+            y = step.run(make_batch([([0] * n, 0, range(cache.n_pages[0]))], [0]), HostOutput(x)).rows()
         error = _product_error(y, x, pool, format)
         what = {"kernel": f"linear {name}", "format": format.name, "rows": n}
         decode = FLOAT_DECODE if format in (GGMLType.F16, GGMLType.BF16) else DECODE
@@ -209,12 +209,12 @@ def _fill(cache: CUDACache) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Random keys and values in all layers; returns those of the last one, [pages, key heads, PAGE, head]."""
     layout = cache.layouts[0]
     random, n_heads = np.random.default_rng(5), layout.kept.n_heads
-    size, found = (cache.n_pages, n_heads, PAGE, layout.head), []
+    size, found = (cache.n_pages[0], n_heads, PAGE, layout.head), []
     for entries in (0, 1):
         values: NDArray[Any]
         if layout.groups:
             values = random.integers(-127, 128, size, np.int8)
-            by_group = np.full((cache.n_pages, n_heads, layout.groups, PAGE), 2**-6, np.float16)
+            by_group = np.full((cache.n_pages[0], n_heads, layout.groups, PAGE), 2**-6, np.float16)
             found.append(values.astype(np.float32) * np.float32(2**-6))
         else:
             values = random.standard_normal(size, np.float32).astype(np.float16)

@@ -36,6 +36,13 @@ BUDGETS = Path(__file__).with_name("registers.json")
 SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 #: Rows of activations: one for each variant of a kernel.
 ROWS = (1, 2, 4, 8, 16, 24, 32, 64, 512)
+#: Of Qwen 3.5, Kimi Linear and Mamba 2.
+RECURRENCES: dict[str, Defines] = {
+    "gated delta": {"ROWS": 128, "COLUMNS": 32, "DELTA": 1, "PER_CHANNEL": 0},
+    "gated delta by channel": {"ROWS": 128, "COLUMNS": 32, "DELTA": 1, "PER_CHANNEL": 1},
+    "scan 128": {"ROWS": 128, "COLUMNS": 32, "DELTA": 0, "PER_CHANNEL": 0},
+    "scan 256": {"ROWS": 256, "COLUMNS": 32, "DELTA": 0, "PER_CHANNEL": 0},
+}
 HEAD_DIMS = (16, 64, 80, 96, 128, 256)
 
 
@@ -64,6 +71,11 @@ def everything() -> list[Case]:
                 cases |= {(case.name, architecture): case for case in _of_heads(head_dim, cache_type, architecture)}
         for module in ("elementwise", "experts", "ceilings"):
             cases[module, architecture] = Case(module, module, architecture, {})
+        for kernel in (3, 4):
+            name = f"convolution {kernel}"
+            cases[name, architecture] = Case(name, "convolution", architecture, {"KERNEL": kernel})
+        for name, defines in RECURRENCES.items():
+            cases[name, architecture] = Case(name, "recurrent", architecture, defines)
     return list(cases.values())
 
 

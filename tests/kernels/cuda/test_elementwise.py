@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from localllm.kernels.cuda import matmul
 from localllm.kernels.cuda.driver import DeviceMemory
+from localllm.kernels.graph import ACTIVATIONS
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
@@ -21,6 +22,8 @@ from tests.kernels.cuda.device import Device, padded, quantise
 Array = NDArray[Any]
 T = GGMLType
 ROW_THREADS, SORTED = 512, 2048
+#: Of a norm of whole rows: its weight has no other group's behind it.
+NO_STEP = np.int32(0)
 #: Beyond what exp can hold on either side.
 LARGE = np.array([0, -0.0, 1e-30, -1e-30, 20, -20, 87, -87, 89, -89, 104, -104, 1e4, -1e4], np.float32)
 
@@ -80,14 +83,15 @@ def quantised_launch(
 
 def norm_inputs(device: Device, x: Array, weight: Array, eps: float) -> list[Any]:
     wide, weights = padded(x), device.upload(padded(weight[None]))
-    return [device.upload(wide), np.int32(wide.shape[1]), np.int32(x.shape[1]), weights, np.float32(eps)]
+    sizes = np.int32(wide.shape[1]), np.int32(x.shape[1])
+    return [device.upload(wide), *sizes, weights, np.float32(eps)]
 
 
 @pytest.mark.parametrize("width", [1, 5, 100, 2176])
 def test_rms_norm(checked: Device, width: int) -> None:
     x, weight = random(3, width), random(width, seed=1)
     x[1] *= 1e-4
-    out = row_launch(checked, "rms_norm", 3, width, norm_inputs(checked, x, weight, 1e-6), True)
+    out = row_launch(checked, "rms_norm", 3, width, [*norm_inputs(checked, x, weight, 1e-6), NO_STEP], True)
     wide = x[:-1].astype(np.float64)
     expected = wide / np.sqrt(np.square(wide).mean(axis=1, keepdims=True) + 1e-6) * weight
     np.testing.assert_allclose(out, expected, rtol=2e-6)
@@ -97,7 +101,7 @@ def test_rms_norm(checked: Device, width: int) -> None:
 def test_a_norm_is_quantised_as_by_itself(device: Device, width: int) -> None:
     x, weight = random(3, width), random(width, seed=1)
     inputs = norm_inputs(device, np.concatenate([x, x[:1]]), weight, 1e-6)
-    y = row_launch(device, "rms_norm", 4, width, inputs, True)
+    y = row_launch(device, "rms_norm", 4, width, [*inputs, NO_STEP], True)
     np.testing.assert_array_equal(*quantised_launch(device, "rms_norm_quantised", y, width, inputs, True))
 
 
@@ -113,9 +117,9 @@ def test_softcap(checked: Device, width: int) -> None:
     np.testing.assert_allclose(out, 30 * np.tanh(x[:-1].astype(np.float64) / 30), rtol=1e-6)
 
 
-def gate_inputs(device: Device, gate: Array, up: Array) -> list[Any]:
-    wide = padded(gate)
-    return [device.upload(wide), device.upload(padded(up)), np.int32(wide.shape[1]), np.int32(gate.shape[1])]
+def gate_inputs(device: Device, activation: str, gate: Array, up: Array) -> list[Any]:
+    wide, kind = padded(gate), np.int32(ACTIVATIONS.index(activation))
+    return [kind, device.upload(wide), device.upload(padded(up)), np.int32(wide.shape[1]), np.int32(gate.shape[1])]
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
@@ -123,7 +127,7 @@ def gate_inputs(device: Device, gate: Array, up: Array) -> list[Any]:
 def test_gated(checked: Device, activation: str, width: int) -> None:
     gate, up = 3 * random(3, width), random(3, width, seed=1)
     gate[0, :14] = LARGE
-    out = row_launch(checked, f"gated_{activation}", 3, width, gate_inputs(checked, gate, up), False)
+    out = row_launch(checked, "gated", 3, width, gate_inputs(checked, activation, gate, up), False)
     wide, other = gate[:-1].astype(np.float64), up[:-1]
     if activation == "silu":
         with np.errstate(over="ignore"):
@@ -137,9 +141,9 @@ def test_gated(checked: Device, activation: str, width: int) -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_a_gate_is_quantised_as_by_itself(device: Device, activation: str) -> None:
     gate, up = 3 * random(4, 653), random(4, 653, seed=1)
-    inputs = gate_inputs(device, gate, up)
-    y = row_launch(device, f"gated_{activation}", 4, 653, inputs, False)
-    np.testing.assert_array_equal(*quantised_launch(device, f"gated_{activation}_quantised", y, 653, inputs, False))
+    inputs = gate_inputs(device, activation, gate, up)
+    y = row_launch(device, "gated", 4, 653, inputs, False)
+    np.testing.assert_array_equal(*quantised_launch(device, "gated_quantised", y, 653, inputs, False))
 
 
 def gathered(device: Device, x: Array, rows: Array) -> Array:

@@ -34,11 +34,14 @@ from tests.cuda_on_cpu.module import EmulatedModule, Order
 from tests.cuda_on_cpu.mutate import Mutation
 from tests.cuda_on_cpu.ptx import Location
 from tests.helpers.blocks import random_rows
+from tests.helpers.run_model import make_batch
 from tests.helpers.weights import random
+from tests.kernels import test_operations as operations
 from tests.kernels.cuda.device import Device, load, multiply, quantise
 from tests.kernels.cuda.test_append import PART, Written, copied_page, heads_of
 from tests.kernels.cuda.test_attention import Talk, smallest
 from tests.kernels.cuda.test_elementwise import (
+    NO_STEP,
     cap_inputs,
     gate_inputs,
     gathered,
@@ -133,7 +136,9 @@ def rows(kernel: str) -> Case:
 
     def run(device: Device) -> Array:
         x, other = random(3, 2176), random(3, 2176, seed=1)
-        inputs = norm_inputs(device, x, other[0], 1e-6) if is_norm else gate_inputs(device, x, other)
+        inputs = norm_inputs(device, x, other[0], 1e-6) if is_norm else gate_inputs(device, "gelu", x, other)
+        if kernel == "rms_norm":
+            inputs.append(NO_STEP)
         if is_quantised:
             return quantised_launch(device, kernel, x, 2176, inputs, is_norm)[0]
         return row_launch(device, kernel, 3, 2176, inputs, is_norm)
@@ -143,6 +148,29 @@ def rows(kernel: str) -> Case:
 
 def elementwise(kernel: str, run: Callable[[Device], Array]) -> Case:
     return Case(kernel, "elementwise", {}, run)
+
+
+def operation(kernel: str, module: str, defines: Defines, case: Callable[[], operations.Case]) -> Case:
+    """Of the table of operations: two sequences, one of which goes on."""
+
+    def run(device: Device) -> Array:
+        own = case()
+        step = operations.compiled(ops_of(device.driver), own, 4)
+        out = step(make_batch([(range(40), 0, [1]), (range(60, 65), 0, [2])], states=[2, 0])).copy()
+        more = make_batch([(range(65, 67), 5, [2]), (range(40, 43), 40, [1])], states=[0, 2])
+        return np.concatenate([out, step(more)])
+
+    return Case(kernel, module, defines, run)
+
+
+def recurrence(is_per_channel: bool) -> Case:
+    defines: Defines = {"ROWS": 48, "COLUMNS": 32, "DELTA": 1, "PER_CHANNEL": int(is_per_channel)}
+    return operation(
+        "recurrence",
+        "recurrent",
+        defines,
+        lambda: operations.gated_delta("odd", is_grouped=True, per_channel=is_per_channel, in_parts=False),
+    )
 
 
 def grouped(device: Device) -> Array:
@@ -201,8 +229,23 @@ CASES = {
     "attention_prefill Q8_0": attention("attention_prefill", Q8_0),
     "rope_append": Case("rope_append", "append", append_defines(KVCache(0, 1, 24, 24, "q8_0")), append),
     "copy_page": Case("copy_page", "append", append_defines(KVCache(0, 2, 8, 8)), lambda d: copied_page(d, PART)),
-    **{name: rows(name) for name in ("rms_norm", "gated_silu", "gated_gelu")},
-    **{name: rows(name) for name in ("rms_norm_quantised", "gated_silu_quantised", "gated_gelu_quantised")},
+    **{name: rows(name) for name in ("rms_norm", "gated", "rms_norm_quantised", "gated_quantised")},
+    "layer_norm": operation("layer_norm", "elementwise", {}, lambda: operations.layer_norm(700, True)),
+    "add": operation("add", "elementwise", {}, lambda: operations.add(0.5, True)),
+    "expert_scores": operation(
+        "expert_scores", "experts", {}, lambda: operations.routing("sigmoid with all", norm_topk_prob=True)
+    ),
+    "finish_experts": operation(
+        "finish_experts", "experts", {}, lambda: operations.experts(T.F32, is_weighted_first=True, with_biases=True)
+    ),
+    "causal_conv": operation(
+        "causal_conv",
+        "convolution",
+        {"KERNEL": 4},
+        lambda: operations.causal_conv(4, silu_after=True, with_bias=True),
+    ),
+    "recurrence": recurrence(is_per_channel=False),
+    "recurrence by channel": recurrence(is_per_channel=True),
     "softcap": elementwise("softcap", soft_capped),
     "gather_rows": elementwise("gather_rows", lambda d: gathered(d, random(5, 530), WANTED)),
     "argmax": elementwise("argmax", lambda d: largest(d, logits(5000))[0]),

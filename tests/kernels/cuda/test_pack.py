@@ -48,7 +48,7 @@ def decoded(
     y = device.upload(np.full((len(ids), n_in + 4), np.nan, np.float32))
     wanted = device.upload(np.array(ids, np.int32)), device.count(len(ids))
     tiles, stride = np.int32(weights.format.n_tiles(n_in)), np.int32(n_in + 4)
-    arguments: list[Any] = [weights.memory, np.int32(n_in), tiles, *wanted, np.float32(2.5), y, stride]
+    arguments: list[Any] = [weights.memory, np.int32(0), np.int32(n_in), tiles, *wanted, np.float32(2.5), y, stride]
     device.run(matmul.embed_launch(weights.format, 8), arguments)
     return device.download(y, np.float32, len(ids), n_in + 4)
 

@@ -372,7 +372,7 @@ def test_guessing_ahead_gives_the_same_text(generate: Generate, plain: Path) -> 
     details = [line[2:22].strip() for line in outcome.err.splitlines() if line.startswith("  ")]
     assert details[: details.index("in all")] == 2 * details[: details.index("in all") // 2]
     assert "layers 0-2" in details
-    assert "guessed nothing" in generate(*prompt, "-n", 1, "--lookup").err
+    assert "drafted no tokens" in generate(*prompt, "-n", 1, "--lookup").err
     found = json.loads(generate(*prompt, "--lookup", "--json", "-q").out)["drafts"]
     assert found.keys() == {"drafted", "accepted", "share", "steps"}
     assert json.loads(generate(*prompt, "--json", "-q").out)["drafts"] is None

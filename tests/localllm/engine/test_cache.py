@@ -3,48 +3,88 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
-from localllm.engine.cache import Block, CachedSequence, PagedCache, common_prefix
+from localllm.engine import cache as cache_module
+from localllm.engine.cache import NONE, Block, CachedSequence, PagedCache, common_prefix
 from tests.helpers.fake_backend import PAGE_SIZE, FakeCache
 
+#: Where prompts have snapshots, in these tests.
+INTERVAL = 2 * PAGE_SIZE
 
-def write(cache: PagedCache, kv: FakeCache, sequence: CachedSequence, ids: list[int]) -> bool:
-    """Appends ids as an engine does: reserve, write to the pages, record."""
-    if not cache.reserve(sequence, len(ids)):
-        return False
-    for position, id_ in enumerate(ids, start=len(sequence)):
-        kv.ids[sequence.pages[position // PAGE_SIZE], position % PAGE_SIZE] = id_
-    cache.append(sequence, ids)
+
+@pytest.fixture(autouse=True, scope="module")
+def _frequent_snapshots() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_module, "SNAPSHOT_TOKENS", INTERVAL)
+        yield
+
+
+def write(cache: PagedCache, kept: FakeCache, sequence: CachedSequence, ids: list[int]) -> bool:
+    """Appends ids as an engine does: reserve, evaluate, record."""
+    while ids:
+        n = cache.n_to_snapshot(sequence, len(ids))
+        if not cache.reserve(sequence, n):
+            return False
+        evaluate(kept, sequence, ids[:n])
+        cache.append(sequence, ids[:n])
+        ids = ids[n:]
     return True
 
 
-def read(kv: FakeCache, sequence: CachedSequence) -> list[int]:
-    return [int(kv.ids[sequence.pages[p // PAGE_SIZE], p % PAGE_SIZE]) for p in range(len(sequence))]
+def evaluate(kept: FakeCache, sequence: CachedSequence, ids: list[int]) -> None:
+    sequence.is_ahead = True
+    kept.write(sequence.pages, sequence.state, len(sequence), ids)
 
 
-def new_cache(n_pages: int = 8) -> tuple[PagedCache, FakeCache]:
-    kv = FakeCache(n_pages)
-    return PagedCache(kv), kv
+def read(kept: FakeCache, sequence: CachedSequence) -> list[int]:
+    return kept.read(sequence.pages, sequence.state, len(sequence))
 
 
-def filled(cache: PagedCache, kv: FakeCache, ids: list[int]) -> CachedSequence:
+def new_cache(
+    n_pages: int | tuple[int, ...] = 8, windows: Sequence[int | None] = (None,), n_states: int = 0
+) -> tuple[PagedCache, FakeCache]:
+    kept = FakeCache(n_pages, windows, n_states)
+    return PagedCache(kept), kept
+
+
+def filled(cache: PagedCache, kept: FakeCache, ids: list[int]) -> CachedSequence:
     sequence = cache.begin([])
-    assert write(cache, kv, sequence, ids)
+    assert write(cache, kept, sequence, ids)
     return sequence
 
 
-def texts(block: Block) -> list[list[int]]:
-    """All that the tree holds below a block."""
-    below = [[*key, *rest] for key, child in block.children.items() for rest in ([], *texts(child))]
-    return below + [tail.ids for tail in block.tails]
+def paths(block: Block, before: Sequence[Block] = ()) -> Iterator[list[Block]]:
+    """The blocks up to each one that the tree holds below a block."""
+    for child in (*block.children.values(), *block.tails):
+        yield [*before, child]
+        yield from paths(child, [*before, child])
 
 
 IDS = st.lists(st.integers(0, 1), max_size=3 * PAGE_SIZE)
+
+#: Pages of each group, their windows, and slots of states.
+KINDS = {
+    "all tokens": ((8,), (None,), 0),
+    "a window": ((8, 5), (None, 5), 0),
+    "several windows": ((8, 7, 4), (None, 9, 1), 0),
+    "states": ((8,), (None,), 6),
+    "all": ((8, 6), (None, 6), 5),
+}
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -52,19 +92,38 @@ class CacheMachine(RuleBasedStateMachine):
 
     sequences = Bundle("sequences")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache, self.kv = new_cache()
+    @initialize(kind=st.sampled_from(sorted(KINDS)))
+    def choose(self, kind: str) -> None:
+        self.cache, self.kept = new_cache(*KINDS[kind])
         self.expected: dict[CachedSequence, list[int]] = {}
 
+    def farthest(self, ids: list[int]) -> tuple[int, int]:
+        """How many of the ids a new sequence can have, with a copy of a page and without."""
+        found = [(0, 0)]
+        for blocks in paths(self.cache._root):
+            text = [id_ for block in blocks for id_ in block.ids]
+            start, most = len(text) - len(blocks[-1].ids), common_prefix(text, ids)
+            ends = (
+                [start + n for n in blocks[-1].snapshots] if self.kept.n_states else range(start + 1, len(text) + 1)
+            )
+            for n in ends:
+                seen = [first // PAGE_SIZE for first in self.kept.first_seen(n)]
+                if n <= most and all(b.pages[g] != NONE for g, first in enumerate(seen) for b in blocks[first:]):
+                    found.append((n, n if n == len(text) else 0))
+        return max(n for n, _ in found), max(n for _, n in found)
+
+    def can_begin(self) -> bool:
+        return len(self.expected) < self.cache.max_sequences
+
+    @precondition(lambda self: self.can_begin())
     @rule(target=sequences, ids=IDS)
     def begin(self, ids: list[int]) -> CachedSequence:
-        longest = max((common_prefix(text, ids) for text in texts(self.cache._root)), default=0)
-        whole_pages = longest // PAGE_SIZE * PAGE_SIZE
+        farthest, without_copy = self.farthest(ids)
         n_available, n_pages = self.cache.n_available, self.cache.n_pages_to_begin(ids, len(ids))
         sequence = self.cache.begin(ids)
-        # Where no page is left for the copy of a part, only whole pages are shared.
-        assert len(sequence) in ((longest,) if n_available > n_pages else (whole_pages, longest))
+        assert without_copy <= len(sequence) <= farthest
+        if all(self.cache._n_available(g) > len(ids) // PAGE_SIZE + 1 for g in range(len(self.kept.windows))):
+            assert len(sequence) == farthest
         assert sequence.ids == ids[: len(sequence)]
         self.expected[sequence] = sequence.ids.copy()
         assert n_pages <= n_available or not self.cache.reserve(sequence, len(ids) - len(sequence))
@@ -72,14 +131,17 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(sequence=sequences, ids=IDS)
     def append(self, sequence: CachedSequence, ids: list[int]) -> None:
-        has_room = self.cache.n_pages_missing(sequence, len(ids)) <= self.cache.n_available
-        assert write(self.cache, self.kv, sequence, ids) == has_room
-        if has_room:
-            self.expected[sequence] += ids
+        has_pages = self.cache.n_pages_missing(sequence, len(ids)) <= self.cache.n_available
+        has_room = write(self.cache, self.kept, sequence, ids)
+        assert has_room <= has_pages
+        if len(self.kept.windows) == 1:
+            assert has_room == has_pages
+        assert sequence.ids[len(self.expected[sequence]) :] == ids[: len(sequence) - len(self.expected[sequence])]
+        self.expected[sequence] = sequence.ids.copy()
 
     @rule(sequence=sequences, n_tokens=st.integers(0, 3 * PAGE_SIZE))
     def reserve_without_writing(self, sequence: CachedSequence, n_tokens: int) -> None:
-        before, n_available = list(sequence.pages), self.cache.n_available
+        before, n_available = [list(table) for table in sequence.pages], self.cache.n_available
         if not self.cache.reserve(sequence, n_tokens):
             assert (sequence.pages, self.cache.n_available) == (before, n_available)
 
@@ -92,124 +154,153 @@ class CacheMachine(RuleBasedStateMachine):
         self.expected[sequence] = ids[: len(sequence)]
         n = len(sequence) // PAGE_SIZE
         key = tuple(ids[n * PAGE_SIZE : (n + 1) * PAGE_SIZE])
-        assert key not in (sequence.blocks[n - 1] if n else self.cache._root).children
+        if len(self.kept.windows) == 1 and not self.kept.n_states:
+            assert key not in (sequence.blocks[n - 1] if n else self.cache._root).children
 
-    @rule(target=sequences, sequence=consumes(sequences))
-    def release(self, sequence: CachedSequence) -> object:
+    @rule(sequence=sequences, ids=IDS, n_right=st.integers(0, 3 * PAGE_SIZE))
+    def draft(self, sequence: CachedSequence, ids: list[int], n_right: int) -> None:
+        """Tokens that may be wrong: what is right of them is recorded, or with states evaluated again."""
+        n_right = min(n_right, len(ids))
+        if not ids or not self.cache.reserve(sequence, len(ids)) or not self.cache.save(sequence):
+            return
+        evaluate(self.kept, sequence, ids)
+        if self.kept.n_states and n_right < len(ids):
+            self.cache.go_back(sequence)
+        else:
+            self.cache.append(sequence, ids[:n_right])
+            self.expected[sequence] += ids[:n_right]
+
+    @rule(target=sequences, sequence=consumes(sequences), ids=IDS, is_saved=st.booleans())
+    def release(self, sequence: CachedSequence, ids: list[int], is_saved: bool) -> object:
+        """At its end, or in a step that failed."""
+        if ids and self.cache.reserve(sequence, len(ids)) and (not is_saved or self.cache.save(sequence)):
+            evaluate(self.kept, sequence, ids)
         self.cache.release(sequence)
-        assert not sequence.pages
+        assert not any(sequence.pages)
         del self.expected[sequence]
         return multiple()
 
     @rule()
     def forget(self) -> None:
         self.cache.forget()
-        in_use = {page for sequence in self.expected for page in sequence.pages}
+        in_use = {page for sequence in self.expected for page in sequence.pages[0]}
         assert self.cache.n_available == self.cache.n_pages - len(in_use)
-        assert not self.cache._unused
+        assert not self.cache._unused[0]
 
     @invariant()
     def every_sequence_reads_back(self) -> None:
         for sequence, ids in self.expected.items():
             assert sequence.ids == ids
-            assert read(self.kv, sequence) == ids
-            assert [block.page for block in sequence.blocks] == sequence.pages
-            assert len(set(sequence.pages)) == len(sequence.pages)
+            assert read(self.kept, sequence) == ids
+            for group, table in enumerate(sequence.pages):
+                held = sequence.first[group]
+                assert held == self.kept.first_seen(len(ids))[group] // PAGE_SIZE
+                assert table == [0] * held + [block.pages[group] for block in sequence.blocks[held:]]
+                assert len(set(table[held:])) == len(table[held:])
 
     @invariant()
     def the_tree_reads_back(self) -> None:
-        def check(block: Block) -> None:
-            for key, child in block.children.items():
-                assert list(key) == child.ids == self.kv.ids[child.page].tolist()
-                assert child.parent is block
-                assert child.n_users <= block.n_users or block is self.cache._root
-                check(child)
-            for tail in block.tails:
-                assert not tail.n_users
-                assert tail.ids == self.kv.ids[tail.page, : len(tail.ids)].tolist()
-
-        check(self.cache._root)
+        for blocks in paths(self.cache._root):
+            block, parent = blocks[-1], (self.cache._root, *blocks)[-2]
+            for group, page in zip(self.kept.groups, block.pages, strict=True):
+                assert page == NONE or group[page, : len(block.ids)].tolist() == block.ids
+            assert block.parent is parent
+            assert block in parent.tails if len(block.ids) < PAGE_SIZE else parent.children[tuple(block.ids)] is block
+            assert parent is self.cache._root or block.n_users[0] <= parent.n_users[0]
+            assert not (block in parent.tails and any(block.n_users))
+            before = [id_ for each in blocks[:-1] for id_ in each.ids]
+            for n, slot in block.snapshots.items():
+                assert self.kept.states[slot] == before + block.ids[:n]
 
     @invariant()
     def users_are_counted(self) -> None:
-        users = Counter(block for sequence in self.expected for block in sequence.blocks)
-        assert all(block.n_users == n for block, n in users.items())
-        assert not any(block.n_users for block in self.cache._unused)
-        pages = [*self.cache._free, *(b.page for b in self.cache._unused), *(b.page for b in users)]
-        assert sorted(pages) == list(range(self.cache.n_pages))
+        known = {blocks[-1] for blocks in paths(self.cache._root)}
+        for group, n_pages in enumerate(self.kept.n_pages):
+            users = Counter(block for sequence in self.expected for block in sequence.blocks[sequence.first[group] :])
+            assert all(block.n_users[group] == n for block, n in users.items())
+            unused = self.cache._unused[group] | self.cache._passed[group]
+            assert set(unused) == {b for b in known if b.pages[group] != NONE and not b.n_users[group]}
+            pages = [*self.cache._free[group], *(b.pages[group] for b in (*unused, *users))]
+            assert sorted(pages) == list(range(n_pages))
+        states, blocks = self.cache._states, {block for sequence in self.expected for block in sequence.blocks}
+        assert set(states._order) == {(block, n) for block in {*known, *blocks} for n in block.snapshots}
+        slots = [block.snapshots[n] for block, n in states._order]
+        own = [slot for sequence in self.expected for slot in (sequence.state, sequence.saved) if slot != NONE]
+        assert sorted([*states._free, *slots, *own]) == list(range(self.kept.n_states))
 
     def teardown(self) -> None:
         for sequence in list(self.expected):
             self.cache.release(sequence)
         self.cache.forget()
-        assert len(self.cache._free) == self.cache.n_pages
+        assert [len(free) for free in self.cache._free] == list(self.kept.n_pages)
+        assert len(self.cache._states._free) == self.kept.n_states
         assert not self.cache._root.children
         assert not self.cache._root.tails
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCache.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
 def test_a_full_page_is_shared_and_of_the_next_the_common_part_copied() -> None:
-    cache, kv = new_cache()
-    first = filled(cache, kv, list(range(10)))  # two full pages and half of a third
+    cache, kept = new_cache()
+    first = filled(cache, kept, list(range(10)))  # two full pages and half of a third
     second = cache.begin([*range(9), 99])
-    assert second.pages[:2] == first.pages[:2]
+    assert second.pages[0][:2] == first.pages[0][:2]
     assert len(second) == 8, "a page that is still written to is nobody else's"
     cache.release(first)
     third = cache.begin([*range(9), 99])
     assert len(third) == 9
-    assert third.pages[2] not in first.pages
-    assert write(cache, kv, third, [99])
-    assert read(kv, third) == [*range(9), 99]
+    assert third.pages[0][2] not in first.pages[0]
+    assert write(cache, kept, third, [99])
+    assert read(kept, third) == [*range(9), 99]
 
 
 def test_a_sequence_that_ended_is_taken_up_without_a_copy() -> None:
-    cache, kv = new_cache()
-    first = filled(cache, kv, list(range(10)))
-    pages = list(first.pages)
+    cache, kept = new_cache()
+    first = filled(cache, kept, list(range(10)))
+    pages = list(first.pages[0])
     cache.release(first)
     second = cache.begin(list(range(12)))
-    assert (second.pages, len(second)) == (pages, 10)
+    assert (second.pages[0], len(second)) == (pages, 10)
 
 
 def test_two_that_write_the_same_page_share_it_from_then_on() -> None:
-    cache, kv = new_cache()
-    sequences = [filled(cache, kv, [1, 2, 3]) for _ in range(2)]
+    cache, kept = new_cache()
+    sequences = [filled(cache, kept, [1, 2, 3]) for _ in range(2)]
     assert sequences[0].pages != sequences[1].pages
     for sequence in sequences:
-        write(cache, kv, sequence, [4, 5])
-    assert sequences[0].pages[0] == sequences[1].pages[0]
+        write(cache, kept, sequence, [4, 5])
+    assert sequences[0].pages[0][0] == sequences[1].pages[0][0]
     assert cache.n_available == 8 - 3
-    assert [read(kv, sequence) for sequence in sequences] == [[1, 2, 3, 4, 5]] * 2
+    assert [read(kept, sequence) for sequence in sequences] == [[1, 2, 3, 4, 5]] * 2
 
 
 def test_a_sequence_goes_on_with_pages_that_another_has_computed_meanwhile() -> None:
-    cache, kv = new_cache()
+    cache, kept = new_cache()
     ids = list(range(11))
-    slow = filled(cache, kv, ids[:6])
-    filled(cache, kv, ids)
+    slow = filled(cache, kept, ids[:6])
+    filled(cache, kept, ids)
     cache.extend(slow, ids[:-1])
     assert slow.ids == ids[:8]
-    assert read(kv, slow) == ids[:8]
+    assert read(kept, slow) == ids[:8]
 
 
 def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning() -> None:
-    cache, kv = new_cache(6)
-    old = filled(cache, kv, [1] * 8)
-    new = filled(cache, kv, [2] * 8)
+    cache, kept = new_cache(6)
+    old = filled(cache, kept, [1] * 8)
+    new = filled(cache, kept, [2] * 8)
     cache.release(old)
     cache.release(new)
     cache.release(cache.begin([1] * 4))  # used again, of the old one only the first page
-    filled(cache, kv, [3] * 16)
+    filled(cache, kept, [3] * 16)
     assert [len(cache.begin(ids)) for ids in ([1] * 8, [2] * 8)] == [4, 4]
 
 
 def test_a_page_is_not_evicted_for_its_own_copy() -> None:
-    cache, kv = new_cache(2)
-    first = filled(cache, kv, [1, 2, 3, 4])
-    other = filled(cache, kv, [9])
+    cache, kept = new_cache(2)
+    first = filled(cache, kept, [1, 2, 3, 4])
+    other = filled(cache, kept, [9])
     cache.release(first)
     sequence = cache.begin([1, 2, 5])
     assert len(sequence) == 0
@@ -218,15 +309,15 @@ def test_a_page_is_not_evicted_for_its_own_copy() -> None:
 
 
 def test_the_key_of_the_next_page_is_that_under_which_it_will_be_found() -> None:
-    cache, kv = new_cache()
+    cache, kept = new_cache()
     ids = list(range(12))
-    sequence = filled(cache, kv, ids[:6])
+    sequence = filled(cache, kept, ids[:6])
     key = cache.next_page_key(sequence, ids)
     assert key == (sequence.blocks[0], (4, 5, 6, 7))
     assert cache.next_page_key(sequence, ids[:7]) is None
-    write(cache, kv, sequence, ids[6:8])
+    write(cache, kept, sequence, ids[6:8])
     assert key[1] in key[0].children
-    assert cache.next_page_key(filled(cache, kv, [3]), [3, 4, 5, 6]) == (cache._root, (3, 4, 5, 6))
+    assert cache.next_page_key(filled(cache, kept, [3]), [3, 4, 5, 6]) == (cache._root, (3, 4, 5, 6))
 
 
 @pytest.mark.parametrize(

@@ -466,9 +466,9 @@ def real_engine(request: pytest.FixtureRequest, tiny: Path) -> Iterator[MakeEngi
         [device] = open_devices(request.param, threads=2)
         devices.append(device)
         n_tokens = min(max_tokens, 96)
-        n_pages = n_cache_pages(96, parallel, device.backend.page_size)
         with GGUFFile.open(tiny) as file:
             graph = read_model(file, 96).graph
+            n_pages = n_cache_pages(graph, 96, parallel, device.backend.page_size)
             sizes = {"n_pages": n_pages, "max_tokens": n_tokens, "max_outputs": max_outputs(300, n_tokens)}
             step = device.backend.compile(graph, **sizes)
         return SteppedEngine(runner=ModelRunner(step, n_vocab=300, context=96, max_tokens=max_tokens))

@@ -1,0 +1,239 @@
+"""Operations with a memory: what a token adds to the recurrent state of its sequence, and reads of it.
+
+A unit of work is a part of one sequence's state that no other part depends on: a thread walks over the sequence's
+tokens with it in registers or in its nearest cache.  So a state is read and written once a step, however many tokens
+the step has, and what a token computes has the same bits wherever its sequence was cut.
+
+A sequence's state lies in the slot that the batch names, and is zero before position 0, whatever lies there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from localllm.kernels.cpu.compiler import kernel
+from localllm.kernels.cpu.elementwise import ONE, exp, sigmoid, softplus
+from localllm.kernels.cpu.simd import (
+    fma,
+    load_f32,
+    load_f32x16,
+    load_i32,
+    load_i64,
+    load_splat_f32,
+    max_lanes,
+    splat,
+    sqrt,
+    stack,
+    store_f32x16,
+    sum_lanes,
+    zero_f32x16,
+)
+from localllm.kernels.cpu.templates import Registers, device, static_range, template
+
+
+@kernel
+def causal_conv(
+    begin,
+    end,
+    batch,
+    starts,
+    positions,
+    slots,
+    states,
+    state_bytes,
+    x,
+    stride,
+    weight,
+    bias,
+    y,
+    state_stride,
+):
+    """y[t] = sum over j of weight[j] * x[t - KERNEL + 1 + j], in each of the columns of x; y may be x.
+
+    Unit u is the 16 columns u // n of sequence u % n.
+    batch: the address of n, the number of sequences.  starts: int32 [n + 1], their rows.  positions: int32 [T].
+    slots: int32 [n].  states: float32 [n_slots, KERNEL - 1, columns], the inputs before the batch.
+    weight: float32 [KERNEL, columns], with ``stride`` bytes from row to row, as x and y.  bias: float32 [columns].
+    """
+    n_sequences = load_i64(batch)
+    for unit in range(begin, end):
+        sequence, column = unit % n_sequences, unit // n_sequences * 64
+        start = np.int64(load_i32(starts + 4 * sequence))
+        stop = np.int64(load_i32(starts + 4 * sequence + 4))
+        state = states + np.int64(load_i32(slots + 4 * sequence)) * state_bytes + column
+        for j in static_range(KERNEL):
+            w[j] = load_f32x16(weight + stride * j + column)
+            inputs[j] = zero_f32x16()
+        if load_i32(positions + 4 * start) > 0:
+            for j in static_range(KERNEL - 1):
+                inputs[j] = load_f32x16(state + state_stride * j)
+        for token in range(start, stop):
+            place = token * stride + column
+            inputs[KERNEL - 1] = load_f32x16(x + place)
+            total = zero_f32x16()
+            if BIAS:
+                total = load_f32x16(bias + column)
+            for j in static_range(KERNEL):
+                total = fma(inputs[j], w[j], total)
+            if SILU:
+                total = total * sigmoid(total)
+            store_f32x16(y + place, total)
+            for j in static_range(KERNEL - 1):
+                inputs[j] = inputs[j + 1]
+        for j in static_range(KERNEL - 1):
+            store_f32x16(state + state_stride * j, inputs[j])
+
+
+@device
+def product_of(x, y, n):
+    """The sum of the products of two rows of n bytes."""
+    total = zero_f32x16()
+    for i in range(0, n, 64):
+        total = fma(load_f32x16(x + i), load_f32x16(y + i), total)
+    return sum_lanes(total)
+
+
+@template
+def read_state(state, key, query, of_key: Registers, of_query: Registers):
+    """Sᵀk and Sᵀq of 16 * VECTORS columns of a state."""
+    for i in range(ROWS):
+        k, q = load_splat_f32(key + 4 * i), load_splat_f32(query + 4 * i)
+        for v in static_range(VECTORS):
+            s = load_f32x16(state + 64 * VECTORS * i + 64 * v)
+            of_key[v] = fma(s, k, of_key[v])
+            of_query[v] = fma(s, q, of_query[v])
+
+
+@template
+def change_state(state, decays, decay, key, new: Registers):
+    """S = decay * S + k ⊗ new."""
+    for i in range(ROWS):
+        factor = splat(decay)
+        if PER_CHANNEL:
+            factor = load_splat_f32(decays + 4 * i)
+        k = load_splat_f32(key + 4 * i)
+        for v in static_range(VECTORS):
+            place = state + 64 * VECTORS * i + 64 * v
+            store_f32x16(place, fma(k, new[v], load_f32x16(place) * factor))
+
+
+@template
+def change_and_read_state(
+    state, decays, decay, old, new: Registers, key, query, of_key: Registers, of_query: Registers
+):
+    """`change_state` by one token, and `read_state` by the next: with the same bits, but the state is read once."""
+    for i in range(ROWS):
+        factor = splat(decay)
+        if PER_CHANNEL:
+            factor = load_splat_f32(decays + 4 * i)
+        o, k, q = load_splat_f32(old + 4 * i), load_splat_f32(key + 4 * i), load_splat_f32(query + 4 * i)
+        for v in static_range(VECTORS):
+            place = state + 64 * VECTORS * i + 64 * v
+            s = fma(o, new[v], load_f32x16(place) * factor)
+            store_f32x16(place, s)
+            of_key[v] = fma(s, k, of_key[v])
+            of_query[v] = fma(s, q, of_query[v])
+
+
+@kernel
+def recurrence(
+    begin,
+    end,
+    batch,
+    starts,
+    positions,
+    slots,
+    states,
+    state_bytes,
+    q,
+    q_stride,
+    k,
+    k_stride,
+    v,
+    v_stride,
+    steps,
+    steps_stride,
+    betas,
+    betas_stride,
+    a,
+    dt_bias,
+    d,
+    n_groups,
+    per_group,
+    columns,
+    out,
+    out_stride,
+    eps: float,
+    scale: float,
+):
+    """Of each token and head: S = decay * S + k ⊗ new; out = Sᵀq, where decay = exp(a * softplus(step + dt_bias)).
+
+    With DELTA, q and k are divided by their lengths, q also times ``scale``, and new = σ(beta) * (v - decay * Sᵀk);
+    steps are [T, H] or, with PER_CHANNEL, [T, H, ROWS].  Without, new = softplus(step + dt_bias) * v, and d * v is
+    added to ``out``.
+
+    Unit u is the 16 * VECTORS columns u // n of all heads' v, of sequence u % n; ``columns`` is those of a head.
+    states: float32 [n_slots, columns / (16 * VECTORS) of all heads, ROWS, 16 * VECTORS]; so what a unit reads and
+    writes lies together.  q, k: [T, n_groups, ROWS]; head h has those of group h // per_group, or, if that is 0, of
+    h % n_groups.  The rest is as in `causal_conv`.
+    """
+    n_sequences = load_i64(batch)
+    decays, decayed_k, decayed_q = stack(4 * ROWS), stack(4 * ROWS), stack(4 * ROWS)
+    for unit in range(begin, end):
+        sequence, part = unit % n_sequences, unit // n_sequences
+        head = part * (16 * VECTORS) // columns
+        group = head % n_groups
+        if per_group != 0:
+            group = head // per_group
+        start = np.int64(load_i32(starts + 4 * sequence))
+        stop = np.int64(load_i32(starts + 4 * sequence + 4))
+        state = states + np.int64(load_i32(slots + 4 * sequence)) * state_bytes + part * (64 * VECTORS * ROWS)
+        if load_i32(positions + 4 * start) == 0:
+            for i in range(0, 64 * VECTORS * ROWS, 64):
+                store_f32x16(state + i, zero_f32x16())
+        factor, old, decay = load_f32(a + 4 * head), k, ONE
+        for x in static_range(VECTORS):
+            new[x] = zero_f32x16()
+        for token in range(start, stop):
+            query, key = q + token * q_stride + 4 * ROWS * group, k + token * k_stride + 4 * ROWS * group
+            for x in static_range(VECTORS):
+                of_key[x] = zero_f32x16()
+                of_query[x] = zero_f32x16()
+            if PER_CHANNEL:
+                if token > start:
+                    change_state(state, decays, decay, old, new)
+                place = 4 * ROWS * head
+                for i in range(0, 4 * ROWS, 64):
+                    step = load_f32x16(steps + token * steps_stride + place + i)
+                    gates = exp(softplus(step + load_f32x16(dt_bias + place + i)) * splat(factor))
+                    store_f32x16(decays + i, gates)
+                    store_f32x16(decayed_k + i, gates * load_f32x16(key + i))
+                    store_f32x16(decayed_q + i, gates * load_f32x16(query + i))
+                read_state(state, decayed_k, decayed_q, of_key, of_query)
+                decay = ONE
+            else:
+                if token > start:
+                    change_and_read_state(state, decays, decay, old, new, key, query, of_key, of_query)
+                else:
+                    read_state(state, key, query, of_key, of_query)
+                bias = load_f32(dt_bias + 4 * head)
+                step = softplus(splat(load_f32(steps + token * steps_stride + 4 * head) + bias))
+                decay = max_lanes(exp(step * splat(factor)))
+            both = product_of(query, key, 4 * ROWS)
+            for x in static_range(VECTORS):
+                place = 64 * (VECTORS * part + x)
+                value = load_f32x16(v + token * v_stride + place)
+                if DELTA:
+                    k_length = ONE / sqrt(product_of(key, key, 4 * ROWS) + eps)
+                    q_length = scale / sqrt(product_of(query, query, 4 * ROWS) + eps)
+                    beta = sigmoid(load_splat_f32(betas + token * betas_stride + 4 * head))
+                    missing = value - of_key[x] * splat(decay * k_length)
+                    new[x] = beta * missing * splat(k_length)
+                    y = fma(new[x], splat(both * q_length), of_query[x] * splat(decay * q_length))
+                else:
+                    new[x] = value * step
+                    y = fma(new[x], splat(both), of_query[x] * splat(decay))
+                    y = fma(value, load_splat_f32(d + 4 * head), y)
+                store_f32x16(out + token * out_stride + place, y)
+            old = key
+        change_state(state, decays, decay, old, new)

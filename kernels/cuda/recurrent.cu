@@ -1,0 +1,111 @@
+// Operations with a memory: what a token adds to the recurrent state of its sequence, and reads of it.
+//
+// A sequence's states lie in the slot that the batch names, `slot_floats` from one to the next, and are zero before
+// position 0, whatever lies there.  Threads walk over the tokens of a sequence with their part of its state in registers:
+// it is read and written once a step, and a token's bits do not depend on where its sequence was cut.
+//
+// A state of 48 heads [128, 128] is 3 MiB: 1.5 us of an H200's memory for a token, read and written.  Of a prompt, a token
+// takes a block the time of about 250 instructions of a warp; 48 such heads keep 192 blocks busy.
+#include "batch.cuh"
+#include "common.cuh"
+
+constexpr int LANES = 4, THREADS = LANES * COLUMNS, OWN = ROWS / LANES;
+
+// What a token gives to all columns of a head.
+struct __align__(16) Token {
+  float key[ROWS], query[ROWS], decay[PER_CHANNEL ? ROWS : 4];
+};
+
+DEVICE float sum_of_lanes(float x) {
+  x += __shfl_xor_sync(FULL_MASK, x, 1);
+  return x + __shfl_xor_sync(FULL_MASK, x, 2);
+}
+
+// Of each token and head: S = decay * S + k (x) new; out = S^T q, where decay = exp(a * softplus(step + dt_bias)).
+//
+// With DELTA, q and k are divided by their lengths, q also times `scale`, and new = sigmoid(beta) * (v - decay * S^T k);
+// steps are [T, H] or, with PER_CHANNEL, [T, H, ROWS].  Without, new = softplus(step + dt_bias) * v, and d * v is added.
+//
+// Grid: (blocks of COLUMNS columns of all heads' v, sequences at once); four lanes share a column, and each has every
+// fourth four of its rows.  columns: of a head.  states: [blocks, OWN, THREADS] of a slot.  q, k: [T, n_groups, ROWS];
+// head h has those of group h / per_group, or, if that is 0, of h % n_groups.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    recurrence(const int* __restrict__ header, const int* __restrict__ starts, const int* __restrict__ positions,
+               const int* __restrict__ slots, float* __restrict__ states, int64_t slot_floats,
+               const float* __restrict__ q, int q_stride, const float* __restrict__ k, int k_stride,
+               const float* __restrict__ v, int v_stride, const float* __restrict__ steps, int steps_stride,
+               const float* __restrict__ betas, int betas_stride, const float* __restrict__ a,
+               const float* __restrict__ dt_bias, const float* __restrict__ d, int n_groups, int per_group,
+               int columns, float eps, float scale, float* __restrict__ out, int out_stride) {
+  __shared__ Token tokens[2];
+  const int column = blockIdx.x * COLUMNS + threadIdx.x / LANES, head = blockIdx.x * COLUMNS / columns;
+  const int group = per_group ? head / per_group : head % n_groups, lane = threadIdx.x % LANES;
+  const float factor = a[head];
+  int turn = 0;
+  for (int sequence = blockIdx.y; sequence < header[N_SEQUENCES]; sequence += gridDim.y) {
+    const int start = starts[sequence], stop = starts[sequence + 1];
+    float* state = states + slots[sequence] * slot_floats + (size_t)blockIdx.x * (OWN * THREADS) + threadIdx.x;
+    const bool goes_on = positions[start] > 0;
+    float s[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) s[i] = goes_on ? state[i * THREADS] : 0.0f;
+    for (int token = start; token < stop; token++) {
+      turn ^= 1;
+      Token& now = tokens[turn];
+      for (int i = threadIdx.x; i < ROWS; i += THREADS) {
+        now.key[i] = k[(size_t)token * k_stride + ROWS * group + i];
+        now.query[i] = q[(size_t)token * q_stride + ROWS * group + i];
+        if (PER_CHANNEL) {
+          const int channel = ROWS * head + i;
+          now.decay[i] = expf(softplus(steps[(size_t)token * steps_stride + channel] + dt_bias[channel]) * factor);
+        }
+      }
+      float step = 1.0f, decay = 1.0f;
+      if (!PER_CHANNEL) {
+        step = softplus(steps[(size_t)token * steps_stride + head] + dt_bias[head]);
+        decay = expf(step * factor);
+      }
+      const float value = v[(size_t)token * v_stride + column];
+      const float beta = DELTA ? sigmoid(betas[(size_t)token * betas_stride + head]) : 0.0f;
+      __syncthreads();  // behind it, all are done with the token before, and its buffer can be filled: two are enough
+      float of_key = 0.0f, of_query = 0.0f, both = 0.0f, keys = 0.0f, queries = 0.0f;
+#pragma unroll
+      for (int i = 0; i < OWN; i += 4) {
+        const int row = LANES * i + 4 * lane;
+        const float4 key = *(const float4*)(now.key + row), query = *(const float4*)(now.query + row);
+        if (PER_CHANNEL) {
+          const float4 decays = *(const float4*)(now.decay + row);
+          s[i] *= decays.x, s[i + 1] *= decays.y, s[i + 2] *= decays.z, s[i + 3] *= decays.w;
+        } else {
+          s[i] *= decay, s[i + 1] *= decay, s[i + 2] *= decay, s[i + 3] *= decay;
+        }
+        of_key = fmaf(s[i], key.x, fmaf(s[i + 1], key.y, fmaf(s[i + 2], key.z, fmaf(s[i + 3], key.w, of_key))));
+        of_query =
+            fmaf(s[i], query.x, fmaf(s[i + 1], query.y, fmaf(s[i + 2], query.z, fmaf(s[i + 3], query.w, of_query))));
+        both = fmaf(key.x, query.x, fmaf(key.y, query.y, fmaf(key.z, query.z, fmaf(key.w, query.w, both))));
+        keys = fmaf(key.x, key.x, fmaf(key.y, key.y, fmaf(key.z, key.z, fmaf(key.w, key.w, keys))));
+        queries =
+            fmaf(query.x, query.x, fmaf(query.y, query.y, fmaf(query.z, query.z, fmaf(query.w, query.w, queries))));
+      }
+      of_query = sum_of_lanes(of_query), both = sum_of_lanes(both);
+      float added = step * value, y;
+      if (DELTA) {
+        const float k_length = 1.0f / sqrtf(sum_of_lanes(keys) + eps);
+        const float q_length = scale / sqrtf(sum_of_lanes(queries) + eps);
+        added = beta * (value - sum_of_lanes(of_key) * k_length) * k_length;
+        y = fmaf(added, both, of_query) * q_length;
+      } else {
+        y = fmaf(d[head], value, fmaf(added, both, of_query));
+      }
+#pragma unroll
+      for (int i = 0; i < OWN; i += 4) {
+        const float4 key = *(const float4*)(now.key + LANES * i + 4 * lane);
+        s[i] = fmaf(key.x, added, s[i]), s[i + 1] = fmaf(key.y, added, s[i + 1]);
+        s[i + 2] = fmaf(key.z, added, s[i + 2]), s[i + 3] = fmaf(key.w, added, s[i + 3]);
+      }
+      if (lane == 0) out[(size_t)token * out_stride + column] = y;
+    }
+#pragma unroll
+    for (int i = 0; i < OWN; i++) state[i * THREADS] = s[i];
+  }
+}

@@ -1,0 +1,101 @@
+"""Operations with a memory: what tokens compute does not depend on how their sequence was cut, nor on others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localllm.errors import KernelError
+from localllm.kernels import graph as g
+from localllm.kernels.backend import Step
+from localllm.kernels.graph import Graph, Tensor
+from tests.helpers.recorder import Ops
+from tests.helpers.run_model import make_batch
+from tests.helpers.weights import f32, random
+
+N_TOKENS, N_STATES = 11, 4
+
+
+def conv(graph: Graph) -> Tensor:
+    """Two layers: a convolution of 40 columns, and one of what it computes."""
+    x = graph.add(g.Embed(f32(random(N_TOKENS, 40))))
+    for graph.layer in range(2):
+        weight, bias = f32(random(40, 4, seed=graph.layer)), f32(random(40, seed=7))
+        x = graph.add(g.CausalConv(x, weight, graph.state("conv", 3, 40), bias, silu=graph.layer == 0))
+    return x
+
+
+def rows(graph: Graph, width: int, seed: int) -> Tensor:
+    return graph.add(g.Embed(f32(random(N_TOKENS, width, seed=seed))))
+
+
+def delta(graph: Graph, per_channel: bool = False) -> Tensor:
+    """Four heads of 16 times 32 with two of keys: all in one tensor, or with a decay of each channel."""
+    widths = (32, 32, 128) if per_channel else (192,)
+    qkv = tuple(rows(graph, width, seed) for seed, width in enumerate(widths))
+    gates = rows(graph, 64 if per_channel else 4, 4), rows(graph, 4, 5)
+    weights = f32(-np.abs(random(4, seed=6))), f32(random(gates[0].width, seed=7))
+    graph.layer = 0
+    return graph.add(g.GatedDelta(qkv, *gates, *weights, graph.state("delta", 4, 16, 32), 2))
+
+
+def scan(graph: Graph) -> Tensor:
+    """Four heads of 16 values with a state of 32 each, in two groups."""
+    xbc, dt = (rows(graph, 4 * 16 + 2 * 2 * 32, 1),), rows(graph, 4, 2)
+    weights = f32(-np.abs(random(4, seed=6))[:, None]), f32(random(4, seed=7)), f32(random(4, seed=8)[:, None])
+    graph.layer = 0
+    return graph.add(g.Scan(xbc, dt, *weights, graph.state("scan", 4, 32, 16), 2))
+
+
+KINDS = {"conv": conv, "delta": delta, "delta-channels": partial(delta, per_channel=True), "scan": scan}
+
+
+@pytest.fixture(params=KINDS)
+def step(request: pytest.FixtureRequest, ops: Ops) -> Step:
+    graph = Graph()
+    graph.add(g.Outputs(KINDS[request.param](graph)))
+    sizes = {"n_pages": (1,), "n_states": N_STATES, "max_tokens": N_TOKENS, "max_outputs": N_TOKENS}
+    step = ops.backend.compile(graph, **sizes)
+    assert sum(ops.backend.footprint(graph, **sizes).caches.values()) == step.cache.n_bytes
+    return step
+
+
+def run(step: Step, first: int, stop: int, slot: int) -> NDArray[np.float32]:
+    return step(make_batch([(range(first, stop), first, [0])], states=[slot])).copy()
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [1, 2, 3, 10], [5], [9, 10], range(1, N_TOKENS)])
+def test_a_sequence_may_be_cut_anywhere(step: Step, cuts: Any) -> None:
+    whole = run(step, 0, N_TOKENS, 2)
+    bounds = [0, *cuts, N_TOKENS]
+    parts = [run(step, a, b, 1) for a, b in pairwise(bounds)]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_sequences_side_by_side_do_not_disturb_each_other(step: Step) -> None:
+    whole = run(step, 0, N_TOKENS, 0)
+    run(step, 0, 3, 3)
+    together = step(make_batch([(range(3, 7), 3, [0]), (range(6), 0, [0]), ([0], 0, [0])], states=[3, 1, 0]))
+    np.testing.assert_array_equal(together, np.concatenate([whole[3:7], whole[:6], whole[:1]]))
+
+
+def test_a_copied_state_goes_on_where_it_was_copied(step: Step) -> None:
+    whole = run(step, 0, N_TOKENS, 0)
+    run(step, 0, 6, 1)
+    step.cache.copy_state(1, 3)
+    run(step, 6, 9, 1)
+    np.testing.assert_array_equal(run(step, 6, N_TOKENS, 3), whole[6:])
+    np.testing.assert_array_equal(run(step, 9, N_TOKENS, 1), whole[9:])
+
+
+@pytest.mark.parametrize("states", [[], [0], [1, 1], [0, N_STATES], [-1, 0], [0, 1, 2]])
+def test_a_batch_names_a_state_of_its_own_for_each_sequence(step: Step, states: list[int]) -> None:
+    batch = make_batch([([0], 0, [0]), ([1], 0, [0])])
+    with pytest.raises(KernelError, match="recurrent state"):
+        step(replace(batch, states=np.array(states, np.int32)))
