@@ -151,9 +151,9 @@ class KVCache:
 
     Attributes:
         key_dim, value_dim: the values of a head in keys and in values.
-        window: tokens that are kept: none is seen by one that comes so many behind it.  None: all of them.
         values_in_keys: whether values are the first ``value_dim`` values of the keys, and not kept themselves: the
             latents of MLA (DeepSeek-V2, arXiv:2405.04434).
+        window: tokens that are kept: none is seen by one that comes so many behind it.  None: all of them.
     """
 
     layer: int
@@ -161,8 +161,8 @@ class KVCache:
     key_dim: int
     value_dim: int
     type: CacheType = "f16"
-    window: int | None = None
     values_in_keys: bool = False
+    window: int | None = None
 
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values, without padding."""
@@ -947,19 +947,20 @@ class Graph:
         key_dim: int,
         value_dim: int | None = None,
         *,
-        window: int | None = None,
         values_in_keys: bool = False,
+        window: int | None = None,
     ) -> KVCache:
         """Declares that the layer keeps keys and values of so many heads; without ``value_dim``, both are as long."""
         value_dim = key_dim if value_dim is None else value_dim
         if not isinstance(self.layer, int) or self.layer in self.caches:
             raise KernelError(f"a cache cannot be declared in {self.layer}: each layer has at most one")
-        if window is not None and window < 1:
-            raise KernelError(f"a cache cannot have a window of {window} tokens: give at least 1")
         if values_in_keys and value_dim > key_dim:
             raise KernelError(f"{value_dim} values cannot be the first ones of {key_dim}")
-        cache = KVCache(self.layer, n_heads, key_dim, value_dim, self.cache_type, window, values_in_keys)
-        self.caches[self.layer] = cache
+        if window is not None and window < 1:
+            raise KernelError(f"a cache cannot have a window of {window} tokens: give at least 1")
+        self.caches[self.layer] = KVCache(
+            self.layer, n_heads, key_dim, value_dim, self.cache_type, values_in_keys, window
+        )
         if window not in self.windows:
             self.windows.append(window)
         return self.caches[self.layer]

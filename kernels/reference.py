@@ -164,12 +164,12 @@ class ReferenceStep(Step):
         self._graph, self._limits = graph, limits
         self._last_uses = graph.last_uses()
         self._in_step = threading.Lock()
-        layers: dict[int, tuple[Array, Array]] = {}
+        kept: dict[int, tuple[Array, Array]] = {}
         for n, cache in graph.caches.items():
             keys, values = _kept_shapes(cache, n_pages[graph.group(cache)], page_size)
-            layers[n] = np.zeros(keys, _kept_type(cache)), np.zeros(values, _kept_type(cache))
+            kept[n] = np.zeros(keys, _kept_type(cache)), np.zeros(values, _kept_type(cache))
         states = {s: np.zeros((n_states, *s.shape), np.float32) for of in graph.states.values() for s in of}
-        self.cache = ReferencePages(graph, layers, page_size, n_pages, states, n_states if states else 0)
+        self.cache = ReferencePages(graph, kept, page_size, n_pages, states, n_states if states else 0)
         self._arrays: dict[Weight, Array] = {}
         self._tables: dict[Weight, CopiedTable] = {}
         uses = weights_of(graph)
@@ -276,14 +276,14 @@ class _Run:
             q = q * position_factors(op.q_scale, batch.positions)[:, None, None]
         k = None if op.k is None else self._turned(op.k, cache.key_dim, op.k_norm, op.rope, norm_last=op.norm_last)
         v = None if op.v is None else self._turned(op.v, cache.value_dim, op.v_norm, None)
-        tables = batch.block_tables[self.graph.group(cache)]
         rounded = in_q8_0 if cache.type == "q8_0" else in_range
         for x, kept in zip((k, v), self.cache.layers[cache.layer], strict=True):
             if x is None:
                 continue
             for s, (start, stop, _) in enumerate(batch.sequences()):
                 page, place = np.divmod(batch.positions[start:stop], page_size)
-                kept[tables[s, page], place] = rounded(x[start:stop], kept.dtype)
+                page = batch.block_tables[self.graph.group(cache), s, page]
+                kept[page, place] = rounded(x[start:stop], kept.dtype)
         turned: Array = q.reshape(len(q), -1)
         return turned
 
@@ -302,8 +302,8 @@ class _Run:
 
     def attention(self, op: g.Attention) -> Array:
         batch, cache = self.batch, op.cache
-        tables = batch.block_tables[self.graph.group(cache)]
         keys, values = self.cache.layers[cache.layer]
+        tables = batch.block_tables[self.graph.group(cache)]
         if cache.values_in_keys:
             values = keys[..., : cache.value_dim]
         q = self.values[op.q].reshape(-1, cache.n_heads, op.group_size, cache.key_dim)  # [T, G, H / G, key_dim]

@@ -92,6 +92,31 @@ class LayerGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """What a cache has room for.
+
+    Attributes:
+        page_size: tokens in a page.
+        n_pages: of each group of layers, with its window (`localllm.kernels.graph.Graph.windows`).
+        n_states: slots for the recurrent states of a sequence; 0 where no layer has any.
+        n_snapshots: how many of those are for snapshots, if as many sequences run as were asked for.
+    """
+
+    page_size: int
+    n_pages: tuple[tuple[int | None, int], ...]
+    n_states: int
+    n_snapshots: int
+
+    def __str__(self) -> str:
+        windows = (
+            f"{n:,} " + ("of all tokens" if window is None else f"of a window of {window:,}")
+            for window, n in self.n_pages
+        )
+        states = f"; {self.n_states:,} states, {self.n_snapshots:,} of them snapshots" if self.n_states else ""
+        return f"pages of {self.page_size:,} tokens: {', '.join(windows)}{states}"
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """What lies where.
 
@@ -100,6 +125,7 @@ class Placement:
         context: tokens that a sequence can hold.
         parallel: how many sequences of that length the cache has room for.
         cache_type: what keys and values are kept in.
+        cache: what the cache has room for.
         overhead: bytes that the program itself takes, beside any model.
         host: the device whose memory that is.
         spilled_layers: layers that are there because no GPU had room for them, not because somebody asked for it.
@@ -110,6 +136,7 @@ class Placement:
     context: int
     parallel: int
     cache_type: CacheType = "f16"
+    cache: CacheSizes | None = None
     overhead: int = OVERHEAD_BYTES
     host: str = "cpu"
     spilled_layers: int = 0
@@ -224,7 +251,9 @@ class StepSizes:
     def of(cls, model: Model, context: int, parallel: int, page_size: int) -> StepSizes:
         """Those of an engine for ``parallel`` sequences of ``context`` tokens."""
         n_tokens, n_pages = min(MAX_TOKENS, context), n_cache_pages(model.graph, context, parallel, page_size)
-        return cls(n_pages, n_tokens, max_outputs(model.config.n_vocab, n_tokens), n_states(model.graph, parallel))
+        return cls(
+            n_pages, n_tokens, max_outputs(model.config.n_vocab, n_tokens), n_states(model.graph, context, parallel)
+        )
 
 
 @dataclass(frozen=True)
@@ -282,11 +311,17 @@ class Planner:
             context,
             self.parallel,
             self.model.graph.cache_type,
+            self._cache_sizes(context),
             host=host.name,
             used_experts=1.0 if experts is None else experts.n_used / experts.n,
         )
         as_wanted = not gpus or self.n_gpu_layers is not None
         return placement if as_wanted else replace(placement, spilled_layers=placement.layers_on(host.name))
+
+    def _cache_sizes(self, context: int) -> CacheSizes:
+        sizes = StepSizes.of(self.model, context, self.parallel, self.page_size)
+        windows, n = zip(self.model.graph.windows, sizes.n_pages, strict=True), sizes.n_states
+        return CacheSizes(self.page_size, tuple(windows), n, max(0, n - self.parallel))
 
     def as_draft(self, context: int) -> Placement:
         """The same of a draft model, beside a model of so much context: no more than it was trained on helps it."""

@@ -9,6 +9,7 @@ pack, embed, quantise, matvec*, matmul*  matmul.py (shapes), calls.py, experts.p
 attention, append                        attention.py, cache.py, calls.py              test_attention, test_append
 elementwise                              calls.py                                      test_elementwise, _selection
 experts                                  experts.py                                    test_experts
+convolution, recurrent                   recurrent.py                                  tests/kernels/test_recurrent
 ceilings                                 roofline.py                                   test_roofline
 =======================================  ============================================  ==============================
 

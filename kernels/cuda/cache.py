@@ -191,7 +191,8 @@ class CUDACache:
                 raise KernelError(f"there is no slot {slot} in a cache of {self.n_states} recurrent states")
         if self.slot_bytes:
             memory = self._at(self._first_slot, self.n_states * self.slot_bytes)
-            self._copy(memory, append_defines(KVCache(0, 1, 16, 16)), self.slot_bytes, 0, 1, source, target)
+            defines: Defines = {"KEY_DIM": 16, "VALUE_DIM": 16, "Q8_0": 0}
+            self._copy(memory, defines, self.slot_bytes, 0, 1, source, target)
             self.driver.synchronize(self.stream)
 
     def _copy_page(self, first: int, n_layers: int, source: int, target: int) -> None:
@@ -200,9 +201,8 @@ class CUDACache:
         for part in layout.parts:
             if part.n_bytes:
                 memory = self._at(begin + part.offset, (n_layers - 1) * layout.n_bytes + part.n_bytes)
-                self._copy(
-                    memory, append_defines(layout.kept), part.page_bytes, layout.n_bytes, n_layers, source, target
-                )
+                defines = append_defines(layout.kept)
+                self._copy(memory, defines, part.page_bytes, layout.n_bytes, n_layers, source, target)
 
     def _copy(
         self, memory: DeviceMemory, defines: Defines, n_bytes: int, step: int, n: int, source: int, target: int

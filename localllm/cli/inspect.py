@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +132,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
     return {
         "context": placement.context,
         "cache_type": placement.cache_type,
+        "cache": None if placement.cache is None else asdict(placement.cache),
         "groups": [
             {
                 "name": group.name,

@@ -218,6 +218,8 @@ def placement_lines(placement: Placement, free: Mapping[str, int] | None = None)
     for group in placement.groups:
         parts = _parts(("weights", group.weights), (f"{placement.cache_type} KV cache", group.kv_cache))
         yield detail(group.name, f"{group.device} ({group.kernels}): {parts}")
+    if placement.cache is not None:
+        yield detail("cache", str(placement.cache))
     yield detail("scratch", quantity(placement.scratch, "B"))
     devices = dict.fromkeys((*placement.devices, *(free or ())))
     if list(devices) == [placement.host]:

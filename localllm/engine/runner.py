@@ -18,6 +18,8 @@ MAX_TOKENS = 512
 #: What is kept of windows and of recurrent states for prompts that begin like earlier ones: those at so many places
 #: for each sequence that can run, and where more fits into so many bytes, that.
 KEPT_ENDS, KEPT_BYTES = 2, 256 << 20
+#: Tokens of a prompt or a reply that is short.
+_SHORT_TURN = 128
 
 #: Bytes of logits that one step computes at most.
 MAX_LOGITS_BYTES = 32 << 20
@@ -91,10 +93,17 @@ def n_cache_pages(graph: Graph, context: int, parallel: int, page_size: int) -> 
     return tuple(n_pages)
 
 
-def n_states(graph: Graph, parallel: int) -> int:
-    """Slots for the recurrent states of ``parallel`` sequences and for snapshots; 0 where no layer has any."""
+def n_states(graph: Graph, context: int, parallel: int) -> int:
+    """Slots for the recurrent states of ``parallel`` sequences of ``context`` tokens; 0 where no layer has any.
+
+    Further ones are for snapshots: as many as `KEPT_ENDS` and `KEPT_BYTES` say, but no more than the cache has short
+    prompts and replies.
+    """
     n_bytes = 4 * sum(state.n_values for states in graph.states.values() for state in states)
-    return parallel + max(KEPT_ENDS * parallel, KEPT_BYTES // n_bytes) if n_bytes else 0
+    if not n_bytes:
+        return 0
+    most = min(KEPT_BYTES // n_bytes, parallel * context // _SHORT_TURN)
+    return parallel + max(KEPT_ENDS * parallel, most)
 
 
 def max_outputs(n_vocab: int, max_tokens: int) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localllm.engine import runner
 from localllm.engine.runner import MAX_TOKENS
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.backend import Footprint, weights_of
@@ -28,10 +30,12 @@ from localllm.placement import (
     Measure,
     Placement,
     Planner,
+    StepSizes,
     plan,
     plan_with_draft,
 )
 from localllm.quant.types import GGMLType
+from tests.helpers.hybrid import N_VOCAB, WINDOW, hybrid
 
 LAYERS, WIDTH, FF, KV_WIDTH, VOCABULARY = 22, 2048, 5632, 256, 32000
 
@@ -408,3 +412,35 @@ def test_a_draft_model_takes_its_room_on_a_gpu_first() -> None:
     both = planner(gpus=(3 << 30,), n_gpu_layers=LAYERS)
     with pytest.raises(NotEnoughMemoryError, match="22 layers on GPUs need"):
         plan_with_draft(both, small, 1 << 50, 1024)
+
+
+def test_windows_and_states_are_planned_as_they_are_taken() -> None:
+    backend, graph = CPUBackend(threads=2), hybrid()
+    config = replace(CONFIG, n_layers=graph.n_layers, n_vocab=N_VOCAB)
+    budget = DeviceBudget("cpu", backend.page_size, backend.footprint)
+    placed = Planner("it", Model(config, graph), (budget,), parallel=2).at(1 << 16)
+    sizes = StepSizes.of(Model(config, graph), 1 << 16, 2, backend.page_size)
+    step = backend.compile(graph, **asdict(replace(sizes, max_tokens=4)))
+    assert step.cache.n_bytes == placed.kv_cache
+    assert placed.cache is not None
+    assert placed.cache.n_pages == tuple(zip([None, WINDOW], step.cache.n_pages, strict=True))
+    assert (placed.cache.n_states, placed.cache.n_snapshots) == (step.cache.n_states, step.cache.n_states - 2)
+    assert placed.cache.n_snapshots >= 4
+    assert re.fullmatch(
+        r"pages of 64 tokens: 2,048 of all tokens, [\d,]+ of a window of 24; [\d,]+ states, [\d,]+ of them snapshots",
+        str(placed.cache),
+    )
+
+
+def test_windows_keep_what_is_likely_to_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "KEPT_BYTES", 0)
+    graph = hybrid()
+    # Windows of 24 tokens lie in 3 pages of 16: those of two sequences, twice as many, and the 512 tokens of a step.
+    assert runner.n_cache_pages(graph, 4096, 2, 16) == (512, 3 * 2 * 3 + 32)
+    assert runner.n_cache_pages(graph, 160, 2, 16) == (20, 20), "no more than there are of all tokens"
+    assert runner.n_states(graph, 4096, 2) == 3 * 2
+    monkeypatch.setattr(runner, "KEPT_BYTES", 1 << 20)
+    assert runner.n_cache_pages(graph, 4096, 2, 16)[1] == 2 * 3 + 32 + (1 << 20) // (16 * 2 * 2 * 2 * 16)
+    assert runner.n_states(graph, 1 << 20, 2) == 2 + (1 << 20) // (4 * (3 * 128 + 2 * 4 * 16 * 16))
+    assert runner.n_states(graph, 4096, 2) == 2 + 2 * 4096 // 128
+    assert runner.n_states(Graph(), 4096, 2) == 0

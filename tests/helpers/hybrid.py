@@ -1,0 +1,78 @@
+"""A small made-up model with a layer of every kind: attention over all tokens, over a window, over latents and over
+another layer's cache, and two recurrences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from localllm.kernels import graph as g
+from localllm.kernels.graph import Graph, Matrix, Rope, Tensor
+from tests.helpers.weights import f32, random
+
+N_VOCAB, D, HEAD, WINDOW = 50, 64, 16, 24
+ROPE = Rope(np.float32(1) / 1000 ** np.arange(0, 1, 0.25, np.float32), interleaved=True)
+
+
+def matrix(n_out: int, n_in: int, seed: int) -> Matrix:
+    return Matrix(f32(random(n_out, n_in, seed=seed) / np.sqrt(n_in)))
+
+
+def attention(graph: Graph, x: Tensor, seed: int, *, window: int | None = None, shared: int | None = None) -> Tensor:
+    cache = graph.caches[shared] if shared is not None else graph.kv_cache(2, HEAD, window=window)
+    q = graph.add(g.Linear(x, matrix(4 * HEAD, D, seed)))
+    k, v = (
+        (None, None)
+        if shared is not None
+        else graph.add(g.Linears(x, (matrix(2 * HEAD, D, seed + 1), matrix(2 * HEAD, D, seed + 2))))
+    )
+    q = graph.add(g.RopeAppend(q, k, v, cache, ROPE))
+    return graph.add(g.Attention(q, cache, HEAD**-0.5, window))
+
+
+def latent_attention(graph: Graph, x: Tensor, seed: int) -> Tensor:
+    cache = graph.kv_cache(1, 3 * HEAD, 2 * HEAD, values_in_keys=True)
+    q, k = graph.add(g.Linears(x, (matrix(2 * 3 * HEAD, D, seed), matrix(3 * HEAD, D, seed + 1))))
+    q = graph.add(g.RopeAppend(q, k, None, cache, ROPE))
+    return graph.add(g.Attention(q, cache, (3 * HEAD) ** -0.5))
+
+
+def delta_net(graph: Graph, x: Tensor, seed: int) -> Tensor:
+    width, n = 4 * 2 * HEAD, 4
+    qkv, decay, beta = graph.add(
+        g.Linears(x, (matrix(width, D, seed), matrix(n, D, seed + 1), matrix(n, D, seed + 2)))
+    )
+    conv = f32(random(width, 4, seed=seed + 3) / 2)
+    qkv = graph.add(g.CausalConv(qkv, conv, graph.state("conv", 3, width), silu=True))
+    a, bias = f32(-np.abs(random(n, seed=seed))), f32(random(n, seed=seed + 1))
+    return graph.add(g.GatedDelta((qkv,), decay, beta, a, bias, graph.state("S", n, HEAD, HEAD), n_key_heads=2))
+
+
+def scan(graph: Graph, x: Tensor, seed: int) -> Tensor:
+    n = 4
+    xbc, dt = graph.add(g.Linears(x, (matrix((n + 2) * HEAD, D, seed), matrix(n, D, seed + 1))))
+    a, bias, d = f32(-np.abs(random(n, seed=seed))), f32(random(n, seed=seed + 1)), f32(random(n, seed=seed + 2))
+    return graph.add(g.Scan((xbc,), dt, a, bias, d, graph.state("S", n, HEAD, HEAD), n_groups=1))
+
+
+LAYERS: list[Callable[[Graph, Tensor, int], Tensor]] = [
+    attention,
+    delta_net,
+    lambda graph, x, seed: attention(graph, x, seed, window=WINDOW),
+    latent_attention,
+    scan,
+    lambda graph, x, seed: attention(graph, x, seed, shared=0),
+]
+
+
+def hybrid() -> Graph:
+    graph, ones = Graph(), f32(np.ones(D))
+    x = graph.add(g.Embed(f32(random(N_VOCAB, D))))
+    for graph.layer, layer in enumerate(LAYERS):
+        y = layer(graph, graph.add(g.RMSNorm(x, ones, 1e-6)), 10 * graph.layer)
+        x = graph.add(g.Linear(y, matrix(D, y.width, 7), residual=x))
+    graph.layer = "output"
+    x = graph.add(g.RMSNorm(graph.add(g.Outputs(x)), ones, 1e-6))
+    graph.add(g.Linear(x, matrix(N_VOCAB, D, 8)))
+    return graph
