@@ -26,38 +26,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from localllm.engine.snapshots import NONE, Block, Snapshots
 from localllm.kernels.backend import Cache
 
 #: Tokens of a prompt from one snapshot of recurrent states to the next: a multiple of the pages' tokens.
 SNAPSHOT_TOKENS = 512
-
-#: Where there is no page, or no slot.
-NONE = -1
-
-
-class Block:
-    """A page of tokens whose keys and values, and perhaps states, are in the cache.
-
-    Attributes:
-        pages: its page in each group; `NONE` where that was needed for something else.
-        ids: the tokens, at most a page of them.
-        parent: the block before it, once this one is in the tree.
-        n_users: of each page, sequences that hold it.
-        children: full blocks that follow it, by their tokens.
-        tails: blocks that follow it, are not full, and belong to no sequence any more.
-        snapshots: slots with the states after so many of its tokens.
-    """
-
-    __slots__ = ("children", "ids", "n_users", "pages", "parent", "snapshots", "tails")
-
-    def __init__(self, pages: list[int]) -> None:
-        self.pages = pages
-        self.ids: list[int] = []
-        self.parent: Block | None = None
-        self.n_users = [1] * len(pages)
-        self.children: dict[tuple[int, ...], Block] = {}
-        self.tails: list[Block] = []
-        self.snapshots: dict[int, int] = {}
 
 
 class CachedSequence:
@@ -86,72 +59,6 @@ class CachedSequence:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-
-class Snapshots:
-    """Slots with recurrent states: those of sequences at work, and snapshots, which belong to some tokens of a block.
-
-    Attributes:
-        is_needed: whether layers have such states at all; without them, nothing here is done.
-    """
-
-    def __init__(self, kept: Cache) -> None:
-        self._kept = kept
-        self.is_needed = kept.n_states > 0
-        self._free = list(range(kept.n_states - 1, -1, -1))
-        #: The least recently used first.
-        self._order: dict[tuple[Block, int], None] = {}
-
-    @property
-    def has_slot(self) -> bool:
-        """Whether there is one that no sequence has."""
-        return bool(self._free or self._order)
-
-    def take(self) -> int:
-        """A slot, perhaps that of the snapshot that was not used for longest."""
-        if not self._free:
-            self.drop(*next(iter(self._order)))
-        return self._free.pop()
-
-    def free(self, slot: int) -> None:
-        if slot != NONE:
-            self._free.append(slot)
-
-    def copy(self, slot: int) -> int:
-        """A slot with the same states."""
-        copied = self.take()
-        self._kept.copy_state(slot, copied)
-        return copied
-
-    def keep(self, block: Block, n: int, slot: int) -> None:
-        """Makes a slot a snapshot after ``n`` tokens of a block, unless there is one."""
-        if n in block.snapshots:
-            self.free(slot)
-        else:
-            block.snapshots[n] = slot
-            self._order[block, n] = None
-
-    def drop(self, block: Block, n: int) -> None:
-        del self._order[block, n]
-        self._free.append(block.snapshots.pop(n))
-
-    def move(self, source: Block, target: Block) -> None:
-        """Gives the snapshots of a block to another, which holds the same tokens."""
-        for n, slot in source.snapshots.items():
-            del self._order[source, n]
-            self.keep(target, n, slot)
-        source.snapshots = {}
-
-    def load(self, block: Block, n: int, slot: int) -> int:
-        """Copies a snapshot to a slot, or to a new one if that is `NONE`, which it gives."""
-        del self._order[block, n]  # not to be dropped for it; and now the most recently used
-        if slot == NONE and not self.has_slot:
-            return block.snapshots.pop(n)
-        if slot == NONE:
-            slot = self.take()
-        self._order[block, n] = None
-        self._kept.copy_state(block.snapshots[n], slot)
-        return slot
 
 
 class PagedCache:
@@ -427,7 +334,7 @@ class PagedCache:
             is_near = self._first_seen(n_prompt, window) <= i < -(-n_prompt // self.page_size)
             self._stop_using(sequence.blocks[i], group, (self._unused if is_near else self._passed)[group])
             sequence.pages[group][i] = 0
-        sequence.first[group] = max(sequence.first[group], stop)
+        sequence.first[group] = stop
 
     def _enter(self, sequence: CachedSequence, i: int) -> None:
         """Puts a full block into the tree; where an equal one is there already, the sequence goes on with that."""

@@ -23,9 +23,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from localllm.engine.cache import Block, PagedCache
+from localllm.engine.cache import PagedCache
 from localllm.engine.request import Request
 from localllm.engine.runner import Chunk
+from localllm.engine.snapshots import Block
 
 #: Tokens of prompts that a step evaluates at least, however slow the model, and before its speed is known.
 MIN_CHUNK, FIRST_CHUNK = 16, 32

@@ -217,11 +217,12 @@ def test_the_plan_without_loading(
         "layers 1-2           device 0 (kernels of device 0)",
         "output               device 0 (kernels of device 0)",
     ]
-    assert [line[:20].strip() for line in lines[8:]] == ["scratch", "on host", "on device 0", "in all"]
-    assert re.search(r"^on host +[\d.]+ MB of [\d.]+ GB free: [\d.]+ kB weights, ", lines[9])
+    assert lines[8] == "cache                pages of 16 tokens: 4 of all tokens"
+    assert [line[:20].strip() for line in lines[8:]] == ["cache", "scratch", "on host", "on device 0", "in all"]
+    assert re.search(r"^on host +[\d.]+ MB of [\d.]+ GB free: [\d.]+ kB weights, ", lines[10])
     assert re.search(
         r"on device 0 +[\d.]+ kB of 1.1 TB free: [\d.]+ kB weights, [\d.]+ kB KV cache, [\d.]+ kB scratch$",
-        lines[10],
+        lines[11],
     )
     assert machine.closed == ["host", "device 0"]
     plan = json.loads(run_main(capfdbinary, "inspect", path, "--plan", "-ngl", 2, "--json").out)["plan"]
@@ -278,7 +279,7 @@ def test_flags(path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.
     assert plan < text, "the plan comes before the model is loaded"
     on = ["on host", "on device 0", "on device 1"]
     named = [line[2:22].strip() for line in outcome.err.splitlines() if line.startswith("  ")]
-    assert named == ["embedding", "layers 0-0", "layers 1-2", "output", "scratch", *on, "in all"]
+    assert named == ["embedding", "layers 0-0", "layers 1-2", "output", "cache", "scratch", *on, "in all"]
     for flags, words in (
         (["-ngl", "x"], "'x' is not a whole number of at least 0"),
         (["-ts", "3;1"], "'3;1' is not a list of numbers, such as 3,1"),

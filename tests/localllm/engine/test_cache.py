@@ -20,7 +20,8 @@ from hypothesis.stateful import (
 )
 
 from localllm.engine import cache as cache_module
-from localllm.engine.cache import NONE, Block, CachedSequence, PagedCache, common_prefix
+from localllm.engine.cache import CachedSequence, PagedCache, common_prefix
+from localllm.engine.snapshots import NONE, Block
 from tests.helpers.fake_backend import PAGE_SIZE, FakeCache
 
 #: Where prompts have snapshots, in these tests.
@@ -62,10 +63,16 @@ def new_cache(
     return PagedCache(kept), kept
 
 
-def filled(cache: PagedCache, kept: FakeCache, ids: list[int]) -> CachedSequence:
+def filled(cache: PagedCache, kept: FakeCache, *steps: list[int]) -> CachedSequence:
     sequence = cache.begin([])
-    assert write(cache, kept, sequence, ids)
+    for ids in steps:
+        assert write(cache, kept, sequence, ids)
     return sequence
+
+
+def pieces(stop: int) -> list[list[int]]:
+    """The numbers before ``stop``, a page at a time."""
+    return [list(range(first, min(first + PAGE_SIZE, stop))) for first in range(0, stop, PAGE_SIZE)]
 
 
 def paths(block: Block, before: Sequence[Block] = ()) -> Iterator[list[Block]]:
@@ -318,6 +325,102 @@ def test_the_key_of_the_next_page_is_that_under_which_it_will_be_found() -> None
     write(cache, kept, sequence, ids[6:8])
     assert key[1] in key[0].children
     assert cache.next_page_key(filled(cache, kept, [3]), [3, 4, 5, 6]) == (cache._root, (3, 4, 5, 6))
+
+
+WINDOW_OF_3 = (None, 3)
+
+
+def test_pages_behind_a_window_serve_others_and_their_tokens_stay() -> None:
+    cache, kept = new_cache((8, 3), WINDOW_OF_3)
+    first = filled(cache, kept, *pieces(18))  # five pages: of the window never more than three at once
+    assert first.first == [0, 4]
+    second = cache.begin(list(range(18)))
+    assert len(second) == 16, "the last page is still written to"
+    assert second.pages[1][:3] == [0, 0, 0]
+    assert read(kept, second) == list(range(16))
+    assert len(cache.begin([*range(8), 99])) == 0, "the page before is gone"
+
+
+def test_a_window_before_the_end_of_a_prompt_is_kept_longer_than_what_was_left_since() -> None:
+    cache, kept = new_cache((16, 5), WINDOW_OF_3)
+    prompt = list(range(10))
+    sequence = cache.begin(prompt)
+    write(cache, kept, sequence, prompt)
+    for piece in pieces(40):
+        assert write(cache, kept, sequence, piece)
+    cache.release(sequence)
+    branch = cache.begin([*prompt, 99])
+    assert read(kept, branch) == prompt
+
+
+def test_a_block_that_lost_its_page_gets_that_of_an_equal_one() -> None:
+    cache, kept = new_cache((8, 4), WINDOW_OF_3)
+    late = filled(cache, kept, [0, 1, 2])
+    filled(cache, kept, *pieces(18))
+    known = cache._root.children[0, 1, 2, 3]
+    assert known.pages[1] == NONE
+    write(cache, kept, late, [3, 4])
+    assert (late.blocks[0], late.pages[1][0]) == (known, known.pages[1])
+    assert read(kept, late) == [0, 1, 2, 3, 4]
+
+
+def test_a_sequence_goes_on_from_the_end_of_a_prompt_or_of_another_sequence() -> None:
+    cache, kept = new_cache(n_states=8)
+    prompt = list(range(6))
+    sequence = cache.begin(prompt)
+    write(cache, kept, sequence, prompt)
+    write(cache, kept, sequence, [6, 7, 8, 9, 10])
+    assert len(cache.begin([*range(9), 99])) == 6, "it still writes to its last page"
+    cache.release(sequence)
+    for ids, n in (([*range(11), 99], 11), ([*range(10), 99], 6), ([*prompt, 99], 6), ([0, 1, 99], 0)):
+        branch = cache.begin(ids)
+        assert (len(branch), read(kept, branch)) == (n, ids[:n])
+        cache.release(branch)
+
+
+@pytest.mark.parametrize("extends", [False, True])
+def test_snapshots_move_to_the_block_that_a_sequence_goes_on_with(extends: bool) -> None:
+    cache, kept = new_cache(n_states=8)
+    slow = cache.begin([0, 1])
+    write(cache, kept, slow, [0, 1])
+    cache.release(filled(cache, kept, [0, 1, 2, 3]))
+    if extends:
+        cache.extend(slow, [0, 1, 2, 3, 4])
+    else:
+        write(cache, kept, slow, [2, 3])
+    assert read(kept, slow) == [0, 1, 2, 3]
+    assert len(cache.begin([0, 1, 99])) == 2
+
+
+def test_the_only_slot_is_taken_over_from_its_snapshot() -> None:
+    cache, kept = new_cache(n_states=1)
+    cache.release(filled(cache, kept, [0, 1, 2]))
+    assert cache.max_sequences == 1
+    sequence = cache.begin([0, 1, 2, 3])
+    assert read(kept, sequence) == [0, 1, 2]
+    assert not cache.has_slot
+    assert not cache.save(sequence)
+
+
+def test_states_of_a_step_that_failed_are_not_kept() -> None:
+    cache, kept = new_cache(n_states=4)
+    sequence = filled(cache, kept, [0, 1, 2])
+    cache.reserve(sequence, 2)
+    evaluate(kept, sequence, [3])
+    cache.release(sequence)
+    assert len(cache.begin([0, 1, 2, 3])) == 0
+
+
+def test_the_least_recently_used_snapshot_goes_first() -> None:
+    cache, kept = new_cache(16, n_states=3)
+    for n in (1, 2, 3):
+        cache.release(filled(cache, kept, 2 * [n]))
+    cache.release(cache.begin([1, 1, 9]))
+    cache.release(filled(cache, kept, [4, 4]))
+    found = []
+    for n in (1, 4):
+        found.append(len(cache.begin([n, n, 9])))
+    assert found == [2, 2]
 
 
 @pytest.mark.parametrize(
