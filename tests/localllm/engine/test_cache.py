@@ -409,6 +409,12 @@ def test_states_of_a_step_that_failed_are_not_kept() -> None:
     evaluate(kept, sequence, [3])
     cache.release(sequence)
     assert len(cache.begin([0, 1, 2, 3])) == 0
+    sequence = filled(cache, kept, [5, 6, 7])
+    assert cache.reserve(sequence, 2)
+    assert cache.save(sequence)
+    evaluate(kept, sequence, [8])
+    cache.release(sequence)
+    assert len(cache.begin([5, 6, 7, 8])) == 3, "what was saved is kept"
 
 
 def test_the_least_recently_used_snapshot_goes_first() -> None:
