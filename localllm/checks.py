@@ -9,11 +9,14 @@ import operator
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from localllm.errors import UsageError
+
+# Imported where it is used: the command line's help does not wait for it.
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def as_int(value: object) -> int | None:
@@ -110,7 +113,7 @@ def token_ids(ids: object, n_vocab: int, rule: str = "tokens must be a list of w
     Raises:
         UsageError: they are no sequence of integers, or one is outside the vocabulary.
     """
-    if isinstance(ids, np.ndarray):
+    if hasattr(ids, "tolist"):  # of numpy
         ids = ids.tolist()
     if isinstance(ids, str | bytes | bytearray | memoryview) or not isinstance(ids, Sequence):
         raise UsageError(f"{rule}, not {type(ids).__name__}")
@@ -127,6 +130,8 @@ def in_vocabulary(ids: Sequence[int] | NDArray[np.integer], n_vocab: int, where:
     """Raises:
     UsageError: one of the integers ``ids`` is outside the vocabulary; ``where`` says what they are for.
     """
+    import numpy as np
+
     array = np.asarray(ids)
     outside = array[(array < 0) | (array >= n_vocab)]
     if outside.size:
@@ -140,7 +145,7 @@ def check_keywords(given: Collection[str], known: Collection[str], theirs: Mappi
     """
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, [name] if name in theirs else [*known, *theirs], n=1)
+            near = difflib.get_close_matches(name, [*known, *theirs], n=1)
             if not near:
                 hint = f"there are {', '.join(known)}"
             else:
