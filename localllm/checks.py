@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import math
 import operator
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING
@@ -71,23 +70,6 @@ def text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise UsageError(f"{name} is {value!r:.80}, but must be a text (str)")
     return value
-
-
-def proportions(name: str, value: object) -> tuple[float, ...]:
-    """``value`` as a tuple of numbers.
-
-    Raises:
-        UsageError: it is no list of numbers of at least 0, not all of them 0.
-    """
-    rule = f"{name} is {value!r:.80}, but must be a list of numbers of at least 0, not all of them 0"
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise UsageError(rule)
-    numbers = (isinstance(x, int | float) and not isinstance(x, bool) for x in value)
-    if not all(numbers) or not all(0 <= x <= sys.float_info.max for x in value):
-        raise UsageError(rule)
-    if not any(value):
-        raise UsageError(rule)
-    return tuple(float(x) for x in value)
 
 
 def mappings(name: str, value: object) -> Sequence[Mapping[str, object]]:

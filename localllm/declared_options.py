@@ -9,18 +9,17 @@ Nothing heavy is imported here, so that ``localllm --help`` need not wait for it
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import numbers
 import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
-from localllm.checks import as_int, proportions
+from localllm.checks import as_int
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -80,10 +79,10 @@ def _of_type(words: str, types: Any, metavar: str = "NAME") -> Kind:
 
 
 def _read_proportions(value: object) -> tuple[float, ...] | None:
-    try:
-        return proportions("", value)
-    except UsageError:
+    if not isinstance(value, list | tuple):
         return None
+    numbers = [_real(each, 0.0, _MAX) for each in value]
+    return None if None in numbers or not any(numbers) else tuple(map(float, value))
 
 
 def _read_cache_type(value: object) -> str | None:
@@ -136,7 +135,7 @@ class Option:
     Attributes:
         kind: what values it has.
         help: what it does, in a line; and, after two spaces, sentences for `help` alone.
-        flags: of the command line, with spaces between.
+        flags: of the command line, with spaces between; "--" is the field's name as one.
         label: in the chat's form; empty if it is not there.
         none: what None stands for; empty if it is not a value.
         is_kept: whether the settings file, and a chat, may keep it.
@@ -151,10 +150,11 @@ class Option:
 
     @property
     def brief(self) -> str:
+        """The line without the sentences behind it."""
         return self.help.partition(".  ")[0]
 
 
-def _kept(default: Any, kind: Kind, help: str, flags: str = "", label: str = "", **more: Any) -> Any:
+def _kept(default: Any, kind: Kind, help: str, flags: str = "--", label: str = "", **more: Any) -> Any:
     return field(default=default, metadata={"option": Option(kind, help, flags, label, **more)})
 
 
@@ -163,9 +163,12 @@ def _asked(default: Any, kind: Kind, help: str, flags: str = "", *, none: str = 
     return field(default=default, metadata={"option": Option(kind, help, flags, none=none, is_kept=False)})
 
 
-def declared(cls: type[Any]) -> dict[str, Option]:
+@cache
+def declared(cls: type[Any]) -> Mapping[str, Option]:
     """The options of a class by name."""
-    return {each.name: each.metadata["option"] for each in fields(cls)}
+    options = {each.name: each.metadata["option"] for each in fields(cls)}
+    own = {name: f"--{name.replace('_', '-')}" for name, option in options.items() if option.flags == "--"}
+    return {name: replace(option, flags=own.get(name, option.flags)) for name, option in options.items()}
 
 
 def default_text(cls: type[Any], name: str) -> str:
@@ -226,7 +229,7 @@ class LoadOptions(_Checked):
         None,
         _PATH,
         "a GGUF file, any one of a split model's, or a name that ``localllm models`` lists.  ``~`` is the home "
-        "folder. A name is one in the cache of the Hugging Face hub, such as 'ORG/REPO:QUANT', where ``localllm "
+        "folder.  A name is one in the cache of the Hugging Face hub, such as 'ORG/REPO:QUANT', where ``localllm "
         "pull`` puts it; or a file in the folders of the setting ``model_folders``; or 'demo'.  A Path is always a "
         "file.",
         none="the demo model",
@@ -237,7 +240,6 @@ class LoadOptions(_Checked):
         "auto, cpu, cuda (all GPUs), cuda:0,1 (these) or reference.  'auto' is 'cuda' where there is a GPU that "
         "works, else 'cpu'; with 'cuda' the CPU has the layers that GPUs have no room for; 'reference' is plain "
         "numpy, slow and exact.",
-        "--device",
     )
     n_gpu_layers: int | None = _kept(
         None,
@@ -273,7 +275,7 @@ class LoadOptions(_Checked):
         None,
         _TEXT,
         "the instruction set of the CPU's kernels, such as avx2, which localllm doctor lists",
-        "--isa",
+        "--",
         none="the best that runs here",
     )
     parallel: int = _asked(
@@ -287,7 +289,6 @@ class LoadOptions(_Checked):
         _CACHE_TYPE,
         "what the KV cache holds: f16, or q8_0 in about half the memory.  With q8_0, bytes with a scale for each 32, "
         "logits differ by about 1 %.",
-        "--cache-type",
     )
     chat_template: str | None = _asked(
         None, _TEXT, "jinja2 source of a chat template in place of the file's own", none="the file's own"
@@ -343,13 +344,9 @@ class Sampling(_Checked):
         "--temp --temperature",
         "Temperature",
     )
-    top_k: int = _kept(40, _whole(0), "the K likeliest tokens only; 0 is off", "--top-k", "Top k")
-    top_p: float = _kept(
-        0.95, _PROBABILITY, "the likeliest tokens up to this probability; 1 is off", "--top-p", "Top p"
-    )
-    min_p: float = _kept(
-        0.05, _PROBABILITY, "at least this part of the likeliest one's; 0 is off", "--min-p", "Min p"
-    )
+    top_k: int = _kept(40, _whole(0), "the K likeliest tokens only; 0 is off", "--", "Top k")
+    top_p: float = _kept(0.95, _PROBABILITY, "the likeliest tokens up to this probability; 1 is off", "--", "Top p")
+    min_p: float = _kept(0.05, _PROBABILITY, "at least so likely, relative to the best; 0 is off", "--", "Min p")
     typical_p: float = _kept(
         1.0,
         _PROBABILITY,
@@ -361,44 +358,33 @@ class Sampling(_Checked):
         1.0,
         _number(math.ulp(0.0), "a finite number above 0 (1 is off)"),
         "on tokens that occurred; 1 is off.  Divides their positive logits, and multiplies the others.",
-        "--repeat-penalty",
+        "--",
         "Repeat penalty",
     )
-    repeat_last_n: int = _kept(64, _WINDOW, "the penalties look at the last N tokens; -1 is all", "--repeat-last-n")
-    presence_penalty: float = _kept(
-        0.0, _ANY_NUMBER, "on tokens that occurred.  Subtracted from their logits.", "--presence-penalty"
-    )
-    frequency_penalty: float = _kept(
-        0.0, _ANY_NUMBER, "on each time that they did.  Subtracted once for each.", "--frequency-penalty"
-    )
+    repeat_last_n: int = _kept(64, _WINDOW, "the penalties look at the last N tokens; -1 is all")
+    presence_penalty: float = _kept(0.0, _ANY_NUMBER, "on tokens that occurred.  Subtracted from their logits.")
+    frequency_penalty: float = _kept(0.0, _ANY_NUMBER, "on each time that they did.  Subtracted once for each.")
     dry_multiplier: float = _kept(
         0.0,
         _NOT_NEGATIVE,
         "DRY against repetition; 0 is off.  The penalty of a token that prolongs a repetition of ``length`` tokens "
         "is ``multiplier * base ** (length - allowed_length)``, from ``allowed_length`` on.",
-        "--dry-multiplier",
     )
-    dry_base: float = _kept(
-        1.75, _number(1.0, "a finite number of at least 1"), "its growth with each token", "--dry-base"
-    )
-    dry_allowed_length: int = _kept(2, _whole(0), "tokens that may be repeated", "--dry-allowed-length")
-    dry_penalty_last_n: int = _kept(-1, _WINDOW, "DRY looks at the last N tokens; -1 is all", "--dry-penalty-last-n")
+    dry_base: float = _kept(1.75, _number(1.0, "a finite number of at least 1"), "its growth with each token")
+    dry_allowed_length: int = _kept(2, _whole(0), "tokens that may be repeated")
+    dry_penalty_last_n: int = _kept(-1, _WINDOW, "DRY looks at the last N tokens; -1 is all")
     dry_sequence_breakers: tuple[str, ...] = _kept(
-        ("\n", ":", '"', "*"), _TEXTS, "DRY follows no repetition across these texts"
+        ("\n", ":", '"', "*"), _TEXTS, "DRY follows no repetition across these texts", ""
     )
     xtc_probability: float = _kept(
         0.0,
         _PROBABILITY,
         "how often XTC acts; 0 is off.  Of the tokens at least ``xtc_threshold`` likely it removes all but the least "
         "likely.",
-        "--xtc-probability",
     )
-    xtc_threshold: float = _kept(0.1, _PROBABILITY, "above 0.5 XTC never acts", "--xtc-threshold")
+    xtc_threshold: float = _kept(0.1, _PROBABILITY, "above 0.5 XTC never acts")
     mirostat: int = _kept(
-        0,
-        _MIROSTAT,
-        "2 is mirostat 2; 0 is off.  It steers the surprise of the text, in place of top-k to XTC.",
-        "--mirostat",
+        0, _MIROSTAT, "2 is mirostat 2; 0 is off.  It steers the surprise of the text, in place of top-k to XTC."
     )
     mirostat_tau: float = _kept(5.0, _NOT_NEGATIVE, "its target in bits, tau", "--mirostat-ent")
     mirostat_eta: float = _kept(0.1, _NOT_NEGATIVE, "its learning rate, eta", "--mirostat-lr")
@@ -439,7 +425,7 @@ class Sampling(_Checked):
         for name in changes:
             if name not in names:
                 raise UsageError(f"{name!r} is no sampling setting; there are {', '.join(names)}")
-        return dataclasses.replace(self, **changes)
+        return replace(self, **changes)
 
 
 describes(Sampling)(Sampling)
