@@ -6,14 +6,16 @@ import contextlib
 import difflib
 import math
 import operator
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from localllm.errors import UsageError
+
+# Imported where it is used: the command line's help does not wait for it.
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def as_int(value: object) -> int | None:
@@ -70,23 +72,6 @@ def text(name: str, value: object) -> str:
     return value
 
 
-def proportions(name: str, value: object) -> tuple[float, ...]:
-    """``value`` as a tuple of numbers.
-
-    Raises:
-        UsageError: it is no list of numbers of at least 0, not all of them 0.
-    """
-    rule = f"{name} is {value!r:.80}, but must be a list of numbers of at least 0, not all of them 0"
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise UsageError(rule)
-    numbers = (isinstance(x, int | float) and not isinstance(x, bool) for x in value)
-    if not all(numbers) or not all(0 <= x <= sys.float_info.max for x in value):
-        raise UsageError(rule)
-    if not any(value):
-        raise UsageError(rule)
-    return tuple(float(x) for x in value)
-
-
 def mappings(name: str, value: object) -> Sequence[Mapping[str, object]]:
     """Raises:
     UsageError: ``value`` is no list of mappings.
@@ -110,7 +95,7 @@ def token_ids(ids: object, n_vocab: int, rule: str = "tokens must be a list of w
     Raises:
         UsageError: they are no sequence of integers, or one is outside the vocabulary.
     """
-    if isinstance(ids, np.ndarray):
+    if hasattr(ids, "tolist"):  # of numpy
         ids = ids.tolist()
     if isinstance(ids, str | bytes | bytearray | memoryview) or not isinstance(ids, Sequence):
         raise UsageError(f"{rule}, not {type(ids).__name__}")
@@ -127,6 +112,8 @@ def in_vocabulary(ids: Sequence[int] | NDArray[np.integer], n_vocab: int, where:
     """Raises:
     UsageError: one of the integers ``ids`` is outside the vocabulary; ``where`` says what they are for.
     """
+    import numpy as np
+
     array = np.asarray(ids)
     outside = array[(array < 0) | (array >= n_vocab)]
     if outside.size:
@@ -140,7 +127,7 @@ def check_keywords(given: Collection[str], known: Collection[str], theirs: Mappi
     """
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, [name] if name in theirs else [*known, *theirs], n=1)
+            near = difflib.get_close_matches(name, [*known, *theirs], n=1)
             if not near:
                 hint = f"there are {', '.join(known)}"
             else:

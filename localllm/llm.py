@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import queue
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from localllm.checks import check_keywords, mappings, text, token_ids, whole_number
 from localllm.completion import AsyncStream, Completion, Stream
+from localllm.declared_options import LoadOptions, declared, describes
 from localllm.engine.engine import MAX_WAITING, STEP_S, Engine
 from localllm.engine.request import Request
 from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, QueueFullError, UsageError
@@ -26,7 +26,7 @@ from localllm.habits import THEIR_LOAD, THEIR_METHODS
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import CacheType
-from localllm.loading import LoadOptions, Parts, compile_template, load_parts
+from localllm.loading import Parts, compile_template, load_parts
 from localllm.options import CheckedOptions, Options
 from localllm.progress import LoadPlan, LoadProgress, default_progress
 from localllm.sampling import make_sampler
@@ -49,6 +49,7 @@ _AT_ONCE = 64
 _TAKEN_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "tokenizer", "template", "self"})
 
 
+@describes(LoadOptions)
 def load(
     path: str | os.PathLike[str] | None = None,
     *,
@@ -71,38 +72,7 @@ def load(
     """Loads a model.
 
     Args:
-        path: a GGUF file, any one of a split model's, ``~`` being the home folder; or a name that ``localllm models``
-            lists, such as "ORG/REPO:QUANT" for one in the cache of the Hugging Face hub, where ``localllm pull`` puts
-            it, or a file in the folders of the setting ``model_folders``; or "demo" or None for the small demo model
-            that comes with localllm.  A Path is always a file.
-        device: "cpu"; "cuda", all GPUs, or "cuda:0,1", these ones, and the CPU for layers that they have no room
-            for; "auto", "cuda" where there is a GPU that works, else "cpu"; or "reference", plain numpy, slow and
-            exact.
-        n_gpu_layers: how many of the model's layers, the last ones, go to GPUs; the rest run on the CPU.  By default
-            as many as fit; 0 puts none there, and more than the model has means all.
-        tensor_split: in what proportion GPUs share those layers, a number for each, such as (3, 1); by default in
-            that of their free memory.
-        context: tokens that a prompt and its answer can have together.  By default as many as the model was
-            trained on, at most 4,096, and fewer where memory is short.  More than it was trained on is allowed,
-            with a warning.
-        threads: how many compute; by default one for each physical core that the process may use, and to decode as
-            many of them as read memory fastest, which is measured on each machine and kept.
-        isa: the instruction set of the CPU's kernels, such as "avx2"; by default the best that runs here.
-        parallel: how many sequences of full length the cache has room for.  Requests that run at the same time share
-            it; where it is too small they wait for each other.
-        cache_type: what the cache keeps keys and values in: "f16", or "q8_0", bytes with a scale for each 32,
-            which takes about half the memory, for logits that differ by about 1 %.
-        chat_template: jinja2 source to use in place of the file's own template.
-        draft_model: a smaller model with the same vocabulary, named as ``path``, which drafts tokens for the large
-            one to check; see ``speculate`` in `localllm.Options`.
-        progress: called while kernels are compiled, which the first start on a machine has to do, and weights
-            packed: with "kernels" or "weights", how many kernels or bytes are done, and of how many.  By default,
-            if standard error is a terminal, one line there says so when compiling takes long.
-        planned: called once with the `localllm.placement.Plan`, before anything is loaded.
-        max_waiting: how many requests may wait for others; more are refused with a `QueueFullError`.
-        step_s: seconds that a step with a part of a long prompt takes, at most: about how long other streams pause
-            for it, and how long cancelling takes.  A very slow model takes longer: a part has at least 16 tokens,
-            or 64 where nothing else decodes.
+        {options}
 
     Raises:
         TypeError: a keyword is unknown; names the one that was meant.
@@ -116,7 +86,7 @@ def load(
         SettingsError: the name has to be looked for in ``model_folders``, and the settings file is broken.
     """
     if unknown:
-        check_keywords(unknown, [*inspect.signature(load).parameters][:-1], THEIR_LOAD)
+        check_keywords(unknown, declared(LoadOptions), THEIR_LOAD)
     options = LoadOptions(
         path=model_file(path),
         device=device,

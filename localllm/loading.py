@@ -13,21 +13,21 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from localllm.chat.source import TemplateSource
-from localllm.checks import proportions, seconds, text, whole_number
+from localllm.declared_options import LoadOptions
 from localllm.devices import Device, open_devices
 from localllm.engine.drafting.model import DraftModel
-from localllm.engine.engine import MAX_WAITING, STEP_S, Engine
+from localllm.engine.engine import Engine
 from localllm.engine.runner import ModelRunner
 from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
 from localllm.kernels.backend import Step, weights_of
 from localllm.kernels.cpu.host import available_memory, default_threads, memory_advice
-from localllm.kernels.graph import CACHE_TYPES, CacheType, Graph, Weight
+from localllm.kernels.graph import Graph, Weight
 from localllm.kernels.split import compile_split, page_size
 from localllm.models.registry import Model, find_architecture, read_model
 from localllm.placement import DeviceBudget, Placement, Plan, Planner, StepSizes, plan, plan_with_draft
-from localllm.progress import LoadPlan, LoadProgress, of_stage
+from localllm.progress import of_stage
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import Vocabulary
 
@@ -40,55 +40,6 @@ if TYPE_CHECKING:
 LONG_CONTEXT = ".* was trained on [0-9,]+ tokens of context: "
 
 _log = logging.getLogger("localllm")
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """The arguments of `localllm.load`, which describes them, checked.
-
-    Raises:
-        UsageError: one is of the wrong type or out of range.
-    """
-
-    path: str | os.PathLike[str] | None
-    device: str
-    n_gpu_layers: int | None
-    tensor_split: Sequence[float] | None
-    context: int | None
-    threads: int | None
-    isa: str | None
-    parallel: int
-    cache_type: CacheType
-    chat_template: str | None
-    draft_model: str | os.PathLike[str] | None
-    progress: LoadProgress | None
-    planned: LoadPlan | None
-    max_waiting: int = MAX_WAITING
-    step_s: float = STEP_S
-
-    def __post_init__(self) -> None:
-        text("device", self.device)
-        for name in ("isa", "chat_template"):
-            if (value := getattr(self, name)) is not None:
-                text(name, value)
-        for name in ("path", "draft_model"):
-            if (value := getattr(self, name)) is not None and not isinstance(value, str | os.PathLike):
-                raise UsageError(f"{name} is {value!r:.80}, but must be the path of a GGUF file, as str or Path")
-        for name in ("context", "threads", "parallel", "max_waiting"):
-            if (value := getattr(self, name)) is not None or name in ("parallel", "max_waiting"):
-                object.__setattr__(self, name, whole_number(name, value, 1))
-        object.__setattr__(self, "step_s", seconds("step_s", self.step_s))
-        if self.n_gpu_layers is not None:
-            object.__setattr__(self, "n_gpu_layers", whole_number("n_gpu_layers", self.n_gpu_layers, 0))
-        if self.tensor_split is not None:
-            object.__setattr__(self, "tensor_split", proportions("tensor_split", self.tensor_split))
-        if not isinstance(self.cache_type, str) or self.cache_type not in CACHE_TYPES:
-            types = ", ".join(map(repr, CACHE_TYPES))
-            raise UsageError(f"cache_type is {self.cache_type!r:.80}, but must be one of {types}")
-        if self.progress is not None and not callable(self.progress):
-            raise UsageError(f"progress is {self.progress!r:.80}, but must be a function of a stage and two numbers")
-        if self.planned is not None and not callable(self.planned):
-            raise UsageError(f"planned is {self.planned!r:.80}, but must be a function of a plan")
 
 
 @dataclass(frozen=True)

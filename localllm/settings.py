@@ -19,12 +19,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from localllm.errors import SettingsError, UsageError
+from localllm.declared_options import Kind, LoadOptions, Sampling, declared, shown
+from localllm.errors import SettingsError
 
 if TYPE_CHECKING:
     from localllm.kernels.graph import CacheType
@@ -32,10 +33,8 @@ if TYPE_CHECKING:
 #: Environment variable that names another settings file.
 CONFIG_VARIABLE = "LOCALLLM_CONFIG"
 
-#: The table of sampling settings, and what of `localllm.Sampling` is not for a file: functions, and what depends on
-#: the model or on one request.
+#: The table of sampling settings.
 SAMPLING = "sampling"
-_NOT_SETTLED = ("logit_bias", "logprobs", "processors")
 
 #: A settings file of more bytes than this is another file.
 _MOST_BYTES = 1 << 20
@@ -163,25 +162,7 @@ def read_text(path: Path) -> str:
 
 # -- What a file may have ------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Key:
-    """A key of the settings file.
-
-    Attributes:
-        words: what its value must be.
-        read: the value as `Settings` has it; None if it is not so.
-    """
-
-    words: str
-    read: Callable[[Any], Any]
-
-
-def _whole(least: int) -> Key:
-    def read(value: Any) -> int | None:
-        return value if isinstance(value, int) and not isinstance(value, bool) and value >= least else None
-
-    return Key(f"a whole number of at least {least}", read)
+_DEVICE = re.compile(r"auto|cpu|reference|(cuda|gpu)(:\d+(,\d+)*)?")
 
 
 def _text(value: Any) -> str | None:
@@ -194,48 +175,32 @@ def _texts(value: Any) -> tuple[str, ...] | None:
     return tuple(several) if isinstance(several, list) and all(map(_text, several)) else None
 
 
-def _proportions(value: Any) -> tuple[float, ...] | None:
-    from localllm.checks import proportions
-
-    try:
-        return proportions("", value)
-    except UsageError:
-        return None
-
-
 def _device(value: Any) -> str | None:
     return value if isinstance(value, str) and _DEVICE.fullmatch(value) else None
 
 
-def _cache_type(value: Any) -> str | None:
-    from localllm.kernels.graph import CACHE_TYPES
-
-    return value if isinstance(value, str) and value in CACHE_TYPES else None
-
-
-_DEVICE = re.compile(r"auto|cpu|reference|(cuda|gpu)(:\d+(,\d+)*)?")
+_LOAD = {name: option.kind for name, option in declared(LoadOptions).items() if option.is_kept}
 
 #: All keys but for those of the table of sampling settings.
-KEYS: Mapping[str, Key] = {
-    "model": Key("a GGUF file's path, or ORG/REPO[:QUANT]", _text),
-    "device": Key("'auto', 'cpu', 'cuda', 'cuda:0,1' or 'reference'", _device),
-    "n_gpu_layers": _whole(0),
-    "tensor_split": Key("a list of numbers of at least 0, not all of them 0", _proportions),
-    "context": _whole(1),
-    "threads": _whole(1),
-    "cache_type": Key("'f16' or 'q8_0'", _cache_type),
-    "system_prompt": Key("a text that is not empty", _text),
-    "stop": Key("a text that is not empty, or a list of such", _texts),
-    "theme": Key("the name of a theme, such as 'dark' or 'light'", _text),
-    "model_folders": Key("a folder's path, or a list of such", _texts),
+KEYS: Mapping[str, Kind] = {
+    "model": Kind("a GGUF file's path, or ORG/REPO[:QUANT]", _text),
+    **_LOAD,
+    "device": Kind("'auto', 'cpu', 'cuda', 'cuda:0,1' or 'reference'", _device),
+    "system_prompt": Kind("a text that is not empty", _text),
+    "stop": Kind("a text that is not empty, or a list of such", _texts),
+    "theme": Kind("the name of a theme, such as 'dark' or 'light'", _text),
+    "model_folders": Kind("a folder's path, or a list of such", _texts),
+}
+
+#: The keys of the table of sampling settings.
+SAMPLING_KEYS: Mapping[str, Kind] = {
+    name: option.kind for name, option in declared(Sampling).items() if option.is_kept
 }
 
 
 def sampling_names() -> tuple[str, ...]:
     """The keys that the table of sampling settings may have."""
-    from localllm.sampling import Sampling
-
-    return tuple(each.name for each in fields(Sampling) if each.name not in _NOT_SETTLED)
+    return tuple(SAMPLING_KEYS)
 
 
 def check(values: Mapping[str, Any], folder: Path) -> tuple[Settings, list[str]]:
@@ -244,56 +209,35 @@ def check(values: Mapping[str, Any], folder: Path) -> tuple[Settings, list[str]]
     Args:
         folder: of the file, which paths in it begin at.
     """
+    top = {name: value for name, value in values.items() if name != SAMPLING}
+    good, problems = _check_keys(top, KEYS, lambda name: _unknown(name, [*KEYS, SAMPLING], f"{SAMPLING}."))
+    if "model_folders" in good:
+        good["model_folders"] = tuple(folder / _expanded(each) for each in good["model_folders"])
+    table = values.get(SAMPLING, {})
+    if not isinstance(table, dict):
+        wrong = f"{SAMPLING} is {shown(table)}, but must be a table: a line [{SAMPLING}], and settings below it"
+        return Settings(**good, given=frozenset(good)), [*problems, wrong]
+    sampling, more = _check_keys(
+        table, SAMPLING_KEYS, lambda name: _unknown(name, SAMPLING_KEYS, where=f" in [{SAMPLING}]"), f"{SAMPLING}."
+    )
+    given = {*good, *(f"{SAMPLING}.{name}" for name in sampling)}
+    return Settings(**good, sampling=MappingProxyType(sampling), given=frozenset(given)), problems + more
+
+
+def _check_keys(
+    values: Mapping[str, Any], keys: Mapping[str, Kind], unknown: Callable[[str], str], table: str = ""
+) -> tuple[dict[str, Any], list[str]]:
+    """The values of a table that are good, and what is wrong with the rest."""
     good: dict[str, Any] = {}
     problems: list[str] = []
     for name, value in values.items():
-        if name == SAMPLING:
-            continue
-        key = KEYS.get(name)
-        if key is None:
-            problems.append(_unknown(name, [*KEYS, SAMPLING], f"{SAMPLING}."))
-        elif (read := key.read(value)) is None:
-            problems.append(f"{name} is {_short(value)} but must be {key.words}")
+        if name not in keys:
+            problems.append(unknown(name))
+        elif (read := keys[name].read(value)) is None:
+            problems.append(f"{table}{name} is {shown(value)}, but must be {keys[name].words}")
         else:
             good[name] = read
-    if "model_folders" in good:
-        good["model_folders"] = tuple(folder / _expanded(each) for each in good["model_folders"])
-    settings = Settings(**good, given=frozenset(good))
-    if SAMPLING not in values:
-        return settings, problems
-    sampling, wrong = _check_sampling(values[SAMPLING])
-    given = settings.given | {f"{SAMPLING}.{name}" for name in sampling}
-    return replace(settings, sampling=MappingProxyType(sampling), given=given), problems + wrong
-
-
-def _check_sampling(table: object) -> tuple[dict[str, Any], list[str]]:
-    from localllm.sampling import Sampling
-
-    if not isinstance(table, dict):
-        return {}, [f"{SAMPLING} is {_short(table)} but must be a table: a line [{SAMPLING}], and settings below it"]
-    good: dict[str, Any] = {}
-    problems: list[str] = []
-    names = sampling_names()
-    for name, value in table.items():
-        if name not in names:
-            problems.append(_unknown(name, names, where=f" in [{SAMPLING}]"))
-            continue
-        setting: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value}
-        try:
-            good[name] = getattr(Sampling(**setting), name)
-        except UsageError as error:
-            problems.append(f"{SAMPLING}.{error}")
-        except ValueError:  # of a number that cannot be printed
-            problems.append(f"{SAMPLING}.{name} is {_short(value)}, but must be in range")
     return good, problems
-
-
-def _short(value: object) -> str:
-    """A value for a message."""
-    try:
-        return f"{value!r:.80}"
-    except ValueError:  # a number with thousands of digits, which Python does not print
-        return "a number of very many digits"
 
 
 def _unknown(name: str, names: Any, table: str = "", where: str = "") -> str:

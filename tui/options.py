@@ -12,11 +12,9 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from localllm.declared_options import Sampling, declared
 from localllm.errors import UsageError
-from localllm.options import CheckedOptions, SamplingOptions
-
-#: What is not set by typing: functions, and what belongs to single replies.
-_NOT_HERE = frozenset({"processors", "logprobs", "logit_bias", "dry_sequence_breakers"})
+from localllm.options import CheckedOptions
 
 _ON = {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}
 
@@ -42,10 +40,9 @@ def _readers() -> dict[str, Callable[[str], object]]:
         "thinking": _flag,
         "reply_prefix": str,
     }
-    for name, kind in SamplingOptions.__annotations__.items():
-        if name not in _NOT_HERE:
-            declared = kind if isinstance(kind, str) else getattr(kind, "__forward_arg__", str(kind))
-            readers[name] = float if declared == "float" else _count if "None" in declared else int
+    for name, option in declared(Sampling).items():
+        if option.is_kept and option.kind.parse in (float, int):
+            readers[name] = _count if option.none else option.kind.parse
     return readers
 
 

@@ -113,10 +113,8 @@ def generation_options(arguments: argparse.Namespace, settings: Settings) -> dic
     options["stop"] = [text(stop, "--stop") for stop in arguments.stop] or settings.stop
     options["logit_bias"] = dict(arguments.logit_bias)
     options["ignore_eos"] = arguments.ignore_eos
-    # llama.cpp's numbers for "no limit" and "until the context is full", and for "any seed".
+    # llama.cpp's numbers for "no limit" and "until the context is full".
     options["max_tokens"] = None if arguments.max_tokens in (-1, -2) else arguments.max_tokens
-    if options.get("seed") == -1:
-        options["seed"] = None
     if breakers := options.get("dry_sequence_breakers"):
         options["dry_sequence_breakers"] = [text(b, "--dry-sequence-breaker") for b in breakers if b != "none"]
     return {**settings.sampling, **options}

@@ -105,7 +105,8 @@ def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     # Imported here: kernels and tokenizers take much longer than to show what is in a file.
-    from localllm.loading import LoadOptions, plan_file
+    from localllm.declared_options import LoadOptions
+    from localllm.loading import plan_file
 
     return plan_file(
         LoadOptions(

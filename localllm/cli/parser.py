@@ -10,9 +10,10 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from localllm import __version__
+from localllm.declared_options import LoadOptions, Option, Sampling, declared, default_text
 from localllm.engine.drafting import DEFAULT_DRAFTS
 from localllm.errors import UsageError
 
@@ -202,66 +203,44 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 def _add_running(group: argparse._ArgumentGroup) -> None:
     _add_context(group)
     _add_device(group)
-    group.add_argument(
-        "-t",
-        "--threads",
-        type=whole(1, "a whole number of at least 1; leave -t out for one a physical core"),
-        metavar="N",
-        help="threads (default: one a physical core; to decode, as many as doctor shows)",
-    )
+    _add_declared(group, LoadOptions, "threads")
+
+
+def _add_declared(group: argparse._ActionsContainer, cls: type, *names: str, **more: Any) -> None:
+    """Adds flags for options that `localllm.declared_options` has; without names for all that have a flag.
+
+    What is not given is None for those of `LoadOptions`, which the settings file may have, and left out for the rest.
+    """
+    for name, option in declared(cls).items():
+        if name in names or (not names and option.flags):
+            default = default_text(cls, name)
+            arguments: dict[str, Any] = {
+                "dest": name,
+                "type": reader(option),
+                "metavar": option.kind.metavar,
+                "help": f"{option.brief} (default: {default})",
+                "default": None if cls is LoadOptions else argparse.SUPPRESS,
+            }
+            group.add_argument(*option.flags.split(), **arguments | more)
 
 
 def _add_context(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "-c",
-        "--ctx-size",
-        "--context",
-        dest="context",
-        type=whole(1, "a whole number of at least 1; leave -c out for as many as the model was trained on"),
-        metavar="N",
-        help="tokens of context (default: as many as the model was trained on, at most 4,096)",
-    )
+    _add_declared(group, LoadOptions, "context")
 
 
 def _add_device(group: argparse._ActionsContainer) -> None:
     _add_placement(group)
     _add_cache_type(group)
-    group.add_argument(
-        "--isa", metavar="NAME", help="the instruction set of the kernels (localllm doctor lists them)"
-    )
+    _add_declared(group, LoadOptions, "isa")
 
 
 def _add_placement(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--device",
-        metavar="NAME",
-        help="auto, cpu, cuda (all GPUs), cuda:0,1 (these) or reference (default: auto)",
-    )
-    group.add_argument(
-        "-ngl",
-        "--gpu-layers",
-        "--n-gpu-layers",
-        dest="n_gpu_layers",
-        type=whole(0),
-        metavar="N",
-        help="layers on GPUs, the last ones; the rest are on the CPU (default: as many as fit)",
-    )
-    group.add_argument(
-        "-ts",
-        "--tensor-split",
-        dest="tensor_split",
-        type=proportions,
-        metavar="X,…",
-        help="how GPUs share those layers, such as 3,1 (default: as their free memory is)",
-    )
+    _add_declared(group, LoadOptions, "device", "n_gpu_layers")
+    _add_declared(group, LoadOptions, "tensor_split", type=proportions)
 
 
 def _add_cache_type(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--cache-type",
-        metavar="TYPE",
-        help="what the KV cache holds: f16, or q8_0 in about half the memory (default: f16)",
-    )
+    _add_declared(group, LoadOptions, "cache_type")
 
 
 def _add_prompt(group: argparse._ArgumentGroup) -> None:
@@ -327,24 +306,7 @@ def _add_ending(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
-    def add(*flags: str, name: str, kind: Callable[[str], float] | None = None, text: str) -> None:
-        # What is not given is left to localllm.Sampling's own defaults, and so is the range of numbers.
-        metavar, kind = ("X", number) if kind is None else ("N", kind)
-        group.add_argument(*flags, dest=name, type=kind, metavar=metavar, default=argparse.SUPPRESS, help=text)
-
-    add("--temp", "--temperature", name="temperature", text="0 always takes the likeliest (default: 0.8)")
-    add("--top-k", name="top_k", kind=whole(0), text="of the K likeliest only; 0 is off (default: 40)")
-    add("--top-p", name="top_p", text="of the likeliest that make up this probability; 1 is off (default: 0.95)")
-    add("--min-p", name="min_p", text="at least so likely, relative to the likeliest; 0 is off (default: 0.05)")
-    add("--typical", "--typical-p", name="typical_p", text="locally typical sampling; 1 is off (default: 1.0)")
-    add("--repeat-penalty", name="repeat_penalty", text="on tokens that occurred; 1 is off (default: 1.0)")
-    add("--repeat-last-n", name="repeat_last_n", kind=whole(-1), text="among the last N; -1 is all (default: 64)")
-    add("--presence-penalty", name="presence_penalty", text="on tokens that occurred (default: 0.0)")
-    add("--frequency-penalty", name="frequency_penalty", text="on each time that they did (default: 0.0)")
-    add("--dry-multiplier", name="dry_multiplier", text="DRY against repetition; 0 is off (default: 0.0)")
-    add("--dry-base", name="dry_base", text="(default: 1.75)")
-    add("--dry-allowed-length", name="dry_allowed_length", kind=whole(0), text="(default: 2)")
-    add("--dry-penalty-last-n", name="dry_penalty_last_n", kind=whole(-1), text="-1 is all (default: -1)")
+    _add_declared(group, Sampling)
     group.add_argument(
         "--dry-sequence-breaker",
         dest="dry_sequence_breakers",
@@ -353,11 +315,6 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         default=argparse.SUPPRESS,
         help="DRY follows no repetition across this text; in place of the default ones, which 'none' clears",
     )
-    add("--xtc-probability", name="xtc_probability", text="how often XTC acts; 0 is off (default: 0.0)")
-    add("--xtc-threshold", name="xtc_threshold", text="above 0.5 it never does (default: 0.1)")
-    add("--mirostat", name="mirostat", kind=whole(0), text="2 is mirostat 2; 0 is off (default: 0)")
-    add("--mirostat-ent", name="mirostat_tau", text="its target in bits, tau (default: 5.0)")
-    add("--mirostat-lr", name="mirostat_eta", text="its learning rate, eta (default: 0.1)")
     group.add_argument(
         "-l",
         "--logit-bias",
@@ -367,8 +324,6 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         default=[],
         help="add X to the logit of a token: 15043+1, 15043-0.5, 15043-inf (may be given several times)",
     )
-    seed = whole(-1, "a whole number from 0 to 2^64 - 1, or -1 for a fresh one", below=1 << 64)
-    add("-s", "--seed", name="seed", kind=seed, text="of the random numbers; -1 draws a fresh one (default: -1)")
 
 
 def _add_speculation(group: argparse._ArgumentGroup) -> None:
@@ -380,15 +335,7 @@ def _add_speculation(group: argparse._ArgumentGroup) -> None:
         default=argparse.SUPPRESS,
         help="draft tokens from what the text or the prompt had before",
     )
-    group.add_argument(
-        "-md",
-        "--draft-model",
-        "--model-draft",
-        dest="draft_model",
-        type=model_file,
-        metavar="FILE",
-        help="a smaller model with the same vocabulary, which drafts tokens",
-    )
+    _add_declared(group, LoadOptions, "draft_model", type=model_file)
     group.add_argument(
         "--draft-max",
         "--draft",
@@ -545,11 +492,19 @@ def whole(least: int, words: str = "", *, below: float = math.inf) -> Callable[[
     return read
 
 
-def number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+def reader(option: Option) -> Callable[[str], Any]:
+    """Reads values of an option; -1 is llama.cpp's way to leave it open, where that is possible."""
+    leave_out = f"; leave it out for {option.none}" if option.none else ""
+
+    def read(text: str) -> Any:
+        if text == "-1" and option.none:
+            return None
+        with contextlib.suppress(ValueError):
+            if option.kind.read(value := option.kind.parse(text)) is not None:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {option.kind.words}{leave_out}")
+
+    return read
 
 
 def numbers(text: str) -> list[int]:

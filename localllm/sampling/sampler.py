@@ -13,21 +13,17 @@ well then, and applies the truncations at temperature 0 too.)
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import numbers
-import reprlib
 import secrets
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from localllm.checks import as_int, in_vocabulary
+from localllm.checks import in_vocabulary
+from localllm.declared_options import Sampling
 from localllm.errors import LocalLLMError, ModelError, UsageError
 from localllm.sampling import candidates as steps
 from localllm.sampling.candidates import Candidates, IntArray, Mirostat2
@@ -38,178 +34,6 @@ LogitsProcessor = Callable[[npt.NDArray[np.int32], Logits], Logits]
 -> the logits to go on with (float32 ``[n_vocab]``)."""
 
 Step = Callable[[Candidates], Candidates]
-
-_MAX = sys.float_info.max
-_PROBABILITY = (0.0, 1.0, "a number from 0 to 1")
-_ANY = (-_MAX, _MAX, "a finite number")
-_NOT_NEGATIVE = (0.0, _MAX, "a finite number of at least 0")
-
-# field -> lowest value, highest value, the same in words
-_REALS: dict[str, tuple[float, float, str]] = {
-    "temperature": (0.0, _MAX, "a finite number of at least 0 (0 is greedy)"),
-    "top_p": _PROBABILITY,
-    "min_p": _PROBABILITY,
-    "typical_p": _PROBABILITY,
-    "repeat_penalty": (math.ulp(0.0), _MAX, "a finite number above 0 (1 is off)"),
-    "presence_penalty": _ANY,
-    "frequency_penalty": _ANY,
-    "dry_multiplier": _NOT_NEGATIVE,
-    "dry_base": (1.0, _MAX, "a finite number of at least 1"),
-    "xtc_probability": _PROBABILITY,
-    "xtc_threshold": _PROBABILITY,
-    "mirostat_tau": _NOT_NEGATIVE,
-    "mirostat_eta": _NOT_NEGATIVE,
-}
-# field -> lowest value, the range in words
-_INTEGERS: dict[str, tuple[int, str]] = {
-    "top_k": (0, "a whole number of at least 0 (0 is off)"),
-    "repeat_last_n": (-1, "a whole number of at least -1 (-1 is the whole text, 0 is off)"),
-    "dry_allowed_length": (0, "a whole number of at least 0"),
-    "dry_penalty_last_n": (-1, "a whole number of at least -1 (-1 is the whole text, 0 is off)"),
-}
-_SEED_LIMIT = 1 << 64
-
-
-def _real(value: object, low: float, high: float) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond any float
-        return None
-    return number if low <= number <= high else None
-
-
-def _integer(value: object, lowest: int) -> int | None:
-    number = as_int(value)
-    return number if number is not None and number >= lowest else None
-
-
-def _texts(value: object) -> tuple[str, ...] | None:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        return None
-    texts = tuple(value)
-    return texts if all(isinstance(text, str) and text for text in texts) else None
-
-
-def _biases(value: object) -> dict[int, float] | None:
-    if not isinstance(value, Mapping):
-        return None
-    biases: dict[int, float] = {}
-    for key, bias in value.items():
-        id_ = _integer(key, 0)
-        number = _real(bias, -math.inf, _MAX)
-        if id_ is None or number is None:
-            return None
-        biases[id_] = number
-    return biases
-
-
-def _callables(value: object) -> tuple[object, ...] | None:
-    if not isinstance(value, Iterable):
-        return None
-    functions = tuple(value)
-    return functions if all(callable(function) for function in functions) else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen.  Names and defaults are llama.cpp's; see the module for the order.
-
-    Attributes:
-        temperature: divides the logits; 0 is greedy: no truncation, XTC or mirostat then.
-        top_k: keeps the k most likely tokens; 0 is off.
-        top_p: keeps the most likely tokens, until their probabilities reach this sum; 1 is off.
-        min_p: keeps the tokens at least this likely, relative to the most likely one; 0 is off.
-        typical_p: keeps the tokens whose surprise is nearest to the entropy, until their probabilities exceed
-            this sum; 1 is off.
-        repeat_penalty: divides the positive and multiplies the other logits of tokens that occurred; 1 is
-            off.
-        repeat_last_n: over how many last tokens, the prompt's among them, the three penalties look; -1 is
-            all.
-        presence_penalty: subtracted from the logit of every token that occurred.
-        frequency_penalty: subtracted from it once for each time that it occurred.
-        dry_multiplier, dry_base, dry_allowed_length: DRY's penalty is
-            ``multiplier * base ** (length - allowed_length)`` for a token that prolongs a repetition of
-            ``length`` tokens, from ``allowed_length`` on (``penalties.DryPenalty``); multiplier 0 is off.
-        dry_penalty_last_n: over how many last tokens DRY looks; -1 is all.
-        dry_sequence_breakers: texts across which DRY follows no repetition.
-        xtc_probability: how often XTC acts: of the tokens at least ``xtc_threshold`` likely it removes all
-            but the least likely; 0 is off.
-        xtc_threshold: see there; above 0.5 XTC never acts.
-        mirostat: 2 steers the surprise of the text to ``mirostat_tau`` bits with learning rate
-            ``mirostat_eta``, in place of every step from ``top_k`` to XTC; 0 is off.
-        logit_bias: id -> number added to its logit; ``-math.inf`` forbids the token.
-        seed: of the random numbers; None draws a fresh one.
-        logprobs: how many of the likeliest tokens to report with each choice, 0 for the choice alone, None
-            for no log-probabilities.  They are those of the model, before any setting here.
-        processors: functions, called in turn after ``logit_bias``, each with the tokens so far, those of the prompt
-            among them, int32 [n], and the logits, float32 [n_vocab], of which it returns its own.
-
-    Raises:
-        UsageError: a setting is out of its range, or not of its type.
-    """
-
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    typical_p: float = 1.0
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    mirostat: int = 0
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    seed: int | None = None
-    logprobs: int | None = None
-    processors: tuple[LogitsProcessor, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name, (low, high, words) in _REALS.items():
-            self._settle(name, _real(getattr(self, name), low, high), words)
-        for name, (lowest, words) in _INTEGERS.items():
-            self._settle(name, _integer(getattr(self, name), lowest), words)
-        mirostat = _integer(self.mirostat, 0)
-        self._settle("mirostat", mirostat if mirostat in (0, 2) else None, "0 (off) or 2")
-        if self.seed is not None:
-            seed = _integer(self.seed, 0)
-            words = "a whole number from 0 to 2^64 - 1, or None for a fresh one"
-            self._settle("seed", seed if seed is not None and seed < _SEED_LIMIT else None, words)
-        if self.logprobs is not None:
-            words = "a whole number of at least 0, or None for no log-probabilities"
-            self._settle("logprobs", _integer(self.logprobs, 0), words)
-        self._settle("dry_sequence_breakers", _texts(self.dry_sequence_breakers), "texts, none of them empty")
-        self._settle("logit_bias", _biases(self.logit_bias), "a mapping of token ids to finite numbers or -inf")
-        self._settle("processors", _callables(self.processors), "a tuple of functions")
-
-    def _settle(self, name: str, value: object, words: str) -> None:
-        """Stores the value in its plain Python type; None says that it is none of what ``words`` describe."""
-        if value is None:
-            raise UsageError(f"{name} is {reprlib.repr(getattr(self, name))} but must be {words}")
-        object.__setattr__(self, name, value)
-
-    def replace(self, **changes: Any) -> Self:
-        """The same settings but for ``changes``.
-
-        Raises:
-            UsageError: a name is no setting, or a value is out of its range.
-        """
-        names = [f.name for f in dataclasses.fields(self)]
-        for name in changes:
-            if name not in names:
-                raise UsageError(f"{name!r} is no sampling setting; there are {', '.join(names)}")
-        return dataclasses.replace(self, **changes)
-
 
 greedy = Sampling(temperature=0.0)
 """Always the most likely token."""

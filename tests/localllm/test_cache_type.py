@@ -91,7 +91,7 @@ def test_the_command_line(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     assert "q8_0 KV cache" in outcome.err
     outcome = run_main(capfdbinary, *flags, "q4_1")
     assert outcome.code != 0
-    assert "--cache-type is 'q4_1', but must be one of 'f16', 'q8_0'" in outcome.err
+    assert "--cache-type: 'q4_1' is not one of 'f16', 'q8_0'" in outcome.err
 
 
 @pytest.mark.parametrize("value", ["Q8_0", None, ["f16"], np.array(["f16", "q8_0"])])

@@ -83,6 +83,14 @@ def test_streamed_text_is_the_same_text(llm: Llama) -> None:
     assert shape(chunks[0]) == {**HEAD, "choices": [choice]}
 
 
+def test_what_might_become_a_stop_string_comes_at_the_end(llm: Llama) -> None:
+    options: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+    text = llm("Once upon a time", **options)["choices"][0]["text"]
+    chunks = list(llm("Once upon a time", stop=[f"{text[-1]}@@"], stream=True, **options))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+    assert chunks[-1]["choices"][0] == {"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}
+
+
 def test_streamed_chat_is_the_same_text(llm: Llama) -> None:
     whole = llm.create_chat_completion(QUESTION, temperature=0)["choices"][0]
     chunks = list(llm.create_chat_completion(QUESTION, temperature=0, stream=True))

@@ -835,6 +835,7 @@ def test_arguments_of_load_out_of_range(tiny_path: Path, arguments: dict[str, An
 def test_load_options_are_the_arguments_of_load_in_plain_types() -> None:
     arguments = {name: p.default for name, p in inspect.signature(localllm.load).parameters.items()}
     del arguments["unknown"]
+    assert {field.name: field.default for field in fields(LoadOptions)} == arguments
     assert [field.name for field in fields(LoadOptions)] == list(arguments)
     options = LoadOptions(**(arguments | {"context": np.int64(64), "threads": np.uint8(2)}))
     assert (options.context, options.threads) == (64, 2)
@@ -1004,6 +1005,5 @@ def test_an_unknown_option_names_its_nearest(loaded_reference: LLM, name: str, h
 
 
 def test_sampling_options_are_those_of_sampling() -> None:
-    assert get_type_hints(SamplingOptions) == {
-        field.name: get_type_hints(Sampling)[field.name] for field in fields(Sampling)
-    }
+    of_sampling = get_type_hints(Sampling, localns={"LogitsProcessor": LogitsProcessor})
+    assert get_type_hints(SamplingOptions) == {field.name: of_sampling[field.name] for field in fields(Sampling)}

@@ -79,22 +79,22 @@ def test_one_text_is_a_list_of_one(tmp_path: Path) -> None:
         ("xyzzy = 1", "there is no setting 'xyzzy': there are model, device, "),
         ("[sampling]\ntopk = 1", "there is no setting 'topk' in [sampling]: did you mean top_k?"),
         ("[sampling]\nlogprobs = 1", "there is no setting 'logprobs' in [sampling]"),
-        ("[sampling]\ntemperature = -1", "sampling.temperature is -1 but must be a finite number of at least 0"),
-        ("[sampling]\ntop_k = 'all'", "sampling.top_k is 'all' but must be a whole number"),
-        ("sampling = 1", "sampling is 1 but must be a table: a line [sampling]"),
-        ("context = 0", "context is 0 but must be a whole number of at least 1"),
-        ("context = 1.5", "context is 1.5 but must be a whole number of at least 1"),
-        ("context = '8k'", "context is '8k' but must be a whole number of at least 1"),
-        ("threads = true", "threads is True but must be a whole number of at least 1"),
-        ("n_gpu_layers = -1", "n_gpu_layers is -1 but must be a whole number of at least 0"),
-        ("tensor_split = [0, 0]", "tensor_split is [0, 0] but must be a list of numbers of at least 0"),
-        ("device = 'gpu9x'", "device is 'gpu9x' but must be 'auto', 'cpu', 'cuda', 'cuda:0,1' or 'reference'"),
-        ("cache_type = 'q4_0'", "cache_type is 'q4_0' but must be 'f16' or 'q8_0'"),
-        ("stop = ['']", "stop is [''] but must be a text that is not empty, or a list of such"),
-        ("stop = [1]", "stop is [1] but must be a text that is not empty, or a list of such"),
-        ("model = ''", "model is '' but must be a GGUF file's path, or ORG/REPO[:QUANT]"),
-        ("model_folders = 3", "model_folders is 3 but must be a folder's path, or a list of such"),
-        ("theme = 1979-05-27", "theme is datetime.date(1979, 5, 27) but must be the name of a theme"),
+        ("[sampling]\ntemperature = -1", "sampling.temperature is -1, but must be a finite number of at least 0"),
+        ("[sampling]\ntop_k = 'all'", "sampling.top_k is 'all', but must be a whole number"),
+        ("sampling = 1", "sampling is 1, but must be a table: a line [sampling]"),
+        ("context = 0", "context is 0, but must be a whole number of at least 1"),
+        ("context = 1.5", "context is 1.5, but must be a whole number of at least 1"),
+        ("context = '8k'", "context is '8k', but must be a whole number of at least 1"),
+        ("threads = true", "threads is True, but must be a whole number of at least 1"),
+        ("n_gpu_layers = -1", "n_gpu_layers is -1, but must be a whole number of at least 0"),
+        ("tensor_split = [0, 0]", "tensor_split is [0, 0], but must be a list of numbers of at least 0"),
+        ("device = 'gpu9x'", "device is 'gpu9x', but must be 'auto', 'cpu', 'cuda', 'cuda:0,1' or 'reference'"),
+        ("cache_type = 'q4_0'", "cache_type is 'q4_0', but must be one of 'f16', 'q8_0'"),
+        ("stop = ['']", "stop is [''], but must be a text that is not empty, or a list of such"),
+        ("stop = [1]", "stop is [1], but must be a text that is not empty, or a list of such"),
+        ("model = ''", "model is '', but must be a GGUF file's path, or ORG/REPO[:QUANT]"),
+        ("model_folders = 3", "model_folders is 3, but must be a folder's path, or a list of such"),
+        ("theme = 1979-05-27", "theme is datetime.date(1979, 5, 27), but must be the name of a theme"),
         ("context = ", "is not valid TOML: "),
         ("a = " + 2000 * "[", "is not valid TOML: "),
     ],
@@ -111,7 +111,7 @@ def test_several_problems_are_counted(tmp_path: Path) -> None:
     for n_more, more in enumerate(["threads = 0\n", "threads = 0\nx = 1\n"], start=1):
         path = write(tmp_path / "c.toml", "context = 0\n" + more)
         with pytest.raises(
-            SettingsError, match=rf"context is 0 .* \(and {n_more} more, which localllm config lists\)"
+            SettingsError, match=rf"context is 0, .* \(and {n_more} more, which localllm config lists\)"
         ):
             load_settings(path)
 

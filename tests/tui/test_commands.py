@@ -190,7 +190,7 @@ def test_settings(front: Notebook) -> None:
     [
         ("/set temprature 1", "did you mean temperature"),
         ("/set temperature hot", "temperature cannot be 'hot': give a number, or default"),
-        ("/set top_p 3", "top_p is 3.0 but must be a number from 0 to 1"),
+        ("/set top_p 3", "top_p is 3.0, but must be a number from 0 to 1"),
         ("/set xyzzy", "there is no setting 'xyzzy'"),
         ("/stop-strings 'a", "a quotation mark is open"),
         ('/stop-strings ""', "must be a text that is not empty"),

@@ -260,7 +260,7 @@ def test_bad_command_lines(run_chat: Callable[..., Outcome]) -> None:
     outcome = run_chat("--session", "x", "--continue")
     assert outcome.code == 2
     outcome = run_chat("--temp", "-1")
-    assert (outcome.code, outcome.error()[:14]) == (2, "--temp is -1.0")
+    assert (outcome.code, outcome.error()[:15]) == (2, "argument --temp")
     outcome = run_chat("-q", "--device", "reference", stdin="/nothing\n")
     assert (outcome.code, outcome.error()[:29]) == (2, "there is no command /nothing:")
     assert "--continue" in run_chat("--help").out

@@ -11,8 +11,8 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
 from textual.widgets import Input, Label, Static, TextArea
 
+from localllm.declared_options import Sampling, declared
 from localllm.errors import UsageError
-from localllm.sampling import Sampling
 from localllm.tui import options
 from localllm.tui.failures import sentence
 from localllm.tui.screens.dialogs import Dialog
@@ -25,12 +25,7 @@ class _Field(NamedTuple):
 
 
 _FIELDS = (
-    _Field("temperature", "Temperature", "0 takes the likeliest token always"),
-    _Field("top_k", "Top k", "so many of the likeliest tokens; 0 for all"),
-    _Field("top_p", "Top p", "the likeliest tokens up to this probability"),
-    _Field("min_p", "Min p", "this share of the likeliest one's probability at least"),
-    _Field("repeat_penalty", "Repeat penalty", "1 for none"),
-    _Field("seed", "Seed", "a whole number: the same reply again"),
+    *(_Field(name, each.label, each.brief) for name, each in declared(Sampling).items() if each.label),
     _Field("max_tokens", "Longest reply", "tokens; none for no limit"),
     _Field("thinking", "Thinking", "on or off, for models that can"),
     _Field("reply_prefix", "Reply begins with", "every reply goes on from it"),

@@ -80,7 +80,7 @@ def test_a_bad_setting_is_named_with_its_value(name: str) -> None:
             Sampling(**{name: value})
         message = str(caught.value)
         assert message.startswith(f"{name} is ")
-        assert " but must be " in message
+        assert ", but must be " in message
         assert "\n" not in message
         assert len(message) < 200
         if isinstance(value, float):
@@ -127,7 +127,7 @@ def test_settings_are_values() -> None:
 def test_replace_checks_names_and_values() -> None:
     with pytest.raises(UsageError, match=r"'temprature' is no sampling setting; there are temperature, top_k"):
         Sampling().replace(temprature=1)
-    with pytest.raises(UsageError, match=r"top_p is 1\.5 but must be a number from 0 to 1"):
+    with pytest.raises(UsageError, match=r"top_p is 1\.5, but must be a number from 0 to 1"):
         Sampling().replace(top_p=1.5)
 
 

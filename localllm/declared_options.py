@@ -1,0 +1,431 @@
+"""The options of loading and of sampling, each declared once: its name, default, range, help, flag and label.
+
+From these come the checks, `help`, the flags of the command line, the keys of the settings file and the chat's form.
+Nothing heavy is imported here, so that ``localllm --help`` need not wait for it.
+"""
+
+# Fields are declared by calls, as those of dataclasses are.
+# ruff: noqa: RUF009
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+
+from localllm.checks import as_int
+from localllm.errors import UsageError
+
+if TYPE_CHECKING:
+    from localllm.kernels.graph import CacheType
+    from localllm.progress import LoadPlan, LoadProgress
+    from localllm.sampling import LogitsProcessor
+
+_Documented = TypeVar("_Documented")
+
+_MAX = sys.float_info.max
+
+# -- Kinds of values -----------------------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """What values an option has.
+
+    Attributes:
+        words: what a value must be.
+        read: a value in its plain Python type; None if it is not one.
+        parse: makes a value of a word of the command line.
+        metavar: what stands for a value in the command line's help.
+    """
+
+    words: str
+    read: Callable[[Any], Any]
+    parse: Callable[[str], Any] = str
+    metavar: str = "NAME"
+
+
+def _real(value: object, low: float, high: float) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond any float
+        return None
+    return number if low <= number <= high else None
+
+
+def _integer(value: object, low: int, below: float) -> int | None:
+    number = as_int(value)
+    return number if number is not None and low <= number < below else None
+
+
+def _number(low: float, words: str, high: float = _MAX) -> Kind:
+    return Kind(words, partial(_real, low=low, high=high), float, "X")
+
+
+def _whole(low: int, words: str = "", below: float = math.inf) -> Kind:
+    words = words or f"a whole number of at least {low}"
+    return Kind(words, partial(_integer, low=low, below=below), int, "N")
+
+
+def _of_type(words: str, types: Any, metavar: str = "NAME") -> Kind:
+    return Kind(words, lambda value: value if isinstance(value, types) else None, metavar=metavar)
+
+
+def _read_proportions(value: object) -> tuple[float, ...] | None:
+    if not isinstance(value, list | tuple):
+        return None
+    numbers = [_real(each, 0.0, _MAX) for each in value]
+    return None if None in numbers or not any(numbers) else tuple(map(float, value))
+
+
+def _read_cache_type(value: object) -> str | None:
+    from localllm.kernels.graph import CACHE_TYPES
+
+    return value if isinstance(value, str) and value in CACHE_TYPES else None
+
+
+def _read_texts(value: object) -> tuple[str, ...] | None:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return None
+    texts = tuple(value)
+    return texts if all(isinstance(text, str) and text for text in texts) else None
+
+
+def _read_biases(value: object) -> dict[int, float] | None:
+    if not isinstance(value, Mapping):
+        return None
+    biases = {_integer(id_, 0, math.inf): _real(bias, -math.inf, _MAX) for id_, bias in value.items()}
+    return None if None in biases or None in biases.values() else biases  # type: ignore[return-value]
+
+
+def _read_functions(value: object) -> tuple[object, ...] | None:
+    if not isinstance(value, Iterable):
+        return None
+    functions = tuple(value)
+    return functions if all(callable(function) for function in functions) else None
+
+
+_PROBABILITY = _number(0.0, "a number from 0 to 1", 1.0)
+_ANY_NUMBER = _number(-_MAX, "a finite number")
+_NOT_NEGATIVE = _number(0.0, "a finite number of at least 0")
+_WINDOW = _whole(-1, "a whole number of at least -1 (-1 is the whole text, 0 is off)")
+_MIROSTAT = Kind("0 (off) or 2", lambda value: n if (n := as_int(value)) in (0, 2) else None, int, "N")
+_TEXT = _of_type("a text (str)", str)
+_PATH = _of_type("the path of a GGUF file, as str or Path", (str, os.PathLike), "FILE")
+_PROPORTIONS = Kind("a list of numbers of at least 0, not all of them 0", _read_proportions, metavar="X,…")
+_CACHE_TYPE = Kind("one of 'f16', 'q8_0'", _read_cache_type, metavar="TYPE")
+_TEXTS = Kind("texts, none of them empty", _read_texts)
+_BIASES = Kind("a mapping of token ids to finite numbers or -inf", _read_biases)
+
+
+# -- Options -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is known of a field beside its name, type and default.
+
+    Attributes:
+        kind: what values it has.
+        help: what it does, in a line; and, after two spaces, sentences for `help` alone.
+        flags: of the command line, with spaces between; "--" is the field's name as one.
+        label: in the chat's form; empty if it is not there.
+        none: what None stands for; empty if it is not a value.
+        is_kept: whether the settings file, and a chat, may keep it.
+    """
+
+    kind: Kind
+    help: str
+    flags: str = ""
+    label: str = ""
+    none: str = ""
+    is_kept: bool = True
+
+    @property
+    def brief(self) -> str:
+        """The line without the sentences behind it."""
+        return self.help.partition(".  ")[0]
+
+
+def _kept(default: Any, kind: Kind, help: str, flags: str = "--", label: str = "", **more: Any) -> Any:
+    return field(default=default, metadata={"option": Option(kind, help, flags, label, **more)})
+
+
+def _asked(default: Any, kind: Kind, help: str, flags: str = "", *, none: str = "") -> Any:
+    """An option of single calls, which is not kept."""
+    return field(default=default, metadata={"option": Option(kind, help, flags, none=none, is_kept=False)})
+
+
+@cache
+def declared(cls: type[Any]) -> Mapping[str, Option]:
+    """The options of a class by name."""
+    options = {each.name: each.metadata["option"] for each in fields(cls)}
+    own = {name: f"--{name.replace('_', '-')}" for name, option in options.items() if option.flags == "--"}
+    return {name: replace(option, flags=own.get(name, option.flags)) for name, option in options.items()}
+
+
+def default_text(cls: type[Any], name: str) -> str:
+    """The default of an option, for people."""
+    default = getattr(cls, name, None)
+    return declared(cls)[name].none if default is None else str(default)
+
+
+def shown(value: object) -> str:
+    """A value for a message."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # a number with thousands of digits, which Python does not print
+        return "a number of very many digits"
+
+
+class _Checked:
+    """Options whose values are checked, and stored in their plain Python types."""
+
+    def __post_init__(self) -> None:
+        for name, option in declared(type(self)).items():
+            value = getattr(self, name)
+            if value is None and option.none:
+                continue
+            if (read := option.kind.read(value)) is None:
+                also = f", or None for {option.none}" if option.none else ""
+                raise UsageError(f"{name} is {shown(value)}, but must be {option.kind.words}{also}")
+            object.__setattr__(self, name, read)
+
+
+def describes(cls: type[Any]) -> Callable[[_Documented], _Documented]:
+    """A decorator that puts a paragraph for each option of ``cls`` in place of ``{options}`` in a docstring."""
+    lines: list[str] = []
+    for name, option in declared(cls).items():
+        default = default_text(cls, name)
+        first, _, more = option.help.partition(".  ")
+        words = f"; {option.kind.words}" if option.kind.parse is not str else ""
+        text = f"{name}: {first}{words}." + (f"  By default {default}." if default else "") + f"  {more}"
+        lines += textwrap.wrap(text.rstrip(), 118, initial_indent="        ", subsequent_indent="            ")
+
+    def add(target: _Documented) -> _Documented:
+        if target.__doc__:  # python -OO has none
+            target.__doc__ = target.__doc__.replace("        {options}", "\n".join(lines))
+        return target
+
+    return add
+
+
+@dataclass(frozen=True)
+class LoadOptions(_Checked):
+    """The arguments of `localllm.load`, checked.
+
+    Raises:
+        UsageError: one is of the wrong type or out of range.
+    """
+
+    path: str | os.PathLike[str] | None = _asked(
+        None,
+        _PATH,
+        "a GGUF file, any one of a split model's, or a name that ``localllm models`` lists.  ``~`` is the home "
+        "folder.  A name is one in the cache of the Hugging Face hub, such as 'ORG/REPO:QUANT', where ``localllm "
+        "pull`` puts it; or a file in the folders of the setting ``model_folders``; or 'demo'.  A Path is always a "
+        "file.",
+        none="the demo model",
+    )
+    device: str = _kept(
+        "auto",
+        _TEXT,
+        "auto, cpu, cuda (all GPUs), cuda:0,1 (these) or reference.  'auto' is 'cuda' where there is a GPU that "
+        "works, else 'cpu'; with 'cuda' the CPU has the layers that GPUs have no room for; 'reference' is plain "
+        "numpy, slow and exact.",
+    )
+    n_gpu_layers: int | None = _kept(
+        None,
+        _whole(0),
+        "layers on GPUs, the last ones; the rest are on the CPU.  More than the model has means all.",
+        "-ngl --gpu-layers --n-gpu-layers",
+        none="as many as fit",
+    )
+    tensor_split: Sequence[float] | None = _kept(
+        None,
+        _PROPORTIONS,
+        "how GPUs share those layers, a number for each, such as 3,1",
+        "-ts --tensor-split",
+        none="as their free memory is",
+    )
+    context: int | None = _kept(
+        None,
+        _whole(1),
+        "tokens of context, which a prompt and its answer share.  Where memory is short the default is less.  More "
+        "than it was trained on is allowed, with a warning.",
+        "-c --ctx-size --context",
+        none="as many as the model was trained on, at most 4,096",
+    )
+    threads: int | None = _kept(
+        None,
+        _whole(1),
+        "how many threads compute.  Decoding takes as many of the cores as read memory fastest, which is measured on "
+        "each machine and kept.",
+        "-t --threads",
+        none="one a physical core; to decode, as many as doctor shows",
+    )
+    isa: str | None = _asked(
+        None,
+        _TEXT,
+        "the instruction set of the CPU's kernels, such as avx2, which localllm doctor lists",
+        "--",
+        none="the best that runs here",
+    )
+    parallel: int = _asked(
+        1,
+        _whole(1),
+        "how many sequences of full length the cache has room for.  Requests that run at the same time share it; "
+        "where it is too small they wait for each other.",
+    )
+    cache_type: CacheType = _kept(
+        "f16",
+        _CACHE_TYPE,
+        "what the KV cache holds: f16, or q8_0 in about half the memory.  With q8_0, bytes with a scale for each 32, "
+        "logits differ by about 1 %.",
+    )
+    chat_template: str | None = _asked(
+        None, _TEXT, "jinja2 source of a chat template in place of the file's own", none="the file's own"
+    )
+    draft_model: str | os.PathLike[str] | None = _asked(
+        None,
+        _PATH,
+        "a smaller model with the same vocabulary, which drafts tokens.  It is named as ``path``; see ``speculate`` "
+        "in `localllm.Options`.",
+        "-md --draft-model --model-draft",
+        none="no draft model",
+    )
+    progress: LoadProgress | None = _asked(
+        None,
+        _of_type("a function of a stage and two numbers", Callable),
+        "called while kernels are compiled and weights packed, with 'kernels' or 'weights', how many kernels or "
+        "bytes are done, and of how many",
+        none="a line on standard error if that is a terminal and compiling takes long",
+    )
+    planned: LoadPlan | None = _asked(
+        None,
+        _of_type("a function of a plan", Callable),
+        "called once with the `localllm.placement.Plan`, before anything is loaded",
+        none="nothing",
+    )
+    max_waiting: int = _asked(
+        1024, _whole(1), "how many requests may wait for others.  More are refused with a `QueueFullError`."
+    )
+    step_s: float = _asked(
+        0.1,
+        _number(math.ulp(0.0), "a number of seconds above 0"),
+        "seconds that a step with a part of a long prompt takes, at most.  That is about how long other streams "
+        "pause for it, and how long cancelling takes.  A very slow model takes longer: a part has at least 16 "
+        "tokens, or 64 where nothing else decodes.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(_Checked):
+    """How the next token is chosen.  Names and defaults are llama.cpp's; `localllm.sampling.sampler` has the order.
+
+    Attributes:
+        {options}
+
+    Raises:
+        UsageError: a setting is out of its range, or not of its type.
+    """
+
+    temperature: float = _kept(
+        0.8,
+        _number(0.0, "a finite number of at least 0 (0 is greedy)"),
+        "divides the logits; 0 always takes the likeliest token.  At 0 there is no truncation, XTC or mirostat.",
+        "--temp --temperature",
+        "Temperature",
+    )
+    top_k: int = _kept(40, _whole(0), "the K likeliest tokens only; 0 is off", "--", "Top k")
+    top_p: float = _kept(0.95, _PROBABILITY, "the likeliest tokens up to this probability; 1 is off", "--", "Top p")
+    min_p: float = _kept(0.05, _PROBABILITY, "at least so likely, relative to the best; 0 is off", "--", "Min p")
+    typical_p: float = _kept(
+        1.0,
+        _PROBABILITY,
+        "locally typical sampling; 1 is off.  Keeps the tokens whose surprise is nearest to the entropy, until their "
+        "probabilities exceed this sum.",
+        "--typical --typical-p",
+    )
+    repeat_penalty: float = _kept(
+        1.0,
+        _number(math.ulp(0.0), "a finite number above 0 (1 is off)"),
+        "on tokens that occurred; 1 is off.  Divides their positive logits, and multiplies the others.",
+        "--",
+        "Repeat penalty",
+    )
+    repeat_last_n: int = _kept(64, _WINDOW, "the penalties look at the last N tokens; -1 is all")
+    presence_penalty: float = _kept(0.0, _ANY_NUMBER, "on tokens that occurred.  Subtracted from their logits.")
+    frequency_penalty: float = _kept(0.0, _ANY_NUMBER, "on each time that they did.  Subtracted once for each.")
+    dry_multiplier: float = _kept(
+        0.0,
+        _NOT_NEGATIVE,
+        "DRY against repetition; 0 is off.  The penalty of a token that prolongs a repetition of ``length`` tokens "
+        "is ``multiplier * base ** (length - allowed_length)``, from ``allowed_length`` on.",
+    )
+    dry_base: float = _kept(1.75, _number(1.0, "a finite number of at least 1"), "its growth with each token")
+    dry_allowed_length: int = _kept(2, _whole(0), "tokens that may be repeated")
+    dry_penalty_last_n: int = _kept(-1, _WINDOW, "DRY looks at the last N tokens; -1 is all")
+    dry_sequence_breakers: tuple[str, ...] = _kept(
+        ("\n", ":", '"', "*"), _TEXTS, "DRY follows no repetition across these texts", ""
+    )
+    xtc_probability: float = _kept(
+        0.0,
+        _PROBABILITY,
+        "how often XTC acts; 0 is off.  Of the tokens at least ``xtc_threshold`` likely it removes all but the least "
+        "likely.",
+    )
+    xtc_threshold: float = _kept(0.1, _PROBABILITY, "above 0.5 XTC never acts")
+    mirostat: int = _kept(
+        0, _MIROSTAT, "2 is mirostat 2; 0 is off.  It steers the surprise of the text, in place of top-k to XTC."
+    )
+    mirostat_tau: float = _kept(5.0, _NOT_NEGATIVE, "its target in bits, tau", "--mirostat-ent")
+    mirostat_eta: float = _kept(0.1, _NOT_NEGATIVE, "its learning rate, eta", "--mirostat-lr")
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={"option": Option(_BIASES, "added to the logits of tokens; -inf forbids one", is_kept=False)},
+    )
+    seed: int | None = _kept(
+        None,
+        _whole(0, "a whole number from 0 to 2^64 - 1", 1 << 64),
+        "the same one gives the same text again",
+        "-s --seed",
+        "Seed",
+        none="a fresh one",
+    )
+    logprobs: int | None = _asked(
+        None,
+        _whole(0),
+        "log-probabilities of each token and of the N likeliest.  They are those of the model, before any setting "
+        "here.",
+        none="no log-probabilities",
+    )
+    processors: tuple[LogitsProcessor, ...] = _asked(
+        (),
+        Kind("a tuple of functions", _read_functions),
+        "called in turn after ``logit_bias``, each with the tokens so far, the prompt's among them, int32 [n], and "
+        "the logits, float32 [n_vocab], of which it returns its own",
+    )
+
+    def replace(self, **changes: Any) -> Self:
+        """The same settings but for ``changes``.
+
+        Raises:
+            UsageError: a name is no setting, or a value is out of its range.
+        """
+        names = declared(type(self))
+        for name in changes:
+            if name not in names:
+                raise UsageError(f"{name!r} is no sampling setting; there are {', '.join(names)}")
+        return replace(self, **changes)
+
+
+describes(Sampling)(Sampling)

@@ -1,0 +1,64 @@
+"""What is declared once is everywhere: in help, on the command line, in the settings file and in the chat's form."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import localllm
+from localllm import UsageError
+from localllm.cli.parser import make_parsers, reader
+from localllm.declared_options import LoadOptions, Sampling, declared, default_text
+from localllm.kernels.graph import CACHE_TYPES
+from localllm.settings import KEYS, SAMPLING_KEYS
+from localllm.tui.options import READERS
+
+
+@pytest.mark.parametrize(("cls", "documented"), [(LoadOptions, localllm.load), (Sampling, localllm.Sampling)])
+def test_help_describes_every_option_with_its_default(cls: type, documented: object) -> None:
+    text = str(documented.__doc__)
+    assert "{options}" not in text
+    described = dict(re.findall(r"^        (\w+): (.*?)(?=^        \w|^$)", text, re.MULTILINE | re.DOTALL))
+    for name, option in declared(cls).items():
+        words = " ".join(described[name].split())
+        assert option.brief in words
+        assert default_text(cls, name) in words
+
+
+@pytest.mark.parametrize("cls", [LoadOptions, Sampling])
+def test_flags_set_the_option_of_their_name(cls: type) -> None:
+    generate = make_parsers()[1]["generate"]
+    actions = {flag: action for action in generate._actions for flag in action.option_strings}
+    flags = {flag: name for name, option in declared(cls).items() for flag in option.flags.split()}
+    assert flags
+    for flag, name in flags.items():
+        assert actions[flag].dest == name
+        assert f"(default: {default_text(cls, name)})" in str(actions[flag].help)
+
+
+def test_what_is_kept_is_in_the_settings_file_and_numbers_in_the_chat() -> None:
+    kept = {name for name, option in declared(LoadOptions).items() if option.is_kept}
+    assert kept == {"device", "n_gpu_layers", "tensor_split", "context", "threads", "cache_type"}
+    assert kept < KEYS.keys()
+    assert declared(Sampling).keys() - SAMPLING_KEYS.keys() == {"logit_bias", "logprobs", "processors"}
+    assert {name for name, option in declared(Sampling).items() if option.label} <= READERS.keys()
+    assert SAMPLING_KEYS.keys() - READERS.keys() == {"dry_sequence_breakers"}
+
+
+def test_words_of_a_range_name_what_it_has() -> None:
+    for type_ in CACHE_TYPES:
+        assert repr(type_) in declared(LoadOptions)["cache_type"].kind.words
+    with pytest.raises(
+        UsageError, match=r"^n_gpu_layers is -1, but must be .* at least 0, or None for as many as fit$"
+    ):
+        LoadOptions(n_gpu_layers=-1)
+    with pytest.raises(UsageError, match=r"^parallel is None, but must be a whole number of at least 1$"):
+        LoadOptions(parallel=None)  # type: ignore[arg-type]
+
+
+def test_minus_one_leaves_open_what_can_be_left_open() -> None:
+    for cls in (LoadOptions, Sampling):
+        for option in declared(cls).values():
+            if option.kind.parse is int and option.none:
+                assert reader(option)("-1") is None
