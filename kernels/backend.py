@@ -77,20 +77,22 @@ class Batch:
             raise KernelError(f"a batch has block tables of {n_groups} groups of caches, not {len(cache.windows)}")
         if not len(starts) - 1 == len(self.kv_lengths) == n_tables:
             raise KernelError(f"a batch of {len(starts) - 1} sequences needs as many lengths and block tables")
+        positions = self.positions.tolist()
         for s, (start, stop, kv_length) in enumerate(self.sequences()):
             first = kv_length - (stop - start)
-            if first < 0 or self.positions[start:stop].tolist() != list(range(first, kv_length)):
+            if first < 0 or positions[start:stop] != list(range(first, kv_length)):
                 raise KernelError("a batch's positions do not lead up to the lengths of its sequences")
             if n_blocks * cache.page_size < kv_length:
                 raise KernelError(f"a batch's block tables are too short for {kv_length} tokens")
-            for tables, window, n_pages in zip(self.block_tables, cache.windows, cache.n_pages, strict=True):
+            for group, window in enumerate(cache.windows):
                 seen = 0 if window is None else max(0, first + 1 - window) // cache.page_size
-                pages = tables[s, seen : -(-kv_length // cache.page_size)].tolist()
-                if min(pages) < 0 or max(pages) >= n_pages:
-                    raise KernelError(f"a batch names a page outside a cache of {n_pages}")
-        if len(self.outputs) and not 0 <= self.outputs.min() <= self.outputs.max() < n_tokens:
+                pages = self.block_tables[group, s, seen : -(-kv_length // cache.page_size)].tolist()
+                if min(pages) < 0 or max(pages) >= cache.n_pages[group]:
+                    raise KernelError(f"a batch names a page outside a cache of {cache.n_pages[group]}")
+        # Lists: of few numbers NumPy's own minimum takes many times as long.
+        outputs = self.outputs.tolist()
+        if outputs and not 0 <= min(outputs) <= max(outputs) < n_tokens:
             raise KernelError(f"a batch wants the logits of a row that is none of its {n_tokens} tokens")
-
         if not cache.n_states:
             return
         if not len(self.states) == len(set(self.states.tolist())) == len(starts) - 1:
@@ -104,7 +106,8 @@ class Batch:
         Raises:
             KernelError: one is not.
         """
-        if self.ids.min() < 0 or self.ids.max() >= n_vocab:
+        ids = self.ids.tolist()
+        if ids and not 0 <= min(ids) <= max(ids) < n_vocab:
             raise KernelError(f"a batch has token ids outside the vocabulary of {n_vocab}")
 
 

@@ -16,7 +16,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from localllm.checks import as_int
@@ -163,12 +163,9 @@ def _asked(default: Any, kind: Kind, help: str, flags: str = "", *, none: str = 
     return field(default=default, metadata={"option": Option(kind, help, flags, none=none, is_kept=False)})
 
 
-@cache
-def declared(cls: type[Any]) -> Mapping[str, Option]:
+def declared(cls: type[Any]) -> dict[str, Option]:
     """The options of a class by name."""
-    options = {each.name: each.metadata["option"] for each in fields(cls)}
-    own = {name: f"--{name.replace('_', '-')}" for name, option in options.items() if option.flags == "--"}
-    return {name: replace(option, flags=own.get(name, option.flags)) for name, option in options.items()}
+    return {each.name: each.metadata["option"] for each in fields(cls)}
 
 
 def default_text(cls: type[Any], name: str) -> str:

@@ -169,17 +169,18 @@ class BatchTables:
         )
         views[self.positions][:n_tokens] = batch.positions
         views[self.starts][: n_sequences + 1] = batch.query_starts
-        views[self.states][: len(batch.states)] = batch.states
+        if len(batch.states):
+            views[self.states][:n_sequences] = batch.states
         views[self.output_rows][:n_outputs] = batch.outputs
-        blocks, places = np.divmod(batch.positions, PAGE)
-        for tables, table_buffer, slot_buffer in zip(batch.block_tables, self.block_tables, self.slots, strict=True):
-            tables = tables[:, : self.n_blocks]
-            views[table_buffer][:n_sequences, : tables.shape[1]] = tables
-            slots = views[slot_buffer]
+        blocks, places = batch.positions // PAGE, batch.positions % PAGE
+        for group, slot_buffer in enumerate(self.slots):
+            tables = batch.block_tables[group, :, : self.n_blocks]
+            views[self.block_tables[group]][:n_sequences, : tables.shape[1]] = tables
+            slots = views[slot_buffer][:n_tokens]
             for s, (start, stop, _) in enumerate(batch.sequences()):
                 slots[start:stop] = tables[s, blocks[start:stop]]
-            slots[:n_tokens] *= PAGE
-            slots[:n_tokens] += places
+            slots *= PAGE
+            slots += places
         self._make_angles(max(batch.kv_lengths.tolist()))
         header = views[self.header]
         header[N_TOKENS], header[N_OUTPUTS] = n_tokens, n_outputs

@@ -221,7 +221,8 @@ def _add_declared(group: argparse._ActionsContainer, cls: type, *names: str, **m
                 "help": f"{option.brief} (default: {default})",
                 "default": None if cls is LoadOptions else argparse.SUPPRESS,
             }
-            group.add_argument(*option.flags.split(), **arguments | more)
+            flags = f"--{name.replace('_', '-')}" if option.flags == "--" else option.flags
+            group.add_argument(*flags.split(), **arguments | more)
 
 
 def _add_context(group: argparse._ActionsContainer) -> None:

@@ -127,8 +127,8 @@ def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
         outputs += range(len(ids) - chunk.n_outputs, len(ids))
         query_starts.append(len(ids))
         kv_lengths.append(stop)
-        for table, pages in zip(block_tables[:, s], chunk.sequence.pages, strict=True):
-            table[: len(pages)] = pages[:n_blocks]
+        for group, pages in enumerate(chunk.sequence.pages):
+            block_tables[group, s, : len(pages)] = pages[:n_blocks]
     return Batch(
         ids=np.array(ids, np.int32),
         positions=np.array(positions, np.int32),
