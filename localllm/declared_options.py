@@ -168,6 +168,11 @@ def declared(cls: type[Any]) -> dict[str, Option]:
     return {each.name: each.metadata["option"] for each in fields(cls)}
 
 
+def flags_of(name: str, option: Option) -> list[str]:
+    """The flags of the command line that set an option."""
+    return [f"--{name.replace('_', '-')}"] if option.flags == "--" else option.flags.split()
+
+
 def default_text(cls: type[Any], name: str) -> str:
     """The default of an option, for people."""
     default = getattr(cls, name, None)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from localllm import __version__
-from localllm.declared_options import LoadOptions, Option, Sampling, declared, default_text
+from localllm.declared_options import LoadOptions, Option, Sampling, declared, default_text, flags_of
 from localllm.engine.drafting import DEFAULT_DRAFTS
 from localllm.errors import UsageError
 
@@ -221,8 +221,7 @@ def _add_declared(group: argparse._ActionsContainer, cls: type, *names: str, **m
                 "help": f"{option.brief} (default: {default})",
                 "default": None if cls is LoadOptions else argparse.SUPPRESS,
             }
-            flags = f"--{name.replace('_', '-')}" if option.flags == "--" else option.flags
-            group.add_argument(*flags.split(), **arguments | more)
+            group.add_argument(*flags_of(name, option), **arguments | more)
 
 
 def _add_context(group: argparse._ActionsContainer) -> None:

@@ -9,7 +9,7 @@ import pytest
 import localllm
 from localllm import UsageError
 from localllm.cli.parser import make_parsers, reader
-from localllm.declared_options import LoadOptions, Sampling, declared, default_text
+from localllm.declared_options import LoadOptions, Sampling, declared, default_text, flags_of
 from localllm.kernels.graph import CACHE_TYPES
 from localllm.settings import KEYS, SAMPLING_KEYS
 from localllm.tui.options import READERS
@@ -30,7 +30,7 @@ def test_help_describes_every_option_with_its_default(cls: type, documented: obj
 def test_flags_set_the_option_of_their_name(cls: type) -> None:
     generate = make_parsers()[1]["generate"]
     actions = {flag: action for action in generate._actions for flag in action.option_strings}
-    flags = {flag: name for name, option in declared(cls).items() for flag in option.flags.split()}
+    flags = {flag: name for name, option in declared(cls).items() for flag in flags_of(name, option)}
     assert flags
     for flag, name in flags.items():
         assert actions[flag].dest == name
