@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.graph import Embed, Graph, Layer, Operation, Weight
+from localllm.kernels.graph import Embed, Graph, Layer, Operation, Value, Weight
 from localllm.quant.formats import dequantize
 
 #: Called with each weight of a file once it was packed.
@@ -255,6 +255,15 @@ class Step(ABC):
     def top_k(self, batch: Batch, k: int) -> TopK:
         """Runs a batch, and gives the ``k`` largest logits alone, with ``k`` up to `max_top_k`."""
         return self.run(batch).top_k(k)
+
+    def value(self, x: Value) -> NDArray[Any]:
+        """What the last batch made of a value that its graph watches: float32 [rows, width], or of a `Routing` the
+        numbers of the experts that each token went to, [T, k].  Rows for tokens and their experts are in that order.
+
+        Raises:
+            KernelError: the backend does not keep values.
+        """
+        raise KernelError("only the CPU and the reference keep values to be watched: choose one of them")
 
 
 def input_rows(hidden: Output | None, n_tokens: int, width: int) -> NDArray[np.float32]:

@@ -930,6 +930,7 @@ class Graph:
         windows: those of all caches of the whole graph.  Caches of one window form a **group**, numbered as here,
             with pages and block tables of its own.  Group 0 keeps all tokens, whether or not a layer is in it.
         layer: where the operations that are added belong.
+        watched: values that can be read after a step (`localllm.kernels.backend.Step.value`).
     """
 
     cache_type: CacheType = "f16"
@@ -938,6 +939,7 @@ class Graph:
     states: dict[int, tuple[RecurrentState, ...]] = field(default_factory=dict)
     windows: list[int | None] = field(default_factory=lambda: [None])
     layer: Layer = "embedding"
+    watched: set[Value] = field(default_factory=set)
     _known: set[Value] = field(default_factory=set)
     _consumed: set[Value] = field(default_factory=set)
 
@@ -1015,11 +1017,12 @@ class Graph:
         return result
 
     def last_uses(self) -> dict[Value, int]:
-        """Of each tensor, the number of the last node that reads it; one more than the last for the result."""
+        """Of each tensor, the number of the last node that reads it; one more than the last for those that are read
+        after a step: the result and what is watched."""
         uses: dict[Value, int] = {}
         for i, node in enumerate(self.nodes):
             uses |= dict.fromkeys((*node.operation.results, *node.operation.inputs), i)
-        return uses | {self.result: len(self.nodes)}
+        return uses | dict.fromkeys({self.result} | self.watched & set(uses), len(self.nodes))
 
     def n_chosen(self) -> int:
         """Experts that each token goes to; 0 without any."""
@@ -1035,7 +1038,7 @@ class Graph:
         part = Graph(self.cache_type)
         part.caches = {n: c for n, c in self.caches.items() if n in layers}
         part.states = {n: s for n, s in self.states.items() if n in layers}
-        part.windows = self.windows
+        part.windows, part.watched = self.windows, self.watched
         ends = {"embedding": layers.start == 0, "output": layers.stop == self.n_layers}
         part.nodes = [n for n in self.nodes if (n.layer in layers if isinstance(n.layer, int) else ends[n.layer])]
         for node in part.nodes:

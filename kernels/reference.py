@@ -164,6 +164,8 @@ class ReferenceStep(Step):
         self._graph, self._limits = graph, limits
         self._last_uses = graph.last_uses()
         self._in_step = threading.Lock()
+        #: Those of the last batch that nobody overwrites.
+        self._values: dict[Value, Any] = {}
         kept: dict[int, tuple[Array, Array]] = {}
         for n, cache in graph.caches.items():
             keys, values = _kept_shapes(cache, n_pages[graph.group(cache)], page_size)
@@ -197,7 +199,12 @@ class ReferenceStep(Step):
                 for x in {*operation.inputs, *operation.results}:
                     if self._last_uses[x] == i:
                         del run.values[x]
+            self._values = run.values
             return HostOutput(run.values[self._graph.result])
+
+    def value(self, x: Value) -> Array:
+        value = self._values[x]
+        return value.ids if isinstance(value, ChosenExperts) else value
 
 
 @dataclass(frozen=True)

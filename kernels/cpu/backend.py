@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,17 +22,17 @@ from localllm.kernels.backend import (
     input_rows,
     weights_of,
 )
-from localllm.kernels.cpu.batch import N_TOKENS
+from localllm.kernels.cpu.batch import N_CHOSEN, N_TOKENS
 from localllm.kernels.cpu.cache import CPUCache, cache_bytes
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.host import default_threads, most_threads
-from localllm.kernels.cpu.lowering import Lowered, lower
+from localllm.kernels.cpu.lowering import Lowered, Stored, lower
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Program, Workers
 from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.thread_choice import choose_threads
 from localllm.kernels.cpu.weights import PackedWeights, WeightLoader, planned_weight
-from localllm.kernels.graph import Graph, Weight
+from localllm.kernels.graph import Graph, Value, Weight
 
 #: Tokens in a step up to which reading the weights takes longer than multiplying them.
 FEW_TOKENS = 4
@@ -139,6 +140,7 @@ class CPUStep(Step):
         self._tables.bind(arena)
         self._embeddings = [(op, weights.tables[op.table], y.rows(arena)) for op, y in lowered.embeddings]
         self._hidden_rows = None if lowered.hidden is None else lowered.hidden.rows(arena)
+        self._arena, self._watched = arena, lowered.watched
         self._result, self._of_tokens = lowered.result.rows(arena), lowered.result.slot == N_TOKENS
         self._width = lowered.result.width
         header = self._tables.header_numbers()
@@ -157,6 +159,14 @@ class CPUStep(Step):
         self._program.run(workers, before=lambda: self._fill(batch, hidden), threads=threads)
         n_rows = n_tokens if self._of_tokens else len(batch.outputs)
         return HostOutput(self._result[:n_rows, : self._width])
+
+    def value(self, x: Value) -> NDArray[Any]:
+        stored, numbers = self._watched[x], self._tables.header_numbers()
+        if isinstance(stored, Stored):
+            return stored.rows(self._arena)[: numbers[stored.slot], : stored.width]
+        begin = stored.ids.buffer.offset + stored.ids.n_bytes
+        ids = self._arena[begin : begin + 8 * numbers[N_CHOSEN]].view(np.int64)
+        return ids.reshape(numbers[N_TOKENS], -1)
 
     def _fill(self, batch: Batch, hidden: Output | None) -> None:
         """Puts a batch where the program reads it."""

@@ -6,7 +6,7 @@ program serves every batch, because kernels read the number of tokens when they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -86,6 +86,10 @@ class StoredRouting:
     pairs: Address
     entries: Address
 
+    @property
+    def buffer(self) -> Buffer:
+        return self.ids.buffer
+
 
 @dataclass(frozen=True)
 class Lowered:
@@ -104,6 +108,7 @@ class Lowered:
     embeddings: Sequence[tuple[g.Embed, Stored]]
     hidden: Stored | None
     result: Stored
+    watched: Mapping[Value, Stored | StoredRouting]
     arena_bytes: int
     n_products: int
 
@@ -161,8 +166,11 @@ class _Lowering:
             self.stored.update(zip(operation.results, results, strict=True))
         result = self.stored[self.graph.result]
         filled = [*self.tables.buffers, *(y.buffer for _, y in self.embeddings)]
-        n_bytes = assign([*self._stages(), [result.buffer]], filled)
-        return Lowered(self.instructions, self.tables, self.embeddings, self.hidden, result, n_bytes, self.n_products)
+        watched = {x: self.stored[x] for x in self.graph.watched if x in self.stored}
+        n_bytes = assign([*self._stages(), [result.buffer, *(stored.buffer for stored in watched.values())]], filled)
+        return Lowered(
+            self.instructions, self.tables, self.embeddings, self.hidden, result, watched, n_bytes, self.n_products
+        )
 
     def _stages(self) -> list[list[Buffer]]:
         """Of instructions that may run at the same time, the buffers that they use."""

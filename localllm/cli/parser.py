@@ -81,6 +81,13 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
         ("models", _add_models, "[--json]", "list the models on this machine", MODELS_DETAILS),
         ("pull", _add_pull, "ORG/REPO[:FILE or QUANT] [-q]", "download a model from the hub", PULL_DETAILS),
         ("quantize", _add_quantize, "FILE OUTPUT TYPE [options]", "make a model smaller", QUANTIZE_DETAILS),
+        (
+            "imatrix",
+            _add_imatrix,
+            "FILE -f TEXT [options]",
+            "measure which weights matter to a text",
+            IMATRIX_DETAILS,
+        ),
         ("config", _add_config, "[path | set KEY VALUE | unset KEY] [--json]", "show or change settings", ""),
     ):
         command = parsers.add_parser(
@@ -124,6 +131,12 @@ Mixes give the tensors that matter most better types: Q4_K_M, Q5_K_M, Q6_K, IQ4_
 common; any unknown TYPE lists all.  Types below 3 bits need --imatrix.
 
 The error of a tensor is the root of its squared error over that of its squares, weighted by importance.
+"""
+
+IMATRIX_DETAILS = """\
+The model reads the text, some thousands of words of what it is used for; 50 pieces do, 200 are better.  What is
+measured helps `localllm quantize --imatrix` to keep what matters: start from the F16 file or a large quantisation.
+Ctrl-C ends early and keeps what was measured so far.  A name that ends in .dat gives the older format of llama.cpp.
 """
 
 BENCH_DETAILS = """\
@@ -412,6 +425,33 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-t", "--threads", type=whole(1), metavar="N", help="threads (default: one a processor)")
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def _add_imatrix(parser: argparse.ArgumentParser) -> None:
+    _add_file(parser.add_mutually_exclusive_group(required=True), "a GGUF file, or any file of a split one")
+    parser.add_argument("-f", "--file", dest="text", type=Path, required=True, metavar="TEXT", help="a text to read")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="OUTPUT",
+        default=Path("imatrix.gguf"),
+        help="the file to write (default: imatrix.gguf)",
+    )
+    parser.add_argument(
+        "-c", "--context", type=whole(8), metavar="N", default=512, help="tokens of a piece (default: 512)"
+    )
+    parser.add_argument("--chunks", type=whole(1), metavar="N", help="pieces to read (default: all of the text)")
+    parser.add_argument(
+        "--in-file",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an importance matrix to add to; may be given several times",
+    )
+    parser.add_argument("-t", "--threads", type=whole(1), metavar="N", help="threads (default: one a physical core)")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

@@ -110,7 +110,7 @@ class GGUFWriter:
                 )
             self._file = self._partial.open("wb")
         except OSError as error:
-            raise self._error(error) from error
+            raise _error(self.path, error) from error
         self._put(self._header)
         return self
 
@@ -142,7 +142,7 @@ class GGUFWriter:
                 self._file.close()
                 os.replace(self._partial, self.path)
         except OSError as failure:
-            raise self._error(failure) from failure
+            raise _error(self.path, failure) from failure
         finally:
             self._discard()
 
@@ -151,7 +151,7 @@ class GGUFWriter:
             self._file.write(data)
         except OSError as error:
             self._discard()
-            raise self._error(error) from error
+            raise _error(self.path, error) from error
 
     def _discard(self) -> None:
         """Remove what was written, unless it has its name already."""
@@ -161,8 +161,25 @@ class GGUFWriter:
             self._file.raw.close()
         self._partial.unlink(missing_ok=True)
 
-    def _error(self, error: OSError) -> OutputError:
-        shown = path_text(self.path)
-        if error.errno in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)):
-            return OutputError(f"{shown} cannot be written, the disk is full: make space, or write to another disk")
-        return OutputError(f"{shown} cannot be written ({error.strerror or error}): choose another place")
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file of another kind, which gets its name when all of it is there.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    partial = path.with_name(path.name + ".part")
+    try:
+        partial.write_bytes(data)
+        os.replace(partial, path)
+    except OSError as error:
+        raise _error(path, error) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _error(path: Path, error: OSError) -> OutputError:
+    shown = path_text(path)
+    if error.errno in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)):
+        return OutputError(f"{shown} cannot be written, the disk is full: make space, or write to another disk")
+    return OutputError(f"{shown} cannot be written ({error.strerror or error}): choose another place")

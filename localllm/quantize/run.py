@@ -243,10 +243,11 @@ def _metadata(plan: Plan, number: int) -> dict[str, bytes]:
         "general.file_type": encode_value(MIXES[plan.mix][0]),
     }
     if plan.imatrix is not None:
-        new["quantize.imatrix.file"] = encode_value(os.fsdecode(plan.imatrix.path)[:127])
-        if plan.imatrix.dataset:
-            new["quantize.imatrix.dataset"] = encode_value(plan.imatrix.dataset[:127])
-        new["quantize.imatrix.entries_count"] = encode_value(len(plan.imatrix.columns))
+        if plan.imatrix.path is not None:
+            new["quantize.imatrix.file"] = encode_value(os.fsdecode(plan.imatrix.path)[:127])
+        if plan.imatrix.datasets:
+            new["quantize.imatrix.dataset"] = encode_value(plan.imatrix.datasets[0][:127])
+        new["quantize.imatrix.entries_count"] = encode_value(len(plan.imatrix.entries))
         if plan.imatrix.n_chunks > 0:
             new["quantize.imatrix.chunks_count"] = encode_value(plan.imatrix.n_chunks)
     kept = {key: source.encoded(key) for key in source if key not in new and key not in _SPLIT_KEYS}
