@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -32,15 +33,17 @@ def run(arguments: argparse.Namespace) -> int:
         found, is_whole = _collected(file, pieces, arguments)
     if found is None:
         raise KeyboardInterrupt
-    found = ImportanceMatrix(None, found.entries, (arguments.text.name,), found.n_chunks, found.chunk_size)
-    reduce(add, before, found).write(arguments.output)
+    found = replace(found, datasets=(arguments.text.name,))
+    whole = reduce(add, before, found)
+    whole.write(arguments.output)
     unused = [name for name, entry in found.entries.items() if not entry.counts.all()]
     if unused:
         n = sum(int((found.entries[name].counts == 0).sum()) for name in unused)
         warn(f"no token went to {n} experts of {len(unused)} tensors: give a longer text")
     if not arguments.quiet:
-        count = f"{found.n_chunks} of {len(pieces)} pieces" if not is_whole else f"{found.n_chunks} pieces"
-        print(f"{visible_line(path_text(arguments.output))}: {len(found.entries)} tensors, {count}")
+        count = f"{found.n_chunks} pieces" if is_whole else f"{found.n_chunks} of {len(pieces)} pieces"
+        more = f", with {whole.n_chunks - found.n_chunks} that were added" if before else ""
+        print(f"{visible_line(path_text(arguments.output))}: {len(whole.entries)} tensors, {count}{more}")
     return DONE
 
 
@@ -60,7 +63,8 @@ def _collected(
     status, loading = StatusLine(enabled=not arguments.quiet), LoadStatus(enabled=not arguments.quiet)
     found, began = None, time.monotonic()
     try:
-        for found in collect(file, pieces, CPUBackend(arguments.threads, progress=of_stage(loading, "kernels"))):
+        backend = CPUBackend(arguments.threads, progress=of_stage(loading, "kernels"))
+        for found in collect(file, pieces, backend, hessians=arguments.hessian):
             loading.close()
             seconds = (time.monotonic() - began) / found.n_chunks * (len(pieces) - found.n_chunks)
             status.show(f"{found.n_chunks} of {len(pieces)} pieces, {seconds:.0f} s left")

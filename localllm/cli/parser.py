@@ -450,6 +450,11 @@ def _add_imatrix(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="an importance matrix to add to; may be given several times",
     )
+    parser.add_argument(
+        "--hessian",
+        action="store_true",
+        help="measure how columns go together, too: a large file, with which quantize loses much less",
+    )
     parser.add_argument("-t", "--threads", type=whole(1), metavar="N", help="threads (default: one a physical core)")
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
 

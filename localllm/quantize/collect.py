@@ -70,13 +70,17 @@ def chunks(tokenizer: Tokenizer, text: str, context: int = CONTEXT) -> list[list
     return pieces
 
 
-def collect(file: GGUFFile, pieces: Sequence[Sequence[int]], backend: Backend) -> Iterator[ImportanceMatrix]:
+def collect(
+    file: GGUFFile, pieces: Sequence[Sequence[int]], backend: Backend, *, hessians: bool = False
+) -> Iterator[ImportanceMatrix]:
     """What a model's weights multiply while it reads pieces of text, each by itself.
 
     Args:
         file: the model; one that is quantised serves, too.
         pieces: token ids, of the same number each.
         backend: the CPU or the reference.
+        hessians: also XᵀX of the rows X that meet each matrix, but for those of experts: 4 n² bytes of memory for n
+            columns.
 
     Yields:
         What was collected so far, after each piece.
@@ -90,25 +94,27 @@ def collect(file: GGUFFile, pieces: Sequence[Sequence[int]], backend: Backend) -
     graph.watched = {product.x for product in products} | {p.routing for p in products if p.routing is not None}
     n_pages, n_tokens = n_cache_pages(graph, context, 1, backend.page_size), min(_STEP, context)
     needed = backend.footprint(graph, n_pages=n_pages, max_tokens=n_tokens, max_outputs=1, n_states=1)
-    check_memory(needed.n_bytes, "the model with what is collected")
+    squares = sum(4 * product.x.width**2 for product in products if hessians and product.routing is None)
+    check_memory(needed.n_bytes + squares, "the model with what is collected")
     step = backend.compile(graph, n_pages=n_pages, max_tokens=n_tokens, max_outputs=1, n_states=1)
     file.check_unchanged()
-    entries: dict[str, Entry] = {}
+    sums: dict[_Product, Entry] = {}
     for n_pieces, piece in zip(count(1), pieces, strict=False):
         for start in range(0, context, n_tokens):
             step.run(_batch(piece, start, min(start + n_tokens, context), n_pages, backend.page_size))
             for product in products:
-                entry = _entry(step, product)
-                for name in product.weights:
-                    entries[name] = entries[name] + entry if name in entries else entry
+                entry = _entry(step, product, hessians)
+                sums[product] = sums[product] + entry if product in sums else entry
+        entries = {name: entry for product, entry in sums.items() for name in product.weights}
         yield ImportanceMatrix(None, entries, n_chunks=n_pieces, chunk_size=context)
 
 
-def _entry(step: Step, product: _Product) -> Entry:
+def _entry(step: Step, product: _Product, hessians: bool) -> Entry:
     """The sums of one step, for each expert by itself."""
-    rows = np.square(step.value(product.x), dtype=np.float64)
+    x = step.value(product.x)
+    rows = np.square(x, dtype=np.float64)
     if product.routing is None:
-        return Entry(rows.sum(axis=0)[None], np.array([len(rows)]))
+        return Entry(rows.sum(axis=0)[None], np.array([len(rows)]), x.T @ x if hessians else None)
     ids = step.value(product.routing)
     if product.x.rows is not Rows.CHOSEN:
         rows = np.repeat(rows, ids.shape[1], axis=0)

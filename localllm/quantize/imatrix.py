@@ -5,13 +5,17 @@ two formats: GGUF (tensors ``NAME.in_sum2`` and ``NAME.counts``), and the older 
 
     i32 n_entries, n_entries × { i32 length, name, i32 n_calls, i32 n_values, f32 values (means times n_calls) }
     i32 n_chunks, i32 length, name of the text                                                      (optional)
+
+GGUF files of ours may also have **Hessians** (``NAME.hessian``): XᵀX [n, n] of the rows X that meet a matrix, from
+which `localllm.quant.encode.Feedback` is made.  Weights that meet the same rows share one: ``imatrix.hessians`` lists
+``NAME=NAME of the one that has it``.  Other programs leave these alone.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +40,18 @@ class Entry:
     Attributes:
         sums: of the squares of each column, [n_matrices, n_columns].
         counts: rows that were added up, [n_matrices].
+        hessian: float32 [n_columns, n_columns], XᵀX of the rows of a single matrix, if it was collected.
     """
 
     sums: NDArray[np.floating]
     counts: NDArray[np.number]
+    hessian: Floats | None = None
 
     def __add__(self, other: Entry) -> Entry:
-        return Entry(self.sums + other.sums, self.counts + other.counts)
+        hessian = None
+        if self.hessian is not None and other.hessian is not None:
+            hessian = self.hessian + other.hessian
+        return Entry(self.sums + other.sums, self.counts + other.counts, hessian)
 
     @property
     def means(self) -> Floats:
@@ -97,15 +106,23 @@ class ImportanceMatrix:
             write_file(path, self._in_old_format())
             return
         tensors: dict[str, NDArray[Any]] = {}
+        holders: dict[int, str] = {}
+        shared = []
         for name, entry in sorted(self.entries.items()):
             tensors[f"{name}.in_sum2"] = entry.sums
             tensors[f"{name}.counts"] = entry.counts[:, None]
+            if entry.hessian is not None:
+                holder = holders.setdefault(id(entry.hessian), name)
+                tensors.setdefault(f"{holder}.hessian", entry.hessian)
+                shared.append(f"{name}={holder}")
         metadata = {
             "general.type": encode_value("imatrix"),
             "imatrix.datasets": encode_value(self.datasets),
             "imatrix.chunk_count": encode_value(self.n_chunks),
             "imatrix.chunk_size": encode_value(self.chunk_size),
         }
+        if shared:
+            metadata["imatrix.hessians"] = encode_value(shared)
         specs = [TensorSpec(name, values.shape, GGMLType.F32) for name, values in tensors.items()]
         with GGUFWriter(path, metadata, specs) as writer:
             for values in tensors.values():
@@ -128,11 +145,15 @@ class ImportanceMatrix:
             ModelError: they are of different models.
         """
         entries = dict(self.entries)
+        hessians: dict[int, Floats | None] = {}  # by that of one: those that weights share stay one
         for name, entry in other.entries.items():
             mine = entries.get(name)
             if mine is not None and mine.sums.shape != entry.sums.shape:
                 raise ModelError(f"the importance matrices are of different models: {quoted(name)} differs in size")
-            entries[name] = entry if mine is None else mine + entry
+            if mine is not None:
+                entry = mine + replace(entry, hessian=None) if id(mine.hessian) in hessians else mine + entry
+                entry = replace(entry, hessian=hessians.setdefault(id(mine.hessian), entry.hessian))
+            entries[name] = entry
         datasets = tuple(dict.fromkeys(self.datasets + other.datasets))
         return ImportanceMatrix(None, entries, datasets, self.n_chunks + other.n_chunks, other.chunk_size)
 
@@ -176,8 +197,12 @@ def _damaged(path: Path, defect: str) -> GGUFError:
 
 def _read_gguf(path: Path) -> ImportanceMatrix:
     entries: dict[str, Entry] = {}
+    hessians: dict[str, Floats] = {}
     with GGUFFile.open(path) as file:
-        tensors = file.tensors
+        tensors, shared = file.tensors, file.metadata.get("imatrix.hessians")
+        holders = (
+            dict(each.split("=", 1) for each in shared if "=" in each) if isinstance(shared, StringArray) else {}
+        )
         for name, tensor in tensors.items():
             if not name.endswith(".in_sum2"):
                 continue
@@ -187,13 +212,24 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
             sums, counts = _floats(path, tensor).ravel(), _floats(path, tensors[f"{name}.counts"]).ravel()
             if sums.size % counts.size:
                 raise _damaged(path, f"the sums and counts of {quoted(name)} do not fit together")
-            entries[name] = Entry(sums.reshape(counts.size, -1).astype(np.float64), counts)
+            hessian = None
+            if holder := holders.get(name):
+                hessian = hessians.setdefault(holder, _hessian(path, tensors, holder, sums.size))
+            entries[name] = Entry(sums.reshape(counts.size, -1).astype(np.float64), counts, hessian)
         if not entries:
             raise _damaged(path, "it has no tensors named *.in_sum2")
         datasets = file.metadata.get("imatrix.datasets")
         n_chunks, size = (_number(file.metadata.get(f"imatrix.chunk_{key}")) for key in ("count", "size"))
         names = tuple(datasets) if isinstance(datasets, StringArray) else ()
         return ImportanceMatrix(path, entries, names, n_chunks, size or _CHUNK)
+
+
+def _hessian(path: Path, tensors: Mapping[str, TensorInfo], name: str, n: int) -> Floats:
+    """Of a tensor; it is read from the file when it is used."""
+    tensor = tensors.get(f"{name}.hessian")
+    if tensor is None or tensor.shape != (n, n) or tensor.type is not GGMLType.F32:
+        raise _damaged(path, f"{quoted(name)} should have a Hessian of {n} columns")
+    return tensor.data.view("<f4")
 
 
 def _number(value: object) -> int:

@@ -10,16 +10,19 @@ import gguf
 import numpy as np
 import pytest
 
-from localllm.errors import UsageError
+from localllm.errors import GGUFError, ModelError, UsageError
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Backend
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.reference import ReferenceBackend
-from localllm.quantize import ImportanceMatrix
+from localllm.quant.formats import dequantize
+from localllm.quantize import ImportanceMatrix, plan, run
 from localllm.quantize.collect import chunks, collect
+from localllm.quantize.imatrix import Entry
 from localllm.tokenizer import Tokenizer
 from tests.helpers import plain_transformer, tiny_models
 from tests.helpers.command_line import Outcome, run_main
+from tests.helpers.gguf_writer import write_gguf
 
 NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -165,3 +168,77 @@ def test_a_text_that_cannot_be_used_is_refused(
     assert outcome.code == 2
     assert words in outcome.error()
     assert not (tmp_path / "i.gguf").exists()
+
+
+def test_hessians_are_of_what_weights_multiply_and_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = tiny_models.config(num_hidden_layers=1, vocab_size=300)
+    weights = tiny_models.random_weights(settings)
+    expected: dict[str, Any] = defaultdict(float)
+    linear = plain_transformer._linear
+
+    def watched(layer: Any, name: str, x: Any) -> Any:
+        expected[NAMES[name]] = expected[NAMES[name]] + x.T @ x
+        return linear(layer, name, x)
+
+    monkeypatch.setattr(plain_transformer, "_linear", watched)
+    for piece in PIECES:
+        plain_transformer.logits(settings, weights, piece)
+    path = tiny_models.write_gguf(tmp_path / "model.gguf", settings, weights)
+    with GGUFFile.open(path) as file:
+        *_, found = collect(file, PIECES, CPUBackend(1), hessians=True)
+    found.write(tmp_path / "i.gguf")
+    with GGUFFile.open(tmp_path / "i.gguf") as file:
+        held = {name.split(".")[2] for name in file.tensors if name.endswith(".hessian")}
+    assert held == {"attn_k", "attn_output", "ffn_down", "ffn_gate"}  # q and v share k's, and up gate's
+    both = ImportanceMatrix.read(tmp_path / "i.gguf") + found
+    for name, hessian in expected.items():
+        entry = both.entries[f"blk.0.{name}.weight"]
+        assert entry.hessian is not None
+        assert np.abs(entry.hessian - 2 * hessian).max() < 2e-2 * hessian.max()
+    assert both.entries["blk.0.attn_q.weight"].hessian is both.entries["blk.0.attn_v.weight"].hessian
+
+
+def test_hessians_make_products_more_exact(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    path, text = tiny_models.tiny_gguf(tmp_path / "model.gguf"), tmp_path / "text.txt"
+    text.write_text("abc def ghi " * 200)
+    collected = tmp_path / "i.gguf"
+    run_main(capfdbinary, "imatrix", path, "-f", text, "-c", 64, "--hessian", "-o", collected)
+    matrix = ImportanceMatrix.read(collected)
+    plain = ImportanceMatrix(None, {name: Entry(e.sums, e.counts) for name, e in matrix.entries.items()})
+    errors = []
+    for number, each in enumerate((plain, matrix)):
+        target = tmp_path / f"{number}.gguf"
+        with GGUFFile.open(path) as file:
+            results = list(run(plan(file, target, "Q4_0", imatrix=each)))
+        with GGUFFile.open(path) as old, GGUFFile.open(target) as new:
+            errors.append(0.0)
+            for name, entry in matrix.entries.items():
+                difference = dequantize(new.tensors[name].data, new.tensors[name].type) - dequantize(
+                    old.tensors[name].data, old.tensors[name].type
+                )
+                assert entry.hessian is not None
+                errors[-1] += float(((difference @ entry.hessian) * difference).sum())
+        assert all(result.error is None or result.error < 0.2 for result in results)
+    assert errors[1] < 0.5 * errors[0]
+
+
+def _quantized(file: GGUFFile, folder: Path) -> None:
+    matrix = ImportanceMatrix.read(folder / "bad.gguf")
+    list(run(plan(file, folder / "small.gguf", "Q4_0", imatrix=matrix)))
+
+
+@pytest.mark.parametrize("change", [lambda h: h[:-1], lambda h: np.full_like(h, np.nan)])
+def test_a_damaged_hessian_is_noticed(change: Any, tmp_path: Path) -> None:
+    path = tiny_models.tiny_gguf(tmp_path / "model.gguf")
+    with GGUFFile.open(path) as file:
+        *_, found = collect(file, PIECES[:1], ReferenceBackend(), hessians=True)
+        name = "blk.0.attn_output.weight"
+        entry = found.entries[name]
+        assert entry.hessian is not None
+        found.write(tmp_path / "good.gguf")
+        with GGUFFile.open(tmp_path / "good.gguf") as good:
+            arrays = {key: dequantize(t.data, t.type).reshape(t.shape) for key, t in good.tensors.items()}
+        arrays[f"{name}.hessian"] = change(arrays[f"{name}.hessian"])
+        write_gguf(tmp_path / "bad.gguf", {"imatrix.hessians": [f"{name}={name}"]}, arrays)
+        with pytest.raises((GGUFError, ModelError), match=r"Hessian|collect them again"):
+            _quantized(file, tmp_path)
