@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.graph import Embed, Graph, Layer, Operation, Weight
+from localllm.kernels.graph import Embed, ExpertLinears, ExpertOutput, Graph, Layer, Operation, Weight
 from localllm.quant.formats import dequantize
 
 #: Called with each weight of a file once it was packed.
@@ -368,6 +368,7 @@ class WeightUse:
         is_operand: whether it is computed with.  One that is both is the embedding and the output matrix.
         is_float: whether kernels read it as float32.
         is_column: whether they do so column after column.
+        is_expert: whether it is the matrices of experts.
     """
 
     weight: Weight
@@ -376,6 +377,7 @@ class WeightUse:
     is_operand: bool
     is_float: bool
     is_column: bool
+    is_expert: bool
 
     def floats(self) -> NDArray[np.float32]:
         """The values, as kernels read those of `is_float`: [n_rows, n] or [1, n], or by columns [n, n_rows]."""
@@ -392,9 +394,7 @@ class WeightUse:
     def packed(self, kernel_type: str, n_bytes: int) -> PackedWeight:
         """What a backend holds of it, in so many bytes."""
         weight = self.weight
-        return PackedWeight(
-            weight.name, self.layer, weight.type.name, kernel_type, n_bytes, is_expert=len(weight.shape) == 3
-        )
+        return PackedWeight(weight.name, self.layer, weight.type.name, kernel_type, n_bytes, self.is_expert)
 
 
 def weights_of(graph: Graph) -> tuple[WeightUse, ...]:
@@ -411,7 +411,11 @@ def weights_of(graph: Graph) -> tuple[WeightUse, ...]:
             layers.setdefault(weight, node.layer)
     rows = {weight for node in graph.nodes for weight in node.operation.named(node.operation.float_rows)}
     columns = {weight for node in graph.nodes for weight in node.operation.named(node.operation.float_columns)}
+    experts = {w for n in graph.nodes if isinstance(n.operation, ExpertLinears | ExpertOutput) for w in n.operation.weights}
     return tuple(
-        WeightUse(w, layer, w in tables, w in operands, len(w.shape) == 1 or w in rows | columns, w in columns)
+        WeightUse(
+            *(w, layer, w in tables, w in operands, len(w.shape) == 1 or w in rows | columns, w in columns),
+            is_expert=w in experts and len(w.shape) == 3,
+        )
         for w, layer in layers.items()
     )

@@ -226,7 +226,7 @@ def _check_rows(rows: Rows, *tensors: Tensor) -> None:
 
 def _check_dimensions(weight: Weight, n: int) -> None:
     if len(weight.shape) != n:
-        what = {1: "a vector", 2: "a matrix", 3: "the matrices of experts"}[n]
+        what = {1: "a vector", 2: "a matrix", 3: "matrices of experts or heads"}[n]
         raise KernelError(f"tensor {weight.name} is used as {what}, but has the shape {list(weight.shape)}")
 
 
@@ -462,6 +462,37 @@ class Linears(Operation[tuple[Tensor, ...]]):
         for matrix in self.matrices:
             _check_product(matrix, self.x)
         return tuple(Tensor(self.x.rows, matrix.n_out) for matrix in self.matrices)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadLinear(Operation[Tensor]):
+    """Each head of x [rows, H * dim] times a matrix of its own: with weight [H, n_out, n_in], [rows, H * n].
+
+    It is the first n_in values of a head that are multiplied; the others follow the n_out that they become, as they
+    are: n = n_out + dim - n_in.  All three are multiples of 32.
+
+    Where attention is over latents (MLA), it brings queries into their space, but for the part that is rotated, and
+    the result out of it again.  Source: DeepSeek-V2, arXiv:2405.04434 ("absorb").
+    """
+
+    x: Tensor
+    weight: Weight
+
+    @property
+    def n_rest(self) -> int:
+        """Values of each head that are not multiplied."""
+        return self.x.width // self.weight.shape[0] - self.weight.shape[2]
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_dimensions(self.weight, 3)
+        n_heads, n_out, n_in = self.weight.shape
+        if self.x.width % n_heads or self.n_rest < 0 or n_in % 32 or n_out % 32 or self.n_rest % 32:
+            raise KernelError(
+                f"matrices {[n_out, n_in]} cannot multiply {n_heads} heads in rows of {self.x.width} values: those "
+                "have at least as many, and all sizes are multiples of 32"
+            )
+        return Tensor(self.x.rows, n_heads * (n_out + self.n_rest))
 
 
 @dataclass(frozen=True, eq=False)

@@ -202,6 +202,13 @@ class _Lowering:
             self._multiply(op.x, inputs[format], list(group))
         return results
 
+    def head_linear(self, op: g.HeadLinear) -> Stored:
+        x, y, matrix = self.stored[op.x], self.new(op.x.rows, op.result.width), self.weights.matrix(op.weight)
+        n_rows, (n_heads, _, n_in) = self.limits.max_rows(x.slot), op.weight.shape
+        inputs = new_inputs(self.limits.arena, matrix.packed, n_rows, n_in, n_heads)
+        self.calls.append(calls.MultiplyHeads(self.limits, op, x, inputs, matrix, y))
+        return y
+
     def _multiply(
         self,
         x: Tensor,
@@ -336,6 +343,7 @@ _LOWERINGS: dict[type[g.Operation[Any]], Callable[[_Lowering, Any], Any]] = {
     g.Scan: _Lowering.scan,
     g.Linear: _Lowering.linear,
     g.Linears: _Lowering.linears,
+    g.HeadLinear: _Lowering.head_linear,
     g.RopeAppend: _Lowering.rope_append,
     g.Attention: _Lowering.attention,
     g.Gated: _Lowering.gated,
