@@ -807,10 +807,11 @@ class Route(Operation[Routing]):
     further factors of the weights.
 
     With ``selection_bias`` [E], those of the largest sums of probability and bias are chosen.  With ``n_groups`` of
-    E / n_groups neighbours, only the experts of ``n_top_groups`` of them can be: of the groups whose two best
-    probabilities (with bias) have the largest sums.
+    E / n_groups neighbours, only the experts of ``n_top_groups`` of them can be: of the groups whose best
+    ``n_group_best`` probabilities (with bias), one or two, have the largest sums.
 
-    All layers of a graph have the same k.  Sources: arXiv:2401.04088 (Mixtral), arXiv:2412.19437 (DeepSeek V3).
+    All layers of a graph have the same k.  Sources: arXiv:2401.04088 (Mixtral), arXiv:2405.04434 (DeepSeek V2: groups
+    by their best), arXiv:2412.19437 (V3: by their two best).
     """
 
     logits: Tensor
@@ -821,6 +822,7 @@ class Route(Operation[Routing]):
     selection_bias: Weight | None = None
     n_groups: int = 1
     n_top_groups: int = 1
+    n_group_best: int = 2
     expert_scales: Weight | None = None
 
     @property
@@ -839,6 +841,10 @@ class Route(Operation[Routing]):
         if not 1 <= self.k <= self.logits.width:
             raise KernelError(
                 f"{self.k} of {self.logits.width} experts cannot be chosen: 1 to {self.logits.width} can"
+            )
+        if not 1 <= self.n_group_best <= 2:
+            raise KernelError(
+                f"groups are chosen by their best or their two best experts, not by {self.n_group_best}"
             )
         if not 1 <= self.n_groups <= min(MAX_GROUPS, n // 2 or 1) or n % self.n_groups:
             raise KernelError(

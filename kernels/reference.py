@@ -411,8 +411,8 @@ class _Run:
             scores = scores + self.arrays[op.selection_bias]
         if op.n_groups > 1:
             groups = scores.reshape(len(scores), op.n_groups, -1)
-            two_best = np.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
-            worse = np.argsort(-two_best, axis=1, kind="stable")[:, op.n_top_groups :]
+            best = np.sort(groups, axis=2)[:, :, -op.n_group_best :].sum(axis=2)
+            worse = np.argsort(-best, axis=1, kind="stable")[:, op.n_top_groups :]
             np.put_along_axis(groups := groups.copy(), worse[:, :, None], -np.inf, axis=1)
             scores = groups.reshape(scores.shape)
         ids = np.argsort(-scores, axis=1, kind="stable")[:, : op.k]

@@ -228,8 +228,10 @@ def quantise(begin, end, x, n_blocks, x_stride, records):
 
 @kernel
 def quantise_heads(begin, end, x, n_heads, x_head, n_blocks, x_stride, records, record_head):
-    """The same of the first ``32 * n_blocks`` values of each head, ``x_head`` bytes from one to the next; the records of
-    a head are ``record_head`` bytes behind those of the one before."""
+    """The same of the first ``32 * n_blocks`` values of each head.
+
+    A head begins ``x_head`` bytes behind the one before, and its records ``record_head`` bytes behind that one's.
+    """
     for token in range(begin, end):
         record = records + token // TOKENS * (n_blocks * X_STEP) + token % TOKENS * RECORD
         for head in range(n_heads):

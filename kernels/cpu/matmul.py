@@ -111,9 +111,7 @@ def multiply_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
 
 
 @kernel
-def matmul_quantised(
-    begin, end, batch, weights, n_tiles, x, bias, residual, y, y_stride, n_groups, x_head, y_head
-):
+def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, y_stride, n_groups, x_head, y_head):
     """Integer products; a unit is 16 rows.
 
     weights: packed tiles, ``n_tiles`` a row.  x: activations as `tiles` draws them.  bias: float32 [n] or 0.
@@ -204,9 +202,7 @@ def several_float_tokens(n_tokens, tiles, n_in, slab, sums, x, x_stride):
 
 
 @kernel
-def matmul_float(
-    begin, end, batch, weights, n_in, x, x_stride, bias, residual, y, y_stride, n_units, x_head, y_head
-):
+def matmul_float(begin, end, batch, weights, n_in, x, x_stride, bias, residual, y, y_stride, n_units, x_head, y_head):
     """Float products; a unit is ``16 * FLOAT_GROUPS`` rows.  x: float32 [T, n_in], ``x_stride`` bytes a token.
 
     LOAD, COLUMN_BYTES (of one column of 16 rows): the format's.  The rest is as in `matmul_quantised`.

@@ -297,7 +297,9 @@ class MultiplyHeads:
             return
         format, (n_heads, n_out, n_in), rest = self.weight.packed, self.op.weight.shape, self.op.n_rest
         header, n_rows = step.batch.header_at(x.slot), format.input_rows(n)
-        launch = replace(matmul.quantise_launch(format, n_in, n_rows), kernel="quantise_heads", grid=(n_rows, n_heads))
+        launch = replace(
+            matmul.quantise_launch(format, n_in, n_rows), kernel="quantise_heads", grid=(n_rows, n_heads)
+        )
         rows = x.memory, np.int32(x.stride), np.int32(n_in + rest), np.int32(n_in)
         yield launch.given(*rows, header, self.inputs.units, self.inputs.scales, np.int32(n_rows))
         launch = matmul.product_launch(
@@ -310,7 +312,10 @@ class MultiplyHeads:
             tile_rows=step.tile_rows,
             n_heads=n_heads,
         )
-        inputs, products = (self.inputs.units, self.inputs.scales), [Product(self.weight.memory, y.memory, n_out, y.stride)]
+        inputs, products = (
+            (self.inputs.units, self.inputs.scales),
+            [Product(self.weight.memory, y.memory, n_out, y.stride)],
+        )
         yield launch.given(*matmul.product_arguments(launch, format, n_in, n_rows, inputs, header, products))
         if rest:
             sizes = np.int32(n_in + rest), np.int32(rest)

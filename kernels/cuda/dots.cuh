@@ -39,8 +39,8 @@ DEVICE int chunk_begin(int i, int n_chunks, int n_tiles) { return (int)((int64_t
 DEVICE int head() { return HEADS ? blockIdx.z : 0; }
 
 // The first tile of a group of the head's matrix.
-DEVICE int64_t first_tile(int group, int n_groups, int n_tiles) {
-  return ((int64_t)head() * n_groups + group) * n_tiles;
+DEVICE int64_t first_tile(int group, int n_out, int n_tiles) {
+  return (int64_t)(head() * (n_out / GROUP) + group) * n_tiles;
 }
 
 template <class F>

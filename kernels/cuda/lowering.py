@@ -281,7 +281,7 @@ class _Lowering:
         if not op.is_by_logits:
             logits, bias = scores, self.weights.vector(op.selection_bias)
             scores, probabilities = (self.new(Rows.TOKENS, logits.width) for _ in range(2))
-            how = op.gating, bias, op.n_groups, op.n_top_groups
+            how = op.gating, bias, op.n_groups, op.n_top_groups, op.n_group_best
             self.calls.append(expert_calls.ExpertScores(self.limits, logits, *how, probabilities, scores))
         factors = self.weights.vector(op.expert_scales)
         self.calls.append(expert_calls.Route(scores, probabilities, op.norm_topk_prob, op.scale, factors, chosen))

@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (first_token >= n) return;
   const Matrix matrix = MATRIX(0);
   const int groups = n_groups(n_out0);
-  const Sources from = {matrix.weights + first_tile(0, groups, n_tiles) * tile_bytes<FORMAT>(),
+  const Sources from = {matrix.weights + first_tile(0, n_out0, n_tiles) * tile_bytes<FORMAT>(),
                         own_units<FORMAT>(units, n_tiles, n_rows),
                         (const float2*)own_scales<FORMAT>(scales, n_tiles, n_rows),
                         n_rows,

@@ -11,11 +11,11 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
   if (first_token > 0 && first_token >= n) return;  // the first tokens do not wait for n
   int group = blockIdx.y;
   const int which = CHOOSE_MATRIX(group);
-  const int64_t tile = first_tile(group, n_groups(CHOSEN_ROWS(which)), n_tiles);
-  const uint8_t* tiles = CHOSEN_WEIGHTS(which) + tile * tile_bytes<FORMAT>();
+  const uint8_t* tiles = CHOSEN_WEIGHTS(which) + first_tile(group, CHOSEN_ROWS(which), n_tiles) * tile_bytes<FORMAT>();
   const int laid_out = ROWS ? ROWS : n_rows;
-  const float* x_scales = own_scales<FORMAT>(scales, n_tiles, laid_out);
+  units = own_units<FORMAT>(units, n_tiles, laid_out);
+  scales = own_scales<FORMAT>(scales, n_tiles, laid_out);
   Sums<N> acc = {};
-  multiply<FORMAT, N>(acc, tiles, own_units<FORMAT>(units, n_tiles, laid_out), x_scales, laid_out, first_token, n_tiles);
-  add_chunks<FORMAT, N>(CHOSEN_MATRIX(which), group, acc, x_scales, first_token, n);
+  multiply<FORMAT, N>(acc, tiles, (const uint8_t*)units, scales, laid_out, first_token, n_tiles);
+  add_chunks<FORMAT, N>(CHOSEN_MATRIX(which), group, acc, (const float*)scales, first_token, n);
 }

@@ -18,8 +18,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
                     (const float2*)own_scales<FORMAT>(scales, n_tiles, laid_out) + first_token, laid_out};
   int group = blockIdx.y;
   const int which = CHOOSE_MATRIX(group);
-  const int64_t tile = first_tile(group, n_groups(CHOSEN_ROWS(which)), n_tiles);
-  const uint8_t* tiles = CHOSEN_WEIGHTS(which) + tile * tile_bytes<FORMAT>();
+  const uint8_t* tiles = CHOSEN_WEIGHTS(which) + first_tile(group, CHOSEN_ROWS(which), n_tiles) * tile_bytes<FORMAT>();
   multiply<FORMAT, TOKENS>(sums, tiles, x, n_tiles);
   add_chunks(CHOSEN_MATRIX(which), group, sums, first_token, n);
 }

@@ -41,8 +41,11 @@ class Recording:
         more = {"rope": None, **more}
         return self.graph.add(g.RopeAppend(self.x(q), self.x(k), self.x(v), self.cache, **more))
 
-    def route(self, n: int, k: int = 2) -> g.Routing:
-        return self.graph.add(g.Route(self.x(n), k, norm_topk_prob=True))
+    def route(self, n: int, k: int = 2, **more: Any) -> g.Routing:
+        return self.graph.add(g.Route(self.x(n), k, norm_topk_prob=True, **more))
+
+    def head_linear(self, width: int, *shape: int) -> Tensor:
+        return self.graph.add(g.HeadLinear(self.x(width), f32(random(*shape))))
 
     def experts(self, *shape: int) -> Any:
         return self.graph.add(g.ExpertLinears(self.x(48), (f32(random(*shape)),), self.route(4)))
@@ -83,6 +86,10 @@ REFUSED: dict[str, Callable[[Recording], Any]] = {
     r"an earlier one has changed": lambda r: r.again(),
     r"cannot have a bias \[15\]": lambda r: Matrix(f32(random(16, 32)), f32(random(15))),
     r"used as a matrix, but has the shape \[32\]": lambda r: r.graph.add(g.Embed(f32(random(32)))),
+    r"\[16, 48\] cannot multiply 3 heads in rows of 96": lambda r: r.head_linear(96, 3, 16, 48),
+    r"\[32, 64\] cannot multiply 2 heads in rows of 96": lambda r: r.head_linear(96, 2, 32, 64),
+    r"\[32, 32\] cannot multiply 3 heads in rows of 128": lambda r: r.head_linear(128, 3, 32, 32),
+    r"by their best or their two best experts, not by 3": lambda r: r.route(8, n_group_best=3),
     r"9 of 8 experts": lambda r: r.route(8, 9),
     r"0 of 8 experts": lambda r: r.route(8, 0),
     r"with 2 and with 3 experts": lambda r: (r.route(8, 2), r.route(8, 3)),

@@ -398,6 +398,7 @@ ROUTING: dict[str, dict[str, Any]] = {
     },
     "scales": {"expert_scales": True},
     "groups": {"n_groups": 3, "n_top_groups": 1},
+    "groups by their best": {"n_groups": 4, "n_top_groups": 2, "n_group_best": 1},
 }
 
 
@@ -423,7 +424,7 @@ def routing(kind: str, norm_topk_prob: bool) -> Case:
             )(row)
             scores = p + bias * ("selection_bias" in own)
             groups = scores.reshape(own.get("n_groups", 1), -1)
-            ranks = np.argsort(-np.sort(groups, axis=1)[:, -2:].sum(axis=1))
+            ranks = np.argsort(-np.sort(groups, axis=1)[:, -own.get("n_group_best", 2) :].sum(axis=1))
             allowed = np.isin(np.arange(n) // groups.shape[1], ranks[: own.get("n_top_groups", 1)])
             chosen = np.argsort(-np.where(allowed, scores, -np.inf))[:k]
             shares = p[chosen] / (p[chosen].sum() if norm_topk_prob else 1) * own.get("scale", 1)
