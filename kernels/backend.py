@@ -253,7 +253,7 @@ class Step(ABC):
         return self.run(batch).rows()
 
     def top_k(self, batch: Batch, k: int, whole: Sequence[int] = ()) -> TopK:
-        """Runs a batch, and gives the ``k`` largest logits, ``k`` up to `max_top_k`; all of them only of ``whole``."""
+        """Runs a batch, and gives the ``k`` largest logits, up to `max_top_k`; all of them only of ``whole``."""
         return self.run(batch).top_k(k, whole)
 
 

@@ -451,7 +451,7 @@ class EngineLoop:
 
 
 def _wanted_logits(batch: Sequence[Scheduled], chunks: Sequence[Chunk], most: int) -> tuple[int, list[int]]:
-    """How many of the largest logits of each row its request needs, at most ``most``; and the rows that it needs whole.
+    """How many of the largest logits of each row requests need, at most ``most``; and the rows that they need whole.
 
     The first is 0 where those are all rows, or somebody wants logits as they are.
     """
