@@ -251,7 +251,8 @@ def product_launch(
         whole = product_launch(
             format, n_outs, n_in, n_rows, capability=capability, shared_bytes=shared_bytes, tile_rows=tile_rows
         )
-        return replace(whole, grid=(*whole.grid, n_heads), defines={**whole.defines, "HEADS": 1})
+        bounds = {"BOUNDS": "512,1"} if format.type is GGMLType.F32 else {}  # else ptxas spills registers for sm_86
+        return replace(whole, grid=(*whole.grid, n_heads), defines={**whole.defines, "HEADS": 1, **bounds})
     limit = 1 if takes_one_matrix(format, n_rows, capability) else MAX_MATRICES
     if not 1 <= len(n_outs) <= limit:
         raise KernelError(f"{len(n_outs)} matrices in one launch, which takes up to {limit}: launch them apart")
