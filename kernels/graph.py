@@ -217,15 +217,15 @@ Value = Tensor | Routing
 R = TypeVar("R", bound="Tensor | Routing | tuple[Tensor, ...]", covariant=True)
 
 
-def _check_rows(rows: Rows, *tensors: Tensor) -> None:
+def _check_rows(rows: Rows, *tensors: Tensor | None) -> None:
     for x in tensors:
-        if x.rows is not rows:
+        if x is not None and x.rows is not rows:
             raise KernelError(f"a tensor has a row for {x.rows.value} where one for {rows.value} is needed")
 
 
 def _check_dimensions(weight: Weight, n: int) -> None:
     if len(weight.shape) != n:
-        what = {1: "a vector", 2: "a matrix", 3: "matrices of experts or heads"}[n]
+        what = "a matrix" if n == 2 else "matrices of experts or heads"
         raise KernelError(f"tensor {weight.name} is used as {what}, but has the shape {list(weight.shape)}")
 
 
@@ -520,7 +520,7 @@ class RopeAppend(Operation[Tensor]):
     @cached_property
     def result(self) -> Tensor:
         cache, key_dim = self.cache, self.cache.key_dim
-        _check_rows(Rows.TOKENS, *(x for x in (self.q, self.k, self.v) if x is not None))
+        _check_rows(Rows.TOKENS, self.q, self.k, self.v)
         _check_queries(self.q, cache)
         if (self.v is None) != (self.k is None or cache.values_in_keys):
             raise KernelError(
@@ -530,10 +530,10 @@ class RopeAppend(Operation[Tensor]):
             if x is not None and x.width != cache.n_heads * dim:
                 raise KernelError(f"{x.width} values of {what} do not fit a cache of {cache.n_heads} heads of {dim}")
         if self.rope is not None and self.rope.first + 2 * len(self.rope.frequencies) > key_dim:
-            pairs = f"{len(self.rope.frequencies)} pairs of values" + f" from {self.rope.first} on" * (
-                self.rope.first > 0
+            raise KernelError(
+                f"{len(self.rope.frequencies)} pairs of values from {self.rope.first} on cannot be rotated in heads "
+                f"of {key_dim}"
             )
-            raise KernelError(f"{pairs} cannot be rotated in heads of {key_dim}")
         for norm, dim in zip(self.norms, (key_dim, key_dim, cache.value_dim), strict=True):
             shape = () if norm is None or norm.weight is None else norm.weight.shape
             if shape and (len(shape) > 1 or shape[0] > dim):
@@ -629,7 +629,8 @@ class CausalConv(Operation[Tensor]):
             raise KernelError(f"a convolution has kernels of 2 to {MAX_CONV} values, not of {kernel}")
         _check_shape(self.weight, n, kernel)
         _check_shape(self.bias, n)
-        _check_state(self.state, (kernel - 1, n))
+        if self.state.shape != (kernel - 1, n):
+            raise KernelError(f"a convolution keeps a state {[kernel - 1, n]}, not {list(self.state.shape)}")
         return Tensor(Rows.TOKENS, n)
 
 
@@ -741,11 +742,6 @@ def _check_heads(state: RecurrentState, n_groups: int) -> tuple[int, int, int]:
 def _check_column(weight: Weight, n: int) -> None:
     """That it is [n] or [n, 1], as files have those of recurrences."""
     _check_shape(weight, *((n, 1) if len(weight.shape) == 2 else (n,)))
-
-
-def _check_state(state: RecurrentState, shape: tuple[int, ...]) -> None:
-    if state.shape != shape:
-        raise KernelError(f"a state {list(state.shape)} of layer {state.layer} was given where {list(shape)} is kept")
 
 
 @dataclass(frozen=True, eq=False)
