@@ -276,6 +276,12 @@ class _Run:
             y += self.arrays[matrix.bias]
         return y
 
+    def head_linear(self, op: g.HeadLinear) -> Array:
+        x, (n_heads, _, n_in) = self.values[op.x], op.weight.shape
+        heads = x.reshape(len(x), n_heads, -1)
+        y = np.matmul(self.arrays[op.weight], heads[..., :n_in, None])[..., 0]
+        return np.concatenate([y, heads[..., n_in:]], axis=-1).reshape(len(x), -1)
+
     def rope_append(self, op: g.RopeAppend) -> Array:
         batch, page_size, cache = self.batch, self.cache.page_size, op.cache
         q = self._turned(op.q, cache.key_dim, op.q_norm, op.rope, norm_last=op.norm_last)
@@ -412,8 +418,8 @@ class _Run:
             scores = scores + self.arrays[op.selection_bias]
         if op.n_groups > 1:
             groups = scores.reshape(len(scores), op.n_groups, -1)
-            two_best = np.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
-            worse = np.argsort(-two_best, axis=1, kind="stable")[:, op.n_top_groups :]
+            best = np.sort(groups, axis=2)[:, :, -op.n_group_best :].sum(axis=2)
+            worse = np.argsort(-best, axis=1, kind="stable")[:, op.n_top_groups :]
             np.put_along_axis(groups := groups.copy(), worse[:, :, None], -np.inf, axis=1)
             scores = groups.reshape(scores.shape)
         ids = np.argsort(-scores, axis=1, kind="stable")[:, : op.k]
@@ -469,6 +475,7 @@ _OPERATIONS: dict[type[g.Operation[Any]], Callable[[_Run, Any], Any]] = {
     g.Activation: _Run.activation,
     g.Linear: _Run.linear,
     g.Linears: _Run.linears,
+    g.HeadLinear: _Run.head_linear,
     g.RopeAppend: _Run.rope_append,
     g.Attention: _Run.attention,
     g.CausalConv: _Run.causal_conv,

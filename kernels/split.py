@@ -161,12 +161,14 @@ class _SplitOutput(Output):
         self._pipeline(take)
         return logits
 
-    def top_k(self, k: int) -> TopK:
-        n = len(self.batch.outputs)
-        best = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32))
+    def top_k(self, k: int, whole: Sequence[int] = ()) -> TopK:
+        n, found = len(self.batch.outputs), dict[int, NDArray[np.float32]]()
+        best = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32), found)
 
         def take(rows: NDArray[np.int64], result: Output) -> None:
-            best.ids[rows], best.logits[rows] = result.top_k(k)
+            wanted = np.flatnonzero(np.isin(rows, whole)).tolist()
+            best.ids[rows], best.logits[rows], logits = result.top_k(k, wanted)
+            found.update((int(rows[i]), logits[i].copy()) for i in wanted)
 
         self._pipeline(take)
         return best

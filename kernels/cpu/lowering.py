@@ -319,9 +319,33 @@ class _Lowering:
         else:
             kernel, units = matmul.matmul_float, groups // matmul.FLOAT_GROUPS
             arguments += [matrix.n_in, s.buffer, s.stride]
-        arguments = [self.counter(s.slot), address, *arguments, bias, residual, y.buffer, y.stride]
-        self.call(kernel, arguments, units, ALWAYS, wait=wait, **_constants(kind))
+        arguments = [self.counter(s.slot), address, *arguments, bias, residual, y.buffer, y.stride, 0, 0, 0]
+        self.call(kernel, arguments, units, ALWAYS, wait=wait, HEADS=False, **_constants(kind))
         self.n_products += matrix.n_in * matrix.n_out
+
+    def head_linear(self, op: g.HeadLinear) -> Stored:
+        x, y, (n_heads, n_out, n_in) = self.stored[op.x], self.new(op.x.rows, op.result.width), op.weight.shape
+        x_head, rest = 4 * (n_in + op.n_rest), 4 * op.n_rest  # bytes
+        if rest:
+            source = x.buffer.at(4 * n_in), n_heads, x_head, x.stride
+            target = y.buffer.at(4 * n_out), 4 * n_out + rest, y.stride, rest
+            self.call(elementwise.copy_heads, (*source, *target), 1, x.slot, wait=False)
+        address, kind = self.weights.matrix(op.weight)
+        arguments: list[Argument] = [self.counter(x.slot), address]
+        if kind in TILES:
+            n_blocks = n_in // 32
+            record_head = -(-self.n_rows[x.slot] // TOKENS) * TOKENS * n_blocks * RECORD
+            records = Buffer(n_heads * record_head)
+            given = x.buffer, n_heads, x_head, n_blocks, x.stride, records, record_head
+            self.call(elementwise.quantise_heads, given, 1, x.slot)
+            kernel, units = matmul.matmul_quantised, n_out // GROUP
+            arguments += [n_in // LAYOUTS[kind].columns, records, 0, 0, y.buffer, y.stride, units, record_head, rest]
+        else:
+            kernel, units = matmul.matmul_float, n_out // GROUP // matmul.FLOAT_GROUPS
+            arguments += [n_in, x.buffer, x.stride, 0, 0, y.buffer, y.stride, units, x_head, rest]
+        self.call(kernel, arguments, n_heads * units, ALWAYS, HEADS=True, **_constants(kind))
+        self.n_products += n_heads * n_in * n_out
+        return y
 
     # -- Attention -------------------------------------------------------------------------------------------------
 
@@ -492,7 +516,7 @@ class _Lowering:
         if not op.is_by_logits:
             scores, probabilities = (self.new(Rows.TOKENS, n_experts) for _ in range(2))
             bias = 0 if op.selection_bias is None else self.weights.vector(op.selection_bias)
-            given = (logits.buffer, logits.stride, n_experts, bias, op.n_groups, op.n_top_groups)
+            given = (logits.buffer, logits.stride, n_experts, bias, op.n_groups, op.n_top_groups, op.n_group_best)
             scored = probabilities.buffer, scores.buffer
             self.call(expert_kernels.expert_scores, (*given, *scored), 1, N_TOKENS, GATING=_GATINGS[op.gating])
         factors = 0 if op.expert_scales is None else self.weights.vector(op.expert_scales)
@@ -586,6 +610,7 @@ _LOWERINGS: dict[type[g.Operation[Any]], Callable[[_Lowering, Any], Any]] = {
     g.Activation: _Lowering.activation,
     g.Linear: _Lowering.linear,
     g.Linears: _Lowering.linears,
+    g.HeadLinear: _Lowering.head_linear,
     g.RopeAppend: _Lowering.rope_append,
     g.Attention: _Lowering.attention,
     g.CausalConv: _Lowering.causal_conv,

@@ -92,11 +92,11 @@ class Inputs:
         return self.arena.at(self.buffer, self.buffer.n_bytes - self.scale_bytes)
 
 
-def new_inputs(arena: Arena, format: PackedFormat, n_rows: int, width: int) -> Inputs:
-    """Those of up to ``n_rows`` rows."""
+def new_inputs(arena: Arena, format: PackedFormat, n_rows: int, width: int, n_heads: int = 1) -> Inputs:
+    """Those of up to ``n_rows`` rows of so many heads of ``width`` values."""
     laid_out = format.input_rows(n_rows)
-    units = -(-format.unit_bytes(width, laid_out) // _ALIGNMENT) * _ALIGNMENT
-    scales = format.input_scale_bytes(width, laid_out)
+    units = -(-n_heads * format.unit_bytes(width, laid_out) // _ALIGNMENT) * _ALIGNMENT
+    scales = n_heads * format.input_scale_bytes(width, laid_out)
     return Inputs(arena, Buffer(units + scales), scales)
 
 

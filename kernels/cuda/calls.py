@@ -280,6 +280,50 @@ class Multiply:
         return launch.given(*arguments)
 
 
+@dataclass(frozen=True, eq=False)
+class MultiplyHeads:
+    """Each head of x times its matrix, and the rest of its values as they are."""
+
+    step: StepLimits
+    op: graph.HeadLinear
+    x: Stored
+    inputs: Inputs
+    weight: PackedMatrix
+    y: Stored
+
+    def launches(self, extent: Extent) -> Iterator[Launch]:
+        n, step, x, y = extent.rows(self.x.slot), self.step, self.x, self.y
+        if not n:
+            return
+        format, (n_heads, n_out, n_in), rest = self.weight.packed, self.op.weight.shape, self.op.n_rest
+        header, n_rows = step.batch.header_at(x.slot), format.input_rows(n)
+        launch = replace(
+            matmul.quantise_launch(format, n_in, n_rows), kernel="quantise_heads", grid=(n_rows, n_heads)
+        )
+        rows = x.memory, np.int32(x.stride), np.int32(n_in + rest), np.int32(n_in)
+        yield launch.given(*rows, header, self.inputs.units, self.inputs.scales, np.int32(n_rows))
+        launch = matmul.product_launch(
+            format,
+            [n_out],
+            n_in,
+            n_rows,
+            capability=step.properties.capability,
+            shared_bytes=step.properties.shared_bytes,
+            tile_rows=step.tile_rows,
+            n_heads=n_heads,
+        )
+        inputs, products = (
+            (self.inputs.units, self.inputs.scales),
+            [Product(self.weight.memory, y.memory, n_out, y.stride)],
+        )
+        yield launch.given(*matmul.product_arguments(launch, format, n_in, n_rows, inputs, header, products))
+        if rest:
+            sizes = np.int32(n_in + rest), np.int32(rest)
+            to = y.memory.at(4 * n_out, y.memory.n_bytes - 4 * n_out), np.int32(y.stride), np.int32(n_out + rest)
+            given = header, x.memory.at(4 * n_in, x.memory.n_bytes - 4 * n_in), np.int32(x.stride), *sizes, *to
+            yield from _elementwise("copy_heads", (n_heads, n), 32, *given)
+
+
 # -- Attention -----------------------------------------------------------------------------------------------------
 
 

@@ -92,6 +92,8 @@ def describe(call: Call) -> str:
     match call:
         case calls.Multiply(weights=weights):
             return f"linear {_names(weights)} {weights[0].format}"
+        case calls.MultiplyHeads(weight=weight):
+            return f"heads {_names([weight])} {weight.format}"
         case expert_calls.MultiplyExperts(weights=weights):
             return f"experts {_names(weights)} {weights[0].format}"
         case expert_calls.Gather():
@@ -118,6 +120,11 @@ def cost(call: Call, sizes: BatchSizes) -> Cost | None:
     match call:
         case calls.Multiply(slot=slot):
             return _product(call, sizes.rows(slot))
+        case calls.MultiplyHeads(weight=weight, x=x, y=y):
+            n, format = sizes.rows(x.slot), weight.packed
+            n_heads, n_out, n_in = call.op.weight.shape
+            n_bytes = weight.n_bytes + n * (_row(x) + _row(y)) + 2 * n_heads * _input_bytes(format, n_in, n)
+            return Cost(n_bytes, 2 * n * n_heads * n_out * n_in, _KINDS.get(format.name, "int8"))
         case calls.Attention():
             return _attention(call, sizes)
         case calls.RopeAppend(op=op, q=q, k=k, v=v):

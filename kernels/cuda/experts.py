@@ -108,13 +108,14 @@ class ExpertScores:
     bias: DeviceMemory | None
     n_groups: int
     n_top_groups: int
+    n_group_best: int
     probabilities: Stored
     scores: Stored
 
     def launches(self, extent: Extent) -> Iterator[Launch]:
         logits = self.logits.memory, np.int32(self.logits.stride), np.int32(self.logits.width)
         how = np.int32(GATINGS.index(self.gating)), _NULL if self.bias is None else self.bias
-        groups = np.int32(self.n_groups), np.int32(self.n_top_groups)
+        groups = map(np.int32, (self.n_groups, self.n_top_groups, self.n_group_best))
         grid, to = (-(-extent.n_tokens // _ROUTE_TOKENS),), (self.probabilities.memory, self.scores.memory)
         yield _launch("expert_scores", grid, _ROUTE_THREADS, self.step.batch.header, *logits, *how, *groups, *to)
 

@@ -202,6 +202,13 @@ class _Lowering:
             self._multiply(op.x, inputs[format], list(group))
         return results
 
+    def head_linear(self, op: g.HeadLinear) -> Stored:
+        x, y, matrix = self.stored[op.x], self.new(op.x.rows, op.result.width), self.weights.matrix(op.weight)
+        n_rows, (n_heads, _, n_in) = self.limits.max_rows(x.slot), op.weight.shape
+        inputs = new_inputs(self.limits.arena, matrix.packed, n_rows, n_in, n_heads)
+        self.calls.append(calls.MultiplyHeads(self.limits, op, x, inputs, matrix, y))
+        return y
+
     def _multiply(
         self,
         x: Tensor,
@@ -274,7 +281,7 @@ class _Lowering:
         if not op.is_by_logits:
             logits, bias = scores, self.weights.vector(op.selection_bias)
             scores, probabilities = (self.new(Rows.TOKENS, logits.width) for _ in range(2))
-            how = op.gating, bias, op.n_groups, op.n_top_groups
+            how = op.gating, bias, op.n_groups, op.n_top_groups, op.n_group_best
             self.calls.append(expert_calls.ExpertScores(self.limits, logits, *how, probabilities, scores))
         factors = self.weights.vector(op.expert_scales)
         self.calls.append(expert_calls.Route(scores, probabilities, op.norm_topk_prob, op.scale, factors, chosen))
@@ -336,6 +343,7 @@ _LOWERINGS: dict[type[g.Operation[Any]], Callable[[_Lowering, Any], Any]] = {
     g.Scan: _Lowering.scan,
     g.Linear: _Lowering.linear,
     g.Linears: _Lowering.linears,
+    g.HeadLinear: _Lowering.head_linear,
     g.RopeAppend: _Lowering.rope_append,
     g.Attention: _Lowering.attention,
     g.Gated: _Lowering.gated,

@@ -234,17 +234,25 @@ def product_launch(
     capability: tuple[int, int],
     shared_bytes: int,
     tile_rows: Sequence[int] = TILE_ROWS,
+    n_heads: int = 0,
 ) -> Launch:
     """The product of activations, laid out for ``n_rows`` (`PackedFormat.input_rows`), with one or several matrices.
 
     Args:
         n_outs: rows of the matrices: up to `MAX_MATRICES`; one if `takes_one_matrix`.
+        n_heads: of the activations, each of which is multiplied with a matrix of its own; 0: there are no heads.
         capability, shared_bytes: the device's.
         tile_rows: rows of activations that a block of matmul may take, the larger first; multiples of 16.
 
     Raises:
         KernelError: so many matrices do not go in one launch.
     """
+    if n_heads:
+        whole = product_launch(
+            format, n_outs, n_in, n_rows, capability=capability, shared_bytes=shared_bytes, tile_rows=tile_rows
+        )
+        bounds = {"BOUNDS": "512,1"} if format.type is GGMLType.F32 else {}  # else ptxas spills registers for sm_86
+        return replace(whole, grid=(*whole.grid, n_heads), defines={**whole.defines, "HEADS": 1, **bounds})
     limit = 1 if takes_one_matrix(format, n_rows, capability) else MAX_MATRICES
     if not 1 <= len(n_outs) <= limit:
         raise KernelError(f"{len(n_outs)} matrices in one launch, which takes up to {limit}: launch them apart")

@@ -28,7 +28,7 @@ from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.lookup import LookupDrafter
 from localllm.engine.drafting.model import DraftModel, ModelDrafter
 from localllm.engine.request import FinishReason, Request
-from localllm.engine.runner import ModelRunner
+from localllm.engine.runner import Chunk, ModelRunner
 from localllm.engine.scheduler import Scheduled, Scheduler
 from localllm.errors import ClosedError, ContextLengthError, QueueFullError, UsageError
 from localllm.kernels.backend import TopK
@@ -316,7 +316,7 @@ class EngineLoop:
                 each.request.started_at = evaluating
                 self.waiting.discard(each.request)
         try:
-            logits = self._runner.run(chunks, _top_k(batch))
+            logits = self._runner.run(chunks, *_wanted_logits(batch, chunks, self._runner.max_top_k))
         except BaseException as error:
             for each in batch:
                 self._end(each.request, error=error)
@@ -406,7 +406,10 @@ class EngineLoop:
         request.n_drafted += each.n_drafts
         for i in range(each.n_drafts + 1):
             at = row + i
-            choice = sampler.among(*logits.row(at)) if isinstance(logits, TopK) else sampler(logits[at])
+            if isinstance(logits, TopK) and at not in logits.whole:
+                choice = sampler.among(*logits.row(at))
+            else:
+                choice = sampler(logits.whole[at] if isinstance(logits, TopK) else logits[at])
             request.n_chosen += 1
             is_draft = i < each.n_drafts and request.drafts[i] == choice.id
             request.n_accepted += is_draft
@@ -447,11 +450,19 @@ class EngineLoop:
         request.output.end(error)
 
 
-def _top_k(batch: Sequence[Scheduled]) -> int:
-    """How many of the largest logits serve all requests of a batch; 0 if one needs all."""
-    wanted = [
-        0 if each.request.sampler is None else each.request.sampler.n_enough
-        for each in batch
-        if each.request.n_missing == each.n_tokens or each.request.sampler is None
-    ]
-    return max(wanted, default=0) if all(wanted) else 0
+def _wanted_logits(batch: Sequence[Scheduled], chunks: Sequence[Chunk], most: int) -> tuple[int, list[int]]:
+    """How many of the largest logits of each row requests need, at most ``most``; and the rows that they need whole.
+
+    The first is 0 where those are all rows, or somebody wants logits as they are.
+    """
+    top_k, whole, row = 0, list[int](), 0
+    for each, chunk in zip(batch, chunks, strict=True):
+        rows, sampler = range(row, row + chunk.n_outputs), each.request.sampler
+        row = rows.stop
+        if rows and sampler is None:
+            return 0, []
+        if sampler is not None and 1 <= sampler.n_enough <= most:
+            top_k = max(top_k, sampler.n_enough) if rows else top_k
+        else:
+            whole += rows
+    return top_k, whole

@@ -247,8 +247,9 @@ def test_batches_that_do_not_fit_are_refused() -> None:
     step = compile_split(backends, [range(1), range(1, 2)], graph, micro_batch=4, **sizes)
     rows = step(make_batch([(range(7), 0, [0])], outputs=[6, 0]))
     np.testing.assert_array_equal(rows, [[24, 25, 26, 27], [0, 1, 2, 3]])
-    best = step.top_k(make_batch([(range(7), 0, [0])], outputs=[6, 0]), 2)
-    np.testing.assert_array_equal(best.ids, [[3, 2], [3, 2]])
+    best = step.top_k(make_batch([(range(7), 0, [0])], outputs=[6, 0, 1]), 2, [2, 0])
+    np.testing.assert_array_equal(best.ids, [[3, 2], [3, 2], [3, 2]])
+    assert {i: row.tolist() for i, row in best.whole.items()} == {0: [24, 25, 26, 27], 2: [4, 5, 6, 7]}
     with pytest.raises(KernelError, match="9 tokens and 1 outputs is larger"):
         step(make_batch([(range(9), 0, [0])], outputs=[8]))
     with pytest.raises(KernelError, match="a page outside a cache of 2"):

@@ -112,10 +112,10 @@ def test_forget_drops_what_earlier_requests_left() -> None:
 
 
 def test_the_largest_logits_are_asked_for_where_they_serve_all_requests() -> None:
-    """The most that one of them wants; all, where one wants all, or more than the device can choose."""
+    """The most that one of them wants, and all of a row of one that wants all, or more than the device can choose."""
     engine = SteppedEngine(max_tokens=64, parallel=8, max_top_k=20)
 
-    def chosen(*samplings: Sampling | None) -> int:
+    def chosen(*samplings: Sampling | None) -> tuple[int, list[int]]:
         requests = [
             reading([i, 5, i]) if s is None else writing([i, 5, i], 1, sampling=s) for i, s in enumerate(samplings)
         ]
@@ -124,9 +124,21 @@ def test_the_largest_logits_are_asked_for_where_they_serve_all_requests() -> Non
 
     greedy, some, many = Sampling(temperature=0), Sampling(top_k=5, seed=1), Sampling(top_k=30, seed=1)
     everything = Sampling(temperature=0, logprobs=1)
-    assert chosen(greedy) == 1
-    assert chosen(greedy, some) == 6
-    assert [chosen(some, many), chosen(greedy, everything), chosen(greedy, None)] == [0, 0, 0]
+    assert chosen(greedy) == (1, [])
+    assert chosen(greedy, some) == (6, [])
+    assert chosen(some, many, greedy, everything) == (6, [1, 3])
+    assert [chosen(many), chosen(everything, many), chosen(greedy, None)] == [(0, [])] * 3
+
+
+def test_logprobs_are_those_of_all_logits() -> None:
+    everything, found = Sampling(temperature=0, logprobs=2), []
+    for max_top_k in (0, 20):
+        engine = SteppedEngine(max_top_k=max_top_k, parallel=2)
+        requests = [writing([1, 2, 3], 5, sampling=everything), writing([4, 5], 5)]
+        engine.run(*requests)
+        found.append(results(requests[0]).choices)
+    assert engine.fake.chosen[-1] == (1, [0])
+    assert found[0] == found[1]
 
 
 def test_the_largest_logits_choose_as_all_would() -> None:
