@@ -85,6 +85,10 @@ def _read_proportions(value: object) -> tuple[float, ...] | None:
     return None if None in numbers or not any(numbers) else tuple(map(float, value))
 
 
+def _floats(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def _read_cache_type(value: object) -> str | None:
     from localllm.kernels.graph import CACHE_TYPES
 
@@ -119,7 +123,7 @@ _WINDOW = _whole(-1, "a whole number of at least -1 (-1 is the whole text, 0 is 
 _MIROSTAT = Kind("0 (off) or 2", lambda value: n if (n := as_int(value)) in (0, 2) else None, int, "N")
 _TEXT = _of_type("a text (str)", str)
 _PATH = _of_type("the path of a GGUF file, as str or Path", (str, os.PathLike), "FILE")
-_PROPORTIONS = Kind("a list of numbers of at least 0, not all of them 0", _read_proportions, metavar="X,…")
+_PROPORTIONS = Kind("a list of numbers of at least 0, not all of them 0", _read_proportions, _floats, "X,…")
 _CACHE_TYPE = Kind("one of 'f16', 'q8_0'", _read_cache_type, metavar="TYPE")
 _TEXTS = Kind("texts, none of them empty", _read_texts)
 _BIASES = Kind("a mapping of token ids to finite numbers or -inf", _read_biases)

@@ -145,6 +145,8 @@ def read_text(path: Path) -> str:
         SettingsError: it cannot be read.
     """
     try:
+        if path.is_fifo():
+            raise ValueError("it is a pipe, which may have no end")
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
@@ -243,7 +245,7 @@ def _check_keys(
 def _unknown(name: str, names: Any, table: str = "", where: str = "") -> str:
     """That there is no such key, and which one may be meant: also one of the table, if ``table`` is its prefix."""
     there = [*names, *sampling_names()] if table else list(names)
-    near = difflib.get_close_matches(name.replace("-", "_"), there, n=1)
+    near = difflib.get_close_matches(name.replace("-", "_"), there, n=1, cutoff=0.75)
     if not near:
         return f"there is no setting {name!r:.80}{where}: there are {', '.join(names)}"
     meant = near[0] if near[0] in names else table + near[0]

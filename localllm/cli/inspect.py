@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from localllm.cli.defaults import settle
+from localllm.cli.defaults import context_of, settle
 from localllm.cli.flags import in_flags
 from localllm.cli.main import DONE
 from localllm.cli.parser import make_parsers
@@ -24,6 +24,7 @@ from localllm.cli.terminal import detail, is_terminal, placement_lines, quantity
 from localllm.errors import GGUFError, UsageError
 from localllm.gguf import GGUFFile, StringArray, TensorInfo
 from localllm.info import file_type_name
+from localllm.library.find import demo_path
 from localllm.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Shows what the command line asks for."""
     _check_flags(arguments)
     settle(arguments)
-    with GGUFFile.open(arguments.model) as file:
+    with GGUFFile.open(arguments.model or demo_path()) as file:
         if arguments.plan:
             _show_plan(file, arguments)
             return DONE
@@ -114,7 +115,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             device=arguments.device,
             n_gpu_layers=arguments.n_gpu_layers,
             tensor_split=arguments.tensor_split,
-            context=arguments.context,
+            context=context_of(arguments, arguments.model),
             threads=None,
             isa=None,
             parallel=1,

@@ -348,7 +348,8 @@ def test_what_is_said_beside_the_text(generate: Generate, plain: Path) -> None:
     quiet, normal, verbose = (generate("-p", "the", "--temp", 0, *flags) for flags in (["-q"], [], ["-v"]))
     assert quiet.err == ""
     assert quiet.out == normal.out == verbose.out
-    first, last = normal.err.splitlines()
+    first, empty, last = normal.err.splitlines()
+    assert empty == ""  # where the text and this go to one place, this begins on a line of its own
     assert first.startswith(f"{plain.name}: llama, ")
     assert "reference (numpy), 1 thread, 128 tokens of context" in first
     assert re.fullmatch(r"prompt 2 tokens, [\d.]+ tok/s; answer 12 tokens, [\d.]+ tok/s", last)
@@ -356,6 +357,25 @@ def test_what_is_said_beside_the_text(generate: Generate, plain: Path) -> None:
     assert lines[0] == first
     named = {line[2:22].strip() for line in lines if line.startswith("  ")}
     assert {"file", "embedding", "layers 0-2", "output", "in all", "prefill", "first token", "decode"} <= named
+
+
+def test_the_demo_model_drafts(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    line = (
+        "generate",
+        "--device",
+        "reference",
+        "-p",
+        "What is localllm?",
+        "-n",
+        8,
+        "--draft-model",
+        "demo",
+        "--json",
+    )
+    outcome = run_main(capfdbinary, *line)
+    assert outcome.code == 0
+    assert json.loads(outcome.out)["drafts"] is not None
+    assert "draft model localllm demo: " in outcome.err
 
 
 def test_guessing_ahead_gives_the_same_text(generate: Generate, plain: Path) -> None:
@@ -385,7 +405,6 @@ def test_guessing_ahead_gives_the_same_text(generate: Generate, plain: Path) -> 
         (["--draft-max", 3], "--draft-max needs --lookup or --draft-model"),
         (["--lookup", "--draft-max", 0], "'0' is not a whole number of at least 1"),
         (["--lookup", "--draft-max", 1000], "--draft-max is 1000, but must be at most 64"),
-        (["--draft-p-min", 0.5], "--draft-p-min"),
     ],
 )
 def test_bad_flags_of_guessing(generate: Generate, flags: list[Any], words: str) -> None:
