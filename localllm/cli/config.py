@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.cli.flags import nearest
 from localllm.cli.main import DONE, FAILED
 from localllm.cli.terminal import say, visible_line, warn
+from localllm.declared_options import LoadOptions, Sampling, declared
 from localllm.errors import LocalLLMError, SettingsError, UsageError
 from localllm.library.find import find
 from localllm.settings import (
@@ -45,6 +46,9 @@ VARIABLES = (
     "HF_HUB_OFFLINE",
     "NO_COLOR",
 )
+
+
+_OPTIONS = declared(LoadOptions) | declared(Sampling)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -100,7 +104,6 @@ def _show(path: Path, *, as_json: bool) -> int:
 
 def _in_force(settings: Settings) -> Iterator[tuple[str, object, str]]:
     """Every setting, its value, and where that comes from."""
-    from localllm.sampling import Sampling
 
     def source(key: str) -> str:
         return "file" if key in settings.given else "default"
@@ -126,7 +129,8 @@ def _lines(path: Path, settings: Settings) -> Iterator[str]:
 
 def _shown(key: str, value: object) -> str:
     if value is None:
-        return "the demo model" if key == "model" else "-"
+        name = key.removeprefix(f"{SAMPLING}.")
+        return {"model": "the demo model", "system_prompt": "-"}.get(name) or _OPTIONS[name].none
     if isinstance(value, tuple):
         return ", ".join(repr(each) if isinstance(each, str) else str(each) for each in value) or "-"
     return str(value)

@@ -85,9 +85,6 @@ def context_of(arguments: argparse.Namespace, path: str | Path | None) -> int | 
     """The tokens of context that a command line asks for; of 0, as many as the model was trained on."""
     if arguments.context != 0:
         return cast("int | None", arguments.context)
-    from localllm.gguf import GGUFFile
-    from localllm.library.find import demo_path
+    from localllm.library.find import demo_path, trained_context
 
-    with GGUFFile.open(path or demo_path()) as file:
-        n = file.metadata.get(f"{file.metadata.get('general.architecture')}.context_length")
-    return n if isinstance(n, int) and n > 0 else None  # else loading complains of the file
+    return trained_context(path or demo_path())

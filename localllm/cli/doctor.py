@@ -95,7 +95,7 @@ class Finding:
 
 #: What is shown without -v, beside all that needs advice.
 _BRIEF = {
-    *("localllm", "Python", "model", "cores", "chosen", "test", "default threads"),
+    *("localllm", "Python", "processor", "cores", "kernels for", "kernel test", "default threads"),
     *("memory", "NVIDIA GPU", "NVIDIA driver"),
 }
 
@@ -217,7 +217,7 @@ def _version(distribution: str) -> str | None:
 def _processor() -> Iterator[Finding]:
     from localllm.kernels.cpu.target import available
 
-    yield Finding("processor", "model", cpu_model())
+    yield Finding("processor", "processor", cpu_model())
     yield Finding("processor", "cores", _cores())
     yield Finding("processor", "features", ", ".join(_features()) or "none that kernels use")
     yield Finding("processor", "instruction sets", ", ".join(target.name for target in available()))
@@ -238,12 +238,12 @@ def _chosen_target() -> Finding:
         chosen = choose().name
     except LocalLLMError as error:
         advice = f"unset the environment variable {ISA_VARIABLE}"
-        return Finding("processor", "chosen", f"none: {error}", advice, broken=True)
+        return Finding("processor", "kernels for", f"none: {error}", advice, broken=True)
     if forced and chosen != best:
         advice = f"unset the environment variable {ISA_VARIABLE}, unless you want it so: {best} is faster"
-        return Finding("processor", "chosen", f"{chosen}, forced by {ISA_VARIABLE}", advice)
+        return Finding("processor", "kernels for", f"{chosen}, forced by {ISA_VARIABLE}", advice)
     slow = "expect little speed: no kernels are made for what this processor has" if chosen == "generic" else None
-    return Finding("processor", "chosen", f"{chosen}, forced by {ISA_VARIABLE}" if forced else chosen, slow)
+    return Finding("processor", "kernels for", f"{chosen}, forced by {ISA_VARIABLE}" if forced else chosen, slow)
 
 
 def _cores() -> str:
@@ -269,7 +269,7 @@ def _kernels(progress: LoadStatus | None) -> Iterator[Finding]:
     try:
         target = choose()
     except LocalLLMError:  # which the processor's findings have said
-        yield Finding("kernels", "test", "not run: there is no instruction set to compile for")
+        yield Finding("kernels", "kernel test", "not run: there is no instruction set to compile for")
         return
     compiling = None if progress is None else of_stage(progress, "kernels")
     test = _kernel_test(target, compiling)
@@ -308,14 +308,14 @@ def _kernel_test(target: Target, compiling: Callable[[int, int], None] | None) -
         test.bandwidth()
     except Exception as error:  # LLVM and the processor can fail in any way
         advice = "report it; --device reference works without kernels, slowly; or install localllm again"
-        return Finding("kernels", "test", f"failed: {_words(error)}", advice, broken=True)
+        return Finding("kernels", "kernel test", f"failed: {_words(error)}", advice, broken=True)
     finally:
         workers.close()
     if test.total() != int(test.data.sum(dtype=np.uint64)) % (1 << 32):
         return Finding(
-            "kernels", "test", "a kernel computed a wrong sum", "report it: no result can be trusted", True
+            "kernels", "kernel test", "a kernel computed a wrong sum", "report it: no result can be trusted", True
         )
-    return Finding("kernels", "test", f"passed, on {workers.n} thread{'s' * (workers.n != 1)}")
+    return Finding("kernels", "kernel test", f"passed, on {workers.n} thread{'s' * (workers.n != 1)}")
 
 
 # -- Memory and GPUs -----------------------------------------------------------------------------------------------

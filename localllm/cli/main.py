@@ -2,7 +2,8 @@
 
 What a command needs is imported when it runs, so that ``localllm --help`` does not wait for numpy.
 
-Exit codes: 0 done; 1 it could not be done; 2 the command line is at fault; 130 stopped by Ctrl-C.
+Exit codes: 0 done; 1 it could not be done; 2 the command line is at fault.  Ctrl-C ends the
+process by SIGINT, which shells report as 130.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _main(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[None]:
-    """In a process of our own Ctrl-C ends the command in order, and another one at once, both with `INTERRUPTED`."""
+    """In a process of our own Ctrl-C ends the command in order, and another one at once, both by SIGINT."""
     if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, end_at_once):
         # It is ignored, or somebody else's.
         yield

@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from localllm.errors import ModelNotFoundError
+from localllm.gguf import GGUFFile
 from localllm.library.hub_cache import cached_models, hub_cache, where_cached
 from localllm.library.names import DEMO, HubName, choices, choose, matching
 
@@ -32,6 +33,17 @@ def demo_path() -> Path:
     if not path.is_file():
         raise ModelNotFoundError("this installation of localllm has no demo model: name a GGUF file")
     return path
+
+
+def trained_context(path: str | Path) -> int | None:
+    """Tokens of context that a model was trained on; None if its file does not say.
+
+    Raises:
+        ModelNotFoundError, GGUFError: the file is not there, or damaged.
+    """
+    with GGUFFile.open(path) as file:
+        found = file.metadata.get(f"{file.architecture}.context_length")
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def find(name: str, folders: Iterable[Path] = ()) -> str | Path:

@@ -55,9 +55,9 @@ def test_it_finds_what_is_here(run: Doctor) -> None:
         assert values["packages", distribution] == importlib.metadata.version(distribution)
     names = [target.name for target in available()]
     assert values["processor", "instruction sets"] == ", ".join(names)
-    assert values["processor", "chosen"] == names[0]
-    assert values["processor", "model"]
-    assert values["kernels", "test"].startswith("passed")
+    assert values["processor", "kernels for"] == names[0]
+    assert values["processor", "processor"]
+    assert values["kernels", "kernel test"].startswith("passed")
     assert str(ROOT) in values["software", "localllm"]
     assert not any(f["broken"] for f in report["findings"])
 
@@ -73,7 +73,7 @@ def test_the_report_for_people(run: Doctor) -> None:
     brief = run().out.splitlines()
     assert brief[-1] == lines[-1]
     assert len(brief) <= 16
-    assert {line.split()[0] for line in brief if line} >= {"localllm", "Python", "model", "chosen", "memory"}
+    assert {line.split()[0] for line in brief if line} >= {"localllm", "Python", "processor", "cores", "memory"}
 
 
 def test_devices_alone(run: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,11 +125,11 @@ def test_a_missing_package(run: Doctor, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_forced_instruction_set(run: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     best = available()[0].name
     monkeypatch.setenv("LOCALLLM_ISA", best)
-    chosen = found("chosen")
+    chosen = found("kernels for")
     assert (chosen.value, chosen.advice is None) == (f"{best}, forced by LOCALLLM_ISA", best != "generic")
     if best != "generic":
         monkeypatch.setenv("LOCALLLM_ISA", "generic")
-        chosen = found("chosen")
+        chosen = found("kernels for")
         assert chosen.value == "generic, forced by LOCALLLM_ISA"
         assert chosen.advice is not None
         assert "unset the environment variable LOCALLLM_ISA" in chosen.advice
@@ -141,7 +141,7 @@ def test_an_instruction_set_that_is_not_there(run: Doctor, monkeypatch: pytest.M
     assert outcome.code == 1
     assert "there is no instruction set called 'mmx'" in outcome.out
     assert "-> unset the environment variable LOCALLLM_ISA" in outcome.out
-    assert "test              not run: there is no instruction set to compile for" in outcome.out
+    assert "kernel test       not run: there is no instruction set to compile for" in outcome.out
     assert "default threads" not in outcome.out
     assert "1 of these is broken" in outcome.out.splitlines()[-1]
 
@@ -166,7 +166,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_that_compute_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.kernels.cpu.roofline.ReadTest.total", lambda test: 0)
-    test = found("test")
+    test = found("kernel test")
     assert (test.value, test.broken) == ("a kernel computed a wrong sum", True)
 
 
@@ -177,7 +177,7 @@ def test_kernels_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("localllm.kernels.cpu.roofline.ReadTest.__init__", fail)
     monkeypatch.setattr(thread_choice, "choose_threads", fail)
     [broken] = [finding for finding in findings() if finding.broken]
-    assert (broken.name, broken.value) == ("test", "failed: RuntimeError: LLVM ERROR: no such thing")
+    assert (broken.name, broken.value) == ("kernel test", "failed: RuntimeError: LLVM ERROR: no such thing")
 
 
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
