@@ -33,7 +33,7 @@ from localllm import __version__
 from localllm.cli.bench_ceilings import amount, ceiling, threads_of, unit_of
 from localllm.cli.bench_profile import DeviceCeilings, DeviceProfile, check_profiled, profiles
 from localllm.cli.bench_work import Test, Work, make_tests
-from localllm.cli.defaults import model_file, settle
+from localllm.cli.defaults import load_options, model_file, settle
 from localllm.cli.machine import disturbance, too_many_threads
 from localllm.cli.main import DONE
 from localllm.cli.terminal import LoadStatus, StatusLine, model_line, quantity, visible_line, warn
@@ -224,17 +224,8 @@ def _load(arguments: argparse.Namespace, path: str | Path | None, threads: int |
     # That a model was trained on a shorter context matters to its answers, not to its speed.
     warnings.filterwarnings("ignore", LONG_CONTEXT)
     try:
-        return load(
-            path,
-            device=arguments.device,
-            n_gpu_layers=arguments.n_gpu_layers,
-            tensor_split=arguments.tensor_split,
-            isa=arguments.isa,
-            threads=threads,
-            context=max(test.context for test in tests),
-            cache_type=arguments.cache_type,
-            progress=progress,
-        )
+        context = max(test.context for test in tests)
+        return load(path, **load_options(arguments, path, threads=threads, context=context), progress=progress)
     finally:
         progress.close()
 

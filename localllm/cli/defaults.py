@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from localllm.cli.terminal import warn
+from localllm.declared_options import LoadOptions, declared
 from localllm.errors import ModelNotFoundError
 from localllm.settings import Settings, load_settings, settings_path
 
 #: The settings that stand for flags of the same names, wherever a command has these.
-_FOR_FLAGS = ("device", "cache_type", "context", "threads")
-#: Those that hold for the device beside them alone.
+_FOR_FLAGS = ("model", *(name for name, option in declared(LoadOptions).items() if option.is_kept))
+#: Those of them that hold for the device beside them alone.
 _WITH_DEVICE = ("n_gpu_layers", "tensor_split")
 
 
@@ -30,8 +31,9 @@ def settle(arguments: argparse.Namespace, *, skip: Collection[str] = ()) -> Sett
     settings = load_settings()
     given = vars(arguments)
     arguments.settled = {}
-    names = _FOR_FLAGS if given.get("device") is not None else (*_FOR_FLAGS, *_WITH_DEVICE)
-    for name in (*names, "model"):
+    if given.get("device") is not None:
+        skip = {*skip, *_WITH_DEVICE}
+    for name in _FOR_FLAGS:
         if name not in skip and given.get(name, name) is None:
             setattr(arguments, name, getattr(settings, name))
             if name in settings.given:
@@ -81,10 +83,12 @@ def model_file(given: Mapping[str, Any], settings: Settings) -> str | Path | Non
     return download(name, quiet=bool(given.get("quiet")))
 
 
-def context_of(arguments: argparse.Namespace, path: str | Path | None) -> int | None:
-    """The tokens of context that a command line asks for; of 0, as many as the model was trained on."""
-    if arguments.context != 0:
-        return cast("int | None", arguments.context)
-    from localllm.library.find import demo_path, trained_context
+def load_options(arguments: argparse.Namespace, path: str | Path | None, **more: Any) -> dict[str, Any]:
+    """The keywords of `localllm.load` of a command line, and ``more``; a context of 0 is the model's own."""
+    given = {name: value for name, value in vars(arguments).items() if name in declared(LoadOptions)} | more
+    if given.get("context") == 0:
+        # Imported here: it takes as long as reading the file does.
+        from localllm.library.find import demo_path, trained_context
 
-    return trained_context(path or demo_path())
+        given["context"] = trained_context(path or demo_path())
+    return given

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, BinaryIO
 
-from localllm.cli.defaults import context_of, settle
+from localllm.cli.defaults import load_options, settle
 from localllm.cli.machine import too_many_threads
 from localllm.cli.main import DONE, options_of
 from localllm.cli.terminal import (
@@ -28,11 +28,11 @@ from localllm.cli.terminal import (
     warn,
 )
 from localllm.completion import Completion, Stream
+from localllm.declared_options import CheckedOptions, Sampling, declared
 from localllm.engine.drafting import Drafts
 from localllm.errors import UsageError
 from localllm.info import ModelInfo
 from localllm.llm import LLM, load
-from localllm.options import CheckedOptions, SamplingOptions
 from localllm.placement import Format, Placement, Plan
 from localllm.progress import LoadPlan, LoadProgress
 from localllm.settings import Settings
@@ -83,18 +83,7 @@ def load_model(
 ) -> LLM:
     """Loads a model, or without a path the demo model, as the command line says: devices, context, threads, …."""
     return load(
-        path,
-        device=arguments.device,
-        n_gpu_layers=arguments.n_gpu_layers,
-        tensor_split=arguments.tensor_split,
-        isa=arguments.isa,
-        context=context_of(arguments, path),
-        threads=arguments.threads,
-        cache_type=arguments.cache_type,
-        chat_template=_template(arguments),
-        draft_model=arguments.draft_model,
-        progress=progress,
-        planned=planned,
+        path, **load_options(arguments, path, chat_template=_template(arguments)), progress=progress, planned=planned
     )
 
 
@@ -103,7 +92,7 @@ def load_model(
 
 def generation_options(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     """The keywords of `LLM.stream`."""
-    options = options_of(arguments, [*SamplingOptions.__annotations__, "overflow", "speculate", "draft_max"])
+    options = options_of(arguments, [*declared(Sampling), *declared(CheckedOptions)])
     if arguments.samplers is not None:
         options |= _only(arguments.samplers)
     if "logprobs" in options and not arguments.json:
@@ -113,11 +102,8 @@ def generation_options(arguments: argparse.Namespace, settings: Settings) -> dic
     if "draft_max" in options and "speculate" not in options and arguments.draft_model is None:
         raise UsageError("--draft-max needs --lookup or --draft-model, which draft tokens")
     text: Callable[[str, str], str] = _unescaped if arguments.escape else _valid
-    options["stop"] = [text(stop, "--stop") for stop in arguments.stop] or settings.stop
+    options["stop"] = [text(stop, "--stop") for stop in options.get("stop", ())] or settings.stop
     options["logit_bias"] = dict(arguments.logit_bias)
-    options["ignore_eos"] = arguments.ignore_eos
-    # llama.cpp's numbers for "no limit" and "until the context is full".
-    options["max_tokens"] = None if arguments.max_tokens in (-1, -2) else arguments.max_tokens
     if breakers := options.get("dry_sequence_breakers"):
         options["dry_sequence_breakers"] = [text(b, "--dry-sequence-breaker") for b in breakers if b != "none"]
     return {**settings.sampling, **options}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from localllm.cli.defaults import context_of, settle
+from localllm.cli.defaults import load_options, settle
 from localllm.cli.flags import in_flags
 from localllm.cli.main import DONE
 from localllm.cli.parser import make_parsers
@@ -109,23 +109,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     from localllm.declared_options import LoadOptions
     from localllm.loading import plan_file
 
-    return plan_file(
-        LoadOptions(
-            path=arguments.model,
-            device=arguments.device,
-            n_gpu_layers=arguments.n_gpu_layers,
-            tensor_split=arguments.tensor_split,
-            context=context_of(arguments, arguments.model),
-            threads=None,
-            isa=None,
-            parallel=1,
-            cache_type=arguments.cache_type,
-            chat_template=None,
-            draft_model=None,
-            progress=None,
-            planned=None,
-        )
-    )
+    return plan_file(LoadOptions(path=arguments.model, **load_options(arguments, arguments.model)))
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:

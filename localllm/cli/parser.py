@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from localllm import __version__
-from localllm.declared_options import LoadOptions, Option, Sampling, declared, default_text, flags_of
-from localllm.engine.drafting import DEFAULT_DRAFTS
+from localllm.declared_options import (
+    SWITCH,
+    CheckedOptions,
+    LoadOptions,
+    Option,
+    Sampling,
+    declared,
+    default_text,
+    flags_of,
+)
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -257,20 +265,27 @@ def _add_declared(group: argparse._ActionsContainer, cls: type, *names: str, **m
     What is not given is None for those of `LoadOptions`, which the settings file may have, and left out for the rest.
     """
     for name, option in declared(cls).items():
-        if name in names or (not names and option.flags):
-            default = default_text(cls, name)
-            arguments: dict[str, Any] = {
-                "dest": name,
-                "type": reader(option),
-                "metavar": option.kind.metavar,
-                "help": f"{option.brief} (default: {default})",
-                "default": None if cls is LoadOptions else argparse.SUPPRESS,
-            }
-            group.add_argument(*flags_of(name, option), **arguments | more)
+        if name not in (names or declared(cls)) or not option.flags:
+            continue
+        default = default_text(cls, name)
+        note = "may be given several times" if more.get("action") == "append" else f"default: {default}"
+        arguments: dict[str, Any] = {
+            "dest": name,
+            "default": None if cls is LoadOptions else argparse.SUPPRESS,
+            "help": option.brief,
+        }
+        if option.kind is SWITCH:
+            arguments["action"] = "store_true"
+        else:
+            value = {"type": reader(option), "metavar": option.kind.metavar, "help": f"{option.brief} ({note})"}
+            arguments |= value | more
+        group.add_argument(*flags_of(name, option), **arguments)
 
 
 def _add_context(group: argparse._ActionsContainer) -> None:
-    _add_declared(group, LoadOptions, "context", type=whole(0))
+    option, default = declared(LoadOptions)["context"], default_text(LoadOptions, "context")
+    text = f"{option.brief}; 0 is as many as the model was trained on (default: {default})"
+    _add_declared(group, LoadOptions, "context", type=whole(0), help=text)
 
 
 def _add_device(group: argparse._ActionsContainer) -> None:
@@ -317,37 +332,13 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help=r"read \n, \t, \\, \xHH and the like in -p, --system-prompt and --stop as those characters",
     )
-    group.add_argument(
-        "--overflow",
-        choices=("error", "truncate"),
-        metavar="POLICY",
-        default=argparse.SUPPRESS,
-        help="a prompt too long for the context is an error, or with 'truncate' loses its oldest part "
-        "(default: error)",
-    )
+    _add_declared(group, CheckedOptions, "overflow")
 
 
 def _add_ending(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "-n",
-        "--predict",
-        "--n-predict",
-        "--max-tokens",
-        dest="max_tokens",
-        type=whole(-2, "a whole number of at least 0, or -1 for no limit"),
-        metavar="N",
-        default=-1,
-        help="tokens at most (default: -1, until the model ends or the context is full)",
-    )
-    group.add_argument(
-        "--stop",
-        action="append",
-        type=stop_text,
-        metavar="TEXT",
-        default=[],
-        help="end before this text (may be given several times)",
-    )
-    group.add_argument("--ignore-eos", action="store_true", help="do not let the model end its text")
+    _add_declared(group, CheckedOptions, "max_tokens", type=token_limit)
+    _add_declared(group, CheckedOptions, "ignore_eos")
+    _add_declared(group, CheckedOptions, "stop", action="append")
 
 
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
@@ -387,16 +378,7 @@ def _add_speculation(group: argparse._ArgumentGroup) -> None:
         help="draft tokens from what the text or the prompt had before",
     )
     _add_declared(group, LoadOptions, "draft_model", type=model_file)
-    group.add_argument(
-        "--draft-max",
-        "--draft",
-        "--draft-n",
-        dest="draft_max",
-        type=whole(1),
-        metavar="N",
-        default=argparse.SUPPRESS,
-        help=f"tokens to draft at most for one step (default: {DEFAULT_DRAFTS})",
-    )
+    _add_declared(group, CheckedOptions, "draft_max")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
@@ -563,13 +545,6 @@ def model_file(text: str) -> str:
     return text
 
 
-def stop_text(text: str) -> str:
-    """A text that is not empty."""
-    if not text:
-        raise argparse.ArgumentTypeError("the text to stop at is empty")
-    return text
-
-
 def whole(least: int, words: str = "", *, below: float = math.inf) -> Callable[[str], int]:
     """Reads whole numbers from ``least`` on, which ``words`` describe."""
     words = words or f"a whole number of at least {least}"
@@ -596,6 +571,11 @@ def reader(option: Option) -> Callable[[str], Any]:
         raise argparse.ArgumentTypeError(f"{text!r} is not {option.kind.words}{leave_out}")
 
     return read
+
+
+def token_limit(text: str) -> int | None:
+    """A number of tokens; -1 and -2 are llama.cpp's "no limit" and "until the context is full"."""
+    return None if text in ("-1", "-2") else whole(0, "a whole number of at least 0, or -1 for no limit")(text)
 
 
 def layers(text: str) -> int | None:

@@ -403,8 +403,8 @@ def test_guessing_ahead_gives_the_same_text(generate: Generate, plain: Path) -> 
     [
         (["--lookup", "-md", "x.gguf"], "--lookup and --draft-model are two ways to draft tokens"),
         (["--draft-max", 3], "--draft-max needs --lookup or --draft-model"),
-        (["--lookup", "--draft-max", 0], "'0' is not a whole number of at least 1"),
-        (["--lookup", "--draft-max", 1000], "--draft-max is 1000, but must be at most 64"),
+        (["--lookup", "--draft-max", 0], "'0' is not a whole number from 1 to 64"),
+        (["--lookup", "--draft-max", 1000], "'1000' is not a whole number from 1 to 64"),
     ],
 )
 def test_bad_flags_of_guessing(generate: Generate, flags: list[Any], words: str) -> None:

@@ -151,8 +151,11 @@ BAD_USAGE = {
     "large seed": (["generate", "--seed", str(1 << 64)], "is not a whole number from 0 to 2^64 - 1"),
     "tokens": (["generate", "-p", "x", "-n", "-5"], "'-5' is not a whole number of at least 0, or -1 for no limit"),
     "threads": (["generate", "-p", "x", "-t", "0"], "-t/--threads: '0' is not a whole number of at least 1"),
-    "overflow": (["generate", "-p", "x", "--overflow", "wrap"], "argument --overflow: invalid choice: 'wrap'"),
-    "empty stop": (["generate", "-p", "x", "--stop", ""], "argument --stop: the text to stop at is empty"),
+    "overflow": (
+        ["generate", "-p", "x", "--overflow", "wrap"],
+        "--overflow: 'wrap' is not one of 'error', 'truncate'",
+    ),
+    "empty stop": (["generate", "-p", "x", "--stop", ""], "argument --stop: '' is not a text that is not empty"),
     "bias": (["generate", "-l", "five"], "'five' is not a token id and a number"),
     "bias NaN": (["generate", "-p", "x", "-l", "5+nan"], "'5+nan' is not a token id and a number"),
     "bias infinite": (["generate", "-p", "x", "-l", "5+inf"], "'5+inf' is not a token id and a number"),
