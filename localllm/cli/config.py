@@ -34,19 +34,18 @@ if TYPE_CHECKING:
     from tomlkit import TOMLDocument
 
 #: Environment variables that change what the program does.
-VARIABLES = (
-    CONFIG_VARIABLE,
-    "LOCALLLM_CACHE",
-    "LOCALLLM_DATA",
-    "LOCALLLM_ISA",
-    "LOCALLLM_DEBUG",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HF_ENDPOINT",
-    "HF_HUB_OFFLINE",
-    "NO_COLOR",
-)
-
+VARIABLES = {
+    CONFIG_VARIABLE: "the settings file",
+    "LOCALLLM_CACHE": "the folder of compiled kernels",
+    "LOCALLLM_DATA": "the folder of saved chats",
+    "LOCALLLM_ISA": "the instruction set to compile for, by name (localllm doctor -v lists them)",
+    "LOCALLLM_DEBUG": "if set, errors show where in the program they happened",
+    "HF_HOME": "the folder of the Hugging Face tools, which pulled models are kept in",
+    "HF_HUB_CACHE": "the folder of pulled models alone",
+    "HF_ENDPOINT": "the address of the hub that models are pulled from",
+    "HF_HUB_OFFLINE": "if set, nothing is asked of the hub",
+    "NO_COLOR": "if set, no colours",
+}
 
 _OPTIONS = declared(LoadOptions) | declared(Sampling)
 

@@ -22,7 +22,7 @@ _DRAFT_TOO = "what holds for the model holds for the draft model too"
 _SWITCH = re.compile(r"(on|off|auto|true|false|[01])(,(on|off|auto|[01]))*")
 
 #: Flags that change nothing here: how many values they have ("?" is one of `_SWITCH`, or none), and why.
-_NO_EFFECT = {
+NO_EFFECT = {
     flag: (n_values, reason)
     for flags, n_values, reason in (
         ("-fa --flash-attn --flash-attention", "?", "attention is always computed so"),
@@ -54,7 +54,7 @@ _NO_EFFECT = {
 }
 
 #: Other names of flags that localllm has.
-_SAME = {
+SAME = {
     other: ours
     for ours, others in (
         ("--model", "--model-path"),
@@ -73,7 +73,7 @@ _SAME = {
 }
 
 #: Flags that localllm does not have: what to do about them.
-_ABSENT = {
+ABSENT = {
     flag: advice
     for flags, advice in (
         ("-mg --main-gpu", "GPUs are named in their order with --device, as in --device cuda:1,0"),
@@ -98,7 +98,7 @@ _ABSENT = {
 }
 
 #: Commands of other programs, and what does that here.
-_OTHER_COMMANDS = {
+OTHER_COMMANDS = {
     command: advice
     for commands, advice in (
         ("run", "localllm chat MODEL talks with a model, localllm generate -m MODEL -p TEXT answers once"),
@@ -132,7 +132,7 @@ def check_command(word: str, commands: Collection[str]) -> None:
     if word.lower().endswith(".gguf"):
         raise UsageError(f"{word!r} is no command: localllm generate -m FILE lets a model write")
     meant = nearest(word, commands)
-    advice = f"did you mean {meant}?" if meant else _OTHER_COMMANDS.get(word, there_are)
+    advice = f"did you mean {meant}?" if meant else OTHER_COMMANDS.get(word, there_are)
     raise UsageError(f"there is no command {word!r}: {advice}")
 
 
@@ -157,16 +157,16 @@ def in_our_flags(words: Sequence[str], known: Collection[str]) -> tuple[list[str
         flag, equals, value = word.partition("=")
         if flag not in known and flag.startswith("--"):
             flag = flag.replace("_", "-")
-        if _SAME.get(flag) in known and flag not in known:
-            flag = _SAME[flag]
+        if SAME.get(flag) in known and flag not in known:
+            flag = SAME[flag]
         if flag in known or not _FLAG.fullmatch(flag):
             ours.append(flag + equals + value)
-        elif flag in _NO_EFFECT and "--device" in known:
-            n_values, left_out[flag] = _NO_EFFECT[flag]
+        elif flag in NO_EFFECT and "--device" in known:
+            n_values, left_out[flag] = NO_EFFECT[flag]
             if rest and not equals and (n_values == "1" or (n_values == "?" and _SWITCH.fullmatch(rest[0]))):
                 rest.pop(0)
-        elif flag in _ABSENT:
-            raise UsageError(f"there is no flag {flag}: {_ABSENT[flag]}")
+        elif flag in ABSENT:
+            raise UsageError(f"there is no flag {flag}: {ABSENT[flag]}")
         elif _SINGLE_DASH.fullmatch(flag) and "-" + flag in known:
             raise UsageError(f"there is no flag {flag}: did you mean -{flag}?")
         else:
