@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from localllm.scoring import Score as Score
     from localllm.tokenizer import Tokenizer as Tokenizer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 #: The module that each public name comes from.  There is no __all__: help() would print every class in full.
 _HOMES = {

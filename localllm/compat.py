@@ -24,10 +24,9 @@ from localllm.chat import CHATML
 from localllm.checks import check_keywords
 from localllm.completion import Chunk, Completion, Stream
 from localllm.errors import ModelNotFoundError, UsageError
-from localllm.gguf import GGUFFile
 from localllm.habits import THEIR_LOAD, THEIR_OPTIONS
 from localllm.kernels.graph import CacheType
-from localllm.library.find import find_cached
+from localllm.library.find import find_cached, trained_context
 from localllm.library.names import HubName
 from localllm.library.pull import pull
 from localllm.llm import LLM, load, model_file
@@ -162,7 +161,7 @@ class Llama:
             device="cpu" if n_gpu_layers == 0 else "auto",
             n_gpu_layers=None if n_gpu_layers <= 0 else n_gpu_layers,
             tensor_split=tensor_split,
-            context=n_ctx or _trained_context(model_path),
+            context=n_ctx or trained_context(model_file(model_path, demo_is_a_file=True)),
             threads=n_threads,
             cache_type=_cache_type(type_k, type_v),
             chat_template=CHATML if chat_format == "chatml" else None,
@@ -479,13 +478,6 @@ class _Answer:
 
 def _number(id_: int | None) -> int:
     return -1 if id_ is None else id_
-
-
-def _trained_context(path: str) -> int | None:
-    """Tokens of context that a model was trained on; None if its file does not say."""
-    with GGUFFile.open(model_file(path, demo_is_a_file=True)) as file:
-        found = file.metadata.get(f"{file.architecture}.context_length")
-    return found if isinstance(found, int) else None
 
 
 def _cache_type(keys: int | None, values: int | None) -> CacheType:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from localllm.checks import check_keywords, mappings, text, token_ids, whole_number
 from localllm.completion import AsyncStream, Completion, Stream
-from localllm.declared_options import LoadOptions, declared, describes
+from localllm.declared_options import CheckedOptions, LoadOptions, declared, describes
 from localllm.engine.engine import MAX_WAITING, STEP_S, Engine
 from localllm.engine.request import Request
 from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, QueueFullError, UsageError
@@ -27,7 +27,7 @@ from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import CacheType
 from localllm.loading import Parts, compile_template, load_parts
-from localllm.options import CheckedOptions, Options
+from localllm.options import Options
 from localllm.progress import LoadPlan, LoadProgress, default_progress
 from localllm.sampling import make_sampler
 from localllm.scoring import Score, last_logits, scores
@@ -644,7 +644,7 @@ class LLM:
             stop_ids=tokenizer.eog_ids,
             max_tokens=given.max_tokens,
             priority=given.priority,
-            timeout_s=given.timeout_s,
+            timeout_s=given.timeout,
             speculate=speculate,
             draft_max=given.draft_max,
         )

@@ -15,11 +15,11 @@ from typing import Any, Literal
 from localllm.cli.defaults import settle
 from localllm.cli.generate import describe, generation_options, load_model, plan_shower
 from localllm.cli.terminal import LoadStatus, is_terminal, say, visible_line, warn
+from localllm.declared_options import CheckedOptions
 from localllm.errors import LocalLLMError, StoreError, UsageError
 from localllm.library.find import model_path
 from localllm.llm import LLM
 from localllm.loading import check_file
-from localllm.options import CheckedOptions
 from localllm.progress import LoadPlan, LoadProgress
 from localllm.settings import Settings
 from localllm.tui import options

@@ -12,9 +12,8 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from localllm.declared_options import Sampling, declared
+from localllm.declared_options import CheckedOptions, Sampling, declared
 from localllm.errors import UsageError
-from localllm.options import CheckedOptions
 
 _ON = {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}
 

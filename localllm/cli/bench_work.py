@@ -23,9 +23,10 @@ class Test:
     """One thing to measure.
 
     Attributes:
-        kind: "pp" or "tg".
+        kind: "pp", "tg", or "pg" for both in turn.
         n: tokens to evaluate, or to generate.
         depth: tokens that stand before.
+        n_after: tokens that "pg" generates after it has evaluated ``n``.
     """
 
     __test__ = False  # for pytest, which would take it for one of its own
@@ -33,29 +34,41 @@ class Test:
     kind: str
     n: int
     depth: int
+    n_after: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.kind}{self.n}" + (f" @ d{self.depth}" if self.depth else "")
+        what = f"pp{self.n}+tg{self.n_after}" if self.kind == "pg" else f"{self.kind}{self.n}"
+        return what + (f" @ d{self.depth}" if self.depth else "")
 
     @property
     def context(self) -> int:
         """Tokens of context that it takes."""
-        return max(self.depth, 1) + self.n + 1
+        return max(self.depth, 1) + self.n + self.n_after + 1
 
 
-def make_tests(prompts: Sequence[int], generations: Sequence[int], depths: Sequence[int]) -> list[Test]:
-    """The tests for three lists of numbers; 0 tokens are no test.
+def make_tests(
+    prompts: Sequence[int],
+    generations: Sequence[int],
+    depths: Sequence[int],
+    pairs: Sequence[Sequence[int]] = (),
+) -> list[Test]:
+    """The tests for lists of numbers, and pairs of them for tests of both kinds; 0 tokens are no test.
 
     Raises:
-        UsageError: a number is negative, or there is no test.
+        UsageError: a number is negative, a pair is none, or there is no test.
     """
+    if wrong := [pair for pair in pairs if len(pair) != 2 or min(pair) < 1]:
+        raise UsageError(
+            f"-pg is {','.join(map(str, wrong[0]))}, but must be two whole numbers of at least 1, as 512,128"
+        )
     tests = [
         Test(kind, whole_number(flag, n, 0), whole_number("-d", depth, 0))
         for depth in depths
         for kind, flag, counts in (("pp", "-p", prompts), ("tg", "-n", generations))
         for n in counts
     ]
+    tests += [Test("pg", n, depth, after) for depth in depths for n, after in pairs]
     tests = [test for test in tests if test.n]
     if not tests:
         raise UsageError("there is nothing to measure: give -p or -n a number above 0")

@@ -199,8 +199,8 @@ def model_line(info: ModelInfo, threads: Sequence[int] = ()) -> str:
     if len(threads) > 1:
         shown = f"{', '.join(map(str, threads))} threads"
     return (
-        f"{name}: {info.architecture}, {short_count(info.n_parameters)} parameters, {info.file_type}; {info.device} "
-        f"({info.kernels}), {shown}, {info.context:,} tokens of context"
+        f"{name}: {info.architecture}, {short_count(info.n_parameters)} parameters, {info.file_type}, "
+        f"{quantity(info.n_bytes, 'B')}; {info.device} ({info.kernels}), {shown}, {info.context:,} tokens of context"
     )
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from localllm.completion import Chunk
+from localllm.declared_options import CheckedOptions
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import ContextLengthError
-from localllm.options import CheckedOptions
 
 Messages = Sequence[Mapping[str, object]]
 

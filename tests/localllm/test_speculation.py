@@ -13,11 +13,11 @@ import pytest
 
 import localllm
 from localllm import LLM, Completion, Sampling
+from localllm.declared_options import CheckedOptions
 from localllm.engine.drafting import MAX_DRAFTS, Drafts
 from localllm.engine.drafting.cost import StepCost
 from localllm.engine.engine import EngineLoop
 from localllm.errors import ClosedError, NotEnoughMemoryError, UsageError
-from localllm.options import CheckedOptions
 from tests.helpers.data import shared_data
 from tests.helpers.devices import DEVICES
 from tests.helpers.engines import in_engine, n_requests
@@ -309,9 +309,9 @@ def test_a_draft_model_is_used_unless_something_else_is_asked_for(
         ({"speculate": ["lookup"]}, "speculate is"),
         ({"speculate": np.array(["lookup", "draft"])}, "speculate is"),
         ({"overflow": np.array(["error", "truncate"])}, "overflow is"),
-        ({"draft_max": 0}, "draft_max is 0, but must be a whole number of at least 1"),
+        ({"draft_max": 0}, "draft_max is 0, but must be a whole number from 1 to 64"),
         ({"draft_max": 2.5}, "draft_max is 2.5"),
-        ({"draft_max": MAX_DRAFTS + 1}, "draft_max is 65, but must be at most 64"),
+        ({"draft_max": MAX_DRAFTS + 1}, "draft_max is 65, but must be a whole number from 1 to 64"),
     ],
 )
 def test_bad_options(options: Any, words: str) -> None:
