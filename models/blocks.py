@@ -92,6 +92,11 @@ def add(at: Layer, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
     return at.add(Add(x, residual, scale))
 
 
+def read_softcap(m: Header, key: str) -> float | None:
+    """What a key says that scores or logits are capped at; None for nothing."""
+    return m.meta.read(key, float, 0.0, low=0.0, high=1e6) or None
+
+
 def decoder(
     m: Header,
     record_layer: RecordLayer,
@@ -243,23 +248,23 @@ def mixture(
     experts: Experts,
     *,
     residual: Tensor,
+    residual_scale: float = 1.0,
     activation: str = "silu",
-    router_input: Tensor | None = None,
 ) -> Tensor:
     """A gated MLP for each of several experts, of which every token goes to a few: their weighted sum.
 
     Biases of the router and of the experts, a bias of the selection (``exp_probs_b``), and an expert that every token
-    goes to, perhaps gated, are taken where the file has them.  ``router_input`` is what the router sees, where it is
-    not x.  Sources: arXiv:2401.04088 (Mixtral), arXiv:2401.06066 (DeepSeekMoE).
+    goes to, perhaps gated, are taken where the file has them.  All is added to ``residual`` times ``residual_scale``.
+    Sources: arXiv:2401.04088 (Mixtral), arXiv:2401.06066 (DeepSeekMoE).
     """
     w, d, n, n_ff = at.weights, at.n_embd, experts.n, experts.n_ff
-    logits = at.linear(x if router_input is None else router_input, "ffn_gate_inp", n)  # [T, E]
+    logits = at.linear(x, "ffn_gate_inp", n)  # [T, E]
     routing = at.add(
         Route(
             logits,
             experts.n_used,
             experts.norm_topk_prob,
-            experts.scale,
+            experts.scale * residual_scale,
             experts.gating,
             w.find("exp_probs_b.bias", n),
             experts.n_groups,
@@ -275,18 +280,13 @@ def mixture(
     gate, up = at.add(ExpertLinears(x, matrices, routing, biases))  # [T * k, n_ff]
     h = at.add(Gated(gate, up, activation))
     if experts.n_ff_shared:
-        residual = shared_expert(at, x, experts.n_ff_shared, residual=residual, activation=activation)
+        shared = gated_mlp(at, x, experts.n_ff_shared, activation=activation, suffix="_shexp")
+        weight = None  # [T, 1]
+        if "ffn_gate_inp_shexp.weight" in w:
+            weight = at.add(Linear(x, w.row("ffn_gate_inp_shexp", d)))
+        residual = at.add(Add(shared, residual, residual_scale, weight))
     down = w.experts("ffn_down_exps", n, n_ff, d)
     return at.add(ExpertOutput(h, down, routing, residual, w.find("ffn_down_exps.bias", n, d)))
-
-
-def shared_expert(at: Layer, x: Tensor, n_ff: int, *, residual: Tensor, activation: str = "silu") -> Tensor:
-    """The expert that every token goes to; with ``ffn_gate_inp_shexp``, times σ of that."""
-    if "ffn_gate_inp_shexp.weight" not in at.weights:
-        return gated_mlp(at, x, n_ff, residual=residual, activation=activation, suffix="_shexp")
-    gate = at.add(Linear(x, at.weights.row("ffn_gate_inp_shexp", at.n_embd)))  # [T, 1]
-    y = gated_mlp(at, x, n_ff, activation=activation, suffix="_shexp")
-    return at.add(Add(y, residual, gate=gate))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Hugging Face's names of tensors, by GGUF's: what most architectures share, for their ``HF_NAMES`` to begin with.
 
 Names of layers' tensors stand without ``blk.{i}.`` and ``model.layers.{i}.``, and those of matrices and norms without
-``.weight`` and ``.bias``, but where one has other suffixes than the other.
+``.weight`` and ``.bias``, but where one has other suffixes than the other.  ``*`` is the number of an expert, whose
+matrices lie in one tensor.
 """
 
 COMMON = {
@@ -18,6 +19,15 @@ COMMON = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+}
+
+#: Experts, each with tensors of its own, or all in one.
+EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
+}
+STACKED_EXPERTS = {
     "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
     "ffn_down_exps.weight": "mlp.experts.down_proj",
 }

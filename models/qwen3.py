@@ -9,7 +9,7 @@ from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture
 from localllm.models.config import Header
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS
+HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS
 
 
 def record(m: Header) -> Graph:

@@ -16,6 +16,8 @@ from localllm.models.rope import make_rope
 HF_NAMES = (
     hf_names.COMMON
     | hf_names.HEAD_NORMS
+    | hf_names.EXPERTS
+    | hf_names.STACKED_EXPERTS
     | hf_names.SHARED_EXPERT
     | {
         "post_attention_norm": "post_attention_layernorm",

@@ -6,7 +6,7 @@ from localllm.kernels.graph import Graph
 from localllm.models import qwen35
 from localllm.models.config import Header
 
-HF_NAMES = qwen35.HF_NAMES | {"ssm_ba": "linear_attn.in_proj_ba", "ffn_norm": "post_attention_layernorm"}
+HF_NAMES = qwen35.HF_NAMES | {"ssm_ba": "linear_attn.in_proj_ba"}
 
 
 def record(m: Header) -> Graph:

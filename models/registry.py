@@ -37,14 +37,24 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", "Llama 1 to 3.x, Mistral, TinyLlama, SmolLM, Mixtral"),
+    "gemma": Architecture("gemma", "Gemma"),
+    "gemma2": Architecture("gemma2", "Gemma 2"),
+    "gemma3": Architecture("gemma3", "Gemma 3"),
+    "glm4": Architecture("glm4", "GLM-4 (0414), GLM-Z1"),
+    "gpt-oss": Architecture("gpt_oss", "gpt-oss"),
+    "granite": Architecture("granite", "Granite 3 and 4, dense"),
+    "granitemoe": Architecture("granite", "Granite 3 with experts"),
+    "llama": Architecture("llama", "Llama 1 to 3.x, Mistral, Mixtral, TinyLlama, SmolLM"),
+    "mistral3": Architecture("mistral3", "Ministral 3, Devstral 2"),
     "olmo2": Architecture("olmo2", "OLMo 2 and 3"),
+    "phi3": Architecture("phi3", "Phi-3, 3.5 and 4"),
     "qwen2": Architecture("qwen2", "Qwen 2 and 2.5"),
     "qwen3": Architecture("qwen3", "Qwen 3"),
     "qwen35": Architecture("qwen35", "Qwen 3.5 and 3.6"),
     "qwen35moe": Architecture("qwen35", "Qwen 3.5 and 3.6 with experts"),
     "qwen3moe": Architecture("qwen3", "Qwen 3 with experts"),
     "qwen3next": Architecture("qwen3next", "Qwen 3 Next"),
+    "smollm3": Architecture("smollm3", "SmolLM3"),
 }
 
 

@@ -66,7 +66,9 @@ def read_rope(m: Header, head_dim: int) -> RopeConfig:
     # As in llama.cpp: 0 stands for "no factor", and a factor without a type scales linearly.
     old_factor = meta.read("rope.scale_linear", float, 0.0, low=0.0, high=1e6)
     factor = meta.read("rope.scaling.factor", float, old_factor, low=0.0, high=1e6) or 1.0
-    scaling = meta.read("rope.scaling.type", str, "none" if factor == 1 else "linear")
+    # Files of Phi have factors, but no type.
+    guess = "longrope" if "rope_factors_long.weight" in m.weights else "none" if factor == 1 else "linear"
+    scaling = meta.read("rope.scaling.type", str, guess)
     if scaling not in SCALINGS:
         raise ModelError(
             f"{meta.architecture}.rope.scaling.type is {quoted(scaling)}, which localllm does not support; "
@@ -87,8 +89,10 @@ def read_rope(m: Header, head_dim: int) -> RopeConfig:
     )
 
 
-def make_rope(m: Header, head_dim: int, *, interleaved: bool = False) -> Rope:
+def make_rope(m: Header, head_dim: int, *, interleaved: bool = False, rounds_ramp: bool = True) -> Rope:
     """The rotation that a file's keys, and its frequency factors if it has any, describe.
+
+    ``rounds_ramp``: whether YaRN's ramp ends on whole dimensions, as in all code but gpt-oss's.
 
     Raises:
         ModelError: as `read_rope`; or factors are missing, have the wrong shape, or are no positive numbers.
@@ -99,7 +103,7 @@ def make_rope(m: Header, head_dim: int, *, interleaved: bool = False) -> Rope:
     if rope.scaling == "linear":
         frequencies = frequencies / rope.factor
     elif rope.scaling == "yarn":
-        frequencies = _yarn_frequencies(rope, frequencies)
+        frequencies = _yarn_frequencies(rope, frequencies, rounds_ramp=rounds_ramp)
         magnitude *= _yarn_magnitude(rope)
     return Rope(frequencies.astype(np.float32), interleaved, magnitude)
 
@@ -145,17 +149,19 @@ def _frequency_factors(m: Header, rope: RopeConfig) -> Frequencies:
     return factors
 
 
-def _yarn_frequencies(rope: RopeConfig, frequencies: Frequencies) -> Frequencies:
+def _yarn_frequencies(rope: RopeConfig, frequencies: Frequencies, *, rounds_ramp: bool) -> Frequencies:
     """Keeps high frequencies, divides low ones by the factor, and passes from one to the other by a ramp.
 
-    Source: arXiv:2309.00071, section 3.2, with the ends of the ramp on whole dimensions as everyone's code has it.
+    Source: arXiv:2309.00071, section 3.2.
     """
-    low = math.floor(_yarn_dimension(rope, rope.yarn_beta_fast))
-    high = math.ceil(_yarn_dimension(rope, rope.yarn_beta_slow))
+    low, high = _yarn_dimension(rope, rope.yarn_beta_fast), _yarn_dimension(rope, rope.yarn_beta_slow)
+    if rounds_ramp:
+        low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.n_rot - 1)
     ramp = (np.arange(len(frequencies)) - low) / max(high - low, 0.001)
     kept = (1 - np.clip(ramp, 0, 1)) * rope.yarn_ext_factor
-    return frequencies * kept + frequencies / rope.factor * (1 - kept)
+    scaled: Frequencies = frequencies * kept + frequencies / rope.factor * (1 - kept)
+    return scaled
 
 
 def _yarn_dimension(rope: RopeConfig, n_turns: float) -> float:
