@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import resources
+from math import prod
 from typing import TYPE_CHECKING
 
 from localllm.chat.source import TemplateSource
@@ -28,6 +29,7 @@ from localllm.kernels.split import compile_split, page_size
 from localllm.models.registry import Model, find_architecture, read_model
 from localllm.placement import DeviceBudget, Placement, Plan, Planner, StepSizes, plan, plan_with_draft
 from localllm.progress import of_stage
+from localllm.quant.types import BLOCK_SIZES
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import Vocabulary
 
@@ -148,8 +150,9 @@ class _Source:
 
     def for_context(self, n_tokens: int) -> Model:
         """The model for sequences of up to so many tokens."""
-        config, cache_type = self.model.config, self.model.graph.cache_type
-        return self.model if config.for_context(n_tokens) == config else read_model(self.file, n_tokens, cache_type)
+        model = self.model
+        is_long = n_tokens > model.config.original_context
+        return model if is_long == model.is_long else read_model(self.file, n_tokens, model.graph.cache_type)
 
 
 @contextmanager
@@ -340,12 +343,18 @@ class _Counted:
 
     def __init__(self, graph: Graph, report: Callable[[int, int], None]) -> None:
         self._report = report
-        self._total = sum(use.weight.data.nbytes for use in weights_of(graph))
+        self._total = sum(_file_bytes(use.weight) for use in weights_of(graph))
         self._packed: dict[Weight, int] = {}
 
     def __call__(self, weight: Weight) -> None:
-        self._packed[weight] = weight.data.nbytes
+        self._packed[weight] = _file_bytes(weight)
         self._report(sum(self._packed.values()), self._total)
+
+
+def _file_bytes(weight: Weight) -> int:
+    """What a tensor takes in its file."""
+    *n_rows, n_columns = weight.shape
+    return prod(n_rows) * BLOCK_SIZES[weight.type].row_bytes(n_columns)
 
 
 # -- What is said of it --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from localllm.engine.runner import MAX_TOKENS, max_outputs, n_cache_pages, n_sta
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.backend import Footprint, PackedWeight
 from localllm.kernels.cpu.host import memory_advice
-from localllm.kernels.graph import CacheType, Graph
+from localllm.kernels.graph import CacheType, Graph, Route
 from localllm.kernels.split import MICRO_BATCH, smaller_pages
 from localllm.layers import NO_GPU, LayerRange, plan_layers
 from localllm.models.config import ModelConfig
@@ -305,7 +305,7 @@ class Planner:
             without_gpus=host.note or NO_GPU,
         )
         groups = tuple(group for each in ranges for group in self._groups(each, context))
-        experts = self.config.experts
+        routes = (n.operation for n in self.model.graph.nodes if isinstance(n.operation, Route))
         placement = Placement(
             groups,
             context,
@@ -313,7 +313,7 @@ class Planner:
             self.model.graph.cache_type,
             self._cache_sizes(context),
             host=host.name,
-            used_experts=1.0 if experts is None else experts.n_used / experts.n,
+            used_experts=next((route.k / route.logits.width for route in routes), 1.0),
         )
         as_wanted = not gpus or self.n_gpu_layers is not None
         return placement if as_wanted else replace(placement, spilled_layers=placement.layers_on(host.name))

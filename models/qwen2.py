@@ -1,21 +1,23 @@
-"""Qwen 2 and 2.5 (arXiv:2407.10671): biases on query, key and value."""
+"""Qwen 2 and 2.5 (arXiv:2407.10671, arXiv:2412.15115): query, key and value have biases."""
 
 from __future__ import annotations
 
-from localllm.kernels.graph import CacheType, Graph, Tensor
-from localllm.models.blocks import attention, decoder, gated_mlp
-from localllm.models.config import ModelConfig
-from localllm.models.config import read_decoder as read
+from localllm.kernels.graph import Graph, Tensor
+from localllm.models import hf_names
+from localllm.models.blocks import Layer, attention, decoder, gated_mlp, norm
+from localllm.models.config import Header
 from localllm.models.rope import make_rope
-from localllm.models.weights import Weights
 
-__all__ = ["read", "record"]
+HF_NAMES = hf_names.COMMON
 
 
-def record(config: ModelConfig, weights: Weights, cache_type: CacheType) -> Graph:
-    rope = make_rope(config, weights, interleaved=False)
+def record(m: Header) -> Graph:
+    heads, n_ff, windows = m.heads(), m.mlp_width(), m.windows(period=0)
+    rope = make_rope(m, heads.key_dim)
 
-    def layer(g: Graph, w: Weights, x: Tensor) -> Tensor:
-        return gated_mlp(g, w, attention(g, w, x, config, rope, qkv_bias=True), config)
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        y = norm(at, "attn_norm", x)
+        x = attention(at, y, heads, rope, qkv_bias=True, window=windows[at.number], residual=x)
+        return gated_mlp(at, norm(at, "ffn_norm", x), n_ff, residual=x)
 
-    return decoder(config, weights, cache_type, layer)
+    return decoder(m, layer)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -14,7 +15,8 @@ from localllm.errors import UsageError
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.tiles import TILES
-from localllm.kernels.graph import KVCache, Weight
+from localllm.kernels.graph import Attention, Weight
+from localllm.models.registry import read_model
 from localllm.quant.repack import repack_target
 
 
@@ -85,7 +87,8 @@ class Work:
         layer_products: multiplications of a token's activations with the layers' weights: of bytes, of floats.
         head_products: the same of the output matrix, which a prompt needs once.
         attention_products: multiplications of floats for each token that another one sees.
-        window: how many tokens a token sees at most, itself among them; None for all.
+        windows: how many tokens a token sees at most, itself among them, None for all; and in what part of the
+            layers' keys and values.
     """
 
     weight_bytes: int
@@ -93,24 +96,28 @@ class Work:
     layer_products: tuple[float, float]
     head_products: tuple[float, float]
     attention_products: float
-    window: int | None = None
+    windows: Mapping[int | None, float] = field(default_factory=lambda: {None: 1.0})
 
     @classmethod
     def of(cls, info: ModelInfo) -> Self:
         """The work of a loaded model."""
-        config = info.config
-        kept = KVCache(0, config.n_kv_heads, config.head_dim, config.head_dim, info.cache_type)
         with GGUFFile.open(info.path) as file:
+            graph = read_model(file, cache_type=info.cache_type).graph
             matrices = [t for t in file.tensors.values() if len(t.shape) in (2, 3)]
             head = file.tensors.get("output.weight", file.tensors["token_embd.weight"])
             layers = [t for t in matrices if t.name.startswith("blk.")]
+        attentions = [node.operation for node in graph.nodes if isinstance(node.operation, Attention)]
+        windows: Counter[int | None] = Counter()
+        for attention in attentions:
+            windows[attention.window or attention.chunk] += attention.cache.bytes_per_token()
+        kv_bytes = windows.total()
         return cls(
             weight_bytes=info.placement.multiplied,
-            kv_bytes=config.n_layers * kept.bytes_per_token(),
-            layer_products=products(layers, 0 if config.experts is None else config.experts.n_used),
+            kv_bytes=kv_bytes,
+            layer_products=products(layers, graph.n_chosen()),
             head_products=products([head]),
-            attention_products=2 * config.n_layers * config.n_heads * config.head_dim,
-            window=config.sliding_window,
+            attention_products=sum(a.n_heads * (a.cache.key_dim + a.cache.value_dim) for a in attentions),
+            windows={window: n / kv_bytes for window, n in windows.items()},
         )
 
     def on(self, device: str, info: ModelInfo) -> Work:
@@ -131,7 +138,8 @@ class Work:
     def seen(self, test: Test) -> float:
         """Tokens that a token of the test sees on average."""
         positions = np.arange(test.depth, test.depth + test.n) + 1
-        return float(np.minimum(positions, self.window or positions[-1]).mean())
+        parts = (part * np.minimum(positions, window or positions[-1]) for window, part in self.windows.items())
+        return sum(float(part.mean()) for part in parts)
 
     def bytes_per_token(self, test: Test) -> float:
         """Bytes that are read for a token that the test generates."""

@@ -175,7 +175,7 @@ def test_the_work_of_a_model(llm: LLM) -> None:
     assert work.kv_bytes == 3 * 2 * 2 * 16 * 2
     assert work.attention_products == 3 * 4 * 16 * 2
     assert work.weight_bytes == llm.info.placement.multiplied
-    assert work.window is None
+    assert work.windows == {None: 1}
 
 
 def test_weights_in_floats_are_float_products(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_what_a_test_costs() -> None:
     # At depth 5, the two tokens see 6 and 7 tokens.
     assert work.bytes_per_token(Test("tg", 2, 5)) == 1000 + 10 * 6.5
     assert work.products(Test("pp", 2, 5)) == (207, 40 + 4 * (6 + 7))
-    narrow = Work(1000, 10, (0, 0), (0, 0), 4, window=6)
+    narrow = Work(1000, 10, (0, 0), (0, 0), 4, {6: 1.0})
     assert narrow.bytes_per_token(Test("tg", 2, 5)) == 1000 + 10 * 6
 
 
