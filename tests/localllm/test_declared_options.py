@@ -12,7 +12,7 @@ from localllm.cli.parser import make_parsers, reader
 from localllm.declared_options import LoadOptions, Sampling, declared, default_text, flags_of
 from localllm.kernels.graph import CACHE_TYPES
 from localllm.settings import KEYS, SAMPLING_KEYS
-from localllm.tui.options import READERS
+from localllm.tui.chat.settings import READERS
 
 
 @pytest.mark.parametrize(("cls", "documented"), [(LoadOptions, localllm.load), (Sampling, localllm.Sampling)])
