@@ -269,7 +269,7 @@ def mixture(
             w.find("exp_probs_b.bias", n),
             experts.n_groups,
             experts.n_top_groups,
-            w.find("ffn_down_exps.scale", n),
+            expert_scales=w.find("ffn_down_exps.scale", n),
         )
     )
     if "ffn_gate_up_exps.weight" in w:

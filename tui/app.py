@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.command import Provider
 from textual.keys import Keys
 
-from localllm.tui import collector
-from localllm.tui.base import BaseApp
-from localllm.tui.conversation import Conversation
-from localllm.tui.launched import setup_of
+from localllm.tui.base_app import BaseApp, unfreeze_gc_heap
+from localllm.tui.chat.conversation import Conversation
+from localllm.tui.launch import setup_of
 from localllm.tui.palette import CommandsProvider
 from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.setup import Setup
@@ -70,7 +69,7 @@ class ChatApp(BaseApp):
         """Ctrl+C, where nothing is selected that could be copied."""
         if self._chat.composer.text.strip() and not self._is_warned:
             self._is_warned = True
-            self.say("Ctrl+C again quits; the message that you are typing would be lost", warning=True)
+            self.notify("Ctrl+C again quits; the message that you are typing would be lost", severity="warning")
             self.set_timer(3.0, self._forget_warning)
         else:
             self.spawn(self._chat.quit(), group="quit")
@@ -81,7 +80,7 @@ class ChatApp(BaseApp):
     def end(self) -> None:
         """Lets the threads end, and closes the model."""
         self.end_threads()
-        collector.take_back()
+        unfreeze_gc_heap()
         if self._chat.models.model is not None:
             self._chat.models.model.close()
 
@@ -121,7 +120,7 @@ def _warnings_shown(app: BaseApp) -> Iterator[None]:
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         if app.is_running:
-            app.call_later(app.say, str(message), warning=True)
+            app.call_later(partial(app.notify, str(message), severity="warning"))
 
     with warnings.catch_warnings():
         warnings.showwarning = show

@@ -6,29 +6,34 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from localllm.cli.defaults import settle
 from localllm.cli.generate import describe, generation_options, load_model, plan_shower
-from localllm.cli.terminal import LoadStatus, is_terminal, say, visible_line, warn
+from localllm.cli.terminal import LoadStatus, is_terminal, say, short_count, visible_line, warn
 from localllm.declared_options import CheckedOptions
+from localllm.devices import gpu_memory
 from localllm.errors import LocalLLMError, StoreError, UsageError
+from localllm.kernels.cpu.host import available_memory
 from localllm.library.find import model_path
+from localllm.library.listing import demo_model, find_models, read_details
 from localllm.llm import LLM
 from localllm.loading import check_file
 from localllm.progress import LoadPlan, LoadProgress
 from localllm.settings import Settings
-from localllm.tui import options
-from localllm.tui.conversation import Conversation
-from localllm.tui.events import Choice
-from localllm.tui.lines import Lines
-from localllm.tui.plain import PlainChat
-from localllm.tui.session import ChatSession
-from localllm.tui.store import Store, default_path
+from localllm.tui.chat import settings as chat_settings
+from localllm.tui.chat.conversation import Conversation
+from localllm.tui.chat.events import Choice
+from localllm.tui.chat.session import ChatSession
+from localllm.tui.line_mode import InputReader, LineChat
+from localllm.tui.setup import ModelEntry, Setup
+from localllm.tui.storage.chats import Store, default_path
 
 
 @dataclass
@@ -205,7 +210,7 @@ def _run_plain(launch: Launch) -> int:
     session = ChatSession(load(launch.model), launch.store, launch.conversation, launch.more)
     if (warning := session.enter()) is not None:
         warn(warning)
-    chat = PlainChat(session, load, Lines(launch.history), when_full=launch.when_full, quiet=arguments.quiet)
+    chat = LineChat(session, load, InputReader(launch.history), when_full=launch.when_full, quiet=arguments.quiet)
     code = chat.run()
     launch.conversation = chat.session.conversation
     return code
@@ -218,7 +223,7 @@ def _settings(arguments: argparse.Namespace, defaults: Settings) -> tuple[dict[s
     given["stop"] = list(given["stop"])
     unset: dict[str, Any] = {"stop": [], "logit_bias": {}, "ignore_eos": False, "max_tokens": None}
     given = {name: value for name, value in given.items() if name not in unset or value != unset[name]}
-    kept = {name: value for name, value in given.items() if name in options.READERS}
+    kept = {name: value for name, value in given.items() if name in chat_settings.READERS}
     if arguments.prefix:
         kept["reply_prefix"] = arguments.prefix
     return kept, {name: value for name, value in given.items() if name not in kept}
@@ -244,3 +249,48 @@ def _conversation(arguments: argparse.Namespace, store: Store, notices: list[str
         if id_ is None:
             notices.append("there is no chat to go on with yet: this is a new one")
     return Conversation() if id_ is None else store.load(id_)
+
+
+def setup_of(launch: Launch) -> Setup:
+    """What the app needs for a command line."""
+    arguments, settings = launch.arguments, launch.settings
+
+    return Setup(
+        store=launch.store,
+        conversation=launch.conversation,
+        first_model=launch.model,
+        load=launch.load,
+        check=launch.check,
+        list_models=lambda: list_models(settings.model_folders, arguments.device),
+        memory=memory_in_use,
+        more=launch.more,
+        when_full=launch.when_full,
+        history=None if launch.history is None else launch.history.with_suffix(".jsonl"),
+        notices=tuple(launch.notices),
+        theme=settings.theme,
+    )
+
+
+def list_models(folders: Sequence[Path], device: str) -> Iterator[ModelEntry]:
+    """The models on this machine, with what is known of them; reads the headers of those that are new."""
+    demo = demo_model()
+    models = [*find_models(folders).models, *([] if demo is None else [demo])]
+    available = available_memory() + gpu_memory(device)
+    for model in read_details(models):
+        details = model.details
+        is_demo = demo is not None and model.path == demo.path
+        yield ModelEntry(
+            name=visible_line(model.name),
+            path="" if is_demo else str(model.path),
+            size=model.n_bytes,
+            quantisation=(details and details.file_type) or "",
+            parameters=short_count(details.n_parameters) if details and details.n_parameters else "",
+            context=details.trained_context if details else None,
+            fits=(details and details.fits(available)) or "",
+            error=(details and details.error) or "",
+        )
+
+
+def memory_in_use() -> int:
+    """Bytes of memory that this process has."""
+    return int(psutil.Process().memory_info().rss)

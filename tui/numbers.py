@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from localllm.errors import UsageError
-from localllm.tui.conversation import Conversation, Message
+from localllm.tui.chat.conversation import Conversation, Message
 
 NO_BRANCHES = "there are no branches: /edit and /regen make them"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from localllm.progress import LoadProgress
-from localllm.tui.conversation import Conversation
-from localllm.tui.events import Choice
-from localllm.tui.replies import ChatModel, Info
-from localllm.tui.store import Store
+from localllm.tui.chat.conversation import Conversation
+from localllm.tui.chat.events import Choice
+from localllm.tui.chat.model import ChatModel, Info
+from localllm.tui.storage.chats import Store
 
 
 class OpenInfo(Info, Protocol):

@@ -16,10 +16,10 @@ from textual.keys import REPLACED_KEYS, Keys, _character_to_key, _get_unicode_na
 from textual.pilot import Pilot
 
 from localllm.tui.app import ChatApp
-from localllm.tui.conversation import Conversation
-from localllm.tui.screens.models_in_use import ModelState
+from localllm.tui.chat.conversation import Conversation
+from localllm.tui.screens.model_loader import ModelState
 from localllm.tui.setup import Setup
-from localllm.tui.store import Store
+from localllm.tui.storage.chats import Store
 from localllm.tui.widgets.message import MessageView
 from tests.helpers.fake_chat import FakeInfo, FakeModel, FakeStream, Reply
 
@@ -180,7 +180,7 @@ class Chat:
         taken = asyncio.Event()
         self.app.call_later(taken.set)  # behind the keys
         await asyncio.wait_for(taken.wait(), LIMIT)
-        while (task := self.app.typed_ahead._task) is not None and not task.done():
+        while (task := self.app.keys._task) is not None and not task.done():
             _, late = await asyncio.wait([task], timeout=LIMIT)
             assert not late, f"the keys have no end:\n{self.screen}"
         await self.pilot.pause(0)

@@ -56,7 +56,7 @@ class Asked:
 
 @dataclass
 class FakeModel:
-    """A `localllm.tui.replies.ChatModel`.
+    """A `localllm.tui.chat.model.ChatModel`.
 
     Attributes:
         replies: one after the other; after the last one "ok" comes.  An exception is raised in the midst of a reply.
@@ -121,7 +121,7 @@ class FakeModel:
 
 
 class FakeStream:
-    """A `localllm.tui.replies.ReplyStream`."""
+    """A `localllm.tui.chat.model.ReplyStream`."""
 
     def __init__(
         self, model: FakeModel, prompt: list[str], n_cached: int, text: str | Exception, request: CheckedOptions

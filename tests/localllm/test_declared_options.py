@@ -13,7 +13,7 @@ from localllm.declared_options import CheckedOptions, LoadOptions, Sampling, dec
 from localllm.kernels.graph import CACHE_TYPES
 from localllm.options import SamplingOptions
 from localllm.settings import KEYS, SAMPLING_KEYS
-from localllm.tui.options import READERS
+from localllm.tui.chat.settings import READERS
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 
 from localllm.errors import DeviceError, StoreError
 from localllm.tui.app import take_any_bytes
-from localllm.tui.failures import sentence
-from localllm.tui.history import History
-from localllm.tui.store import Store
+from localllm.tui.storage.chats import Store
+from localllm.tui.storage.prompt_history import PromptHistory
+from localllm.tui.text import sentence
 from localllm.tui.widgets import transcript
 from tests.helpers.chat_app import AppModel, AppStore, Steps, chatting, setup, talk
 from tests.helpers.fake_chat import words
@@ -53,7 +53,7 @@ async def test_enter_sends_and_other_keys_begin_lines() -> None:
 
 async def test_what_was_typed_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "data" / "history"
-    History(path).save("first")
+    PromptHistory(path).save("first")
     async with chatting(setup(AppModel(), history=path)) as chat:
         editor = chat.app._chat.composer
         await chat.until(lambda: editor.typed.older("") is not None)
@@ -74,7 +74,7 @@ async def test_what_was_typed_comes_back(tmp_path: Path) -> None:
             await chat.rest()
             seen.append(editor.text)
         assert seen == ["/stats", "second", "/stats"]
-    assert History(path).load() == ["first", "second", "/stats"]
+    assert PromptHistory(path).load() == ["first", "second", "/stats"]
 
 
 async def test_esc_stops_and_keeps_what_was_said() -> None:
@@ -154,16 +154,14 @@ async def test_thinking_is_folded_and_its_time_is_kept() -> None:
 async def test_notices_stand_above_what_is_typed() -> None:
     async with chatting(setup(AppModel()), notifications=True) as chat:
         app = chat.app
-        for text in ("one", "two", "three", "two"):
-            app.say(text)
+        for text in ("one", "two", "two"):
+            app.notify(text)
             await chat.hears(text)
-        app.say("four")
-        app.say("four")
-        await chat.until(lambda: chat.notices == ["two", "four"])
-        await chat.until(lambda: "four" in "".join(chat.screen.splitlines()[:6]))
-        assert "four" not in "".join(chat.screen.splitlines()[6:])
+        await chat.until(lambda: chat.notices == ["one", "two"])
+        await chat.until(lambda: "two" in "".join(chat.screen.splitlines()[:12]))
+        assert "two" not in "".join(chat.screen.splitlines()[12:])
         assert all(notice.timeout <= 4 for notice in app._notifications)
-        app.tell(DeviceError("it takes some time to read this: " + "word " * 30))
+        app.notify_error(DeviceError("it takes some time to read this: " + "word " * 30))
         await chat.until(lambda: any(notice.timeout > 8 for notice in app._notifications))
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from localllm.errors import LocalLLMError, UsageError
-from localllm.tui import commands, options
-from localllm.tui.conversation import Conversation, Message
-from localllm.tui.events import ContextFull, Event, RoomMade
-from localllm.tui.session import ChatSession
-from localllm.tui.store import Store
+from localllm.tui import commands
+from localllm.tui.chat import settings as chat_settings
+from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.events import ContextFull, Event, RoomMade
+from localllm.tui.chat.session import ChatSession
+from localllm.tui.storage.chats import Store
 from tests.helpers.fake_chat import FakeModel
 
 
@@ -170,7 +171,7 @@ def test_settings(front: Notebook) -> None:
         "seed": 5,
         "thinking": False,
     }
-    assert len(front.type("/set").splitlines()) == len(options.READERS)
+    assert len(front.type("/set").splitlines()) == len(chat_settings.READERS)
     front.type("/set temp default", "/set seed -1")
     assert front.session.conversation.settings == {"max_tokens": 9, "thinking": False, "seed": None}
     front.type("/prefix Sure, ", '/stop-strings "User: " ###', "a")

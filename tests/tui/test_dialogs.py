@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from localllm.tui.chat.export import read_export
 from localllm.tui.commands import COMMANDS
 from localllm.tui.menu import MENU
 from localllm.tui.screens.help import help_text
 from localllm.tui.setup import ModelEntry
-from localllm.tui.transfer import read_export
 from tests.helpers.chat_app import AppModel, Chat, chatting, keeping, setup, talk
 
 

@@ -9,8 +9,8 @@ import pytest
 from localllm.errors import ModelNotFoundError, NotEnoughMemoryError
 from localllm.progress import LoadProgress
 from localllm.tui.app import ChatApp
-from localllm.tui.conversation import Conversation
-from localllm.tui.screens.models_in_use import ModelState
+from localllm.tui.chat.conversation import Conversation
+from localllm.tui.screens.model_loader import ModelState
 from localllm.tui.setup import ModelEntry
 from tests.helpers.chat_app import LIMIT, AppModel, AppStore, Chat, chatting, setup, starting, talk
 

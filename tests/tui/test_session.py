@@ -13,8 +13,8 @@ import pytest
 import localllm
 from localllm.errors import DeviceLostError, UsageError
 from localllm.quant.types import GGMLType
-from localllm.tui.conversation import Conversation, Message, Stats
-from localllm.tui.events import (
+from localllm.tui.chat.conversation import Conversation, Message, Stats
+from localllm.tui.chat.events import (
     ContextFull,
     Delta,
     Event,
@@ -25,9 +25,9 @@ from localllm.tui.events import (
     Summarising,
     Warned,
 )
-from localllm.tui.replies import ChatModel
-from localllm.tui.session import ChatSession
-from localllm.tui.store import Store
+from localllm.tui.chat.model import ChatModel
+from localllm.tui.chat.session import ChatSession
+from localllm.tui.storage.chats import Store
 from tests.helpers.fake_chat import FakeModel, Reply
 from tests.helpers.tiny_models import config, random_weights, write_gguf
 

@@ -17,30 +17,26 @@ from textual.widgets import Static
 
 from localllm.errors import UsageError
 from localllm.tui import commands
-from localllm.tui.attachments import attach
-from localllm.tui.base import BaseApp
-from localllm.tui.completion import command_completions, file_completions, file_word
-from localllm.tui.control import shown
-from localllm.tui.conversation import Conversation
-from localllm.tui.events import ContextFull, Event
-from localllm.tui.failures import sentence
-from localllm.tui.history import History
+from localllm.tui.base_app import BaseApp
+from localllm.tui.chat.attachments import attach
+from localllm.tui.chat.completion import command_completions, file_completions, file_word
+from localllm.tui.chat.conversation import Conversation
+from localllm.tui.chat.events import ContextFull, Event, Turn
+from localllm.tui.chat.model import ChatModel
+from localllm.tui.chat.session import ChatSession
 from localllm.tui.menu import MENU, NAMES
-from localllm.tui.replies import ChatModel
 from localllm.tui.screens.commands import Commands
-from localllm.tui.screens.following import Follower
-from localllm.tui.screens.links import open_link
-from localllm.tui.screens.messages import MessageActions
-from localllm.tui.screens.models_in_use import ModelInUse, ModelState
-from localllm.tui.screens.room import EDIT, TAKE_BACK, ask_room
-from localllm.tui.session import ChatSession
+from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_room, open_link
+from localllm.tui.screens.message_actions import MessageActions
+from localllm.tui.screens.model_loader import ModelLoader, ModelState
+from localllm.tui.screens.streaming import Follower
 from localllm.tui.setup import Setup
-from localllm.tui.turns import Turn
-from localllm.tui.widgets.composer import Composer
-from localllm.tui.widgets.keys import Keys
-from localllm.tui.widgets.reply import Reply
+from localllm.tui.storage.prompt_history import PromptHistory
+from localllm.tui.text import escape_controls, sentence
+from localllm.tui.widgets.composer import Composer, Suggestions
+from localllm.tui.widgets.footer import KeyFooter
+from localllm.tui.widgets.message import Reply
 from localllm.tui.widgets.status import StatusLine
-from localllm.tui.widgets.suggestions import Suggestions
 from localllm.tui.widgets.transcript import Transcript
 
 #: Seconds between two looks at the memory in use.
@@ -76,11 +72,11 @@ class ChatScreen(MessageActions, Screen[None]):
         super().__init__()
         self.session = ChatSession(None, setup.store, setup.conversation, setup.more)
         self.turn: Turn | None = None
-        self.models = ModelInUse(self)
+        self.models = ModelLoader(self)
         self.replacing: str | None = None
         self.commands = Commands(self)
         self.suggestions = Suggestions()
-        self.composer = Composer(History(setup.history), self.suggestions)
+        self.composer = Composer(PromptHistory(setup.history), self.suggestions)
         self.transcript = Transcript()
         self.status = StatusLine()
         self._is_stopped = False
@@ -96,7 +92,7 @@ class ChatScreen(MessageActions, Screen[None]):
         with Vertical(id="editor"):
             yield self.composer
         yield self.status
-        yield Keys()
+        yield KeyFooter()
 
     # -- Start and end ---------------------------------------------------------------------------------------------
 
@@ -112,7 +108,7 @@ class ChatScreen(MessageActions, Screen[None]):
 
     async def _start(self) -> None:
         for notice in self.app.setup.notices:
-            self.app.say(notice, warning=True)
+            self.app.notify(notice, severity="warning")
         await self._show_chat()
         self.composer.typed.restore(await self.app.offload(self.composer.typed.load))
         await self._sample_memory()
@@ -133,7 +129,7 @@ class ChatScreen(MessageActions, Screen[None]):
         await self.refresh_all()
         self.transcript.follow()
         if (warning := await self.app.offload(self.session.enter)) is not None:
-            self.app.say(warning, warning=True)
+            self.app.notify(warning, severity="warning")
             self.hint("Open in another terminal too: what both say is kept, as branches.")
 
     async def end_turn(self) -> None:
@@ -156,7 +152,7 @@ class ChatScreen(MessageActions, Screen[None]):
     async def refresh_all(self) -> None:
         """Draws everything as it is now."""
         session = self.session
-        title = shown(session.conversation.title) or "New chat"
+        title = escape_controls(session.conversation.title) or "New chat"
         self.query_one("#heading", Static).update(Content.assemble((" localllm ", "bold"), f" {title}"))
         await self.transcript.show(session.conversation)
         self.refresh_bindings()
@@ -164,12 +160,12 @@ class ChatScreen(MessageActions, Screen[None]):
         if session is self.session and self.turn is None:
             self.status.change(meter=meter, stats=session.last)
         if (warning := session.take_warning()) is not None:
-            self.app.say(warning, warning=True)
+            self.app.notify(warning, severity="warning")
 
     def hint(self, text: str) -> None:
         """Says something above the editor; an empty text says nothing."""
         hint = self.query_one("#hint", Static)
-        hint.update(Content(shown(text)))
+        hint.update(Content(escape_controls(text)))
         hint.display = bool(text)
 
     def _look_at_memory(self) -> None:
@@ -205,7 +201,7 @@ class ChatScreen(MessageActions, Screen[None]):
             self._ended.set()
         if outcome.error is not None:
             self._give_back(turn, session)
-            self.app.tell(outcome.error)
+            self.app.notify_error(outcome.error)
         if session is self.session:
             await self.refresh_all()
         if outcome.full is not None:
@@ -262,7 +258,7 @@ class ChatScreen(MessageActions, Screen[None]):
         try:
             self.submit(text)
         except UsageError as error:
-            self.app.tell(error)
+            self.app.notify_error(error)
 
     def submit(self, text: str) -> None:
         """Sends a message, or runs a command.

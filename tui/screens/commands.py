@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING
 from localllm.cli.terminal import quantity
 from localllm.errors import StoreError, UsageError
 from localllm.tui import commands
-from localllm.tui.conversation import Conversation, Message
-from localllm.tui.events import Event
+from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.events import Event
+from localllm.tui.chat.export import import_chat, path_of, write_export
+from localllm.tui.chat.session import ChatSession
 from localllm.tui.numbers import NO_BRANCHES, branch_meant, forks
-from localllm.tui.screens.dialogs import Ask, Choose, Tell, confirm
+from localllm.tui.screens.chats import ChatsScreen, ask_export, ask_import
+from localllm.tui.screens.dialogs import Ask, Choose, SystemScreen, TextDialog, confirm
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.screens.sampling import SamplingScreen
-from localllm.tui.screens.sessions import SessionsScreen, ask_export, ask_import
-from localllm.tui.screens.system import SystemScreen
-from localllm.tui.session import ChatSession
 from localllm.tui.slash.chats import check_begun
 from localllm.tui.slash.messages import to_remove
 from localllm.tui.slash.settings import stats
-from localllm.tui.titles import shortened
-from localllm.tui.transfer import import_chat, path_of, write_export
+from localllm.tui.text import shortened
 
 if TYPE_CHECKING:
     from localllm.tui.screens.chat import ChatScreen
@@ -147,9 +146,9 @@ class Commands:
 
     async def _tell(self, title: str, text: str) -> None:
         if text.count("\n") < _MOST_LINES:
-            self._screen.app.say(text)
+            self._screen.app.notify(text)
         else:
-            await self._screen.app.push_screen_wait(Tell(title.capitalize(), text))
+            await self._screen.app.push_screen_wait(TextDialog(title.capitalize(), text))
 
     # -- Chats -----------------------------------------------------------------------------------------------------
 
@@ -169,7 +168,7 @@ class Commands:
         screen = self._screen
         session = screen.session
         archived = words == "archived"
-        chats = SessionsScreen(session.store, session.conversation.id, "" if archived else words, archived=archived)
+        chats = ChatsScreen(session.store, session.conversation.id, "" if archived else words, archived=archived)
         chosen = await screen.app.push_screen_wait(chats)
         if (title := chats.titles.get(session.conversation.id)) is not None:
             session.conversation.title = title
@@ -201,7 +200,7 @@ class Commands:
         screen = self._screen
         conversation = await screen.app.offload(import_chat, screen.session.store, path_of(name))
         await self._open(conversation)
-        screen.app.say(f"imported: {conversation.title}")
+        screen.app.notify(f"imported: {conversation.title}")
 
     async def _rename(self) -> None:
         session = self._screen.session
@@ -214,7 +213,7 @@ class Commands:
         session = self._screen.session
         check_begun(session.conversation)
         await self._screen.app.offload(session.store.archive, session.conversation.id)
-        self._screen.app.say("the chat is archived: Ctrl+O and F6 show it")
+        self._screen.app.notify("the chat is archived: Ctrl+O and F6 show it")
         await self._new()
 
     async def _delete(self) -> None:
@@ -236,7 +235,7 @@ class Commands:
         if path.suffix.lower() not in (".md", ".json"):
             path = Path(f"{path}.md")
         await self._screen.app.offload(write_export, self._screen.session.conversation, path)
-        self._screen.app.say(f"written to {path}")
+        self._screen.app.notify(f"written to {path}")
 
     # -- How replies are generated ---------------------------------------------------------------------------------
 
@@ -245,7 +244,7 @@ class Commands:
         text = await self._screen.app.push_screen_wait(SystemScreen(session.conversation.system))
         if text is not None:
             await self._screen.app.offload(session.set_system, text)
-            self._screen.app.say("the system prompt is set" if text else "there is no system prompt now")
+            self._screen.app.notify("the system prompt is set" if text else "there is no system prompt now")
             await self._screen.refresh_all()
 
     async def _set(self) -> None:
@@ -254,7 +253,7 @@ class Commands:
         if settings is not None:
             await self._screen.app.offload(session.set_options, settings)
             given = ", ".join(f"{name} {value}" for name, value in settings.items()) or "all by default"
-            self._screen.app.say(f"settings of this chat: {given}")
+            self._screen.app.notify(f"settings of this chat: {given}")
 
     # -- Messages --------------------------------------------------------------------------------------------------
 
@@ -305,7 +304,7 @@ class Commands:
         lines = [*front.said, f"memory {quantity(memory, 'B')} in use"]
         if screen.models.model is not None:
             lines += ["", str(screen.models.model.info)]
-        await screen.app.push_screen_wait(Tell("Statistics", "\n".join(lines)))
+        await screen.app.push_screen_wait(TextDialog("Statistics", "\n".join(lines)))
 
     async def _theme(self, argument: str) -> None:
         app = self._screen.app

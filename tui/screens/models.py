@@ -14,9 +14,9 @@ from textual.widgets.option_list import Option
 from textual.worker import Worker, WorkerFailed
 
 from localllm.cli.terminal import quantity
-from localllm.tui.failures import sentence
 from localllm.tui.screens.dialogs import Find, FoundList, rows
 from localllm.tui.setup import ModelEntry
+from localllm.tui.text import sentence
 
 _HEAD = ("model", "size", "format", "parameters", "context", "fits")
 

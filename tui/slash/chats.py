@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from localllm.errors import UsageError
-from localllm.tui.conversation import Conversation
-from localllm.tui.session import ChatSession
+from localllm.tui.chat.conversation import Conversation
+from localllm.tui.chat.export import import_chat, path_of, write_export
+from localllm.tui.chat.session import ChatSession
 from localllm.tui.slash.frontend import Frontend
 from localllm.tui.slash.messages import show
-from localllm.tui.store import SessionSummary
-from localllm.tui.transfer import import_chat, path_of, write_export
+from localllm.tui.storage.chats import ChatSummary
 
 
 def save(front: Frontend, argument: str) -> None:
@@ -62,7 +62,7 @@ def sessions(front: Frontend, argument: str) -> None:
     front.say("\n".join(map(_line, found)) or "no chats")
 
 
-def _line(summary: SessionSummary) -> str:
+def _line(summary: ChatSummary) -> str:
     archived = " (archived)" if summary.archived else ""
     return f"{summary.id}  {summary.title or 'untitled'}{archived} · {summary.n_messages} · {summary.preview}"
 

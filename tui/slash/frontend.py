@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from localllm.tui.conversation import Conversation, Message
-from localllm.tui.events import Event
-from localllm.tui.session import ChatSession
+from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.events import Event
+from localllm.tui.chat.session import ChatSession
 
 
 class Frontend(Protocol):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from localllm.errors import UsageError
-from localllm.tui.conversation import Conversation, Message
+from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.numbers import NO_BRANCHES, branch_meant, first_numbered, forks, numbered
 from localllm.tui.slash.frontend import Frontend
-from localllm.tui.titles import shortened
+from localllm.tui.text import shortened
 
 
 def edit(front: Frontend, argument: str) -> None:

@@ -6,7 +6,7 @@ import shlex
 
 from localllm.errors import UsageError
 from localllm.sampling import Sampling
-from localllm.tui import options
+from localllm.tui.chat import settings as chat_settings
 from localllm.tui.slash.frontend import Frontend
 
 
@@ -20,12 +20,12 @@ def set_(front: Frontend, argument: str) -> None:
     settings = front.session.conversation.settings
     name, *rest = argument.split(maxsplit=1) or [""]
     if rest:
-        settings = options.with_setting(settings, name, rest[0])
+        settings = chat_settings.with_setting(settings, name, rest[0])
         front.session.set_options(settings)
     elif name:
-        options.with_setting(settings, name, "default")  # complains where there is none
+        chat_settings.with_setting(settings, name, "default")  # complains where there is none
     defaults = vars(Sampling())
-    wanted = [options.full_name(name)] if name else list(options.READERS)
+    wanted = [chat_settings.full_name(name)] if name else list(chat_settings.READERS)
     lines = []
     for each in wanted:
         value = settings.get(each, defaults.get(each, "default"))
@@ -61,7 +61,7 @@ def stop_strings(front: Frontend, argument: str) -> None:
 
 
 def _change(front: Frontend, name: str, text: str) -> None:
-    front.session.set_options(options.with_setting(front.session.conversation.settings, name, text))
+    front.session.set_options(chat_settings.with_setting(front.session.conversation.settings, name, text))
 
 
 def model(front: Frontend, argument: str) -> None:

@@ -1,0 +1,109 @@
+"""Text files that are sent with a message: ``@notes.txt``, or in quotes where the name has spaces."""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from localllm.errors import UsageError
+from localllm.tui.chat.conversation import Attachment, Message
+
+MOST_BYTES = 1 << 20
+
+# At the beginning of a word: an address such as me@example.org names no file.
+_REFERENCE = re.compile(r"""(?<!\S)@(?:"([^"\n]+)"|'([^'\n]+)'|(\S+))""")
+_PUNCTUATION = ".,;:!?)]}"
+
+
+class Attached(NamedTuple):
+    """The files that a text names.
+
+    Attributes:
+        files: each of them once.
+        unknown: what looks like a name but is that of no file; it may be just a word with an @.
+    """
+
+    files: tuple[Attachment, ...]
+    unknown: tuple[str, ...]
+
+
+def attach(text: str, count: Callable[[str], int], known: Iterable[Attachment] = ()) -> Attached:
+    """Reads the files that a text names.
+
+    Args:
+        text: what somebody typed.
+        count: gives the tokens of a text.
+        known: files that came with an earlier version of the text: those that are gone are taken from here.
+
+    Raises:
+        UsageError: one cannot be read, is too large or no text, or a name in quotes is of no file.
+    """
+    old = {attachment.name: attachment for attachment in known}
+    files: dict[str, Attachment] = {}
+    unknown = []
+    for match in _REFERENCE.finditer(text):
+        quoted = match[1] or match[2]
+        names = [quoted] if quoted else [match[3], match[3].rstrip(_PUNCTUATION)]
+        name = next((name for name in names if name and _exists(name)), None)
+        if name is not None:
+            content = _read(name)
+            files[name] = Attachment(name, content, count(content))
+        elif kept := next((name for name in names if name in old), None):
+            files[kept] = old[kept]
+        elif quoted:
+            raise UsageError(f"there is no file {quoted!r} to attach: check the path")
+        else:
+            unknown.append(match[3])
+    return Attached(tuple(files.values()), tuple(unknown))
+
+
+def with_attachments(message: Message) -> str:
+    """What the model gets of a message: its text, and below it its files."""
+    parts = [f"File `{file.name}`:\n{fenced(file.text)}" for file in message.attachments]
+    return "\n\n".join([message.content, *parts])
+
+
+def fenced(text: str) -> str:
+    """A text as a block of Markdown, whatever fences are in it."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}\n{text.removesuffix(chr(10))}\n{fence}"
+
+
+def _path(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # ~somebody
+        return Path(name)
+
+
+def _exists(name: str) -> bool:
+    try:
+        return _path(name).exists()
+    except (OSError, ValueError):  # too long, or a NUL
+        return False
+
+
+def _read(name: str) -> str:
+    path = _path(name)
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise UsageError(f"{name} cannot be attached: it is no file")
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{name} cannot be attached ({error.strerror}): check its rights") from None
+    if len(data) > MOST_BYTES:
+        raise UsageError(f"{name} cannot be attached: it has more than {MOST_BYTES >> 10:,} KiB; cut it short")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise UsageError(f"{name} cannot be attached: it is no text in UTF-8")
+    return text

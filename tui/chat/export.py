@@ -1,0 +1,222 @@
+"""Conversations as files: Markdown to read, and JSON to take elsewhere and back.
+
+Markdown has the path that is being talked about; JSON has all branches, and is checked when it comes back, for
+anybody may have written it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from localllm.errors import StoreError, UsageError
+from localllm.tui.chat import settings as chat_settings
+from localllm.tui.chat.attachments import fenced
+from localllm.tui.chat.conversation import Conversation, Message, new_id, short_id
+from localllm.tui.storage.chats import Store
+from localllm.tui.storage.records import Record, parsed, to_message, to_record
+from localllm.tui.text import clean_title, escape_controls
+
+FORMAT, VERSION = "localllm-chat", 1
+
+_MOST_BYTES = 256 << 20
+
+
+def to_markdown(conversation: Conversation) -> str:
+    """The path from the first message to the leaf, as people read it."""
+    c = conversation
+    parts = [f"# {c.title or 'Chat'}", f"*{_date(c.created)}{f' · {c.model}' if c.model else ''}*"]
+    if c.system:
+        parts += ["## System", c.system]
+    for message in c.path():
+        parts.append("## User" if message.role == "user" else "## Assistant")
+        if message.window is not None and message.window.summary:
+            parts.append(f"> *Told to the model in place of what came before:* {message.window.summary}")
+        if message.thinking.strip():
+            parts.append(f"<details><summary>Thinking</summary>\n\n{message.thinking.strip()}\n\n</details>")
+        parts.append(message.content)
+        parts += [f"File `{file.name}`:\n\n{fenced(file.text)}" for file in message.attachments]
+        if message.is_cut:
+            parts.append("*(cut off)*")
+    return escape_controls("\n\n".join(parts) + "\n")
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def to_json(conversation: Conversation) -> str:
+    """All of a conversation."""
+    c = conversation
+    values = {
+        "format": FORMAT,
+        "version": VERSION,
+        "title": c.title,
+        "system": c.system,
+        "settings": c.settings,
+        "model": c.model,
+        "created": c.created,
+        "updated": c.updated,
+        "leaf": None if c.leaf is None else c.leaf.id,
+        "messages": [to_record(message) for message in c.messages],
+    }
+    return json.dumps(values, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+
+
+def from_json(text: str | bytes) -> Conversation:
+    """A conversation that was exported, with new ids, so that it may stand beside the one it comes from.
+
+    Raises:
+        StoreError: it is none, or something in it is wrong.
+    """
+    values = Record(parsed(text), "the file")
+    if values.get("format") != FORMAT:
+        raise StoreError(f"it is no chat that localllm exported: 'format' is not {FORMAT!r}")
+    if values.get("version") != VERSION:
+        raise StoreError(
+            f"it has version {values.get('version')!r:.60}, and this localllm knows {VERSION}: update it"
+        )
+    messages, ids = _messages(values)
+    leaf = None if values.get("leaf") is None else values.id("leaf")
+    if leaf is not None and leaf not in ids:
+        raise StoreError("its 'leaf' is none of its messages")
+    conversation = Conversation(
+        id=short_id(),
+        title=clean_title(values.text("title", "")),
+        system=values.text("system", ""),
+        settings=_settings(values),
+        model=values.text("model", ""),
+        created=values.time("created", time.time()),
+        updated=values.time("updated", time.time()),
+    )
+    conversation.restore(messages, None if leaf is None else ids[leaf])
+    return conversation
+
+
+def _settings(values: Record) -> dict[str, Any]:
+    settings = Record(values.get("settings") or {}, "'settings' of the file")
+    try:
+        chat_settings.check(settings.values)
+    except UsageError as error:
+        raise StoreError(f"its settings are wrong: {error}") from None
+    return dict(settings.values)
+
+
+def _messages(values: Record) -> tuple[list[Message], dict[str, str]]:
+    """The messages with new ids, and those by the old ones."""
+    ids: dict[str, str] = {}
+    messages: list[Message] = []
+    for number, value in enumerate(values.list("messages")):
+        where = f"message {number}"
+        message = to_message(Record(value, where))
+        if message.id in ids:
+            raise StoreError(f"{where} has the id of an earlier one")
+        if message.parent is not None and message.parent not in ids:
+            raise StoreError(f"the 'parent' of {where} is none of the messages before it")
+        ids[message.id] = new_id()
+        window = message.window
+        if window is not None:
+            if window.first not in ids:
+                raise StoreError(f"the window of {where} begins at none of the messages before it")
+            window = replace(window, first=ids[window.first])
+        messages.append(
+            replace(
+                message,
+                id=ids[message.id],
+                parent=None if message.parent is None else ids[message.parent],
+                state="killed" if message.state == "streaming" else message.state,
+                window=window,
+            )
+        )
+    return messages, ids
+
+
+def path_of(name: str) -> Path:
+    """The path that somebody typed.
+
+    Raises:
+        UsageError: it begins with the home of somebody who is not there.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{name} is no path here: check its beginning") from None
+
+
+def write_export(conversation: Conversation, path: Path) -> None:
+    """Writes a conversation into a new file: JSON if its name ends in ``.json``, else Markdown.
+
+    Raises:
+        UsageError: the file is there already, or cannot be written.
+    """
+    text = to_json(conversation) if path.suffix.lower() == ".json" else to_markdown(conversation)
+    # What has no place in UTF-8 is of names of files that have none either.
+    data = text.encode("utf-8", "replace")
+    try:
+        with path.open("xb") as file, _removed_if_cut(path):
+            file.write(data)
+            file.flush()
+    except FileExistsError:
+        raise UsageError(f"{path} is there already: choose another name") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be written ({_reason(error)}): choose another place") from None
+
+
+@contextmanager
+def _removed_if_cut(path: Path) -> Iterator[None]:
+    """Removes a file that could not be written to its end: the next try would find it there already."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            path.unlink()
+        raise
+
+
+def read_export(path: Path) -> Conversation:
+    """A conversation of a file that `write_export` wrote as JSON.
+
+    Raises:
+        StoreError: it is not such a file.
+        UsageError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read ({_reason(error)}): check the path") from None
+    if len(data) > _MOST_BYTES:
+        raise StoreError(f"{path} cannot be imported: it has more than {_MOST_BYTES >> 20} MiB")
+    try:
+        return from_json(data)
+    except StoreError as error:
+        raise StoreError(f"{path} cannot be imported: {error}") from None
+
+
+def import_chat(store: Store, path: Path) -> Conversation:
+    """Takes the conversation of a file into a store; its title tells it from those that are there.
+
+    Raises:
+        StoreError: it is not such a file, or cannot be kept.
+        UsageError: it cannot be read.
+    """
+    conversation = read_export(path)
+    titles = {chat.title for archived in (False, True) for chat in store.sessions(archived=archived)}
+    conversation.title = _new_title(conversation.title or path.stem, titles)
+    store.save(conversation, conversation.messages)
+    return conversation
+
+
+def _new_title(title: str, titles: set[str]) -> str:
+    names = (f"{title} (copy)" if number == 1 else f"{title} (copy {number})" for number in count(1))
+    return title if title not in titles else next(name for name in names if name not in titles)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
