@@ -376,12 +376,8 @@ class Sampling(_Checked):
         "Temperature",
     )
     top_k: int = _kept(40, _whole(0), "only the K likeliest tokens; 0 is off", "--", "Top k")
-    top_p: float = _kept(
-        0.95, _PROBABILITY, "only the likeliest tokens, up to this probability in all; 1 is off", "--", "Top p"
-    )
-    min_p: float = _kept(
-        0.05, _PROBABILITY, "only tokens at least so likely, relative to the likeliest; 0 is off", "--", "Min p"
-    )
+    top_p: float = _kept(0.95, _PROBABILITY, "only the likeliest, up to this probability; 1 is off", "--", "Top p")
+    min_p: float = _kept(0.05, _PROBABILITY, "at least so likely, relative to the best; 0 is off", "--", "Min p")
     typical_p: float = _kept(
         1.0,
         _PROBABILITY,

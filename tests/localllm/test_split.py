@@ -60,6 +60,12 @@ class Machine:
         return Device(name, f"kernels of {name}", 1, 1, self._make().backend, lambda: self.closed.append(name), free)
 
 
+@pytest.fixture(autouse=True)
+def gpus_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a `Machine`: without any, flags for them would change nothing."""
+    monkeypatch.setattr("localllm.devices.gpu_memory", lambda name: 0 if name == "cpu" else 1 << 30)
+
+
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
     """Loads a model on a `Machine`."""
@@ -282,7 +288,7 @@ def test_flags(path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.
     assert named == ["embedding", "layers 0-0", "layers 1-2", "output", "cache", "scratch", *on, "in all"]
     for flags, words in (
         (["-ngl", "x"], "'x' is not a whole number of at least 0"),
-        (["-ts", "3;1"], "'3;1' is not a list of numbers, such as 3,1"),
+        (["-ts", "3;1"], "'3;1' is not a list of numbers of at least 0"),
         (["-ts", "1"], "-ts is '1', but needs a number for each GPU, of which there are 2"),
         (["-ts", "0,0"], "-ts is [0.0, 0.0], but must be"),
         (["-sm", "row"], "there is no flag -sm: a model is split by layers"),

@@ -116,7 +116,6 @@ def test_a_tensor_of_the_wrong_shape_is_named_with_both(name: str, shape: tuple[
         "blk.0.attn_q_norm.weight",
         "blk.0.foo.weight",
         "output_norm.bias",
-        "rope_factors_long.weight",
         "rope.freqs.bias",
     ],
 )
