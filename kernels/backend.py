@@ -288,11 +288,19 @@ def input_rows(hidden: Output | None, n_tokens: int, width: int) -> NDArray[np.f
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory that a step takes: of each weight, of each layer's cache, and for what it computes."""
+    """A graph as a backend has lowered it: the memory that its step takes, and what makes that step.
+
+    Attributes:
+        weights: bytes of each.
+        caches: of what each layer keeps.
+        buffers: of what is computed.
+        load: packs the weights, takes the memory, and gives the step; to be called once.
+    """
 
     weights: tuple[PackedWeight, ...]
     caches: Mapping[int, int]
     buffers: int
+    load: Callable[[Progress | None], Step] = field(compare=False)
 
     @property
     def n_bytes(self) -> int:
@@ -313,7 +321,12 @@ class Backend(Protocol):
     def footprint(
         self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
     ) -> Footprint:
-        """What `compile` will take, to the byte; no weight is read.
+        """Lowers a graph: tells what its step takes, to the byte, and how it is made.  No weight is read.
+
+        Args:
+            n_pages: of the cache, for each of the graph's groups (`Graph.windows`).
+            n_states: slots of recurrent states in the cache.
+            max_tokens, max_outputs: of a batch.
 
         Raises:
             KernelError: it cannot compute one of the operations, or read one of the weights.
@@ -333,15 +346,11 @@ class Backend(Protocol):
         """Packs the weights that a graph refers to, and makes what runs it.
 
         Args:
-            n_pages: of the cache, for each of the graph's groups (`Graph.windows`).
-            n_states: slots of recurrent states in the cache.
-            max_tokens, max_outputs: of a batch.
             progress: called with each weight once it was packed.
-
-        Raises:
-            KernelError: as `footprint`.
+            n_pages, max_tokens, max_outputs, n_states: as `footprint`, which raises the same.
         """
-        ...
+        sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs, "n_states": n_states}
+        return self.footprint(graph, n_pages=n_pages, **sizes).load(progress)
 
 
 def check_operations(graph: Graph, known: Collection[type[Operation[Any]]], backend: str) -> None:

@@ -65,6 +65,7 @@ class ReferenceBackend(Backend):
         self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
     ) -> Footprint:
         check_operations(graph, _OPERATIONS, self.name)
+        check_cache(graph, n_pages, n_states)
         n_rows = {Rows.TOKENS: max_tokens, Rows.OUTPUTS: max_outputs, Rows.CHOSEN: max_tokens * graph.n_chosen()}
         tensors = {x for node in graph.nodes for x in node.operation.results}
         buffers = {x: Buffer(4 * n_rows[x.rows] * x.width) for x in tensors if isinstance(x, Tensor)}
@@ -78,21 +79,11 @@ class ReferenceBackend(Backend):
         }
         for layer, states in graph.states.items():
             caches[layer] = caches.get(layer, 0) + sum(4 * n_states * state.n_values for state in states)
-        return Footprint(tuple(map(_packed, weights_of(graph))), caches, assign(stages))
 
-    def compile(
-        self,
-        graph: Graph,
-        *,
-        n_pages: tuple[int, ...],
-        max_tokens: int,
-        max_outputs: int,
-        n_states: int = 0,
-        progress: Progress | None = None,
-    ) -> ReferenceStep:
-        check_operations(graph, _OPERATIONS, self.name)
-        check_cache(graph, n_pages, n_states)
-        return ReferenceStep(graph, n_pages, n_states, self.page_size, (max_tokens, max_outputs), progress)
+        def load(progress: Progress | None) -> ReferenceStep:
+            return ReferenceStep(graph, n_pages, n_states, self.page_size, (max_tokens, max_outputs), progress)
+
+        return Footprint(tuple(map(_packed, weights_of(graph))), caches, assign(stages), load)
 
 
 def _packed(use: WeightUse) -> PackedWeight:

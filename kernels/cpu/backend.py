@@ -23,13 +23,13 @@ from localllm.kernels.backend import (
     weights_of,
 )
 from localllm.kernels.cpu.batch import N_CHOSEN, N_TOKENS
-from localllm.kernels.cpu.cache import CPUCache, cache_bytes
+from localllm.kernels.cpu.cache import CPUCache
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.host import default_threads, most_threads
 from localllm.kernels.cpu.lowering import Lowered, Stored, lower
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Program, Workers
-from localllm.kernels.cpu.target import Target, choose
+from localllm.kernels.cpu.target import choose
 from localllm.kernels.cpu.thread_choice import choose_threads
 from localllm.kernels.cpu.weights import PackedWeights, WeightLoader, planned_weight
 from localllm.kernels.graph import Graph, Value, Weight
@@ -81,44 +81,25 @@ class CPUBackend(Backend):
     def footprint(
         self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
     ) -> Footprint:
-        sizes = {"n_states": n_states, "max_tokens": max_tokens, "max_outputs": max_outputs}
-        return footprint(graph, target=self.target, threads=self.workers.n, n_pages=n_pages, **sizes)
-
-    def compile(
-        self,
-        graph: Graph,
-        *,
-        n_pages: tuple[int, ...],
-        max_tokens: int,
-        max_outputs: int,
-        n_states: int = 0,
-        progress: Progress | None = None,
-    ) -> CPUStep:
         check_cache(graph, n_pages, n_states)
-        weights = PackedWeights()
-        packed = tuple(weights.load(use, self._loader, progress) for use in weights_of(graph))
-        cache = CPUCache.allocate(graph, n_pages, n_states if graph.states else 0, self.workers)
-        sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
-        lowered = lower(graph, weights, cache, self.target, self.workers.n, **sizes)
-        return CPUStep(self, lowered, weights, packed, cache)
+        weights, uses = PackedWeights(), weights_of(graph)
+        cache = CPUCache(graph, n_pages, n_states if graph.states else 0, self.workers)
+        planned = tuple(map(planned_weight, uses))
 
+        def lowered() -> Lowered:
+            sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
+            return lower(graph, weights, cache, self.target, self.workers.n, **sizes)
 
-def footprint(
-    graph: Graph,
-    *,
-    target: Target,
-    threads: int,
-    n_pages: tuple[int, ...],
-    max_tokens: int,
-    max_outputs: int,
-    n_states: int = 0,
-) -> Footprint:
-    """As `Backend.footprint`, of a CPU that is not at work: on so many threads."""
-    cache = CPUCache(None, graph, n_pages, n_states)
-    sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
-    lowered = lower(graph, PackedWeights(), cache, target, threads, **sizes)
-    caches = cache_bytes(graph, n_pages, n_states)
-    return Footprint(tuple(map(planned_weight, weights_of(graph))), caches, lowered.arena_bytes)
+        program = lowered()
+
+        def load(progress: Progress | None) -> CPUStep:
+            packed = tuple(weights.load(use, self._loader, progress) for use in uses)
+            cache.allocate()
+            # Kernels are another format's where that of the plan cannot hold a weight.
+            as_planned = [w.kernel_type for w in packed] == [w.kernel_type for w in planned]
+            return CPUStep(self, program if as_planned else lowered(), weights, packed, cache)
+
+        return Footprint(planned, cache.layer_bytes, program.arena_bytes, load)
 
 
 class CPUStep(Step):

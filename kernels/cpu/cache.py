@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.buffers import ALIGNMENT
+from localllm.kernels.buffers import ALIGNMENT, Address, Buffer
 from localllm.kernels.cpu.cache_types import CACHE_LAYOUTS, PAGE, CacheLayout
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Workers
@@ -60,27 +59,28 @@ def block_bytes(cache: KVCache) -> tuple[int, int]:
     return layout.block_bytes(cache.key_dim), 0 if cache.values_in_keys else layout.block_bytes(cache.value_dim)
 
 
-@dataclass(frozen=True)
 class CPUCache:
     """Keys and values, layer after layer, and behind them the states [n_states, …] one after the other.
 
     Attributes:
-        memory: of all layers; none of a cache that is only planned.
         graph: what each of its layers keeps.
+        memory: of all layers, once it was allocated.
     """
 
-    memory: NDArray[np.uint8] | None
-    graph: Graph
-    n_pages: tuple[int, ...]
-    n_states: int
-    workers: Workers | None = None
-    page_size: int = PAGE
+    page_size = PAGE
 
-    @classmethod
-    def allocate(cls, graph: Graph, n_pages: tuple[int, ...], n_states: int, workers: Workers) -> CPUCache:
-        sizes = cache_bytes(graph, n_pages, n_states).values()
-        huge = max(sizes, default=0) >= 2 * HUGE_LAYER
-        return cls(aligned_zeros(sum(sizes), np.uint8, huge=huge), graph, n_pages, n_states, workers)
+    def __init__(self, graph: Graph, n_pages: tuple[int, ...], n_states: int, workers: Workers) -> None:
+        self.graph, self.n_pages, self.n_states, self._workers = graph, n_pages, n_states, workers
+        self.layer_bytes = cache_bytes(graph, n_pages, n_states)
+        self.n_bytes = sum(self.layer_bytes.values())
+        self.memory: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self._buffer = Buffer(self.n_bytes, address=0)
+
+    def allocate(self) -> None:
+        """Takes the memory, which is zero at first."""
+        huge = max(self.layer_bytes.values(), default=0) >= 2 * HUGE_LAYER
+        self.memory = aligned_zeros(self.n_bytes, np.uint8, huge=huge)
+        self._buffer.address = self.memory.ctypes.data
 
     @property
     def windows(self) -> list[int | None]:
@@ -93,58 +93,46 @@ class CPUCache:
     def _part_bytes(self, cache: KVCache) -> tuple[int, int]:
         return part_bytes(cache, self.n_pages[self.graph.group(cache)])
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(cache_bytes(self.graph, self.n_pages, self.n_states).values())
-
-    def addresses(self) -> dict[int, tuple[int, int]]:
-        """Of each layer, where its keys and its values begin; from 0 on without memory."""
-        at, places = 0 if self.memory is None else self.memory.ctypes.data, {}
+    def places(self) -> dict[int, tuple[Address, Address]]:
+        """Of each layer, where its keys and its values begin."""
+        at, places = 0, {}
         for layer, cache in self.layers.items():
             keys, values = self._part_bytes(cache)
-            places[layer] = at, at if cache.values_in_keys else at + keys
+            places[layer] = self._buffer.at(at), self._buffer.at(at if cache.values_in_keys else at + keys)
             at += keys + values
         return places
 
-    def states(self) -> dict[RecurrentState, int]:
+    def states(self) -> dict[RecurrentState, Address]:
         """Of each state, where its values begin, those of slot after slot."""
-        at = 0 if self.memory is None else self.memory.ctypes.data
-        at += sum(sum(self._part_bytes(cache)) for cache in self.layers.values())
-        places = {}
+        at, places = sum(sum(self._part_bytes(cache)) for cache in self.layers.values()), {}
         for state in (state for states in self.graph.states.values() for state in states):
-            places[state] = at
+            places[state] = self._buffer.at(at)
             at += _aligned(self.n_states * state_bytes(state))
         return places
 
     def copy_state(self, source: int, target: int) -> None:
-        if self.memory is None:
-            return
-        if self.workers is not None:
-            self.workers.settle()
-        for state, address in self.states().items():
-            begin, n_bytes = address - self.memory.ctypes.data, state_bytes(state)
-            values = self.memory[begin : begin + self.n_states * n_bytes].reshape(-1, n_bytes)
+        self._workers.settle()
+        for state, place in self.states().items():
+            n_bytes = state_bytes(state)
+            values = self.memory[place.n_bytes : place.n_bytes + self.n_states * n_bytes].reshape(-1, n_bytes)
             values[target] = values[source]
 
     def blocks(self) -> dict[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
         """Of each layer, keys and values [n_pages, G, bytes of a block]; values in keys have none."""
-        if self.memory is None:
-            return {}
-        begin, views = self.memory.ctypes.data, {}
-        for layer, places in self.addresses().items():
+        views = {}
+        for layer, places in self.places().items():
             cache = self.layers[layer]
             n_pages = self.n_pages[self.graph.group(cache)]
             shapes = [(n_pages, cache.n_heads, n) for n in block_bytes(cache)]
             keys, values = (
-                self.memory[at - begin : at - begin + prod(shape)].reshape(shape)
-                for at, shape in zip(places, shapes, strict=True)
+                self.memory[place.n_bytes : place.n_bytes + prod(shape)].reshape(shape)
+                for place, shape in zip(places, shapes, strict=True)
             )
             views[layer] = keys, values
         return views
 
     def copy_page(self, group: int, source: int, target: int) -> None:
-        if self.workers is not None:
-            self.workers.settle()
+        self._workers.settle()
         for layer, (keys, values) in self.blocks().items():
             if self.graph.group(self.layers[layer]) == group:
                 keys[target], values[target] = keys[source], values[source]

@@ -147,7 +147,7 @@ class _Lowering:
         n_chosen = graph.n_chosen()
         self.n_rows = {N_TOKENS: max_tokens, N_OUTPUTS: max_outputs, N_CHOSEN: max_tokens * n_chosen}
         self.tables = BatchTables(max_tokens, max_outputs, cache.n_pages, n_chosen, threads)
-        self.layers, self.states = cache.addresses(), cache.states()
+        self.layers, self.states = cache.places(), cache.states()
         self.last_uses = graph.last_uses()
         self.node = 0
         self.instructions: list[Instruction] = []
@@ -177,8 +177,9 @@ class _Lowering:
         stages: list[list[Buffer]] = [[]]
         for instruction in self.instructions:
             for x in instruction.arguments:
-                if isinstance(x, Buffer | Address):
-                    stages[-1].append(x if isinstance(x, Buffer) else x.buffer)
+                buffer = x.buffer if isinstance(x, Address) else x
+                if isinstance(buffer, Buffer) and buffer.address is None:
+                    stages[-1].append(buffer)
             if instruction.wait:
                 stages.append([])
         return stages

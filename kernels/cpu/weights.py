@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.kernels.backend import PackedWeight, Progress, WeightUse
+from localllm.kernels.buffers import Buffer
 from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.cpu.memory import PADDING, Arena, padded
 from localllm.kernels.cpu.packing import Packer
@@ -112,28 +113,31 @@ class PackedWeights:
     def __init__(self) -> None:
         self._matrices: dict[Weight, tuple[NDArray[np.uint8], KernelType]] = {}
         self._vectors: dict[Weight, NDArray[np.float32]] = {}
+        #: Where both lie, once they are loaded.
+        self._places: dict[Weight, Buffer] = {}
         #: Those that rows are looked up in.
         self.tables: dict[Weight, EmbeddingTable] = {}
 
-    def matrix(self, weight: Weight) -> tuple[int, KernelType]:
-        """The address of the tiles of one matrix or of several, and their format."""
-        if weight in self._matrices:
-            tiles, kind = self._matrices[weight]
-            return tiles.ctypes.data, kind
-        return 0, repack_target(weight.type)
+    def matrix(self, weight: Weight) -> tuple[Buffer, KernelType]:
+        """The tiles of one matrix or of several, and their format."""
+        return self.vector(weight), self._matrices[weight][1] if weight in self._matrices else repack_target(
+            weight.type
+        )
 
-    def vector(self, weight: Weight) -> int:
-        """The address of a vector, or of a matrix's rows or columns, in float32 with zeros behind each."""
-        return self._vectors[weight].ctypes.data if weight in self._vectors else 0
+    def vector(self, weight: Weight) -> Buffer:
+        """A vector, or a matrix's rows or columns, in float32 with zeros behind each."""
+        return self._places.setdefault(weight, Buffer(0, address=0))
 
     def load(self, use: WeightUse, loader: WeightLoader, progress: Progress | None) -> PackedWeight:
         """Packs a weight."""
         weight, planned = use.weight, planned_weight(use)
         if use.is_float:
             values = use.floats()
-            self._vectors[weight] = np.pad(values, ((0, 0), (0, padded(values.shape[1]) - values.shape[1])))
+            vector = np.pad(values, ((0, 0), (0, padded(values.shape[1]) - values.shape[1])))
+            self._vectors[weight], self.vector(weight).address = vector, vector.ctypes.data
         elif use.is_operand:
             tiles, kind = self._matrices[weight] = loader.pack(weight)
+            self.vector(weight).address = tiles.ctypes.data
             n_bytes = planned.n_bytes + tiles.nbytes - _packed_bytes(weight.shape, repack_target(weight.type))
             planned = replace(planned, kernel_type=kind.name, n_bytes=n_bytes)
         if use.is_table:

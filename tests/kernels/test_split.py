@@ -18,7 +18,7 @@ from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Batch, HostOutput
 from localllm.kernels.graph import Embed, Graph, Input, Linear, Matrix, Outputs, Rows, Tensor
 from localllm.kernels.reference import ReferenceBackend
-from localllm.kernels.split import _in_smaller_pages, compile_split, micro_batches
+from localllm.kernels.split import _in_smaller_pages, micro_batches
 from localllm.models.registry import read_model
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
@@ -26,7 +26,7 @@ from tests.helpers.asynchronous import AsynchronousBackend
 from tests.helpers.backends import shared_by_threads
 from tests.helpers.data import shared_data
 from tests.helpers.fake_backend import FakeCache
-from tests.helpers.recorder import CPUOps, ReferenceOps, SplitOps
+from tests.helpers.recorder import CPUOps, ReferenceOps, SplitOps, compile_split
 from tests.helpers.run_model import Runner, make_batch
 from tests.helpers.weights import f32
 

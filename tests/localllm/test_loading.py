@@ -146,10 +146,9 @@ def test_a_plan_tells_the_bytes_that_loading_takes(
         arenas.append(n_bytes)
         return allocate(n_bytes, kind)
 
-    def cache(*arguments: Any) -> CPUCache:
-        made = allocate_cache(*arguments)
-        caches.append(made.n_bytes)
-        return made
+    def cache(made: CPUCache) -> None:
+        allocate_cache(made)
+        caches.append(made.memory.nbytes)
 
     monkeypatch.setattr(cpu_backend, "aligned_zeros", taken)
     monkeypatch.setattr(CPUCache, "allocate", cache)

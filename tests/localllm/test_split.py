@@ -213,7 +213,7 @@ def test_the_plan_without_loading(
 ) -> None:
     machine = Machine(ReferenceOps, 1 << 40)
     monkeypatch.setattr("localllm.loading.open_devices", machine)
-    monkeypatch.setattr("localllm.loading.compile_model", None)
+    monkeypatch.setattr("localllm.placement.Planner.load", None)
     outcome = run_main(capfdbinary, "inspect", path, "--plan", "-ngl", 2, "-c", 64)
     assert (outcome.code, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
@@ -258,7 +258,7 @@ def test_the_plan_is_printed_before_anything_is_loaded(
     def load_model(*_: Any, **__: Any) -> None:
         raise NotEnoughMemoryError("nothing is loaded here")
 
-    monkeypatch.setattr("localllm.loading.compile_model", load_model)
+    monkeypatch.setattr("localllm.placement.Planner.load", load_model)
     generate = ("generate", "-m", path, "-p", "the", "-c", 64)
     for machine, flags, said in (
         (Machine(ReferenceOps, 1 << 40), (), "on device 0"),
