@@ -617,7 +617,6 @@ class CausalConv(Operation[Tensor]):
     state: RecurrentState
     bias: Weight | None = None
     silu: bool = False
-    overwrites = "x"
     float_columns = ("weight",)
 
     @cached_property
