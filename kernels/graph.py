@@ -306,11 +306,13 @@ class Operation(Generic[R]):
         for each in fields(self):
             value = getattr(self, each.name)
             for item in value if isinstance(value, tuple) else (value,):
-                yield from (item.weight, item.bias) if isinstance(item, Matrix) else (_weight_of(item),)
-
-
-def _weight_of(item: Any) -> Any:
-    return item.weight if isinstance(item, HeadNorm) else item
+                match item:
+                    case Matrix():
+                        yield from (item.weight, item.bias)
+                    case HeadNorm():
+                        yield item.weight
+                    case _:
+                        yield item
 
 
 @dataclass(frozen=True, eq=False)
@@ -617,7 +619,6 @@ class CausalConv(Operation[Tensor]):
     state: RecurrentState
     bias: Weight | None = None
     silu: bool = False
-    overwrites = "x"
     float_columns = ("weight",)
 
     @cached_property

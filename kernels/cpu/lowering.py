@@ -443,14 +443,14 @@ class _Lowering:
     # -- Recurrent states ------------------------------------------------------------------------------------------
 
     def causal_conv(self, op: g.CausalConv) -> Stored:
-        x, y, kernel = self.stored[op.x], self.in_place(op), op.weight.shape[1]
+        x, width, kernel = self.stored[op.x], op.x.width, op.weight.shape[1]
+        y = self.new(Rows.TOKENS, width, is_kept=width % PADDING != 0)
         bias = 0 if op.bias is None else self.weights.vector(op.bias)
-        arguments = (
-            *(*self.sequences(op.state), x.buffer, x.stride, self.weights.vector(op.weight), bias, y.buffer),
-            state_bytes(op.state) // (kernel - 1),
-        )
+        sequences, stride = self.sequences(op.state), state_bytes(op.state) // (kernel - 1)
+        arguments = *sequences, x.buffer, x.stride, self.weights.vector(op.weight), bias, y.buffer, stride
         constants: dict[str, Any] = {"KERNEL": kernel, "SILU": op.silu, "BIAS": op.bias is not None}
-        self.call(recurrent.causal_conv, arguments, -(-x.width // 16), N_SEQUENCES, **constants)
+        self.call(recurrent.causal_conv, arguments, 1, N_TOKENS, **constants)
+        self.call(recurrent.keep_inputs, (*sequences, x.buffer, x.stride, stride, kernel - 1), 1, N_SEQUENCES)
         return y
 
     def gated_delta(self, op: g.GatedDelta) -> Stored:
@@ -483,7 +483,8 @@ class _Lowering:
         n_heads, rows, columns = op.state.shape
         vectors = 2 if columns % 32 == 0 else 1
         y = self.new(Rows.TOKENS, op.result.width, is_kept=op.result.width % PADDING != 0)
-        arguments = (*self.sequences(op.state), *given, n_groups, per_group, columns, y.buffer, y.stride)
+        sequences = self.counter(N_SEQUENCES), *self.sequences(op.state)
+        arguments = (*sequences, *given, n_groups, per_group, columns, y.buffer, y.stride)
         units = n_heads * columns // (16 * vectors)
         constants |= {"ROWS": rows, "VECTORS": vectors}
         self.call(recurrent.recurrence, (*arguments, float(eps), float(scale)), units, N_SEQUENCES, **constants)
@@ -498,10 +499,9 @@ class _Lowering:
         return [(stored.buffer.at(4 * first), stored.stride) for stored, first in places]
 
     def sequences(self, state: RecurrentState) -> tuple[Argument, ...]:
-        """What kernels of a state read of the batch: how many sequences, and of each its rows, whether, and where."""
+        """What kernels of a state read of the batch: the rows of sequences, positions, and where states are."""
         tables = self.tables
-        batch = self.counter(N_SEQUENCES), tables.starts, tables.positions, tables.states
-        return (*batch, self.states[state], state_bytes(state))
+        return tables.starts, tables.positions, tables.states, self.states[state], state_bytes(state)
 
     # -- Experts ---------------------------------------------------------------------------------------------------
 

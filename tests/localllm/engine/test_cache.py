@@ -140,9 +140,10 @@ class CacheMachine(RuleBasedStateMachine):
     def append(self, sequence: CachedSequence, ids: list[int]) -> None:
         has_pages = self.cache.n_pages_missing(sequence, len(ids)) <= self.cache.n_available
         has_room = write(self.cache, self.kept, sequence, ids)
-        assert has_room <= has_pages
+        if not self.kept.n_states:  # else it is written in pieces, and one that is known gives its page back
+            assert has_room <= has_pages
         if len(self.kept.windows) == 1:
-            assert has_room == has_pages
+            assert has_room >= has_pages
         assert sequence.ids[len(self.expected[sequence]) :] == ids[: len(sequence) - len(self.expected[sequence])]
         self.expected[sequence] = sequence.ids.copy()
 
