@@ -19,12 +19,11 @@ import json
 import statistics
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,35 +61,34 @@ def run(arguments: argparse.Namespace) -> int:
     given = [{"model": name} for name in names]
     given += [{"model": name, "download": True, "quiet": arguments.quiet} for name in arguments.downloads]
     known: dict[str, DeviceCeilings] = {}
-    form, others, scatter, other_cpus, is_first = arguments.form, OtherLoad(), 1.0, 0.0, True
+    form, others, shown = arguments.form, OtherLoad(), 0
+    scatter, busy = 1.0, 0.0
     for path in [model_file(each, settings) for each in given]:
         measured: list[Measurement] = []
-        profiled: dict[int, Sequence[DeviceProfile]] = {}
         for threads in threads_of_tests:
             with _load(arguments, path, threads, tests) as llm:
                 info = llm.info
                 if arguments.profile:
                     check_profiled(info)
                 if form == "table" and not measured:
-                    print(*[""] * (not is_first), model_line(info, arguments.threads or ()), "", sep="\n")
+                    print(*[""] * bool(shown), model_line(info, arguments.threads or ()), "", sep="\n")
                     print(_COLUMNS.format(*_HEAD), flush=True)
                 for test in tests:
-                    measured.append(
-                        measure(llm, test, arguments.repetitions, isa=arguments.isa, quiet=arguments.quiet)
-                    )
-                    _show(form, info, measured[-1], is_first=is_first)
-                    is_first = False
+                    found = measure(llm, test, arguments.repetitions, isa=arguments.isa, quiet=arguments.quiet)
+                    _show(form, info, found, is_first=not shown)
+                    shown += 1
                     if arguments.profile and test.kind != "pg":
-                        profiled[len(measured) - 1] = profile(llm, test, known)
-        other_cpus = others.cpus()
+                        found = replace(found, profiles=tuple(profile(llm, test, known)))
+                    measured.append(found)
+        busy = others.cpus()
         if form == "json":
-            report = as_json(info, measured, other_cpus, profiled)
+            report = as_json(info, measured, busy)
             print(json.dumps(report, ensure_ascii=False, allow_nan=False), flush=True)
         elif form == "table":
-            for each in (each for found in profiled.values() for each in found):
+            for each in (each for found in measured for each in found.profiles):
                 print("", *each.lines(), sep="\n", flush=True)
-        scatter = max(scatter, *(m.scatter for m in measured))
-    if complaint := disturbance(other_cpus, scatter):
+        scatter = max(scatter, *(found.scatter for found in measured))
+    if complaint := disturbance(busy, scatter):
         warn(complaint)
     return DONE
 
@@ -106,6 +104,7 @@ class Measurement:
         rates: tokens a second, one a repetition.
         achieved: what that is in bytes read, or multiplications, a second; none of a test that is of both kinds.
         ceilings: what the machine could do then, in the same unit; none where the device has no such ceiling.
+        profiles: what the time on each GPU went to, if that was asked for.
     """
 
     test: Test
@@ -114,6 +113,7 @@ class Measurement:
     rates: tuple[float, ...]
     achieved: tuple[float, ...]
     ceilings: tuple[float, ...] = ()
+    profiles: tuple[DeviceProfile, ...] = ()
 
     @property
     def share(self) -> float | None:
@@ -140,6 +140,7 @@ class Measurement:
             "achieved": statistics.median(self.achieved) if self.achieved else None,
             "ceiling": statistics.median(self.ceilings) if self.ceilings else None,
             "share": self.share,
+            **({"profiles": [each.as_json() for each in self.profiles]} if self.profiles else {}),
         }
 
     def cells(self) -> tuple[str, ...]:
@@ -192,27 +193,14 @@ def _of_model(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def as_json(
-    info: ModelInfo,
-    measured: Sequence[Measurement],
-    other_cpus: float,
-    profiled: Mapping[int, Sequence[DeviceProfile]] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Everything as JSON values.
-
-    Args:
-        other_cpus: how many processors other programs kept busy meanwhile.
-        profiled: profiles of measurements, by their number.
-    """
+def as_json(info: ModelInfo, measured: Sequence[Measurement], other_cpus: float) -> dict[str, Any]:
+    """Everything as JSON values; ``other_cpus`` is how many processors other programs kept busy meanwhile."""
     return {
         "localllm": __version__,
         "cpu": cpu_model(),
         **_of_model(info),
         "other_cpus": other_cpus,
-        "results": [
-            m.as_json() | ({"profiles": [each.as_json() for each in profiled[i]]} if i in profiled else {})
-            for i, m in enumerate(measured)
-        ],
+        "results": [found.as_json() for found in measured],
     }
 
 

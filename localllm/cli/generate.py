@@ -30,6 +30,7 @@ from localllm.cli.terminal import (
 from localllm.completion import Completion, Stream
 from localllm.declared_options import CheckedOptions, Sampling, declared
 from localllm.engine.drafting import Drafts
+from localllm.engine.request import Timings, Usage
 from localllm.errors import UsageError
 from localllm.info import ModelInfo
 from localllm.llm import LLM, load
@@ -271,7 +272,7 @@ def _print_text(stream: Stream, status: StatusLine, *, quiet: bool) -> None:
 
 def as_json(llm: LLM, completion: Completion) -> dict[str, Any]:
     """A completion as JSON values, with what it came from."""
-    usage, timings, info = completion.usage, completion.timings, llm.info
+    info = llm.info
     return {
         "model": str(info.path),
         "device": info.device,
@@ -281,33 +282,18 @@ def as_json(llm: LLM, completion: Completion) -> dict[str, Any]:
         "text": completion.text,
         "ids": list(completion.ids),
         "finish_reason": completion.finish_reason,
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.cached_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.total_tokens,
-        },
-        "timings": {
-            "prefill_s": timings.prefill_s,
-            "prefill_tokens": timings.prefill_tokens,
-            "prefill_tokens_per_s": timings.prefill_tokens_per_s,
-            "first_token_s": timings.first_token_s,
-            "decode_s": timings.decode_s,
-            "decode_tokens": timings.decode_tokens,
-            "decode_tokens_per_s": timings.decode_tokens_per_s,
-        },
-        "drafts": None if completion.drafts is None else _drafts(completion.drafts),
+        "usage": _values(completion.usage, "prompt_tokens cached_tokens completion_tokens total_tokens"),
+        "timings": _values(
+            completion.timings,
+            "prefill_s prefill_tokens prefill_tokens_per_s first_token_s decode_s decode_tokens decode_tokens_per_s",
+        ),
+        "drafts": _values(completion.drafts, "drafted accepted share steps"),
         "logprobs": _logprobs(llm, completion),
     }
 
 
-def _drafts(drafts: Drafts) -> dict[str, Any]:
-    return {
-        "drafted": drafts.drafted,
-        "accepted": drafts.accepted,
-        "share": drafts.share,
-        "steps": drafts.steps,
-    }
+def _values(counts: Usage | Timings | Drafts | None, names: str) -> dict[str, Any] | None:
+    return None if counts is None else {name: getattr(counts, name) for name in names.split()}
 
 
 def _logprobs(llm: LLM, completion: Completion) -> list[dict[str, Any]] | None:

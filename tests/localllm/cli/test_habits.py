@@ -30,6 +30,11 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     # llama-cli: llama.cpp's README and tools/main/README.md, with `localllm generate` in its place.
     ("generate -m model.gguf -p 'I believe the meaning of life is' -n 8 -no-cnv", "", {"max_tokens": 8}),
     ("generate -m model.gguf -p hi -n 4 -ngl 99", "warning: -ngl changes nothing here: no GPU", {}),
+    (
+        "generate -m model.gguf -p hi -ngl 99 --device cuda",
+        "error: no CUDA device can be used: NVIDIA's driver is",
+        {},
+    ),
     ("generate -m model.gguf -p hi -n 4 -ngl all", "warning: -ngl changes nothing here: no GPU", {}),
     ("generate -m model.gguf -p hi -n 4 -ngl auto", "", {"n_gpu_layers": None}),
     ("generate -m model.gguf -p hi -n 4 -ngl -1", "", {"n_gpu_layers": None}),
@@ -210,7 +215,7 @@ def test_a_command_line(
     warnings = [text for text in outcome.err.splitlines() if text.startswith("localllm: warning: ")]
     if said.startswith("error: "):
         assert outcome.code in (1, 2)
-        assert said.removeprefix("error: ") in outcome.error()
+        assert said.removeprefix("error: ") in outcome.error()  # and no warning beside it
         return
     assert outcome.code == 0, outcome.err
     assert outcome.out
