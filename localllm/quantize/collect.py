@@ -96,7 +96,7 @@ def collect(
     needed = backend.footprint(graph, n_pages=n_pages, max_tokens=n_tokens, max_outputs=1, n_states=1)
     squares = sum(4 * product.x.width**2 for product in products if hessians and product.routing is None)
     check_memory(needed.n_bytes + squares, "the model with what is collected")
-    step = backend.compile(graph, n_pages=n_pages, max_tokens=n_tokens, max_outputs=1, n_states=1)
+    step = needed.load(None)
     file.check_unchanged()
     sums: dict[_Product, Entry] = {}
     for n_pieces, piece in zip(count(1), pieces, strict=False):
