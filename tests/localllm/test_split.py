@@ -291,7 +291,6 @@ def test_flags(path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.
         (["-ts", "3;1"], "'3;1' is not a list of numbers of at least 0"),
         (["-ts", "1"], "-ts is '1', but needs a number for each GPU, of which there are 2"),
         (["-ts", "0,0"], "'0,0' is not a list of numbers of at least 0, not all of them 0"),
-        (["-sm", "row"], "there is no flag -sm: a model is split by layers"),
         (["-mg", "1"], "there is no flag -mg: GPUs are named in their order with --device"),
     ):
         outcome = run_main(capfdbinary, *generate, *flags)
