@@ -22,9 +22,11 @@ from textual.worker import Worker
 
 Typed = events.Key | events.Paste
 
-#: Seconds between two looks at whether the screen has followed, and seconds after which nothing is waited for.
+#: Seconds between two looks at whether the screen has followed.
 _PERIOD = 0.01
-_PATIENCE_SECONDS = 5.0
+#: Seconds that keys which end something wait for what was begun before them.
+_PATIENCE_SECONDS = 0.5
+_ENDING = ("escape", "ctrl+c", "ctrl+q")
 #: Seconds after which a key counts as handled, whatever became of the widget that it went to.
 _TRIP_SECONDS = 0.5
 
@@ -96,7 +98,6 @@ class KeyBuffer:
 
     async def _pass_on(self, target: MessagePump | None) -> None:
         """Hands on what waits, beginning when a key that went to ``target`` has been handled."""
-        loop = asyncio.get_running_loop()
         while True:
             # What a key does in a widget may be a message to another one: the second trip comes after it.
             for _ in range(2):
@@ -106,15 +107,34 @@ class KeyBuffer:
                 continue
             if not self._waiting:
                 return
-            end = loop.time() + _PATIENCE_SECONDS
-            while not self._has_followed() and loop.time() < end:
-                await asyncio.sleep(_PERIOD)
-            if not self._has_followed():
-                self.go_on()
+            await self._follow()
+            if not self._waiting:
+                continue
             try:
                 target = await self._given(self._waiting.popleft())
             except Exception as error:  # of an action; the keys after it are taken all the same
                 self._fail(error)
+
+    async def _follow(self) -> None:
+        """Waits till the screen has followed, or somebody wants an end.
+
+        Where what was begun takes its time, Esc ends it, and Ctrl+C and Ctrl+Q go through; what was typed for it
+        before these goes with it.
+        """
+        end = asyncio.get_running_loop().time() + _PATIENCE_SECONDS
+        while not self._has_followed():
+            await asyncio.sleep(_PERIOD)
+            place = next((i for i, event in enumerate(self._waiting) if _key(event) in _ENDING), None)
+            if place is None or asyncio.get_running_loop().time() < end:
+                continue
+            for _ in range(place):
+                self._waiting.popleft()
+            if _key(self._waiting[0]) != "escape":
+                return
+            self._waiting.popleft()
+            for worker, _ in self._begun:
+                worker.cancel()
+            self._begun.clear()
 
     async def _given(self, event: Typed) -> MessagePump:
         target = self._app.focused or self._app.screen
@@ -132,6 +152,10 @@ class KeyBuffer:
             return False
         is_ready = screen in self._known or _is_ready(screen)
         return is_ready and all(begun_on is not screen for _, begun_on in self._begun)
+
+
+def _key(event: Typed) -> str:
+    return event.key if isinstance(event, events.Key) else ""
 
 
 def _is_letter(event: Typed) -> bool:

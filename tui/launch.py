@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,9 @@ from localllm.tui.line_mode import InputReader, LineChat
 from localllm.tui.setup import ModelEntry, Setup
 from localllm.tui.storage.chats import Store, default_path
 
+#: Seconds that what is not saved yet is tried to be saved when the program ends.
+_FLUSH_SECONDS = 5.0
+
 
 @dataclass
 class Launch:
@@ -49,6 +52,7 @@ class Launch:
             gone.
         settings: those of the user's settings file.
         more: keywords of `LLM.stream_chat` beside the conversation's settings.
+        sessions: the chats that were open in the end, of which the last one is gone on with.
     """
 
     arguments: argparse.Namespace
@@ -58,6 +62,7 @@ class Launch:
     model: str
     settings: Settings
     more: dict[str, Any]
+    sessions: list[ChatSession] = field(default_factory=list)
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Launch:
@@ -138,7 +143,10 @@ def run(arguments: argparse.Namespace) -> int:
     launch = Launch.of(arguments)
     try:
         is_plain = arguments.plain or not _has_screen()
-        code = _run_plain(launch) if is_plain else int(_app().run(launch))
+        try:
+            code = _run_plain(launch) if is_plain else int(_app().run(launch))
+        finally:
+            _save_the_rest(launch)
         if not arguments.quiet:
             _say_how_to_go_on(launch)
         return code
@@ -155,9 +163,17 @@ def is_here(model: str, folders: Iterable[Path]) -> bool:
     return path is None or Path(path).exists()
 
 
+def _save_the_rest(launch: Launch) -> None:
+    """Saves what could not be saved while the chat ran, as where another program had locked the file."""
+    for session in launch.sessions:
+        if (reason := session.flush(_FLUSH_SECONDS)) is not None:
+            warn(f"the end of the chat {session.conversation.title!r} could not be saved: {reason}")
+
+
 def _say_how_to_go_on(launch: Launch) -> None:
-    if launch.store.path is not None and len(launch.conversation):
-        say(f"Continue this chat with: localllm chat --session {launch.conversation.id}")
+    session = launch.sessions[-1]
+    if launch.store.path is not None and session.is_saved and len(session.conversation):
+        say(f"Continue this chat with: localllm chat --session {session.conversation.id}")
 
 
 def _list_chats() -> int:
@@ -208,12 +224,16 @@ def _run_plain(launch: Launch) -> int:
         return llm
 
     session = ChatSession(load(launch.model), launch.store, launch.conversation, launch.more)
-    if (warning := session.enter()) is not None:
+    if (warning := session.mark_open()) is not None:
         warn(warning)
-    chat = LineChat(session, load, InputReader(launch.history), when_full=launch.when_full, quiet=arguments.quiet)
-    code = chat.run()
-    launch.conversation = chat.session.conversation
-    return code
+    lines = InputReader(launch.history)
+    when_full = launch.when_full
+    chat = LineChat(session, load, lines, check=launch.check, when_full=when_full, quiet=arguments.quiet)
+    try:
+        return chat.run()
+    finally:
+        launch.sessions = [*chat.unsaved, chat.session]
+        chat.close()
 
 
 def _settings(arguments: argparse.Namespace, defaults: Settings) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -33,6 +33,7 @@ from localllm.tui.chat.events import (
     Prefill,
     RoomMade,
     Summarising,
+    Turn,
     Warned,
 )
 from localllm.tui.chat.model import ChatModel
@@ -184,7 +185,7 @@ _REPLY_TOO_LONG = "the reply has filled the context of {context:,} tokens, and n
 
 
 class LineChat:
-    """A chat of lines; a `localllm.tui.slash.frontend.Frontend`."""
+    """A chat of lines."""
 
     def __init__(
         self,
@@ -192,6 +193,7 @@ class LineChat:
         load: LoadModel,
         lines: InputReader,
         *,
+        check: Callable[[str], None] = lambda path: None,
         when_full: Choice | None = None,
         quiet: bool = False,
     ) -> None:
@@ -200,20 +202,22 @@ class LineChat:
         Args:
             session: what is talked in.
             load: loads the model of a file.
+            check: reads as much of a model's file as tells whether it can be loaded, and raises where it cannot.
             lines: what is typed.
             when_full: what is done where the context is full; None asks, and in a pipe ends with an error.
             quiet: tell nothing of how replies went.
         """
         self.session = session
+        self.unsaved: list[ChatSession] = []
         self._load = load
+        self._check = check
         self._lines = lines
         self._when_full = when_full
         self._quiet = quiet
         self._status = StatusLine(enabled=not quiet)
         self._show = escape_controls if is_terminal(sys.stdout) else str
         self._ended = False
-        self._in_reply = False
-        self._interrupted = False
+        self._turn: Turn | None = None
 
     def run(self) -> int:
         """Talks until the input ends; returns the exit code.
@@ -247,43 +251,58 @@ class LineChat:
             return
         typed = commands.parse(text)
         if isinstance(typed, str):
-            self.play(self.session.send(typed))
+            self._play(partial(self.session.send, typed))
+            return
+        self._do(commands.run(self.session, typed))
+        if warning := self.session.take_warning():
+            warn(warning)
+
+    def _do(self, result: commands.Result) -> None:
+        """Does what a command leads to."""
+        if isinstance(result, commands.Play):
+            self._play(result.start)
+        elif isinstance(result, commands.EditMessage):
+            self._edit(result.message)
+        elif isinstance(result, commands.OpenChat):
+            self._open(result.conversation)
+            self._say(result.text)
+        elif isinstance(result, commands.UseModel):
+            self._use_model(result.path)
+        elif isinstance(result, commands.Quit):
+            self._ended = True
         else:
-            commands.run(self, typed)
-            if warning := self.session.take_warning():
-                warn(warning)
+            self._say(result)
 
-    # -- What commands need ----------------------------------------------------------------------------------------
-
-    def say(self, text: str) -> None:
+    def _say(self, text: str) -> None:
         """Tells something, of one line or several; on a terminal, in lines that end between words."""
         lines = escape_controls(text).split("\n")
         width = shutil.get_terminal_size().columns if is_terminal(sys.stderr) else 0
         say("\n".join(lines if width < _NARROWEST else (_folded(line, width) for line in lines)))
 
-    def play(self, events: Iterator[Event]) -> None:
-        """Prints events as they come."""
-        full = None
-        self._in_reply = True
+    def _play(self, start: Callable[[Turn], None]) -> None:
+        """Has something generated, and prints it as it comes."""
         printer = _Printer(self._show, self._status)
+        full: list[ContextFull] = []
+
+        def emit(event: Event) -> None:
+            if isinstance(event, ContextFull):
+                full.append(event)
+            else:
+                self._tell(event, printer)
+
+        self._turn = turn = Turn(emit)
         try:
-            for event in events:
-                if isinstance(event, ContextFull):
-                    full = event
-                else:
-                    self._tell(event, printer)
+            start(turn)
         finally:
-            self._in_reply = False
+            self._turn = None
             self._status.clear()
             printer.end()
-        if self._interrupted:
-            self._interrupted = False
-            if not self._lines.interactive:
-                raise KeyboardInterrupt
-        if full is not None:
-            self._make_room(full)
+        if turn.is_stopped and not self._lines.interactive:
+            raise KeyboardInterrupt
+        if full:
+            self._make_room(full[0])
 
-    def edit(self, message: Message) -> None:
+    def _edit(self, message: Message) -> None:
         """Has a message changed, and goes on from there.
 
         Raises:
@@ -293,26 +312,36 @@ class LineChat:
             raise UsageError("give the new text: /edit TEXT, or /edit 3 TEXT for the message of that number")
         text = self._lines.edit(message.text)
         if text is None or not text.strip() or text == message.text:
-            self.say("(it stays as it is)")
+            self._say("(it stays as it is)")
         else:
-            self.play(self.session.edit(message.id, text))
+            self._play(partial(self.session.edit, message.id, text))
             if message.role == "assistant":
                 self._remark("edited: /continue goes on")
 
-    def open(self, conversation: Conversation) -> None:
+    def _open(self, conversation: Conversation) -> None:
         """Goes on with another conversation."""
         old = self.session
+        if old.flush(0.0) is not None:
+            self.unsaved.append(old)
         self.session = ChatSession(old.model, old.store, conversation, old.more)
-        if (warning := self.session.enter()) is not None:
+        if (warning := self.session.mark_open()) is not None:
             warn(warning)
 
-    def use_model(self, path: str) -> None:
-        """Loads another model for this conversation."""
+    def _use_model(self, path: str) -> None:
+        """Loads another model for this conversation, in the place of the one before: two may not fit.
+
+        Raises:
+            LocalLLMError: it cannot be loaded; where its file cannot be read, the one before stays.
+        """
+        self._check(path)
+        self.close()
         self.session.use_model(self._load(path), path)
 
-    def quit(self) -> None:
-        """Ends once the command is done."""
-        self._ended = True
+    def close(self) -> None:
+        """Closes the model."""
+        if (model := self.session.model) is not None:
+            self.session.use_model(None, None)
+            model.close()
 
     # -- Events ----------------------------------------------------------------------------------------------------
 
@@ -341,12 +370,12 @@ class LineChat:
 
     def _remark(self, text: str) -> None:
         if not self._quiet and self._lines.interactive:
-            self.say(f"({text})")
+            self._say(f"({text})")
 
     def _make_room(self, full: ContextFull) -> None:
         choice = self._when_full
         if choice in full.choices and choice != "stop":
-            self.play(self.session.make_room(choice))
+            self._play(partial(self.session.make_room, choice))
             return
         if choice is None and not self._lines.interactive:
             advice = "choose a larger context with -c, or --when-full drop or summarise"
@@ -355,7 +384,7 @@ class LineChat:
         if len(full.choices) > 1:
             text = _FULL
         number = len(self.session.conversation.path())
-        self.say(text.format(needed=full.needed, context=full.context, number=number))
+        self._say(text.format(needed=full.needed, context=full.context, number=number))
 
     # -- Ctrl-C ----------------------------------------------------------------------------------------------------
 
@@ -373,10 +402,9 @@ class LineChat:
             signal.signal(signal.SIGINT, before)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if not self._in_reply or self._interrupted:
+        if self._turn is None or self._turn.is_stopped:
             raise KeyboardInterrupt
-        self._interrupted = True
-        self.session.stop()
+        self._turn.stop()
 
 
 def _folded(line: str, width: int) -> str:

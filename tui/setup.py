@@ -24,11 +24,10 @@ class OpenInfo(Info, Protocol):
 
 
 class OpenModel(ChatModel, Protocol):
-    """A model that the app has loaded, and closes."""
+    """A model that the app has loaded."""
 
     @property
     def info(self) -> OpenInfo: ...
-    def close(self) -> None: ...
 
 
 class Loader(Protocol):

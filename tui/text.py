@@ -20,6 +20,14 @@ from localllm.errors import LocalLLMError
 _PICTURES = {i: chr(0x2400 + i) for i in range(0x20) if chr(i) not in "\t\n"} | {0x7F: "\u2421"}
 # These make what stands beside them read in another order than it is written; right-to-left text does without.
 _PICTURES |= {i: f"\\u{i:04x}" for i in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+_NOTHING = dict.fromkeys(
+    [*(i for i in range(0x20) if chr(i) != "\n"), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+)
+
+
+def without_controls(text: str) -> str:
+    """``text`` without what a terminal would obey, and without marks that reorder it."""
+    return text.translate(_NOTHING)
 
 
 def escape_controls(text: str) -> str:

@@ -14,11 +14,27 @@ from localllm.completion import Chunk
 from localllm.declared_options import CheckedOptions
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import ContextLengthError
+from localllm.tui.chat.events import Event, Turn
 
 Messages = Sequence[Mapping[str, object]]
 
 #: A reply, or what makes one of the messages that the model got.
 Reply = str | Exception | Callable[[Messages], str]
+
+
+def play(
+    act: Callable[..., None], *arguments: object, watch: Callable[[Event, Turn], None] = lambda event, turn: None
+) -> list[Event]:
+    """The events of a method of a session that generates; ``watch`` gets each of them as it comes."""
+    events: list[Event] = []
+
+    def emit(event: Event) -> None:
+        events.append(event)
+        watch(event, turn)
+
+    turn = Turn(emit)
+    act(*arguments, turn)
+    return events
 
 
 def words(text: str) -> list[str]:
@@ -75,9 +91,15 @@ class FakeModel:
     asked: list[Asked] = field(default_factory=list)
     _cache: list[str] = field(default_factory=list)
 
+    closed = False
+    name = "Fake"
+
     @property
     def info(self) -> FakeInfo:
-        return FakeInfo(self.context)
+        return FakeInfo(self.context, name=self.name)
+
+    def close(self) -> None:
+        self.closed = True
 
     @property
     def chat_template(self) -> FakeTemplate:

@@ -261,7 +261,7 @@ async def test_quitting_keeps_a_reply() -> None:
         await chat.say("count")
         steps.allow(2)
         await chat.sees("one two")
-        await chat.press("ctrl+c")  # and nothing is being typed
+        await chat.press("ctrl+q")
         await chat.until(lambda: not chat.app.is_running)
         store.watched = False
     (kept,) = store.sessions()
@@ -281,10 +281,27 @@ async def test_a_program_that_is_told_to_end_keeps_the_reply() -> None:
         await chat.sees("Hello")
         os.kill(os.getpid(), signal.SIGTERM)
         await chat.until(lambda: chat.app.return_code == 0, "an end")
-        leaf = chat.app.conversation.leaf
+        leaf = chat.app.session.conversation.leaf
         assert leaf is not None
         assert (leaf.text, leaf.state) == ("Hello", "stopped")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+async def test_ctrl_c_stops_a_reply_and_then_quits() -> None:
+    model = AppModel(["one two three"], gate=(steps := Steps()))
+    async with chatting(setup(model)) as chat:
+        await chat.say("count")
+        steps.allow(2)
+        await chat.sees("one two")
+        await chat.type("draft")  # which is lost by no reply that is stopped
+        await chat.press("ctrl+c")
+        await chat.rest()
+        assert chat.app.is_running
+        assert chat.app.session.conversation.path()[-1].state == "stopped"
+        assert chat.app._chat.composer.text == "draft"
+        chat.app._chat.composer.empty()
+        await chat.press("ctrl+c")
+        await chat.until(lambda: not chat.app.is_running)
 
 
 async def test_ctrl_c_warns_of_what_is_being_typed() -> None:

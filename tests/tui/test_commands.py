@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,10 @@ import pytest
 from localllm.errors import LocalLLMError, UsageError
 from localllm.tui import commands
 from localllm.tui.chat import settings as chat_settings
-from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import ContextFull, Event, RoomMade
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import Store
-from tests.helpers.fake_chat import FakeModel
+from tests.helpers.fake_chat import FakeModel, play
 
 
 class Notebook:
@@ -23,39 +23,32 @@ class Notebook:
 
     def __init__(self, store: Store, model: FakeModel) -> None:
         self.session = ChatSession(model, store)
-        self.said: list[str] = []
         self.events: list[Event] = []
         self.opened = ""
         self.ended = False
 
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def play(self, events: Iterator[Event]) -> None:
-        self.events = list(events)
-
-    def edit(self, message: Message) -> None:
-        self.opened = message.text
-
-    def open(self, conversation: Conversation) -> None:
-        self.session = ChatSession(self.session.model, self.session.store, conversation)
-
-    def use_model(self, path: str) -> None:
-        self.session.use_model(FakeModel(), path)
-
-    def quit(self) -> None:
-        self.ended = True
-
     def type(self, *lines: str) -> str:
         """Types lines; returns what was said to the last one."""
+        said = ""
         for line in lines:
-            self.said = []
             typed = commands.parse(line)
-            if isinstance(typed, str):
-                self.play(self.session.send(typed))
-            else:
-                commands.run(self, typed)
-        return "\n".join(self.said)
+            result = commands.Play(partial(self.session.send, typed)) if isinstance(typed, str) else None
+            said = self._do(commands.run(self.session, typed) if isinstance(typed, commands.Call) else result)
+        return said
+
+    def _do(self, result: commands.Result | None) -> str:
+        if isinstance(result, commands.Play):
+            self.events = play(result.start)
+        elif isinstance(result, commands.EditMessage):
+            self.opened = result.message.text
+        elif isinstance(result, commands.OpenChat):
+            self.session = ChatSession(self.session.model, self.session.store, result.conversation)
+            return result.text
+        elif isinstance(result, commands.UseModel):
+            self.session.use_model(FakeModel(), result.path)
+        elif isinstance(result, commands.Quit):
+            self.ended = True
+        return result if isinstance(result, str) else ""
 
     @property
     def path(self) -> list[str]:

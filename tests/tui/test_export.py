@@ -72,7 +72,7 @@ def test_files(conversation: Conversation, tmp_path: Path) -> None:
         write_export(conversation, tmp_path / "no" / "chat.md")
     with pytest.raises(UsageError, match="cannot be read"):
         read_export(tmp_path)
-    with pytest.raises(StoreError, match=r"chat.md cannot be imported: it is no JSON"):
+    with pytest.raises(StoreError, match=r"chat.md cannot be imported: it is not valid JSON"):
         read_export(tmp_path / "chat.md")
 
 
@@ -86,39 +86,42 @@ def messages(*several: dict[str, Any]) -> str:
 
 
 HOSTILE = {
-    "nothing": ("", "it is no JSON"),
-    "bytes": (b"\xff\xfe\xff", "it is no JSON"),
-    "a list": ("[]", "the file is [], but must be an object"),
+    "nothing": ("", "it is not valid JSON"),
+    "bytes": (b"\xff\xfe\xff", "it is not valid JSON"),
+    "a list": ("[]", "'format' is not 'localllm-chat'"),
     "deep": ("[" * 100_000, "nested too deeply"),
-    "a long number": ('{"format": ' + "9" * 10_000 + "}", "it is no JSON"),
-    "NaN": (altered(created=float("nan")), "NaN is no number"),
+    "a long number": ('{"format": ' + "9" * 10_000 + "}", "it is not valid JSON"),
+    "NaN": (altered(created=float("nan")), "it is not valid JSON"),
     "another format": ('{"format": "x"}', "'format' is not 'localllm-chat'"),
     "a newer version": (altered(version=2), "it has version 2"),
-    "no messages": (altered(messages=None), "'messages' of the file is None, but must be a list"),
-    "a message that is none": (altered(messages=[5]), "message 0 is 5, but must be an object"),
-    "no id": (altered(messages=[{}]), "message 0 has no 'id', a text"),
-    "an empty id": (messages({"id": ""}), "'id' of message 0 is '', but must be a text of 1 to 100"),
-    "a long id": (messages({"id": "x" * 101}), "a text of 1 to 100"),
+    "no messages": (altered(messages=None), "Expected `array`, got `null` - at `$.messages`"),
+    "a message that is none": (altered(messages=[5]), "message 0 is damaged: Expected `object`, got `int`"),
+    "no id": (altered(messages=[{}]), "message 0 is damaged: Object missing required field `id`"),
+    "an empty id": (messages({"id": ""}), "Expected `str` of length >= 1 - at `$.id`"),
+    "a long id": (messages({"id": "x" * 101}), "Expected `str` of length <= 100 - at `$.id`"),
     "an id twice": (messages({}, {"id": "0"}), "message 1 has the id of an earlier one"),
     "its own parent": (messages({"parent": "0"}), "'parent' of message 0 is none of the messages before"),
     "a parent to come": (messages({"parent": "1"}, {}), "'parent' of message 0"),
-    "no text": (altered(messages=[{"id": "a", "role": "user"}]), "message 0 has no 'text'"),
-    "half a character": (messages({"text": "\ud800"}), "a text of valid characters"),
-    "a role": (messages({"role": "root"}), "'role' of message 0 is 'root', but must be one of user, assistant"),
-    "a state": (messages({"state": "happy"}), "'state' of message 0"),
-    "long ago": (messages({"created": -1}), "'created' of message 0 is -1"),
-    "far ahead": (messages({"created": 1e300}), "'created' of message 0"),
-    "infinity": (messages({"stats": {}}).replace("{}", '{"prompt_tokens": 1e999}'), "'prompt_tokens'"),
-    "stats": (messages({"stats": {"prompt_tokens": True}}), "'prompt_tokens' of the stats of message 0 is True"),
+    "no text": (altered(messages=[{"id": "a", "role": "user"}]), "missing required field `text`"),
+    "half a character": (messages({"text": "\ud800"}), "it is not valid JSON"),
+    "a role": (messages({"role": "root"}), "Invalid enum value 'root' - at `$.role`"),
+    "a state": (messages({"state": "happy"}), "at `$.state`"),
+    "long ago": (messages({"created": -1}), "Expected `float` >= 0.0 - at `$.created`"),
+    "far ahead": (messages({"created": 1e300}), "at `$.created`"),
+    "infinity": (messages({"stats": {}}).replace("{}", '{"prompt_tokens": 1e999}'), "Number out of range"),
+    "stats": (messages({"stats": {"prompt_tokens": True}}), "got `bool` - at `$.stats.prompt_tokens`"),
     "a window": (messages({"window": {"first": "x"}}), "the window of message 0 begins at none"),
-    "attachments": (messages({"attachments": {}}), "'attachments' of message 0"),
-    "an attachment": (messages({"attachments": [{"name": "a"}]}), "an attachment of message 0 has no 'text'"),
+    "attachments": (messages({"attachments": {}}), "at `$.attachments`"),
+    "an attachment": (
+        messages({"attachments": [{"name": "a"}]}),
+        "field `text` - at `$.attachments[0]`",
+    ),
     "a leaf": (altered(leaf="x"), "its 'leaf' is none of its messages"),
     "settings": (altered(settings={"temperature": "hot"}), "its settings are wrong: temperature is 'hot'"),
     "strange settings": (altered(settings={"processors": []}), "there is no setting 'processors'"),
     "settings without a name": (altered(settings={"": None}), "there is no setting ''"),
-    "settings that are none": (altered(settings=[1]), "'settings' of the file is [1]"),
-    "a title": (altered(title=5), "'title' of the file is 5"),
+    "settings that are none": (altered(settings=[1]), "at `$.settings`"),
+    "a title": (altered(title=5), "at `$.title`"),
 }
 
 

@@ -17,7 +17,7 @@ from tests.helpers.chat_app import LIMIT, AppModel, Chat, chatting, keeping, pre
 
 
 def texts(chat: Chat) -> list[str]:
-    return [message.text for message in chat.app.conversation.path()]
+    return [message.text for message in chat.app.session.conversation.path()]
 
 
 async def test_letters_search_chats_and_are_no_commands() -> None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from localllm.errors import ContextLengthError, DeviceLostError, UsageError
+from localllm.tui.chat.events import Delta, Event, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.line_mode import InputReader, LineChat
 from localllm.tui.storage.chats import Store
@@ -161,7 +162,21 @@ def test_an_interrupt_ends_a_pipe_and_keeps_the_reply(give: Give, store: Store) 
     give("hi\nnever")
     model = FakeModel(["one two three"], seconds=0.05)
     plain = chat(store, model)
-    plain.session.send = _interrupting(plain.session.send)  # type: ignore[method-assign, assignment]
+    send = plain.session.send
+
+    def interrupted(text: str, turn: Turn) -> None:
+        """Presses Ctrl-C after the first piece of the reply."""
+        emit = turn.emit
+
+        def watch(event: Event) -> None:
+            emit(event)
+            if isinstance(event, Delta) and event.text == "one":
+                signal.raise_signal(signal.SIGINT)
+
+        turn.emit = watch
+        send(text, turn)
+
+    plain.session.send = interrupted  # type: ignore[method-assign]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert plain.run() == 130
@@ -171,18 +186,6 @@ def test_an_interrupt_ends_a_pipe_and_keeps_the_reply(give: Give, store: Store) 
     assert (question.text, reply.state) == ("hi", "stopped")
     assert reply.text.startswith("one")
     assert len(model.asked) == 1
-
-
-def _interrupting(send: Callable[[str], Iterator[object]]) -> Callable[[str], Iterator[object]]:
-    """Presses Ctrl-C after the first piece of the reply."""
-
-    def events(text: str) -> Iterator[object]:
-        for i, event in enumerate(send(text)):
-            yield event
-            if i == 3:
-                signal.raise_signal(signal.SIGINT)
-
-    return events
 
 
 # The program itself.
@@ -352,13 +355,14 @@ import sys, time
 from pathlib import Path
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import Store
-from localllm.tui.chat.events import Delta
+from localllm.tui.chat.events import Delta, Turn
 from tests.helpers.fake_chat import FakeModel
 reply = " ".join(f"w{i}" for i in range(100_000))
 session = ChatSession(FakeModel([reply], context=1_000_000, seconds=0.005), Store(Path(sys.argv[1])))
-for event in session.send("go on"):
+def emit(event):
     if isinstance(event, Delta):
         print(time.monotonic(), event.text.strip(), flush=True)
+session.send("go on", Turn(emit))
 """
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from localllm.tui.chat.completion import Completion, command_completions, file_completions, file_word
+from localllm.tui import commands
+from localllm.tui.chat.attachments import Completion, file_completions, file_word
 from localllm.tui.chat.conversation import Stats
 from localllm.tui.chat.events import Delta, Ended, EventQueue, Finished, Prefill, Started, Summarising
 from localllm.tui.chat.session import Meter
@@ -78,11 +79,11 @@ def test_large_texts_are_folded() -> None:
 
 
 def test_commands_are_completed() -> None:
-    commands = [("set", "a"), ("sessions", "b"), ("quit", "c")]
-    assert [choice.text for choice in command_completions("/se", commands)] == ["/set", "/sessions"]
-    assert [choice.text for choice in command_completions("/", commands)] == ["/set", "/sessions", "/quit"]
+    assert [choice.text for choice in commands.completions("/se")] == ["/set", "/sessions"]
+    assert [choice.text for choice in commands.completions("/stop-")] == ["/stop-strings"]
+    assert len(commands.completions("/")) == len(commands.COMMANDS)
     for text in ("", "se", "/set x", "a /se", "//se"):
-        assert command_completions(text, commands) == []
+        assert commands.completions(text) == []
 
 
 def test_files_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

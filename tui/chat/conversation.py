@@ -11,7 +11,9 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from localllm.errors import UsageError
 from localllm.tui.chat.thinking import split
@@ -22,6 +24,13 @@ Role = Literal["user", "assistant"]
 #: of the context, or failed; the program was killed while it was written; or people have written its end.  What users
 #: say is complete.
 State = Literal["streaming", "complete", "stopped", "length", "context", "failed", "killed", "edited"]
+
+
+# Bounds of what comes from files: numbers that JSON keeps exactly, and times up to the year 9999.
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+Time = Annotated[float, Meta(ge=0, lt=253_402_300_799)]
+Id = Annotated[str, Meta(min_length=1, max_length=100)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +47,13 @@ class Stats:
         thinking_s: seconds that it thought before it answered; None if it did not, or that is not known.
     """
 
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    new_tokens: int = 0
-    first_token_s: float = 0.0
-    rate: float = 0.0
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
+    new_tokens: Count = 0
+    first_token_s: Seconds = 0.0
+    rate: Seconds = 0.0
     model: str = ""
-    thinking_s: float | None = None
+    thinking_s: Seconds | None = None
 
     @property
     def prefilled_tokens(self) -> int:
@@ -66,7 +75,7 @@ class Window:
         summary: what it is told of those before.
     """
 
-    first: str
+    first: Id
     summary: str = ""
 
 
@@ -82,7 +91,7 @@ class Attachment:
 
     name: str
     text: str
-    n_tokens: int
+    n_tokens: Count
 
 
 @dataclass(frozen=True)
@@ -102,11 +111,11 @@ class Message:
         attachments: files that were sent with it.
     """
 
-    id: str
-    parent: str | None
+    id: Id
+    parent: Id | None
     role: Role
     text: str
-    created: float
+    created: Time
     state: State = "complete"
     opened: str = ""
     stats: Stats | None = None
@@ -133,6 +142,7 @@ class Message:
         """What the model thought before it answered."""
         return self._parts[0]
 
+    # msgspec leaves out what begins with an underscore.
     @cached_property
     def _parts(self) -> tuple[str, str]:
         return split(self.text, self.opened) if self.role == "assistant" else ("", self.text)
@@ -160,6 +170,7 @@ class Conversation:
         model: the path of the model's file; empty is the demo model.
         created, updated: when, in seconds since 1970.
         archived: whether lists leave it out.
+        is_saved: whether it was ever saved: where it is gone from the store then, somebody has deleted it.
     """
 
     id: str = field(default_factory=short_id)
@@ -170,6 +181,7 @@ class Conversation:
     created: float = field(default_factory=time.time)
     updated: float = field(default_factory=time.time)
     archived: bool = False
+    is_saved: bool = field(default=False, compare=False)
     _messages: dict[str, Message] = field(default_factory=dict, repr=False)
     _children: dict[str | None, list[str]] = field(default_factory=dict, repr=False)
     #: Of the children of a message the one that was looked at last.

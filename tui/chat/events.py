@@ -1,13 +1,14 @@
-"""What happens while a reply is generated, as `localllm.tui.chat.session.ChatSession` tells it."""
+"""What happens while a reply is generated: `localllm.tui.chat.session.ChatSession` emits it, screens show it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from localllm.tui.chat.conversation import Message
+from localllm.tui.chat.model import ReplyStream
 
 #: What can be done where the context is full: leave out the oldest turns, put a summary in their place, or nothing.
 Choice = Literal["drop", "summarise", "stop"]
@@ -93,7 +94,11 @@ class Ended:
 
 
 class EventQueue:
-    """Events that wait.  Any thread may put, and any may take."""
+    """Events that wait.  Any thread may put, and any may take.
+
+    A model writes hundreds of pieces a second, and a screen takes what is there some times a second: texts that wait
+    are joined, and of the progress of a prompt only the newest is kept.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -126,26 +131,36 @@ def _joined(last: Event | Ended, event: Event | Ended) -> Event | None:
 
 
 class Turn:
-    """Something that generates.
+    """Something that is being generated: where its events go, and whether somebody wants no more of it.
 
     Attributes:
-        inbox: what it tells, and `Ended` last.
-        typed: the message that began it, which is given back where it could not be sent.
+        emit: takes its events, on the thread that generates.
+        question: the id of the message that was said in it; None as long as none was.
     """
 
-    def __init__(self, start: Callable[[], Iterator[Event]], typed: str | None = None) -> None:
-        """``start`` is a method of a `localllm.tui.chat.session.ChatSession`."""
-        self.queue = EventQueue()
-        self.typed = typed
-        self._start = start
+    def __init__(self, emit: Callable[[Event], None]) -> None:
+        self.emit = emit
+        self.question: str | None = None
+        self._stopped = threading.Event()
+        self._stream: ReplyStream | None = None
 
-    def run(self) -> None:
-        """Generates, on the thread that calls."""
-        error: BaseException | None = None
-        try:
-            for event in self._start():
-                self.queue.put(event)
-        except BaseException as failure:  # the screen's to tell
-            error = failure
-        finally:
-            self.queue.put(Ended(error))
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped.is_set()
+
+    def stop(self) -> None:
+        """Ends it soon; what was said is kept.  Any thread may call it, at any time, also before it has begun."""
+        self._stopped.set()
+        if (stream := self._stream) is not None:
+            stream.cancel()
+
+    @property
+    def stream(self) -> ReplyStream | None:
+        """What is read now; `stop` ends it, even if it came before."""
+        return self._stream
+
+    @stream.setter
+    def stream(self, stream: ReplyStream | None) -> None:
+        self._stream = stream
+        if stream is not None and self.is_stopped:
+            stream.cancel()

@@ -15,12 +15,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from localllm.errors import StoreError, UsageError
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import fenced
-from localllm.tui.chat.conversation import Conversation, Message, new_id, short_id
+from localllm.tui.chat.conversation import Conversation, Id, Message, Time, new_id, short_id
 from localllm.tui.storage.chats import Store
-from localllm.tui.storage.records import Record, parsed, to_message, to_record
+from localllm.tui.storage.records import converted, parsed, to_message
 from localllm.tui.text import clean_title, escape_controls
 
 FORMAT, VERSION = "localllm-chat", 1
@@ -64,9 +66,22 @@ def to_json(conversation: Conversation) -> str:
         "created": c.created,
         "updated": c.updated,
         "leaf": None if c.leaf is None else c.leaf.id,
-        "messages": [to_record(message) for message in c.messages],
+        "messages": [msgspec.to_builtins(message) for message in c.messages],
     }
     return json.dumps(values, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+
+
+class _Exported(msgspec.Struct):
+    """A file; its messages are read one by one."""
+
+    messages: list[object]
+    leaf: Id | None = None
+    title: str = ""
+    system: str = ""
+    settings: dict[str, Any] | None = None
+    model: str = ""
+    created: Time = msgspec.field(default_factory=time.time)
+    updated: Time = msgspec.field(default_factory=time.time)
 
 
 def from_json(text: str | bytes) -> Conversation:
@@ -75,46 +90,41 @@ def from_json(text: str | bytes) -> Conversation:
     Raises:
         StoreError: it is none, or something in it is wrong.
     """
-    values = Record(parsed(text), "the file")
-    if values.get("format") != FORMAT:
-        raise StoreError(f"it is no chat that localllm exported: 'format' is not {FORMAT!r}")
+    values = parsed(text)
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise StoreError(f"it is not a chat that localllm exported: 'format' is not {FORMAT!r}")
     if values.get("version") != VERSION:
         raise StoreError(
             f"it has version {values.get('version')!r:.60}, and this localllm knows {VERSION}: update it"
         )
-    messages, ids = _messages(values)
-    leaf = None if values.get("leaf") is None else values.id("leaf")
-    if leaf is not None and leaf not in ids:
+    exported = converted(values, _Exported, "it")
+    messages, ids = _messages(exported.messages)
+    if exported.leaf is not None and exported.leaf not in ids:
         raise StoreError("its 'leaf' is none of its messages")
+    try:
+        chat_settings.check(exported.settings or {})
+    except UsageError as error:
+        raise StoreError(f"its settings are wrong: {error}") from None
     conversation = Conversation(
         id=short_id(),
-        title=clean_title(values.text("title", "")),
-        system=values.text("system", ""),
-        settings=_settings(values),
-        model=values.text("model", ""),
-        created=values.time("created", time.time()),
-        updated=values.time("updated", time.time()),
+        title=clean_title(exported.title),
+        system=exported.system,
+        settings=exported.settings or {},
+        model=exported.model,
+        created=exported.created,
+        updated=exported.updated,
     )
-    conversation.restore(messages, None if leaf is None else ids[leaf])
+    conversation.restore(messages, None if exported.leaf is None else ids[exported.leaf])
     return conversation
 
 
-def _settings(values: Record) -> dict[str, Any]:
-    settings = Record(values.get("settings") or {}, "'settings' of the file")
-    try:
-        chat_settings.check(settings.values)
-    except UsageError as error:
-        raise StoreError(f"its settings are wrong: {error}") from None
-    return dict(settings.values)
-
-
-def _messages(values: Record) -> tuple[list[Message], dict[str, str]]:
+def _messages(values: list[object]) -> tuple[list[Message], dict[str, str]]:
     """The messages with new ids, and those by the old ones."""
     ids: dict[str, str] = {}
     messages: list[Message] = []
-    for number, value in enumerate(values.list("messages")):
+    for number, value in enumerate(values):
         where = f"message {number}"
-        message = to_message(Record(value, where))
+        message = to_message(value, where)
         if message.id in ids:
             raise StoreError(f"{where} has the id of an earlier one")
         if message.parent is not None and message.parent not in ids:

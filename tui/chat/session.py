@@ -1,24 +1,23 @@
 """A chat with a model: what is said goes into a conversation, and into the store, while it is generated.
 
-Everything that generates gives an iterator of events (`localllm.tui.chat.events`), and works while that is iterated,
-on the thread that does it; `ChatSession.stop` may come from any other thread.
+What generates works on the thread that calls it, and tells of it by the `emit` of a `localllm.tui.chat.events.Turn`,
+which any other thread may stop.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from localllm.errors import StoreError, UsageError
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import attach
 from localllm.tui.chat.context import ContextTrimmer, whole_prompt
-from localllm.tui.chat.conversation import Conversation, Message, State, Stats, Window
+from localllm.tui.chat.conversation import Attachment, Conversation, Message, State, Stats, Window
 from localllm.tui.chat.events import (
     Choice,
     ContextFull,
@@ -29,15 +28,14 @@ from localllm.tui.chat.events import (
     RoomMade,
     Started,
     Summarising,
+    Turn,
     Warned,
 )
-from localllm.tui.chat.model import ChatModel, ReplyStream, Reports, with_prefill
+from localllm.tui.chat.model import ChatModel, ReplyStream
 from localllm.tui.chat.thinking import ThinkingClock, ThinkingSplitter, opening_tag, split
 from localllm.tui.storage.autosave import AutoSaver
 from localllm.tui.storage.chats import Store
 from localllm.tui.text import automatic_title, clean_title
-
-Events = Generator[Event, None, None]
 
 
 class Meter(NamedTuple):
@@ -64,6 +62,7 @@ class ChatSession:
         store: where the conversation is kept.
         conversation: what was said.
         more: keywords of `LLM.stream_chat` beside the conversation's settings, which are not kept.
+        turn: what is being generated; None if nothing is.
     """
 
     def __init__(
@@ -73,25 +72,20 @@ class ChatSession:
         conversation: Conversation | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> None:
-        """A session; a new conversation where none is given.
-
-        Args:
-            model, store, conversation: see above.
-            more: keywords of `LLM.stream_chat` beside the conversation's settings, which are not kept.
-        """
+        """A session, see above; a new conversation where none is given."""
         self.model = model
         self.more = dict(more or {})
         self.store = store
         self.conversation = Conversation() if conversation is None else conversation
+        self.turn: Turn | None = None
         self._saver = AutoSaver(store, self.conversation)
-        self._writer = Writer(self.conversation, self._saver)
         self._busy = threading.Lock()
         self._full: _Full | None = None
 
-    def enter(self) -> str | None:
+    def mark_open(self) -> str | None:
         """Notes that the conversation is open here; returns what there is to tell if it is so elsewhere too."""
         try:
-            others = self.store.enter(self.conversation.id)
+            others = self.store.mark_open(self.conversation.id)
         except StoreError:  # told when something cannot be saved
             return None
         if not others:
@@ -103,22 +97,24 @@ class ChatSession:
 
     def _is_shared(self) -> bool:
         try:
-            return bool(self.store.others(self.conversation.id))
+            return bool(self.store.others_with_open(self.conversation.id))
         except StoreError:
             return False
 
     # -- What people do --------------------------------------------------------------------------------------------
 
-    def send(self, text: str) -> Iterator[Event]:
+    def send(self, text: str, turn: Turn) -> None:
         """Says something; the model replies.  Files named in it with an @ go with it.
+
+        Where the turn is stopped before the message is complete, nothing is said.
 
         Raises:
             UsageError: there is nothing to say, no model, a reply is under way, or a file cannot be attached.
-            LocalLLMError: while the events are iterated, whatever fails; what was said till then stays.
+            LocalLLMError: whatever fails; what was said till then stays.
         """
-        return self._ask(text, None)
+        self._ask(text, None, turn)
 
-    def edit(self, id_: str, text: str) -> Iterator[Event]:
+    def edit(self, id_: str, text: str, turn: Turn) -> None:
         """Says something else in the place of an earlier message; the model replies to it.
 
         The earlier one stays as a branch, unless it had no reply.  A reply can be edited too: then nothing is
@@ -129,69 +125,66 @@ class ChatSession:
         """
         old = self.conversation[id_]
         if old.role == "user":
-            return self._ask(text, old)
-        self._check_free()
-        self._full = None
-        edited = self.conversation.add_sibling(id_, text, state="edited", opened=old.opened)
-        self._saver.save(edited.id)
-        return iter(self._warnings())
+            self._ask(text, old, turn)
+            return
+        with self._taking(turn):
+            edited = self.conversation.add_sibling(id_, text, state="edited", opened=old.opened)
+            self._saver.save(edited.id)
 
-    def regenerate(self, id_: str | None = None) -> Iterator[Event]:
-        """Has a message replied to again, by default the last one; the earlier reply stays as a branch.
+    def regenerate(self, id_: str | None, turn: Turn) -> None:
+        """Has a message replied to again; the earlier reply stays as a branch.
 
         Args:
-            id_: a reply, or a user's message.
+            id_: a reply, or a user's message; None is the last one.
+            turn: takes the events.
 
         Raises:
             UsageError: nothing was said yet, there is no model, or a reply is under way.
         """
-        self._check_free()
-        self._loaded()
-        message = self.conversation.leaf if id_ is None else self.conversation[id_]
-        while message is not None and message.role == "assistant":
-            message = None if message.parent is None else self.conversation[message.parent]
-        if message is None:
-            raise UsageError("there is nothing to reply to yet: send a message first")
-        return self._turn(self._reply(message.id, None))
+        with self._taking(turn):
+            self._loaded()
+            message = self.conversation.leaf if id_ is None else self.conversation[id_]
+            while message is not None and message.role == "assistant":
+                message = None if message.parent is None else self.conversation[message.parent]
+            if message is None:
+                raise UsageError("there is nothing to reply to yet: send a message first")
+            self._reply(message.id, None, turn)
 
-    def continue_reply(self) -> Iterator[Event]:
+    def continue_reply(self, turn: Turn) -> None:
         """Goes on with the last reply, which was cut off.
 
         Raises:
             UsageError: there is none, it is complete, there is no model, or a reply is under way.
         """
-        self._check_free()
-        self._loaded()
-        reply = self.conversation.leaf
-        parent = None if reply is None else reply.parent
-        if reply is None or reply.role == "user" or parent is None:
-            raise UsageError("the last message is no reply that could be continued: /regen has it replied to")
-        if not reply.can_go_on:
-            raise UsageError("the last reply is complete: /regen asks for another one")
-        if self._is_shared():  # or two terminals might go on with one reply, each in its way
-            reply = self.conversation.add_sibling(reply.id, reply.text, state=reply.state, opened=reply.opened)
-        return self._turn(self._reply(parent, reply.id))
+        with self._taking(turn):
+            self._loaded()
+            reply = self.conversation.leaf
+            parent = None if reply is None else reply.parent
+            if reply is None or reply.role == "user" or parent is None:
+                raise UsageError("the last message is no reply that could be continued: /regen has it replied to")
+            if not reply.can_go_on:
+                raise UsageError("the last reply is complete: /regen asks for another one")
+            if self._is_shared():  # or two terminals might go on with one reply, each in its way
+                reply = self.conversation.add_sibling(reply.id, reply.text, state=reply.state, opened=reply.opened)
+            self._reply(parent, reply.id, turn)
 
-    def make_room(self, choice: Choice) -> Iterator[Event]:
+    def make_room(self, choice: Choice, turn: Turn) -> None:
         """Goes on after `ContextFull`, in the way that was chosen.
 
         Raises:
             UsageError: nothing waits for room, or that is no choice here.
         """
-        self._check_free()
         full = self._full
-        if full is None:
-            raise UsageError("the context is not full: there is nothing to choose")
-        if choice not in full.choices:
-            raise UsageError(f"{choice} would not help here: choose {' or '.join(full.choices)}")
-        if choice == "stop":
-            self._full = None
-            return iter(())
-        return self._turn(self._made_room(full, summarise=choice == "summarise"))
-
-    def stop(self) -> None:
-        """Ends what is being generated; what was said is kept.  Any thread may call it, at any time."""
-        self._writer.stop()
+        with self._taking(turn):
+            self._full = full  # till there is room
+            if full is None:
+                raise UsageError("the context is not full: there is nothing to choose")
+            if choice not in full.choices:
+                raise UsageError(f"{choice} would not help here: choose {' or '.join(full.choices)}")
+            if choice == "stop":
+                self._full = None
+            else:
+                self._trim(full, turn, summarise=choice == "summarise")
 
     # -- What is known ---------------------------------------------------------------------------------------------
 
@@ -203,25 +196,36 @@ class ChatSession:
     @property
     def live(self) -> Stats | None:
         """The counters of the reply that is under way; None if there is none."""
-        return None if self.model is None else self._writer.live(self.model)
+        stream = None if self.turn is None else self.turn.stream
+        return None if stream is None or self.model is None else _stats(stream, self.model)
 
     @property
     def last(self) -> Stats | None:
-        """The counters of the last reply on the path; None if there is none."""
-        return next((m.stats for m in reversed(self.conversation.path()) if m.stats is not None), None)
+        """The counters of the last reply on the path, if the model that is loaded wrote it; else None."""
+        stats = next((m.stats for m in reversed(self.conversation.path()) if m.stats is not None), None)
+        is_ours = stats is not None and self.model is not None and stats.model == _name(self.model)
+        return stats if is_ours else None
 
     def meter(self) -> Meter:
-        """How full the context is; where no reply has counted it, the path is tokenized."""
+        """How full the context is; where this model has not counted it in replying, the path is tokenized."""
         if self.model is None:
             return Meter(0, 0)
         context = self.model.info.context
-        if (live := self.live) is not None:
-            return Meter(live.total_tokens, context)
         leaf = self.conversation.leaf
-        if leaf is not None and leaf.stats is not None:
-            return Meter(leaf.stats.total_tokens, context)
+        counted = self.live or (None if leaf is None or leaf.stats is None else self.last)
+        if counted is not None:  # the last token of a full context is in no cache
+            return Meter(min(counted.total_tokens, context), context)
         messages = whole_prompt(self.conversation.path(), self.conversation.system)
         return Meter(len(self.model.tokenize_chat(messages)) if messages else 0, context)
+
+    def flush(self, seconds: float) -> str | None:
+        """Saves what could not be saved yet, trying for so long; returns why that fails, or None."""
+        return self._saver.flush(seconds)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether all that was said is in the store."""
+        return self._saver.is_saved
 
     def take_warning(self) -> str | None:
         """What there is to tell of the store since the last event, once."""
@@ -304,54 +308,62 @@ class ChatSession:
             raise UsageError("no model is loaded: wait until one is, or choose one with /model")
         return self.model
 
-    def _ask(self, text: str, old: Message | None) -> Iterator[Event]:
-        """Says something, at the end or in the place of ``old``, and has it replied to."""
-        self._check_free()
-        model = self._loaded()
-        if not text.strip():
-            raise UsageError("there is nothing to send: type a message")
-        known = () if old is None else old.attachments
-        attached = attach(text, lambda content: len(model.tokenize(content, add_special=False)), known)
-        if not self.conversation.title:
-            self.set_title(automatic_title(text))
-        if old is None:
-            question = self.conversation.add("user", text, attachments=attached.files)
-        else:
-            question = self.conversation.add_sibling(old.id, text, attachments=attached.files)
-            question = self._with_window_of(old, question)
-            if not self.conversation.was_replied_to(old.id):
-                self._saver.delete(self.conversation.delete(old.id))
-        self._saver.save(question.id)
-        unknown = [Warned(f"there is no file {name!r}: @{name} is sent as it stands") for name in attached.unknown]
-        return self._turn(self._reply(question.id, None), unknown)
-
-    def _with_window_of(self, old: Message, new: Message) -> Message:
-        if old.window is None:
-            return new
-        first = new.id if old.window.first == old.id else old.window.first
-        return self.conversation.update(new.id, window=Window(first, old.window.summary))
-
-    def _turn(self, events: Events, before: list[Warned] | None = None) -> Events:
-        """Events, with warnings among them; meanwhile there is no other turn."""
+    @contextmanager
+    def _taking(self, turn: Turn) -> Iterator[None]:
+        """Lets no other turn begin, and nothing of the conversation be changed."""
         if not self._busy.acquire(blocking=False):
             raise UsageError("a reply is under way: stop it first")
         try:
-            with closing(events):
-                self._writer.stopped.clear()
-                self._full = None
-                yield from before or ()
-                for event in events:
-                    yield from self._warnings()
-                    yield event
-                yield from self._warnings()
+            self.turn, self._full = turn, None
+            yield
+            self._tell_warning(turn)
         finally:
+            self.turn = None
             self._busy.release()
 
-    def _warnings(self) -> list[Warned]:
-        warning = self.take_warning()
-        return [] if warning is None else [Warned(warning)]
+    def _tell_warning(self, turn: Turn) -> None:
+        if (warning := self.take_warning()) is not None:
+            turn.emit(Warned(warning))
 
-    def _reply(self, question: str, id_: str | None) -> Events:
+    def _emit(self, turn: Turn, *events: Event) -> None:
+        """Tells of events, and before them of what could not be saved."""
+        self._tell_warning(turn)
+        for event in events:
+            turn.emit(event)
+
+    def _ask(self, text: str, old: Message | None, turn: Turn) -> None:
+        """Says something, at the end or in the place of ``old``, and has it replied to."""
+        with self._taking(turn):
+            model = self._loaded()
+            if not text.strip():
+                raise UsageError("there is nothing to send: type a message")
+            known = () if old is None else old.attachments
+            attached = attach(text, lambda content: len(model.tokenize(content, add_special=False)), known)
+            if turn.is_stopped:
+                turn.emit(Finished(None))
+                return
+            question = self._say(text, old, attached.files)
+            turn.question = question.id
+            for name in attached.unknown:
+                turn.emit(Warned(f"there is no file {name!r}: @{name} is sent as it stands"))
+            self._reply(question.id, None, turn)
+
+    def _say(self, text: str, old: Message | None, files: tuple[Attachment, ...]) -> Message:
+        if not self.conversation.title:
+            self.set_title(automatic_title(text))
+        if old is None:
+            question = self.conversation.add("user", text, attachments=files)
+        else:
+            question = self.conversation.add_sibling(old.id, text, attachments=files)
+            if old.window is not None:
+                first = question.id if old.window.first == old.id else old.window.first
+                question = self.conversation.update(question.id, window=Window(first, old.window.summary))
+            if not self.conversation.was_replied_to(old.id):
+                self._saver.delete(self.conversation.delete(old.id))
+        self._saver.save(question.id)
+        return question
+
+    def _reply(self, question: str, id_: str | None, turn: Turn) -> None:
         """Generates the reply to a message, or the rest of the reply ``id_``."""
         model, conversation = self._loaded(), self.conversation
         asked = chat_settings.generation(conversation.settings)
@@ -359,8 +371,11 @@ class ChatSession:
         begun = asked.reply_prefix if id_ is None else conversation[id_].text
         variables = asked.template_variables
         n_tokens = len(model.tokenize_chat(messages, template_variables=variables, reply_prefix=begun))
+        if turn.is_stopped:
+            self._emit(turn, Finished(None if id_ is None else conversation[id_]))
+            return
         if n_tokens >= model.info.context:
-            yield self._waits(question, id_, n_tokens)
+            self._emit(turn, self._context_full(question, id_, n_tokens))
             return
         is_new = id_ is None
         if id_ is None:
@@ -369,167 +384,122 @@ class ChatSession:
         else:
             conversation.update(id_, state="streaming")
         self._saver.save(question, id_)
-        yield Started(id_)
-        reports: Reports = SimpleQueue()
+        self._emit(turn, Started(id_))
         start = partial(
             model.stream_chat,
             messages,
             template_variables=variables,
             reply_prefix=begun,
-            progress=lambda done, total: reports.put((done, total)),
+            progress=lambda done, total: turn.emit(Prefill(done, total)),
             **{**self.more, **asked.options},
         )
-        yield from self._writer.write(model, id_, start, reports, show_begun=is_new)
+        self._write(id_, start, turn, show_begun=is_new)
         message = conversation.get(id_)
-        yield Finished(message)
+        self._emit(turn, Finished(message))
         if message is not None and message.state == "context" and message.stats is not None:
-            yield self._waits(question, id_, message.stats.total_tokens)
+            self._emit(turn, self._context_full(question, id_, message.stats.total_tokens))
 
-    # -- A full context --------------------------------------------------------------------------------------------
-
-    def _room(self, question: str, reply: str | None) -> ContextTrimmer:
-        conversation = self.conversation
-        begun = conversation.settings.get("reply_prefix", "") if reply is None else conversation[reply].text
-        return ContextTrimmer(self._loaded(), conversation, question, begun)
-
-    def _waits(self, question: str, reply: str | None, n_tokens: int) -> ContextFull:
-        choices = self._room(question, reply).choices()
-        self._full = _Full(question, reply, choices)
-        return ContextFull(n_tokens, self._loaded().info.context, reply is not None, choices)
-
-    def _made_room(self, full: _Full, *, summarise: bool) -> Events:
-        room = self._room(full.question, full.reply)
-        self._full = full  # till there is room
-        first = room.first(room.summary_tokens if summarise else 0)
-        if first is None:
-            raise UsageError("there is no room to be made: the last message alone is too long")
-        summary = room.summary
-        if summarise:
-            summary = yield from self._summary(room, first)
-            if self._writer.stopped.is_set():
-                return
-        self._full = None
-        self.conversation.update(full.question, window=Window(room.path[first].id, summary))
-        self._saver.save(full.question)
-        yield RoomMade(first, summary)
-        yield from self._reply(full.question, full.reply)
-
-    def _summary(self, room: ContextTrimmer, first: int) -> Generator[Summarising, None, str]:
-        """What the model says of the messages before ``first``."""
-        model = self._loaded()
-        asked = chat_settings.generation(self.conversation.settings)
-        given = {**self.more, **asked.options, "max_tokens": room.summary_tokens, "stop": ()}
-        summary = room.summary
-        for part in room.parts(first):
-            messages = room.request(part, summary)
-            written = ""
-            start = partial(model.stream_chat, messages, template_variables={"enable_thinking": False}, **given)
-            with closing(self._writer.dictate(start)) as pieces:
-                for piece in pieces:
-                    written += piece
-                    yield Summarising(piece)
-            summary = split(written)[1].strip()
-        return summary
-
-
-#: What begins a stream, which `Writer.stop` may have to end at once.
-Start = Callable[[], ReplyStream]
-
-
-class Writer:
-    """Takes down what models write in one conversation, one text at a time.
-
-    Attributes:
-        stopped: set once somebody wants no more.
-    """
-
-    def __init__(self, conversation: Conversation, keeper: AutoSaver) -> None:
-        self.stopped = threading.Event()
-        self._conversation = conversation
-        self._saver = keeper
-        self._stream: ReplyStream | None = None
-
-    def stop(self) -> None:
-        """Ends what is being written.  Any thread may call it, at any time."""
-        self.stopped.set()
-        if (stream := self._stream) is not None:
-            stream.cancel()
-
-    def live(self, model: ChatModel) -> Stats | None:
-        """The counters of the text that is under way; None if there is none."""
-        stream = self._stream
-        return None if stream is None else _stats(stream, model)
-
-    def write(
-        self, model: ChatModel, id_: str, start: Start, reports: Reports, *, show_begun: bool
-    ) -> Generator[Prefill | Delta, None, None]:
+    def _write(self, id_: str, start: Callable[[], ReplyStream], turn: Turn, *, show_begun: bool) -> None:
         """Writes a reply as it comes; whatever ends it, what was said stays.
 
         Args:
-            model: who writes.
             id_: the reply, which is there as far as it is written already.
             start: begins the stream.
-            reports: where the stream's ``progress`` goes.
+            turn: takes the pieces.
             show_begun: whether what is written already is told too.
         """
-        reply = self._conversation[id_]
+        model, reply = self._loaded(), self.conversation[id_]
         splitter = ThinkingSplitter(reply.opened)
         begun = splitter.feed(reply.text)
         clock = ThinkingClock(None if reply.stats is None else reply.stats.thinking_s)
         state: State = "failed"
         stream: ReplyStream | None = None
         try:
-            if show_begun:
-                yield from (Delta(*piece) for piece in begun)
-            stream = self._begin(start)
-            with self._saver.saving(id_), closing(with_prefill(stream, reports)) as items:
-                for item in items:
-                    if isinstance(item, Prefill):
-                        yield item
-                    elif item.text:
-                        self._conversation.update(id_, text=self._conversation[id_].text + item.text)
-                        pieces = splitter.feed(item.text)
+            self._emit(turn, *(Delta(*piece) for piece in begun if show_begun))
+            turn.stream = stream = start()
+            with self._saver.saving(id_):
+                for chunk in stream:
+                    if chunk.text:
+                        self.conversation.update(id_, text=self.conversation[id_].text + chunk.text)
+                        pieces = splitter.feed(chunk.text)
                         clock.see(pieces)
-                        yield from (Delta(*piece) for piece in pieces)
-            yield from (Delta(*piece) for piece in splitter.finish())
+                        self._emit(turn, *(Delta(*piece) for piece in pieces))
+            self._emit(turn, *(Delta(*piece) for piece in splitter.finish()))
             state = _state(stream, model)
-        except (GeneratorExit, KeyboardInterrupt):
+        except KeyboardInterrupt:
             state = "stopped"
             raise
         finally:
-            self._stream = None
+            turn.stream = None
             stats = None
             if stream is not None:
                 stream.close()
                 stats = replace(_stats(stream, model), thinking_s=clock.stop())
             self._end(id_, state, stats)
 
-    def dictate(self, start: Start) -> Generator[str, None, None]:
-        """What a model writes that is no reply, piece by piece."""
-        stream = self._begin(start)
-        try:
-            for chunk in stream:
-                yield chunk.text
-        finally:
-            self._stream = None
-            stream.close()
-
-    def _begin(self, start: Start) -> ReplyStream:
-        """Starts a stream that `stop` ends, even if it came before."""
-        self._stream = stream = start()
-        if self.stopped.is_set():
-            stream.cancel()
-        return stream
-
     def _end(self, id_: str, state: State, stats: Stats | None) -> None:
         """Keeps a reply as it will stay; one without a word is taken away, unless the model wanted it so."""
-        if self._conversation[id_].text or state == "complete":
-            self._conversation.update(id_, state=state, stats=stats)
+        if self.conversation[id_].text or state == "complete":
+            self.conversation.update(id_, state=state, stats=stats)
             self._saver.save(id_)
         else:
-            self._saver.delete(self._conversation.delete(id_))
-            leaf = self._conversation.leaf
+            self._saver.delete(self.conversation.delete(id_))
+            leaf = self.conversation.leaf
             self._saver.set(leaf=None if leaf is None else leaf.id)
+
+    # -- A full context --------------------------------------------------------------------------------------------
+
+    def _trimmer(self, question: str, reply: str | None) -> ContextTrimmer:
+        conversation = self.conversation
+        begun = conversation.settings.get("reply_prefix", "") if reply is None else conversation[reply].text
+        return ContextTrimmer(self._loaded(), conversation, question, begun)
+
+    def _context_full(self, question: str, reply: str | None, n_tokens: int) -> ContextFull:
+        choices = self._trimmer(question, reply).choices()
+        self._full = _Full(question, reply, choices)
+        context = self._loaded().info.context
+        return ContextFull(n_tokens, context, reply is not None, choices)
+
+    def _trim(self, full: _Full, turn: Turn, *, summarise: bool) -> None:
+        trimmer = self._trimmer(full.question, full.reply)
+        first = trimmer.first(trimmer.summary_tokens if summarise else 0)
+        if first is None:
+            raise UsageError("there is no room to be made: the last message alone is too long")
+        summary = self._summarise(trimmer, first, turn) if summarise else trimmer.summary
+        if turn.is_stopped:
+            return
+        self._full = None
+        self.conversation.update(full.question, window=Window(trimmer.path[first].id, summary))
+        self._saver.save(full.question)
+        self._emit(turn, RoomMade(first, summary))
+        self._reply(full.question, full.reply, turn)
+
+    def _summarise(self, trimmer: ContextTrimmer, first: int, turn: Turn) -> str:
+        """What the model says of the messages before ``first``."""
+        model = self._loaded()
+        asked = chat_settings.generation(self.conversation.settings)
+        given = {**self.more, **asked.options, "max_tokens": trimmer.summary_tokens, "stop": ()}
+        summary = trimmer.summary
+        for part in trimmer.parts(first):
+            written = ""
+            turn.stream = stream = model.stream_chat(
+                trimmer.request(part, summary), template_variables={"enable_thinking": False}, **given
+            )
+            try:
+                for chunk in stream:
+                    written += chunk.text
+                    turn.emit(Summarising(chunk.text))
+            finally:
+                turn.stream = None
+                stream.close()
+            if turn.is_stopped:
+                break
+            summary = split(written)[1].strip()
+        return summary
+
+
+def _name(model: ChatModel) -> str:
+    return model.info.name or model.info.path.name
 
 
 def _state(stream: ReplyStream, model: ChatModel) -> State:
@@ -539,12 +509,12 @@ def _state(stream: ReplyStream, model: ChatModel) -> State:
 
 
 def _stats(stream: ReplyStream, model: ChatModel) -> Stats:
-    usage, timings, info = stream.usage, stream.timings, model.info
+    usage, timings = stream.usage, stream.timings
     return Stats(
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         new_tokens=usage.completion_tokens,
         first_token_s=timings.first_token_s,
         rate=timings.decode_tokens_per_s,
-        model=info.name or info.path.name,
+        model=_name(model),
     )

@@ -151,7 +151,7 @@ class ChatsScreen(Find):
         if (chosen := await self._chosen()) is None:
             return
         text = f"{chosen.title or 'Untitled'}, {_messages(chosen)}"
-        if others := await self.app.offload(self._store.others, chosen.id):
+        if others := await self.app.offload(self._store.others_with_open, chosen.id):
             text += f"\n\nIt is open in another terminal ({', '.join(others)})."
         if await self.app.push_screen_wait(confirm("Delete the chat for good?", text, "Delete")) == "yes":
             await self.app.offload(self._store.delete, chosen.id)

@@ -63,10 +63,9 @@ class Choose(Dialog[str]):
     def content(self) -> ComposeResult:
         if self._text:
             yield Static(Content(escape_controls(self._text)), classes="text")
-        yield OptionList(*(Option(Content(escape_controls(label)), id=id_) for id_, label in self._choices))
-
-    def on_mount(self) -> None:
-        self.query_one(OptionList).highlighted = self._at
+        options = OptionList(*(Option(Content(escape_controls(label)), id=id_) for id_, label in self._choices))
+        options.highlighted = self._at  # before any key comes
+        yield options
 
     def action_choose(self) -> None:
         self.query_one(OptionList).action_select()
@@ -145,7 +144,7 @@ class TextDialog(Dialog[None]):
 
 
 def rows(cells: Sequence[Sequence[str]]) -> list[Content]:
-    """InputReader of cells, in columns of equal width."""
+    """Lines of cells, in columns of equal width."""
     columns = [[Content(escape_controls(cell)) for cell in column] for column in zip(*cells, strict=True)]
     widths = [max(cell.cell_length for cell in column) for column in columns]
     return [

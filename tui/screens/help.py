@@ -13,7 +13,6 @@ from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from localllm.tui.commands import COMMANDS
-from localllm.tui.menu import MENU
 from localllm.tui.screens.dialogs import Dialog
 
 _TYPING = (
@@ -25,7 +24,8 @@ _TYPING = (
     ("Ctrl+G", "goes on with a reply that was cut off"),
     ("Page ↑ ↓", "scrolls the conversation"),
     ("Ctrl+P", "finds every command"),
-    ("Ctrl+C Ctrl+Q", "quit, as does Ctrl+D where nothing is typed; the chat is kept, also in mid-reply"),
+    ("Ctrl+C", "stops the reply; again, or where there is none, it quits"),
+    ("Ctrl+Q", "quits, as does Ctrl+D where nothing is typed; the chat is kept, also in mid-reply"),
 )
 _ON_A_MESSAGE = (
     ("Ctrl+↑ Ctrl+↓", "select one, as do Shift+Tab and a click. Then:"),
@@ -88,8 +88,6 @@ def _part(title: str, rows: Iterable[tuple[str, str]], note: str = "") -> Render
 
 
 def _commands() -> list[tuple[str, str]]:
-    keys = {entry.name: f" ({entry.shown_key})" for entry in MENU if entry.key}
     return [
-        (f"/{command.name} {command.arguments}".rstrip(), command.help + keys.get(command.name, ""))
-        for command in COMMANDS
+        (command.usage, command.help + (f" ({command.shown_key})" if command.key else "")) for command in COMMANDS
     ]

@@ -124,7 +124,7 @@ class ModelLoader:
             return
         if self.state is not ModelState.NONE:
             try:
-                await asyncio.to_thread(screen.app.setup.check, name)
+                await self._screen.app.in_thread(screen.app.setup.check, name)
             except LocalLLMError as error:
                 await self._ask_before_change(name, error)
                 return
@@ -151,7 +151,7 @@ class ModelLoader:
             error = await self._load_now(loading, name if keeps else None)
         if error is not None:
             await self._ask_after_failure(name, before, error)
-            screen.send_waiting()
+            screen.send_pending()
 
     async def _load_now(self, loading: Loading, kept: str | None) -> Exception | None:
         """Loads a model and lets it reply; returns why it cannot be loaded, unless that was cancelled."""
@@ -170,7 +170,7 @@ class ModelLoader:
 
     async def _loaded(self, loading: Loading) -> OpenModel:
         """The model; meanwhile the screen shows how far it is."""
-        thread = asyncio.create_task(asyncio.to_thread(loading.run))
+        thread = asyncio.create_task(self._screen.app.in_thread(loading.run))
         while not thread.done():
             text, share = loading.progress
             self._screen.status.change(activity=text, progress=share)
@@ -194,7 +194,7 @@ class ModelLoader:
         finally:
             if not loading.is_cancelled:  # else the app ends, or another model is to be loaded
                 self.state = ModelState.LOADED
-                screen.send_waiting()
+                screen.send_pending()
 
     async def _close(self) -> None:
         model, self.model, self.name = self.model, None, None
@@ -236,7 +236,7 @@ class ModelLoader:
             return
         app = self._screen.app
         try:
-            await asyncio.to_thread(app.setup.check, saved)
+            await self._screen.app.in_thread(app.setup.check, saved)
         except LocalLLMError:
             app.notify(
                 f"the model of this chat, {saved}, is not here: {_title(self.name)} replies now", severity="warning"

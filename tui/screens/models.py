@@ -47,7 +47,7 @@ class ModelsScreen(Find):
 
     async def _list(self) -> None:
         try:
-            self._entries = await self.app.offload(lambda: list(self._list_models()))
+            self._entries = await self.app.in_thread(lambda: list(self._list_models()))
         except Exception as error:
             self.query_one(".empty", Static).update(Content(sentence(error)))
             raise

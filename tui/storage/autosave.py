@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from localllm.errors import StoreError
 from localllm.tui.chat.conversation import Conversation, Message
-from localllm.tui.storage.chats import Store
+from localllm.tui.storage.chats import ChatDeletedError, Store
 
 #: Seconds between two times that a reply is saved while it is written.
 SAVE_SECONDS = 0.5
@@ -30,7 +31,24 @@ class AutoSaver:
         self._unset: dict[str, Any] = {}
         self._undeleted: list[str] = []
         self._warning: str | None = None
-        self._failed = False
+        self._failure: str | None = None
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the store has the conversation, and all that was said in it."""
+        return self._conversation.is_saved and not (self._unsaved or self._unset or self._undeleted)
+
+    def flush(self, seconds: float) -> str | None:
+        """Tries to save what is not saved yet, for so long; returns why that fails, or None."""
+        end = time.monotonic() + seconds
+        while self._unsaved or self._unset or self._undeleted:
+            with self._lock:
+                self._try()
+            if self._failure is not None:
+                if time.monotonic() > end:
+                    return self._failure
+                time.sleep(0.1)
+        return None
 
     def save(self, *ids: str) -> None:
         """Saves messages as they are now, and those that could not be saved before."""
@@ -92,9 +110,14 @@ class AutoSaver:
             if self._unsaved:
                 self._store.save(self._conversation, self._unsaved.values())
                 self._unsaved.clear()
+        except ChatDeletedError as error:  # nothing of it can be saved any more
+            if self._failure is None:
+                self._warning = f"{error}: what is said here is not saved; /export writes it into a file"
+            self._failure = str(error)
+            self._unsaved.clear()
         except StoreError as error:
-            if not self._failed:
+            if self._failure is None:
                 self._warning = f"{error}; the chat goes on, but is not saved"
-            self._failed = True
+            self._failure = str(error)
         else:
-            self._failed = False
+            self._failure = None

@@ -24,7 +24,7 @@ from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.thinking import split
 from localllm.tui.storage import schema
-from localllm.tui.storage.records import Record, extras, parsed, to_message
+from localllm.tui.storage.records import extras, parsed, storable, to_message
 from localllm.tui.text import clean_title, shortened
 
 #: Environment variable with the folder that chats are kept in.
@@ -72,10 +72,14 @@ def default_path() -> Path:
     """Where chats are kept: in ``LOCALLLM_DATA``, or the platform's folder for the data of programs."""
     folder = os.environ.get(DATA_VARIABLE)
     if folder:
-        return Path(folder) / "chats.sqlite3"
+        return Path(folder).expanduser() / "chats.sqlite3"
     from platformdirs import user_data_path
 
     return user_data_path("localllm", appauthor=False) / "chats.sqlite3"
+
+
+class ChatDeletedError(StoreError):
+    """A chat that is to be saved was deleted."""
 
 
 class Store:
@@ -96,10 +100,8 @@ class Store:
         """
         self.path = path
         self.notice: str | None = None
-        self._terminal = OpenChatMarker()
+        self._marker = OpenChatMarker()
         self._lock = threading.RLock()
-        #: Ids of chats that were deleted here: a reply to one may still be under way, and is not to bring it back.
-        self._deleted: set[str] = set()
         known = None if path is None else schema.identity(path)
         try:
             self._connection = schema.connect(path)
@@ -125,7 +127,7 @@ class Store:
 
     def close(self) -> None:
         with suppress(StoreError), self._writing() as execute:
-            self._terminal.leave(execute)
+            self._marker.remove(execute)
         with self._lock:
             self._connection.close()
 
@@ -134,29 +136,35 @@ class Store:
     def save(self, conversation: Conversation, messages: Iterable[Message]) -> None:
         """Keeps messages of a conversation, new ones and changed ones, and which of them is its leaf.
 
-        The conversation itself is taken in with its first messages; see `set` for what changes in it later.  One that
-        was deleted is not taken in again.
+        The conversation itself is taken in with its first messages; see `set` for what changes in it later.
+
+        Raises:
+            ChatDeletedError: somebody has deleted it, here or in another terminal: it does not come back.
+            StoreError: it cannot be saved.
         """
         leaf = None if conversation.leaf is None else conversation.leaf.id
         conversation.updated = time.time()
         c = conversation
-        title, system, model = map(_storable, (c.title, c.system, c.model))
+        title, system, model = map(storable, (c.title, c.system, c.model))
         with self._writing() as execute:
-            if c.id in self._deleted:
-                return
-            execute(
-                "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-                " ON CONFLICT (id) DO UPDATE SET updated = excluded.updated, leaf = excluded.leaf",
-                (c.id, title, system, json.dumps(c.settings), model, c.created, c.updated, c.archived, leaf),
-            )
+            if not c.is_saved:
+                execute(
+                    "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (c.id, title, system, json.dumps(c.settings), model, c.created, c.updated, c.archived, leaf),
+                )
+            elif not execute(
+                "UPDATE sessions SET updated = ?, leaf = ? WHERE id = ?", (c.updated, leaf, c.id)
+            ).rowcount:
+                raise ChatDeletedError("this chat was deleted")
             for m in messages:
-                text, more = _storable(m.text), json.dumps(extras(m))
+                text, more = storable(m.text), json.dumps(extras(m))
                 execute(
                     "INSERT INTO messages (id, session, parent, role, text, created, state, opened, extras)"
                     " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET text = excluded.text,"
                     " state = excluded.state, opened = excluded.opened, extras = excluded.extras, indexed = 0",
                     (m.id, c.id, m.parent, m.role, text, m.created, m.state, m.opened, more),
                 )
+        c.is_saved = True
 
     def set(self, id_: str, **changes: str | bool | dict[str, Any] | None) -> None:
         """Changes what belongs to a conversation as a whole.
@@ -170,7 +178,7 @@ class Store:
                 if name not in ("title", "system", "settings", "model", "archived", "leaf"):
                     raise TypeError(f"a conversation has no {name!r} that can be set")
                 kept = json.dumps(value) if isinstance(value, dict) else value
-                kept = _storable(kept) if isinstance(kept, str) else kept
+                kept = storable(kept) if isinstance(kept, str) else kept
                 execute(f"UPDATE sessions SET {name} = ? WHERE id = ?", (kept, id_))
 
     def rename(self, id_: str, title: str) -> str:
@@ -186,7 +194,6 @@ class Store:
     def delete(self, id_: str) -> None:
         """Deletes a conversation for good."""
         self._delete_messages("session = ?", [id_], also="DELETE FROM sessions WHERE id = ?")
-        self._deleted.add(id_)
 
     def delete_messages(self, ids: Iterable[str]) -> None:
         """Deletes messages for good."""
@@ -205,16 +212,16 @@ class Store:
 
     # -- Other terminals -------------------------------------------------------------------------------------------
 
-    def enter(self, id_: str) -> list[str]:
-        """Notes that a conversation is open here, and no longer the one before; returns what `others` does."""
+    def mark_open(self, id_: str) -> list[str]:
+        """Notes that a conversation is open here, and no longer the one before; returns `others_with_open`."""
         with self._writing() as execute:
-            self._terminal.enter(execute, id_)
-        return self.others(id_)
+            self._marker.set(execute, id_)
+        return self.others_with_open(id_)
 
-    def others(self, id_: str) -> list[str]:
+    def others_with_open(self, id_: str) -> list[str]:
         """The other terminals that have a conversation open, such as "process 123"."""
         with self._reading():
-            return self._terminal.others(self._connection.execute, id_)
+            return self._marker.others(self._connection.execute, id_)
 
     # -- Reading ---------------------------------------------------------------------------------------------------
 
@@ -233,19 +240,20 @@ class Store:
             ).fetchall()
         if row is None:
             raise _no_chat(id_)
-        if any(values["state"] == "streaming" for values in kept) and self.others(id_):
+        if any(values["state"] == "streaming" for values in kept) and self.others_with_open(id_):
             kept = [values for values in kept if values["state"] != "streaming"]
         messages = [_message(values) for values in kept]
-        settings = Record(parsed(row["settings"]), "its settings")
+        settings = parsed(row["settings"])
         conversation = Conversation(
             id=row["id"],
             title=row["title"],
             system=row["system"],
-            settings=chat_settings.sound(settings.values),
+            settings=chat_settings.sound(settings if isinstance(settings, dict) else {}),
             model=row["model"],
-            created=row["created"],
-            updated=row["updated"],
+            created=_time(row["created"]),
+            updated=_time(row["updated"]),
             archived=bool(row["archived"]),
+            is_saved=True,
         )
         conversation.restore([m for m in messages if m.text or m.state != "killed"], row["leaf"])
         return conversation
@@ -332,8 +340,8 @@ class Store:
             ChatSummary(
                 id=row["id"],
                 title=row["title"],
-                created=row["created"],
-                updated=row["updated"],
+                created=_time(row["created"]),
+                updated=_time(row["updated"]),
                 archived=bool(row["archived"]),
                 model=row["model"],
                 n_messages=row["n_messages"],
@@ -354,23 +362,25 @@ class Store:
             yield self._connection.execute
 
 
-def _storable(text: str) -> str:
-    """A text with lone surrogates spelled out, which UTF-8 does not have, but names of files do."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
 def _no_chat(id_: str) -> StoreError:
     return StoreError(f"there is no chat {id_!r}: localllm chat --list lists them, and in a chat /sessions does")
 
 
+def _time(value: object) -> float:
+    """A time of the file; 1970 where it is none that a date could be made of."""
+    return float(value) if isinstance(value, int | float) and 0 <= value < 253_402_300_799 else 0.0
+
+
 def _message(row: sqlite3.Row) -> Message:
-    values = {key: row[key] for key in ("id", "parent", "role", "text", "created", "state", "opened")}
     where = f"message {row['seq']} of the saved chats"
     try:
-        record = Record(parsed(row["extras"]), "'extras'")
+        more = parsed(row["extras"])
     except StoreError as error:
-        raise StoreError(f"what belongs to {where} is damaged: {error}") from None
-    message = to_message(Record({**record.values, **values}, where))
+        raise StoreError(f"{where} is damaged: {error}") from None
+    values = {key: row[key] for key in ("id", "parent", "role", "text", "state", "opened")}
+    message = to_message(
+        {**(more if isinstance(more, dict) else {}), **values, "created": _time(row["created"])}, where
+    )
     return replace(message, state="killed") if message.state == "streaming" else message
 
 
@@ -418,14 +428,14 @@ class OpenChatMarker:
     pid: int = field(default_factory=os.getpid)
     began: float = field(default_factory=lambda: psutil.Process().create_time())
 
-    def enter(self, execute: Execute, session: str) -> None:
+    def set(self, execute: Execute, session: str) -> None:
         """Notes that a chat is open here, and no longer the one before."""
         execute(
             "INSERT OR REPLACE INTO terminals (id, host, pid, began, session) VALUES (?, ?, ?, ?, ?)",
             (self.id, self.host, self.pid, self.began, session),
         )
 
-    def leave(self, execute: Execute) -> None:
+    def remove(self, execute: Execute) -> None:
         """Notes that none is open here any more; forgets terminals that were killed as well."""
         rows = execute("SELECT id, host, pid, began FROM terminals").fetchall()
         for id_, host, pid, began in rows:

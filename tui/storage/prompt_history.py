@@ -30,12 +30,14 @@ class PromptHistory:
         self._draft = ""
 
     def load(self) -> list[str]:
-        """What is on disk, for `restore`."""
+        """What is on disk, for `restore`; of a large file the end."""
         if self.path is None:
             return []
         try:
             with self.path.open("rb") as file:
-                lines = file.read(_MOST_BYTES).decode("utf-8", "replace").splitlines()
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - _MOST_BYTES))
+                lines = file.read().decode("utf-8", "replace").splitlines()
         except OSError:
             return []
         entries = []
@@ -44,8 +46,8 @@ class PromptHistory:
                 entry = json.loads(line)
                 if isinstance(entry, str):
                     entries.append(entry)
-        if len(lines) > 2 * MOST_ENTRIES:
-            _rewrite(self.path, entries)
+        if len(lines) > 2 * MOST_ENTRIES or size > _MOST_BYTES:
+            _rewrite(self.path, entries, size)
         return entries
 
     def restore(self, entries: list[str]) -> None:
@@ -93,9 +95,11 @@ class PromptHistory:
         return self._draft
 
 
-def _rewrite(path: Path, entries: list[str]) -> None:
+def _rewrite(path: Path, entries: list[str], size: int) -> None:
+    """Makes a file shorter, unless another terminal has just added to it."""
     aside = path.with_suffix(".new")
     with contextlib.suppress(OSError):
         aside.write_bytes(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
         aside.chmod(0o600)
-        aside.replace(path)
+        if path.stat().st_size == size:
+            aside.replace(path)

@@ -13,7 +13,7 @@ from textual.message import Message
 from textual.widgets import OptionList, TextArea
 from textual.widgets.option_list import Option
 
-from localllm.tui.chat.completion import MOST, Completion
+from localllm.tui.chat.attachments import MOST, Completion
 from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import Pastes, escape_controls
 
@@ -99,6 +99,7 @@ class Composer(TextArea):
         self.suggestions = suggestions
         self.pastes = Pastes()
         self._called_up = ""
+        self._told = ("", True)
 
     # -- What is in it ---------------------------------------------------------------------------------------------
 
@@ -202,7 +203,10 @@ class Composer(TextArea):
             self.suggestions.offer([])
             return
         self._called_up = ""
-        self.post_message(self.Typed(self.line_to_cursor, self.cursor_location[0] == 0))
+        told = (self.line_to_cursor, self.cursor_location[0] == 0)
+        if told != self._told:  # a key may change the text, and then the cursor
+            self._told = told
+            self.post_message(self.Typed(*told))
 
     @property
     def line_to_cursor(self) -> str:

@@ -55,28 +55,56 @@ class Reply(Markdown):
 
 
 class Thinking(Collapsible):
-    """A thinking section.  What it holds is drawn only while it is open."""
+    """A thinking section, drawn only while it is open: in blocks, of which what comes next changes the last one.
+
+    Attributes:
+        text: all of it.
+    """
 
     def __init__(self, text: str, seconds: float | None) -> None:
-        self._text = escape_controls(text)
-        self._body = Static(Content(self._text), classes="thought")
-        super().__init__(self._body, title=_title(self._text, seconds, False), collapsed=True)
+        self.text = escape_controls(text)
+        self._n_drawn = 0  # characters of blocks that stay as they are
+        self._last = Static(classes="thought")
+        self._body = Vertical(self._last, classes="thoughts")
+        super().__init__(self._body, title=_title(self.text, seconds, False), collapsed=True)
+
+    @property
+    def blocks(self) -> list[Static]:
+        return list(self._body.query(Static))
 
     def write(self, text: str, seconds: float) -> None:
         """Adds a piece, after so many seconds of thinking."""
-        self._text += escape_controls(text)
-        self.title = _title(self._text, seconds, True)
+        self.text += escape_controls(text)
+        self.title = _title(self.text, seconds, True)
         self._draw()
 
     def show(self, text: str, seconds: float | None) -> None:
         """Shows what was thought in the end; how long it took, if that is known."""
-        self._text = escape_controls(text)
-        self.title = _title(self._text, seconds, False)
+        whole = escape_controls(text)
+        if not whole.startswith(self.text[: self._n_drawn]):
+            self._n_drawn = 0
+            self._body.query(Static).remove()
+            self._add_block()
+        self.text = whole
+        self.title = _title(self.text, seconds, False)
         self._draw()
 
     def _draw(self) -> None:
-        if not self.collapsed:
-            self._body.update(Content(self._text.strip()))
+        if self.collapsed or not self._body.is_mounted:
+            return
+        while True:
+            rest = self.text[self._n_drawn :]
+            end = rest.rfind("\n", 0, _BLOCK_LENGTH) if len(rest) > _BLOCK_LENGTH else -1
+            if end < 0:
+                self._last.update(Content(rest.rstrip()))
+                return
+            self._last.update(Content(rest[:end]))
+            self._n_drawn += end + 1
+            self._add_block()
+
+    def _add_block(self) -> None:
+        self._last = Static(classes="thought")
+        self._body.mount(self._last)
 
     def on_collapsible_expanded(self) -> None:
         self._draw()
@@ -91,8 +119,10 @@ def _title(text: str, seconds: float | None, is_thinking: bool) -> str:
     return f"Thought in {n_words:,} word{'s' * (n_words != 1)}"
 
 
-#: InputReader of a user's message that are shown before it is unfolded.
+#: Lines of a user's message that are shown before it is unfolded.
 _MOST_LINES = 30
+#: Characters of thinking that are drawn as one block, which ends where a line does.
+_BLOCK_LENGTH = 2000
 
 _ENDS = {
     "stopped": "stopped",
