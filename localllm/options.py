@@ -51,6 +51,9 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     seed: int | None
     logprobs: int | None
+    json_schema: str | Mapping[str, Any] | type | None
+    regex: str | None
+    grammar: str | None
     processors: tuple[LogitsProcessor, ...]
 
 

@@ -34,7 +34,6 @@ _ABSENT = {
         ("-r --reverse-prompt", "--stop ends the text before another one"),
         ("--jinja", "the file's chat template is always used, leave it out"),
         ("--chat-template --chat-template-file", "from Python there is localllm.load(chat_template=...)"),
-        ("-j --json-schema --grammar --grammar-file", _NOT_HERE),
         ("--draft-min --draft-p-min --draft-p-split", "drafts grow with how many are accepted"),
         ("-td --threads-draft -tbd --threads-batch-draft", "-t holds for the draft model too"),
         ("-cd --ctx-size-draft", "-c holds for the draft model too"),

@@ -316,6 +316,23 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         help="DRY follows no repetition across this text; in place of the default ones, which 'none' clears",
     )
     group.add_argument(
+        "-jf",
+        "--json-schema-file",
+        dest="json_schema",
+        type=text_file,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="read --json-schema from a file",
+    )
+    group.add_argument(
+        "--grammar-file",
+        dest="grammar",
+        type=text_file,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="read --grammar from a file",
+    )
+    group.add_argument(
         "-l",
         "--logit-bias",
         type=logit_bias,
@@ -477,6 +494,15 @@ def stop_text(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("the text to stop at is empty")
     return text
+
+
+def text_file(path: str) -> str:
+    """The text of a file."""
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise argparse.ArgumentTypeError(f"{path!r} cannot be read ({reason})") from None
 
 
 def whole(least: int, words: str = "", *, below: float = math.inf) -> Callable[[str], int]:

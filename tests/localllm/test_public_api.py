@@ -28,6 +28,7 @@ PUBLIC = [
     "Drafts",
     "GGUFError",
     "GGUFFile",
+    "GrammarError",
     "HubError",
     "KernelError",
     "LocalLLMError",
