@@ -45,6 +45,7 @@ COMMANDS = {
     "models": "localllm.cli.models",
     "pull": "localllm.cli.pull",
     "quantize": "localllm.cli.quantize",
+    "evaluate": "localllm.cli.evaluate",
     "config": "localllm.cli.config",
 }
 

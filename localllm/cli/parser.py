@@ -81,6 +81,7 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
         ("models", _add_models, "[--json]", "list the models on this machine", MODELS_DETAILS),
         ("pull", _add_pull, "ORG/REPO[:FILE or QUANT] [-q]", "download a model from the hub", PULL_DETAILS),
         ("quantize", _add_quantize, "FILE OUTPUT TYPE [options]", "make a model smaller", QUANTIZE_DETAILS),
+        ("evaluate", _add_evaluate, "[FILE] -f TEXT [options]", "measure what a model knows", EVALUATE_DETAILS),
         ("config", _add_config, "[path | set KEY VALUE | unset KEY] [--json]", "show or change settings", ""),
     ):
         command = parsers.add_parser(
@@ -124,6 +125,17 @@ Mixes give the tensors that matter most better types: Q4_K_M, Q5_K_M, Q6_K, IQ4_
 common; any unknown TYPE lists all.  Types below 3 bits need --imatrix.
 
 The error of a tensor is the root of its squared error over that of its squares, weighted by importance.
+"""
+
+EVALUATE_DETAILS = """\
+-f measures the perplexity of a text, in chunks of which the second halves count, as llama.cpp does.  --save-logits
+keeps what the model thought of it, and with --base-logits another model is compared with that: Kullback-Leibler
+divergence, change of probability, and how often both have the same likeliest token.  The file is llama.cpp's.
+
+--compare measures several models against FILE, and draws their divergence over their size.
+
+--choices takes questions, in each line {"prompt": "...", "choices": ["...", "..."], "answer": 0}, and counts how
+often the likeliest answer is the right one.
 """
 
 BENCH_DETAILS = """\
@@ -448,6 +460,45 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", action="store_true", help="show what the time on GPUs goes to, by operation")
     parser.add_argument("--json", action="store_true", help="print one line of JSON after the table")
     parser.add_argument("-q", "--quiet", action="store_true", help="show no progress")
+
+
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    _add_file(parser.add_mutually_exclusive_group(), "a GGUF file (default: the demo model)")
+    parser.add_argument("-f", "--file", metavar="FILE", help="the text")
+    parser.add_argument(
+        "-c",
+        "--ctx-size",
+        "--context",
+        dest="context",
+        type=whole(4),
+        metavar="N",
+        help="tokens of a chunk (default: 512)",
+    )
+    parser.add_argument("--chunks", type=whole(1), metavar="N", help="the first N chunks only")
+    parser.add_argument(
+        "--save-logits",
+        "--save-all-logits",
+        dest="save_logits",
+        type=Path,
+        metavar="FILE",
+        help="keep the logits in a file, with which other models are compared",
+    )
+    parser.add_argument(
+        "--base-logits",
+        "--kl-divergence-base",
+        dest="base_logits",
+        type=Path,
+        metavar="FILE",
+        help="compare with the model whose logits the file has; it has the text, too",
+    )
+    parser.add_argument(
+        "--compare", nargs="+", type=model_file, metavar="FILE", help="compare these models with the first one"
+    )
+    parser.add_argument("--choices", type=Path, metavar="FILE", help="multiple choice: a JSONL file of questions")
+    _add_device(parser)
+    _add_declared(parser, LoadOptions, "threads")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print no more than JSON and errors")
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
