@@ -257,13 +257,13 @@ class Llama:
         Args:
             functions, function_call: the old names of ``tools`` and ``tool_choice``.
             tool_choice: "auto", or "none" for no tools.
-            response_format: None or ``{"type": "text"}``.
+            response_format: None, ``{"type": "text"}``, or ``{"type": "json_object"}``, perhaps with a ``schema``.
             logprobs, top_logprobs: whether to report log-probabilities, and of how many of the likeliest tokens.
             max_tokens, options: as `create_completion`.
 
         Raises:
             TypeError: a keyword is unknown.
-            NotAvailableError: a tool is forced, or JSON asked for, which only grammars can promise.
+            NotAvailableError: a tool is forced, or another format asked for.
             LocalLLMError: as `LLM.chat`.
         """
         if functions is not None:
@@ -271,13 +271,15 @@ class Llama:
         choice = tool_choice if function_call is None else function_call
         if isinstance(choice, Mapping) or choice == "required":
             raise NotAvailableError(f"tool_choice is {choice!r:.80}, but here it can only be 'auto' or 'none'")
-        if response_format is not None and response_format.get("type") != "text":
+        format_ = {"type": "text"} if response_format is None else response_format
+        if format_.get("type") not in ("text", "json_object"):
             raise NotAvailableError(
-                f"response_format is {dict(response_format)!r:.80}, but here it can only be text: ask for JSON in "
-                "the prompt, and check what comes"
+                f"response_format is {dict(format_)!r:.80}, but here its type can only be 'text' or 'json_object'"
             )
         n_logprobs = (top_logprobs or 0) if logprobs else None
         given = self._options({"temperature": temperature, **options}, max_tokens, n_logprobs)
+        if format_["type"] == "json_object":
+            given["json_schema"] = format_.get("schema", {"type": "object"})
         begin = partial(self.llm.stream_chat, messages, tools=None if choice == "none" else tools, **given)
         answer = _Answer(f"chatcmpl-{uuid.uuid4()}", "chat.completion", model or self.model_path)
         if stream:

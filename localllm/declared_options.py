@@ -9,6 +9,7 @@ Nothing heavy is imported here, so that ``localllm --help`` need not wait for it
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import os
@@ -129,6 +130,21 @@ def _read_biases(value: object) -> dict[int, float] | None:
     return None if None in biases or None in biases.values() else biases  # type: ignore[return-value]
 
 
+def _read_schema(value: Any) -> str | None:
+    """A JSON schema's text, of which a pydantic model class makes its own."""
+    schema = value.model_json_schema() if callable(getattr(value, "model_json_schema", None)) else value
+    try:
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        # Not sorted: the order of properties is that of the text.
+        return json.dumps(schema) if isinstance(schema, Mapping) else None
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _text_with_content(value: object) -> str | None:
+    return value if isinstance(value, str) and value.strip() else None
+
+
 def _read_functions(value: object) -> tuple[object, ...] | None:
     if not isinstance(value, Iterable):
         return None
@@ -148,6 +164,9 @@ _CACHE_TYPE = Kind("one of 'f16', 'q8_0'", _read_cache_type, metavar="TYPE")
 _TEXTS = Kind("texts, none of them empty", _read_texts)
 STOPS = Kind("a text that is not empty, or a list of such", _read_stops, metavar="TEXT")
 _SECONDS = _number(math.ulp(0.0), "a number of seconds above 0")
+_SCHEMA = Kind("a JSON schema: a dict, a JSON text, or a pydantic model class", _read_schema, metavar="SCHEMA")
+_REGEX = Kind("a regular expression that is not empty", _text_with_content, metavar="REGEX")
+_GRAMMAR = Kind("a grammar in Lark's or llama.cpp's notation", _text_with_content, metavar="TEXT")
 _BIASES = Kind("a mapping of token ids to finite numbers or -inf", _read_biases)
 
 #: The kind of what is on or off; its flag of the command line has no value.
@@ -357,6 +376,9 @@ class LoadOptions(_Checked):
     )
 
 
+_GRAMMARS = ("json_schema", "regex", "grammar")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling(_Checked):
     """How the next token is chosen.  Names and defaults are llama.cpp's; `localllm.sampling.sampler` has the order.
@@ -443,12 +465,43 @@ class Sampling(_Checked):
         "here.",
         none="no log-probabilities",
     )
+    json_schema: str | Mapping[str, Any] | type | None = _asked(
+        None,
+        _SCHEMA,
+        "the text is JSON that this schema allows.  It is a dict, JSON text, or a pydantic model class.  With it, as "
+        "with ``regex`` and ``grammar``, what a model thinks first is free, and only ``max_tokens`` and ``stop`` can "
+        "cut the answer off before it is whole.  All three need the extra ``grammar``.",
+        "-j --json-schema",
+        none="any text",
+    )
+    regex: str | None = _asked(
+        None, _REGEX, "the text is one that this regular expression matches as a whole", "--", none="any text"
+    )
+    grammar: str | None = _asked(
+        None,
+        _GRAMMAR,
+        "the text follows a grammar, in Lark's notation or llama.cpp's GBNF.  Lark's begins with the rule "
+        "``start``, GBNF's with ``root``.",
+        "--",
+        none="any text",
+    )
     processors: tuple[LogitsProcessor, ...] = _asked(
         (),
         Kind("a tuple of functions", _read_functions),
         "called in turn after ``logit_bias``, each with the tokens so far, the prompt's among them, int32 [n], and "
         "the logits, float32 [n_vocab], of which it returns its own",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [name for name in _GRAMMARS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(given)} each hold the text to a grammar: leave all but one of them out")
+
+    @property
+    def grammar_kind(self) -> str | None:
+        """Which of ``json_schema``, ``regex`` and ``grammar`` is given."""
+        return next((name for name in _GRAMMARS if getattr(self, name) is not None), None)
 
     def replace(self, **changes: Any) -> Self:
         """The same settings but for ``changes``.

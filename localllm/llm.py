@@ -29,7 +29,7 @@ from localllm.kernels.graph import CacheType
 from localllm.loading import Parts, compile_template, load_parts
 from localllm.options import Options
 from localllm.progress import LoadPlan, LoadProgress, default_progress
-from localllm.sampling import make_sampler
+from localllm.sampling import Sampling, make_sampler
 from localllm.scoring import Score, last_logits, scores
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.stream import StreamDecoder
@@ -37,6 +37,7 @@ from localllm.tokenizer.stream import StreamDecoder
 # jinja2, which it imports, takes a good part of the time to the first token of those that do not chat.
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
+    from localllm.sampling.grammar import Constraint, Grammars
 
 Message = Mapping[str, object]
 
@@ -145,6 +146,7 @@ class LLM:
         self._info = parts.info
         self._template_source = parts.template_source
         self._template = parts.template
+        self._grammars: Grammars | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -274,6 +276,7 @@ class LLM:
         Raises:
             TypeError: an option is unknown.
             UsageError: an option or token is out of range, or the prompt empty and the model without BOS.
+            GrammarError: ``json_schema``, ``regex`` or ``grammar`` cannot be used.
             ContextLengthError: the prompt is too long; see ``overflow``.
         """
         return self._stream(Stream, prompt, add_special, parse_special, CheckedOptions.of(options)).read()
@@ -577,6 +580,7 @@ class LLM:
             ids,
             given,
             continuation=bool(reply_prefix),
+            template="" if reply_prefix else self._template_source.text or "",
             truncatable=lambda: len(truncated(messages, ids)) <= context,
         )
 
@@ -619,8 +623,14 @@ class LLM:
         *,
         continuation: bool,
         truncatable: Callable[[], bool],
+        template: str = "",
     ) -> _Reader:
-        """Submits a request; ``truncatable`` tells whether a prompt that is too long would fit truncated."""
+        """Submits a request.
+
+        Args:
+            truncatable: tells whether a prompt that is too long would fit truncated.
+            template: the chat template, if this is the beginning of an answer.
+        """
         engine, tokenizer = self._opened(), self._tokenizer
         sampling = given.sampling
         if given.ignore_eos:
@@ -637,10 +647,17 @@ class LLM:
                 "speculate is 'draft', but there is no draft model: load the model with draft_model=..., or choose "
                 "speculate='lookup'"
             )
+        sampler = make_sampler(
+            sampling,
+            engine.n_vocab,
+            prompt_ids=ids,
+            token_bytes=tokenizer.token_bytes,
+            constraint=self._constraint(engine, sampling, ids, template),
+        )
         make_request = partial(
             Request,
             ids,
-            sampler=make_sampler(sampling, engine.n_vocab, prompt_ids=ids, token_bytes=tokenizer.token_bytes),
+            sampler=sampler,
             stop_ids=tokenizer.eog_ids,
             max_tokens=given.max_tokens,
             priority=given.priority,
@@ -649,6 +666,17 @@ class LLM:
             draft_max=given.draft_max,
         )
         return reader(engine, decoder, make_request, logprobs=sampling.logprobs is not None, progress=given.progress)
+
+    def _constraint(self, engine: Engine, sampling: Sampling, ids: list[int], template: str) -> Constraint | None:
+        """What holds a text to its grammar, if it has one."""
+        if sampling.grammar_kind is None:
+            return None
+        if self._grammars is None:
+            # Imported here: most texts have none.
+            from localllm.sampling.grammar import Grammars
+
+            self._grammars = Grammars(self._tokenizer, engine.n_vocab)
+        return self._grammars.constraint(sampling, ids, template)
 
 
 def _too_long(n_tokens: int, context: int, truncated: bool, truncatable: Callable[[], bool]) -> ContextLengthError:

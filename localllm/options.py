@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from localllm.completion import Progress
 from localllm.declared_options import CheckedOptions, Overflow, Speculate, describes
@@ -36,6 +36,9 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     seed: int | None
     logprobs: int | None
+    json_schema: str | Mapping[str, Any] | type | None
+    regex: str | None
+    grammar: str | None
     processors: tuple[LogitsProcessor, ...]
 
 

@@ -83,7 +83,7 @@ ABSENT = {
         ("-i --interactive -if --interactive-first -ins --instruct -mli --multiline-input", _ONE_ANSWER),
         ("-o --output --output-file", "the text goes to standard output: send it to a file with > FILE"),
         ("-bf --binary-file --in-file", "-f reads a prompt from a file"),
-        ("-j --json-schema -jf --json-schema-file --grammar --grammar-file --format", _NOT_HERE),
+        ("--format", _NOT_HERE),
         ("--lora --lora-scaled --control-vector --mmproj -mm --image --audio --special", _NOT_HERE),
         ("--sampling-seq --sampler-seq", "--samplers takes names, as in --samplers 'top_k;top_p;temperature'"),
         ("--prompt-cache --prompt-cache-all --slot-save-path", "localllm chat keeps conversations, see --continue"),

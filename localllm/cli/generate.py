@@ -36,6 +36,7 @@ from localllm.info import ModelInfo
 from localllm.llm import LLM, load
 from localllm.placement import Format, Placement, Plan
 from localllm.progress import LoadPlan, LoadProgress
+from localllm.sampling.grammar import check_grammar
 from localllm.settings import Settings
 
 #: Seconds after which somebody who may not know that a prompt is awaited is told.
@@ -48,7 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Generates a text as the command line asks."""
     settings = settle(arguments)
     options = generation_options(arguments, settings)
-    CheckedOptions.of(options)  # complains about a setting before a model is loaded for nothing
+    # Complains about a setting before a model is loaded for nothing.
+    sampling = CheckedOptions.of(options).sampling
+    if sampling.grammar_kind is not None:
+        check_grammar(sampling)
     prompt = _prompt(arguments)
     if arguments.chat and not prompt:
         raise UsageError("--chat needs a prompt, the message to answer: give it with -p")

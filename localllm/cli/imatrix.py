@@ -7,12 +7,12 @@ import time
 from dataclasses import replace
 from functools import reduce
 from operator import add
-from pathlib import Path
 
 from localllm.cli.defaults import settle
+from localllm.cli.evaluate import read_text
 from localllm.cli.main import DONE
 from localllm.cli.terminal import LoadStatus, StatusLine, visible_line, warn
-from localllm.errors import UsageError, path_text
+from localllm.errors import path_text
 from localllm.gguf import GGUFFile
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.progress import of_stage
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures what the command line asks for, and writes it."""
     settle(arguments, skip=["threads", "context"])
     before = [ImportanceMatrix.read(path) for path in arguments.in_file]
-    text = _text(arguments.text)
+    text = read_text(arguments.text)
     with GGUFFile.open(arguments.model) as file:
         for matrix in before:
             matrix.check_is_of(file.tensors)
@@ -45,15 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
         more = f", with {whole.n_chunks - found.n_chunks} that were added" if before else ""
         print(f"{visible_line(path_text(arguments.output))}: {len(whole.entries)} tensors, {count}{more}")
     return DONE
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError:
-        raise UsageError(f"{path_text(path)} is not text in UTF-8: give a text file") from None
-    except OSError as error:
-        raise UsageError(f"{path_text(path)} cannot be read ({error.strerror}): give a text file") from None
 
 
 def _collected(

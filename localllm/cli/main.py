@@ -54,6 +54,7 @@ COMMANDS = {
     "pull": "localllm.cli.pull",
     "quantize": "localllm.cli.quantize",
     "imatrix": "localllm.cli.imatrix",
+    "evaluate": "localllm.cli.evaluate",
     "config": "localllm.cli.config",
 }
 

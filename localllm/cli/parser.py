@@ -114,6 +114,7 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
             "measure which weights matter to a text",
             IMATRIX_DETAILS,
         ),
+        ("evaluate", _add_evaluate, "[FILE] -f TEXT [options]", "measure what a model knows", EVALUATE_DETAILS),
         (
             "config",
             _add_config,
@@ -170,6 +171,17 @@ IMATRIX_DETAILS = """\
 The model reads the text, some thousands of words of what it is used for; 50 pieces do, 200 are better.  What is
 measured helps `localllm quantize --imatrix` to keep what matters: start from the F16 file or a large quantisation.
 Ctrl-C ends early and keeps what was measured so far.  A name that ends in .dat gives the older format of llama.cpp.
+"""
+
+EVALUATE_DETAILS = """\
+-f measures the perplexity of a text, in chunks of which the second halves count, as llama.cpp does.  --save-logits
+keeps what the model thought of it, and with --base-logits another model is compared with that: Kullback-Leibler
+divergence, change of probability, and how often both have the same likeliest token.  The file is llama.cpp's.
+
+--compare measures several models against FILE, and draws their divergence over their size.
+
+--choices takes questions, in each line {"prompt": "...", "choices": ["...", "..."], "answer": 0}, and counts how
+often the likeliest answer is the right one.
 """
 
 BENCH_DETAILS = """\
@@ -365,6 +377,23 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         help="DRY follows no repetition across this text; in place of the default ones, which 'none' clears",
     )
     group.add_argument(
+        "-jf",
+        "--json-schema-file",
+        dest="json_schema",
+        type=text_file,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="read --json-schema from a file",
+    )
+    group.add_argument(
+        "--grammar-file",
+        dest="grammar",
+        type=text_file,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="read --grammar from a file",
+    )
+    group.add_argument(
         "--samplers",
         type=lambda text: text.split(";"),
         metavar="NAME;…",
@@ -544,6 +573,45 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="show no progress")
 
 
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    _add_file(parser.add_mutually_exclusive_group(), "a GGUF file (default: the demo model)")
+    parser.add_argument("-f", "--file", metavar="FILE", help="the text")
+    parser.add_argument(
+        "-c",
+        "--ctx-size",
+        "--context",
+        dest="context",
+        type=whole(4),
+        metavar="N",
+        help="tokens of a chunk (default: 512)",
+    )
+    parser.add_argument("--chunks", type=whole(1), metavar="N", help="the first N chunks only")
+    parser.add_argument(
+        "--save-logits",
+        "--save-all-logits",
+        dest="save_logits",
+        type=Path,
+        metavar="FILE",
+        help="keep the logits in a file, with which other models are compared",
+    )
+    parser.add_argument(
+        "--base-logits",
+        "--kl-divergence-base",
+        dest="base_logits",
+        type=Path,
+        metavar="FILE",
+        help="compare with the model whose logits the file has; it has the text, too",
+    )
+    parser.add_argument(
+        "--compare", nargs="+", type=model_file, metavar="FILE", help="compare these models with the first one"
+    )
+    parser.add_argument("--choices", type=Path, metavar="FILE", help="multiple choice: a JSONL file of questions")
+    _add_device(parser)
+    _add_declared(parser, LoadOptions, "threads")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print no more than JSON and errors")
+
+
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="show all that was looked at")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -588,6 +656,15 @@ def model_file(text: str) -> str:
             "there, ORG/REPO[:QUANT]"
         )
     return text
+
+
+def text_file(path: str) -> str:
+    """The text of a file."""
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise argparse.ArgumentTypeError(f"{path!r} cannot be read ({reason})") from None
 
 
 def whole(least: int, words: str = "", *, below: float = math.inf) -> Callable[[str], int]:

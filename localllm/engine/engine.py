@@ -358,7 +358,8 @@ class EngineLoop:
             except BaseException as error:
                 self._end(request, error=error)
             else:
-                request.drafts = list(takewhile(lambda id_: id_ < self._runner.n_vocab, ids[:most]))
+                drafts = list(takewhile(lambda id_: id_ < self._runner.n_vocab, ids[:most]))
+                request.drafts = drafts if request.sampler is None else drafts[: request.sampler.n_possible(drafts)]
 
     def _take_results(
         self, each: Scheduled, logits: NDArray[np.float32] | TopK, rows: slice, begin: float
@@ -417,7 +418,7 @@ class EngineLoop:
                 return "stop"
             sampler.accept(choice.id)
             request.tokens.append(choice.id)
-            if request.output.token(choice):
+            if request.output.token(choice) or sampler.is_complete:
                 return "stop"
             if request.n_generated == request.max_tokens or len(request.tokens) > self._runner.context:
                 return "length"

@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import GGUFError, ModelError, path_text, quoted
+from localllm.files import NewFile
 from localllm.gguf import GGUFFile, StringArray, TensorInfo
-from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value, write_file
+from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
 from localllm.quant.bits import Floats
 from localllm.quant.formats import dequantize
 from localllm.quant.types import GGMLType
@@ -103,7 +104,9 @@ class ImportanceMatrix:
             OutputError: it cannot be written; what stood there before still does.
         """
         if path.suffix == ".dat":
-            write_file(path, self._in_old_format())
+            data = self._in_old_format()
+            with NewFile(path, len(data)) as file:
+                file.put(data)
             return
         tensors: dict[str, NDArray[Any]] = {}
         holders: dict[int, str] = {}

@@ -3,8 +3,8 @@
 ``make_sampler`` chooses once, from a ``Sampling``, which small steps make up the sampler, in the order of
 llama.cpp's default chain:
 
-    logit bias · processors · repetition penalties · DRY        on all logits
-    top-k · typical · top-p · min-p · XTC · temperature · draw  on the candidates that are left
+    logit bias · processors · repetition penalties · DRY · grammar    on all logits
+    top-k · typical · top-p · min-p · XTC · temperature · draw        on the candidates that are left
 
 Temperature 0 takes the largest logit after the first line, of equal ones the lowest id.  Mirostat 2 takes the
 place of the second line but for temperature, and draws by itself.  (llama.cpp leaves out penalties and DRY as
@@ -17,7 +17,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,9 @@ from localllm.errors import LocalLLMError, ModelError, UsageError
 from localllm.sampling import candidates as steps
 from localllm.sampling.candidates import Candidates, IntArray, Mirostat2
 from localllm.sampling.penalties import DryPenalty, History, Logits, RepetitionPenalties, SequenceBreakers
+
+if TYPE_CHECKING:
+    from localllm.sampling.grammar import Constraint
 
 LogitsProcessor = Callable[[npt.NDArray[np.int32], Logits], Logits]
 """The ids so far (int32 ``[n]``, read-only) and the logits (float32 ``[n_vocab]``, free to change in place)
@@ -130,6 +133,7 @@ class Sampler:
         listeners: Sequence[Callable[[int], None]],
         choose: Callable[[Candidates], int] | None,
         n_enough: int,
+        constraint: Constraint | None = None,
     ) -> None:
         self.sampling = sampling
         self.seed = seed
@@ -139,6 +143,16 @@ class Sampler:
         self._listeners = tuple(listeners)
         self._choose = choose  # None: take the largest logit
         self.n_enough = n_enough
+        self._constraint = constraint
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text's grammar lets nothing follow."""
+        return self._constraint is not None and self._constraint.is_complete
+
+    def n_possible(self, ids: Sequence[int]) -> int:
+        """How many of the tokens ``ids`` the text's grammar lets follow one another."""
+        return len(ids) if self._constraint is None else self._constraint.n_possible(ids)
 
     def __call__(self, logits: npt.NDArray[Any]) -> Choice:
         """Chooses the next token.
@@ -200,7 +214,7 @@ class Sampler:
 
 #: Whose logits are wrong, and what to do, where they are the model's own and where settings made them so.
 _MODELS = "the model's logits", "its file may be damaged"
-_ADJUSTED = "after logit_bias, processors, penalties and DRY the logits", "use milder settings"
+_ADJUSTED = "after logit_bias, processors, penalties, DRY and grammar the logits", "use milder settings"
 
 
 def _n_enough(sampling: Sampling, n_vocab: int) -> int:
@@ -236,6 +250,7 @@ def make_sampler(
     *,
     prompt_ids: Sequence[int] | IntArray = (),
     token_bytes: Callable[[int], bytes] | None = None,
+    constraint: Constraint | None = None,
 ) -> Sampler:
     """The sampler of one sequence.
 
@@ -244,6 +259,7 @@ def make_sampler(
         n_vocab: how many logits there are.
         prompt_ids: the sequence so far, which counts for penalties and DRY.
         token_bytes: the bytes that an id stands for; DRY finds its sequence breakers with it.
+        constraint: what holds the text to the grammar of the settings.
 
     Raises:
         UsageError: an id in ``prompt_ids`` or ``logit_bias`` is outside the vocabulary, or DRY has sequence
@@ -258,6 +274,10 @@ def make_sampler(
         adjustments.append(_LogitBias(sampling.logit_bias))
     adjustments += [_Processor(function, history) for function in sampling.processors]
     adjustments += trackers
+    listeners = [tracker.accept for tracker in trackers]
+    if constraint is not None:
+        adjustments.append(constraint)
+        listeners.append(constraint.accept)
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
     return Sampler(
         sampling,
@@ -265,9 +285,10 @@ def make_sampler(
         history=history,
         n_vocab=n_vocab,
         adjustments=adjustments,
-        listeners=[tracker.accept for tracker in trackers],
+        listeners=listeners,
         choose=_make_choose(sampling, uniform_numbers(seed)) if sampling.temperature > 0 else None,
-        n_enough=0 if trackers or sampling.processors else _n_enough(sampling, n_vocab),
+        n_enough=0 if trackers or sampling.processors or constraint else _n_enough(sampling, n_vocab),
+        constraint=constraint,
     )
 
 

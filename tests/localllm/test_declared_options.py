@@ -52,7 +52,8 @@ def test_what_is_kept_is_in_the_settings_file_and_numbers_in_the_chat() -> None:
     kept = {name for name, option in declared(LoadOptions).items() if option.is_kept}
     assert kept == {"device", "n_gpu_layers", "tensor_split", "context", "threads", "cache_type"}
     assert kept < KEYS.keys()
-    assert declared(Sampling).keys() - SAMPLING_KEYS.keys() == {"logit_bias", "logprobs", "processors"}
+    asked = {"logit_bias", "logprobs", "processors", "json_schema", "regex", "grammar"}
+    assert declared(Sampling).keys() - SAMPLING_KEYS.keys() == asked
     assert {name for name, option in declared(Sampling).items() if option.label} <= READERS.keys()
     assert SAMPLING_KEYS.keys() - READERS.keys() == {"dry_sequence_breakers"}
 

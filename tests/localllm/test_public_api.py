@@ -27,6 +27,7 @@ PUBLIC = [
     "Drafts",
     "GGUFError",
     "GGUFFile",
+    "GrammarError",
     "HubError",
     "KernelError",
     "LocalLLMError",

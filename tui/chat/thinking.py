@@ -10,15 +10,7 @@ import time
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-#: Tags around what is thought, opening and closing.
-TAGS = {
-    "<think>": "</think>",
-    "<thinking>": "</thinking>",
-    "<thought>": "</thought>",
-    "<seed:think>": "</seed:think>",
-    "[THINK]": "[/THINK]",
-    "◁think▷": "◁/think▷",
-}
+from localllm.chat.thinking import TAGS
 
 
 class Piece(NamedTuple):

@@ -153,9 +153,9 @@ def test_the_command_writes_what_quantize_takes(tmp_path: Path, capfdbinary: pyt
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"\xff\xfe", "is not text in UTF-8: give a text file"),
+        (b"\xff\xfe", "cannot be read (it is not UTF-8): check the path"),
         (b"abc", "tokens, but 512 are needed: give a longer one"),
-        (None, "cannot be read (No such file or directory): give a text file"),
+        (None, "cannot be read (No such file or directory): check the path"),
     ],
 )
 def test_a_text_that_cannot_be_used_is_refused(
