@@ -57,6 +57,7 @@ PACKAGES = {
     "psutil": "psutil",
     "tomlkit": "tomlkit",
     "platformdirs": "platformdirs",
+    "msgspec": "msgspec",
     "textual": "textual",
     "markdown-it-py": "markdown_it",
 }

@@ -98,12 +98,8 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("generate -m model.gguf -p hi -n 4 --chat-template-file t.jinja", "", {"chat_template": TEMPLATE}),
     ("generate -m model.gguf -i -p hi", "error: there is no flag -i: localllm generate answers one prompt", {}),
     ("generate -m model.gguf -p hi -o out.txt", "error: there is no flag -o: the text goes to standard output: ", {}),
-    (
-        "generate -m model.gguf -p hi --grammar 'root ::= \"a\"'",
-        "error: there is no flag --grammar: this version",
-        {},
-    ),
-    ("generate -m model.gguf -p hi -j '{}'", "error: there is no flag -j: this version of localllm has nothing", {}),
+    ("generate -m model.gguf -p hi -n 4 --grammar 'root ::= \"a\"'", "", {"grammar": 'root ::= "a"'}),
+    ("generate -m model.gguf -p hi -n 4 -j '{}'", "", {"json_schema": "{}"}),
     ("generate -m model.gguf -p hi --lora a.gguf", "error: there is no flag --lora: this version of localllm", {}),
     (
         "generate -m model.gguf -p hi --rope-scaling yarn",
