@@ -30,6 +30,9 @@ HUB_MODEL, HUB_FILE = "Qwen/Qwen2.5-0.5B-Instruct-GGUF", "qwen2.5-0.5b-instruct-
 #: How lines begin that install something or take hours; `.ci/run` has what the README's two commands have.
 NOT_RUN = ("python3 -m venv", ".venv/bin/pip", "python -m pytest", "python -m tests.")
 
+#: Pages whose commands use what earlier ones have written.
+IN_ORDER = ("smaller-models.md",)
+
 
 def blocks(language: str) -> list[tuple[Path, str]]:
     return [(page, text) for page in PAGES for name, text in FENCE.findall(page.read_text()) if name == language]
@@ -77,12 +80,25 @@ def run(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.filterwarnings("ignore:the model was trained on")  # the demo model stands for larger ones
-@pytest.mark.parametrize("line", [line for _, line in lines() if not line.startswith((*NOT_RUN, "localllm chat"))])
+@pytest.mark.parametrize(
+    "line",
+    [line for page, line in lines() if page not in IN_ORDER and not line.startswith((*NOT_RUN, "localllm chat"))],
+)
 def test_a_command(
     capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, folder: Path, line: str
 ) -> None:
     monkeypatch.setattr("localllm.cli.bench.disturbance", lambda *_: None)
     run(capfdbinary, monkeypatch, line)
+
+
+@pytest.mark.parametrize("page", IN_ORDER)
+def test_the_commands_of_a_page(
+    capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, folder: Path, page: str
+) -> None:
+    for name in ("text.txt", "other.txt"):
+        (folder / name).write_text(f"{name} is about a dog that could not sleep. " * 60)
+    for _, line in (each for each in lines() if each[0] == page):
+        run(capfdbinary, monkeypatch, line)
 
 
 def test_a_model_is_pulled_and_talked_with(
