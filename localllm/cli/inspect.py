@@ -74,6 +74,7 @@ def _on_one_line(text: str) -> str:
 def _check_flags(arguments: argparse.Namespace) -> None:
     given = {
         "-c": arguments.context is not None,
+        "--threads": arguments.threads is not None,
         "--device": arguments.device is not None,
         "-ngl": arguments.n_gpu_layers is not None,
         "--tensor-split": arguments.tensor_split is not None,
@@ -115,7 +116,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             n_gpu_layers=arguments.n_gpu_layers,
             tensor_split=arguments.tensor_split,
             context=arguments.context,
-            threads=None,
+            threads=arguments.threads,
             isa=None,
             parallel=1,
             cache_type=arguments.cache_type,
