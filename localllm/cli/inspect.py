@@ -75,6 +75,7 @@ def _on_one_line(text: str) -> str:
 def _check_flags(arguments: argparse.Namespace) -> None:
     given = {
         "-c": arguments.context is not None,
+        "--threads": arguments.threads is not None,
         "--device": arguments.device is not None,
         "-ngl": arguments.n_gpu_layers is not None,
         "--tensor-split": arguments.tensor_split is not None,

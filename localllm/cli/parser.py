@@ -461,6 +461,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     only.add_argument("--plan", action="store_true", help="what would run where, and the memory it would take")
     planning = parser.add_argument_group("with --plan, as generate has them")
     _add_context(planning)
+    _add_declared(planning, LoadOptions, "threads")
     _add_placement(planning)
     _add_cache_type(planning)
     parser.add_argument("--full", action="store_true", help="long texts and arrays in full")

@@ -340,7 +340,7 @@ class _Metadata:
 
 def _index(tokens: Sequence[str], where: str) -> dict[str, int]:
     """Token text -> id.  Padding tokens may be empty; no other text may stand for two ids."""
-    ids = {token: index for index, token in enumerate(tokens)}
+    ids = dict(zip(tokens, range(len(tokens)), strict=True))
     empty = tokens.count("")
     ids.pop("", None)
     if len(ids) != len(tokens) - empty:

@@ -159,6 +159,9 @@ def test_a_plan_tells_the_bytes_that_loading_takes(
     assert [planned["scratch"]] == arenas == [placement.scratch]
     assert [planned["kv_cache"]] == caches == [placement.kv_cache]
     assert (planned["weights"], plan["total"]) == (placement.weights, placement.total)
+    with localllm.load(path, device="cpu", threads=1) as llm:
+        fewer = run_main(capfdbinary, "inspect", path, "--plan", "--device", "cpu", "--threads", 1, "--json").out
+        assert json.loads(fewer)["plan"]["total"] == llm.info.placement.total < placement.total
 
 
 # Files that change.
