@@ -507,12 +507,12 @@ class Sampling(_Checked):
         """The same settings but for ``changes``.
 
         Raises:
-            UsageError: a name is no setting, or a value is out of its range.
+            UsageError: a name is not a setting, or a value is out of its range.
         """
         names = declared(type(self))
         for name in changes:
             if name not in names:
-                raise UsageError(f"{name!r} is no sampling setting; there are {', '.join(names)}")
+                raise UsageError(f"{name!r} is not a sampling setting; there are {', '.join(names)}")
         return replace(self, **changes)
 
 

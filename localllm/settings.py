@@ -106,8 +106,8 @@ def load_settings(path: Path | None = None) -> Settings:
     """The settings of a file, by default the user's own; without a file, the defaults.
 
     Raises:
-        SettingsError: the file cannot be read, is no TOML, or has a key or a value that it cannot have; names it and
-            says what it can.
+        SettingsError: the file cannot be read, is not valid TOML, or has a key or a value that it cannot have; names
+            it and says what it can.
     """
     path = path or settings_path()
     values = {} if path is None else read_file(path)
@@ -124,7 +124,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """The values in a settings file, not checked; none if there is no file.
 
     Raises:
-        SettingsError: it cannot be read, or is no TOML.
+        SettingsError: it cannot be read, or is not valid TOML.
     """
     text = read_text(path)
     if not text:

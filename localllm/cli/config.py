@@ -262,7 +262,7 @@ def _document(path: Path) -> TOMLDocument:
     """The file, with its comments and its order."""
     import tomlkit
 
-    read_file(path)  # complains of what is no TOML
+    read_file(path)  # complains of what is not valid TOML
     return tomlkit.parse(read_text(path))
 
 
@@ -287,7 +287,7 @@ def _write(path: Path, document: TOMLDocument) -> None:
 
     target = path.resolve()
     if target.exists() and not target.is_file():
-        raise SettingsError(f"{path} is no file: name one in the environment variable {CONFIG_VARIABLE}")
+        raise SettingsError(f"{path} is not a file: name one in the environment variable {CONFIG_VARIABLE}")
     aside = target.with_name(f"{target.name}.new")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

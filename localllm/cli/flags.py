@@ -122,7 +122,7 @@ _FLAG = re.compile(r"--?[a-zA-Z][\w-]*")
 
 def check_command(word: str, commands: Collection[str]) -> None:
     """Raises:
-    UsageError: ``word``, the first one of a command line, is no command; names the one that was meant.
+    UsageError: ``word``, the first one of a command line, is not a command; names the one that was meant.
     """
     if word in commands or word in ("-h", "--help", "--version"):
         return
@@ -130,7 +130,7 @@ def check_command(word: str, commands: Collection[str]) -> None:
     if word.startswith("-"):
         raise UsageError(f"a command comes first, as in localllm generate {word}: {there_are}")
     if word.lower().endswith(".gguf"):
-        raise UsageError(f"{word!r} is no command: localllm generate -m FILE lets a model write")
+        raise UsageError(f"{word!r} is not a command: localllm generate -m FILE lets a model write")
     meant = nearest(word, commands)
     advice = f"did you mean {meant}?" if meant else OTHER_COMMANDS.get(word, there_are)
     raise UsageError(f"there is no command {word!r}: {advice}")

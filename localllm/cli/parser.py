@@ -155,9 +155,9 @@ byte, and no line end is added; on a terminal one is, and control characters are
 CHAT_DETAILS = """\
 Without a file the small demo model that comes with localllm answers.  Chats are saved as they are written.
 
-With --plain, or where standard input or output is no terminal, the chat goes line by line: a backslash at the end of
-a line goes on with the next one, three quotation marks begin and end a block, and /help lists commands.  Replies go
-to standard output, all else to standard error.
+With --plain, or where standard input or output is not a terminal, the chat goes line by line: a backslash at the end
+of a line goes on with the next one, three quotation marks begin and end a block, and /help lists commands.  Replies
+go to standard output, all else to standard error.
 """
 
 QUANTIZE_DETAILS = """\

@@ -58,7 +58,7 @@ def prepare_streams() -> None:
 
 
 def say(text: str) -> None:
-    """Prints a message on stderr, which is for all that is no result; where that cannot be written, nowhere."""
+    """Prints a message on stderr, which is for all but results; where that cannot be written, nowhere."""
     if sys.stderr is not None:
         try:
             print(text, file=sys.stderr, flush=True)

@@ -121,7 +121,8 @@ class _Search:
         """Adds what a folder has, at any depth."""
         if not os.path.isdir(folder):  # Path.is_dir raises where it may not look
             self.problems.append(
-                f"{folder} is no folder, or may not be read" + ("" if by_path else ": see the setting model_folders")
+                f"{folder} is not a folder, or may not be read"
+                + ("" if by_path else ": see the setting model_folders")
             )
             return
         sizes: dict[str, int] = {}

@@ -145,7 +145,11 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("list", "error: there is no command 'list': localllm models lists the models here", {}),
     ("ps", "error: there is no command 'ps': a model is in memory for as long as its command runs", {}),
     ("rm llama3.2", "error: there is no command 'rm': models are plain files, whose paths localllm models", {}),
-    ("pull llama3.2", "error: 'llama3.2' is no name of a model on the hub: write ORG/REPO, or ORG/REPO:QUANT", {}),
+    (
+        "pull llama3.2",
+        "error: 'llama3.2' is not the name of a model on the hub: write ORG/REPO",
+        {},
+    ),
     ("generate -m llama3.2:1b -p hi", "error: there is no file or model 'llama3.2:1b' here: localllm models", {}),
     ("generate -m hf.co/org/repo:Q8_0 -p hi -n 4 --keepalive 5m", "warning: --keepalive changes nothing here", {}),
     ("generate -m model.gguf -p hi --format json", "error: there is no flag --format: this version", {}),

@@ -97,7 +97,7 @@ BAD_USAGE = {
     "a command of others": (["run"], "there is no command 'run': localllm chat MODEL talks with a model"),
     "a strange command": (["xyzzy"], "there is no command 'xyzzy': there are generate, chat, inspect, bench, "),
     "no command but a flag": (["-p", "hi"], "a command comes first, as in localllm generate -p"),
-    "no command but a file": (["model.gguf"], "'model.gguf' is no command: localllm generate -m FILE"),
+    "no command but a file": (["model.gguf"], "'model.gguf' is not a command: localllm generate -m FILE"),
     "unknown flag": (["generate", "--tmp", "1"], "there is no flag --tmp: did you mean --temp? (localllm generate"),
     "a strange flag": (["generate", "--xyzzy=1"], "there is no flag --xyzzy (localllm generate --help shows"),
     "a short flag": (["generate", "-nx", "4"], "there is no flag -nx (localllm generate --help"),

@@ -123,7 +123,7 @@ def test_loops_broken_links_and_missing_parts_are_survived(tmp_path: Path) -> No
         ("folder.gguf/in.gguf", None),
         ("p-00002-of-00003.gguf", "2 of its 3 files are missing"),
     ]
-    assert [problem.split(" is ")[1][:9] for problem in found.problems] == ["no folder", "no folder"]
+    assert [problem.split(" is ")[1][:12] for problem in found.problems] == 2 * ["not a folder"]
     part = next(each for each in read_details(found.models) if each.error)
     assert part.details == Details(error="2 of its 3 files are missing")
 
@@ -375,7 +375,7 @@ def test_the_models_of_a_folder_that_is_named(folder: Path, capfdbinary: pytest.
     assert names == sorted(str(path) for path in folder.rglob("*.gguf"))
     assert run_main(capfdbinary, "inspect", names[-1], "--metadata").code == 0
     missing = run_main(capfdbinary, "models", folder / "missing")
-    assert (missing.code, "missing is no folder, or may not be read\n" in missing.err) == (0, True)
+    assert (missing.code, "missing is not a folder, or may not be read\n" in missing.err) == (0, True)
 
 
 def test_a_name_in_a_folder_is_a_model_for_commands(folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
