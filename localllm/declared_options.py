@@ -582,6 +582,9 @@ class CheckedOptions(_Checked):
         "'background' requests let others begin first for up to 30 seconds.  Those that have begun to decode share "
         "every step.",
     )
+    client: str = _asked(
+        "", _TEXT, "a name of whoever asks: clients share the model evenly, however many requests each has"
+    )
     timeout: float | None = _asked(
         None,
         _SECONDS,

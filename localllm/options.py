@@ -60,3 +60,4 @@ class Options(SamplingOptions, total=False):
     draft_max: int
     priority: Priority
     timeout: float | None
+    client: str
