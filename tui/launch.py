@@ -242,7 +242,7 @@ def _run_plain(launch: Launch) -> int:
 def _question(arguments: argparse.Namespace) -> str | None:
     """The first message, where one was given in the place of a file: several words that are the name of none."""
     given = arguments.model
-    if given is None or len(str(given).split()) < 2 or os.path.lexists(given):
+    if given is None or len(str(given).split()) < 2 or os.path.lexists(given) or str(given).endswith(".gguf"):
         return None
     arguments.model = None
     return str(given)

@@ -274,6 +274,7 @@ def test_from_a_pipe_and_again(run_chat: Callable[..., Outcome], tiny: Path, tmp
 def test_a_question_on_the_command_line(run_chat: Callable[..., Outcome], tiny: Path) -> None:
     outcome = run_chat("two words", "-n", "2", *Z, stdin="/show\n")
     assert (outcome.code, outcome.err[:19]) == (0, "#1 user\ntwo words\n\n")
+    assert run_chat("no such file.gguf", *Z).code != 0
 
 
 def test_bad_command_lines(run_chat: Callable[..., Outcome]) -> None:
