@@ -7,6 +7,7 @@ The palette, completion, help and the app's keys read it.  A command's function 
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +17,12 @@ from typing import NamedTuple
 from localllm.errors import UsageError
 from localllm.sampling import Sampling
 from localllm.tui.chat import settings as chat_settings
-from localllm.tui.chat.attachments import Completion
+from localllm.tui.chat.attachments import Completion, command_output
 from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import Turn
-from localllm.tui.chat.export import import_chat, path_of, write_export
+from localllm.tui.chat.export import copied_path, export_all, import_chat, path_of, write_export
 from localllm.tui.chat.session import ChatSession
-from localllm.tui.storage.chats import ChatSummary
+from localllm.tui.storage.chats import ChatSummary, default_path
 from localllm.tui.text import shortened
 
 NO_BRANCHES = "there are no branches: /edit and /regen make them"
@@ -57,12 +58,19 @@ class UseModel:
 
 
 @dataclass(frozen=True, slots=True)
+class PutText:
+    """A text is to be sent; the app puts it into the editor first, where it can be changed."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Quit:
     """The program is to end."""
 
 
 #: What a command leads to; a text is told.
-Result = str | Play | EditMessage | OpenChat | UseModel | Quit
+Result = str | Play | EditMessage | OpenChat | UseModel | PutText | Quit
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +113,15 @@ class Call(NamedTuple):
 
 
 def parse(text: str) -> Call | str:
-    """What was typed: a command, or a message, of which ``//`` begins one with a slash.
+    """What was typed: a command, or a message, of which ``//`` begins one with a slash, and ``!!`` one with a "!".
 
     Raises:
         UsageError: there is no such command; names the one that was meant.
     """
+    if text.startswith("!") and not text.startswith("!!"):
+        return Call(find("run"), text[1:].strip())
     if not text.startswith("/") or text.startswith("//"):
-        return text[1:] if text.startswith("//") else text
+        return text[1:] if text.startswith(("//", "!!")) else text
     name, *rest = text[1:].split(maxsplit=1) or [""]
     return Call(find(name), rest[0].rstrip() if rest else "")
 
@@ -374,7 +384,10 @@ def _import(session: ChatSession, argument: str) -> Result:
     return OpenChat(conversation, f"imported: {conversation.title}\n{_transcript(conversation)}")
 
 
-def _export(session: ChatSession, argument: str) -> Result:
+def export(session: ChatSession, argument: str) -> Result:
+    if argument == "all" or argument.startswith("all "):
+        folder = path_of(argument[len("all ") :].strip() or "chats")
+        return f"{export_all(session.store, folder):,} chats written into {folder}"
     path = path_of(argument or f"chat-{session.conversation.id}.md")
     write_export(session.conversation, path)
     return f"written to {path}"
@@ -431,6 +444,49 @@ def _next(session: ChatSession) -> Conversation:
     """A new chat, with what the one before was set to."""
     old = session.conversation
     return Conversation(system=old.system, settings=dict(old.settings), model=old.model)
+
+
+def _fork(session: ChatSession, argument: str) -> Result:
+    check_begun(session.conversation)
+    to = numbered(session.conversation, argument).id if argument else None
+    conversation = copied_path(session.conversation, to)
+    session.store.save(conversation, conversation.messages)
+    return OpenChat(conversation, f"a new chat: {conversation.title}")
+
+
+# -- Texts from elsewhere --------------------------------------------------------------------------------------------
+
+
+def _prompt(session: ChatSession, argument: str) -> Result:
+    folder = (session.store.path or default_path()).with_name("prompts")
+    files = {path.stem: path for path in sorted(folder.glob("*.*")) if path.suffix in (".md", ".txt")}
+    name, *rest = argument.split(maxsplit=1) or [""]
+    if not name:
+        return "\n".join(files) or f"there are no prompts yet: put texts into {folder}, as NAME.md"
+    if name not in files:
+        near = difflib.get_close_matches(name, files, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"put it into {folder}, as {name}.md"
+        raise UsageError(f"there is no prompt {name!r}: {hint}")
+    try:
+        text = files[name].read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{files[name]} cannot be read ({error}): check that it is a text in UTF-8") from None
+    return PutText(filled(text.strip(), rest[0] if rest else ""))
+
+
+def filled(prompt: str, argument: str) -> str:
+    """A prompt with the words of an argument for ``$1`` to ``$9``, and all of it for ``$ARGUMENTS``, or below it."""
+    words = argument.split()
+    found = re.sub(
+        r"\$([1-9]|ARGUMENTS\b)",
+        lambda m: argument if m[1] == "ARGUMENTS" else words[int(m[1]) - 1] if int(m[1]) <= len(words) else "",
+        prompt,
+    )
+    return f"{prompt}\n\n{argument}" if argument and found == prompt else found
+
+
+def _run(session: ChatSession, argument: str) -> Result:
+    return PutText(command_output(argument))
 
 
 # -- The table -------------------------------------------------------------------------------------------------------
@@ -505,19 +561,21 @@ COMMANDS = [
     Command("stop-strings", "[TEXT … |none]", "what replies end before; in quotes for spaces", _stop_strings),
     Command("model", "[FILE]", "show the model, or load another one", _model, title="Model", key="ctrl+l"),
     Command("stats", "", "tokens, cache and speed", lambda session, _: stats_text(session), title="Statistics"),
-    Command(
-        "sessions",
-        "[WORDS|archived]",
-        "list chats, or search them",
-        _sessions,
-        ("list",),
-        "Chats",
-        "ctrl+o",
-    ),
+    Command("sessions", "[WORDS|archived]", "list chats, or search them", _sessions, ("list",), "Chats", "ctrl+o"),
+    Command("fork", "[N]", "go on in a new chat, with what was said up to number N", _fork, title="Fork the chat"),
+    Command("prompt", "[NAME [WORDS]]", "list the prompts of your folder, or use one", _prompt),
+    Command("run", "COMMAND", "send what a shell command prints; so does !COMMAND", _run),
+    Command("editor", "", "write the message in $EDITOR", None, title="Write in your editor", key="ctrl+e"),
     Command("save", "[TITLE]", "tell where this chat is saved, and name it", _save),
     Command("load", "ID|FILE.json", "open a saved chat, or import one", _load, ("open",), "Open a chat"),
     Command("import", "FILE.json", "open a chat that was exported", _import, title="Import a chat"),
-    Command("export", "[FILE.md|FILE.json]", "write this chat into a file", _export, title="Export the chat"),
+    Command(
+        "export",
+        "[FILE.md|FILE.json|all FOLDER]",
+        "write this chat into a file, or all chats into a folder",
+        export,
+        title="Export the chat",
+    ),
     Command("rename", "TITLE", "give this chat a title", _rename, title="Rename the chat"),
     Command("archive", "[ID]", "take this chat, or another one, out of the list", _archive, title="Archive the chat"),
     Command("unarchive", "[ID]", "take it back into the list", _unarchive),
@@ -531,13 +589,7 @@ COMMANDS = [
         "New chat",
         "ctrl+n",
     ),
-    Command(
-        "copy",
-        "[code [N]]",
-        "copy the last reply, or a block of its code",
-        None,
-        title="Copy the last reply",
-    ),
+    Command("copy", "[code [N]]", "copy the last reply, or a block of its code", None, title="Copy the last reply"),
     Command("theme", "[NAME]", "choose colours", None, title="Theme"),
     Command("quit", "", "end", lambda session, _: Quit(), ("exit", "bye", "q"), "Quit", "ctrl+q"),
 ]
@@ -546,7 +598,7 @@ COMMANDS = [
 _FIRST = ("clear", "sessions", "model", "system", "set", "regen", "continue", "edit", "branch", "copy")
 PALETTE = sorted(
     (command for command in COMMANDS if command.title),
-    key=lambda command: (*_FIRST, command.name).index(command.name) if command.name in _FIRST else len(_FIRST),
+    key=lambda command: _FIRST.index(command.name) if command.name in _FIRST else len(_FIRST),
 )
 
 _BY_NAME = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}

@@ -52,6 +52,7 @@ class Launch:
             gone.
         settings: those of the user's settings file.
         more: keywords of `LLM.stream_chat` beside the conversation's settings.
+        question: the first message; None for none.
         sessions: the chats that were open in the end, of which the last one is gone on with.
     """
 
@@ -62,6 +63,7 @@ class Launch:
     model: str
     settings: Settings
     more: dict[str, Any]
+    question: str | None = None
     sessions: list[ChatSession] = field(default_factory=list)
 
     @classmethod
@@ -71,6 +73,7 @@ class Launch:
         SettingsError, ModelNotFoundError: see `localllm.cli.defaults.settle`.
         StoreError: there is no such chat to go on with.
         """
+        question = _question(arguments)
         names_model = arguments.model is not None
         defaults = settle(arguments)
         notices: list[str] = []
@@ -97,7 +100,7 @@ class Launch:
         if not is_new:
             c = conversation
             store.set(c.id, model=c.model, system=c.system, settings=c.settings)
-        return cls(arguments, store, notices, conversation, model, defaults, more)
+        return cls(arguments, store, notices, conversation, model, defaults, more, question)
 
     def load(self, name: str, progress: LoadProgress | None = None, planned: LoadPlan | None = None) -> LLM:
         """Loads a model, with what the command line says of devices, context and threads.
@@ -230,10 +233,19 @@ def _run_plain(launch: Launch) -> int:
     when_full = launch.when_full
     chat = LineChat(session, load, lines, check=launch.check, when_full=when_full, quiet=arguments.quiet)
     try:
-        return chat.run()
+        return chat.run(launch.question)
     finally:
         launch.sessions = [*chat.unsaved, chat.session]
         chat.close()
+
+
+def _question(arguments: argparse.Namespace) -> str | None:
+    """The first message, where one was given in the place of a file: several words that are the name of none."""
+    given = arguments.model
+    if given is None or len(str(given).split()) < 2 or os.path.lexists(given) or str(given).endswith(".gguf"):
+        return None
+    arguments.model = None
+    return str(given)
 
 
 def _settings(arguments: argparse.Namespace, defaults: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -288,6 +300,7 @@ def setup_of(launch: Launch) -> Setup:
         history=None if launch.history is None else launch.history.with_suffix(".jsonl"),
         notices=tuple(launch.notices),
         theme=settings.theme,
+        question=launch.question or "",
     )
 
 

@@ -219,8 +219,11 @@ class LineChat:
         self._ended = False
         self._turn: Turn | None = None
 
-    def run(self) -> int:
+    def run(self, question: str | None = None) -> int:
         """Talks until the input ends; returns the exit code.
+
+        Args:
+            question: is taken first, as if it had been typed.
 
         Raises:
             LocalLLMError: in a pipe, whatever goes wrong.
@@ -229,7 +232,7 @@ class LineChat:
         with self._interrupts():
             while not self._ended:
                 try:
-                    text = self._lines.read()
+                    text, question = question or self._lines.read(), None
                     impatience = 0
                     if text is None:
                         break
@@ -268,6 +271,8 @@ class LineChat:
             self._say(result.text)
         elif isinstance(result, commands.UseModel):
             self._use_model(result.path)
+        elif isinstance(result, commands.PutText):
+            self._play(partial(self.session.send, result.text))
         elif isinstance(result, commands.Quit):
             self._ended = True
         else:

@@ -79,6 +79,7 @@ class Setup:
         history: the file with what was typed before; None for no file.
         notices: what there is to tell at first.
         theme: the name of a theme.
+        question: the first message; empty for none.
     """
 
     store: Store
@@ -93,3 +94,4 @@ class Setup:
     history: Path | None = None
     notices: Sequence[str] = ()
     theme: str = "dark"
+    question: str = ""

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -249,6 +250,50 @@ async def test_what_there_is_to_tell_at_first_is_told(tmp_path: Path) -> None:
         await chat.ask("hi")
     assert [s.title for s in store.sessions()] == ["hi"]
     store.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+async def test_a_message_is_written_in_an_editor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "my editor"
+    script.write_text('#!/bin/sh\nprintf "%s" " and more" >> "$2"\nexit $1\n')
+    script.chmod(0o755)
+    async with chatting(setup(AppModel())) as chat:
+        monkeypatch.delenv("VISUAL", raising=False)
+        monkeypatch.delenv("EDITOR", raising=False)
+        await chat.type("draft")
+        await chat.press("ctrl+e")
+        await chat.hears("no editor is set")
+        monkeypatch.setenv("EDITOR", f"'{script}' 0")
+        await chat.press("ctrl+e")
+        await chat.hears("cannot be started from this terminal")  # the one of tests
+        monkeypatch.setattr(chat.app, "suspend", nullcontext)
+        await chat.press("ctrl+e")
+        await chat.until(lambda: chat.app._chat.composer.text == "draft and more")
+        monkeypatch.setenv("VISUAL", f"'{script}' 3")
+        await chat.press("ctrl+e")
+        await chat.hears("has failed")
+        assert chat.app._chat.composer.text == "draft and more"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+async def test_what_a_command_prints_is_put_into_the_editor() -> None:
+    model = AppModel()
+    async with chatting(setup(model)) as chat:
+        await chat.say("!seq 100")
+        await chat.sees("[pasted text #1: 104 lines]")
+        await chat.type(" what is this?")
+        await chat.press("enter")
+        await chat.until(lambda: model.asked)
+        await chat.rest()
+        assert "\n99\n100\n```\n what" not in chat.screen
+        assert "99\n100\n``` what is this?" in str(model.asked[0].messages[-1]["content"])
+
+
+async def test_the_question_of_the_command_line_is_sent_first() -> None:
+    async with chatting(setup(AppModel(["blue"]), question="what colour is the sky?")) as chat:
+        await chat.until(lambda: len(chat.app.session.conversation) == 2)
+        await chat.rest()
+        assert [m.text for m in chat.app.session.conversation.path()] == ["what colour is the sky?", "blue"]
 
 
 # The end.

@@ -134,6 +134,24 @@ def test_a_full_context(give: Give, store: Store, capfd: pytest.CaptureFixture[s
     assert "the model does not get the first" in err
 
 
+def test_another_model_takes_the_place_of_the_one_before(give: Give, store: Store) -> None:
+    give("/model new.gguf\nhi\n")
+    old, new = FakeModel(), FakeModel(["by the new one"])
+    plain = LineChat(ChatSession(old, store), lambda path: new, InputReader())
+    assert plain.run() == 0
+    assert (old.closed, new.closed, plain.session.model) == (True, False, new)
+    assert plain.session.conversation.path()[1].text == "by the new one"
+
+    def check(path: str) -> None:
+        raise UsageError("no such file")
+
+    give("/model typo.gguf\n")
+    plain = LineChat(ChatSession(new, store), lambda path: old, InputReader(), check=check)
+    with pytest.raises(UsageError, match="no such file"):
+        plain.run()
+    assert not new.closed
+
+
 def test_a_message_is_edited(give: Give, store: Store, capfd: pytest.CaptureFixture[str]) -> None:
     give('hi\nyou\n/edit 1\nHi\n/edit\n\n/edit 2\n"""\nWell,\nso\n"""\n/continue\n')
     model = FakeModel(["one", "two", "three", " more"])
@@ -251,6 +269,12 @@ def test_from_a_pipe_and_again(run_chat: Callable[..., Outcome], tiny: Path, tmp
     outcome = run_chat("--continue", *Z, *given, stdin="/continue\n/system\n/prefix\n")
     assert (outcome.code, outcome.out) == (0, "zzz\n")
     assert outcome.err == "system prompt: be kind\nreplies begin with: So\n"
+
+
+def test_a_question_on_the_command_line(run_chat: Callable[..., Outcome], tiny: Path) -> None:
+    outcome = run_chat("two words", "-n", "2", *Z, stdin="/show\n")
+    assert (outcome.code, outcome.err[:19]) == (0, "#1 user\ntwo words\n\n")
+    assert run_chat("no such file.gguf", *Z).code != 0
 
 
 def test_bad_command_lines(run_chat: Callable[..., Outcome]) -> None:

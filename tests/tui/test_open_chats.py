@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from localllm.errors import StoreError
-from localllm.tui.chat.events import Delta, Event, Turn
+from localllm.tui.chat.events import Delta, Event, Turn, Warned
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import Store
 from tests.helpers.chat_app import AppModel, chatting, setup
@@ -120,6 +120,18 @@ def test_one_reply_is_continued_in_two_terminals(stores: tuple[Store, Store]) ->
     play(one.continue_reply)
     texts = [m.text for m in stores[0].load(one.conversation.id).messages]
     assert sorted(texts) == ["begun and", "begun and one more", "begun and two more", "hello"]
+
+
+def test_a_chat_that_another_terminal_deletes_does_not_come_back(stores: tuple[Store, Store]) -> None:
+    one = session(stores[0], "a reply", "more", "and more")
+    play(one.send, "hello")
+    stores[1].delete(one.conversation.id)
+    warnings = [e.text for text in ("again", "and again") for e in play(one.send, text) if isinstance(e, Warned)]
+    assert warnings == ["this chat was deleted: what is said here is not saved; /export writes it into a file"]
+    assert [m.text for m in one.conversation.path()][-2:] == ["and again", "and more"]
+    assert not one.is_saved
+    assert one.flush(0.0) is None
+    assert stores[0].sessions() == []
 
 
 async def test_the_app_tells(tmp_path: Path) -> None:

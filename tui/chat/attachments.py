@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import stat
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +19,8 @@ from localllm.errors import UsageError
 from localllm.tui.chat.conversation import Attachment, Message
 
 MOST_BYTES = 1 << 20
+#: Seconds that a shell command may take.
+COMMAND_SECONDS = 30.0
 
 # At the beginning of a word: an address such as me@example.org names no file.
 _REFERENCE = re.compile(r"""(?<!\S)@(?:"([^"\n]+)"|'([^'\n]+)'|(\S+))""")
@@ -109,6 +116,46 @@ def _read(name: str) -> str:
     if "\0" in text:
         raise UsageError(f"{name} cannot be attached: it is no text in UTF-8")
     return text
+
+
+def command_output(command: str) -> str:
+    """What a shell command prints, as a text to send; it is ended after `COMMAND_SECONDS`.
+
+    Raises:
+        UsageError: there is no command, or it cannot be run.
+    """
+    if not command:
+        raise UsageError("give a command: !ls, or /run ls; !! begins a message with an exclamation mark")
+    try:
+        process = subprocess.Popen(
+            command,
+            shell=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{command!r} cannot be run ({error})") from None
+    with process, process.stdout or nullcontext() as output:
+        end = threading.Timer(COMMAND_SECONDS, _kill, [process])
+        end.start()
+        try:
+            data = b"" if output is None else output.read(MOST_BYTES + 1)
+        finally:
+            end.cancel()
+            _kill(process)  # of endless output the beginning is enough
+    text = data[:MOST_BYTES].decode("utf-8", "replace")
+    return f"Output of `{command}`:\n\n{fenced(text)}"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Ends a shell, and what it has begun."""
+    with suppress(OSError):
+        if sys.platform == "win32":
+            process.kill()
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 # -- Names that are being typed --------------------------------------------------------------------------------------

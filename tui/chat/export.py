@@ -223,6 +223,43 @@ def import_chat(store: Store, path: Path) -> Conversation:
     return conversation
 
 
+def export_all(store: Store, folder: Path) -> int:
+    """Writes all chats into a folder, as JSON by their ids; returns how many.
+
+    Raises:
+        StoreError: one cannot be read.
+        UsageError: the folder cannot be made, or one of the files is there already or cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made ({_reason(error)}): choose another place") from None
+    chats = [chat for archived in (False, True) for chat in store.sessions(archived=archived)]
+    for chat in chats:
+        write_export(store.load(chat.id), folder / f"{chat.id}.json")
+    return len(chats)
+
+
+def copied_path(conversation: Conversation, to: str | None = None) -> Conversation:
+    """A new conversation with what was said up to a message, by default to the leaf."""
+    path = conversation.path(to)
+    ids = {message.id: new_id() for message in path}
+    copies = [
+        replace(
+            message,
+            id=ids[message.id],
+            parent=None if message.parent is None else ids[message.parent],
+            window=message.window and replace(message.window, first=ids.get(message.window.first, message.id)),
+        )
+        for message in path
+    ]
+    c = conversation
+    title = f"{c.title or 'Chat'} (fork)"
+    copy = Conversation(title=title, system=c.system, settings=dict(c.settings), model=c.model)
+    copy.restore(copies, None)
+    return copy
+
+
 def _new_title(title: str, titles: set[str]) -> str:
     names = (f"{title} (copy)" if number == 1 else f"{title} (copy {number})" for number in count(1))
     return title if title not in titles else next(name for name in names if name not in titles)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shlex
+import subprocess
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from textual import getters
-from textual.app import ComposeResult
+from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
@@ -107,6 +112,8 @@ class ChatScreen(MessageActions, Screen[None]):
         name = saved if first is None else first
         # Before any key is handled: a /model that is typed ahead comes after it, and Ctrl+Q finds it to cancel.
         self.app.spawn(self.models.load(name, keeps=name == saved), group="loading")
+        if self.app.setup.question:
+            self._send(self.app.setup.question)
         self.app.spawn(self._start())
         self.set_interval(_MEMORY_SECONDS, self._look_at_memory)
 
@@ -327,6 +334,32 @@ class ChatScreen(MessageActions, Screen[None]):
         self.hint("")
         if self.composer.typed.add(text):
             self.app.spawn(self.app.offload(self.composer.typed.save, text), group="history")
+
+    async def write_outside(self) -> None:
+        """Has the message written in the editor that the user's environment names.
+
+        Raises:
+            UsageError: there is none, or it fails; the message stays as it was.
+        """
+        command = os.environ.get("VISUAL") or os.environ.get("EDITOR")
+        if not command:
+            raise UsageError("no editor is set: export EDITOR=nano, or another one, and start the chat again")
+        with tempfile.TemporaryDirectory(prefix="localllm-") as folder:
+            path = Path(folder, "message.md")
+            path.write_text(self.composer.message, "utf-8")
+            try:
+                with self.app.suspend():
+                    subprocess.run([*shlex.split(command), str(path)], check=True)
+                text = path.read_text("utf-8")
+            except SuspendNotSupported:
+                raise UsageError("an editor cannot be started from this terminal") from None
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                raise UsageError(
+                    f"the editor {command!r} has failed ({error}): the message stays as it was"
+                ) from None
+        self.refresh(layout=True)
+        self.composer.put(text.removesuffix("\n"))
+        self.composer.focus()
 
     def on_composer_typed(self, event: Composer.Typed) -> None:
         event.stop()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from localllm.cli.terminal import quantity
 from localllm.errors import StoreError, UsageError
 from localllm.tui import commands
+from localllm.tui.chat.attachments import command_output
 from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.export import import_chat, path_of, write_export
 from localllm.tui.commands import NO_BRANCHES, branch_meant, check_begun, forks, to_remove
@@ -67,6 +68,8 @@ class Commands:
             await self._open(result.conversation)
         elif isinstance(result, commands.UseModel):
             await screen.models.change(result.path)
+        elif isinstance(result, commands.PutText):
+            screen.composer.put(result.text)
         elif isinstance(result, commands.Quit):
             await screen.quit()
         else:
@@ -163,6 +166,9 @@ class Commands:
             await self.do_export(name)
 
     async def do_export(self, name: str) -> None:
+        if name == "all" or name.startswith("all "):
+            await self._do("export", await self._screen.app.offload(commands.export, self._screen.session, name))
+            return
         path = path_of(name)
         if path.suffix.lower() not in (".md", ".json"):
             path = Path(f"{path}.md")
@@ -228,6 +234,13 @@ class Commands:
         if message is None:
             raise UsageError("there is no such message yet: send one first")
         return message
+
+    async def do_editor(self, argument: str) -> None:
+        await self._screen.write_outside()
+
+    async def do_run(self, argument: str) -> None:
+        screen = self._screen
+        screen.composer.put(await screen.app.in_thread(command_output, argument))
 
     # -- The rest --------------------------------------------------------------------------------------------------
 

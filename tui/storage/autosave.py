@@ -32,16 +32,21 @@ class AutoSaver:
         self._undeleted: list[str] = []
         self._warning: str | None = None
         self._failure: str | None = None
+        self._is_deleted = False
 
     @property
     def is_saved(self) -> bool:
         """Whether the store has the conversation, and all that was said in it."""
-        return self._conversation.is_saved and not (self._unsaved or self._unset or self._undeleted)
+        return self._conversation.is_saved and not self._is_pending
+
+    @property
+    def _is_pending(self) -> bool:
+        return bool(self._unsaved or self._unset or self._undeleted) and not self._is_deleted
 
     def flush(self, seconds: float) -> str | None:
         """Tries to save what is not saved yet, for so long; returns why that fails, or None."""
         end = time.monotonic() + seconds
-        while self._unsaved or self._unset or self._undeleted:
+        while self._is_pending:
             with self._lock:
                 self._try()
             if self._failure is not None:
@@ -100,6 +105,9 @@ class AutoSaver:
 
     def _try(self) -> None:
         """Does all that is still to be done, in an order in which it can be done again."""
+        if self._is_deleted:
+            self._unsaved.clear()
+            return
         try:
             if self._undeleted:
                 self._store.delete_messages(self._undeleted)
@@ -110,11 +118,9 @@ class AutoSaver:
             if self._unsaved:
                 self._store.save(self._conversation, self._unsaved.values())
                 self._unsaved.clear()
-        except ChatDeletedError as error:  # nothing of it can be saved any more
-            if self._failure is None:
-                self._warning = f"{error}: what is said here is not saved; /export writes it into a file"
-            self._failure = str(error)
-            self._unsaved.clear()
+        except ChatDeletedError as error:  # it does not come back, least of all halved
+            self._warning = f"{error}: what is said here is not saved; /export writes it into a file"
+            self._is_deleted, self._conversation.is_saved = True, False
         except StoreError as error:
             if self._failure is None:
                 self._warning = f"{error}; the chat goes on, but is not saved"

@@ -74,6 +74,7 @@ class Composer(TextArea):
         Binding("up", "older", "Earlier message", show=False),
         Binding("down", "newer", "Later message", show=False),
         Binding("tab", "complete", "Complete", show=False),
+        Binding("ctrl+e", "screen.command('editor')", "Editor", show=False),
         Binding("pageup", "screen.scroll_page(-1)", "Page up", show=False),
         Binding("pagedown", "screen.scroll_page(1)", "Page down", show=False),
     ]
