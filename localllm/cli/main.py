@@ -93,7 +93,9 @@ def _interrupts() -> Iterator[None]:
         yield
         return
     signal.signal(signal.SIGINT, _interrupt)
+    sys.unraisablehook = _unraisable
     yield
+    sys.unraisablehook = sys.__unraisablehook__
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -101,6 +103,13 @@ def _interrupts() -> Iterator[None]:
 def _interrupt(number: int, frame: object) -> NoReturn:
     signal.signal(signal.SIGINT, end_at_once)
     raise KeyboardInterrupt
+
+
+def _unraisable(dropped: sys.UnraisableHookArgs) -> None:
+    """Ends the process by an interrupt that came in a finaliser or a callback, where Python drops exceptions."""
+    if isinstance(dropped.exc_value, KeyboardInterrupt):
+        end_at_once()
+    sys.__unraisablehook__(dropped)
 
 
 def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:

@@ -219,7 +219,7 @@ def test_a_device_file_is_not_replaced(monkeypatch: pytest.MonkeyPatch, capfdbin
     monkeypatch.setenv("LOCALLLM_CONFIG", os.devnull)
     outcome = run_main(capfdbinary, "config", "set", "threads", "2")
     assert outcome.code == 1
-    assert "is no file" in outcome.error()
+    assert "is not a file" in outcome.error()
     assert not Path(os.devnull).is_file()
 
 

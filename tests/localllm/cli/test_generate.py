@@ -496,7 +496,11 @@ from localllm.cli.start import main
 class Finder:
     def find_spec(self, name, path, target=None):
         if name == "{module}":
-            signal.raise_signal(signal.SIGINT)
+            {interrupt}
+
+class Dropped:
+    def __del__(self):  # from where Python drops exceptions
+        signal.raise_signal(signal.SIGINT)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Finder())
@@ -507,8 +511,9 @@ sys.exit(main())
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are others there")
 @pytest.mark.parametrize("module", ["argparse", "localllm.cli.parser", "numpy", "localllm.cli.doctor"])
-def test_an_interrupt_while_modules_are_imported(module: str) -> None:
-    code = INTERRUPTED_IMPORT.format(module=module)
+@pytest.mark.parametrize("interrupt", ["signal.raise_signal(signal.SIGINT)", "Dropped()"])
+def test_an_interrupt_while_modules_are_imported(module: str, interrupt: str) -> None:
+    code = INTERRUPTED_IMPORT.format(module=module, interrupt=interrupt)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, timeout=LIMIT
     )
