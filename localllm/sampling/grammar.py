@@ -1,4 +1,4 @@
-"""Texts held to a JSON schema, a regular expression or a grammar, by a mask on the logits of each token.
+"""Texts held to a JSON schema, a regular expression or a grammar, by a mask on logits where that is needed.
 
 llguidance (https://github.com/guidance-ai/llguidance, the extra ``grammar``) knows which tokens may follow.  What a
 model thinks before its answer is free; the grammar holds from the end of that on.
@@ -173,7 +173,7 @@ class _Vocabulary:
 
 
 class Constraint:
-    """Holds one text to a grammar; the last step before a token is chosen (`localllm.sampling.sampler`)."""
+    """Holds one text to a grammar (`localllm.sampling.sampler`)."""
 
     def __init__(
         self,
@@ -207,7 +207,13 @@ class Constraint:
         """Whether nothing can follow any more."""
         return self._closing is None and bool(self._matcher.is_stopped())
 
-    def __call__(self, logits: Logits) -> Logits:
+    def allows(self, id_: int) -> bool:
+        """Whether the text may go on with a token."""
+        if self._closing is not None:
+            return id_ not in self._tokenizer.eog_ids
+        return id_ in self._opening or bool(self._matcher.validate_tokens([id_]))
+
+    def masked(self, logits: Logits) -> Logits:
         """The logits, with -inf for tokens that the grammar does not allow."""
         if self._closing is not None:
             masked = logits.copy()

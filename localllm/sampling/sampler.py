@@ -3,12 +3,15 @@
 ``make_sampler`` chooses once, from a ``Sampling``, which small steps make up the sampler, in the order of
 llama.cpp's default chain:
 
-    logit bias · processors · repetition penalties · DRY · grammar    on all logits
-    top-k · typical · top-p · min-p · XTC · temperature · draw        on the candidates that are left
+    logit bias · processors · repetition penalties · DRY        on all logits
+    top-k · typical · top-p · min-p · XTC · temperature · draw  on the candidates that are left
 
 Temperature 0 takes the largest logit after the first line, of equal ones the lowest id.  Mirostat 2 takes the
 place of the second line but for temperature, and draws by itself.  (llama.cpp leaves out penalties and DRY as
 well then, and applies the truncations at temperature 0 too.)
+
+Where a grammar does not allow what was chosen, the second line chooses again, of what it allows: to find out all of
+that for each token would take longer than all else.
 """
 
 from __future__ import annotations
@@ -173,8 +176,14 @@ class Sampler:
             adjusted = adjust(adjusted)
         if self._adjustments:
             chosen = _highest_logit(adjusted, UsageError, *_ADJUSTED)
-        if self._choose is not None:
+        # Mirostat learns from what it draws, and must draw only what is taken.
+        if self._choose is not None and not (self._constraint and self.sampling.mirostat):
             chosen = self._choose(Candidates(self._ids, adjusted))
+        if self._constraint is not None and (self.sampling.mirostat or not self._constraint.allows(chosen)):
+            allowed = self._constraint.masked(adjusted)
+            chosen = _highest_logit(allowed, UsageError, *_ADJUSTED)
+            if self._choose is not None:
+                chosen = self._choose(Candidates(self._ids, allowed))
         if self.sampling.logprobs is None:
             return Choice(chosen)
         return _with_logprobs(raw, chosen, self.sampling.logprobs)
@@ -276,7 +285,6 @@ def make_sampler(
     adjustments += trackers
     listeners = [tracker.accept for tracker in trackers]
     if constraint is not None:
-        adjustments.append(constraint)
         listeners.append(constraint.accept)
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
     return Sampler(

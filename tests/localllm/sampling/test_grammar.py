@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -92,7 +93,9 @@ def constraint(
 
 
 def allowed(held: Constraint, n_vocab: int) -> list[int]:
-    return np.flatnonzero(held(np.zeros(n_vocab, np.float32)) == 0).tolist()
+    ids = np.flatnonzero(held.masked(np.zeros(n_vocab, np.float32)) == 0).tolist()
+    assert ids == [id_ for id_ in range(n_vocab) if held.allows(id_)]
+    return ids
 
 
 def write(held: Constraint, ids: Sequence[int], n_vocab: int) -> None:
@@ -174,6 +177,31 @@ def test_a_vocabulary_without_an_end_will_do() -> None:
     held = constraint(tokenizer, regex="a+b")
     write(held, tokenizer.encode("aab"), tokenizer.n_vocab)
     assert held.is_complete
+
+
+@pytest.mark.parametrize("settings", [{}, {"mirostat": 2, "mirostat_tau": 20.0}])
+def test_what_is_allowed_is_as_likely_as_the_model_finds_it(settings: dict[str, Any]) -> None:
+    """Though only what is not allowed is drawn again."""
+    tokenizer = bytes_tokenizer()
+    logits = np.full(257, -5, np.float32)
+    a, b, other = (tokenizer.encode(text)[0] for text in "ab!")
+    logits[[a, b, other]] = 1, 2, 2.5
+    sampling = Sampling(regex="[ab]+", top_k=0, top_p=1, min_p=0, temperature=1, seed=1, **settings)
+    sampler = make_sampler(sampling, 257, constraint=constraint(tokenizer, regex="[ab]+"))
+    drawn = [sampler(logits).id for _ in range(4000)]
+    assert set(drawn) == {a, b}
+    share, expected = drawn.count(b) / 4000, 1 / (1 + math.exp(-1))
+    assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / 4000)
+
+
+def test_no_mask_is_made_where_the_choice_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = bytes_tokenizer()
+    sampler = make_sampler(Sampling(temperature=0), 257, constraint=constraint(tokenizer, regex="[ab]+"))
+    logits = np.zeros(257, np.float32)
+    a, b = tokenizer.encode("ab")
+    logits[[a, b]] = 1, 2
+    monkeypatch.setattr(Constraint, "masked", None)
+    assert sampler(logits).id == b
 
 
 @pytest.mark.parametrize(
