@@ -105,16 +105,16 @@ class SplitStep(Step):
         self,
         steps: tuple[Step, ...],
         graph: Graph,
+        size: int,
         *,
         n_pages: tuple[int, ...],
         max_tokens: int,
         max_outputs: int,
         micro_batch: int = MICRO_BATCH,
     ) -> None:
-        """``steps``: of each part of a graph, in execution order; the sizes as of `part_footprint`."""
-        caches = tuple(step.cache for step in steps)
+        """``steps``: of each part of a graph, in execution order; the rest as of `part_footprint`."""
         self.steps, self.micro_batch = steps, micro_batch
-        self.cache = SplitCache(caches, lcm(*(cache.page_size for cache in caches)), n_pages)
+        self.cache = SplitCache(tuple(step.cache for step in steps), size, n_pages)
         self.weights = tuple(weight for step in steps for weight in step.weights)
         self.max_top_k = steps[-1].max_top_k
         self._limits = max_tokens, max_outputs

@@ -308,8 +308,9 @@ class Planner:
         steps = tuple(self.footprint(*each, placement.context).load(progress) for each in ranges)
         if len(steps) == 1:
             return steps[0]
-        n_pages, max_tokens, max_outputs, _ = self.sizes(placement.context)
-        return SplitStep(steps, self.model.graph, n_pages=n_pages, max_tokens=max_tokens, max_outputs=max_outputs)
+        n_pages, n_tokens, n_outputs, _ = self.sizes(placement.context)
+        limits = {"max_tokens": n_tokens, "max_outputs": n_outputs}
+        return SplitStep(steps, self.model.graph, self.page_size, n_pages=n_pages, **limits)
 
     def footprint(self, device: str, layers: range, context: int) -> Footprint:
         """What a range of layers takes on a device."""

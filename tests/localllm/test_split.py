@@ -103,6 +103,15 @@ def test_a_split_model_writes_the_same_text(make: Make, path: Path, load: Callab
         np.testing.assert_array_equal(llm.logits(PROMPT), logits)
 
 
+def test_a_host_without_layers_leaves_the_cache_its_size(path: Path, load: Callable[..., LLM]) -> None:
+    """Also where its pages are longer than those of the devices that have them."""
+    cpu_host = Machine(ReferenceOps, 1 << 40, 1 << 40)
+    cpu_host._device = lambda name, free: Machine(cpu_ops if free is None else ReferenceOps)._device(name, free)
+    llm, ids = load(cpu_host, path, tensor_split=[1, 2]), [1 + i % 200 for i in range(480)]
+    assert llm.info.placement.devices == ("device 0", "device 1")
+    assert greedy(llm, ids) == greedy(load(Machine(ReferenceOps), path), ids)
+
+
 def test_stories260k_on_two_devices_writes_the_expected_text(load: Callable[..., LLM]) -> None:
     path = shared_data("models/stories260K/stories260K.gguf")
     expected = greedy(load(Machine(cpu_ops), path), "Once upon a time", 60)
