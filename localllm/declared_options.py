@@ -397,8 +397,8 @@ class Sampling(_Checked):
         "--temp --temperature",
         "Temperature",
     )
-    top_k: int = _kept(40, _whole(0), "only the K likeliest tokens; 0 is off", "--", "Top k")
-    top_p: float = _kept(0.95, _PROBABILITY, "only the likeliest, up to this probability; 1 is off", "--", "Top p")
+    top_k: int = _kept(40, _whole(0), "the K likeliest tokens only; 0 is off", "--", "Top k")
+    top_p: float = _kept(0.95, _PROBABILITY, "the likeliest tokens up to this probability; 1 is off", "--", "Top p")
     min_p: float = _kept(0.05, _PROBABILITY, "at least so likely, relative to the best; 0 is off", "--", "Min p")
     typical_p: float = _kept(
         1.0,
@@ -410,7 +410,7 @@ class Sampling(_Checked):
     repeat_penalty: float = _kept(
         1.0,
         _number(math.ulp(0.0), "a finite number above 0 (1 is off)"),
-        "divides the logits of tokens that occurred; 1 is off.  Negative ones are multiplied.",
+        "on tokens that occurred; 1 is off.  Divides their positive logits, and multiplies the others.",
         "--",
         "Repeat penalty",
     )
@@ -453,7 +453,7 @@ class Sampling(_Checked):
     seed: int | None = _kept(
         None,
         _whole(0, "a whole number from 0 to 2^64 - 1", 1 << 64),
-        "the random seed; the same one gives the same text again",
+        "the same one gives the same text again",
         "-s --seed",
         "Seed",
         none="a fresh one",
