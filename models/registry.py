@@ -40,6 +40,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture("gemma", "Gemma"),
     "gemma2": Architecture("gemma2", "Gemma 2"),
     "gemma3": Architecture("gemma3", "Gemma 3"),
+    "gemma4": Architecture("gemma4", "Gemma 4"),
     "glm4": Architecture("glm4", "GLM-4 (0414), GLM-Z1"),
     "gpt-oss": Architecture("gpt_oss", "gpt-oss"),
     "granite": Architecture("granite", "Granite 3 and 4, dense"),

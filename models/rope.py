@@ -113,9 +113,10 @@ def make_local_rope(m: Header, head_dim: int, theta: float | None = None, *, int
 
     Where the file has none, it is ``theta``, and without that the other layers'.
     """
-    rope = read_rope(m, head_dim)
-    n_rot = m.meta.read("rope.dimension_count_swa", int, rope.n_rot, low=2, high=head_dim)
-    base = m.meta.read("rope.freq_base_swa", float, theta or rope.theta, low=2.0, high=1e15)
+    suffix = "" if m.meta.find("rope.dimension_count_swa") is None else "_swa"
+    n_rot = m.meta.read(f"rope.dimension_count{suffix}", int, head_dim, low=2, high=head_dim)
+    base = theta or m.meta.read("rope.freq_base", float, 10_000.0, low=2.0, high=1e15)
+    base = m.meta.read("rope.freq_base_swa", float, base, low=2.0, high=1e15)
     return Rope(plain_frequencies(base, n_rot).astype(np.float32), interleaved)
 
 
