@@ -287,6 +287,7 @@ GEMMA4 = {
 }
 
 TINY: dict[str, Tiny] = {
+    "exaone4": Tiny("exaone4", "exaone4", WINDOW | {"sliding_window_pattern": 4}, window_keys),
     "gemma": Tiny("gemma", "gemma", {"tie_word_embeddings": True}, change=add_one_to_norms),
     "gemma2": Tiny(
         "gemma2",
@@ -381,6 +382,7 @@ TINY: dict[str, Tiny] = {
         phi3_keys,
         extra={f"rope_factors_{kind}.weight": partial(longrope_factors, kind=kind) for kind in ("long", "short")},
     ),
+    "qwen2moe": Tiny("qwen2_moe", "qwen2moe", MIXTURE | SHARED_EXPERT | {"norm_topk_prob": False}),
     "qwen3": Tiny("qwen3", "qwen3"),
     "qwen3moe": Tiny("qwen3_moe", "qwen3moe", MIXTURE),
     "qwen3next": Tiny("qwen3_next", "qwen3next", DELTA_NET | MIXTURE | SHARED_EXPERT, delta_net_keys, separate_qkvz),
@@ -394,6 +396,7 @@ TINY: dict[str, Tiny] = {
         lambda config: delta_net_keys(config) | SECTIONS,
         tiled_value_heads,
     ),
+    "seed-oss": Tiny("seed_oss", "seed_oss", {"attention_bias": True}),
     "smollm3": Tiny("smollm3", "smollm3", change=interleave_pairs),
 }
 
