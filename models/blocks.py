@@ -40,7 +40,7 @@ from localllm.kernels.graph import (
     Tensor,
 )
 from localllm.models.config import Experts, Header, Heads, Metadata
-from localllm.models.weights import Weights
+from localllm.models.weights import Weights, split_rows
 
 R = TypeVar("R", bound=Any)
 
@@ -53,6 +53,7 @@ class Layer:
         number: counted from 0.
         weights: its tensors, found by their names behind ``blk.{number}.``.
         norm_eps: of its norms.
+        embedding: what goes into the first layer [T, d].
     """
 
     number: int
@@ -60,6 +61,7 @@ class Layer:
     weights: Weights
     n_embd: int
     norm_eps: float
+    embedding: Tensor
 
     def add(self, operation: Operation[R]) -> R:
         """Records an operation, and gives what it computes."""
@@ -110,12 +112,12 @@ def decoder(
     """Embedding, layers, final norm and head: from ids to logits [N, n_vocab]."""
     config, weights, g = m.config, m.weights, Graph(m.cache_type)
     d, eps = config.n_embd, m.norm_eps if norm_eps is None else norm_eps
-    x = g.add(Embed(weights.require("token_embd.weight", config.n_vocab, d), embedding_scale))
+    x = embedding = g.add(Embed(weights.require("token_embd.weight", config.n_vocab, d), embedding_scale))
     for i in range(config.n_layers):
         g.layer = i
-        x = record_layer(Layer(i, g, weights.layer(i), d, eps), x)
+        x = record_layer(Layer(i, g, weights.layer(i), d, eps, embedding), x)
     g.layer = "output"
-    at = Layer(-1, g, weights, d, eps)
+    at = Layer(-1, g, weights, d, eps, embedding)
     x = output_norm(at, "output_norm", at.add(Outputs(x)))  # [N, d]
     logits = at.add(Linear(x, weights.matrix("output", d, config.n_vocab, tied_to="token_embd")))
     if logit_scale != 1:
@@ -181,15 +183,16 @@ def query_key_value(
     """Query, key and value, of matrices of their own or of ``attn_qkv``; and the gate, if there is one."""
     w, d = at.weights, at.n_embd
     q, k, v = heads.n * heads.key_dim, heads.n_kv * heads.key_dim, heads.n_kv * heads.value_dim
-    if "attn_qkv.weight" in w and not has_gate:
-        query, key, value = at.add(Linears(x, w.split("attn_qkv", d, {"q": q, "k": k, "v": v})))
-        return query, key, value, None
-    keys_values = (w.matrix(name, d, n, bias=qkv_bias) for name, n in (("attn_k", k), ("attn_v", v)))
+    widths = {"attn_q": 2 * q if has_gate else q, "attn_k": k, "attn_v": v}
+    if "attn_qkv.weight" in w:
+        matrices = w.split("attn_qkv", d, widths)
+    else:
+        matrices = tuple(w.matrix(name, d, n, bias=qkv_bias) for name, n in widths.items())
     if not has_gate:
-        query, key, value = at.add(Linears(x, (w.matrix("attn_q", d, q, bias=qkv_bias), *keys_values)))
+        query, key, value = at.add(Linears(x, matrices))
         return query, key, value, None
-    queries = w.split("attn_q", d, {"query": q, "gate": q}, n_groups=heads.n)
-    query, gate, key, value = at.add(Linears(x, (*queries, *keys_values)))
+    queries = split_rows(matrices[0], {"query": q, "gate": q}, n_groups=heads.n)
+    query, gate, key, value = at.add(Linears(x, (*queries, *matrices[1:])))
     return query, key, value, gate
 
 

@@ -13,7 +13,9 @@ HF_NAMES = hf_names.COMMON | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.g
 
 def record(m: Header) -> Graph:
     heads, n_ff, windows = m.heads(), m.mlp_width(), m.windows(period=0)
-    rope = make_rope(m, heads.key_dim)
+    # Files do not say that it is LongRoPE, but have its factors.
+    scaling = "longrope" if "rope_factors_long.weight" in m.weights else None
+    rope = make_rope(m, heads.key_dim, scaling=scaling)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         x = attention(at, norm(at, "attn_norm", x), heads, rope, window=windows[at.number], residual=x)

@@ -37,9 +37,11 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "exaone4": Architecture("exaone4", "EXAONE 4"),
     "gemma": Architecture("gemma", "Gemma"),
     "gemma2": Architecture("gemma2", "Gemma 2"),
     "gemma3": Architecture("gemma3", "Gemma 3"),
+    "gemma4": Architecture("gemma4", "Gemma 4"),
     "glm4": Architecture("glm4", "GLM-4 (0414), GLM-Z1"),
     "gpt-oss": Architecture("gpt_oss", "gpt-oss"),
     "granite": Architecture("granite", "Granite 3 and 4, dense"),
@@ -49,11 +51,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": Architecture("olmo2", "OLMo 2 and 3"),
     "phi3": Architecture("phi3", "Phi-3, 3.5 and 4"),
     "qwen2": Architecture("qwen2", "Qwen 2 and 2.5"),
+    "qwen2moe": Architecture("qwen2", "Qwen 1.5 and 2 with experts"),
     "qwen3": Architecture("qwen3", "Qwen 3"),
     "qwen35": Architecture("qwen35", "Qwen 3.5 and 3.6"),
     "qwen35moe": Architecture("qwen35", "Qwen 3.5 and 3.6 with experts"),
     "qwen3moe": Architecture("qwen3", "Qwen 3 with experts"),
     "qwen3next": Architecture("qwen3next", "Qwen 3 Next"),
+    "seed_oss": Architecture("seed_oss", "Seed-OSS"),
     "smollm3": Architecture("smollm3", "SmolLM3"),
 }
 

@@ -53,8 +53,8 @@ class RopeConfig:
     yarn_log_multiplier: float
 
 
-def read_rope(m: Header, head_dim: int) -> RopeConfig:
-    """The rotation that a file's keys describe.
+def read_rope(m: Header, head_dim: int, scaling: str | None = None) -> RopeConfig:
+    """The rotation that a file's keys describe; ``scaling`` where they do not say what scales it.
 
     Raises:
         ModelError: one is of the wrong type, out of range or not known.
@@ -66,9 +66,7 @@ def read_rope(m: Header, head_dim: int) -> RopeConfig:
     # As in llama.cpp: 0 stands for "no factor", and a factor without a type scales linearly.
     old_factor = meta.read("rope.scale_linear", float, 0.0, low=0.0, high=1e6)
     factor = meta.read("rope.scaling.factor", float, old_factor, low=0.0, high=1e6) or 1.0
-    # Files of Phi have factors, but no type.
-    guess = "longrope" if "rope_factors_long.weight" in m.weights else "none" if factor == 1 else "linear"
-    scaling = meta.read("rope.scaling.type", str, guess)
+    scaling = meta.read("rope.scaling.type", str, scaling or ("none" if factor == 1 else "linear"))
     if scaling not in SCALINGS:
         raise ModelError(
             f"{meta.architecture}.rope.scaling.type is {quoted(scaling)}, which localllm does not support; "
@@ -89,15 +87,25 @@ def read_rope(m: Header, head_dim: int) -> RopeConfig:
     )
 
 
-def make_rope(m: Header, head_dim: int, *, interleaved: bool = False, rounds_ramp: bool = True) -> Rope:
+def make_rope(
+    m: Header,
+    head_dim: int,
+    *,
+    interleaved: bool = False,
+    scaling: str | None = None,
+    rounds_ramp: bool = True,
+) -> Rope:
     """The rotation that a file's keys, and its frequency factors if it has any, describe.
 
-    ``rounds_ramp``: whether YaRN's ramp ends on whole dimensions, as in all code but gpt-oss's.
+    Args:
+        interleaved: as `localllm.kernels.graph.Rope` has it.
+        scaling: where the keys do not say what scales the frequencies; by default, a factor does.
+        rounds_ramp: whether YaRN's ramp ends on whole dimensions, as in all code but gpt-oss's.
 
     Raises:
         ModelError: as `read_rope`; or factors are missing, have the wrong shape, or are no positive numbers.
     """
-    rope = read_rope(m, head_dim)
+    rope = read_rope(m, head_dim, scaling)
     frequencies = plain_frequencies(rope.theta, rope.n_rot) / _frequency_factors(m, rope)
     magnitude = rope.attn_factor
     if rope.scaling == "linear":
@@ -113,9 +121,10 @@ def make_local_rope(m: Header, head_dim: int, theta: float | None = None, *, int
 
     Where the file has none, it is ``theta``, and without that the other layers'.
     """
-    rope = read_rope(m, head_dim)
-    n_rot = m.meta.read("rope.dimension_count_swa", int, rope.n_rot, low=2, high=head_dim)
-    base = m.meta.read("rope.freq_base_swa", float, theta or rope.theta, low=2.0, high=1e15)
+    suffix = "" if m.meta.find("rope.dimension_count_swa") is None else "_swa"
+    n_rot = m.meta.read(f"rope.dimension_count{suffix}", int, head_dim, low=2, high=head_dim)
+    base = theta or m.meta.read("rope.freq_base", float, 10_000.0, low=2.0, high=1e15)
+    base = m.meta.read("rope.freq_base_swa", float, base, low=2.0, high=1e15)
     return Rope(plain_frequencies(base, n_rot).astype(np.float32), interleaved)
 
 

@@ -156,13 +156,8 @@ class Weights:
         return Matrix(weight, (self.require if bias else self.find)(f"{name}.bias", n_out))
 
     def split(self, name: str, n_in: int, parts: Mapping[str, int], *, n_groups: int = 1) -> tuple[Matrix, ...]:
-        """Several matrices [n_out, n_in], and biases if there are, of one tensor: ``parts`` are their n_out.
-
-        With ``n_groups``, the rows of every matrix lie in as many groups, each behind the other matrices' group.
-        """
-        whole = self.matrix(name, n_in, sum(parts.values()))
-        biases = [None] * len(parts) if whole.bias is None else _split(whole.bias, parts, n_groups)
-        return tuple(map(Matrix, _split(whole.weight, parts, n_groups), biases))
+        """Several matrices that lie in the one ``name``: see `split_rows`."""
+        return split_rows(self.matrix(name, n_in, sum(parts.values())), parts, n_groups=n_groups)
 
     def split_experts(self, name: str, n_experts: int, n_in: int, parts: Mapping[str, int]) -> tuple[Weight, ...]:
         """As `split`, of each expert."""
@@ -179,11 +174,15 @@ class Weights:
         """The matrices ``{name}.weight`` [n_experts, n_out, n_in]."""
         return self.require(f"{name}.weight", n_experts, n_out, n_in)
 
+    def skip(self, *names: str) -> None:
+        """Lets be tensors of these names, if the file has them."""
+        for name in {self._prefix + name for name in names} & {*self._file.tensors}:
+            self.find(name.removeprefix(self._prefix), *self._file.tensors[name].shape)
+
     def skip_layers(self, first: int) -> None:
         """Lets be the tensors of all layers from number ``first`` on."""
-        for name, tensor in self._file.tensors.items():
-            if (match := re.match(r"blk\.(\d+)\.", name)) and int(match[1]) >= first:
-                self._found.setdefault(name, FileWeight(name, tensor.type, tensor.shape, self._file))
+        numbers = ((re.match(r"blk\.(\d+)\.", name), name) for name in self._file.tensors)
+        self.skip(*(name for match, name in numbers if match and int(match[1]) >= first))
 
     def values(self, name: str, n: int) -> NDArray[np.float64]:
         """What the small tensor ``name`` [n] holds, read here and now."""
@@ -229,6 +228,16 @@ class _Row:
 
     def drop_pages(self) -> None:
         self.vector.drop_pages()
+
+
+def split_rows(matrix: Matrix, parts: Mapping[str, int], *, n_groups: int = 1) -> tuple[Matrix, ...]:
+    """Several matrices [n_out, n_in] that lie in one, with its bias if it has any: ``parts`` are their n_out.
+
+    Their rows are one matrix's behind the other's; with ``n_groups``, so they are in each of as many groups of rows,
+    which each have as many of every matrix.
+    """
+    biases = [None] * len(parts) if matrix.bias is None else _split(matrix.bias, parts, n_groups)
+    return tuple(map(Matrix, _split(matrix.weight, parts, n_groups), biases))
 
 
 def _split(whole: Weight, parts: Mapping[str, int], n_groups: int) -> tuple[RowsOf, ...]:

@@ -30,12 +30,16 @@ HUB_MODEL, HUB_FILE = "Qwen/Qwen2.5-0.5B-Instruct-GGUF", "qwen2.5-0.5b-instruct-
 #: How lines begin that install something or take hours; `.ci/run` has what the README's two commands have.
 NOT_RUN = ("python3 -m venv", ".venv/bin/pip", "python -m pytest", "python -m tests.")
 
+#: Pages whose commands and programs have tests of their own: `tests.localllm.server`, `tests.test_worked_examples`.
+OWN_TESTS = ("serve.md", "add-an-architecture.md", "add-an-operation.md")
+
 #: Pages whose commands use what earlier ones have written.
 IN_ORDER = ("smaller-models.md",)
 
 
 def blocks(language: str) -> list[tuple[Path, str]]:
-    return [(page, text) for page in PAGES for name, text in FENCE.findall(page.read_text()) if name == language]
+    pages = (page for page in PAGES if page.name not in OWN_TESTS)
+    return [(page, text) for page in pages for name, text in FENCE.findall(page.read_text()) if name == language]
 
 
 def lines() -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.helpers.backends import shared_by_threads
+from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
 from tests.helpers.recorder import CPUOps, ReferenceOps
 from tests.helpers.run_model import Runner
 from tests.models.tiny import TINY, make_model, write
@@ -75,3 +75,17 @@ def test_the_reference_computes_what_transformers_does(name: str, tmp_path: Path
 def test_the_cpu_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
     check(name, Runner(path, shared_by_threads(CPUOps(threads=2))), 5e-3)
+
+
+@pytest.mark.skipif(no_harness() is not None, reason=no_harness() or "")
+@pytest.mark.parametrize(
+    "name", ["olmo3", "qwen35", "qwen35moe", "gemma3", "gemma4-e2b", "gpt-oss", "mistral3", "qwen3next"]
+)
+def test_cuda_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+    """In the emulator, a short text in two steps: it is slow."""
+    path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
+    runner = Runner(path, emulated_cuda(), n_pages=2, max_tokens=16)
+    ids = IDS[:13]
+    ours = np.concatenate([runner.run((ids[:12], 0, [0])), runner.run((ids[12:], 12, [0]))])
+    theirs = expected(name, tuple(ids))
+    assert np.abs(ours - theirs).max() < 1e-2 * np.abs(theirs).max()

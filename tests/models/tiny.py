@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class Tiny:
         config: what differs from `CONFIG`.
         keys: further keys, without the architecture's name.
         change: what llama.cpp's converter does to a tensor; or several of GGUF's names that it makes of one.
+        extra: tensors that are not in a checkpoint.
     """
 
     model_type: str
@@ -49,6 +51,7 @@ class Tiny:
     config: Mapping[str, Any] = field(default_factory=dict)
     keys: Callable[[Any], Mapping[str, Any]] = no_keys
     change: Change = unchanged
+    extra: Mapping[str, Callable[[Any], Array]] = field(default_factory=dict)
 
 
 #: Heads in two groups, a width that is no multiple of a block or tile, and few tokens.
@@ -199,6 +202,10 @@ def softcaps(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name, None) for name in names} | sliding_window(config)
 
 
+def longrope_factors(config: Any, kind: str) -> Array:
+    return np.array(config.rope_parameters[f"{kind}_factor"], np.float32)
+
+
 def phi3_keys(config: Any) -> dict[str, Any]:
     """Its files have no key for the kind of scaling."""
     width = config.hidden_size // config.num_attention_heads
@@ -215,6 +222,34 @@ def phi3_keys(config: Any) -> dict[str, Any]:
             1 + np.log(scale) / np.log(config.original_max_position_embeddings)
         ) ** 0.5
     return keys | sliding_window(config)
+
+
+def gemma4_keys(config: Any) -> dict[str, Any]:
+    full = config.per_layer_config[config.layer_types.index("full_attention")]
+    n, n_shared = config.num_hidden_layers, config.num_kv_shared_layers
+    keys = {
+        "attention.key_length": full.head_dim,
+        "attention.value_length": full.head_dim,
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "attention.head_count_kv": [config.per_layer_config[i].num_key_value_heads for i in range(n)],
+        "attention.shared_kv_layers": n_shared,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "rope.dimension_count": full.head_dim,
+        "rope.dimension_count_swa": config.head_dim,
+        "expert_used_count": config.top_k_experts,
+        "final_logit_softcapping": config.final_logit_softcapping,
+    }
+    if config.use_double_wide_mlp:
+        keys["feed_forward_length"] = [config.intermediate_size * (1 + (i >= n - n_shared)) for i in range(n)]
+    return keys | window_keys(config)
+
+
+def gemma4_factors(config: Any) -> Array:
+    """What keeps all but the first frequencies of the layers without a window from turning."""
+    full = config.per_layer_config[config.layer_types.index("full_attention")].head_dim // 2
+    n_rotated = int(full * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    return np.where(np.arange(full) < n_rotated, 1, 1e30).astype(np.float32)
 
 
 DELTA_NET = {
@@ -237,7 +272,22 @@ GRANITE = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 8.0}
 
+GEMMA4 = {
+    "num_hidden_layers": 7,
+    "layer_types": [*["sliding_attention", "sliding_attention", "full_attention"] * 2, "full_attention"],
+    "global_head_dim": 32,
+    "tie_word_embeddings": True,
+    "vocab_size_per_layer_input": 300,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {
+        "sliding_attention": PLAIN_ROPE,
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 100_000.0},
+    },
+}
+
 TINY: dict[str, Tiny] = {
+    "exaone4": Tiny("exaone4", "exaone4", WINDOW | {"sliding_window_pattern": 4}, window_keys),
     "gemma": Tiny("gemma", "gemma", {"tie_word_embeddings": True}, change=add_one_to_norms),
     "gemma2": Tiny(
         "gemma2",
@@ -254,6 +304,29 @@ TINY: dict[str, Tiny] = {
         | {"rope_parameters": {"sliding_attention": PLAIN_ROPE, "full_attention": LINEAR}},
         sliding_window,
         add_one_to_norms,
+    ),
+    "gemma4-dense": Tiny(
+        "gemma4_text",
+        "gemma4",
+        WINDOW | GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        gemma4_keys,
+        extra={"rope_freqs.weight": gemma4_factors},
+    ),
+    "gemma4-e2b": Tiny(
+        "gemma4_text",
+        "gemma4",
+        WINDOW | GEMMA4 | {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 4, "use_double_wide_mlp": True},
+        gemma4_keys,
+        extra={"rope_freqs.weight": gemma4_factors},
+    ),
+    "gemma4-moe": Tiny(
+        "gemma4_text",
+        "gemma4",
+        WINDOW
+        | GEMMA4
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 48},
+        gemma4_keys,
+        extra={"rope_freqs.weight": gemma4_factors},
     ),
     "glm4": Tiny(
         "glm4",
@@ -307,7 +380,9 @@ TINY: dict[str, Tiny] = {
             | {"long_factor": [1.5, 2.0, 3.0, 5.0, 7.0, 8.0], "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]},
         },
         phi3_keys,
+        extra={f"rope_factors_{kind}.weight": partial(longrope_factors, kind=kind) for kind in ("long", "short")},
     ),
+    "qwen2moe": Tiny("qwen2_moe", "qwen2moe", MIXTURE | SHARED_EXPERT | {"norm_topk_prob": False}),
     "qwen3": Tiny("qwen3", "qwen3"),
     "qwen3moe": Tiny("qwen3_moe", "qwen3moe", MIXTURE),
     "qwen3next": Tiny("qwen3_next", "qwen3next", DELTA_NET | MIXTURE | SHARED_EXPERT, delta_net_keys, separate_qkvz),
@@ -321,6 +396,7 @@ TINY: dict[str, Tiny] = {
         lambda config: delta_net_keys(config) | SECTIONS,
         tiled_value_heads,
     ),
+    "seed-oss": Tiny("seed_oss", "seed_oss", {"attention_bias": True}),
     "smollm3": Tiny("smollm3", "smollm3", change=interleave_pairs),
 }
 
@@ -335,6 +411,7 @@ def make_model(entry: Tiny, seed: int = 0) -> Any:
 
     config = transformers.AutoConfig.for_model(entry.model_type, **(CONFIG | dict(entry.config)))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    model.config.allow_global_per_layer_attribute_access = True  # Gemma 4's, whose layers' heads differ
     rng = np.random.default_rng(seed)
     is_shifted = entry.change("model.norm.weight", np.zeros(1, np.float32), config).item() == 1
     with torch.no_grad():
@@ -348,8 +425,12 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...], shifted
     """``shifted``: norms multiply with 1 + weight."""
     if "embed_tokens" in name:
         return rng.normal(0, 1, shape)
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        return rng.uniform(0.2, 0.8, shape) - shifted  # so that scores stay small where their scale is 1
     if re.search(r"norm[\w.]*weight$", name):
         return rng.uniform(0.5, 1.5, shape) - shifted
+    if name.endswith(("scalar", "scale")):
+        return rng.uniform(0.5, 1.5, shape)
     if name.endswith("A_log"):
         return np.log(rng.uniform(0.2, 2, shape))
     if name.endswith(("mlp.gate.weight", "router.weight")):
@@ -364,10 +445,7 @@ def write(path: Path, entry: Tiny, model: Any, type: GGMLType = GGMLType.F32) ->
     config, tensors = model.config, dict[str, Array]()
     for name, array in checkpoint(model, path.with_suffix(".hf")).items():
         tensors |= named(entry, name, entry.change(name, array, config))
-    rope = config.rope_parameters
-    for kind in ("long", "short"):
-        if f"{kind}_factor" in rope:
-            tensors[f"rope_factors_{kind}.weight"] = np.array(rope[f"{kind}_factor"], np.float32)
+    tensors |= {name: make(config) for name, make in entry.extra.items()}
     keys = general_keys(config) | dict(entry.keys(config))
     encoded = {name: tiny_models.encode(np.ascontiguousarray(array), type) for name, array in tensors.items()}
     metadata = {f"{entry.architecture}.{key}": value for key, value in keys.items()}
