@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from localllm.checks import check_keywords, mappings, text, token_ids, whole_number
 from localllm.completion import AsyncStream, Completion, Stream
 from localllm.declared_options import LoadOptions, declared, describes
-from localllm.engine.engine import MAX_WAITING, STEP_S, Engine
+from localllm.engine.engine import MAX_WAITING, STEP_S, Counts, Engine
 from localllm.engine.request import Request
 from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, QueueFullError, UsageError
 from localllm.habits import THEIR_LOAD, THEIR_METHODS
@@ -36,6 +36,8 @@ from localllm.tokenizer.stream import StreamDecoder
 
 # jinja2, which it imports, takes a good part of the time to the first token of those that do not chat.
 if TYPE_CHECKING:
+    import asyncio
+
     from localllm.chat import ChatTemplate
 
 Message = Mapping[str, object]
@@ -425,10 +427,16 @@ class LLM:
         *,
         add_special: bool = True,
         parse_special: bool = False,
+        loop: asyncio.AbstractEventLoop | None = None,
         **options: Unpack[Options],
     ) -> AsyncStream:
-        """As `stream`, for ``async for`` in a task."""
-        return self._stream(AsyncStream, prompt, add_special, parse_special, CheckedOptions.of(options))
+        """As `stream`, for ``async for`` in a task.
+
+        With the ``loop`` that will read it, the call may be made in another thread: tokenizing a long prompt, and
+        running a chat template, then hold up no other task.
+        """
+        reader = partial(AsyncStream, loop=loop)
+        return self._stream(reader, prompt, add_special, parse_special, CheckedOptions.of(options))
 
     async def achat(
         self,
@@ -451,11 +459,23 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
         reply_prefix: str = "",
+        loop: asyncio.AbstractEventLoop | None = None,
         **options: Unpack[Options],
     ) -> AsyncStream:
-        """As `stream_chat`, for ``async for`` in a task."""
+        """As `stream_chat`, for ``async for`` in a task; ``loop`` as of `astream`."""
         given = CheckedOptions.of(options)
-        return self._stream_chat(AsyncStream, messages, tools, template_variables, reply_prefix, given)
+        reader = partial(AsyncStream, loop=loop)
+        return self._stream_chat(reader, messages, tools, template_variables, reply_prefix, given)
+
+    @property
+    def counts(self) -> Counts:
+        """What the model has done since it was loaded: steps, tokens, and what of its cache is in use."""
+        return self._opened().counts
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests that wait for others."""
+        return self._opened().n_waiting
 
     def forget(self) -> None:
         """Drops what the cache keeps of earlier prompts: the next one is evaluated from its beginning."""
@@ -645,6 +665,7 @@ class LLM:
             max_tokens=given.max_tokens,
             priority=given.priority,
             timeout_s=given.timeout_s,
+            client=given.client,
             speculate=speculate,
             draft_max=given.draft_max,
         )

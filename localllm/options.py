@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar, cast
 
-from localllm.checks import check_keywords, flag, seconds, whole_number
+from localllm.checks import check_keywords, flag, seconds, text, whole_number
 from localllm.completion import Progress
 from localllm.engine.drafting import DEFAULT_DRAFTS, MAX_DRAFTS
 from localllm.engine.request import PRIORITIES, Priority
@@ -76,6 +76,7 @@ class Options(SamplingOptions, total=False):
         priority: "normal", or "background" for requests that let others begin first for up to 30 seconds; those that
             have begun to decode share every step.
         timeout: seconds after which the text ends where it is, with the ``finish_reason`` "timeout"; waiting counts.
+        client: a name of whoever asks: clients share the model evenly, however many requests each has.
     """
 
     max_tokens: int | None
@@ -88,6 +89,7 @@ class Options(SamplingOptions, total=False):
     draft_max: int
     priority: Priority
     timeout: float | None
+    client: str
 
 
 _NAMES = (*Options.__annotations__,)
@@ -108,6 +110,7 @@ class CheckedOptions:
     draft_max: int = DEFAULT_DRAFTS
     priority: Priority = "normal"
     timeout_s: float | None = None
+    client: str = ""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> CheckedOptions:
@@ -136,6 +139,7 @@ class CheckedOptions:
             draft_max=draft_max,
             priority=_one_of("priority", options.get("priority", "normal"), PRIORITIES),
             timeout_s=None if options.get("timeout") is None else seconds("timeout", options["timeout"]),
+            client=text("client", options.get("client", "")),
         )
 
     def room(self, context: int) -> int:

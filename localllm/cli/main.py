@@ -40,6 +40,7 @@ COMMANDS = {
     "generate": "localllm.cli.generate",
     "chat": "localllm.tui.launch",
     "inspect": "localllm.cli.inspect",
+    "serve": "localllm.cli.serve",
     "bench": "localllm.cli.bench",
     "doctor": "localllm.cli.doctor",
     "models": "localllm.cli.models",

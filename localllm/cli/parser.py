@@ -71,6 +71,7 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
         ("chat", _add_chat, "[FILE] [options]", "talk with a model", CHAT_DETAILS),
         ("inspect", _add_inspect, "FILE [options]", "show what is in a GGUF file", ""),
         ("bench", _add_bench, "[FILE] [options]", "measure how fast a model runs here", BENCH_DETAILS),
+        ("serve", _add_serve, "[-m FILE …] [options]", "serve models to other programs over HTTP", SERVE_DETAILS),
         (
             "doctor",
             _add_doctor,
@@ -117,6 +118,15 @@ Without a file the small demo model that comes with localllm answers.  Chats are
 With --plain, or where standard input or output is no terminal, the chat goes line by line: a backslash at the end of
 a line goes on with the next one, three quotation marks begin and end a block, and /help lists commands.  Replies go
 to standard output, all else to standard error.
+"""
+
+SERVE_DETAILS = """\
+Programs made for the APIs of OpenAI (http://127.0.0.1:8080/v1), Anthropic and Ollama (http://127.0.0.1:8080) or
+llama.cpp's server can use it.  Each model is loaded when it is first asked for.  Without -m there are the model that
+the settings name, or else the demo model, and all that localllm models lists.
+
+Only programs on this machine reach it, and no page of a browser, unless --host and --cors-origin say otherwise.  The
+environment variable LOCALLLM_API_KEY gives API keys too, with commas between them.
 """
 
 QUANTIZE_DETAILS = """\
@@ -412,6 +422,77 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-t", "--threads", type=whole(1), metavar="N", help="threads (default: one a processor)")
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("models")
+    model.add_argument(
+        "-m",
+        "--model",
+        dest="models",
+        action="append",
+        type=model_file,
+        metavar="FILE",
+        default=[],
+        help="a GGUF file, or ORG/REPO[:QUANT] of one that was pulled; may be given several times",
+    )
+    model.add_argument(
+        "-a", "--alias", dest="aliases", action="append", metavar="NAME", default=[], help="another name of the first"
+    )
+    model.add_argument("--ttl", type=whole(1), metavar="S", help="unload a model after S seconds without a request")
+    _add_running(model)
+    model.add_argument(
+        "-np",
+        "--parallel",
+        type=whole(1),
+        metavar="N",
+        default=4,
+        help="requests of full length that the cache of each model has room for (default: 4)",
+    )
+    _add_listening(parser.add_argument_group("who may ask"))
+    output = parser.add_argument_group("output")
+    output.add_argument("--stats", action="store_true", help="show throughput, queue and cache as they change")
+    output.add_argument("-q", "--quiet", action="store_true", help="print nothing but the address and errors")
+
+
+def _add_listening(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--host", metavar="HOST", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
+    )
+    group.add_argument(
+        "--port",
+        type=whole(0, below=65536),
+        metavar="N",
+        default=8080,
+        help="port; 0 is any that is free (default: 8080)",
+    )
+    for flag, name, metavar, text in (
+        ("--api-key", "api_keys", "KEY", "let in those who have this key, and share the models evenly between keys"),
+        ("--allow-host", "hosts", "NAME", "answer to this name of the machine, too"),
+        ("--cors-origin", "origins", "ORIGIN", "let pages of this origin ask, such as https://example.org; * is any"),
+    ):
+        group.add_argument(
+            flag, dest=name, action="append", metavar=metavar, default=[], help=f"{text}; may be given several times"
+        )
+    group.add_argument(
+        "--max-queue", type=whole(1), metavar="N", default=256, help="requests that may wait (default: 256)"
+    )
+    group.add_argument(
+        "--max-body", type=whole(1), metavar="MiB", default=32, help="size of a request at most (default: 32)"
+    )
+    group.add_argument(
+        "--grace",
+        type=whole(0),
+        metavar="S",
+        default=10,
+        help="seconds that replies have to end after Ctrl-C (default: 10)",
+    )
+    group.add_argument(
+        "--responses",
+        type=Path,
+        metavar="FOLDER",
+        help="keep responses there, for previous_response_id after a restart",
+    )
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

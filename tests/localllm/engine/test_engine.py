@@ -31,6 +31,18 @@ from tests.helpers.tiny_models import tiny_gguf
 # What a step makes of requests.
 
 
+def test_what_was_done_is_counted() -> None:
+    engine = SteppedEngine(max_tokens=8)
+    engine.run(writing(range(12), 5), writing(range(12), 1))
+    counts = engine.loop.counts
+    assert counts.generated_tokens == 6
+    assert counts.prompt_tokens + counts.cached_tokens == 24
+    assert counts.cached_tokens >= 8
+    assert counts.ended == 2
+    assert counts.decode_steps == 4
+    assert counts.steps == len(engine.sizes)
+
+
 def test_what_a_request_knows_in_the_end() -> None:
     engine = SteppedEngine(max_tokens=8)
     request = writing(range(12), 5)
@@ -315,6 +327,11 @@ def test_too_many_that_wait_are_refused() -> None:
         engine.submit(request)
     with pytest.raises(QueueFullError, match="2 requests wait for the model already"):
         engine.submit(writing([9], 3))
+    other = writing([9], 3, client="other")
+    engine.submit(other)  # has its share of the queue
+    with pytest.raises(QueueFullError):
+        engine.submit(writing([9], 3, client="other"))
+    waiting.append(other)
     engine.cancel(waiting[0])
     go_on.set()
     for request in (running, *waiting):
