@@ -158,7 +158,7 @@ def _ask_of_chat(body: ChatRequest) -> Ask:
         messages=[template_message(i, message) for i, message in enumerate(body.messages)],
         tools=chosen_tools(body.tools, body.tool_choice, options),
         variables=thinking_variables(body.reasoning_effort, body.chat_template_kwargs),
-        n=body.n or 1 if body.n != 0 else 0,
+        n=1 if body.n is None else body.n,
     )
 
 
@@ -345,7 +345,8 @@ async def completions(request: Request, desk: Desk) -> Response:
     prompts = _prompts(body.prompt)
     if body.stream and len(prompts) > 1:
         raise HTTPError(400, "a stream has one prompt: send several without stream, or one after the other")
-    n, options = body.n or 1, body.options(max_tokens=limit(body.max_tokens), logprobs=at_most(body.logprobs))
+    n = 1 if body.n is None else body.n
+    options = body.options(max_tokens=limit(body.max_tokens), logprobs=at_most(body.logprobs))
     answers: list[Answer] = []
 
     def close() -> None:
