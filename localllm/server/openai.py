@@ -189,12 +189,13 @@ def usage_json(usages: Sequence[Usage]) -> dict[str, Any]:
 
 
 def timings_json(usage: Usage, timings: Timings) -> dict[str, Any]:
-    """As llama.cpp's server has them: counts, milliseconds and rates."""
+    """As llama.cpp's server has them: counts, milliseconds and rates; to the first token, waiting counts too."""
     return {
         "cache_n": usage.cached_tokens,
         "prompt_n": timings.prefill_tokens,
         "prompt_ms": 1e3 * timings.prefill_s,
         "prompt_per_second": timings.prefill_tokens_per_s,
+        "first_token_ms": 1e3 * timings.first_token_s,
         "predicted_n": usage.completion_tokens,
         "predicted_ms": 1e3 * timings.decode_s,
         "predicted_per_second": timings.decode_tokens_per_s,
