@@ -1,4 +1,4 @@
-"""Imports go one way: quant <- kernels <- models <- the library's core <- the server <- the command line <- the chat."""
+"""Imports go one way: quant <- kernels <- models <- the library's core <- server <- command line <- chat."""
 
 from __future__ import annotations
 
