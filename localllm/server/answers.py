@@ -60,11 +60,15 @@ class Generation(msgspec.Struct):
     seed: int | None = None
     logit_bias: dict[str, float] | list[tuple[int, float | bool]] | None = None
     ignore_eos: bool | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
     priority: str | None = None
     timeout: float | None = None
 
     def options(self, **more: Any) -> dict[str, Any]:
         """The keywords of `LLM.stream`."""
+        if self.grammar is not None or self.json_schema is not None:
+            check_grammars()
         names = Options.__annotations__.keys() & {each.name for each in msgspec.structs.fields(Generation)}
         options = {name: value for name in names if (value := getattr(self, name)) is not None}
         # llama.cpp's ways to switch something off, or leave it open.
@@ -398,12 +402,44 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
             raise HTTPError(400, f"tool {number} is not a function with a name: only such tools are called")
 
 
+def check_grammars() -> None:
+    """Raises:
+    HTTPError: this version has no grammars.
+    """
+    if "json_schema" not in Options.__annotations__:
+        raise not_available("a reply that must follow a schema or a grammar, or call a certain tool,")
+
+
 def constrain(options: dict[str, Any], schema: Mapping[str, Any] | None) -> None:
     """Makes a reply follow a JSON schema; None is any JSON object.
 
     Raises:
         HTTPError: this version has no grammars.
     """
-    if "json_schema" not in Options.__annotations__:
-        raise not_available("a reply that must follow a JSON schema, or call a certain tool,")
-    options["json_schema"] = {"type": "object"} if schema is None else schema
+    check_grammars()
+    options["json_schema"] = {"type": "object"} if schema is None else dict(schema)
+
+
+def force_call(options: dict[str, Any], tools: list[dict[str, Any]], name: str | None) -> None:
+    """Makes a reply call one of the tools, or the one of that name; `ReplyParser` knows such a reply as a call.
+
+    Raises:
+        HTTPError: there is no such tool, or this version has no grammars.
+    """
+    check_tools(tools)
+    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    if not functions:
+        raise HTTPError(400, f"tool_choice names {name!r:.80}, which is none of the tools")
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function["name"]},
+                "arguments": function.get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for function in functions
+    ]
+    constrain(options, {"anyOf": calls})

@@ -43,6 +43,8 @@ def _ask(body: MessagesRequest) -> Ask:
     body.stop = body.stop_sequences
     options = body.options(max_tokens=body.max_tokens)
     choice: Any = (body.tool_choice or {}).get("type", "auto")
+    if choice == "tool":
+        choice = body.tool_choice
     tools = [
         {
             "type": "function",

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -92,6 +92,8 @@ class Problem:
             return cls(503, "there is not enough memory for this model beside those in use: try again later")
         if isinstance(error, ClosedError):
             return cls(503, "the model is being unloaded: try again")
+        if isinstance(error, ClientDisconnect):  # nobody reads it
+            return cls(400, "the request ended before all of it was there")
         if isinstance(error, LoadError):
             return cls(500, str(error))
         traceback.print_exception(error, file=sys.stderr)

@@ -21,7 +21,7 @@ from localllm.chat.reply import ToolCall
 from localllm.engine.request import Timings, Usage
 from localllm.llm import LLM
 from localllm.sampling import Choice
-from localllm.server.answers import MOST_REPLIES, Answer, Ask, Desk, Generation, Part, Reply, constrain
+from localllm.server.answers import MOST_REPLIES, Answer, Ask, Desk, Generation, Part, Reply, constrain, force_call
 from localllm.server.http import (
     DONE,
     EventStream,
@@ -127,8 +127,12 @@ def chosen_tools(
     """The tools that a model is offered; a call that is forced makes ``options`` follow a schema."""
     if not tools or choice == "none":
         return []
-    if choice not in (None, "auto"):
-        constrain(options, None)
+    if isinstance(choice, dict):  # {"type": "function", "function": {"name": …}}, in responses without the inner one
+        function = choice.get("function", choice)
+        name = function.get("name") if isinstance(function, dict) else None
+        force_call(options, tools, str(name))
+    elif choice not in (None, "auto"):
+        force_call(options, tools, None)
     return tools
 
 
@@ -154,7 +158,7 @@ def _ask_of_chat(body: ChatRequest) -> Ask:
         messages=[template_message(i, message) for i, message in enumerate(body.messages)],
         tools=chosen_tools(body.tools, body.tool_choice, options),
         variables=thinking_variables(body.reasoning_effort, body.chat_template_kwargs),
-        n=body.n or 1 if body.n != 0 else 0,
+        n=1 if body.n is None else body.n,
     )
 
 
@@ -185,12 +189,13 @@ def usage_json(usages: Sequence[Usage]) -> dict[str, Any]:
 
 
 def timings_json(usage: Usage, timings: Timings) -> dict[str, Any]:
-    """As llama.cpp's server has them: counts, milliseconds and rates."""
+    """As llama.cpp's server has them: counts, milliseconds and rates; to the first token, waiting counts too."""
     return {
         "cache_n": usage.cached_tokens,
         "prompt_n": timings.prefill_tokens,
         "prompt_ms": 1e3 * timings.prefill_s,
         "prompt_per_second": timings.prefill_tokens_per_s,
+        "first_token_ms": 1e3 * timings.first_token_s,
         "predicted_n": usage.completion_tokens,
         "predicted_ms": 1e3 * timings.decode_s,
         "predicted_per_second": timings.decode_tokens_per_s,
@@ -341,7 +346,8 @@ async def completions(request: Request, desk: Desk) -> Response:
     prompts = _prompts(body.prompt)
     if body.stream and len(prompts) > 1:
         raise HTTPError(400, "a stream has one prompt: send several without stream, or one after the other")
-    n, options = body.n or 1, body.options(max_tokens=limit(body.max_tokens), logprobs=at_most(body.logprobs))
+    n = 1 if body.n is None else body.n
+    options = body.options(max_tokens=limit(body.max_tokens), logprobs=at_most(body.logprobs))
     answers: list[Answer] = []
 
     def close() -> None:

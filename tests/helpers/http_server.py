@@ -33,6 +33,10 @@ TOOLS_TEMPLATE = (
 )
 
 
+#: A scripted reply with this end fails there.
+FAILS = "(fails)"
+
+
 class ScriptedLLM(LLM):
     """The demo model, whose tokens are those of a text that ``reply`` makes of each prompt.
 
@@ -51,6 +55,8 @@ class ScriptedLLM(LLM):
 
         def follow(tokens: Any, logits: Any) -> Any:
             at = len(tokens) - n_prompt
+            if at >= len(script) and text.endswith(FAILS):
+                raise RuntimeError("a defect")
             forced = np.full_like(logits, -np.inf)
             forced[script[at] if at < len(script) else tokenizer.eos_id] = 0.0
             return forced

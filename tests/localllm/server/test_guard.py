@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from localllm.errors import TemplateError
 from localllm.server.http import EventStream, Limits, Problem
-from tests.helpers.http_server import Serving, demo, scripted, serving
+from tests.helpers.http_server import FAILS, Serving, demo, scripted, serving
 
 HELLO = [{"role": "user", "content": "Hello!"}]
 CHAT = "/v1/chat/completions"
@@ -329,6 +329,49 @@ def test_a_server_that_stops_says_so() -> None:
         server.server.handle_exit(2, None)
         rest = list(lines)
     assert any("the server is stopping" in line or "[DONE]" in line for line in rest)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/api/chat", "/completion"])
+def test_a_request_that_fails_says_so_and_takes_no_other_with_it(
+    failing: Serving, path: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = {"max_tokens": 50, "messages": [{"role": "user", "content": "fail"}], "input": "fail", "prompt": "fail"}
+    other: list[str] = []
+
+    def ask_well() -> None:
+        good = {"messages": [{"role": "user", "content": "go on"}]}
+        reply = httpx.post(failing.url + CHAT, json=good, timeout=60).json()
+        other.append(reply["choices"][0]["message"]["content"])
+
+    thread = threading.Thread(target=ask_well)
+    thread.start()
+    whole = httpx.post(failing.url + path, json={**body, "stream": False}, timeout=60)
+    assert whole.status_code == 500
+    assert "a defect" not in whole.text
+    streamed = httpx.post(failing.url + path, json={**body, "stream": True}, timeout=60)
+    assert streamed.status_code == 200
+    assert "something went wrong inside localllm" in streamed.text.strip().splitlines()[-1]
+    assert ("event: error" in streamed.text) == (path == "/v1/messages")
+    thread.join()
+    assert other == ["word " * 200 + "end"]
+    assert "RuntimeError: a defect" in capfd.readouterr().err
+    failing.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def failing() -> Iterator[Serving]:
+    def reply(prompt: str) -> str:
+        return "word " * 200 + "end" if "go on" in prompt else f"One two {FAILS}"
+
+    with serving(scripted(reply)) as started:
+        yield started
+
+
+def test_a_client_that_goes_before_its_request_is_whole(server: Serving, capfd: pytest.CaptureFixture[str]) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+    assert status(server, "POST", "/tokenize", json={"content": "a"}) == 200
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_timeout_ends_a_text_where_it_is(endless: Serving) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers.http_server import Serving
+from localllm.options import Options
+from tests.helpers.http_server import TOOLS_TEMPLATE, Serving, demo, serving
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
 def post(server: Serving, path: str, **body: Any) -> Any:
@@ -74,10 +77,43 @@ def test_what_is_not_there_yet_says_so(server: Serving, path: str) -> None:
     assert "not available in this version" in response.text
 
 
-def test_a_schema_waits_for_grammars(server: Serving) -> None:
-    body = {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}
-    response = httpx.post(server.url + "/v1/chat/completions", json=body)
-    assert response.status_code == 501
+@pytest.mark.skipif("json_schema" in Options.__annotations__, reason="there are grammars")
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}),
+        ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": "required"}),
+        (
+            "/v1/messages",
+            {"tools": [{"name": "a", "input_schema": {}}], "tool_choice": {"type": "any"}},
+        ),
+        ("/api/chat", {"format": "json"}),
+        ("/completion", {"grammar": "root ::= [a-z]"}),
+        ("/completion", {"json_schema": {}}),
+    ],
+)
+def test_without_grammars_nothing_is_ignored_in_silence(server: Serving, path: str, body: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    response = httpx.post(server.url + path, json={"messages": messages, "max_tokens": 1, **body}, timeout=60)
+    assert response.status_code == 501, response.text
+
+
+@pytest.mark.skipif("json_schema" not in Options.__annotations__, reason="there are no grammars")
+def test_schemas_and_forced_calls() -> None:
+    pytest.importorskip("llguidance")
+    messages = [{"role": "user", "content": "a"}]
+    with serving(demo(chat_template=TOOLS_TEMPLATE)) as server:
+        schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+        schema["additionalProperties"] = False
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        reply = post(server, "/v1/chat/completions", messages=messages, response_format=form)
+        assert json.loads(reply["choices"][0]["message"]["content"])["a"] in (1, 2)
+        tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+        choice = {"type": "function", "function": {"name": "add"}}
+        reply = post(server, "/v1/chat/completions", messages=messages, tools=[TOOL, tool], tool_choice=choice)
+        (call,) = reply["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "add"
+        assert json.loads(call["function"]["arguments"])["a"] in (1, 2)
 
 
 def test_the_page_needs_nothing_from_elsewhere(server: Serving) -> None:

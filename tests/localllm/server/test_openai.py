@@ -98,6 +98,23 @@ def test_what_a_prompt_has_in_common_with_an_earlier_one_is_counted_as_cached(cl
     assert second.timings["cache_n"] == second.usage.prompt_tokens_details.cached_tokens
 
 
+def test_turns_of_an_agent_evaluate_what_they_share_once(client: Any, server: Serving) -> None:
+    messages: list[Any] = [{"role": "system", "content": "You may read and write files. " * 40}]
+    llm = server.models.served["demo"].llm
+    assert llm is not None
+    n_before, n_shared, n_new = llm.counts.prompt_tokens, 0, 0
+    for turn in range(20):
+        messages.append({"role": "user", "content": f"Step {turn}."})
+        reply = client.chat.completions.create(model="demo", messages=messages, max_tokens=3, temperature=0)
+        cached = reply.usage.prompt_tokens_details.cached_tokens
+        if turn:
+            assert cached >= n_shared - 1
+        n_new += reply.usage.prompt_tokens - cached
+        n_shared = reply.usage.prompt_tokens
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+    assert llm.counts.prompt_tokens - n_before == n_new < 2 * n_shared
+
+
 def test_several_replies_to_one_prompt(client: Any) -> None:
     options = {"model": "demo", "messages": HELLO, "max_tokens": 8, "seed": 3, "n": 3, "temperature": 1.5}
     whole = client.chat.completions.create(**options)
