@@ -27,7 +27,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: What the README's one model from the hub is called, and its file there.
 HUB_MODEL, HUB_FILE = "Qwen/Qwen2.5-0.5B-Instruct-GGUF", "qwen2.5-0.5b-instruct-q4_k_m.gguf"
 
-#: How lines begin that install something, take hours or do not end; `.ci/run` has what the README's two commands have.
+#: How lines begin that install something, take hours or do not end; `.ci/run` has what the README's commands have.
 NOT_RUN = (
     "python3 -m venv",
     ".venv/bin/pip",
