@@ -216,6 +216,9 @@ def _now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
+#: Seconds of a hundred years.
+_NEVER_S = 36500.0 * 86400
+
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -273,7 +276,7 @@ async def running(request: Request, desk: Desk) -> Response:
         if each.llm is not None or each.load_progress is not None:
             left = each.expires_s
             # Ollama's way to say never.
-            expires = datetime.now(UTC) + (timedelta(days=36500) if left is None else timedelta(seconds=left))
+            expires = datetime.now(UTC) + timedelta(seconds=min(_NEVER_S, _NEVER_S if left is None else left))
             info = None if each.llm is None else each.llm.info
             models.append(
                 {

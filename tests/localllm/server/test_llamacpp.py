@@ -180,11 +180,3 @@ def test_headers_say_how_urgent_a_request_is() -> None:
         assert reply["choices"][0]["finish_reason"] == "length"
         for wrong in ({"X-Timeout": "soon"}, {"X-Timeout": "nan"}, {"X-Priority": "first"}):
             assert ask(**wrong).status_code == 400
-
-
-def test_the_description_names_every_path() -> None:
-    from localllm.server.app import description
-
-    described = description()
-    assert described["paths"]["/v1/chat/completions"]["post"]["requestBody"]
-    json.dumps(described)

@@ -97,6 +97,8 @@ def test_keep_alive_unloads() -> None:
     with serving(demo()) as server, ollama.Client(host=server.url) as client:
         client.chat(model="demo", messages=HELLO, options=GREEDY, keep_alive="1h30m")
         assert server.models.served["demo"].ttl_s == 5400
+        client.generate(model="demo", prompt="", keep_alive=1e300)
+        assert client.ps().models[0].expires_at
         client.generate(model="demo", prompt="", keep_alive=0)
         assert server.models.served["demo"].llm is None
         assert not client.ps().models
