@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -105,6 +105,27 @@ class DeviceMemory:
 
 #: Of a kernel; numpy's numbers are of the types of its parameters.
 Argument = DeviceMemory | np.number[Any]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch of a kernel of the module ``module``.cu, compiled with ``defines``.
+
+    Attributes:
+        arguments: the kernel's, or places in buffers whose memory is not there yet; none until they are `given`.
+    """
+
+    module: str
+    kernel: str
+    defines: Defines
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared_bytes: int = 0
+    arguments: tuple[Any, ...] = ()
+
+    def given(self, *arguments: Any) -> Launch:
+        """The same with arguments."""
+        return replace(self, arguments=arguments)
 
 
 class _OfDevice(Protocol):

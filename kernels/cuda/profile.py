@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from localllm.kernels.backend import Batch
-from localllm.kernels.cuda.arena import Call, Extent
-from localllm.kernels.cuda.costs import BatchSizes, Cost, cost, describe
+from localllm.kernels.cuda.calls import BatchSizes, Call, Cost, Extent
 from localllm.kernels.cuda.driver import Event
 from localllm.kernels.cuda.step import WATCHES, CUDAStep, Watch
 from localllm.kernels.cuda.timing import Stopwatch
@@ -65,18 +64,18 @@ class Share:
     """A kind of call: how many there were, the launches that they took, and seconds.
 
     Attributes:
-        cost: what they cost at least; None where that is not known.
+        cost: what they cost at least.
     """
 
     name: str
-    cost: Cost | None
+    cost: Cost
     n: int = 0
     n_launches: int = 0
     seconds: float = 0.0
 
-    def add(self, n: int, n_launches: int, seconds: float, cost: Cost | None) -> None:
-        self.cost = None if self.cost is None or cost is None else self.cost + cost
-        self.n, self.n_launches, self.seconds = self.n + n, self.n_launches + n_launches, self.seconds + seconds
+    def add(self, n: int, n_launches: int, seconds: float, cost: Cost) -> None:
+        self.n, self.n_launches = self.n + n, self.n_launches + n_launches
+        self.seconds, self.cost = self.seconds + seconds, self.cost + cost
 
 
 @dataclass
@@ -144,10 +143,9 @@ class Profiler:
         return call_seconds(step, calls, extent, repetitions=self._repetitions, least_launches=least_launches)
 
 
-def total_cost(calls: Sequence[Call], sizes: BatchSizes) -> Cost | None:
-    """What all of them cost; None where one's is not known."""
-    costs = [cost(call, sizes) for call in calls]
-    return sum((c for c in costs if c is not None), Cost()) if None not in costs else None
+def total_cost(calls: Sequence[Call], sizes: BatchSizes) -> Cost:
+    """What all of them cost."""
+    return sum((call.cost(sizes) for call in calls), Cost())
 
 
 def call_seconds(
@@ -170,7 +168,7 @@ def call_seconds(
 def _by_name(calls: Sequence[Call]) -> dict[str, list[Call]]:
     groups: dict[str, list[Call]] = {}
     for call in calls:
-        groups.setdefault(describe(call), []).append(call)
+        groups.setdefault(call.name, []).append(call)
     return groups
 
 
@@ -180,7 +178,7 @@ def hidden_states_kept(step: CUDAStep) -> Iterator[None]:
     rows = step.hidden
     restore: Callable[[], None] | None = None
     if rows is not None:
-        driver, stream, memory = step.driver, step.stream, rows.memory
+        driver, stream, memory = step.driver, step.stream, step.rows(rows, step.limits.max_tokens)
         kept = driver.allocate(memory.device, memory.n_bytes)
         driver.copy(kept, memory, stream)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from localllm.kernels.backend import PackedWeight, Progress, WeightUse
 from localllm.kernels.cpu.host import default_threads
-from localllm.kernels.cuda.arena import padded
+from localllm.kernels.cuda.calls import padded
 from localllm.kernels.cuda.driver import DeviceMemory, Driver, Event
 from localllm.kernels.cuda.matmul import GROUP, PackedFormat, pack_launch, packed_format
 from localllm.kernels.experts import matrices_to_pack
