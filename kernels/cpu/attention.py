@@ -33,29 +33,7 @@ import numpy as np
 from localllm.kernels.cpu.cache_types import PAGE, CacheLayout
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.elementwise import exp, tanh
-from localllm.kernels.cpu.simd import (
-    fma,
-    lane_numbers,
-    load_f16x16,
-    load_f32,
-    load_f32x16,
-    load_i32,
-    load_i64,
-    load_splat_f16,
-    load_splat_f32,
-    max_lanes,
-    maximum,
-    prefetch,
-    select_between,
-    splat,
-    splat_int,
-    stack,
-    store_f32,
-    store_f32x16,
-    store_i64,
-    sum_lanes,
-    zero_f32x16,
-)
+from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import Registers, device, static_range, template
 from localllm.kernels.graph import Attention
 

@@ -22,10 +22,10 @@ from localllm.kernels.backend import (
     weights_of,
 )
 from localllm.kernels.cpu.batch import N_TOKENS
-from localllm.kernels.cpu.cache import CPUCache, cache_bytes
+from localllm.kernels.cpu.cache import CPUCache
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.host import default_threads, most_threads
-from localllm.kernels.cpu.lowering import Lowered, lower
+from localllm.kernels.cpu.lowering import Lowered, Lowering
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Program, Workers
 from localllm.kernels.cpu.target import Target, choose
@@ -96,9 +96,10 @@ class CPUBackend(Backend):
         check_cache(graph, n_pages, n_states)
         weights = PackedWeights()
         packed = tuple(weights.load(use, self._loader, progress) for use in weights_of(graph))
-        cache = CPUCache.allocate(graph, n_pages, n_states if graph.states else 0, self.workers)
+        cache = CPUCache(graph, n_pages, n_states if graph.states else 0)
+        cache.allocate(self.workers)
         sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
-        lowered = lower(graph, weights, cache, self.target, self.workers.n, **sizes)
+        lowered = Lowering(graph, weights, cache, self.target, self.workers.n, **sizes).lower()
         return CPUStep(self, lowered, weights, packed, cache)
 
 
@@ -113,11 +114,10 @@ def footprint(
     n_states: int = 0,
 ) -> Footprint:
     """As `Backend.footprint`, of a CPU that is not at work: on so many threads."""
-    cache = CPUCache(None, graph, n_pages, n_states)
+    cache = CPUCache(graph, n_pages, n_states)
     sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
-    lowered = lower(graph, PackedWeights(), cache, target, threads, **sizes)
-    caches = cache_bytes(graph, n_pages, n_states)
-    return Footprint(tuple(map(planned_weight, weights_of(graph))), caches, lowered.arena_bytes)
+    lowered = Lowering(graph, PackedWeights(), cache, target, threads, **sizes).lower()
+    return Footprint(tuple(map(planned_weight, weights_of(graph))), cache.layer_bytes, lowered.arena_bytes)
 
 
 class CPUStep(Step):

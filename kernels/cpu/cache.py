@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -36,22 +34,8 @@ def state_bytes(state: RecurrentState) -> int:
     return 4 * prod(state.shape[:-1]) * (-(-state.shape[-1] // 16) * 16)
 
 
-def cache_bytes(graph: Graph, n_pages: tuple[int, ...], n_states: int) -> dict[int, int]:
-    """Bytes of what each layer of a graph keeps."""
-    sizes = {layer: sum(part_bytes(cache, n_pages[graph.group(cache)])) for layer, cache in graph.caches.items()}
-    for layer, states in graph.states.items():
-        sizes[layer] = sizes.get(layer, 0) + sum(_aligned(n_states * state_bytes(state)) for state in states)
-    return sizes
-
-
 def _aligned(n_bytes: int) -> int:
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def part_bytes(cache: KVCache, n_pages: int) -> tuple[int, int]:
-    """Bytes of a layer's keys and of its values: blocks [n_pages, G] (`localllm.kernels.cpu.cache_types`)."""
-    keys, values = (_aligned(n_pages * cache.n_heads * n) for n in block_bytes(cache))
-    return keys, values
 
 
 def block_bytes(cache: KVCache) -> tuple[int, int]:
@@ -60,91 +44,73 @@ def block_bytes(cache: KVCache) -> tuple[int, int]:
     return layout.block_bytes(cache.key_dim), 0 if cache.values_in_keys else layout.block_bytes(cache.value_dim)
 
 
-@dataclass(frozen=True)
 class CPUCache:
     """Keys and values, layer after layer, and behind them the states [n_states, …] one after the other.
 
     Attributes:
-        memory: of all layers; none of a cache that is only planned.
-        graph: what each of its layers keeps.
+        layers: what each keeps: keys, then values, blocks [n_pages, G] (`localllm.kernels.cpu.cache_types`).
+        layer_bytes: what it takes.
+        memory: of all layers; empty where the cache is only planned.
     """
 
-    memory: NDArray[np.uint8] | None
-    graph: Graph
-    n_pages: tuple[int, ...]
-    n_states: int
-    workers: Workers | None = None
-    page_size: int = PAGE
+    page_size = PAGE
+    workers: Workers
 
-    @classmethod
-    def allocate(cls, graph: Graph, n_pages: tuple[int, ...], n_states: int, workers: Workers) -> CPUCache:
-        sizes = cache_bytes(graph, n_pages, n_states).values()
-        huge = max(sizes, default=0) >= 2 * HUGE_LAYER
-        return cls(aligned_zeros(sum(sizes), np.uint8, huge=huge), graph, n_pages, n_states, workers)
+    def __init__(self, graph: Graph, n_pages: tuple[int, ...], n_states: int) -> None:
+        self.windows, self.n_pages, self.n_states = graph.windows, n_pages, n_states
+        self.layers, self._groups = graph.caches, {n: graph.group(cache) for n, cache in graph.caches.items()}
+        self.layer_bytes: dict[int, int] = {}
+        self.memory = np.zeros(0, np.uint8)
+        self.n_bytes = 0
+        #: Where keys and values of each layer begin, and each state.
+        self._places: dict[int, tuple[int, int]] = {}
+        self._states: dict[RecurrentState, int] = {}
+        for layer, cache in graph.caches.items():
+            keys, values = (_aligned(n_pages[self._groups[layer]] * cache.n_heads * n) for n in block_bytes(cache))
+            self._places[layer] = self.n_bytes, self.n_bytes + (0 if cache.values_in_keys else keys)
+            self._add(layer, keys + values)
+        for state in (state for states in graph.states.values() for state in states):
+            self._states[state] = self.n_bytes
+            self._add(state.layer, _aligned(n_states * state_bytes(state)))
 
-    @property
-    def windows(self) -> list[int | None]:
-        return self.graph.windows
+    def _add(self, layer: int, n_bytes: int) -> None:
+        self.n_bytes += n_bytes
+        self.layer_bytes[layer] = self.layer_bytes.get(layer, 0) + n_bytes
 
-    @property
-    def layers(self) -> Mapping[int, KVCache]:
-        return self.graph.caches
-
-    def _part_bytes(self, cache: KVCache) -> tuple[int, int]:
-        return part_bytes(cache, self.n_pages[self.graph.group(cache)])
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(cache_bytes(self.graph, self.n_pages, self.n_states).values())
+    def allocate(self, workers: Workers) -> None:
+        huge = max(self.layer_bytes.values(), default=0) >= 2 * HUGE_LAYER
+        self.memory, self.workers = aligned_zeros(self.n_bytes, np.uint8, huge=huge), workers
 
     def addresses(self) -> dict[int, tuple[int, int]]:
-        """Of each layer, where its keys and its values begin; from 0 on without memory."""
-        at, places = 0 if self.memory is None else self.memory.ctypes.data, {}
-        for layer, cache in self.layers.items():
-            keys, values = self._part_bytes(cache)
-            places[layer] = at, at if cache.values_in_keys else at + keys
-            at += keys + values
-        return places
+        """Of each layer, where its keys and its values begin."""
+        begin = self.memory.ctypes.data
+        return {layer: (begin + keys, begin + values) for layer, (keys, values) in self._places.items()}
 
     def states(self) -> dict[RecurrentState, int]:
         """Of each state, where its values begin, those of slot after slot."""
-        at = 0 if self.memory is None else self.memory.ctypes.data
-        at += sum(sum(self._part_bytes(cache)) for cache in self.layers.values())
-        places = {}
-        for state in (state for states in self.graph.states.values() for state in states):
-            places[state] = at
-            at += _aligned(self.n_states * state_bytes(state))
-        return places
+        return {state: self.memory.ctypes.data + place for state, place in self._states.items()}
+
+    def _part(self, begin: int, *shape: int) -> NDArray[np.uint8]:
+        return self.memory[begin : begin + prod(shape)].reshape(shape)
 
     def copy_state(self, source: int, target: int) -> None:
-        if self.memory is None:
-            return
-        if self.workers is not None:
-            self.workers.settle()
-        for state, address in self.states().items():
-            begin, n_bytes = address - self.memory.ctypes.data, state_bytes(state)
-            values = self.memory[begin : begin + self.n_states * n_bytes].reshape(-1, n_bytes)
+        self.workers.settle()
+        for state, begin in self._states.items():
+            values = self._part(begin, self.n_states, state_bytes(state))
             values[target] = values[source]
 
     def blocks(self) -> dict[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
         """Of each layer, keys and values [n_pages, G, bytes of a block]; values in keys have none."""
-        if self.memory is None:
-            return {}
-        begin, views = self.memory.ctypes.data, {}
-        for layer, places in self.addresses().items():
-            cache = self.layers[layer]
-            n_pages = self.n_pages[self.graph.group(cache)]
-            shapes = [(n_pages, cache.n_heads, n) for n in block_bytes(cache)]
-            keys, values = (
-                self.memory[at - begin : at - begin + prod(shape)].reshape(shape)
-                for at, shape in zip(places, shapes, strict=True)
-            )
+        views = {}
+        for layer, places in self._places.items():
+            cache, n_pages = self.layers[layer], self.n_pages[self._groups[layer]]
+            sizes = zip(places, block_bytes(cache), strict=True)
+            keys, values = (self._part(begin, n_pages, cache.n_heads, n) for begin, n in sizes)
             views[layer] = keys, values
         return views
 
     def copy_page(self, group: int, source: int, target: int) -> None:
-        if self.workers is not None:
-            self.workers.settle()
+        self.workers.settle()
         for layer, (keys, values) in self.blocks().items():
-            if self.graph.group(self.layers[layer]) == group:
+            if self._groups[layer] == group:
                 keys[target], values[target] = keys[source], values[source]

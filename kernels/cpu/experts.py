@@ -27,26 +27,7 @@ from localllm.kernels.cpu.matmul import (
     one_float_token,
     several_float_tokens,
 )
-from localllm.kernels.cpu.simd import (
-    fma,
-    lane_numbers,
-    load_f32,
-    load_f32x16,
-    load_i64,
-    load_splat_f32,
-    max_lanes,
-    select_between,
-    splat,
-    splat_int,
-    sqrt_lanes,
-    stack,
-    store_f32,
-    store_f32x16,
-    store_i64,
-    sum_lanes,
-    zero_f32x16,
-    zero_i32x16,
-)
+from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range
 from localllm.kernels.cpu.tiles import RECORD, TOKENS, X_STEP, D
 from localllm.kernels.graph import MAX_GROUPS

@@ -19,21 +19,7 @@ from localllm.kernels.cpu.compiler import kernel, variant
 from localllm.kernels.cpu.dots import dot32_s8, dot32_u4, dot32_u5, dot32_u6
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Instruction, Program, Workers
-from localllm.kernels.cpu.simd import (
-    flush_line,
-    fma,
-    load_f32x16,
-    load_i8x64,
-    load_i32x16,
-    load_splat_f32,
-    prefetch,
-    store_f32,
-    store_i32,
-    sum_int_lanes,
-    sum_lanes,
-    zero_f32x16,
-    zero_i32x16,
-)
+from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.templates import device, static_range
 from localllm.kernels.cpu.tiles import FETCH_AHEAD

@@ -11,14 +11,13 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.kernels.backend import PackedWeight, Progress, WeightUse
+from localllm.kernels.backend import PackedWeight, Progress, WeightUse, matrices_to_pack
 from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.cpu.memory import PADDING, Arena, padded
 from localllm.kernels.cpu.packing import Packer
 from localllm.kernels.cpu.program import Job, Workers
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.embedding import SMALL_TABLE, CopiedTable, DecodedTable, EmbeddingTable, PackedTable
-from localllm.kernels.experts import matrices_to_pack
 from localllm.kernels.graph import Weight
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import LAYOUTS
@@ -111,7 +110,7 @@ class PackedWeights:
 
     def __init__(self) -> None:
         self._matrices: dict[Weight, tuple[NDArray[np.uint8], KernelType]] = {}
-        self._vectors: dict[Weight, NDArray[np.float32]] = {}
+        self._vectors: dict[Weight | None, NDArray[np.float32]] = {}
         #: Those that rows are looked up in.
         self.tables: dict[Weight, EmbeddingTable] = {}
 
@@ -122,9 +121,9 @@ class PackedWeights:
             return tiles.ctypes.data, kind
         return 0, repack_target(weight.type)
 
-    def vector(self, weight: Weight) -> int:
-        """The address of a vector, or of a matrix's rows or columns, in float32 with zeros behind each."""
-        return self._vectors[weight].ctypes.data if weight in self._vectors else 0
+    def vector(self, weight: Weight | None) -> int:
+        """The address of a vector, or of a matrix's rows or columns, in float32 with zeros behind each; 0 of none."""
+        return 0 if weight not in self._vectors else self._vectors[weight].ctypes.data
 
     def load(self, use: WeightUse, loader: WeightLoader, progress: Progress | None) -> PackedWeight:
         """Packs a weight."""

@@ -8,7 +8,7 @@ from localllm.kernels.backend import Backend, Footprint, Progress, check_cache, 
 from localllm.kernels.cuda.cache import PAGE, CUDACache
 from localllm.kernels.cuda.calls import StepLimits
 from localllm.kernels.cuda.driver import CompileProgress, Driver
-from localllm.kernels.cuda.lowering import Lowered, lower
+from localllm.kernels.cuda.lowering import Lowered, Lowering
 from localllm.kernels.cuda.matmul import TILE_ROWS, ProductLimits
 from localllm.kernels.cuda.step import CUDAStep
 from localllm.kernels.cuda.weights import CHUNK_BYTES, PackedWeights, WeightLoader
@@ -83,7 +83,8 @@ class CUDABackend(Backend):
     ) -> Lowered:
         properties = self.driver.properties(self.device)
         products = ProductLimits(properties.capability, properties.shared_bytes, self._tile_rows)
-        return lower(graph, weights, StepLimits(graph, properties, cache, max_tokens, max_outputs, products))
+        limits = StepLimits(graph, properties, cache, max_tokens, max_outputs, products)
+        return Lowering(graph, weights, limits).lower()
 
     def close(self) -> None:
         """Ends the threads that read files."""

@@ -1,6 +1,6 @@
 """A graph as calls of the CUDA kernels: for each operation those that compute it.
 
-Nothing is launched here, and no memory is needed: `lower` also tells what a step will take before anything is loaded.
+Nothing is launched here, and no memory is needed: it also tells what a step will take before anything is loaded.
 
 A layer of a llama takes eleven launches for a token: norm and quantise, the product with query, key and value,
 rotation and append, attention over KV splits and their merge, quantise, the product with its output; norm and
@@ -107,16 +107,6 @@ class Lowered:
     arena_bytes: int
 
 
-def lower(graph: Graph, weights: PackedWeights, limits: StepLimits) -> Lowered:
-    """The calls of a graph.
-
-    Raises:
-        KernelError: there are no kernels for an operation, or for a weight's type.
-    """
-    check_operations(graph, _LOWERINGS, "cuda")
-    return _Lowering(graph, weights, limits).lower()
-
-
 @dataclass(frozen=True)
 class _Chosen:
     """The experts that each token goes to, and what is made of that: see experts.cu."""
@@ -131,8 +121,15 @@ class _Chosen:
     rows: Address
 
 
-class _Lowering:
+class Lowering:
+    """Makes the calls of a graph.
+
+    Raises:
+        KernelError: there are no kernels for an operation, or for a weight's type.
+    """
+
     def __init__(self, graph: Graph, weights: PackedWeights, limits: StepLimits) -> None:
+        check_operations(graph, _LOWERINGS, "cuda")
         self.graph, self.weights, self.limits, self.batch = graph, weights, limits, limits.batch
         self.last_uses = graph.last_uses()
         self.node = 0
@@ -704,25 +701,25 @@ def _product_cost(
     return Cost(n_bytes, 2 * n * n_in * n_out, _KINDS.get(format.name, "int8"))
 
 
-_LOWERINGS: dict[type[g.Operation[Any]], Callable[[_Lowering, Any], Any]] = {
-    g.Input: _Lowering.input,
-    g.Embed: _Lowering.embed,
-    g.RMSNorm: _Lowering.rms_norm,
-    g.LayerNorm: _Lowering.layer_norm,
-    g.Add: _Lowering.add,
-    g.Scale: _Lowering.scale,
-    g.Activation: _Lowering.activation,
-    g.CausalConv: _Lowering.causal_conv,
-    g.GatedDelta: _Lowering.gated_delta,
-    g.Scan: _Lowering.scan,
-    g.Linear: _Lowering.linear,
-    g.Linears: _Lowering.linears,
-    g.RopeAppend: _Lowering.rope_append,
-    g.Attention: _Lowering.attention,
-    g.Gated: _Lowering.gated,
-    g.Route: _Lowering.route,
-    g.ExpertLinears: _Lowering.expert_linears,
-    g.ExpertOutput: _Lowering.expert_output,
-    g.Softcap: _Lowering.softcap,
-    g.Outputs: _Lowering.outputs,
+_LOWERINGS: dict[type[g.Operation[Any]], Callable[[Lowering, Any], Any]] = {
+    g.Input: Lowering.input,
+    g.Embed: Lowering.embed,
+    g.RMSNorm: Lowering.rms_norm,
+    g.LayerNorm: Lowering.layer_norm,
+    g.Add: Lowering.add,
+    g.Scale: Lowering.scale,
+    g.Activation: Lowering.activation,
+    g.CausalConv: Lowering.causal_conv,
+    g.GatedDelta: Lowering.gated_delta,
+    g.Scan: Lowering.scan,
+    g.Linear: Lowering.linear,
+    g.Linears: Lowering.linears,
+    g.RopeAppend: Lowering.rope_append,
+    g.Attention: Lowering.attention,
+    g.Gated: Lowering.gated,
+    g.Route: Lowering.route,
+    g.ExpertLinears: Lowering.expert_linears,
+    g.ExpertOutput: Lowering.expert_output,
+    g.Softcap: Lowering.softcap,
+    g.Outputs: Lowering.outputs,
 }

@@ -147,10 +147,9 @@ def test_a_plan_tells_the_bytes_that_loading_takes(
         arenas.append(n_bytes)
         return allocate(n_bytes, kind)
 
-    def cache(*arguments: Any) -> CPUCache:
-        made = allocate_cache(*arguments)
+    def cache(made: CPUCache, *arguments: Any) -> None:
         caches.append(made.n_bytes)
-        return made
+        allocate_cache(made, *arguments)
 
     monkeypatch.setattr(cpu_backend, "aligned_zeros", taken)
     monkeypatch.setattr(CPUCache, "allocate", cache)
