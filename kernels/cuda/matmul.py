@@ -290,12 +290,14 @@ def expert_launch(
     if kernel == "matmul_experts":
         rows = limits.tile_rows[-1]
         launch = _matmul_launch(format, n_outs[0], rows, replace(limits, tile_rows=(rows,)))
-        return replace(launch, module=kernel, kernel=kernel, grid=(n_products, launch.grid[1]))
+        grid, defines = (n_products, launch.grid[1]), {**launch.defines, "EXPERTS": 1}
+        return replace(launch, kernel=kernel, defines=defines, grid=grid)
     is_few = kernel == "matmul_few_experts"
     bounds = _few_bounds(format, 8) if is_few else _vector_bounds(format, 1)
     grid = (n_products if is_few else n_pairs, groups)
-    defines = {**format.defines, "BOUNDS": bounds}
-    return Launch(kernel, kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
+    defines = {**format.defines, "EXPERTS": 1, "BOUNDS": bounds}
+    module = kernel.removesuffix("_experts")
+    return Launch(module, kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
 
 
 def expert_kernel(format: PackedFormat, n_tokens: int, product_rows: int, capability: tuple[int, int]) -> str:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from localllm.kernels.backend import Batch
 from localllm.kernels.cuda.calls import BatchSizes, Call, Cost, Extent
 from localllm.kernels.cuda.driver import Event
+from localllm.kernels.cuda.roofline import Stopwatch
 from localllm.kernels.cuda.step import WATCHES, CUDAStep, Watch
-from localllm.kernels.cuda.timing import Stopwatch
 
 #: Launches that a graph has at least, lest the host takes longer to launch it than the device to run it.
 LEAST_LAUNCHES = 32

@@ -95,7 +95,7 @@ def _of_format(type: KernelType, architecture: int) -> Iterator[Case]:
             sizes = [4096], 4096, n, n, n, rows
             launches.append(matmul.expert_launch(format, *sizes, limits))
     for launch in launches:
-        yield Case(_name(launch), launch.kernel, architecture, launch.defines)
+        yield Case(_name(launch), launch.module, architecture, launch.defines)
 
 
 def _name(launch: Launch) -> str:

@@ -189,7 +189,7 @@ def expert_product(kernel: str) -> Case:
     limits = ProductLimits((8, 0), 99 << 10, (TILE_ROWS,))
     rows = TILE_ROWS if kernel == "matmul_experts" else 8
     launch = matmul.expert_launch(PACKED_FORMATS[T.Q4_0], [N_FF, N_FF], D, n, K * n, 99, rows, limits)
-    return mixture(kernel, launch.kernel, n, launch.defines)
+    return mixture(kernel, launch.module, n, launch.defines)
 
 
 def soft_capped(device: Device) -> Array:
