@@ -343,39 +343,11 @@ def turn_head(x, norm, n_norm, weight, eps, angles, n_pairs, pair_step, pair_off
 
 @kernel
 def rope_append(
-    begin,
-    end,
-    slots,
-    positions,
-    angles,
-    n_pairs,
-    pair_step,
-    pair_offset,
-    q,
-    q_stride,
-    n_heads,
-    key_dim,
-    k,
-    k_stride,
-    v,
-    v_stride,
-    n_kv_heads,
-    value_dim,
-    keys,
-    values,
-    q_weight,
-    n_q_norm,
-    k_weight,
-    n_k_norm,
-    v_weight,
-    n_v_norm,
-    factors,
-    factor_length,
-    factor_offset,
-    q_eps: float,
-    k_eps: float,
-    v_eps: float,
-):
+    begin, end, slots, positions, angles, n_pairs, pair_step, pair_offset,
+    q, q_stride, n_heads, key_dim, k, k_stride, v, v_stride, n_kv_heads, value_dim, keys, values,
+    q_weight, n_q_norm, k_weight, n_k_norm, v_weight, n_v_norm, factors, factor_length, factor_offset,
+    q_eps: float, k_eps: float, v_eps: float,
+):  # fmt: skip
     """Norms and rotates q and k in place, by angles [positions, n_pairs] of (cos, sin), and appends k and v.
 
     slots: int64 [T], page * PAGE + place in the page.  positions: int32 [T].

@@ -126,19 +126,9 @@ def expert_scores(begin, end, logits, stride, n_experts, bias, n_groups, n_top_g
 
 @kernel
 def route(
-    begin,
-    end,
-    logits,
-    probabilities,
-    stride,
-    n_experts,
-    k,
-    norm_topk_prob,
-    ids,
-    expert_weights,
-    factors,
-    scale: float,
-):
+    begin, end, logits, probabilities, stride, n_experts,
+    k, norm_topk_prob, ids, expert_weights, factors, scale: float,
+):  # fmt: skip
     """The k largest of each row of logits, of equals the lowest id, and their weights; a unit of work is a token.
 
     ids: int64 [T, k].  expert_weights: float32 [T, k], softmax of all logits or, with ``norm_topk_prob``, of those.

@@ -236,41 +236,44 @@ class Lowering:
         return y
 
     def gated(self, op: g.Gated) -> Stored:
-        gate, up, y = self.stored[op.gate], self.stored[op.up], self.in_place(op)
-        arguments = (gate.buffer, up.buffer, gate.stride // 4, gate.stride, y.buffer)
-        self.call(elementwise.gated, arguments, 1, gate.slot, ACTIVATION=_ACTIVATIONS[op.activation])
-        return y
+        gate, up = self.stored[op.gate], self.stored[op.up]
+        activation = {"ACTIVATION": _ACTIVATIONS[op.activation]}
+        return self._rows_of(elementwise.gated, op, gate, (gate.buffer, up.buffer), **activation)
 
     def activation(self, op: g.Activation) -> Stored:
-        x, y = self.stored[op.x], self.in_place(op)
-        arguments = (x.buffer, x.stride // 4, x.stride, y.buffer)
-        self.call(elementwise.activation, arguments, 1, x.slot, ACTIVATION=_ACTIVATIONS[op.activation])
-        return y
+        x, activation = self.stored[op.x], {"ACTIVATION": _ACTIVATIONS[op.activation]}
+        return self._rows_of(elementwise.activation, op, x, (x.buffer,), **activation)
 
     def add(self, op: g.Add) -> Stored:
-        x, residual, y = self.stored[op.x], self.stored[op.residual], self.in_place(op)
-        gate = (0, 0) if op.gate is None else self._rows(op.gate)
-        arguments = (x.buffer, *gate, residual.buffer, x.stride // 4, x.stride, y.buffer, float(op.scale))
-        self.call(elementwise.add, arguments, 1, x.slot, GATE=op.gate is not None)
-        return y
+        x, gated = self.stored[op.x], {"GATE": op.gate is not None}
+        first = x.buffer, *self._rows(op.gate), self.stored[op.residual].buffer
+        return self._rows_of(elementwise.add, op, x, first, float(op.scale), **gated)
 
     def scale(self, op: g.Scale) -> Stored:
-        x, y = self.stored[op.x], self.in_place(op)
-        weight = self.weights.vector(op.weight)
-        arguments = (x.buffer, weight, x.stride // 4, x.stride, y.buffer, float(op.factor))
-        self.call(elementwise.scale, arguments, 1, x.slot, WEIGHT=op.weight is not None)
-        return y
+        x, weighted = self.stored[op.x], {"WEIGHT": op.weight is not None}
+        first = x.buffer, self.weights.vector(op.weight)
+        return self._rows_of(elementwise.scale, op, x, first, float(op.factor), **weighted)
 
     def softcap(self, op: g.Softcap) -> Stored:
-        x, y = self.stored[op.x], self.in_place(op)
-        arguments = (x.buffer, x.stride // 4, x.stride, y.buffer, float(op.cap), 1 / float(op.cap))
-        self.call(elementwise.softcap, arguments, 1, x.slot)
-        return y
+        x, cap = self.stored[op.x], float(op.cap)
+        return self._rows_of(elementwise.softcap, op, x, (x.buffer,), cap, 1 / cap)
 
     def outputs(self, op: g.Outputs) -> Stored:
-        x, y = self.stored[op.x], self.new(Rows.OUTPUTS, op.x.width)
-        arguments = (self.tables.output_rows, x.buffer, x.stride // 4, x.stride, y.buffer)
-        self.call(elementwise.gather_rows, arguments, 1, N_OUTPUTS)
+        x = self.stored[op.x]
+        return self._rows_of(elementwise.gather_rows, op, x, (self.tables.output_rows, x.buffer))
+
+    def _rows_of(
+        self,
+        kernel: Kernel,
+        op: g.Operation[Tensor],
+        x: Stored,
+        first: tuple[Argument, ...],
+        *last: Argument,
+        **constants: Any,
+    ) -> Stored:
+        """Of a kernel that takes, between other arguments, the width and the stride of x, and the result."""
+        y = self.in_place(op)
+        self.call(kernel, (*first, x.stride // 4, x.stride, y.buffer, *last), 1, y.slot, **constants)
         return y
 
     # -- Products --------------------------------------------------------------------------------------------------

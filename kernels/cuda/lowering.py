@@ -11,6 +11,7 @@ once where products with integers are all that read them.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -132,6 +133,10 @@ class Lowering:
         check_operations(graph, _LOWERINGS, "cuda")
         self.graph, self.weights, self.limits, self.batch = graph, weights, limits, limits.batch
         self.last_uses = graph.last_uses()
+        self.readers: dict[Value, list[g.Operation[Any]]] = defaultdict(list)
+        for node in graph.nodes:
+            for x in node.operation.inputs:
+                self.readers[x].append(node.operation)
         self.node = 0
         self.calls: list[Call] = []
         self.stored: dict[Value | None, Any] = {None: None}
@@ -198,10 +203,10 @@ class Lowering:
 
         That is integers, if products with those are all that read the tensor.
         """
-        operations = [node.operation for node in self.graph.nodes]
-        multiplied = [_multiplied(op, x) for op in operations if x in op.inputs]
+        multiplied = [_multiplied(op, x) for op in self.readers[x]]
         formats = [self.weights.matrix(weight).packed for weights in multiplied for weight in weights]
-        if not all(multiplied) or any(format.is_float for format in formats) or self.last_uses[x] >= len(operations):
+        is_alone = formats and all(multiplied) and x is not self.graph.result
+        if not is_alone or any(format.is_float for format in formats):
             return self.like(x), "", ""
         inputs = self.inputs[x, formats[0].input_kind] = self.new_inputs(formats[0], x, _SLOTS[x.rows])
         return inputs, "_quantised", " + quantise"
