@@ -216,7 +216,9 @@ class PackedWeights:
         self._vectors: dict[Weight, DeviceMemory] = {}
 
     def matrix(self, weight: Weight) -> PackedMatrix:
-        return self._matrices[weight] if weight in self._matrices else self._loader.planned(weight)
+        if weight not in self._matrices:
+            self._matrices[weight] = self._loader.planned(weight)
+        return self._matrices[weight]
 
     def vector(self, weight: Weight | None) -> DeviceMemory | None:
         """A vector, or a matrix's rows or columns, in float32, if there is one."""
