@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.graph import Embed, Graph, Layer, Operation, Weight
+from localllm.kernels.graph import Embed, ExpertLinears, ExpertOutput, Graph, Layer, Operation, Value, Weight
 from localllm.quant.formats import dequantize
 
 #: Called with each weight of a file once it was packed.
@@ -117,18 +118,16 @@ class TopK(NamedTuple):
     Attributes:
         ids: int32 [N, k].
         logits: float32 [N, k].
+        whole: all logits [n_vocab] of the rows that they were wanted of.
     """
 
     ids: NDArray[np.int32]
     logits: NDArray[np.float32]
+    whole: Mapping[int, NDArray[np.float32]] = MappingProxyType({})
 
     def row(self, i: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Ids and logits [k] of one row."""
         return self.ids[i], self.logits[i]
-
-    def copy(self, rows: slice, k: int) -> TopK:
-        """The ``k`` largest of some rows, in memory of their own."""
-        return TopK(self.ids[rows, :k].copy(), self.logits[rows, :k].copy())
 
 
 def top_k(logits: NDArray[np.float32], k: int) -> TopK:
@@ -151,9 +150,10 @@ class Output(ABC):
     def rows(self) -> NDArray[np.float32]:
         """Waits, and gives it in memory of the host."""
 
-    def top_k(self, k: int) -> TopK:
-        """Of logits, waits and gives the ``k`` largest."""
-        return top_k(self.rows(), k)
+    def top_k(self, k: int, whole: Sequence[int] = ()) -> TopK:
+        """Of logits, waits and gives the ``k`` largest; and all of the rows ``whole``."""
+        rows = self.rows()
+        return top_k(rows, k)._replace(whole={i: rows[i] for i in whole})
 
 
 @dataclass(frozen=True)
@@ -252,9 +252,18 @@ class Step(ABC):
         """Runs a batch, and gives the logits, float32 [N, n_vocab]."""
         return self.run(batch).rows()
 
-    def top_k(self, batch: Batch, k: int) -> TopK:
-        """Runs a batch, and gives the ``k`` largest logits alone, with ``k`` up to `max_top_k`."""
-        return self.run(batch).top_k(k)
+    def top_k(self, batch: Batch, k: int, whole: Sequence[int] = ()) -> TopK:
+        """Runs a batch, and gives the ``k`` largest logits, up to `max_top_k`; all of them only of ``whole``."""
+        return self.run(batch).top_k(k, whole)
+
+    def value(self, x: Value) -> NDArray[Any]:
+        """What the last batch made of a value that its graph watches: float32 [rows, width], or of a `Routing` the
+        numbers of the experts that each token went to, [T, k].  Rows for tokens and their experts are in that order.
+
+        Raises:
+            KernelError: the backend does not keep values.
+        """
+        raise KernelError("only the CPU and the reference keep values to be watched: choose one of them")
 
 
 def input_rows(hidden: Output | None, n_tokens: int, width: int) -> NDArray[np.float32]:
@@ -279,11 +288,19 @@ def input_rows(hidden: Output | None, n_tokens: int, width: int) -> NDArray[np.f
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory that a step takes: of each weight, of each layer's cache, and for what it computes."""
+    """A graph as a backend has lowered it: the memory that its step takes, and what makes that step.
+
+    Attributes:
+        weights: bytes of each.
+        caches: of what each layer keeps.
+        buffers: of what is computed.
+        load: packs the weights, takes the memory, and gives the step; to be called once.
+    """
 
     weights: tuple[PackedWeight, ...]
     caches: Mapping[int, int]
     buffers: int
+    load: Callable[[Progress | None], Step] = field(compare=False)
 
     @property
     def n_bytes(self) -> int:
@@ -304,7 +321,12 @@ class Backend(Protocol):
     def footprint(
         self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
     ) -> Footprint:
-        """What `compile` will take, to the byte; no weight is read.
+        """Lowers a graph: tells what its step takes, to the byte, and how it is made.  No weight is read.
+
+        Args:
+            n_pages: of the cache, for each of the graph's groups (`Graph.windows`).
+            n_states: slots of recurrent states in the cache.
+            max_tokens, max_outputs: of a batch.
 
         Raises:
             KernelError: it cannot compute one of the operations, or read one of the weights.
@@ -324,15 +346,11 @@ class Backend(Protocol):
         """Packs the weights that a graph refers to, and makes what runs it.
 
         Args:
-            n_pages: of the cache, for each of the graph's groups (`Graph.windows`).
-            n_states: slots of recurrent states in the cache.
-            max_tokens, max_outputs: of a batch.
             progress: called with each weight once it was packed.
-
-        Raises:
-            KernelError: as `footprint`.
+            n_pages, max_tokens, max_outputs, n_states: as `footprint`, which raises the same.
         """
-        ...
+        sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs, "n_states": n_states}
+        return self.footprint(graph, n_pages=n_pages, **sizes).load(progress)
 
 
 def check_operations(graph: Graph, known: Collection[type[Operation[Any]]], backend: str) -> None:
@@ -368,6 +386,7 @@ class WeightUse:
         is_operand: whether it is computed with.  One that is both is the embedding and the output matrix.
         is_float: whether kernels read it as float32.
         is_column: whether they do so column after column.
+        is_expert: whether it is the matrices of experts.
     """
 
     weight: Weight
@@ -376,6 +395,7 @@ class WeightUse:
     is_operand: bool
     is_float: bool
     is_column: bool
+    is_expert: bool
 
     def floats(self) -> NDArray[np.float32]:
         """The values, as kernels read those of `is_float`: [n_rows, n] or [1, n], or by columns [n, n_rows]."""
@@ -392,9 +412,7 @@ class WeightUse:
     def packed(self, kernel_type: str, n_bytes: int) -> PackedWeight:
         """What a backend holds of it, in so many bytes."""
         weight = self.weight
-        return PackedWeight(
-            weight.name, self.layer, weight.type.name, kernel_type, n_bytes, is_expert=len(weight.shape) == 3
-        )
+        return PackedWeight(weight.name, self.layer, weight.type.name, kernel_type, n_bytes, self.is_expert)
 
 
 def weights_of(graph: Graph) -> tuple[WeightUse, ...]:
@@ -411,8 +429,14 @@ def weights_of(graph: Graph) -> tuple[WeightUse, ...]:
             layers.setdefault(weight, node.layer)
     rows = {weight for node in graph.nodes for weight in node.operation.named(node.operation.float_rows)}
     columns = {weight for node in graph.nodes for weight in node.operation.named(node.operation.float_columns)}
+    experts = {
+        w for n in graph.nodes if isinstance(n.operation, ExpertLinears | ExpertOutput) for w in n.operation.weights
+    }
     return tuple(
-        WeightUse(w, layer, w in tables, w in operands, len(w.shape) == 1 or w in rows | columns, w in columns)
+        WeightUse(
+            *(w, layer, w in tables, w in operands, len(w.shape) == 1 or w in rows | columns, w in columns),
+            is_expert=w in experts and len(w.shape) == 3,
+        )
         for w, layer in layers.items()
     )
 

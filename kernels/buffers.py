@@ -20,11 +20,13 @@ class Buffer:
     Attributes:
         is_kept: whether its memory is its own from beginning to end, and zero at first.
         offset: where it begins in the arena, once `assign` has said so.
+        address: where memory begins that does not lie in the arena, such as a weight's; 0 before it is there.
     """
 
     n_bytes: int
     is_kept: bool = False
     offset: int = -1
+    address: int | None = None
 
     def at(self, n_bytes: int) -> Address:
         """The place so many bytes behind its beginning."""

@@ -89,8 +89,7 @@ class Matrix:
 
     def __post_init__(self) -> None:
         _check_dimensions(self.weight, 2)
-        if self.bias is not None and self.bias.shape != (self.n_out,):
-            raise KernelError(f"a matrix [{self.n_out}, {self.n_in}] cannot have a bias {list(self.bias.shape)}")
+        _check_shape(self.bias, self.n_out)
 
     @property
     def n_in(self) -> int:
@@ -218,26 +217,23 @@ Value = Tensor | Routing
 R = TypeVar("R", bound="Tensor | Routing | tuple[Tensor, ...]", covariant=True)
 
 
-def _check_rows(rows: Rows, *tensors: Tensor) -> None:
+def _check_rows(rows: Rows, *tensors: Tensor | None) -> None:
     for x in tensors:
-        if x.rows is not rows:
+        if x is not None and x.rows is not rows:
             raise KernelError(f"a tensor has a row for {x.rows.value} where one for {rows.value} is needed")
 
 
 def _check_dimensions(weight: Weight, n: int) -> None:
     if len(weight.shape) != n:
-        what = {1: "a vector", 2: "a matrix", 3: "the matrices of experts"}[n]
+        what = "a matrix" if n == 2 else "matrices of experts or heads"
         raise KernelError(f"tensor {weight.name} is used as {what}, but has the shape {list(weight.shape)}")
 
 
-def _check_norm(weight: Weight, width: int, what: str = "values") -> None:
-    if weight.shape != (width,):
-        raise KernelError(f"a norm of {list(weight.shape)} weights cannot be taken of {width} {what}")
-
-
-def _check_product(matrix: Matrix, x: Tensor) -> None:
-    if matrix.n_in != x.width:
-        raise KernelError(f"a matrix [{matrix.n_out}, {matrix.n_in}] cannot multiply rows of {x.width} values")
+def _check_shape(weight: Weight | None, *shape: int) -> None:
+    if weight is not None and weight.shape != shape:
+        raise KernelError(
+            f"tensor {weight.name} has the shape {list(weight.shape)}, but {list(shape)} is needed where it is used"
+        )
 
 
 def _check_residual(residual: Tensor, rows: Rows, width: int) -> None:
@@ -310,11 +306,13 @@ class Operation(Generic[R]):
         for each in fields(self):
             value = getattr(self, each.name)
             for item in value if isinstance(value, tuple) else (value,):
-                yield from (item.weight, item.bias) if isinstance(item, Matrix) else (_weight_of(item),)
-
-
-def _weight_of(item: Any) -> Any:
-    return item.weight if isinstance(item, HeadNorm) else item
+                match item:
+                    case Matrix():
+                        yield from (item.weight, item.bias)
+                    case HeadNorm():
+                        yield item.weight
+                    case _:
+                        yield item
 
 
 @dataclass(frozen=True, eq=False)
@@ -373,7 +371,7 @@ class RMSNorm(Operation[Tensor]):
         if n_groups < 1 or width % n_groups or (n_groups > 1 and width // n_groups % 16):
             raise KernelError(f"{width} values are not {n_groups} groups of a multiple of 16 values")
         if self.weight is not None and self.weight.shape != (width // n_groups,):
-            _check_norm(self.weight, width)
+            _check_shape(self.weight, width)
         return Tensor(self.x.rows, width)
 
 
@@ -388,9 +386,8 @@ class LayerNorm(Operation[Tensor]):
 
     @cached_property
     def result(self) -> Tensor:
-        _check_norm(self.weight, self.x.width)
-        if self.bias is not None:
-            _check_norm(self.bias, self.x.width)
+        _check_shape(self.weight, self.x.width)
+        _check_shape(self.bias, self.x.width)
         return Tensor(self.x.rows, self.x.width)
 
 
@@ -428,8 +425,7 @@ class Scale(Operation[Tensor]):
 
     @cached_property
     def result(self) -> Tensor:
-        if self.weight is not None:
-            _check_values(self.weight, 1)
+        _check_shape(self.weight, 1)
         return Tensor(self.x.rows, self.x.width)
 
 
@@ -444,7 +440,7 @@ class Linear(Operation[Tensor]):
 
     @cached_property
     def result(self) -> Tensor:
-        _check_product(self.matrix, self.x)
+        _check_shape(self.matrix.weight, self.matrix.n_out, self.x.width)
         if self.residual is not None:
             _check_residual(self.residual, self.x.rows, self.matrix.n_out)
         return Tensor(self.x.rows, self.matrix.n_out)
@@ -460,8 +456,39 @@ class Linears(Operation[tuple[Tensor, ...]]):
     @cached_property
     def result(self) -> tuple[Tensor, ...]:
         for matrix in self.matrices:
-            _check_product(matrix, self.x)
+            _check_shape(matrix.weight, matrix.n_out, self.x.width)
         return tuple(Tensor(self.x.rows, matrix.n_out) for matrix in self.matrices)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadLinear(Operation[Tensor]):
+    """Each head of x [rows, H * dim] times a matrix of its own: with weight [H, n_out, n_in], [rows, H * n].
+
+    It is the first n_in values of a head that are multiplied; the others follow the n_out that they become, as they
+    are: n = n_out + dim - n_in.  All three are multiples of 32.
+
+    Where attention is over latents (MLA), it brings queries into their space, but for the part that is rotated, and
+    the result out of it again.  Source: DeepSeek-V2, arXiv:2405.04434 ("absorb").
+    """
+
+    x: Tensor
+    weight: Weight
+
+    @property
+    def n_rest(self) -> int:
+        """Values of each head that are not multiplied."""
+        return self.x.width // self.weight.shape[0] - self.weight.shape[2]
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_dimensions(self.weight, 3)
+        n_heads, n_out, n_in = self.weight.shape
+        if self.x.width % n_heads or self.n_rest < 0 or n_in % 32 or n_out % 32 or self.n_rest % 32:
+            raise KernelError(
+                f"matrices {[n_out, n_in]} cannot multiply {n_heads} heads in rows of {self.x.width} values: those "
+                "have at least as many, and all sizes are multiples of 32"
+            )
+        return Tensor(self.x.rows, n_heads * (n_out + self.n_rest))
 
 
 @dataclass(frozen=True, eq=False)
@@ -495,7 +522,7 @@ class RopeAppend(Operation[Tensor]):
     @cached_property
     def result(self) -> Tensor:
         cache, key_dim = self.cache, self.cache.key_dim
-        _check_rows(Rows.TOKENS, *(x for x in (self.q, self.k, self.v) if x is not None))
+        _check_rows(Rows.TOKENS, self.q, self.k, self.v)
         _check_queries(self.q, cache)
         if (self.v is None) != (self.k is None or cache.values_in_keys):
             raise KernelError(
@@ -505,10 +532,10 @@ class RopeAppend(Operation[Tensor]):
             if x is not None and x.width != cache.n_heads * dim:
                 raise KernelError(f"{x.width} values of {what} do not fit a cache of {cache.n_heads} heads of {dim}")
         if self.rope is not None and self.rope.first + 2 * len(self.rope.frequencies) > key_dim:
-            pairs = f"{len(self.rope.frequencies)} pairs of values" + f" from {self.rope.first} on" * (
-                self.rope.first > 0
+            raise KernelError(
+                f"{len(self.rope.frequencies)} pairs of values from {self.rope.first} on cannot be rotated in heads "
+                f"of {key_dim}"
             )
-            raise KernelError(f"{pairs} cannot be rotated in heads of {key_dim}")
         for norm, dim in zip(self.norms, (key_dim, key_dim, cache.value_dim), strict=True):
             shape = () if norm is None or norm.weight is None else norm.weight.shape
             if shape and (len(shape) > 1 or shape[0] > dim):
@@ -570,8 +597,7 @@ class Attention(Operation[Tensor]):
         _check_softcap(self.softcap)
         if self.chunk is not None and (self.window is not None or not self.causal):
             raise KernelError("attention in chunks is causal, and has no window beside them")
-        if self.sinks is not None and self.sinks.shape != (self.n_heads,):
-            raise KernelError(f"{prod(self.sinks.shape)} sinks do not fit {self.n_heads} query heads: each has one")
+        _check_shape(self.sinks, self.n_heads)
         return Tensor(Rows.TOKENS, self.n_heads * self.cache.value_dim)
 
 
@@ -593,22 +619,19 @@ class CausalConv(Operation[Tensor]):
     state: RecurrentState
     bias: Weight | None = None
     silu: bool = False
-    overwrites = "x"
     float_columns = ("weight",)
 
     @cached_property
     def result(self) -> Tensor:
         _check_rows(Rows.TOKENS, self.x)
         _check_dimensions(self.weight, 2)
-        n, kernel = self.weight.shape
-        if n != self.x.width or not 2 <= kernel <= MAX_CONV:
-            raise KernelError(
-                f"kernels {[n, kernel]} cannot be applied to rows of {self.x.width} values: each value has one, of 2 "
-                f"to {MAX_CONV}"
-            )
-        if self.bias is not None and self.bias.shape != (n,):
-            raise KernelError(f"a convolution of {n} values cannot have a bias {list(self.bias.shape)}")
-        _check_state(self.state, (kernel - 1, n))
+        n, kernel = self.x.width, self.weight.shape[1]
+        if not 2 <= kernel <= MAX_CONV:
+            raise KernelError(f"a convolution has kernels of 2 to {MAX_CONV} values, not of {kernel}")
+        _check_shape(self.weight, n, kernel)
+        _check_shape(self.bias, n)
+        if self.state.shape != (kernel - 1, n):
+            raise KernelError(f"a convolution keeps a state {[kernel - 1, n]}, not {list(self.state.shape)}")
         return Tensor(Rows.TOKENS, n)
 
 
@@ -651,8 +674,8 @@ class GatedDelta(Operation[Tensor]):
         _check_side_by_side(self.qkv, (keys, keys, n_heads * d_v))
         if self.decay.width not in (n_heads, n_heads * d_k) or self.beta.width != n_heads:
             raise KernelError(f"decay and beta of {n_heads} heads cannot have {self.decay.width}, {self.beta.width}")
-        _check_values(self.a, n_heads)
-        _check_values(self.dt_bias, self.decay.width)
+        _check_column(self.a, n_heads)
+        _check_shape(self.dt_bias, self.decay.width)
         return Tensor(Rows.TOKENS, n_heads * d_v)
 
 
@@ -685,8 +708,9 @@ class Scan(Operation[Tensor]):
         _check_side_by_side(self.xbc, (n_heads * p, self.n_groups * n, self.n_groups * n))
         if self.dt.width != n_heads:
             raise KernelError(f"{self.dt.width} time steps do not fit {n_heads} heads: each has one")
-        for weight in (self.a, self.dt_bias, self.d):
-            _check_values(weight, n_heads)
+        for weight in (self.a, self.d):
+            _check_column(weight, n_heads)
+        _check_shape(self.dt_bias, n_heads)
         return Tensor(Rows.TOKENS, n_heads * p)
 
 
@@ -716,14 +740,9 @@ def _check_heads(state: RecurrentState, n_groups: int) -> tuple[int, int, int]:
     return n_heads, rows, columns
 
 
-def _check_values(weight: Weight, n: int) -> None:
-    if prod(weight.shape) != n or weight.shape[0] != n:
-        raise KernelError(f"tensor {weight.name} has the shape {list(weight.shape)}, but {n} values are needed")
-
-
-def _check_state(state: RecurrentState, shape: tuple[int, ...]) -> None:
-    if state.shape != shape:
-        raise KernelError(f"a state {list(state.shape)} of layer {state.layer} was given where {list(shape)} is kept")
+def _check_column(weight: Weight, n: int) -> None:
+    """That it is [n] or [n, 1], as files have those of recurrences."""
+    _check_shape(weight, *((n, 1) if len(weight.shape) == 2 else (n,)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -776,10 +795,11 @@ class Route(Operation[Routing]):
     further factors of the weights.
 
     With ``selection_bias`` [E], those of the largest sums of probability and bias are chosen.  With ``n_groups`` of
-    E / n_groups neighbours, only the experts of ``n_top_groups`` of them can be: of the groups whose two best
-    probabilities (with bias) have the largest sums.
+    E / n_groups neighbours, only the experts of ``n_top_groups`` of them can be: of the groups whose best
+    ``n_group_best`` probabilities (with bias), one or two, have the largest sums.
 
-    All layers of a graph have the same k.  Sources: arXiv:2401.04088 (Mixtral), arXiv:2412.19437 (DeepSeek V3).
+    All layers of a graph have the same k.  Sources: arXiv:2401.04088 (Mixtral), arXiv:2405.04434 (DeepSeek V2: groups
+    by their best), arXiv:2412.19437 (V3: by their two best).
     """
 
     logits: Tensor
@@ -790,6 +810,7 @@ class Route(Operation[Routing]):
     selection_bias: Weight | None = None
     n_groups: int = 1
     n_top_groups: int = 1
+    n_group_best: int = 2
     expert_scales: Weight | None = None
 
     @property
@@ -802,12 +823,15 @@ class Route(Operation[Routing]):
         n = self.logits.width
         _check_rows(Rows.TOKENS, self.logits)
         _check_choice("gating", self.gating, GATINGS)
-        for weight in (self.selection_bias, self.expert_scales):
-            if weight is not None:
-                _check_values(weight, n)
+        _check_shape(self.selection_bias, n)
+        _check_shape(self.expert_scales, n)
         if not 1 <= self.k <= self.logits.width:
             raise KernelError(
                 f"{self.k} of {self.logits.width} experts cannot be chosen: 1 to {self.logits.width} can"
+            )
+        if not 1 <= self.n_group_best <= 2:
+            raise KernelError(
+                f"groups are chosen by their best or their two best experts, not by {self.n_group_best}"
             )
         if not 1 <= self.n_groups <= min(MAX_GROUPS, n // 2 or 1) or n % self.n_groups:
             raise KernelError(
@@ -873,12 +897,8 @@ class ExpertOutput(Operation[Tensor]):
 
 def _check_experts(weight: Weight, x: Tensor, routing: Routing, bias: Weight | None) -> None:
     _check_dimensions(weight, 3)
-    if (weight.shape[0], weight.shape[2]) != (routing.n_experts, x.width):
-        raise KernelError(
-            f"matrices {list(weight.shape)} do not fit rows of {x.width} values for {routing.n_experts} experts"
-        )
-    if bias is not None and bias.shape != weight.shape[:2]:
-        raise KernelError(f"matrices {list(weight.shape)} of experts cannot have biases {list(bias.shape)}")
+    _check_shape(weight, routing.n_experts, weight.shape[1], x.width)
+    _check_shape(bias, *weight.shape[:2])
 
 
 @dataclass(frozen=True, eq=False)
@@ -930,6 +950,7 @@ class Graph:
         windows: those of all caches of the whole graph.  Caches of one window form a **group**, numbered as here,
             with pages and block tables of its own.  Group 0 keeps all tokens, whether or not a layer is in it.
         layer: where the operations that are added belong.
+        watched: values that can be read after a step (`localllm.kernels.backend.Step.value`).
     """
 
     cache_type: CacheType = "f16"
@@ -938,6 +959,7 @@ class Graph:
     states: dict[int, tuple[RecurrentState, ...]] = field(default_factory=dict)
     windows: list[int | None] = field(default_factory=lambda: [None])
     layer: Layer = "embedding"
+    watched: set[Value] = field(default_factory=set)
     _known: set[Value] = field(default_factory=set)
     _consumed: set[Value] = field(default_factory=set)
 
@@ -1015,11 +1037,12 @@ class Graph:
         return result
 
     def last_uses(self) -> dict[Value, int]:
-        """Of each tensor, the number of the last node that reads it; one more than the last for the result."""
+        """Of each tensor, the number of the last node that reads it; one more than the last for those that are read
+        after a step: the result and what is watched."""
         uses: dict[Value, int] = {}
         for i, node in enumerate(self.nodes):
             uses |= dict.fromkeys((*node.operation.results, *node.operation.inputs), i)
-        return uses | {self.result: len(self.nodes)}
+        return uses | dict.fromkeys({self.result} | self.watched & set(uses), len(self.nodes))
 
     def n_chosen(self) -> int:
         """Experts that each token goes to; 0 without any."""
@@ -1035,7 +1058,7 @@ class Graph:
         part = Graph(self.cache_type)
         part.caches = {n: c for n, c in self.caches.items() if n in layers}
         part.states = {n: s for n, s in self.states.items() if n in layers}
-        part.windows = self.windows
+        part.windows, part.watched = self.windows, self.watched
         ends = {"embedding": layers.start == 0, "output": layers.stop == self.n_layers}
         part.nodes = [n for n in self.nodes if (n.layer in layers if isinstance(n.layer, int) else ends[n.layer])]
         for node in part.nodes:

@@ -65,6 +65,7 @@ class ReferenceBackend(Backend):
         self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
     ) -> Footprint:
         check_operations(graph, _OPERATIONS, self.name)
+        check_cache(graph, n_pages, n_states)
         n_rows = {Rows.TOKENS: max_tokens, Rows.OUTPUTS: max_outputs, Rows.CHOSEN: max_tokens * graph.n_chosen()}
         tensors = {x for node in graph.nodes for x in node.operation.results}
         buffers = {x: Buffer(4 * n_rows[x.rows] * x.width) for x in tensors if isinstance(x, Tensor)}
@@ -78,21 +79,11 @@ class ReferenceBackend(Backend):
         }
         for layer, states in graph.states.items():
             caches[layer] = caches.get(layer, 0) + sum(4 * n_states * state.n_values for state in states)
-        return Footprint(tuple(map(_packed, weights_of(graph))), caches, assign(stages))
 
-    def compile(
-        self,
-        graph: Graph,
-        *,
-        n_pages: tuple[int, ...],
-        max_tokens: int,
-        max_outputs: int,
-        n_states: int = 0,
-        progress: Progress | None = None,
-    ) -> ReferenceStep:
-        check_operations(graph, _OPERATIONS, self.name)
-        check_cache(graph, n_pages, n_states)
-        return ReferenceStep(graph, n_pages, n_states, self.page_size, (max_tokens, max_outputs), progress)
+        def load(progress: Progress | None) -> ReferenceStep:
+            return ReferenceStep(graph, n_pages, n_states, self.page_size, (max_tokens, max_outputs), progress)
+
+        return Footprint(tuple(map(_packed, weights_of(graph))), caches, assign(stages), load)
 
 
 def _packed(use: WeightUse) -> PackedWeight:
@@ -164,6 +155,8 @@ class ReferenceStep(Step):
         self._graph, self._limits = graph, limits
         self._last_uses = graph.last_uses()
         self._in_step = threading.Lock()
+        #: Those of the last batch that nobody overwrites.
+        self._values: dict[Value, Any] = {}
         kept: dict[int, tuple[Array, Array]] = {}
         for n, cache in graph.caches.items():
             keys, values = _kept_shapes(cache, n_pages[graph.group(cache)], page_size)
@@ -197,7 +190,12 @@ class ReferenceStep(Step):
                 for x in {*operation.inputs, *operation.results}:
                     if self._last_uses[x] == i:
                         del run.values[x]
+            self._values = run.values
             return HostOutput(run.values[self._graph.result])
+
+    def value(self, x: Value) -> Array:
+        value = self._values[x]
+        return value.ids if isinstance(value, ChosenExperts) else value
 
 
 @dataclass(frozen=True)
@@ -268,6 +266,12 @@ class _Run:
         if matrix.bias is not None:
             y += self.arrays[matrix.bias]
         return y
+
+    def head_linear(self, op: g.HeadLinear) -> Array:
+        x, (n_heads, _, n_in) = self.values[op.x], op.weight.shape
+        heads = x.reshape(len(x), n_heads, -1)
+        y = np.matmul(self.arrays[op.weight], heads[..., :n_in, None])[..., 0]
+        return np.concatenate([y, heads[..., n_in:]], axis=-1).reshape(len(x), -1)
 
     def rope_append(self, op: g.RopeAppend) -> Array:
         batch, page_size, cache = self.batch, self.cache.page_size, op.cache
@@ -405,8 +409,8 @@ class _Run:
             scores = scores + self.arrays[op.selection_bias]
         if op.n_groups > 1:
             groups = scores.reshape(len(scores), op.n_groups, -1)
-            two_best = np.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
-            worse = np.argsort(-two_best, axis=1, kind="stable")[:, op.n_top_groups :]
+            best = np.sort(groups, axis=2)[:, :, -op.n_group_best :].sum(axis=2)
+            worse = np.argsort(-best, axis=1, kind="stable")[:, op.n_top_groups :]
             np.put_along_axis(groups := groups.copy(), worse[:, :, None], -np.inf, axis=1)
             scores = groups.reshape(scores.shape)
         ids = np.argsort(-scores, axis=1, kind="stable")[:, : op.k]
@@ -462,6 +466,7 @@ _OPERATIONS: dict[type[g.Operation[Any]], Callable[[_Run, Any], Any]] = {
     g.Activation: _Run.activation,
     g.Linear: _Run.linear,
     g.Linears: _Run.linears,
+    g.HeadLinear: _Run.head_linear,
     g.RopeAppend: _Run.rope_append,
     g.Attention: _Run.attention,
     g.CausalConv: _Run.causal_conv,

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.backend import Backend, Batch, Cache, HostOutput, Output, Progress, Step, TopK
+from localllm.kernels.backend import Backend, Batch, Cache, Footprint, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph
 
 #: Tokens of a micro-batch: enough for weights to be read seldom, and four of them in a step of 512.
@@ -65,47 +65,35 @@ def page_size(backends: Sequence[Backend]) -> int:
     return lcm(*(backend.page_size for backend in backends))
 
 
-def smaller_pages(n_pages: tuple[int, ...], n: int) -> tuple[int, ...]:
-    """How many there are in each group if each is a run of ``n``."""
-    return tuple(n * each for each in n_pages)
-
-
-def compile_split(
-    backends: Sequence[Backend],
-    layers: Sequence[range],
+def part_footprint(
+    backend: Backend,
+    layers: range,
     graph: Graph,
+    size: int,
     *,
     n_pages: tuple[int, ...],
     max_tokens: int,
     max_outputs: int,
     n_states: int = 0,
     micro_batch: int = MICRO_BATCH,
-    progress: Progress | None = None,
-) -> Step:
-    """As `Backend.compile`, of a graph over several backends, each with a range of layers.
+) -> Footprint:
+    """What a range of a graph's layers takes on a backend; if it is not all of them, with micro-batches.
 
     Args:
-        backends: in execution order.  The first one also embeds, the last one has norm and head.
-        layers: of each, those that it has; none of the first if that only embeds.
+        size: `page_size` of all backends that the graph is split over.
+        n_pages: of this size.
         micro_batch: tokens beyond which a batch is cut.
 
     Raises:
-        KernelError: as `Backend.compile` and `Graph.part`.
+        KernelError: as `Backend.footprint` and `Graph.part`.
     """
-    size = page_size(backends)
-    steps = tuple(
-        backend.compile(
-            part,
-            n_pages=smaller_pages(n_pages, size // backend.page_size),
-            max_tokens=min(max_tokens, micro_batch),
-            max_outputs=max_outputs,
-            n_states=n_states,
-            progress=progress,
-        )
-        for backend, part in zip(backends, map(graph.part, layers), strict=True)
+    return backend.footprint(
+        graph.part(layers),
+        n_pages=tuple(n * (size // backend.page_size) for n in n_pages),
+        max_tokens=max_tokens if len(layers) == graph.n_layers else min(max_tokens, micro_batch),
+        max_outputs=max_outputs,
+        n_states=n_states,
     )
-    cache = SplitCache(tuple(step.cache for step in steps), size, n_pages)
-    return SplitStep(steps, cache, micro_batch, max_tokens, max_outputs, graph.result.width)
 
 
 class SplitStep(Step):
@@ -116,17 +104,21 @@ class SplitStep(Step):
     def __init__(
         self,
         steps: tuple[Step, ...],
-        cache: SplitCache,
-        micro_batch: int,
+        graph: Graph,
+        size: int,
+        *,
+        n_pages: tuple[int, ...],
         max_tokens: int,
         max_outputs: int,
-        n_vocab: int,
+        micro_batch: int = MICRO_BATCH,
     ) -> None:
-        self.steps, self.cache, self.micro_batch = steps, cache, micro_batch
+        """``steps``: of each part of a graph, in execution order; the rest as of `part_footprint`."""
+        self.steps, self.micro_batch = steps, micro_batch
+        self.cache = SplitCache(tuple(step.cache for step in steps), size, n_pages)
         self.weights = tuple(weight for step in steps for weight in step.weights)
         self.max_top_k = steps[-1].max_top_k
         self._limits = max_tokens, max_outputs
-        self.logits = np.empty((max_outputs, n_vocab), np.float32)
+        self.logits = np.empty((max_outputs, graph.result.width), np.float32)
 
     def run(self, batch: Batch, hidden: Output | None = None) -> Output:
         batch.check_size(*self._limits)
@@ -161,12 +153,14 @@ class _SplitOutput(Output):
         self._pipeline(take)
         return logits
 
-    def top_k(self, k: int) -> TopK:
-        n = len(self.batch.outputs)
-        best = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32))
+    def top_k(self, k: int, whole: Sequence[int] = ()) -> TopK:
+        n, found = len(self.batch.outputs), dict[int, NDArray[np.float32]]()
+        best = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32), found)
 
         def take(rows: NDArray[np.int64], result: Output) -> None:
-            best.ids[rows], best.logits[rows] = result.top_k(k)
+            wanted = np.flatnonzero(np.isin(rows, whole)).tolist()
+            best.ids[rows], best.logits[rows], logits = result.top_k(k, wanted)
+            found.update((int(rows[i]), logits[i].copy()) for i in wanted)
 
         self._pipeline(take)
         return best

@@ -29,6 +29,7 @@ Every failure is a LocalLLMError that says what to do; an unknown keyword is a T
     ModelError, UnsupportedArchitectureError, TokenizerError, TemplateError
                       the file holds no model that localllm runs, or a broken one
     UsageError        an argument is out of range (a ValueError)
+    GrammarError                     a JSON schema or grammar cannot be used (a ValueError)
     ContextLengthError               the prompt is too long (a ValueError)
     NotEnoughMemoryError, DeviceMemoryError    it does not fit (a MemoryError)
     DeviceError, DeviceLostError, KernelError  a device cannot be used, or failed
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from localllm.errors import DeviceLostError as DeviceLostError
     from localllm.errors import DeviceMemoryError as DeviceMemoryError
     from localllm.errors import GGUFError as GGUFError
+    from localllm.errors import GrammarError as GrammarError
     from localllm.errors import HubError as HubError
     from localllm.errors import KernelError as KernelError
     from localllm.errors import LocalLLMError as LocalLLMError
@@ -81,7 +83,7 @@ if TYPE_CHECKING:
     from localllm.scoring import Score as Score
     from localllm.tokenizer import Tokenizer as Tokenizer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 #: The module that each public name comes from.  There is no __all__: help() would print every class in full.
 _HOMES = {
@@ -98,6 +100,7 @@ _HOMES = {
     "Drafts": "engine.drafting",
     "GGUFError": "errors",
     "GGUFFile": "gguf",
+    "GrammarError": "errors",
     "HubError": "errors",
     "KernelError": "errors",
     "LLM": "llm",

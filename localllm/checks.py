@@ -32,7 +32,7 @@ def whole_number(name: str, value: object, low: int) -> int:
     """``value`` as an int.
 
     Raises:
-        UsageError: it is no whole number, or below ``low``.
+        UsageError: it is not a whole number, or below ``low``.
     """
     number = as_int(value)
     if number is None or number < low:
@@ -65,7 +65,7 @@ def flag(name: str, value: object) -> bool:
 
 def text(name: str, value: object) -> str:
     """Raises:
-    UsageError: ``value`` is no text.
+    UsageError: ``value`` is not a text.
     """
     if not isinstance(value, str):
         raise UsageError(f"{name} is {value!r:.80}, but must be a text (str)")
@@ -74,7 +74,7 @@ def text(name: str, value: object) -> str:
 
 def mappings(name: str, value: object) -> Sequence[Mapping[str, object]]:
     """Raises:
-    UsageError: ``value`` is no list of mappings.
+    UsageError: ``value`` is not a list of mappings.
     """
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise UsageError(f"{name} is {value!r:.80}, but must be a list of mappings")
@@ -90,10 +90,10 @@ def token_ids(ids: object, n_vocab: int, rule: str = "tokens must be a list of w
     Args:
         ids: what was given.
         n_vocab: tokens in the vocabulary.
-        rule: what is said where it is no sequence at all.
+        rule: what is said where it is not a sequence at all.
 
     Raises:
-        UsageError: they are no sequence of integers, or one is outside the vocabulary.
+        UsageError: they are not a sequence of integers, or one is outside the vocabulary.
     """
     if hasattr(ids, "tolist"):  # of numpy
         ids = ids.tolist()

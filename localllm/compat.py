@@ -24,10 +24,9 @@ from localllm.chat import CHATML
 from localllm.checks import check_keywords
 from localllm.completion import Chunk, Completion, Stream
 from localllm.errors import ModelNotFoundError, UsageError
-from localllm.gguf import GGUFFile
 from localllm.habits import THEIR_LOAD, THEIR_OPTIONS
 from localllm.kernels.graph import CacheType
-from localllm.library.find import find_cached
+from localllm.library.find import find_cached, trained_context
 from localllm.library.names import HubName
 from localllm.library.pull import pull
 from localllm.llm import LLM, load, model_file
@@ -162,7 +161,7 @@ class Llama:
             device="cpu" if n_gpu_layers == 0 else "auto",
             n_gpu_layers=None if n_gpu_layers <= 0 else n_gpu_layers,
             tensor_split=tensor_split,
-            context=n_ctx or _trained_context(model_path),
+            context=n_ctx or trained_context(model_file(model_path, demo_is_a_file=True)),
             threads=n_threads,
             cache_type=_cache_type(type_k, type_v),
             chat_template=CHATML if chat_format == "chatml" else None,
@@ -258,13 +257,13 @@ class Llama:
         Args:
             functions, function_call: the old names of ``tools`` and ``tool_choice``.
             tool_choice: "auto", or "none" for no tools.
-            response_format: None or ``{"type": "text"}``.
+            response_format: None, ``{"type": "text"}``, or ``{"type": "json_object"}``, perhaps with a ``schema``.
             logprobs, top_logprobs: whether to report log-probabilities, and of how many of the likeliest tokens.
             max_tokens, options: as `create_completion`.
 
         Raises:
             TypeError: a keyword is unknown.
-            NotAvailableError: a tool is forced, or JSON asked for, which only grammars can promise.
+            NotAvailableError: a tool is forced, or another format asked for.
             LocalLLMError: as `LLM.chat`.
         """
         if functions is not None:
@@ -272,13 +271,15 @@ class Llama:
         choice = tool_choice if function_call is None else function_call
         if isinstance(choice, Mapping) or choice == "required":
             raise NotAvailableError(f"tool_choice is {choice!r:.80}, but here it can only be 'auto' or 'none'")
-        if response_format is not None and response_format.get("type") != "text":
+        format_ = {"type": "text"} if response_format is None else response_format
+        if format_.get("type") not in ("text", "json_object"):
             raise NotAvailableError(
-                f"response_format is {dict(response_format)!r:.80}, but here it can only be text: ask for JSON in "
-                "the prompt, and check what comes"
+                f"response_format is {dict(format_)!r:.80}, but here its type can only be 'text' or 'json_object'"
             )
         n_logprobs = (top_logprobs or 0) if logprobs else None
         given = self._options({"temperature": temperature, **options}, max_tokens, n_logprobs)
+        if format_["type"] == "json_object":
+            given["json_schema"] = format_.get("schema", {"type": "object"})
         begin = partial(self.llm.stream_chat, messages, tools=None if choice == "none" else tools, **given)
         answer = _Answer(f"chatcmpl-{uuid.uuid4()}", "chat.completion", model or self.model_path)
         if stream:
@@ -479,13 +480,6 @@ class _Answer:
 
 def _number(id_: int | None) -> int:
     return -1 if id_ is None else id_
-
-
-def _trained_context(path: str) -> int | None:
-    """Tokens of context that a model was trained on; None if its file does not say."""
-    with GGUFFile.open(model_file(path, demo_is_a_file=True)) as file:
-        found = file.metadata.get(f"{file.architecture}.context_length")
-    return found if isinstance(found, int) else None
 
 
 def _cache_type(keys: int | None, values: int | None) -> CacheType:

@@ -126,6 +126,10 @@ class TextOutput:
         return self._n_delivered - self.n_read
 
     @property
+    def stopped(self) -> str | None:
+        return self._decoder.stopped
+
+    @property
     def is_full(self) -> bool:
         return self.n_unread >= MAX_UNREAD
 
@@ -189,6 +193,11 @@ class _Reader:
     def finish_reason(self) -> FinishReason | None:
         """None while it goes on, or if an error ended it."""
         return self._finish_reason
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop string that ended the text; None where there was none."""
+        return self._output.stopped
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -343,7 +352,7 @@ class Stream(_Reader):
 
 
 class AsyncStream(_Reader):
-    """As `Stream`, for ``async for``; read by tasks of the event loop that it was made in."""
+    """As `Stream`, for ``async for``; read by tasks of the event loop that it was made in, or for."""
 
     def __init__(
         self,
@@ -353,10 +362,11 @@ class AsyncStream(_Reader):
         *,
         logprobs: bool,
         progress: Progress | None,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         import asyncio
 
-        loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop() if loop is None else loop
         items: asyncio.Queue[list[_Item]] = asyncio.Queue()
 
         def deliver(step: list[_Item]) -> None:

@@ -1,4 +1,4 @@
-"""The options of loading and of sampling, each declared once: its name, default, range, help, flag and label.
+"""The options of loading, sampling and single calls, each declared once: name, default, range, help, flag, label.
 
 From these come the checks, `help`, the flags of the command line, the keys of the settings file and the chat's form.
 Nothing heavy is imported here, so that ``localllm --help`` need not wait for it.
@@ -9,6 +9,7 @@ Nothing heavy is imported here, so that ``localllm --help`` need not wait for it
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import os
@@ -17,17 +18,28 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
-from localllm.checks import as_int
+from localllm.checks import as_int, check_keywords
+from localllm.engine.drafting import DEFAULT_DRAFTS, MAX_DRAFTS
 from localllm.errors import UsageError
+from localllm.habits import THEIR_OPTIONS
 
 if TYPE_CHECKING:
+    from localllm.completion import Progress
+    from localllm.engine.request import Priority
     from localllm.kernels.graph import CacheType
     from localllm.progress import LoadPlan, LoadProgress
     from localllm.sampling import LogitsProcessor
 
 _Documented = TypeVar("_Documented")
+
+#: What happens to a prompt that is too long: it is refused, or its oldest part is left out.
+Overflow = Literal["error", "truncate"]
+
+#: What drafts tokens for the model to verify: the text itself, the draft model, or ("auto") the draft model if there
+#: is one.
+Speculate = Literal["auto", "lookup", "draft"]
 
 _MAX = sys.float_info.max
 
@@ -85,6 +97,10 @@ def _read_proportions(value: object) -> tuple[float, ...] | None:
     return None if None in numbers or not any(numbers) else tuple(map(float, value))
 
 
+def _floats(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def _read_cache_type(value: object) -> str | None:
     from localllm.kernels.graph import CACHE_TYPES
 
@@ -98,11 +114,35 @@ def _read_texts(value: object) -> tuple[str, ...] | None:
     return texts if all(isinstance(text, str) and text for text in texts) else None
 
 
+def _read_stops(value: object) -> tuple[str, ...] | None:
+    return _read_texts((value,) if isinstance(value, str) else value)
+
+
+def _one_of(*choices: str) -> Kind:
+    words = f"one of {', '.join(map(repr, choices))}"
+    return Kind(words, lambda value: value if isinstance(value, str) and value in choices else None, metavar="WHAT")
+
+
 def _read_biases(value: object) -> dict[int, float] | None:
     if not isinstance(value, Mapping):
         return None
     biases = {_integer(id_, 0, math.inf): _real(bias, -math.inf, _MAX) for id_, bias in value.items()}
     return None if None in biases or None in biases.values() else biases  # type: ignore[return-value]
+
+
+def _read_schema(value: Any) -> str | None:
+    """A JSON schema's text, of which a pydantic model class makes its own."""
+    schema = value.model_json_schema() if callable(getattr(value, "model_json_schema", None)) else value
+    try:
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        # Not sorted: the order of properties is that of the text.
+        return json.dumps(schema) if isinstance(schema, Mapping) else None
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _text_with_content(value: object) -> str | None:
+    return value if isinstance(value, str) and value.strip() else None
 
 
 def _read_functions(value: object) -> tuple[object, ...] | None:
@@ -119,10 +159,18 @@ _WINDOW = _whole(-1, "a whole number of at least -1 (-1 is the whole text, 0 is 
 _MIROSTAT = Kind("0 (off) or 2", lambda value: n if (n := as_int(value)) in (0, 2) else None, int, "N")
 _TEXT = _of_type("a text (str)", str)
 _PATH = _of_type("the path of a GGUF file, as str or Path", (str, os.PathLike), "FILE")
-_PROPORTIONS = Kind("a list of numbers of at least 0, not all of them 0", _read_proportions, metavar="X,…")
+_PROPORTIONS = Kind("a list of numbers of at least 0, not all of them 0", _read_proportions, _floats, "X,…")
 _CACHE_TYPE = Kind("one of 'f16', 'q8_0'", _read_cache_type, metavar="TYPE")
 _TEXTS = Kind("texts, none of them empty", _read_texts)
+STOPS = Kind("a text that is not empty, or a list of such", _read_stops, metavar="TEXT")
+_SECONDS = _number(math.ulp(0.0), "a number of seconds above 0")
+_SCHEMA = Kind("a JSON schema: a dict, a JSON text, or a pydantic model class", _read_schema, metavar="SCHEMA")
+_REGEX = Kind("a regular expression that is not empty", _text_with_content, metavar="REGEX")
+_GRAMMAR = Kind("a grammar in Lark's or llama.cpp's notation", _text_with_content, metavar="TEXT")
 _BIASES = Kind("a mapping of token ids to finite numbers or -inf", _read_biases)
+
+#: The kind of what is on or off; its flag of the command line has no value.
+SWITCH = _of_type("True or False", bool)
 
 
 # -- Options -------------------------------------------------------------------------------------------------------
@@ -176,7 +224,7 @@ def flags_of(name: str, option: Option) -> list[str]:
 def default_text(cls: type[Any], name: str) -> str:
     """The default of an option, for people."""
     default = getattr(cls, name, None)
-    return declared(cls)[name].none if default is None else str(default)
+    return declared(cls)[name].none if default in (None, ()) else str(default)
 
 
 def shown(value: object) -> str:
@@ -321,11 +369,14 @@ class LoadOptions(_Checked):
     )
     step_s: float = _asked(
         0.1,
-        _number(math.ulp(0.0), "a number of seconds above 0"),
+        _SECONDS,
         "seconds that a step with a part of a long prompt takes, at most.  That is about how long other streams "
         "pause for it, and how long cancelling takes.  A very slow model takes longer: a part has at least 16 "
         "tokens, or 64 where nothing else decodes.",
     )
+
+
+_GRAMMARS = ("json_schema", "regex", "grammar")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,16 +415,20 @@ class Sampling(_Checked):
         "Repeat penalty",
     )
     repeat_last_n: int = _kept(64, _WINDOW, "the penalties look at the last N tokens; -1 is all")
-    presence_penalty: float = _kept(0.0, _ANY_NUMBER, "on tokens that occurred.  Subtracted from their logits.")
-    frequency_penalty: float = _kept(0.0, _ANY_NUMBER, "on each time that they did.  Subtracted once for each.")
+    presence_penalty: float = _kept(0.0, _ANY_NUMBER, "subtracted from the logits of tokens that occurred; 0 is off")
+    frequency_penalty: float = _kept(
+        0.0, _ANY_NUMBER, "subtracted from a token's logit each time that it occurred; 0 is off"
+    )
     dry_multiplier: float = _kept(
         0.0,
         _NOT_NEGATIVE,
         "DRY against repetition; 0 is off.  The penalty of a token that prolongs a repetition of ``length`` tokens "
         "is ``multiplier * base ** (length - allowed_length)``, from ``allowed_length`` on.",
     )
-    dry_base: float = _kept(1.75, _number(1.0, "a finite number of at least 1"), "its growth with each token")
-    dry_allowed_length: int = _kept(2, _whole(0), "tokens that may be repeated")
+    dry_base: float = _kept(
+        1.75, _number(1.0, "a finite number of at least 1"), "how fast the DRY penalty grows with each repeated token"
+    )
+    dry_allowed_length: int = _kept(2, _whole(0), "tokens that may be repeated before DRY acts")
     dry_penalty_last_n: int = _kept(-1, _WINDOW, "DRY looks at the last N tokens; -1 is all")
     dry_sequence_breakers: tuple[str, ...] = _kept(
         ("\n", ":", '"', "*"), _TEXTS, "DRY follows no repetition across these texts", ""
@@ -388,8 +443,8 @@ class Sampling(_Checked):
     mirostat: int = _kept(
         0, _MIROSTAT, "2 is mirostat 2; 0 is off.  It steers the surprise of the text, in place of top-k to XTC."
     )
-    mirostat_tau: float = _kept(5.0, _NOT_NEGATIVE, "its target in bits, tau", "--mirostat-ent")
-    mirostat_eta: float = _kept(0.1, _NOT_NEGATIVE, "its learning rate, eta", "--mirostat-lr")
+    mirostat_tau: float = _kept(5.0, _NOT_NEGATIVE, "mirostat's target surprise in bits, tau", "--mirostat-ent")
+    mirostat_eta: float = _kept(0.1, _NOT_NEGATIVE, "mirostat's learning rate, eta", "--mirostat-lr")
     logit_bias: Mapping[int, float] = field(
         default_factory=dict,
         hash=False,
@@ -410,6 +465,26 @@ class Sampling(_Checked):
         "here.",
         none="no log-probabilities",
     )
+    json_schema: str | Mapping[str, Any] | type | None = _asked(
+        None,
+        _SCHEMA,
+        "the text is JSON that this schema allows.  It is a dict, JSON text, or a pydantic model class.  With it, as "
+        "with ``regex`` and ``grammar``, what a model thinks first is free, and only ``max_tokens`` and ``stop`` can "
+        "cut the answer off before it is whole.  All three need the extra ``grammar``.",
+        "-j --json-schema",
+        none="any text",
+    )
+    regex: str | None = _asked(
+        None, _REGEX, "the text is one that this regular expression matches as a whole", "--", none="any text"
+    )
+    grammar: str | None = _asked(
+        None,
+        _GRAMMAR,
+        "the text follows a grammar, in Lark's notation or llama.cpp's GBNF.  Lark's begins with the rule "
+        "``start``, GBNF's with ``root``.",
+        "--",
+        none="any text",
+    )
     processors: tuple[LogitsProcessor, ...] = _asked(
         (),
         Kind("a tuple of functions", _read_functions),
@@ -417,17 +492,126 @@ class Sampling(_Checked):
         "the logits, float32 [n_vocab], of which it returns its own",
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [name for name in _GRAMMARS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(given)} each hold the text to a grammar: leave all but one of them out")
+
+    @property
+    def grammar_kind(self) -> str | None:
+        """Which of ``json_schema``, ``regex`` and ``grammar`` is given."""
+        return next((name for name in _GRAMMARS if getattr(self, name) is not None), None)
+
     def replace(self, **changes: Any) -> Self:
         """The same settings but for ``changes``.
 
         Raises:
-            UsageError: a name is no setting, or a value is out of its range.
+            UsageError: a name is not a setting, or a value is out of its range.
         """
         names = declared(type(self))
         for name in changes:
             if name not in names:
-                raise UsageError(f"{name!r} is no sampling setting; there are {', '.join(names)}")
+                raise UsageError(f"{name!r} is not a sampling setting; there are {', '.join(names)}")
         return replace(self, **changes)
 
 
 describes(Sampling)(Sampling)
+
+
+@dataclass(frozen=True)
+class CheckedOptions(_Checked):
+    """`localllm.Options` in their plain Python types, with defaults.
+
+    Raises:
+        UsageError: one is of the wrong type or out of range.
+    """
+
+    max_tokens: int | None = _asked(
+        None,
+        _whole(0),
+        "tokens to generate at most.  0 evaluates the prompt and generates nothing.",
+        "-n --predict --n-predict --max-tokens",
+        none="until the model ends its text or the context is full",
+    )
+    stop: tuple[str, ...] = _asked((), STOPS, "ends the generated text before this text, which is left out", "--")
+    ignore_eos: bool = _asked(False, SWITCH, "do not let the model end its text", "--")
+    overflow: Overflow = _asked(
+        "error",
+        _one_of("error", "truncate"),
+        "a prompt too long for the context is an 'error', or 'truncate' leaves out its oldest part.  An error is a "
+        "`ContextLengthError`.  What is left out is not BOS, nor a chat's system messages: of a chat the oldest "
+        "turns, where there would not be room for ``max_tokens``, or a quarter of the context by default, and never "
+        "for more than half of it.",
+        "--",
+    )
+    sampling: Sampling = field(
+        default_factory=Sampling,
+        metadata={
+            "option": Option(
+                _of_type("a localllm.Sampling", Sampling),
+                "settings to begin with; single settings given beside it replace its own",
+                is_kept=False,
+            )
+        },
+    )
+    progress: Progress | None = _asked(
+        None,
+        _of_type("a function of two numbers", Callable),
+        "called while a long prompt is evaluated, with the tokens done and the tokens of the prompt",
+        none="nothing",
+    )
+    speculate: Speculate | None = _asked(
+        "auto",
+        _one_of("auto", "lookup", "draft"),
+        "drafts several tokens, which the model then verifies in one step.  It is the same text, sooner where drafts "
+        "are good, and `Completion.drafts` says how good they were.  'lookup' expects that the text repeats what it "
+        "or the prompt had before; 'draft' asks the ``draft_model`` of `localllm.load`; 'auto' does that if there is "
+        "one; None drafts nothing.",
+        none="no drafts",
+    )
+    draft_max: int = _asked(
+        DEFAULT_DRAFTS,
+        _whole(1, f"a whole number from 1 to {MAX_DRAFTS}", MAX_DRAFTS + 1),
+        "tokens to draft at most for one step",
+        "--draft-max --draft --draft-n",
+    )
+    priority: Priority = _asked(
+        "normal",
+        _one_of("normal", "background"),
+        "'background' requests let others begin first for up to 30 seconds.  Those that have begun to decode share "
+        "every step.",
+    )
+    client: str = _asked(
+        "", _TEXT, "a name of whoever asks: clients share the model evenly, however many requests each has"
+    )
+    timeout: float | None = _asked(
+        None,
+        _SECONDS,
+        "seconds after which the text ends where it is, with the ``finish_reason`` 'timeout'; waiting counts",
+        none="no limit",
+    )
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """Checks the keywords of a call.
+
+        Raises:
+            TypeError: a keyword is unknown; names the one that is nearest.
+            UsageError: a value is of the wrong type or out of range.
+        """
+        own, of_sampling = declared(cls), declared(Sampling)
+        check_keywords(options, [*own, *of_sampling], THEIR_OPTIONS)
+        sampling = options.get("sampling")
+        settings = {name: value for name, value in options.items() if name in of_sampling}
+        if sampling is None:
+            sampling = Sampling(**settings)
+        elif isinstance(sampling, Sampling):
+            sampling = sampling.replace(**settings)
+        given = {name: value for name, value in options.items() if name in own}
+        return cls(**given | {"sampling": sampling})
+
+    def room(self, context: int) -> int:
+        """Tokens that a truncated prompt leaves free for the answer."""
+        wanted = context // 4 if self.max_tokens is None else self.max_tokens
+        return min(wanted, context // 2)

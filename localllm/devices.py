@@ -81,7 +81,9 @@ def open_devices(
     if name == "reference":
         if isa is not None:
             raise UsageError(f"isa={isa!r} chooses the CPU's kernels, but device='reference' has none: leave it out")
-        return (_reference(),)
+        from localllm.kernels.reference import ReferenceBackend
+
+        return (Device("reference", "numpy", 1, 1, ReferenceBackend(), close=lambda: None),)
     if found := _CUDA.fullmatch(name):
         gpus = _cuda(cuda_indices(found[1]), progress)
         return (_cpu(threads, isa, progress), *gpus)
@@ -152,18 +154,14 @@ def _cuda(indices: tuple[int, ...] | None, progress: Callable[[int, int], None] 
     # Imported here, as all of it: most machines have no GPU.
     from localllm.kernels.cuda.cupy_driver import open_driver
 
-    driver = open_driver()
-    if indices is not None:
-        return tuple(_gpu(driver, index, progress) for index in indices)
-    found: list[Device] = []
-    why: DeviceError | None = None
-    for index in range(driver.device_count):
+    driver, found, failed = open_driver(), list[Device](), list[DeviceError]()
+    for index in range(driver.device_count) if indices is None else indices:
         try:
             found.append(_gpu(driver, index, progress))
         except DeviceError as error:
-            why = why or error
-    if why is not None and not found:
-        raise why
+            failed.append(error)
+    if failed and (indices is not None or not found):
+        raise failed[0]
     return tuple(found)
 
 
@@ -180,9 +178,3 @@ def _gpu(driver: Driver, index: int, progress: Callable[[int, int], None] | None
         close=backend.close,
         free_memory=lambda: max(0, driver.memory_info(index).free - GPU_OVERHEAD_BYTES),
     )
-
-
-def _reference() -> Device:
-    from localllm.kernels.reference import ReferenceBackend
-
-    return Device("reference", "numpy", 1, 1, ReferenceBackend(), close=lambda: None)

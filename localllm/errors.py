@@ -50,6 +50,10 @@ class UsageError(LocalLLMError, ValueError):
     """An argument out of range, or arguments that contradict each other."""
 
 
+class GrammarError(UsageError):
+    """A JSON schema, regular expression or grammar that cannot be read or satisfied, or nothing here reads it."""
+
+
 class QueueFullError(LocalLLMError):
     """More requests wait for the model already than it accepts."""
 

@@ -48,7 +48,8 @@ THEIR_OPTIONS = _each(
         "logits_processor": "write processors=, a tuple of functions",
         "top_logprobs": "write logprobs=, with that number",
         "do_sample": "temperature=0 always takes the likeliest token",
-        "grammar response_format json_schema suffix tfs_z stopping_criteria functions tool_choice": _NOT_HERE,
+        "response_format": "write json_schema=, with the schema",
+        "suffix tfs_z stopping_criteria functions tool_choice": _NOT_HERE,
     }
 )
 

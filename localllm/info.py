@@ -13,43 +13,12 @@ from localllm.kernels.graph import CacheType, Weight
 from localllm.models.config import ModelConfig
 from localllm.placement import Format, Placement, sum_formats
 
-#: ``general.file_type`` (llama.cpp's ``enum llama_ftype``).
-_FILE_TYPES = {
-    0: "F32",
-    1: "F16",
-    2: "Q4_0",
-    3: "Q4_1",
-    7: "Q8_0",
-    8: "Q5_0",
-    9: "Q5_1",
-    10: "Q2_K",
-    11: "Q3_K_S",
-    12: "Q3_K_M",
-    13: "Q3_K_L",
-    14: "Q4_K_S",
-    15: "Q4_K_M",
-    16: "Q5_K_S",
-    17: "Q5_K_M",
-    18: "Q6_K",
-    19: "IQ2_XXS",
-    20: "IQ2_XS",
-    21: "Q2_K_S",
-    22: "IQ3_XS",
-    23: "IQ3_XXS",
-    24: "IQ1_S",
-    25: "IQ4_NL",
-    26: "IQ3_S",
-    27: "IQ3_M",
-    28: "IQ2_S",
-    29: "IQ2_M",
-    30: "IQ4_XS",
-    31: "IQ1_M",
-    32: "BF16",
-    36: "TQ1_0",
-    37: "TQ2_0",
-    38: "MXFP4_MOE",
-    39: "NVFP4",
-}
+#: ``general.file_type`` (llama.cpp's ``enum llama_ftype``), in order; "-" are those that no file has any more.
+_FILE_TYPES = """
+F32 F16 Q4_0 Q4_1 - - - Q8_0 Q5_0 Q5_1 Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K IQ2_XXS
+IQ2_XS Q2_K_S IQ3_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ3_M IQ2_S IQ2_M IQ4_XS IQ1_M BF16 - - - TQ1_0 TQ2_0
+MXFP4_MOE NVFP4
+"""
 
 #: Added to a file type that the converter was not told.
 _GUESSED = 1024
@@ -154,7 +123,8 @@ def file_type_name(metadata: Mapping[str, Any], tensors: Iterable[Weight]) -> st
     number = metadata.get("general.file_type")
     if isinstance(number, int):
         number &= ~_GUESSED
-        return _FILE_TYPES.get(number, f"type {number}")
+        name = dict(enumerate(_FILE_TYPES.split())).get(number, "-")
+        return f"type {number}" if name == "-" else name
     n_bytes: Counter[str] = Counter()
     for tensor in tensors:
         n_bytes[tensor.type.name] += tensor.data.nbytes

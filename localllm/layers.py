@@ -54,10 +54,9 @@ def plan_layers(
         UsageError: there are no GPUs to put layers on, or not as many as numbers in ``tensor_split``.
         NotEnoughMemoryError: so many layers do not fit there; says how many do.
     """
-    if not gpus and n_gpu_layers:
-        raise UsageError(f"n_gpu_layers is {n_gpu_layers}, but {without_gpus}")
-    if not gpus and tensor_split is not None:
-        raise UsageError(f"tensor_split is {_numbers(tensor_split)!r}, but {without_gpus}")
+    if not gpus and (n_gpu_layers or tensor_split is not None):
+        asked = f"n_gpu_layers is {n_gpu_layers}" if n_gpu_layers else f"tensor_split is {_numbers(tensor_split)!r}"
+        raise UsageError(f"{asked}, but {without_gpus}")
     if tensor_split is not None and len(tensor_split) != len(gpus):
         raise UsageError(
             f"tensor_split is {_numbers(tensor_split)!r}, but needs a number for each GPU, of which there "
@@ -126,5 +125,5 @@ def _filled(gpus: Mapping[str, int], n_layers: int, n: int, n_bytes: Bytes) -> l
     return counts
 
 
-def _numbers(weights: Sequence[float]) -> str:
-    return ",".join(f"{weight:g}" for weight in weights)
+def _numbers(weights: Sequence[float] | None) -> str:
+    return ",".join(f"{weight:g}" for weight in weights or ())

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from localllm.checks import check_keywords, mappings, text, token_ids, whole_number
 from localllm.completion import AsyncStream, Completion, Stream
-from localllm.declared_options import LoadOptions, declared, describes
-from localllm.engine.engine import MAX_WAITING, STEP_S, Engine
+from localllm.declared_options import CheckedOptions, LoadOptions, declared, describes
+from localllm.engine.engine import MAX_WAITING, STEP_S, Counts, Engine
 from localllm.engine.request import Request
 from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, QueueFullError, UsageError
 from localllm.habits import THEIR_LOAD, THEIR_METHODS
@@ -27,16 +27,19 @@ from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import CacheType
 from localllm.loading import Parts, compile_template, load_parts
-from localllm.options import CheckedOptions, Options
+from localllm.options import Options
 from localllm.progress import LoadPlan, LoadProgress, default_progress
-from localllm.sampling import make_sampler
+from localllm.sampling import Sampling, make_sampler
 from localllm.scoring import Score, last_logits, scores
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.stream import StreamDecoder
 
 # jinja2, which it imports, takes a good part of the time to the first token of those that do not chat.
 if TYPE_CHECKING:
+    import asyncio
+
     from localllm.chat import ChatTemplate
+    from localllm.sampling.grammar import Constraint, Grammars
 
 Message = Mapping[str, object]
 
@@ -145,6 +148,7 @@ class LLM:
         self._info = parts.info
         self._template_source = parts.template_source
         self._template = parts.template
+        self._grammars: Grammars | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -274,6 +278,7 @@ class LLM:
         Raises:
             TypeError: an option is unknown.
             UsageError: an option or token is out of range, or the prompt empty and the model without BOS.
+            GrammarError: ``json_schema``, ``regex`` or ``grammar`` cannot be used.
             ContextLengthError: the prompt is too long; see ``overflow``.
         """
         return self._stream(Stream, prompt, add_special, parse_special, CheckedOptions.of(options)).read()
@@ -425,10 +430,16 @@ class LLM:
         *,
         add_special: bool = True,
         parse_special: bool = False,
+        loop: asyncio.AbstractEventLoop | None = None,
         **options: Unpack[Options],
     ) -> AsyncStream:
-        """As `stream`, for ``async for`` in a task."""
-        return self._stream(AsyncStream, prompt, add_special, parse_special, CheckedOptions.of(options))
+        """As `stream`, for ``async for`` in a task.
+
+        With the ``loop`` that will read it, the call may be made in another thread: tokenizing a long prompt, and
+        running a chat template, then hold up no other task.
+        """
+        reader = partial(AsyncStream, loop=loop)
+        return self._stream(reader, prompt, add_special, parse_special, CheckedOptions.of(options))
 
     async def achat(
         self,
@@ -451,11 +462,23 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
         reply_prefix: str = "",
+        loop: asyncio.AbstractEventLoop | None = None,
         **options: Unpack[Options],
     ) -> AsyncStream:
-        """As `stream_chat`, for ``async for`` in a task."""
+        """As `stream_chat`, for ``async for`` in a task; ``loop`` as of `astream`."""
         given = CheckedOptions.of(options)
-        return self._stream_chat(AsyncStream, messages, tools, template_variables, reply_prefix, given)
+        reader = partial(AsyncStream, loop=loop)
+        return self._stream_chat(reader, messages, tools, template_variables, reply_prefix, given)
+
+    @property
+    def counts(self) -> Counts:
+        """What the model has done since it was loaded: steps, tokens, and what of its cache is in use."""
+        return self._opened().counts
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests that wait for others."""
+        return self._opened().n_waiting
 
     def forget(self) -> None:
         """Drops what the cache keeps of earlier prompts: the next one is evaluated from its beginning."""
@@ -577,6 +600,7 @@ class LLM:
             ids,
             given,
             continuation=bool(reply_prefix),
+            template="" if reply_prefix else self._template_source.text or "",
             truncatable=lambda: len(truncated(messages, ids)) <= context,
         )
 
@@ -619,8 +643,14 @@ class LLM:
         *,
         continuation: bool,
         truncatable: Callable[[], bool],
+        template: str = "",
     ) -> _Reader:
-        """Submits a request; ``truncatable`` tells whether a prompt that is too long would fit truncated."""
+        """Submits a request.
+
+        Args:
+            truncatable: tells whether a prompt that is too long would fit truncated.
+            template: the chat template, if this is the beginning of an answer.
+        """
         engine, tokenizer = self._opened(), self._tokenizer
         sampling = given.sampling
         if given.ignore_eos:
@@ -637,18 +667,37 @@ class LLM:
                 "speculate is 'draft', but there is no draft model: load the model with draft_model=..., or choose "
                 "speculate='lookup'"
             )
+        sampler = make_sampler(
+            sampling,
+            engine.n_vocab,
+            prompt_ids=ids,
+            token_bytes=tokenizer.token_bytes,
+            constraint=self._constraint(engine, sampling, ids, template),
+        )
         make_request = partial(
             Request,
             ids,
-            sampler=make_sampler(sampling, engine.n_vocab, prompt_ids=ids, token_bytes=tokenizer.token_bytes),
+            sampler=sampler,
             stop_ids=tokenizer.eog_ids,
             max_tokens=given.max_tokens,
             priority=given.priority,
-            timeout_s=given.timeout_s,
+            timeout_s=given.timeout,
+            client=given.client,
             speculate=speculate,
             draft_max=given.draft_max,
         )
         return reader(engine, decoder, make_request, logprobs=sampling.logprobs is not None, progress=given.progress)
+
+    def _constraint(self, engine: Engine, sampling: Sampling, ids: list[int], template: str) -> Constraint | None:
+        """What holds a text to its grammar, if it has one."""
+        if sampling.grammar_kind is None:
+            return None
+        if self._grammars is None:
+            # Imported here: most texts have none.
+            from localllm.sampling.grammar import Grammars
+
+            self._grammars = Grammars(self._tokenizer, engine.n_vocab)
+        return self._grammars.constraint(sampling, ids, template)
 
 
 def _too_long(n_tokens: int, context: int, truncated: bool, truncatable: Callable[[], bool]) -> ContextLengthError:

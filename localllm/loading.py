@@ -1,16 +1,20 @@
-"""From a file to what a `localllm.LLM` is made of: read, checked, placed in memory, and packed for a device."""
+"""From a file to what a `localllm.LLM` is made of: read, checked, placed in memory, and packed for a device.
+
+options ─▶ file ─▶ graph ─▶ `Planner.at`: placement, lowered ─▶ `Planner.load`: step ─▶ runner ─▶ engine
+"""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
 from localllm.chat.source import TemplateSource
 from localllm.declared_options import LoadOptions
@@ -21,13 +25,13 @@ from localllm.engine.runner import ModelRunner
 from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
-from localllm.kernels.backend import Step, weights_of
+from localllm.kernels.backend import Progress, weights_of
 from localllm.kernels.cpu.host import available_memory, default_threads, memory_advice
-from localllm.kernels.graph import Graph, Weight
-from localllm.kernels.split import compile_split, page_size
+from localllm.kernels.graph import Weight
 from localllm.models.registry import Model, find_architecture, read_model
-from localllm.placement import DeviceBudget, Placement, Plan, Planner, StepSizes, plan, plan_with_draft
+from localllm.placement import Placement, Plan, Planner, fit
 from localllm.progress import of_stage
+from localllm.quant.types import BLOCK_SIZES
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import Vocabulary
 
@@ -66,43 +70,41 @@ def load_parts(options: LoadOptions) -> Parts:
     Raises:
         As `localllm.load`.
     """
-    with ExitStack() as sources, ExitStack() as on_failure:
-        source = sources.enter_context(_source(options.path, options))
-        tokenizer = Tokenizer.from_gguf(source.file)
-        template_source, template = _template(source.file, tokenizer, options)
-        draft_source = None
+    with ExitStack() as files, ExitStack() as on_failure:
+        sources = [_read(files.enter_context(_open(options.path)), options, "the model")]
+        tokenizer = Tokenizer.from_gguf(sources[0].file)
+        template_source, template = TemplateSource.of_file(sources[0].file), None
+        if options.chat_template is not None:  # compiled now, to be checked
+            template_source = TemplateSource(options.chat_template)
+            template = compile_template(template_source, tokenizer)
         if options.draft_model is not None:
-            draft_source = sources.enter_context(_source(options.draft_model, options, is_draft=True))
-            _check_vocabulary(draft_source.file, tokenizer)
+            draft = files.enter_context(_open(options.draft_model))
+            sources.append(_read(draft, options, f"the draft model {path_text(draft.path)}"))
+            _check_vocabulary(draft, tokenizer)
         devices = _open_devices(options)
         on_failure.callback(_close, devices)
-        found = _plan(source, draft_source, devices, options)
+        planners, plan = _plan(sources, devices, options)
         if options.planned is not None:
-            options.planned(found)
-        draft = None
+            options.planned(plan)
+        loaded = list[tuple[ModelRunner, ModelInfo, tuple[str, ...]]]()
         try:
-            if draft_source is not None and found.draft is not None:
-                draft = _load(draft_source, devices, found.draft, options)
-            loaded = _load(source, devices, found.placement, options)
+            for source, planner, placement in zip(sources, planners, plan.placements, strict=True):
+                loaded.append(_load(source, planner, placement, options))
         except MemoryError as error:
             _let_go(error)
             raise
         on_failure.pop_all()
-    info, draft_model, warnings = loaded.info, None, _notes(devices) + loaded.warnings
+    runner, info, warnings = loaded[0]
     _log_info(info)
-    if draft is not None:
-        _log_info(draft.info, "draft model ")
+    drafting, warnings = None, _notes(devices) + warnings
+    for draft_runner, draft_info, notices in loaded[1:]:
+        _log_info(draft_info, "draft model ")
         # Steps over one token take as long as reading the weights.
-        cost = draft.info.placement.multiplied / max(1, info.placement.multiplied)
-        draft_model = DraftModel(draft.runner, expected_cost=cost)
-        info, warnings = replace(info, draft=draft.info), warnings + draft.warnings
-    engine = Engine(
-        loaded.runner,
-        draft_model,
-        max_waiting=options.max_waiting,
-        step_s=options.step_s,
-        on_end=partial(_close, devices),
-    )
+        cost = draft_info.placement.multiplied / max(1, info.placement.multiplied)
+        drafting = DraftModel(draft_runner, expected_cost=cost)
+        info, warnings = replace(info, draft=draft_info), warnings + notices
+    on_end = partial(_close, devices)
+    engine = Engine(runner, drafting, max_waiting=options.max_waiting, step_s=options.step_s, on_end=on_end)
     return Parts(tokenizer, engine, info, template_source, template, warnings)
 
 
@@ -114,10 +116,11 @@ def plan_file(options: LoadOptions) -> Plan:
     """
     if options.threads is None:  # as many as loading takes, without measuring how many of them decode
         options = replace(options, threads=default_threads())
-    with _source(options.path, options) as source:
+    with _open(options.path) as file:
+        source = _read(file, options, "the model")
         devices = _open_devices(options)
         try:
-            return _plan(source, None, devices, options)
+            return _plan([source], devices, options)[1]
         finally:
             _close(devices)
 
@@ -133,35 +136,36 @@ def _let_go(error: BaseException) -> None:
 # -- Reading -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Source:
-    """The open file of a model that localllm runs.
+@contextmanager
+def _open(path: str | os.PathLike[str] | None) -> Iterator[GGUFFile]:
+    """A file that localllm runs, or that of the demo model, open for as long as the context lasts."""
+    if path is None:
+        demo = resources.files("localllm") / "data" / "demo.gguf"
+        if not demo.is_file():
+            raise UsageError("this installation of localllm has no demo model: name a GGUF file")
+        with resources.as_file(demo) as found, GGUFFile.open(found) as file:
+            yield file
+        return
+    if isinstance(path, str) and not os.path.lexists(path):  # one on the hub
+        # Imported here: most name a file.
+        from localllm.library.find import find
 
-    Attributes:
-        name: "the model", or "the draft model" with its path.
-        model: for the context that was asked for.
-    """
+        path = find(path)
+    with GGUFFile.open(path) as file:
+        check_runs(file)
+        yield file
+
+
+class _Source(NamedTuple):
+    """A model that is not loaded yet: its name for messages, its file, and its graph for the context asked for."""
 
     name: str
     file: GGUFFile
     model: Model
 
-    def for_context(self, n_tokens: int) -> Model:
-        """The model for sequences of up to so many tokens."""
-        config, cache_type = self.model.config, self.model.graph.cache_type
-        return self.model if config.for_context(n_tokens) == config else read_model(self.file, n_tokens, cache_type)
 
-
-@contextmanager
-def _source(
-    path: str | os.PathLike[str] | None, options: LoadOptions | None = None, *, is_draft: bool = False
-) -> Iterator[_Source]:
-    """A file, or that of the demo model, open for as long as the context lasts."""
-    with _open_demo() if path is None else GGUFFile.open(_file(path)) as file:
-        check_runs(file)
-        name = f"the draft model {path_text(file.path)}" if is_draft else "the model"
-        context, cache_type = (None, "f16") if options is None else (options.context, options.cache_type)
-        yield _Source(name, file, read_model(file, context, cache_type))
+def _read(file: GGUFFile, options: LoadOptions, name: str) -> _Source:
+    return _Source(name, file, read_model(file, options.context, options.cache_type))
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
@@ -170,8 +174,8 @@ def check_file(path: str | os.PathLike[str]) -> None:
     Raises:
         ModelNotFoundError, GGUFError, UnsupportedArchitectureError, ModelError: it cannot be loaded.
     """
-    with _source(path):
-        pass
+    with _open(path) as file:
+        read_model(file)
 
 
 def check_runs(file: GGUFFile) -> None:
@@ -184,34 +188,6 @@ def check_runs(file: GGUFFile) -> None:
             f"{path_text(file.path)} holds only a vocabulary, no weights: choose the file of the whole model, which "
             "is larger"
         )
-
-
-def _file(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The file of a name; one on the hub is a str, and no path that exists."""
-    if not isinstance(path, str) or os.path.lexists(path):
-        return path
-    # Imported here: most name a file.
-    from localllm.library.find import find
-
-    return find(path)
-
-
-def _open_demo() -> GGUFFile:
-    demo = resources.files("localllm") / "data" / "demo.gguf"
-    if not demo.is_file():
-        raise UsageError("this installation of localllm has no demo model: name a GGUF file")
-    with resources.as_file(demo) as path:
-        return GGUFFile.open(path)
-
-
-def _template(
-    file: GGUFFile, tokenizer: Tokenizer, options: LoadOptions
-) -> tuple[TemplateSource, ChatTemplate | None]:
-    """The chat template: the file's, compiled when it is used; or the one given, compiled now to be checked."""
-    if options.chat_template is None:
-        return TemplateSource.of_file(file), None
-    source = TemplateSource(options.chat_template)
-    return source, compile_template(source, tokenizer)
 
 
 def compile_template(source: TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:
@@ -237,15 +213,6 @@ def _check_vocabulary(draft: GGUFFile, tokenizer: Tokenizer) -> None:
 # -- Placing and packing -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """A model in memory."""
-
-    runner: ModelRunner
-    info: ModelInfo
-    warnings: tuple[str, ...]
-
-
 def _open_devices(options: LoadOptions) -> tuple[Device, ...]:
     progress = of_stage(options.progress, "kernels")
     return open_devices(options.device, threads=options.threads, isa=options.isa, progress=progress)
@@ -256,54 +223,33 @@ def _close(devices: Sequence[Device]) -> None:
         device.close()
 
 
-def _plan(source: _Source, draft_source: _Source | None, devices: Sequence[Device], options: LoadOptions) -> Plan:
+def _plan(
+    sources: Sequence[_Source], devices: tuple[Device, ...], options: LoadOptions
+) -> tuple[list[Planner], Plan]:
     """Where the model goes, and the one that drafts for it, if any."""
     available = available_memory()
     free = {each.name: available if each.free_memory is None else each.free_memory() for each in devices}
-    planner = _planner(source, devices, free, options, options.n_gpu_layers)
-    draft_placement = None
-    if draft_source is None:
-        placement = plan(planner, available, options.context)
-    else:
-        # The number of layers is the model's: of the draft model as many go to a GPU as fit, unless none are to.
-        draft = _planner(draft_source, devices, free, options, 0 if options.n_gpu_layers == 0 else None)
-        placement, draft_placement = plan_with_draft(planner, draft, available, options.context)
-    return Plan(placement, draft_placement, free, _notes(devices) + _notices(source, placement))
+    split = None if options.tensor_split is None else tuple(options.tensor_split)
+    # The number of layers is the model's: of the draft model as many go to a GPU as fit, unless none are to.
+    numbers = options.n_gpu_layers, 0 if options.n_gpu_layers == 0 else None
+    planners = [
+        Planner(source.name, source.model, devices, free, options.parallel, n_gpu_layers, split)
+        for source, n_gpu_layers in zip(sources, numbers, strict=False)
+    ]
+    placements = fit(planners, available, options.context)
+    return planners, Plan(placements, free, _notes(devices) + _notices(planners[0], placements[0]))
 
 
-def _planner(
-    source: _Source,
-    devices: Sequence[Device],
-    free: Mapping[str, int],
-    options: LoadOptions,
-    n_gpu_layers: int | None,
-) -> Planner:
-    budgets = (
-        DeviceBudget(
-            device.name,
-            device.backend.page_size,
-            device.backend.footprint,
-            0 if device.free_memory is None else free[device.name],
-            device.kernels,
-            device.note,
-        )
-        for device in devices
-    )
-    return Planner(
-        source.name,
-        source.model,
-        tuple(budgets),
-        options.parallel,
-        n_gpu_layers,
-        None if options.tensor_split is None else tuple(options.tensor_split),
-    )
-
-
-def _load(source: _Source, devices: Sequence[Device], placement: Placement, options: LoadOptions) -> _Loaded:
-    """Packs a model's weights, and makes its cache."""
-    file, model = source.file, source.for_context(placement.context)
+def _load(
+    source: _Source, planner: Planner, placement: Placement, options: LoadOptions
+) -> tuple[ModelRunner, ModelInfo, tuple[str, ...]]:
+    """Packs a model's weights, makes its cache, and tells what there is to be said of it."""
+    file, config, report = source.file, source.model.config, of_stage(options.progress, "weights")
+    # LongRoPE rotates short contexts differently.
+    if (placement.context > config.original_context) != planner.model.is_long:
+        planner = replace(planner, model=read_model(file, placement.context, options.cache_type), _known={})
     try:
-        step = compile_model(model, devices, placement, options)
+        step = planner.load(placement, None if report is None else _counted(planner, report))
     except (MemoryError, OSError) as error:
         if isinstance(error, LocalLLMError) or (isinstance(error, OSError) and error.errno != errno.ENOMEM):
             raise
@@ -313,39 +259,27 @@ def _load(source: _Source, devices: Sequence[Device], placement: Placement, opti
         ) from error
     file.check_unchanged()
     loaded = placement.loaded(step.weights)
-    runner = ModelRunner(step, n_vocab=model.config.n_vocab, context=placement.context)
-    return _Loaded(
-        runner,
-        _info(source, devices, loaded),
-        _notices(source, placement) + _larger_weights(source, placement, loaded),
-    )
+    info = _info(source, planner, loaded)
+    runner = ModelRunner(step, n_vocab=config.n_vocab, context=placement.context)
+    return runner, info, _notices(planner, placement) + _larger_weights(planner.name, placement, loaded)
 
 
-def compile_model(model: Model, devices: Sequence[Device], placement: Placement, options: LoadOptions) -> Step:
-    """The step of a model that is placed so."""
-    used = [device for device in devices if placement.layers_on(device.name)]
-    backends = [device.backend for device in used]
-    report, graph = of_stage(options.progress, "weights"), model.graph
-    sizes = StepSizes.of(model, placement.context, options.parallel, page_size(backends))
-    progress = None if report is None else _Counted(graph, report)
-    limits = asdict(sizes)
-    if len(used) == 1:
-        return backends[0].compile(graph, progress=progress, **limits)
-    ranges = [group.layers for group in placement.groups if group.layers]
-    return compile_split(backends, ranges, graph, progress=progress, **limits)
+def _counted(planner: Planner, report: Callable[[int, int], None]) -> Progress:
+    """Reports the bytes of a model's weights that were packed so far, and of all of them."""
+    total = sum(_file_bytes(use.weight) for use in weights_of(planner.model.graph))
+    packed: dict[Weight, int] = {}
+
+    def count(weight: Weight) -> None:
+        packed[weight] = _file_bytes(weight)
+        report(sum(packed.values()), total)
+
+    return count
 
 
-class _Counted:
-    """Tells the bytes of a graph's weights that were packed so far, and of all of them."""
-
-    def __init__(self, graph: Graph, report: Callable[[int, int], None]) -> None:
-        self._report = report
-        self._total = sum(use.weight.data.nbytes for use in weights_of(graph))
-        self._packed: dict[Weight, int] = {}
-
-    def __call__(self, weight: Weight) -> None:
-        self._packed[weight] = weight.data.nbytes
-        self._report(sum(self._packed.values()), self._total)
+def _file_bytes(weight: Weight) -> int:
+    """What a tensor takes in its file."""
+    *n_rows, n_columns = weight.shape
+    return prod(n_rows) * BLOCK_SIZES[weight.type].row_bytes(n_columns)
 
 
 # -- What is said of it --------------------------------------------------------------------------------------------
@@ -356,9 +290,9 @@ def _notes(devices: Sequence[Device]) -> tuple[str, ...]:
     return tuple(device.note for device in devices if device.note is not None)
 
 
-def _notices(source: _Source, placement: Placement) -> tuple[str, ...]:
+def _notices(planner: Planner, placement: Placement) -> tuple[str, ...]:
     """What a plan leaves to be desired."""
-    name, config, notices = source.name, source.model.config, list[str]()
+    name, config, notices = planner.name, planner.model.config, list[str]()
     context, trained = placement.context, config.context_length
     if context > trained:
         notices.append(
@@ -374,7 +308,7 @@ def _notices(source: _Source, placement: Placement) -> tuple[str, ...]:
     return tuple(notices)
 
 
-def _larger_weights(source: _Source, placement: Placement, loaded: Placement) -> tuple[str, ...]:
+def _larger_weights(name: str, placement: Placement, loaded: Placement) -> tuple[str, ...]:
     """That weights took more than was planned, because the format planned on cannot hold their values."""
     planned = {(w.name, w.layer): w for group in placement.groups for w in group.packed}
     larger = [w for group in loaded.groups for w in group.packed if w.n_bytes > planned[w.name, w.layer].n_bytes]
@@ -383,7 +317,7 @@ def _larger_weights(source: _Source, placement: Placement, loaded: Placement) ->
     names = ", ".join(weight.name for weight in larger[:3]) + (", …" if len(larger) > 3 else "")
     before = sum(planned[weight.name, weight.layer].n_bytes for weight in larger)
     return (
-        f"{len(larger)} of the tensors of {source.name} ({names}) have scales beyond the range of float16, in "
+        f"{len(larger)} of the tensors of {name} ({names}) have scales beyond the range of float16, in "
         f"which {larger[0].file_type} is read: they are kept in {larger[0].kernel_type}, take "
         f"{sum(w.n_bytes for w in larger) / 1e9:.2f} GB instead of {before / 1e9:.2f} GB, and are slower to compute "
         "with",
@@ -398,10 +332,10 @@ def _log_info(info: ModelInfo, role: str = "") -> None:
         _log.info("%s on %s (%s): %s%s", group.name, group.device, group.kernels, formats, cache)
 
 
-def _info(source: _Source, devices: Sequence[Device], placement: Placement) -> ModelInfo:
+def _info(source: _Source, planner: Planner, placement: Placement) -> ModelInfo:
     file, config = source.file, source.model.config
     name = file.metadata.get("general.name")
-    used = [device for device in devices if device.name in placement.devices]
+    used = [device for device in planner.devices if device.name in placement.devices]
     return ModelInfo(
         path=file.path,
         name=name if isinstance(name, str) else None,

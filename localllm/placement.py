@@ -1,24 +1,24 @@
 """Where a model goes, and how many bytes that takes: a pure function from its graph to a plan.
 
-Backends answer for memory, by the same arithmetic as they load: what a plan says is what loading takes.
+Backends answer for memory, by lowering what they will load: what a plan says is what loading takes.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from math import lcm
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+from localllm.devices import Device
 from localllm.engine.runner import MAX_TOKENS, max_outputs, n_cache_pages, n_states
 from localllm.errors import NotEnoughMemoryError
-from localllm.kernels.backend import Footprint, PackedWeight
+from localllm.kernels.backend import Footprint, PackedWeight, Progress, Step
 from localllm.kernels.cpu.host import memory_advice
-from localllm.kernels.graph import CacheType, Graph
-from localllm.kernels.split import MICRO_BATCH, smaller_pages
-from localllm.layers import NO_GPU, LayerRange, plan_layers
-from localllm.models.config import ModelConfig
+from localllm.kernels.graph import CacheType, Route
+from localllm.kernels.split import SplitStep, page_size, part_footprint
+from localllm.layers import NO_GPU, plan_layers
 from localllm.models.registry import Model
 
 #: Tokens of context where nobody asks for a number and the model was trained on as many.
@@ -31,13 +31,13 @@ LEAST_CONTEXT = 512
 OVERHEAD_BYTES = 160 << 20
 
 
-class Format(NamedTuple):
-    """How weights lie in the file, what kernels read them as, and the bytes that takes.
+# -- What lies where -----------------------------------------------------------------------------------------------
 
-    Attributes:
-        file_type: such as "IQ2_XS".
-        kernel_type: the same, unless no kernel reads that: then the nearest that loses nothing measurable.
-        n_bytes: in memory.
+
+class Format(NamedTuple):
+    """How weights lie in the file, as "IQ2_XS", what kernels read them as, and the bytes that this takes in memory.
+
+    The two are the same unless no kernel reads the first: then it is the nearest that loses nothing measurable.
     """
 
     file_type: str
@@ -45,9 +45,7 @@ class Format(NamedTuple):
     n_bytes: int
 
     def __str__(self) -> str:
-        return (
-            self.file_type if self.kernel_type == self.file_type else f"{self.file_type} read as {self.kernel_type}"
-        )
+        return " read as ".join(dict.fromkeys(self[:2]))
 
 
 def sum_formats(weights: Iterable[PackedWeight]) -> tuple[Format, ...]:
@@ -135,8 +133,8 @@ class Placement:
     groups: tuple[LayerGroup, ...]
     context: int
     parallel: int
-    cache_type: CacheType = "f16"
-    cache: CacheSizes | None = None
+    cache_type: CacheType
+    cache: CacheSizes
     overhead: int = OVERHEAD_BYTES
     host: str = "cpu"
     spilled_layers: int = 0
@@ -194,16 +192,24 @@ class Plan:
     """Where models go, before they are loaded.
 
     Attributes:
-        placement: of the model.
-        draft: of the one that drafts for it, if any.
+        placements: of the model, and of the one that drafts for it, if any.
         free: bytes that can be had on each device: of the host's memory, and of GPUs that have their own.
         notices: what the plan leaves to be desired.
     """
 
-    placement: Placement
-    draft: Placement | None
+    placements: tuple[Placement, ...]
     free: Mapping[str, int]
     notices: tuple[str, ...]
+
+    @property
+    def placement(self) -> Placement:
+        """Of the model."""
+        return self.placements[0]
+
+    @property
+    def draft(self) -> Placement | None:
+        """Of the one that drafts for it."""
+        return self.placements[1] if len(self.placements) > 1 else None
 
     @property
     def has_gpus(self) -> bool:
@@ -211,82 +217,50 @@ class Plan:
         return any(device != self.placement.host for device in self.free)
 
 
-class Measure(Protocol):
-    """Tells what a graph takes on a device: see `localllm.kernels.backend.Backend.footprint`."""
-
-    def __call__(
-        self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
-    ) -> Footprint: ...
+# -- Where it goes -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DeviceBudget:
-    """A device, the bytes that can be had there, and what tells how many things take.
-
-    Attributes:
-        name: "cpu", "cuda:0", …
-        free: of a device with memory of its own.
-        kernels: which kernels run there, in words.
-        note: why it is not another device, where that was not chosen by name.
-    """
-
-    name: str
-    page_size: int
-    footprint: Measure
-    free: int = 0
-    kernels: str = ""
-    note: str | None = None
-
-
-@dataclass(frozen=True)
-class StepSizes:
-    """What a step is compiled for: see `localllm.kernels.backend.Backend.compile`."""
+class StepSizes(NamedTuple):
+    """What a step is made for: see `localllm.kernels.backend.Backend.footprint`."""
 
     n_pages: tuple[int, ...]
     max_tokens: int
     max_outputs: int
-    n_states: int = 0
-
-    @classmethod
-    def of(cls, model: Model, context: int, parallel: int, page_size: int) -> StepSizes:
-        """Those of an engine for ``parallel`` sequences of ``context`` tokens."""
-        n_tokens, n_pages = min(MAX_TOKENS, context), n_cache_pages(model.graph, context, parallel, page_size)
-        return cls(
-            n_pages, n_tokens, max_outputs(model.config.n_vocab, n_tokens), n_states(model.graph, context, parallel)
-        )
+    n_states: int
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans where a model goes, for any context.
+    """Plans where a model goes, for any context, and loads what it has planned.
 
     Attributes:
         name: of the model, for messages.
         devices: the host, and then GPUs; the model need not take all.
+        free: bytes that can be had on each device.
         parallel: how many sequences of full length the cache shall have room for.
         n_gpu_layers, tensor_split: see `localllm.layers.plan_layers`.
     """
 
     name: str
     model: Model
-    devices: tuple[DeviceBudget, ...]
+    devices: tuple[Device, ...]
+    free: Mapping[str, int] = field(default_factory=dict)
     parallel: int = 1
     n_gpu_layers: int | None = None
     tensor_split: tuple[float, ...] | None = None
     _known: dict[tuple[str, range, StepSizes], Footprint] = field(default_factory=dict, compare=False)
 
     @property
-    def config(self) -> ModelConfig:
-        return self.model.config
-
-    @property
-    def host(self) -> str:
-        return self.devices[0].name
-
-    @property
     def page_size(self) -> int:
         """Tokens in a page of the cache."""
-        return lcm(*(device.page_size for device in self.devices))
+        return page_size([device.backend for device in self.devices])
+
+    def sizes(self, context: int) -> StepSizes:
+        """Those of a step of an engine for sequences of so many tokens."""
+        graph, n_tokens = self.model.graph, min(MAX_TOKENS, context)
+        n_pages = n_cache_pages(graph, context, self.parallel, self.page_size)
+        n_outputs = max_outputs(self.model.config.n_vocab, n_tokens)
+        return StepSizes(n_pages, n_tokens, n_outputs, n_states(graph, context, self.parallel))
 
     def at(self, context: int) -> Placement:
         """What lies where with so many tokens of context.
@@ -296,170 +270,133 @@ class Planner:
         """
         host, *gpus = self.devices
         ranges = plan_layers(
-            self.config.n_layers,
+            self.model.config.n_layers,
             host.name,
-            {gpu.name: gpu.free for gpu in gpus},
+            {gpu.name: self.free[gpu.name] for gpu in gpus},
             lambda device, layers: self._n_bytes(device, layers, context),
             n_gpu_layers=self.n_gpu_layers,
             tensor_split=self.tensor_split,
             without_gpus=host.note or NO_GPU,
         )
-        groups = tuple(group for each in ranges for group in self._groups(each, context))
-        experts = self.config.experts
-        placement = Placement(
-            groups,
+        sizes, graph = self.sizes(context), self.model.graph
+        windows = tuple(zip(graph.windows, sizes.n_pages, strict=True))
+        on_host = sum(len(layers) for device, layers in ranges if device == host.name)
+        routes = (node.operation for node in graph.nodes if isinstance(node.operation, Route))
+        return Placement(
+            tuple(group for each in ranges for group in self._groups(*each, context)),
             context,
             self.parallel,
-            self.model.graph.cache_type,
-            self._cache_sizes(context),
+            graph.cache_type,
+            CacheSizes(self.page_size, windows, sizes.n_states, max(0, sizes.n_states - self.parallel)),
             host=host.name,
-            used_experts=1.0 if experts is None else experts.n_used / experts.n,
+            spilled_layers=on_host if gpus and self.n_gpu_layers is None else 0,
+            used_experts=next((route.k / route.logits.width for route in routes), 1.0),
         )
-        as_wanted = not gpus or self.n_gpu_layers is not None
-        return placement if as_wanted else replace(placement, spilled_layers=placement.layers_on(host.name))
-
-    def _cache_sizes(self, context: int) -> CacheSizes:
-        sizes = StepSizes.of(self.model, context, self.parallel, self.page_size)
-        windows, n = zip(self.model.graph.windows, sizes.n_pages, strict=True), sizes.n_states
-        return CacheSizes(self.page_size, tuple(windows), n, max(0, n - self.parallel))
 
     def as_draft(self, context: int) -> Placement:
         """The same of a draft model, beside a model of so much context: no more than it was trained on helps it."""
-        return replace(self.at(min(context, self.config.context_length)), overhead=0)
+        return replace(self.at(min(context, self.model.config.context_length)), overhead=0)
 
-    def beside(self, other: Placement) -> Planner:
-        """The same where another model lies already."""
-        devices = (replace(device, free=device.free - other.on(device.name).total) for device in self.devices)
-        return replace(self, devices=tuple(devices))
+    def beside(self, *others: Placement) -> Planner:
+        """The same where other models lie already."""
+        taken = {name: sum(other.on(name).total for other in others) for name in self.free}
+        return replace(self, free={name: free - taken[name] for name, free in self.free.items()})
+
+    def load(self, placement: Placement, progress: Progress | None) -> Step:
+        """Makes the step of the model, placed as `at` has said."""
+        ranges = [(group.device, group.layers) for group in placement.groups if group.layers]
+        steps = tuple(self.footprint(*each, placement.context).load(progress) for each in ranges)
+        if len(steps) == 1:
+            return steps[0]
+        n_pages, n_tokens, n_outputs, _ = self.sizes(placement.context)
+        limits = {"max_tokens": n_tokens, "max_outputs": n_outputs}
+        return SplitStep(steps, self.model.graph, self.page_size, n_pages=n_pages, **limits)
 
     def footprint(self, device: str, layers: range, context: int) -> Footprint:
-        """What a range of layers takes on a device; of a part of the layers, with micro-batches."""
-        budget = next(each for each in self.devices if each.name == device)
-        sizes = StepSizes.of(self.model, context, self.parallel, self.page_size)
-        sizes = replace(sizes, n_pages=smaller_pages(sizes.n_pages, self.page_size // budget.page_size))
-        if len(layers) < self.config.n_layers:
-            sizes = replace(sizes, max_tokens=min(sizes.max_tokens, MICRO_BATCH))
-        key = device, layers, sizes
-        if key not in self._known:
-            self._known[key] = budget.footprint(self.model.graph.part(layers), **asdict(sizes))
+        """What a range of layers takes on a device."""
+        sizes = self.sizes(context)
+        if (key := (device, layers, sizes)) not in self._known:
+            backend = next(each.backend for each in self.devices if each.name == device)
+            limits = sizes._asdict()
+            self._known[key] = part_footprint(backend, layers, self.model.graph, self.page_size, **limits)
         return self._known[key]
 
     def _n_bytes(self, device: str, layers: range, context: int) -> int:
         """What they take, or what weights and cache take if that alone is too much: it is sooner known."""
-        whole = self.footprint(device, range(self.config.n_layers), context)
-        places = {*layers, "output"} if layers.stop == self.config.n_layers else {*layers}
+        n_layers = self.model.config.n_layers
+        whole = self.footprint(device, range(n_layers), context)
+        places = {*layers, "output"} if layers.stop == n_layers else {*layers}
         least = sum(weight.n_bytes for weight in whole.weights if weight.layer in places)
         least += sum(n for layer, n in whole.caches.items() if layer in places)
-        free = next(each.free for each in self.devices if each.name == device)
-        return least if least > free else self.footprint(device, layers, context).n_bytes
+        return least if least > self.free[device] else self.footprint(device, layers, context).n_bytes
 
-    def _groups(self, each: LayerRange, context: int) -> list[LayerGroup]:
+    def _groups(self, device: str, layers: range, context: int) -> list[LayerGroup]:
         """What a device has, in execution order."""
-        footprint, layers = self.footprint(*each, context), each.layers
-        kernels = next(device.kernels for device in self.devices if device.name == each.device)
+        footprint = self.footprint(device, layers, context)
+        kernels = next(each.kernels for each in self.devices if each.name == device)
         embedding, output = (tuple(w for w in footprint.weights if w.layer == end) for end in ("embedding", "output"))
         packed = tuple(weight for weight in footprint.weights if isinstance(weight.layer, int))
-        name = f"layers {layers.start}-{layers.stop - 1}"
-        kept, scratch = sum(footprint.caches.values()), footprint.buffers
+        name, kept = f"layers {layers.start}-{layers.stop - 1}", sum(footprint.caches.values())
         shared = layers.start == 0 and not embedding
         groups = [
-            LayerGroup("embedding", each.device, embedding, kernels=kernels),
-            LayerGroup(name, each.device, packed, kept, scratch, kernels, layers),
-            LayerGroup("embedding and output" if shared else "output", each.device, output, kernels=kernels),
+            LayerGroup("embedding", device, embedding, kernels=kernels),
+            LayerGroup(name, device, packed, kept, footprint.buffers, kernels, layers),
+            LayerGroup("embedding and output" if shared else "output", device, output, kernels=kernels),
         ]
         return [group for group in groups if group.packed]
 
 
-def plan(planner: Planner, available: int, context: int | None = None) -> Placement:
-    """The placement of a model.
+def fit(planners: Sequence[Planner], available: int, context: int | None = None) -> tuple[Placement, ...]:
+    """The placements of a model, and of one that drafts for it, with the same context if both can have it.
+
+    On GPUs the draft model comes first: every token waits for it several times.
 
     Args:
+        planners: of the model, and of the draft model, if there is one.
         available: bytes of memory that can be had on the host.
         context: tokens of context.  By default as many as the model was trained on, at most `DEFAULT_CONTEXT`,
             and fewer, down to `LEAST_CONTEXT`, where memory is short.
 
     Raises:
-        NotEnoughMemoryError: it does not fit; gives the numbers and the largest context that does.
-        UsageError: it is to be split over GPUs that are not there.
+        NotEnoughMemoryError: they do not fit; gives the numbers and the largest context that does.
+        UsageError: they are to be split over GPUs that are not there.
     """
-    wanted = context if context is not None else min(planner.config.context_length, DEFAULT_CONTEXT)
-    found, fitting = _largest(lambda n: (planner.at(n),), available, wanted, planner.page_size)
-    if found is not None and (fitting == wanted or (context is None and fitting >= LEAST_CONTEXT)):
-        return found[0]
-    on_host = planner.at(wanted).on(planner.host)
-    raise NotEnoughMemoryError(
-        f"{planner.name} needs {_gigabytes(on_host.total)} of memory ({_gigabytes(on_host.weights)} of weights, "
-        f"{_gigabytes(on_host.kv_cache)} for {on_host.parallel * on_host.context:,} tokens of context, "
-        f"{_gigabytes(on_host.scratch + on_host.overhead)} to work in), but {_gigabytes(available)} is "
-        f"available: {_advice(fitting)}"
-    )
+    planner, *drafts = planners
 
+    def at(n_tokens: int) -> tuple[Placement, ...]:
+        drafting = [draft.as_draft(n_tokens) for draft in drafts]
+        return planner.beside(*drafting).at(n_tokens), *drafting
 
-def plan_with_draft(
-    planner: Planner, draft: Planner, available: int, context: int | None = None
-) -> tuple[Placement, Placement]:
-    """The placements of a model and of one that drafts for it, with the same context if it was trained on as much.
-
-    On GPUs the draft model comes first: every token waits for it several times.
-
-    Args:
-        available, context: as of `plan`; a default context is reduced until both fit.
-
-    Raises:
-        NotEnoughMemoryError: one of them does not fit, or not beside the other; says which.
-        UsageError: as `plan`.
-    """
-
-    def both(n_tokens: int) -> tuple[Placement, Placement]:
-        drafting = draft.as_draft(n_tokens)
-        return planner.beside(drafting).at(n_tokens), drafting
-
-    wanted = plan(planner, available, context).context
-    found, fitting = _largest(both, available, wanted, planner.page_size)
-    if found is not None and (fitting == wanted or (context is None and fitting >= LEAST_CONTEXT)):
-        return found[0], found[1]
-    its_context = None if context is None else min(context, draft.config.context_length)
-    plan(draft, available, its_context)  # raises if it does not even fit alone
-    model, drafting = both(wanted)  # raises if it is a GPU that has no room for both
-    raise NotEnoughMemoryError(
-        f"{planner.name} needs {_gigabytes(model.on(model.host).total)} of memory and {draft.name} "
-        f"{_gigabytes(drafting.on(drafting.host).total)}, but {_gigabytes(available)} is available, which is enough "
-        f"for one of them: leave the draft model out, {_advice(fitting, both=True)}"
-    )
-
-
-def _largest(
-    placed: Callable[[int], Sequence[Placement]], available: int, wanted: int, page_size: int
-) -> tuple[Sequence[Placement] | None, int]:
-    """The placements with the largest context up to the wanted one that fit, and that context; None and 0 if none do.
-
-    They fit where there is room for them on their GPUs, and ``available`` bytes of the host are enough.
-    """
-
-    def fitting(n_tokens: int) -> Sequence[Placement] | None:
+    def is_too_large(n_tokens: int) -> bool:
         try:
-            found = placed(n_tokens)
-        except NotEnoughMemoryError:
-            return None
-        return found if sum(each.on(each.host).total for each in found) <= available else None
+            return sum(each.on(each.host).total for each in at(n_tokens)) > available
+        except NotEnoughMemoryError:  # on a GPU
+            return True
 
-    best, low, high = fitting(wanted), 0, wanted // page_size
-    if best is not None:
-        return best, wanted
-    while low < high:
-        middle = (low + high + 1) // 2
-        if (found := fitting(middle * page_size)) is not None:
-            best, low = found, middle
-        else:
-            high = middle - 1
-    return best, low * page_size
+    wanted = context if context is not None else min(planner.model.config.context_length, DEFAULT_CONTEXT)
+    if not is_too_large(wanted):
+        return at(wanted)
+    contexts = range(0, wanted, planner.page_size)
+    fitting = contexts[bisect(contexts, False, lo=1, key=is_too_large) - 1]  # 0 where none does
+    if context is None and fitting >= LEAST_CONTEXT:
+        return at(fitting)
+    if drafts:
+        fit([planner], available, context)  # raises if not even the model alone fits
+    named = zip((each.name for each in planners), at(wanted), strict=True)
+    needs = " and ".join(f"{name} needs {_needs(placed.on(placed.host))}" for name, placed in named)
+    advice = f"{memory_advice()} or choose a smaller quantisation of the model"
+    if fitting >= LEAST_CONTEXT:
+        advice = f"load {'both' if drafts else 'it'} with context={fitting:,} or less, or {advice}"
+    leave_out = "leave the draft model out, " if drafts else ""
+    raise NotEnoughMemoryError(f"{needs}, but {_gigabytes(available)} is available: {leave_out}{advice}")
 
 
-def _advice(fitting: int, *, both: bool = False) -> str:
-    """What to do where memory is short for a model, or for ``both``, and ``fitting`` tokens of context would fit."""
-    smaller = f"{memory_advice()} or choose a smaller quantisation of the model"
-    it = "both" if both else "it"
-    return f"load {it} with context={fitting:,} or less, or {smaller}" if fitting >= LEAST_CONTEXT else smaller
+def _needs(placed: Placement) -> str:
+    return (
+        f"{_gigabytes(placed.total)} of memory ({_gigabytes(placed.weights)} of weights, "
+        f"{_gigabytes(placed.kv_cache)} for {placed.parallel * placed.context:,} tokens of context, "
+        f"{_gigabytes(placed.scratch + placed.overhead)} to work in)"
+    )
 
 
 def _gigabytes(n_bytes: int) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from localllm.declared_options import Kind, LoadOptions, Sampling, declared, shown
+from localllm.declared_options import STOPS, Kind, LoadOptions, Sampling, declared, shown
 from localllm.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ def load_settings(path: Path | None = None) -> Settings:
     """The settings of a file, by default the user's own; without a file, the defaults.
 
     Raises:
-        SettingsError: the file cannot be read, is no TOML, or has a key or a value that it cannot have; names it and
-            says what it can.
+        SettingsError: the file cannot be read, is not valid TOML, or has a key or a value that it cannot have; names
+            it and says what it can.
     """
     path = path or settings_path()
     values = {} if path is None else read_file(path)
@@ -124,7 +124,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """The values in a settings file, not checked; none if there is no file.
 
     Raises:
-        SettingsError: it cannot be read, or is no TOML.
+        SettingsError: it cannot be read, or is not valid TOML.
     """
     text = read_text(path)
     if not text:
@@ -145,6 +145,8 @@ def read_text(path: Path) -> str:
         SettingsError: it cannot be read.
     """
     try:
+        if path.is_fifo():
+            raise ValueError("it is a pipe, which may have no end")
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
@@ -169,12 +171,6 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _texts(value: Any) -> tuple[str, ...] | None:
-    """A text, or several; none of them empty."""
-    several = [value] if isinstance(value, str) else value
-    return tuple(several) if isinstance(several, list) and all(map(_text, several)) else None
-
-
 def _device(value: Any) -> str | None:
     return value if isinstance(value, str) and _DEVICE.fullmatch(value) else None
 
@@ -187,9 +183,9 @@ KEYS: Mapping[str, Kind] = {
     **_LOAD,
     "device": Kind("'auto', 'cpu', 'cuda', 'cuda:0,1' or 'reference'", _device),
     "system_prompt": Kind("a text that is not empty", _text),
-    "stop": Kind("a text that is not empty, or a list of such", _texts),
+    "stop": STOPS,
     "theme": Kind("the name of a theme, such as 'dark' or 'light'", _text),
-    "model_folders": Kind("a folder's path, or a list of such", _texts),
+    "model_folders": Kind("a folder's path, or a list of such", STOPS.read),
 }
 
 #: The keys of the table of sampling settings.
@@ -243,7 +239,7 @@ def _check_keys(
 def _unknown(name: str, names: Any, table: str = "", where: str = "") -> str:
     """That there is no such key, and which one may be meant: also one of the table, if ``table`` is its prefix."""
     there = [*names, *sampling_names()] if table else list(names)
-    near = difflib.get_close_matches(name.replace("-", "_"), there, n=1)
+    near = difflib.get_close_matches(name.replace("-", "_"), there, n=1, cutoff=0.75)
     if not near:
         return f"there is no setting {name!r:.80}{where}: there are {', '.join(names)}"
     meant = near[0] if near[0] in names else table + near[0]

@@ -1,96 +1,344 @@
 """The blocks that architectures are assembled from.
 
-A block finds its weights under the names that GGUF files give them, and records its operations in execution order.
-Shapes as in `localllm.kernels.graph`: x is the residual stream [T, d].
+A block is given the layer that is recorded and its input, finds its weights under the names that GGUF files give
+them, and adds its operations in execution order.  It adds no norm before itself and none behind: architectures
+differ there most.  With ``residual``, its output is added to that.  Shapes as in `localllm.kernels.graph`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
+from localllm.errors import ModelError
 from localllm.kernels.graph import (
+    Activation,
+    Add,
     Attention,
-    CacheType,
+    CausalConv,
     Embed,
     ExpertLinears,
     ExpertOutput,
     Gated,
+    GatedDelta,
     Graph,
     HeadNorm,
+    KVCache,
+    LayerNorm,
     Linear,
     Linears,
+    Operation,
     Outputs,
+    PositionScale,
     RMSNorm,
     Rope,
     RopeAppend,
     Route,
+    Scale,
+    Softcap,
     Tensor,
 )
-from localllm.models.config import ExpertConfig, ModelConfig
-from localllm.models.weights import Weights
+from localllm.models.config import Experts, Header, Heads, Metadata
+from localllm.models.weights import Weights, split_rows
 
-#: Records one layer: takes its weights and x, and gives the next x.
-Layer = Callable[[Graph, Weights, Tensor], Tensor]
+R = TypeVar("R", bound=Any)
 
 
-def decoder(config: ModelConfig, weights: Weights, cache_type: CacheType, layer: Layer) -> Graph:
+@dataclass(frozen=True)
+class Layer:
+    """The layer that is being recorded, or what stands before or behind all of them: number -1.
+
+    Attributes:
+        number: counted from 0.
+        weights: its tensors, found by their names behind ``blk.{number}.``.
+        norm_eps: of its norms.
+        embedding: what goes into the first layer [T, d].
+    """
+
+    number: int
+    graph: Graph
+    weights: Weights
+    n_embd: int
+    norm_eps: float
+    embedding: Tensor
+
+    def add(self, operation: Operation[R]) -> R:
+        """Records an operation, and gives what it computes."""
+        return self.graph.add(operation)
+
+    def linear(self, x: Tensor, name: str, n_out: int, *, residual: Tensor | None = None) -> Tensor:
+        """x times the matrix ``name``, with its bias if there is one."""
+        return self.add(Linear(x, self.weights.matrix(name, x.width, n_out), residual=residual))
+
+
+#: Records one layer: is given it and x [T, d], and gives the next x.
+RecordLayer = Callable[[Layer, Tensor], Tensor]
+#: Records a norm of a name.
+RecordNorm = Callable[[Layer, str, Tensor], Tensor]
+
+
+def norm(at: Layer, name: str, x: Tensor) -> Tensor:
+    """RMSNorm of whole rows."""
+    return at.add(RMSNorm(x, at.weights.vector(name, x.width), at.norm_eps))
+
+
+def layer_norm(at: Layer, name: str, x: Tensor) -> Tensor:
+    """LayerNorm, with a bias if there is one."""
+    bias = at.weights.find(f"{name}.bias", x.width)
+    return at.add(LayerNorm(x, at.weights.vector(name, x.width), bias, at.norm_eps))
+
+
+def add(at: Layer, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
+    """residual + scale * x."""
+    return at.add(Add(x, residual, scale))
+
+
+def read_softcap(m: Header, key: str) -> float | None:
+    """What a key says that scores or logits are capped at; None for nothing."""
+    return m.meta.read(key, float, 0.0, low=0.0, high=1e6) or None
+
+
+def decoder(
+    m: Header,
+    record_layer: RecordLayer,
+    *,
+    embedding_scale: float = 1.0,
+    output_norm: RecordNorm = norm,
+    norm_eps: float | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> Graph:
     """Embedding, layers, final norm and head: from ids to logits [N, n_vocab]."""
-    g, d = Graph(cache_type), config.n_embd
-    x = g.add(Embed(weights.require("token_embd.weight", config.n_vocab, d)))
+    config, weights, g = m.config, m.weights, Graph(m.cache_type)
+    d, eps = config.n_embd, m.norm_eps if norm_eps is None else norm_eps
+    x = embedding = g.add(Embed(weights.require("token_embd.weight", config.n_vocab, d), embedding_scale))
     for i in range(config.n_layers):
         g.layer = i
-        x = layer(g, weights.layer(i), x)
+        x = record_layer(Layer(i, g, weights.layer(i), d, eps, embedding), x)
     g.layer = "output"
-    x = g.add(RMSNorm(g.add(Outputs(x)), weights.vector("output_norm", d), config.norm_eps))  # [N, d]
-    g.add(Linear(x, weights.matrix("output", d, config.n_vocab, tied_to="token_embd")))
+    at = Layer(-1, g, weights, d, eps, embedding)
+    x = output_norm(at, "output_norm", at.add(Outputs(x)))  # [N, d]
+    logits = at.add(Linear(x, weights.matrix("output", d, config.n_vocab, tied_to="token_embd")))
+    if logit_scale != 1:
+        logits = at.add(Scale(logits, logit_scale))
+    if softcap is not None:
+        at.add(Softcap(logits, softcap))
     return g
 
 
+# -- Attention -----------------------------------------------------------------------------------------------------
+
+
 def attention(
-    g: Graph,
-    w: Weights,
+    at: Layer,
     x: Tensor,
-    config: ModelConfig,
-    rope: Rope,
+    heads: Heads,
+    rope: Rope | None,
     *,
+    residual: Tensor | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     qkv_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: Literal["head", "row", "unweighted"] | None = None,
+    norm_last: bool = False,
+    q_scale: PositionScale | None = None,
+    has_sinks: bool = False,
+    has_gate: bool = False,
 ) -> Tensor:
-    """Grouped-query attention with rotary positions, pre-normed, added to the residual stream.
+    """Grouped-query attention with rotary positions.
 
-    With ``qkv_bias``, query, key and value must have biases; else they may.  ``qk_norm``: of each head.
+    Args:
+        rope: None where nothing is rotated.
+        window, chunk: what a token sees, as `localllm.kernels.graph.Attention` has it.
+        scale: of scores; by default 1 / √key_dim.
+        qkv_bias: whether query, key and value must have biases; else they may.
+        qk_norm: an RMSNorm of each head of query and key, of their whole rows, or one of heads without weights.
+        norm_last: whether heads are normed behind the rotation.
+        has_sinks: a further score for each head, ``attn_sinks``.
+        has_gate: whether ``attn_q`` has a gate behind the query of each head, whose σ the output is multiplied with.
     """
-    d, head_dim, eps = config.n_embd, config.head_dim, config.norm_eps
-    q_width, kv_width = config.n_heads * head_dim, config.n_kv_heads * head_dim
-    cache = g.kv_cache(config.n_kv_heads, head_dim, window=config.sliding_window)
-    y = g.add(RMSNorm(x, w.vector("attn_norm", d), eps))
-    widths = {"attn_q": q_width, "attn_k": kv_width, "attn_v": kv_width}
-    matrices = tuple(w.matrix(name, d, width, bias=qkv_bias) for name, width in widths.items())
-    q, k, v = g.add(Linears(y, matrices))  # [T, H * head_dim], [T, G * head_dim] twice
-    q_norm, k_norm = (HeadNorm(eps, w.vector(f"attn_{x}_norm", head_dim)) if qk_norm else None for x in "qk")
-    q = g.add(RopeAppend(q, k, v, cache, rope, q_norm, k_norm))
-    y = g.add(Attention(q, cache, scale=head_dim**-0.5, window=config.sliding_window))
-    return g.add(Linear(y, w.matrix("attn_output", q_width, d), residual=x))
+    q, k, v, gate = query_key_value(at, x, heads, qkv_bias=qkv_bias, has_gate=has_gate)
+    cache = at.graph.kv_cache(heads.n_kv, heads.key_dim, heads.value_dim, window=window or chunk)
+    q_norm = k_norm = None
+    if qk_norm == "row":
+        q, k = norm(at, "attn_q_norm", q), norm(at, "attn_k_norm", k)
+    elif qk_norm:
+        q_norm, k_norm = (
+            HeadNorm(at.norm_eps, at.weights.vector(f"attn_{x}_norm", heads.key_dim) if qk_norm == "head" else None)
+            for x in "qk"
+        )
+    q = at.add(RopeAppend(q, k, v, cache, rope, q_norm, k_norm, norm_last=norm_last, q_scale=q_scale))
+    y = attend(at, q, cache, heads, window=window, chunk=chunk, scale=scale, softcap=softcap, has_sinks=has_sinks)
+    if gate is not None:
+        y = at.add(Gated(gate, y, "sigmoid"))
+    return at.linear(y, "attn_output", at.n_embd, residual=residual)
 
 
-def gated_mlp(g: Graph, w: Weights, x: Tensor, config: ModelConfig, *, activation: str = "silu") -> Tensor:
-    """down(activation(gate(x)) * up(x)), pre-normed, added to the residual stream."""
-    d, n_ff = config.n_embd, config.n_ff
-    y = g.add(RMSNorm(x, w.vector("ffn_norm", d), config.norm_eps))
-    gate, up = g.add(Linears(y, (w.matrix("ffn_gate", d, n_ff), w.matrix("ffn_up", d, n_ff))))  # [T, n_ff]
-    return g.add(Linear(g.add(Gated(gate, up, activation)), w.matrix("ffn_down", n_ff, d), residual=x))
+def query_key_value(
+    at: Layer, x: Tensor, heads: Heads, *, qkv_bias: bool = False, has_gate: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Query, key and value, of matrices of their own or of ``attn_qkv``; and the gate, if there is one."""
+    w, d = at.weights, at.n_embd
+    q, k, v = heads.n * heads.key_dim, heads.n_kv * heads.key_dim, heads.n_kv * heads.value_dim
+    widths = {"attn_q": 2 * q if has_gate else q, "attn_k": k, "attn_v": v}
+    if "attn_qkv.weight" in w:
+        matrices = w.split("attn_qkv", d, widths)
+    else:
+        matrices = tuple(w.matrix(name, d, n, bias=qkv_bias) for name, n in widths.items())
+    if not has_gate:
+        query, key, value = at.add(Linears(x, matrices))
+        return query, key, value, None
+    queries = split_rows(matrices[0], {"query": q, "gate": q}, n_groups=heads.n)
+    query, gate, key, value = at.add(Linears(x, (*queries, *matrices[1:])))
+    return query, key, value, gate
 
 
-def mixture_mlp(
-    g: Graph, w: Weights, x: Tensor, config: ModelConfig, experts: ExpertConfig, *, activation: str = "silu"
+def attend(
+    at: Layer,
+    q: Tensor,
+    cache: KVCache,
+    heads: Heads,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    has_sinks: bool = False,
 ) -> Tensor:
-    """A gated MLP for each of several experts, of which every token goes to a few; pre-normed, and their weighted sum
-    is added to the residual stream.  Source: arXiv:2401.04088 (Mixtral)."""
-    d, n, n_ff = config.n_embd, experts.n, experts.n_ff
-    y = g.add(RMSNorm(x, w.vector("ffn_norm", d), config.norm_eps))
-    logits = g.add(Linear(y, w.matrix("ffn_gate_inp", d, n)))  # [T, E]
-    routing = g.add(Route(logits, experts.n_used, norm_topk_prob=True, scale=experts.scale))
-    matrices = w.experts("ffn_gate_exps", n, d, n_ff), w.experts("ffn_up_exps", n, d, n_ff)
-    gate, up = g.add(ExpertLinears(y, matrices, routing))  # [T * k, n_ff]
-    h = g.add(Gated(gate, up, activation))
-    return g.add(ExpertOutput(h, w.experts("ffn_down_exps", n, n_ff, d), routing, residual=x))
+    """Attention of rotated queries over a cache."""
+    scale = heads.key_dim**-0.5 if scale is None else scale
+    sinks = at.weights.vector("attn_sinks", heads.n) if has_sinks else None
+    return at.add(Attention(q, cache, scale, window, softcap, sinks, chunk))
+
+
+# -- What stands between attentions --------------------------------------------------------------------------------
+
+
+def gated_mlp(
+    at: Layer,
+    x: Tensor,
+    n_ff: int,
+    *,
+    residual: Tensor | None = None,
+    activation: str = "silu",
+    suffix: str = "",
+) -> Tensor:
+    """down(activation(gate(x)) * up(x)); ``suffix`` stands behind the names of its matrices.
+
+    Without a matrix for the gate, it is the first rows of ``ffn_up``.
+    """
+    w, d = at.weights, at.n_embd
+    if f"ffn_gate{suffix}.weight" not in w and w.n_rows(f"ffn_up{suffix}.weight") == 2 * n_ff:
+        matrices = w.split(f"ffn_up{suffix}", d, {"gate": n_ff, "up": n_ff})
+    else:
+        matrices = w.matrix(f"ffn_gate{suffix}", d, n_ff), w.matrix(f"ffn_up{suffix}", d, n_ff)
+    gate, up = at.add(Linears(x, matrices))  # [T, n_ff]
+    return at.linear(at.add(Gated(gate, up, activation)), f"ffn_down{suffix}", d, residual=residual)
+
+
+def mlp(at: Layer, x: Tensor, n_ff: int, *, residual: Tensor | None = None, activation: str) -> Tensor:
+    """down(activation(up(x)))."""
+    up = at.linear(x, "ffn_up", n_ff)
+    return at.linear(at.add(Activation(up, activation)), "ffn_down", at.n_embd, residual=residual)
+
+
+def mixture(
+    at: Layer,
+    x: Tensor,
+    experts: Experts,
+    *,
+    residual: Tensor,
+    residual_scale: float = 1.0,
+    activation: str = "silu",
+) -> Tensor:
+    """A gated MLP for each of several experts, of which every token goes to a few: their weighted sum.
+
+    Biases of the router and of the experts, a bias of the selection (``exp_probs_b``), and an expert that every token
+    goes to, perhaps gated, are taken where the file has them.  All is added to ``residual`` times ``residual_scale``.
+    Sources: arXiv:2401.04088 (Mixtral), arXiv:2401.06066 (DeepSeekMoE).
+    """
+    w, d, n, n_ff = at.weights, at.n_embd, experts.n, experts.n_ff
+    logits = at.linear(x, "ffn_gate_inp", n)  # [T, E]
+    routing = at.add(
+        Route(
+            logits,
+            experts.n_used,
+            experts.norm_topk_prob,
+            experts.scale * residual_scale,
+            experts.gating,
+            w.find("exp_probs_b.bias", n),
+            experts.n_groups,
+            experts.n_top_groups,
+            expert_scales=w.find("ffn_down_exps.scale", n),
+        )
+    )
+    if "ffn_gate_up_exps.weight" in w:
+        matrices = w.split_experts("ffn_gate_up_exps", n, d, {"gate": n_ff, "up": n_ff})
+    else:
+        matrices = w.experts("ffn_gate_exps", n, d, n_ff), w.experts("ffn_up_exps", n, d, n_ff)
+    biases = tuple(b for b in (w.find(f"ffn_{x}_exps.bias", n, n_ff) for x in ("gate", "up")) if b is not None)
+    gate, up = at.add(ExpertLinears(x, matrices, routing, biases))  # [T * k, n_ff]
+    h = at.add(Gated(gate, up, activation))
+    if experts.n_ff_shared:
+        shared = gated_mlp(at, x, experts.n_ff_shared, activation=activation, suffix="_shexp")
+        weight = None  # [T, 1]
+        if "ffn_gate_inp_shexp.weight" in w:
+            weight = at.add(Linear(x, w.row("ffn_gate_inp_shexp", d)))
+        residual = at.add(Add(shared, residual, residual_scale, weight))
+    down = w.experts("ffn_down_exps", n, n_ff, d)
+    return at.add(ExpertOutput(h, down, routing, residual, w.find("ffn_down_exps.bias", n, d)))
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net: ``n_keys`` heads of queries and keys, ``n_values`` of values, and its convolution."""
+
+    n_keys: int
+    n_values: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @classmethod
+    def read(cls, meta: Metadata) -> DeltaNet:
+        """From the keys that llama.cpp has for it."""
+        n_keys, n_values, dim, inner, kernel = (
+            meta.read(f"ssm.{key}", int, low=1, high=1 << 20)
+            for key in ("group_count", "time_step_rank", "state_size", "inner_size", "conv_kernel")
+        )
+        if n_values % n_keys or inner % n_values:
+            raise ModelError(
+                f"{meta.architecture}.ssm.time_step_rank is {n_values}, which is no multiple of "
+                f"{meta.architecture}.ssm.group_count, {n_keys}, or does not divide "
+                f"{meta.architecture}.ssm.inner_size, {inner}: the file is broken"
+            )
+        return cls(n_keys, n_values, dim, inner // n_values, kernel)
+
+
+def delta_net(
+    at: Layer, x: Tensor, net: DeltaNet, *, residual: Tensor | None = None, is_grouped: bool = False
+) -> Tensor:
+    """Linear attention by the gated delta rule, behind a convolution and before a gated norm.
+
+    Decay and β come of ``ssm_alpha`` and ``ssm_beta``, or are for each key head side by side in ``ssm_ba``.
+    ``is_grouped``: see `localllm.kernels.graph.GatedDelta`.  Source: arXiv:2412.06464.
+    """
+    w, d, n = at.weights, at.n_embd, net.n_values
+    keys, values = net.n_keys * net.key_dim, n * net.value_dim
+    width = 2 * keys + values
+    if "ssm_ba.weight" in w:
+        beta_alpha = w.split("ssm_ba", d, {"beta": n, "alpha": n}, n_groups=net.n_keys)
+    else:
+        beta_alpha = w.matrix("ssm_beta", d, n), w.matrix("ssm_alpha", d, n)
+    matrices = w.matrix("attn_qkv", d, width), w.matrix("attn_gate", d, values), *beta_alpha
+    qkv, gate, beta, alpha = at.add(Linears(x, matrices))
+    conv = w.require("ssm_conv1d.weight", width, net.kernel)
+    qkv = at.add(CausalConv(qkv, conv, at.graph.state("conv", net.kernel - 1, width), silu=True))
+    state = at.graph.state("S", n, net.key_dim, net.value_dim)
+    a, bias = w.require("ssm_a", n), w.require("ssm_dt.bias", n)
+    y = at.add(GatedDelta((qkv,), alpha, beta, a, bias, state, net.n_keys, is_grouped, at.norm_eps))
+    y = at.add(RMSNorm(y, w.vector("ssm_norm", net.value_dim), at.norm_eps, n))
+    return at.linear(at.add(Gated(gate, y, "silu")), "ssm_out", d, residual=residual)

@@ -1,4 +1,4 @@
-"""A model's hyper-parameters, read once from GGUF metadata: typed, ranged and checked against each other.
+"""A model's hyper-parameters, read from GGUF metadata where they are used: typed, ranged, and none left unread.
 
 Keys are those of the GGUF specification (ggml/docs/gguf.md, "LLM" and "RoPE") and of the `gguf` package.
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sized
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
 from localllm.errors import ModelError, quoted
-from localllm.kernels.graph import Weight
+from localllm.kernels.graph import CacheType, Weight
+from localllm.models.weights import Weights
 
 T = TypeVar("T", int, float, str)
 
@@ -23,12 +24,10 @@ _REQUIRED: Any = object()
 #: Values in a head of attention: real models have at most 256, and kernels keep rows of them on their stack.
 LARGEST_HEAD = 512
 
-#: ``rope.scaling.type`` values that `localllm.models.rope` computes.
-ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
-
 #: Keys that may be left unread if they have one of these values, which change nothing; with none given, any value.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "vocab_size": (),
+    "feed_forward_length": (),  # of an MLP; mixtures have none
     "attention.layer_norm_epsilon": (),
     "rope.scaling.finetuned": (),
     "expert_count": (0,),
@@ -40,7 +39,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "expert_weights_norm": (True,),
     "expert_weights_scale": (0.0, 1.0),
     "leading_dense_block_count": (0,),
-    "nextn_predict_layers": (0,),
     "use_parallel_residual": (False,),
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
@@ -102,21 +100,34 @@ class Metadata:
             raise ModelError(f"{full} is {value}, but must lie between {low:g} and {high:g}: the file is broken")
         return value
 
-    def read_uniform(self, key: str, n_layers: int, default: int = _REQUIRED, *, low: float, high: float) -> int:
-        """An integer that may stand in the file once a layer, if it is the same for all of them.
+    def read_each(
+        self, key: str, n_layers: int, kind: type[T], default: T = _REQUIRED, *, low: float, high: float
+    ) -> tuple[T, ...]:
+        """Of each layer the value, which stands in the file once for all or once a layer.
 
         Raises:
-            ModelError: as `read`; the array has not one value a layer, or they differ.
+            ModelError: as `read`; or the array has not one value a layer.
         """
         full = f"{self.architecture}.{key}"
         values = self.find(key)
         if not isinstance(values, list | tuple):
-            return self.read(key, int, default, low=low, high=high)
+            return (self.read(key, kind, default, low=low, high=high),) * n_layers
         if len(values) != n_layers:
             raise ModelError(f"{full} has {len(values)} values for {n_layers} layers: the file is broken")
-        if any(value != values[0] for value in values):
-            raise ModelError(f"{full} differs from layer to layer, which localllm does not support yet")
-        return Metadata({full: values[0]}, self.architecture).read(key, int, low=low, high=high)
+        return tuple(Metadata({full: v}, self.architecture).read(key, kind, low=low, high=high) for v in values)
+
+    def read_uniform(self, key: str, n_layers: int, default: int = _REQUIRED, *, low: float, high: float) -> int:
+        """An integer that may stand in the file once a layer, if it is the same for all of them.
+
+        Raises:
+            ModelError: as `read_each`; or the values differ.
+        """
+        first, *others = self.read_each(key, n_layers, int, default, low=low, high=high)
+        if any(other != first for other in others):
+            raise ModelError(
+                f"{self.architecture}.{key} differs from layer to layer, which localllm does not support yet"
+            )
+        return first
 
     def check_all_read(self) -> None:
         """To be called when all was read: a key that nobody asked for may change what the model computes.
@@ -139,92 +150,22 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding; `localllm.models.rope` says what the scalings compute.
-
-    Attributes:
-        theta: base of the frequencies.
-        n_rot: values of each head that are rotated.
-        scaling: one of `ROPE_SCALINGS`.
-        factor: how many times longer the context became by scaling.
-        original_context: tokens of context before scaling.
-        attn_factor: on the magnitude of all rotated values.
-        yarn_ext_factor: weight of extrapolation at high frequencies.
-        yarn_attn_factor: magnitude that takes the place of YaRN's own, if given.
-        yarn_beta_fast, yarn_beta_slow: turns in the original context above which frequencies are kept, and
-            below which they are scaled in full.
-        yarn_log_multiplier: "mscale_all_dim", 0 if there is none.
-        long_factors: whether LongRoPE takes its factors for contexts beyond the original; see
-            `ModelConfig.for_context`.
-    """
-
-    theta: float
-    n_rot: int
-    scaling: str = "none"
-    factor: float = 1.0
-    original_context: int = 0
-    attn_factor: float = 1.0
-    yarn_ext_factor: float = 1.0
-    yarn_attn_factor: float | None = None
-    yarn_beta_fast: float = 32.0
-    yarn_beta_slow: float = 1.0
-    yarn_log_multiplier: float = 0.0
-    long_factors: bool = False
-
-
-@dataclass(frozen=True)
-class ExpertConfig:
-    """A mixture of experts in the place of an MLP.
-
-    Attributes:
-        n: experts in a layer.
-        n_used: of which a token goes to so many.
-        n_ff: width of each.
-        scale: factor on their weights.
-    """
-
-    n: int
-    n_used: int
-    n_ff: int
-    scale: float = 1.0
-
-
-@dataclass(frozen=True)
 class ModelConfig:
-    """What every decoder-only transformer has.
+    """What every model has; an architecture's own hyper-parameters are read where it records its graph.
 
     Attributes:
+        n_layers: those of the forward pass, not the blocks behind them that predict further tokens.
         context_length: tokens that the model was trained to see.
+        original_context: of these, those before its rotary frequencies were scaled.
         n_embd: hidden width.
-        n_ff: width of the MLP.
-        n_heads, n_kv_heads: query heads, and key/value heads that they share in equal groups.
-        norm_eps: added to the mean square under RMSNorm's root.
-        sliding_window: positions that a token sees, itself included; None for all.
-        experts: the mixture in the place of the MLP, if there is one.
     """
 
     architecture: str
     n_layers: int
     context_length: int
+    original_context: int
     n_embd: int
-    n_ff: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    norm_eps: float
     n_vocab: int
-    sliding_window: int | None
-    rope: RopeConfig
-    experts: ExpertConfig | None = None
-
-    def for_context(self, n_tokens: int) -> ModelConfig:
-        """The same for sequences of up to ``n_tokens``: where they can pass the original context, LongRoPE rotates
-        all of them by its long factors.
-
-        One choice for a sequence's whole life, as in llama.cpp, for keys that are in the cache were rotated already.
-        """
-        long_factors = n_tokens > self.rope.original_context
-        return replace(self, rope=replace(self.rope, long_factors=long_factors))
 
 
 def read_architecture(metadata: Mapping[str, Any]) -> str:
@@ -239,94 +180,36 @@ def read_architecture(metadata: Mapping[str, Any]) -> str:
     return architecture
 
 
-def read_decoder(
-    meta: Metadata,
-    tensors: Mapping[str, Weight],
-    experts: Callable[[Metadata, int], ExpertConfig | None] = lambda meta, n_ff: None,
-) -> ModelConfig:
-    """The hyper-parameters that every decoder-only transformer has, and with ``experts`` those of its mixtures.
+def read_general(meta: Metadata, tensors: Mapping[str, Weight]) -> ModelConfig:
+    """What every model has.
 
     Raises:
-        ModelError: one is missing, of the wrong type, out of range, or at odds with the others or with the tensors.
+        ModelError: a key is missing, of the wrong type, out of range, or at odds with the tensors.
     """
-    architecture = meta.architecture
-    n_layers = _read_n_layers(meta, tensors)
-    n_embd = meta.read("embedding_length", int, low=1, high=1 << 20)
-    n_heads = meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
-    n_kv_heads = meta.read_uniform("attention.head_count_kv", n_layers, n_heads, low=1, high=n_heads)
-    if n_heads % n_kv_heads:
-        raise ModelError(
-            f"{architecture}.attention.head_count is {n_heads}, which is no multiple of "
-            f"{architecture}.attention.head_count_kv, {n_kv_heads}: the file is broken"
-        )
     context_length = meta.read("context_length", int, low=1, high=(1 << 31) - 1)
-    head_dim = _read_head_dim(meta, n_embd, n_heads)
-    n_ff = meta.read_uniform("feed_forward_length", n_layers, low=1, high=1 << 24)
     return ModelConfig(
-        architecture=architecture,
-        n_layers=n_layers,
+        architecture=meta.architecture,
+        n_layers=_read_n_layers(meta, tensors),
         context_length=context_length,
-        n_embd=n_embd,
-        n_ff=n_ff,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=head_dim,
-        norm_eps=meta.read("attention.layer_norm_rms_epsilon", float, low=0.0, high=1.0),
+        original_context=meta.read(
+            "rope.scaling.original_context_length", int, context_length, low=1, high=(1 << 31) - 1
+        ),
+        n_embd=meta.read("embedding_length", int, low=1, high=1 << 20),
         n_vocab=_read_n_vocab(meta, tensors),
-        sliding_window=meta.read("attention.sliding_window", int, 0, low=0, high=(1 << 32) - 1) or None,
-        rope=_read_rope(meta, head_dim, context_length),
-        experts=experts(meta, n_ff),
     )
 
 
-def read_experts(meta: Metadata, n_ff: int) -> ExpertConfig | None:
-    """The mixture of experts; by default they have the width of an MLP."""
-    n = meta.read("expert_count", int, 0, low=0, high=1 << 10)
-    if not n:
-        return None
-    n_used = meta.read("expert_used_count", int, low=1, high=1 << 10)
-    if n_used > n:
-        raise ModelError(
-            f"{meta.architecture}.expert_used_count is {n_used}, more than the {n} experts that "
-            f"{meta.architecture}.expert_count names: the file is broken"
-        )
-    width = meta.read("expert_feed_forward_length", int, n_ff, low=1, high=1 << 24)
-    scale = meta.read("expert_weights_scale", float, 0.0, low=0.0, high=1e6) or 1.0  # 0, as in llama.cpp, for none
-    return ExpertConfig(n, n_used, width, scale)
-
-
 def _read_n_layers(meta: Metadata, tensors: Iterable[str]) -> int:
-    """``block_count``, which must be that of the layers whose tensors the file holds."""
-    n_layers = meta.read("block_count", int, low=1, high=1 << 16)
+    """``block_count``, less the blocks that predict further tokens; the file must have tensors of all layers."""
+    n_blocks = meta.read("block_count", int, low=1, high=1 << 16)
+    n_layers = n_blocks - meta.read("nextn_predict_layers", int, 0, low=0, high=n_blocks - 1)
     indices = {int(match[1]) for name in tensors if (match := re.match(r"blk\.(\d{1,9})\.", name))}
-    if indices != set(range(n_layers)):
+    if not set(range(n_layers)) <= indices <= set(range(n_blocks)):
         raise ModelError(
-            f"{meta.architecture}.block_count is {n_layers}, but the file has tensors of {len(indices)} layers: "
+            f"{meta.architecture}.block_count is {n_blocks}, but the file has tensors of {len(indices)} layers: "
             "the file's metadata and tensors disagree"
         )
     return n_layers
-
-
-def _read_head_dim(meta: Metadata, n_embd: int, n_heads: int) -> int:
-    """``attention.key_length``, by default the hidden width shared out among the heads."""
-    if meta.find("attention.key_length") is None and n_embd % n_heads:
-        raise ModelError(
-            f"{meta.architecture}.embedding_length is {n_embd}, which is no multiple of "
-            f"{meta.architecture}.attention.head_count, {n_heads}: the file is broken"
-        )
-    head_dim = meta.read("attention.key_length", int, n_embd // n_heads, low=2, high=1 << 12)
-    if head_dim > LARGEST_HEAD:
-        raise ModelError(
-            f"{meta.architecture}.attention.key_length is {head_dim:,}, more than the {LARGEST_HEAD} values a head "
-            "that localllm computes with: the file is broken"
-        )
-    value_length = meta.read("attention.value_length", int, head_dim, low=1, high=1 << 12)
-    if value_length != head_dim:
-        raise ModelError(
-            f"the model's keys have {head_dim} values a head, but its values {value_length}, "
-            "which localllm does not support yet"
-        )
-    return head_dim
 
 
 def _read_n_vocab(meta: Metadata, tensors: Mapping[str, Weight]) -> int:
@@ -355,32 +238,147 @@ def _read_n_vocab(meta: Metadata, tensors: Mapping[str, Weight]) -> int:
     return n_vocab
 
 
-def _read_rope(meta: Metadata, head_dim: int, context_length: int) -> RopeConfig:
-    n_rot = meta.read("rope.dimension_count", int, head_dim, low=2, high=head_dim)
-    if n_rot % 2:
-        raise ModelError(f"{meta.architecture}.rope.dimension_count is {n_rot}, but must be even: the file is broken")
-    # As in llama.cpp: 0 stands for "no factor", and a factor without a type scales linearly.
-    old_factor = meta.read("rope.scale_linear", float, 0.0, low=0.0, high=1e6)
-    factor = meta.read("rope.scaling.factor", float, old_factor, low=0.0, high=1e6) or 1.0
-    scaling = meta.read("rope.scaling.type", str, "none" if factor == 1 else "linear")
-    if scaling not in ROPE_SCALINGS:
-        raise ModelError(
-            f"{meta.architecture}.rope.scaling.type is {quoted(scaling)}, which localllm does not support; "
-            f"it knows {', '.join(ROPE_SCALINGS)}"
+# -- What blocks are made with -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention's heads: ``n`` of queries, which share ``n_kv`` of keys and values in equal groups."""
+
+    n: int
+    n_kv: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts.
+
+    Attributes:
+        n: experts in a layer, of which a token goes to ``n_used``.
+        n_ff: width of each.
+        n_ff_shared: width of the one that every token goes to; 0 without.
+        gating, norm_topk_prob, scale, n_groups, n_top_groups: as `localllm.kernels.graph.Route` has them.
+    """
+
+    n: int
+    n_used: int
+    n_ff: int
+    n_ff_shared: int = 0
+    gating: str = "softmax"
+    norm_topk_prob: bool = True
+    scale: float = 1.0
+    n_groups: int = 1
+    n_top_groups: int = 1
+
+
+@dataclass(frozen=True)
+class Header:
+    """What an architecture records a model from: the keys and the tensors of a file, none of which is read.
+
+    Attributes:
+        meta: the keys.
+        config: what every model has of them.
+        weights: the tensors.
+        context: tokens that a sequence can have.
+        cache_type: what keys and values are kept in.
+    """
+
+    meta: Metadata
+    config: ModelConfig
+    weights: Weights
+    context: int
+    cache_type: CacheType
+
+    @property
+    def norm_eps(self) -> float:
+        """Added to the mean square under RMSNorm's root."""
+        return self.meta.read("attention.layer_norm_rms_epsilon", float, low=0.0, high=1.0)
+
+    def mlp_width(self) -> int:
+        return self.meta.read_uniform("feed_forward_length", self.config.n_layers, low=1, high=1 << 24)
+
+    def heads(self) -> Heads:
+        """Attention's heads, the same in all layers; by default the hidden width is shared out among them."""
+        meta, n_layers, n_embd = self.meta, self.config.n_layers, self.config.n_embd
+        n = meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
+        n_kv = meta.read_uniform("attention.head_count_kv", n_layers, n, low=1, high=n)
+        if n % n_kv:
+            raise ModelError(
+                f"{meta.architecture}.attention.head_count is {n}, which is no multiple of "
+                f"{meta.architecture}.attention.head_count_kv, {n_kv}: the file is broken"
+            )
+        if meta.find("attention.key_length") is None and n_embd % n:
+            raise ModelError(
+                f"{meta.architecture}.embedding_length is {n_embd}, which is no multiple of "
+                f"{meta.architecture}.attention.head_count, {n}: the file is broken"
+            )
+        key_dim, value_dim = self.head_dims()
+        return Heads(n, n_kv, key_dim or n_embd // n, value_dim or n_embd // n)
+
+    def head_dims(self, suffix: str = "") -> tuple[int, int]:
+        """Values of a head in keys and in values, 0 where the file does not say; keys may have a suffix."""
+        names = f"attention.key_length{suffix}", f"attention.value_length{suffix}"
+        lengths = [self.meta.read(name, int, 0, low=0, high=LARGEST_HEAD) for name in names]
+        for name, length in zip(names, lengths, strict=True):
+            if self.meta.find(name) is not None and length < 2:
+                raise ModelError(f"{self.meta.architecture}.{name} is {length}, but must be at least 2")
+        return lengths[0], lengths[1] or lengths[0]
+
+    def windows(self, period: int, default: int = 0) -> tuple[int | None, ...]:
+        """Of each layer, the tokens that a token sees, itself included; None for all of them.
+
+        By default, one of ``period`` layers sees all, the last of them; with period 1, every layer does, and with
+        0 none.  Without a window in the file it is ``default``, and with 0 every layer sees all.
+        """
+        meta, n_layers = self.meta, self.config.n_layers
+        window = meta.read("attention.sliding_window", int, default, low=0, high=(1 << 32) - 1)
+        pattern = meta.find("attention.sliding_window_pattern")
+        if isinstance(pattern, list | tuple):
+            has_window = meta.read_each("attention.sliding_window_pattern", n_layers, bool, low=0, high=1)
+            if any(has_window) and not window:
+                raise ModelError(
+                    f"{meta.architecture}.attention.sliding_window_pattern gives layers a window, but "
+                    f"{meta.architecture}.attention.sliding_window is {window}: the file is broken"
+                )
+        else:
+            period = meta.read("attention.sliding_window_pattern", int, period, low=0, high=1 << 16)
+            has_window = tuple(not period or (i + 1) % period != 0 for i in range(n_layers))
+        return tuple((window or None) if has else None for has in has_window)
+
+    def experts(self, *, norm_topk_prob: bool = True, gating: int = 1) -> Experts | None:
+        """The mixture of experts, if there is one; what the file may leave out is given."""
+        meta = self.meta
+        n = meta.read("expert_count", int, 0, low=0, high=1 << 12)
+        if not n:
+            return None
+        n_used = meta.read("expert_used_count", int, low=1, high=1 << 10)
+        if n_used > n:
+            raise ModelError(
+                f"{meta.architecture}.expert_used_count is {n_used}, more than the {n} experts that "
+                f"{meta.architecture}.expert_count names: the file is broken"
+            )
+        width = meta.find("expert_feed_forward_length")
+        n_ff = (
+            self.mlp_width() if width is None else meta.read("expert_feed_forward_length", int, low=1, high=1 << 24)
         )
-    original_context = meta.read(
-        "rope.scaling.original_context_length", int, context_length, low=1, high=(1 << 31) - 1
-    )
-    return RopeConfig(
-        theta=meta.read("rope.freq_base", float, 10_000.0, low=2.0, high=1e15),
-        n_rot=n_rot,
-        scaling=scaling,
-        factor=factor,
-        original_context=original_context,
-        attn_factor=meta.read("rope.scaling.attn_factor", float, 1.0, low=1e-3, high=1e3),
-        yarn_ext_factor=meta.read("rope.scaling.yarn_ext_factor", float, 1.0, low=0.0, high=1.0),
-        yarn_attn_factor=meta.read("rope.scaling.yarn_attn_factor", float, 0.0, low=0.0, high=1e3) or None,
-        yarn_beta_fast=meta.read("rope.scaling.yarn_beta_fast", float, 32.0, low=1e-3, high=1e6),
-        yarn_beta_slow=meta.read("rope.scaling.yarn_beta_slow", float, 1.0, low=1e-3, high=1e6),
-        yarn_log_multiplier=meta.read("rope.scaling.yarn_log_multiplier", float, 0.0, low=0.0, high=1e3),
-    )
+        function = meta.read("expert_gating_func", int, 0, low=0, high=4) or gating
+        n_shared = meta.read("expert_shared_count", int, 0, low=0, high=1 << 10)
+        shared = meta.read("expert_shared_feed_forward_length", int, n_shared * n_ff, low=0, high=1 << 24)
+        return Experts(
+            n,
+            n_used,
+            n_ff,
+            shared,
+            GATINGS[function],
+            # The third function is softmax of the chosen experts' logits.
+            function == 3 or bool(meta.read("expert_weights_norm", bool, norm_topk_prob)),
+            meta.read("expert_weights_scale", float, 0.0, low=0.0, high=1e6) or 1.0,  # 0, as in llama.cpp, for none
+            meta.read("expert_group_count", int, 1, low=0, high=1 << 10) or 1,
+            meta.read("expert_group_used_count", int, 1, low=0, high=1 << 10) or 1,
+        )
+
+
+#: ``expert_gating_func`` (llama.cpp's ``enum llama_expert_gating_func_type``).
+GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax", 4: "sqrt_softplus"}

@@ -6,24 +6,22 @@ Their GGUF files have the rows of query and key reordered, so that rotary pairs 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from localllm.kernels.graph import CacheType, Graph, Tensor, Weight
-from localllm.models.blocks import attention, decoder, gated_mlp, mixture_mlp
-from localllm.models.config import Metadata, ModelConfig, read_decoder, read_experts
+from localllm.kernels.graph import Graph, Tensor
+from localllm.models import hf_names
+from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
+from localllm.models.config import Header
 from localllm.models.rope import make_rope
-from localllm.models.weights import Weights
+
+HF_NAMES = hf_names.COMMON
 
 
-def read(meta: Metadata, tensors: Mapping[str, Weight]) -> ModelConfig:
-    return read_decoder(meta, tensors, experts=read_experts)
+def record(m: Header) -> Graph:
+    heads, experts, windows = m.heads(), m.experts(), m.windows(period=0)
+    rope, n_ff = make_rope(m, heads.key_dim, interleaved=True), 0 if experts else m.mlp_width()
 
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        x = attention(at, norm(at, "attn_norm", x), heads, rope, window=windows[at.number], residual=x)
+        y = norm(at, "ffn_norm", x)
+        return mixture(at, y, experts, residual=x) if experts else gated_mlp(at, y, n_ff, residual=x)
 
-def record(config: ModelConfig, weights: Weights, cache_type: CacheType) -> Graph:
-    rope, experts = make_rope(config, weights, interleaved=True), config.experts
-
-    def layer(g: Graph, w: Weights, x: Tensor) -> Tensor:
-        x = attention(g, w, x, config, rope)
-        return gated_mlp(g, w, x, config) if experts is None else mixture_mlp(g, w, x, config, experts)
-
-    return decoder(config, weights, cache_type, layer)
+    return decoder(m, layer)

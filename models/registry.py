@@ -2,43 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from importlib import import_module
+from typing import Any
 
-from localllm.errors import UnsupportedArchitectureError, quoted
-from localllm.kernels.graph import CacheType, Graph, Weight
-from localllm.models import llama, qwen2, qwen3, qwen3moe
-from localllm.models.config import Metadata, ModelConfig, read_architecture
+from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
+from localllm.kernels.graph import CacheType, Graph
+from localllm.models.config import Header, Metadata, ModelConfig, read_architecture, read_general
 from localllm.models.weights import ModelFile, Weights
 
 
-class Architecture(Protocol):
-    """A module of `localllm.models` that knows an architecture."""
+@dataclass(frozen=True)
+class Architecture:
+    """A module of this folder, and the models that it is for.
 
-    def read(self, meta: Metadata, tensors: Mapping[str, Weight]) -> ModelConfig:
-        """Reads the hyper-parameters, which must agree with the shapes of the tensors."""
-        ...
+    The module has ``record(m: Header) -> Graph``, and ``HF_NAMES``: see `localllm.models.hf_names`.
+    """
 
-    def record(self, config: ModelConfig, weights: Weights, cache_type: CacheType) -> Graph:
+    module: str
+    models: str
+
+    @property
+    def record(self) -> Callable[[Header], Graph]:
         """Records the forward pass."""
-        ...
+        record: Callable[[Header], Graph] = import_module(f"localllm.models.{self.module}").record
+        return record
+
+    @property
+    def hf_names(self) -> Mapping[str, str]:
+        """Hugging Face's names of tensors, by GGUF's."""
+        names: Mapping[str, str] = import_module(f"localllm.models.{self.module}").HF_NAMES
+        return names
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": llama,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "qwen3moe": qwen3moe,
+    "exaone4": Architecture("exaone4", "EXAONE 4"),
+    "gemma": Architecture("gemma", "Gemma"),
+    "gemma2": Architecture("gemma2", "Gemma 2"),
+    "gemma3": Architecture("gemma3", "Gemma 3"),
+    "gemma4": Architecture("gemma4", "Gemma 4"),
+    "glm4": Architecture("glm4", "GLM-4 (0414), GLM-Z1"),
+    "gpt-oss": Architecture("gpt_oss", "gpt-oss"),
+    "granite": Architecture("granite", "Granite 3 and 4, dense"),
+    "granitemoe": Architecture("granite", "Granite 3 with experts"),
+    "llama": Architecture("llama", "Llama 1 to 3.x, Mistral, Mixtral, TinyLlama, SmolLM"),
+    "mistral3": Architecture("mistral3", "Ministral 3, Devstral 2"),
+    "olmo2": Architecture("olmo2", "OLMo 2 and 3"),
+    "phi3": Architecture("phi3", "Phi-3, 3.5 and 4"),
+    "qwen2": Architecture("qwen2", "Qwen 2 and 2.5"),
+    "qwen2moe": Architecture("qwen2", "Qwen 1.5 and 2 with experts"),
+    "qwen3": Architecture("qwen3", "Qwen 3"),
+    "qwen35": Architecture("qwen35", "Qwen 3.5 and 3.6"),
+    "qwen35moe": Architecture("qwen35", "Qwen 3.5 and 3.6 with experts"),
+    "qwen3moe": Architecture("qwen3", "Qwen 3 with experts"),
+    "qwen3next": Architecture("qwen3next", "Qwen 3 Next"),
+    "seed_oss": Architecture("seed_oss", "Seed-OSS"),
+    "smollm3": Architecture("smollm3", "SmolLM3"),
 }
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model's hyper-parameters and its forward pass, which refers to the tensors of its file."""
+    """What is known of a model, and its forward pass, which refers to the tensors of its file.
+
+    Attributes:
+        is_long: whether its graph is for sequences beyond the original context; LongRoPE then rotates otherwise.
+    """
 
     config: ModelConfig
     graph: Graph
+    is_long: bool = False
 
 
 def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
@@ -57,20 +91,6 @@ def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
     return ARCHITECTURES[architecture]
 
 
-def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, Weight]) -> ModelConfig:
-    """The hyper-parameters of the model in a file, which must agree with its vocabulary and tensors.
-
-    Raises:
-        UnsupportedArchitectureError: the file's architecture is not one of `ARCHITECTURES`.
-        ModelError: a hyper-parameter is missing, of the wrong type, out of range, at odds with the others, or one
-            that nothing here reads.
-    """
-    meta = Metadata(metadata, read_architecture(metadata))
-    config = find_architecture(metadata).read(meta, tensors)
-    meta.check_all_read()
-    return config
-
-
 def read_model(file: ModelFile, context: int | None = None, cache_type: CacheType = "f16") -> Model:
     """The model in a file, from its header: no weight is read.
 
@@ -80,11 +100,19 @@ def read_model(file: ModelFile, context: int | None = None, cache_type: CacheTyp
         cache_type: what keys and values are kept in.
 
     Raises:
-        UnsupportedArchitectureError, ModelError: as `read_config`; or the tensors are not those of such a model.
+        UnsupportedArchitectureError: the file's architecture is not one of `ARCHITECTURES`.
+        ModelError: a hyper-parameter is missing, of the wrong type, out of range, at odds with the others, or one
+            that nothing here reads; or the tensors are not those of such a model.
     """
-    config = read_config(file.metadata, file.tensors)
-    weights = Weights(file)
-    config = config.for_context(config.context_length if context is None else context)
-    graph = find_architecture(file.metadata).record(config, weights, cache_type)
+    record = find_architecture(file.metadata).record
+    meta, weights = Metadata(file.metadata, read_architecture(file.metadata)), Weights(file)
+    config = read_general(meta, file.tensors)
+    weights.skip_layers(config.n_layers)
+    context = config.context_length if context is None else context
+    try:
+        graph = record(Header(meta, config, weights, context, cache_type))
+    except KernelError as error:
+        raise ModelError(f"{error}: the hyper-parameters are at odds with each other") from error
+    meta.check_all_read()
     weights.check_all_used()
-    return Model(config, graph)
+    return Model(config, graph, context > config.original_context)

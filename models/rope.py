@@ -6,46 +6,148 @@ Llama 3's scaling needs nothing of its own: its files carry the factors, one a f
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import ModelError
+from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Rope
-from localllm.models.config import ModelConfig, RopeConfig
-from localllm.models.weights import Weights
+from localllm.models.config import Header
+
+#: ``rope.scaling.type`` values that are computed here.
+SCALINGS = ("none", "linear", "yarn", "longrope")
 
 #: Frequencies [n_rot / 2]; float64 until they are finished.
 Frequencies = NDArray[np.float64]
 
 
-def make_rope(config: ModelConfig, weights: Weights, *, interleaved: bool) -> Rope:
-    """The rotation that ``config`` and the frequency factors in the file, if any, describe.
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding.
+
+    Attributes:
+        theta: base of the frequencies.
+        n_rot: values of each head that are rotated.
+        scaling: one of `SCALINGS`.
+        factor: how many times longer the context became by scaling.
+        original_context: tokens of context before scaling.
+        attn_factor: on the magnitude of all rotated values.
+        yarn_ext_factor: weight of extrapolation at high frequencies.
+        yarn_attn_factor: magnitude that takes the place of YaRN's own, if given.
+        yarn_beta_fast, yarn_beta_slow: turns in the original context above which frequencies are kept, and
+            below which they are scaled in full.
+        yarn_log_multiplier: "mscale_all_dim", 0 if there is none.
+    """
+
+    theta: float
+    n_rot: int
+    scaling: str
+    factor: float
+    original_context: int
+    attn_factor: float
+    yarn_ext_factor: float
+    yarn_attn_factor: float | None
+    yarn_beta_fast: float
+    yarn_beta_slow: float
+    yarn_log_multiplier: float
+
+
+def read_rope(m: Header, head_dim: int, scaling: str | None = None) -> RopeConfig:
+    """The rotation that a file's keys describe; ``scaling`` where they do not say what scales it.
 
     Raises:
-        ModelError: factors are missing, have the wrong shape, or are no positive numbers.
+        ModelError: one is of the wrong type, out of range or not known.
     """
-    rope = config.rope
-    exponents = np.arange(0, rope.n_rot, 2, dtype=np.float64) / rope.n_rot
-    frequencies = rope.theta**-exponents / _frequency_factors(rope, weights)
+    meta = m.meta
+    n_rot = meta.read("rope.dimension_count", int, head_dim, low=2, high=head_dim)
+    if n_rot % 2:
+        raise ModelError(f"{meta.architecture}.rope.dimension_count is {n_rot}, but must be even: the file is broken")
+    # As in llama.cpp: 0 stands for "no factor", and a factor without a type scales linearly.
+    old_factor = meta.read("rope.scale_linear", float, 0.0, low=0.0, high=1e6)
+    factor = meta.read("rope.scaling.factor", float, old_factor, low=0.0, high=1e6) or 1.0
+    scaling = meta.read("rope.scaling.type", str, scaling or ("none" if factor == 1 else "linear"))
+    if scaling not in SCALINGS:
+        raise ModelError(
+            f"{meta.architecture}.rope.scaling.type is {quoted(scaling)}, which localllm does not support; "
+            f"it knows {', '.join(SCALINGS)}"
+        )
+    return RopeConfig(
+        theta=meta.read("rope.freq_base", float, 10_000.0, low=2.0, high=1e15),
+        n_rot=n_rot,
+        scaling=scaling,
+        factor=factor,
+        original_context=m.config.original_context,
+        attn_factor=meta.read("rope.scaling.attn_factor", float, 1.0, low=1e-3, high=1e3),
+        yarn_ext_factor=meta.read("rope.scaling.yarn_ext_factor", float, 1.0, low=0.0, high=1.0),
+        yarn_attn_factor=meta.read("rope.scaling.yarn_attn_factor", float, 0.0, low=0.0, high=1e3) or None,
+        yarn_beta_fast=meta.read("rope.scaling.yarn_beta_fast", float, 32.0, low=1e-3, high=1e6),
+        yarn_beta_slow=meta.read("rope.scaling.yarn_beta_slow", float, 1.0, low=1e-3, high=1e6),
+        yarn_log_multiplier=meta.read("rope.scaling.yarn_log_multiplier", float, 0.0, low=0.0, high=1e3),
+    )
+
+
+def make_rope(
+    m: Header,
+    head_dim: int,
+    *,
+    interleaved: bool = False,
+    scaling: str | None = None,
+    rounds_ramp: bool = True,
+) -> Rope:
+    """The rotation that a file's keys, and its frequency factors if it has any, describe.
+
+    Args:
+        interleaved: as `localllm.kernels.graph.Rope` has it.
+        scaling: where the keys do not say what scales the frequencies; by default, a factor does.
+        rounds_ramp: whether YaRN's ramp ends on whole dimensions, as in all code but gpt-oss's.
+
+    Raises:
+        ModelError: as `read_rope`; or factors are missing, have the wrong shape, or are no positive numbers.
+    """
+    rope = read_rope(m, head_dim, scaling)
+    frequencies = plain_frequencies(rope.theta, rope.n_rot) / _frequency_factors(m, rope)
     magnitude = rope.attn_factor
     if rope.scaling == "linear":
         frequencies = frequencies / rope.factor
     elif rope.scaling == "yarn":
-        frequencies = _yarn_frequencies(rope, frequencies)
+        frequencies = _yarn_frequencies(rope, frequencies, rounds_ramp=rounds_ramp)
         magnitude *= _yarn_magnitude(rope)
     return Rope(frequencies.astype(np.float32), interleaved, magnitude)
 
 
-def _frequency_factors(rope: RopeConfig, weights: Weights) -> Frequencies:
+def make_local_rope(m: Header, head_dim: int, theta: float | None = None, *, interleaved: bool = False) -> Rope:
+    """The rotation of layers that see a window only, which nothing scales: of base ``rope.freq_base_swa``.
+
+    Where the file has none, it is ``theta``, and without that the other layers'.
+    """
+    suffix = "" if m.meta.find("rope.dimension_count_swa") is None else "_swa"
+    n_rot = m.meta.read(f"rope.dimension_count{suffix}", int, head_dim, low=2, high=head_dim)
+    base = theta or m.meta.read("rope.freq_base", float, 10_000.0, low=2.0, high=1e15)
+    base = m.meta.read("rope.freq_base_swa", float, base, low=2.0, high=1e15)
+    return Rope(plain_frequencies(base, n_rot).astype(np.float32), interleaved)
+
+
+def plain_frequencies(theta: float, n_rot: int) -> Frequencies:
+    """theta^(-2i / n_rot), without any scaling."""
+    exponents = np.arange(0, n_rot, 2, dtype=np.float64) / n_rot
+    frequencies: Frequencies = theta**-exponents
+    return frequencies
+
+
+def _frequency_factors(m: Header, rope: RopeConfig) -> Frequencies:
     """What the frequencies are divided by: one a frequency if the file has them, else 1.
+
+    Where sequences can pass the original context, LongRoPE takes its long factors, for the whole life of all of
+    them, as llama.cpp: keys that are in the cache were rotated already.
 
     Source: arXiv:2402.13753 (LongRoPE), and Llama 3.1's reference code, whose factors converters write out.
     """
+    weights = m.weights
     if rope.scaling == "longrope":
         names = ["rope_factors_long.weight", "rope_factors_short.weight"]
         long, short = (weights.values(name, rope.n_rot // 2) for name in names)
-        factors = long if rope.long_factors else short
+        factors = long if m.context > rope.original_context else short
     elif "rope_freqs.weight" in weights:
         names = ["rope_freqs.weight"]
         factors = weights.values(names[0], rope.n_rot // 2)
@@ -56,17 +158,19 @@ def _frequency_factors(rope: RopeConfig, weights: Weights) -> Frequencies:
     return factors
 
 
-def _yarn_frequencies(rope: RopeConfig, frequencies: Frequencies) -> Frequencies:
+def _yarn_frequencies(rope: RopeConfig, frequencies: Frequencies, *, rounds_ramp: bool) -> Frequencies:
     """Keeps high frequencies, divides low ones by the factor, and passes from one to the other by a ramp.
 
-    Source: arXiv:2309.00071, section 3.2, with the ends of the ramp on whole dimensions as everyone's code has it.
+    Source: arXiv:2309.00071, section 3.2.
     """
-    low = math.floor(_yarn_dimension(rope, rope.yarn_beta_fast))
-    high = math.ceil(_yarn_dimension(rope, rope.yarn_beta_slow))
+    low, high = _yarn_dimension(rope, rope.yarn_beta_fast), _yarn_dimension(rope, rope.yarn_beta_slow)
+    if rounds_ramp:
+        low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.n_rot - 1)
     ramp = (np.arange(len(frequencies)) - low) / max(high - low, 0.001)
     kept = (1 - np.clip(ramp, 0, 1)) * rope.yarn_ext_factor
-    return frequencies * kept + frequencies / rope.factor * (1 - kept)
+    scaled: Frequencies = frequencies * kept + frequencies / rope.factor * (1 - kept)
+    return scaled
 
 
 def _yarn_dimension(rope: RopeConfig, n_turns: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,6 +52,47 @@ class FileWeight:
         self._file.tensors[self.name].drop_pages()
 
 
+@dataclass(frozen=True, eq=False)
+class RowsOf:
+    """A matrix, or its bias, whose rows are some of a tensor's, in which several matrices lie.
+
+    The tensor's rows are ``n_groups`` times as many groups as it has experts; of each, the matrix has ``rows``.
+    """
+
+    whole: Weight
+    part: str
+    rows: range
+    n_groups: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.whole.name}[{self.part}]"
+
+    @property
+    def type(self) -> GGMLType:
+        return self.whole.type
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        axis = self._row_axis
+        return (*self.whole.shape[:axis], self.n_groups * len(self.rows), *self.whole.shape[axis + 1 :])
+
+    @property
+    def _row_axis(self) -> int:
+        return max(0, len(self.whole.shape) - 2)
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """Without a copy where the rows lie next to each other."""
+        leading, n_rows = self.whole.shape[: self._row_axis], self.whole.shape[self._row_axis]
+        grouped = self.whole.data.reshape(*leading, self.n_groups, n_rows // self.n_groups, -1)
+        own = grouped[..., self.rows.start : self.rows.stop, :]
+        return own.reshape(-1 if len(self.shape) == 1 else (*self.shape[:-1], own.shape[-1]))
+
+    def drop_pages(self) -> None:
+        self.whole.drop_pages()
+
+
 class Weights:
     """Finds a model's tensors, and remembers which ones it has found.  None of them is read, but by `values`."""
 
@@ -65,6 +107,11 @@ class Weights:
 
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._file.tensors
+
+    def n_rows(self, name: str) -> int:
+        """Rows of a matrix, or 0 if the file has none of that name."""
+        tensor = self._file.tensors.get(self._prefix + name)
+        return tensor.shape[-2] if tensor is not None and len(tensor.shape) > 1 else 0
 
     def find(self, name: str, *shape: int) -> Weight | None:
         """The tensor ``name``, or None if the file has none.
@@ -108,9 +155,34 @@ class Weights:
             weight = self.require(f"{tied_to or name}.weight", n_out, n_in)
         return Matrix(weight, (self.require if bias else self.find)(f"{name}.bias", n_out))
 
+    def split(self, name: str, n_in: int, parts: Mapping[str, int], *, n_groups: int = 1) -> tuple[Matrix, ...]:
+        """Several matrices that lie in the one ``name``: see `split_rows`."""
+        return split_rows(self.matrix(name, n_in, sum(parts.values())), parts, n_groups=n_groups)
+
+    def split_experts(self, name: str, n_experts: int, n_in: int, parts: Mapping[str, int]) -> tuple[Weight, ...]:
+        """As `split`, of each expert."""
+        return _split(self.experts(name, n_experts, n_in, sum(parts.values())), parts, 1)
+
+    def row(self, name: str, n_in: int) -> Matrix:
+        """The matrix [1, n_in] that ``{name}.weight`` is, perhaps as a vector."""
+        tensor = self._file.tensors.get(f"{self._prefix}{name}.weight")
+        if tensor is None or len(tensor.shape) != 1:
+            return self.matrix(name, n_in, 1)
+        return Matrix(_Row(self.vector(name, n_in)))
+
     def experts(self, name: str, n_experts: int, n_in: int, n_out: int) -> Weight:
         """The matrices ``{name}.weight`` [n_experts, n_out, n_in]."""
         return self.require(f"{name}.weight", n_experts, n_out, n_in)
+
+    def skip(self, *names: str) -> None:
+        """Lets be tensors of these names, if the file has them."""
+        for name in {self._prefix + name for name in names} & {*self._file.tensors}:
+            self.find(name.removeprefix(self._prefix), *self._file.tensors[name].shape)
+
+    def skip_layers(self, first: int) -> None:
+        """Lets be the tensors of all layers from number ``first`` on."""
+        numbers = ((re.match(r"blk\.(\d+)\.", name), name) for name in self._file.tensors)
+        self.skip(*(name for match, name in numbers if match and int(match[1]) >= first))
 
     def values(self, name: str, n: int) -> NDArray[np.float64]:
         """What the small tensor ``name`` [n] holds, read here and now."""
@@ -130,3 +202,46 @@ class Weights:
                 f"the file has a tensor {quoted(left[0])}{others} that a model of its architecture does not use, "
                 "so its output would be wrong: localllm does not support this variant"
             )
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """A vector as a matrix of one row."""
+
+    vector: Weight
+
+    @property
+    def name(self) -> str:
+        return self.vector.name
+
+    @property
+    def type(self) -> GGMLType:
+        return self.vector.type
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return 1, *self.vector.shape
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        return self.vector.data.reshape(1, -1)
+
+    def drop_pages(self) -> None:
+        self.vector.drop_pages()
+
+
+def split_rows(matrix: Matrix, parts: Mapping[str, int], *, n_groups: int = 1) -> tuple[Matrix, ...]:
+    """Several matrices [n_out, n_in] that lie in one, with its bias if it has any: ``parts`` are their n_out.
+
+    Their rows are one matrix's behind the other's; with ``n_groups``, so they are in each of as many groups of rows,
+    which each have as many of every matrix.
+    """
+    biases = [None] * len(parts) if matrix.bias is None else _split(matrix.bias, parts, n_groups)
+    return tuple(map(Matrix, _split(matrix.weight, parts, n_groups), biases))
+
+
+def _split(whole: Weight, parts: Mapping[str, int], n_groups: int) -> tuple[RowsOf, ...]:
+    ends = [0, *accumulate(n // n_groups for n in parts.values())]
+    return tuple(
+        RowsOf(whole, part, range(*rows), n_groups) for part, rows in zip(parts, pairwise(ends), strict=True)
+    )

@@ -28,6 +28,8 @@ from localllm.quant.types import BLOCK_SIZES, GGMLType
 _CHUNK = 1 << 16
 # More than blocks with float16 scales can hold, and little enough for sums of squares.
 _MOST = 1e15
+# What is added to the diagonal of XᵀX, as a part of its mean.
+_DAMPING = 0.01
 
 
 def quantize(
@@ -35,6 +37,7 @@ def quantize(
     type: GGMLType,
     weights: npt.NDArray[np.floating] | None = None,
     threads: int | None = None,
+    feedback: Feedback | None = None,
 ) -> Bytes:
     """Encode rows of values with the least weighted squared error that the search finds.
 
@@ -43,6 +46,8 @@ def quantize(
         type: one of `ENCODABLE`.
         weights: the importance of each column, [n] (a row of an importance matrix); by default all alike.
         threads: by default one a processor.
+        feedback: instead of ``weights``, for the formats in `FEEDBACK`: the error is that of the products with the
+            inputs that it was made of.
 
     Returns:
         uint8 [..., row_bytes].
@@ -64,6 +69,8 @@ def quantize(
     out = np.empty((*values.shape[:-1], size.row_bytes(n)), np.uint8)
     if not out.size:
         return out
+    if feedback is not None and type in FEEDBACK:
+        weights = feedback.weights
     rows = np.ascontiguousarray(values).reshape(-1, n)
     blocks = out.reshape(len(rows), -1, size.n_bytes)
     importance = _importance(weights, n).reshape(-1, size.length)
@@ -73,7 +80,10 @@ def quantize(
             chunk = rows[first : first + step].astype(np.float32, copy=False)
             if not (np.abs(chunk) <= most).all():
                 raise _unfit(type)
-            done = _encode(chunk.reshape(-1, size.length), type, importance)
+            if feedback is None or type not in FEEDBACK:
+                done = _encode(chunk.reshape(-1, size.length), type, importance)
+            else:
+                done = _encode_with_feedback(chunk.copy(), type, importance, feedback.factor)
         blocks[first : first + step] = done.reshape(len(chunk), -1, size.n_bytes)
 
     most = np.finfo(np.float32).max if size.length == 1 else _MOST
@@ -87,6 +97,45 @@ def quantize(
             for _ in pool.map(encode, starts):
                 pass
     return out
+
+
+@dataclass(frozen=True, eq=False)
+class Feedback:
+    """How the columns of a matrix make up for errors of the columns before them.
+
+    With inputs X [T, n] and the error E of a row, the error of its products is E XᵀX Eᵀ.  It is least if each error
+    is handed on to the columns behind it, with the factor U of the inverse of XᵀX = (UᵀU)⁻¹.
+
+    Attributes:
+        factor: U, float32 [n, n], upper triangular.
+
+    Source: Frantar et al., GPTQ (arXiv:2210.17323).
+    """
+
+    factor: Floats
+
+    @classmethod
+    def of(cls, hessian: npt.NDArray[np.floating]) -> Feedback:
+        """That of XᵀX [n, n].
+
+        Raises:
+            ModelError: it is not finite, or not such a product.
+        """
+        damped = hessian.astype(np.float64)
+        mean = float(damped.diagonal().mean())
+        if not np.isfinite(damped).all() or mean < 0:
+            raise ModelError("the products of a matrix's inputs are not finite numbers: collect them again")
+        # Columns that no text used, or that always come together, shall not make it singular.
+        damped[np.diag_indices_from(damped)] += _DAMPING * (mean or 1.0)
+        try:
+            return cls(np.linalg.cholesky(np.linalg.inv(damped)).T.astype(np.float32))
+        except np.linalg.LinAlgError:
+            raise ModelError("the products of a matrix's inputs are not those of any: collect them again") from None
+
+    @property
+    def weights(self) -> Floats:
+        """How much the error of each column costs that is left to the columns behind it."""
+        return self.factor.diagonal() ** -2
 
 
 def _unfit(type: GGMLType) -> ModelError:
@@ -224,13 +273,18 @@ _CODES: dict[GGMLType, _Codes] = {
 
 
 def _encode_codes(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
+    return _packed(type, *_codes(x, type, weights))
+
+
+def _codes(x: Floats, type: GGMLType, weights: Floats) -> tuple[npt.NDArray[np.int8], Floats, npt.NDArray[np.int16]]:
+    """The codes of blocks [n_blocks, length], their scales and minima [n_blocks, 2], and the integer ones of their
+    sub-blocks [2, n_blocks, n_sub]."""
     from localllm.quant import rounding
 
     codes, form = _CODES[type], cast(PackableFormat, FORMATS[type])
-    n_sub = form.block_length // form.sub_length
     out = np.empty(x.shape, np.int8)
     scales = np.empty((len(x), 2), np.float32)
-    integers = np.empty((2, len(x), n_sub), np.int16)
+    integers = np.empty((2, len(x), form.block_length // form.sub_length), np.int16)
     single = np.float32
     table = _NONE if codes.table is None else codes.table
     s_tries = codes.tries if codes.s_tries is None else codes.s_tries
@@ -239,6 +293,11 @@ def _encode_codes(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
         single(0 if codes.m_hi else np.inf), single(codes.s_lo), single(codes.s_hi), single(codes.m_hi),
         codes.tries, s_tries, s_tries, out, scales, integers,
     )  # fmt: skip
+    return out, scales, integers
+
+
+def _packed(type: GGMLType, out: npt.NDArray[np.int8], scales: Floats, integers: npt.NDArray[np.int16]) -> Bytes:
+    codes, form = _CODES[type], cast(PackableFormat, FORMATS[type])
     scale, minimum = _finite_half(scales, type).T
     if type in (GGMLType.Q4_1, GGMLType.Q5_1):
         minimum = -minimum  # these two add it
@@ -246,6 +305,28 @@ def _encode_codes(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
     sub_scales = integers[0].astype(np.uint8 if codes.has_min else np.int8) if codes.s_hi else None
     sub_mins = integers[1].astype(np.uint8) if codes.m_hi else None
     return form.pack(Parts(stored, scale, minimum if codes.has_min else None, sub_scales, sub_mins))
+
+
+def _encode_with_feedback(rows: Floats, type: GGMLType, weights: Floats, factor: Floats) -> Bytes:
+    """Encode rows [n_rows, n], block after block; ``rows`` receives what is to be encoded with feedback."""
+    from localllm.quant import rounding
+
+    codes, form = _CODES[type], cast(PackableFormat, FORMATS[type])
+    length, single = form.block_length, np.float32
+    table = _NONE if codes.table is None else codes.table
+    blocks = []
+    for i, importance in enumerate(weights):
+        here = slice(i * length, (i + 1) * length)
+        x = np.ascontiguousarray(rows[:, here])
+        out, scales, integers = _codes(x, type, importance[None])
+        errors = np.empty(x.shape, np.float32)
+        rounding.feed_back(
+            x, form.sub_length, single(codes.lo), single(codes.hi), table, np.ascontiguousarray(factor[here, here]),
+            out, scales, integers if codes.s_hi else integers[:0], errors,
+        )  # fmt: skip
+        rows[:, here.stop :] -= errors @ factor[here, here.stop :]
+        blocks.append(_packed(type, out, scales, integers))
+    return np.stack(blocks, axis=1)
 
 
 def _encode_mxfp4(x: Floats, weights: Floats) -> Bytes:
@@ -364,3 +445,6 @@ ENCODABLE: tuple[GGMLType, ...] = (
     GGMLType.F32, GGMLType.F16, GGMLType.BF16, *_CODES, GGMLType.MXFP4, *_ROWS
 )  # fmt: skip
 """The types that `quantize` writes."""
+
+FEEDBACK: tuple[GGMLType, ...] = tuple(_CODES)
+"""Those of them in which errors can be handed on to later columns."""

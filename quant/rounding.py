@@ -291,6 +291,37 @@ def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries
         ds[b, 0], ds[b, 1] = d, dmin
 
 
+@jit
+def feed_back(x, sub, lo, hi, lut, factor, out, ds, ss, errors):
+    """Encode blocks once more with scales as they are, each value with what rounding those before it did wrong.
+
+    A column's error is made up for by the columns behind it, as far as the inputs of both go together.  Within the
+    block that is done here; for the columns behind it the caller subtracts ``errors`` times their part of the factor.
+
+    Args:
+        x, sub, lo, hi, lut: as in `encode`.
+        factor: float32 [length, length], the block's own part of a factor (`localllm.quant.encode.Feedback`).
+        out, ds, ss: what `encode` gave; ``ss`` is empty without integer scales.  ``out`` receives the new codes.
+        errors: float32 [n_blocks, length], receives the error of each value, over its part of the factor.
+    """
+    y = np.empty(x.shape[1], np.float32)
+    for b in range(x.shape[0]):
+        y[:] = x[b]
+        for i in range(y.size):
+            scale, minimum = ds[b, 0], ds[b, 1]
+            if ss.size:
+                scale, minimum = scale * ss[0, b, i // sub], minimum * ss[1, b, i // sub]
+            if lut.size:
+                q = lut[place(2 * y[i] * inverse(scale))]
+            else:
+                q = min(max(np.rint((y[i] + minimum) * inverse(scale)), lo), hi)
+            out[b, i] = np.int8(q)
+            error = (y[i] - (scale * q - minimum)) / factor[i, i]
+            errors[b, i] = error
+            for j in range(i + 1, y.size):
+                y[j] -= error * factor[i, j]
+
+
 # -- Codebooks -----------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Imports go one way: quant <- kernels <- models <- the library's core <- the command line <- the chat."""
+"""Imports go one way: quant <- kernels <- models <- the library's core <- server <- command line <- chat."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import pytest
 from tests.helpers.data import ROOT
 
 #: The rooms, lowest first.  A module imports from its own room and from lower ones.
-ROOMS = ("localllm.quant", "localllm.kernels", "localllm.models", "localllm", "localllm.cli", "localllm.tui")
+ROOMS = (
+    "localllm.quant",
+    "localllm.kernels",
+    "localllm.models",
+    "localllm",
+    "localllm.server",
+    "localllm.cli",
+    "localllm.tui",
+)
 
 #: Rooms whose folders stand beside the package's.
 FOLDERS = ("localllm.quant", "localllm.kernels", "localllm.models", "localllm.tui")
@@ -65,7 +73,7 @@ def test_all_rooms_have_modules() -> None:
     assert {room(name) for name in SOURCES} == set(range(len(ROOMS)))
     assert SOURCES["localllm.kernels.cpu.backend"] == ROOT / "kernels" / "cpu" / "backend.py"
     assert SOURCES["localllm.cli"] == ROOT / "localllm" / "cli" / "__init__.py"
-    assert room("localllm.cli.main") == 4
+    assert room("localllm.cli.main") == 5
     assert room("localllm.client") == room("localllm.llm") == 3
 
 

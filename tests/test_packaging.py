@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from localllm import __version__
 from tests.helpers.data import ROOT
 
 ROOMS = ("kernels", "models", "quant", "tui")
@@ -41,7 +42,9 @@ def test_a_wheel_has_the_sources_and_no_stale_file(tmp_path: Path) -> None:
     build = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
     command = [sys.executable, "-c", build, str(tmp_path)]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
-    with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
+    name = done.stdout.split()[-1]
+    assert name.startswith(f"localllm-{__version__}-")
+    with zipfile.ZipFile(tmp_path / name) as wheel:
         built = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
     expected = sources(checkout / "localllm", "localllm")
     for room in ROOMS:

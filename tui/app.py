@@ -10,25 +10,99 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
-from textual.command import Provider
+from rich.segment import Segment
+from textual.color import Color
+from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.filter import LineFilter
 from textual.keys import Keys
+from textual.theme import Theme
 
-from localllm.tui import collector
-from localllm.tui.base import BaseApp
-from localllm.tui.conversation import Conversation
-from localllm.tui.launched import setup_of
-from localllm.tui.palette import CommandsProvider
+from localllm.tui.base_app import BaseApp, unfreeze_gc_heap
+from localllm.tui.chat.session import ChatSession
+from localllm.tui.commands import PALETTE, Command
+from localllm.tui.launch import setup_of
 from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.setup import Setup
-from localllm.tui.theme import THEMES
+from localllm.tui.text import without_controls
 
 if TYPE_CHECKING:
     from localllm.tui.launch import Launch
 
 #: Seconds after which a thread that computes has to let the one that draws go on; by default 0.005.
 _SWITCH_SECONDS = 0.001
+
+
+DARK = Theme(
+    name="dark",
+    primary="#7aa2f7",
+    secondary="#9d7cd8",
+    accent="#e0af68",
+    warning="#e0af68",
+    error="#f7768e",
+    success="#9ece6a",
+    foreground="#d5d9e8",
+    background="#16161e",
+    surface="#1d1e29",
+    panel="#262837",
+    dark=True,
+)
+
+LIGHT = Theme(
+    name="light",
+    primary="#2e5aac",
+    secondary="#7847bd",
+    accent="#96631a",
+    warning="#96631a",
+    error="#b3304f",
+    success="#40731b",
+    foreground="#24283b",
+    background="#fafafa",
+    surface="#f0f1f5",
+    panel="#e3e5ec",
+    dark=False,
+)
+
+THEMES = (DARK, LIGHT)
+
+
+class ControlFilter(LineFilter):
+    """Keeps control characters from the terminal, whatever widget draws them: editors show texts as they are.
+
+    They take no room in a line, so that leaving them out moves nothing.
+    """
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        return [
+            segment
+            if segment.control or segment.text.isprintable()
+            else segment._replace(text=without_controls(segment.text))
+            for segment in segments
+        ]
+
+
+class CommandsProvider(Provider):
+    """The command palette: finds commands by their title and by what they do."""
+
+    async def discover(self) -> Hits:
+        for command in PALETTE:
+            yield DiscoveryHit(command.title, self._runner(command), help=_help(command))
+
+    async def search(self, query: str) -> Hits:
+        matcher = self.matcher(query)
+        for command in PALETTE:
+            text = f"{command.title} /{command.name}"
+            score = max(matcher.match(text), 0.8 * matcher.match(command.help))
+            if score > 0:
+                yield Hit(score, matcher.highlight(text), self._runner(command), text=text, help=_help(command))
+
+    def _runner(self, command: Command) -> partial[None]:
+        return partial(cast(ChatScreen, self.screen).run_command, f"/{command.name}")
+
+
+def _help(command: Command) -> str:
+    return command.help + (f" ({command.shown_key})" if command.key else "")
 
 
 class ChatApp(BaseApp):
@@ -42,14 +116,20 @@ class ChatApp(BaseApp):
         super().__init__(setup)
         for theme in THEMES:
             self.register_theme(theme)
+        self._filters.append(ControlFilter())
         self.theme = setup.theme if setup.theme in self.available_themes else "dark"
         self._chat = ChatScreen(setup)
         self._is_warned = False
 
     @property
-    def conversation(self) -> Conversation:
+    def session(self) -> ChatSession:
         """The chat that is open."""
-        return self._chat.session.conversation
+        return self._chat.session
+
+    @property
+    def unsaved(self) -> list[ChatSession]:
+        """Chats that were left while they could not be saved."""
+        return self._chat.unsaved
 
     async def on_mount(self) -> None:
         await self.push_screen(self._chat)
@@ -67,10 +147,14 @@ class ChatApp(BaseApp):
         self.spawn(self._chat.quit(), group="quit")
 
     def action_help_quit(self) -> None:
-        """Ctrl+C, where nothing is selected that could be copied."""
-        if self._chat.composer.text.strip() and not self._is_warned:
+        """Ctrl+C, where nothing is selected that could be copied: stops a reply; a second one quits."""
+        turn = self._chat.turn
+        if turn is not None and not turn.is_stopped:
+            turn.stop()
+            self.notify("stopped: Ctrl+C again quits")
+        elif turn is None and self._chat.composer.text.strip() and not self._is_warned:
             self._is_warned = True
-            self.say("Ctrl+C again quits; the message that you are typing would be lost", warning=True)
+            self.notify("Ctrl+C again quits; the message that you are typing would be lost", severity="warning")
             self.set_timer(3.0, self._forget_warning)
         else:
             self.spawn(self._chat.quit(), group="quit")
@@ -81,16 +165,16 @@ class ChatApp(BaseApp):
     def end(self) -> None:
         """Lets the threads end, and closes the model."""
         self.end_threads()
-        collector.take_back()
+        unfreeze_gc_heap()
         if self._chat.models.model is not None:
             self._chat.models.model.close()
 
 
 def run(launch: Launch) -> int:
-    """Runs the chat in the terminal; returns the exit code, and leaves in ``launch`` the chat that was open last."""
+    """Runs the chat in the terminal; returns the exit code, and leaves in ``launch`` the chats that were open."""
     app = ChatApp(setup_of(launch))
     code = run_app(app)
-    launch.conversation = app.conversation
+    launch.sessions = [*app.unsaved, app.session]
     return code
 
 
@@ -121,7 +205,7 @@ def _warnings_shown(app: BaseApp) -> Iterator[None]:
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         if app.is_running:
-            app.call_later(app.say, str(message), warning=True)
+            app.call_later(partial(app.notify, str(message), severity="warning"))
 
     with warnings.catch_warnings():
         warnings.showwarning = show

@@ -1,15 +1,76 @@
-"""Slash commands: one table of what people may type, for every front end."""
+"""Slash commands: one table of what people may type, for the app and for line mode.
+
+The palette, completion, help and the app's keys read it.  A command's function works on a session, and returns a
+`Result` that the program does; what only the app can do is in `localllm.tui.screens.commands`.
+"""
 
 from __future__ import annotations
 
 import difflib
+import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from localllm.errors import UsageError
-from localllm.tui.slash import chats, messages, settings
-from localllm.tui.slash.frontend import Frontend
+from localllm.sampling import Sampling
+from localllm.tui.chat import settings as chat_settings
+from localllm.tui.chat.attachments import Completion, command_output
+from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.events import Turn
+from localllm.tui.chat.export import copied_path, export_all, import_chat, path_of, write_export
+from localllm.tui.chat.session import ChatSession
+from localllm.tui.storage.chats import ChatSummary, default_path
+from localllm.tui.text import shortened
+
+NO_BRANCHES = "there are no branches: /edit and /regen make them"
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """Something is to be generated."""
+
+    start: Callable[[Turn], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EditMessage:
+    """A message is to be changed by whoever sits there."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class OpenChat:
+    """Another conversation is to be gone on with; ``text`` is what there is to tell in line mode."""
+
+    conversation: Conversation
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class UseModel:
+    """Another model is to be loaded."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class PutText:
+    """A text is to be sent; the app puts it into the editor first, where it can be changed."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """The program is to end."""
+
+
+#: What a command leads to; a text is told.
+Result = str | Play | EditMessage | OpenChat | UseModel | PutText | Quit
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +83,26 @@ class Command:
         help: what it does.
         run: does it, given what was typed after the name; None where only the app knows how.
         aliases: other names.
+        title: its name in the palette; empty for what says nothing without arguments.
+        key: that calls it in the app, as Textual names it; empty if none does.
     """
 
     name: str
     arguments: str
     help: str
-    run: Callable[[Frontend, str], None] | None
+    run: Callable[[ChatSession, str], Result] | None
     aliases: tuple[str, ...] = ()
+    title: str = ""
+    key: str = ""
+
+    @property
+    def usage(self) -> str:
+        return f"/{self.name} {self.arguments}".rstrip()
+
+    @property
+    def shown_key(self) -> str:
+        """The key as people read it."""
+        return "+".join(part.capitalize() for part in self.key.split("+"))
 
 
 class Call(NamedTuple):
@@ -39,83 +113,492 @@ class Call(NamedTuple):
 
 
 def parse(text: str) -> Call | str:
-    """What was typed: a command, or a message, of which ``//`` begins one with a slash.
+    """What was typed: a command, or a message, of which ``//`` begins one with a slash, and ``!!`` one with a "!".
 
     Raises:
         UsageError: there is no such command; names the one that was meant.
     """
+    if text.startswith("!") and not text.startswith("!!"):
+        return Call(find("run"), text[1:].strip())
     if not text.startswith("/") or text.startswith("//"):
-        return text[1:] if text.startswith("//") else text
+        return text[1:] if text.startswith(("//", "!!")) else text
     name, *rest = text[1:].split(maxsplit=1) or [""]
-    command = _BY_NAME.get(name)
-    if command is None:
-        near = difflib.get_close_matches(name, _BY_NAME, n=1)
-        hint = f"did you mean /{near[0]}?" if near else "/help lists them; // begins a message with a slash"
-        raise UsageError(f"there is no command /{name}: {hint}")
-    return Call(command, rest[0].rstrip() if rest else "")
+    return Call(find(name), rest[0].rstrip() if rest else "")
 
 
-def run(front: Frontend, call: Call) -> None:
-    """Does what a command says.
+def find(name: str) -> Command:
+    """The command of a name.
+
+    Raises:
+        UsageError: there is none; names the one that was meant.
+    """
+    if (command := _BY_NAME.get(name)) is not None:
+        return command
+    near = difflib.get_close_matches(name, _BY_NAME, n=1)
+    hint = f"did you mean /{near[0]}?" if near else "/help lists them; // begins a message with a slash"
+    raise UsageError(f"there is no command /{name}: {hint}")
+
+
+def run(session: ChatSession, call: Call) -> Result:
+    """Does what a command says, or says what is to be done.
 
     Raises:
         LocalLLMError: it cannot be done.
     """
     if call.command.run is None:
         raise UsageError(f"/{call.command.name} is for the app: start localllm chat without --plain")
-    call.command.run(front, call.argument)
+    return call.command.run(session, call.argument)
 
 
-def _quit(front: Frontend, argument: str) -> None:
-    front.quit()
+def completions(line: str) -> list[Completion]:
+    """The commands that begin with what stands in a line; none unless it is one word after a slash."""
+    if not line.startswith("/") or not (line[1:].replace("-", "").isalnum() or line == "/"):
+        return []
+    return [Completion(f"/{c.name}", 0, c.help) for c in COMMANDS if c.name.startswith(line[1:].lower())]
 
 
-def _help(front: Frontend, argument: str) -> None:
+# -- Messages and branches -------------------------------------------------------------------------------------------
+
+
+def numbered(conversation: Conversation, number: str) -> Message:
+    """The message of the path that ``3`` or ``#3`` stands for.
+
+    Raises:
+        UsageError: there is none.
+    """
+    path = conversation.path()
+    digits = number.removeprefix("#")
+    if not digits.isdecimal() or not 0 < int(digits) <= len(path):
+        numbers = f"they have numbers from 1 to {len(path)}" if path else "nothing was said yet"
+        raise UsageError(f"there is no message {number}: {numbers}")
+    return path[int(digits) - 1]
+
+
+class Fork(NamedTuple):
+    """A message of the path that has others in its place.
+
+    Attributes:
+        number: its place in the path, from 1.
+        branches: what stands there, oldest first.
+        at: which of them is in the path, from 1.
+    """
+
+    number: int
+    branches: list[Message]
+    at: int
+
+
+def forks(conversation: Conversation) -> list[Fork]:
+    """Where a conversation branches, first to last."""
+    return [
+        Fork(number, conversation.siblings(message.id), conversation.branch_of(message.id)[0])
+        for number, message in enumerate(conversation.path(), 1)
+        if conversation.branch_of(message.id)[1] > 1
+    ]
+
+
+def branch_meant(conversation: Conversation, argument: str) -> Message:
+    """The branch that ``next``, ``prev`` or a number means: at the last fork, or of the message named before it.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = forks(conversation)
+    if not found:
+        raise UsageError(NO_BRANCHES)
+    first, *rest = argument.split()
+    fork = found[-1]
+    if rest or first.startswith("#"):
+        message = numbered(conversation, first)
+        fork = next((each for each in found if message in each.branches), Fork(0, [message], 1))
+    where = rest[0] if rest else "next" if first.startswith("#") else first
+    steps = {"next": fork.at + 1, "prev": fork.at - 1, "previous": fork.at - 1}
+    number = int(where) if where.isdecimal() else steps.get(where, 0)
+    n = len(fork.branches)
+    if len(rest) > 1 or not 0 < number <= n:
+        raise UsageError(f"there is no branch {where}, and this is {fork.at} of {n}: /branch lists them")
+    return fork.branches[number - 1]
+
+
+def _edit(session: ChatSession, argument: str) -> Result:
+    conversation = session.conversation
+    first, *rest = argument.split(maxsplit=1) or [""]
+    message: Message | None
+    if first.removeprefix("#").isdecimal():  # a number is always that of a message
+        message, text = numbered(conversation, first), rest[0] if rest else ""
+    else:
+        message = next((m for m in reversed(conversation.path()) if m.role == "user"), None)
+        text = argument
+    if message is None:
+        raise UsageError("there is nothing to edit yet: send a message first")
+    return Play(partial(session.edit, message.id, text)) if text else EditMessage(message)
+
+
+def _regenerate(session: ChatSession, argument: str) -> Result:
+    message = numbered(session.conversation, argument) if argument else None
+    return Play(partial(session.regenerate, None if message is None else message.id))
+
+
+def _branch(session: ChatSession, argument: str) -> Result:
+    if argument:
+        session.switch(branch_meant(session.conversation, argument).id)
+        return _show(session)
+    lines = []
+    for fork in forks(session.conversation):
+        lines += [f"#{fork.number} {fork.branches[0].role}, {len(fork.branches)} branches"]
+        lines += [
+            f"  {'*' if i == fork.at else ' '} {i} {shortened(branch.content, 60)}"
+            for i, branch in enumerate(fork.branches, 1)
+        ]
+    return "\n".join(lines) or NO_BRANCHES
+
+
+def to_remove(conversation: Conversation, argument: str) -> Message:
+    """The message that ``/remove`` means."""
+    if not argument:
+        raise UsageError("name the message: /remove 3 deletes it and all that follows it")
+    return numbered(conversation, argument)
+
+
+def _remove(session: ChatSession, argument: str) -> Result:
+    session.delete(to_remove(session.conversation, argument).id)
+    return _show(session)
+
+
+def _show(session: ChatSession, argument: str = "") -> str:
+    return _transcript(session.conversation)
+
+
+def _transcript(conversation: Conversation) -> str:
+    parts = []
+    for number, message in enumerate(conversation.path(), 1):
+        at, n = conversation.branch_of(message.id)
+        branch = f", branch {at} of {n}" if n > 1 else ""
+        cut = ", cut off" if message.is_cut else ", edited" if message.state == "edited" else ""
+        parts.append(f"#{number} {message.role}{branch}{cut}\n{message.content}")
+    return "\n\n".join(parts) or "nothing was said yet"
+
+
+# -- How replies are generated ---------------------------------------------------------------------------------------
+
+
+def _system(session: ChatSession, argument: str) -> Result:
+    if argument:
+        session.set_system("" if argument == "none" else argument)
+    return f"system prompt: {session.conversation.system or 'none'}"
+
+
+def _set(session: ChatSession, argument: str) -> Result:
+    settings = session.conversation.settings
+    name, *rest = argument.split(maxsplit=1) or [""]
+    if rest:
+        settings = chat_settings.with_setting(settings, name, rest[0])
+        session.set_options(settings)
+    elif name:
+        chat_settings.with_setting(settings, name, "default")  # complains where there is none
+    defaults = vars(Sampling())
+    lines = []
+    for each in [chat_settings.full_name(name)] if name else chat_settings.READERS:
+        value = settings.get(each, defaults.get(each, "default"))
+        text = ("on" if value else "off") if isinstance(value, bool) else "none" if value is None else value
+        lines.append(f"{each:<20} {text}{'' if each in settings else '  (default)'}")
+    return "\n".join(lines)
+
+
+def _prefix(session: ChatSession, argument: str) -> Result:
+    if argument:
+        value = "default" if argument == "none" else argument
+        session.set_options(chat_settings.with_setting(session.conversation.settings, "reply_prefix", value))
+    return f"replies begin with: {session.conversation.settings.get('reply_prefix') or 'nothing given'}"
+
+
+def _stop_strings(session: ChatSession, argument: str) -> Result:
+    if argument:
+        try:
+            texts = [] if argument == "none" else shlex.split(argument)
+        except ValueError:
+            raise UsageError(
+                'a quotation mark is open: give texts in quotes, as in /stop-strings "###" "User:"'
+            ) from None
+        rest = {name: value for name, value in session.conversation.settings.items() if name != "stop"}
+        session.set_options({**rest, "stop": texts} if texts else rest)
+    stop = session.conversation.settings.get("stop") or []
+    return "replies end before: " + (", ".join(map(repr, stop)) or "nothing given")
+
+
+def _model(session: ChatSession, argument: str) -> Result:
+    if argument:
+        return UseModel(argument)
+    if session.model is None:
+        return "no model is loaded: /model FILE loads one"
+    info = session.model.info
+    return f"{info.name or info.path.name}: {info.path}, {info.context:,} tokens of context"
+
+
+def stats_text(session: ChatSession) -> str:
+    """Tokens, cache and speed."""
+    used, context = session.meter()
+    lines = [f"context {used:,} / {context:,} tokens ({used / max(1, context):.0%})"]
+    if (stats := session.last) is not None:
+        lines.append(
+            f"last prompt {stats.prompt_tokens:,} tokens: {stats.cached_tokens:,} cached, "
+            f"{stats.prefilled_tokens:,} evaluated"
+        )
+        lines.append(
+            f"last reply {stats.new_tokens:,} tokens: the first after {stats.first_token_s:.2f} s, "
+            f"then {stats.rate:.1f} tok/s, by {stats.model}"
+        )
+    return "\n".join(lines)
+
+
+# -- Chats -----------------------------------------------------------------------------------------------------------
+
+
+def _save(session: ChatSession, argument: str) -> Result:
+    check_begun(session.conversation)
+    if argument:
+        session.set_title(argument)
+    where = "in memory alone" if session.store.path is None else f"in {session.store.path}"
+    return f"{session.conversation.id}  {session.conversation.title}, saved {where}"
+
+
+def check_begun(conversation: Conversation) -> None:
+    """Complains where nothing was said: such a chat is not kept."""
+    if not len(conversation):
+        raise UsageError("there is nothing to save yet: chats are saved as they are written")
+
+
+def _load(session: ChatSession, argument: str) -> Result:
+    if not argument:
+        raise UsageError("name a chat, or a file: /load ID, or /load FILE.json; /sessions lists chats")
+    if argument.lower().endswith(".json"):
+        return _import(session, argument)
+    conversation = session.store.load(session.store.find(argument))
+    return OpenChat(conversation, _transcript(conversation))
+
+
+def _import(session: ChatSession, argument: str) -> Result:
+    if not argument:
+        raise UsageError("name a file that was exported: /import FILE.json")
+    conversation = import_chat(session.store, path_of(argument))
+    return OpenChat(conversation, f"imported: {conversation.title}\n{_transcript(conversation)}")
+
+
+def export(session: ChatSession, argument: str) -> Result:
+    if argument == "all" or argument.startswith("all "):
+        folder = path_of(argument[len("all ") :].strip() or "chats")
+        return f"{export_all(session.store, folder):,} chats written into {folder}"
+    path = path_of(argument or f"chat-{session.conversation.id}.md")
+    write_export(session.conversation, path)
+    return f"written to {path}"
+
+
+def _sessions(session: ChatSession, argument: str) -> Result:
+    store = session.store
+    if argument == "archived":
+        found = store.sessions(archived=True)
+    else:
+        found = store.search(argument) if argument else store.sessions(limit=20)
+    return "\n".join(map(_line, found)) or "no chats"
+
+
+def _line(summary: ChatSummary) -> str:
+    archived = " (archived)" if summary.archived else ""
+    return f"{summary.id}  {summary.title or 'untitled'}{archived} · {summary.n_messages} · {summary.preview}"
+
+
+def _rename(session: ChatSession, argument: str) -> Result:
+    if not argument:
+        raise UsageError("give a title: /rename TITLE")
+    return f"title: {session.set_title(argument)}"
+
+
+def _chosen(session: ChatSession, argument: str) -> str:
+    return session.conversation.id if argument in ("", "this") else session.store.find(argument)
+
+
+def _delete(session: ChatSession, argument: str) -> Result:
+    if not argument:
+        raise UsageError("name the chat: /delete ID, or /delete this; /remove 3 deletes messages")
+    id_ = _chosen(session, argument)
+    session.store.delete(id_)
+    text = f"deleted {id_}"
+    return OpenChat(_next(session), f"{text}\na new chat") if id_ == session.conversation.id else text
+
+
+def _archive(session: ChatSession, argument: str) -> Result:
+    id_ = _chosen(session, argument)
+    if id_ == session.conversation.id:
+        check_begun(session.conversation)
+    session.store.archive(id_)
+    return f"archived {id_}: /unarchive {id_} brings it back"
+
+
+def _unarchive(session: ChatSession, argument: str) -> Result:
+    id_ = _chosen(session, argument)
+    session.store.archive(id_, False)
+    return f"{id_} is among the chats again"
+
+
+def _next(session: ChatSession) -> Conversation:
+    """A new chat, with what the one before was set to."""
+    old = session.conversation
+    return Conversation(system=old.system, settings=dict(old.settings), model=old.model)
+
+
+def _fork(session: ChatSession, argument: str) -> Result:
+    check_begun(session.conversation)
+    to = numbered(session.conversation, argument).id if argument else None
+    conversation = copied_path(session.conversation, to)
+    session.store.save(conversation, conversation.messages)
+    return OpenChat(conversation, f"a new chat: {conversation.title}")
+
+
+# -- Texts from elsewhere --------------------------------------------------------------------------------------------
+
+
+def _prompt(session: ChatSession, argument: str) -> Result:
+    folder = (session.store.path or default_path()).with_name("prompts")
+    files = {path.stem: path for path in sorted(folder.glob("*.*")) if path.suffix in (".md", ".txt")}
+    name, *rest = argument.split(maxsplit=1) or [""]
+    if not name:
+        return "\n".join(files) or f"there are no prompts yet: put texts into {folder}, as NAME.md"
+    if name not in files:
+        near = difflib.get_close_matches(name, files, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"put it into {folder}, as {name}.md"
+        raise UsageError(f"there is no prompt {name!r}: {hint}")
+    try:
+        text = files[name].read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{files[name]} cannot be read ({error}): check that it is a text in UTF-8") from None
+    return PutText(filled(text.strip(), rest[0] if rest else ""))
+
+
+def filled(prompt: str, argument: str) -> str:
+    """A prompt with the words of an argument for ``$1`` to ``$9``, and all of it for ``$ARGUMENTS``, or below it."""
+    words = argument.split()
+    found = re.sub(
+        r"\$([1-9]|ARGUMENTS\b)",
+        lambda m: argument if m[1] == "ARGUMENTS" else words[int(m[1]) - 1] if int(m[1]) <= len(words) else "",
+        prompt,
+    )
+    return f"{prompt}\n\n{argument}" if argument and found == prompt else found
+
+
+def _run(session: ChatSession, argument: str) -> Result:
+    return PutText(command_output(argument))
+
+
+# -- The table -------------------------------------------------------------------------------------------------------
+
+
+def _help(session: ChatSession, argument: str) -> Result:
     name = argument.removeprefix("/")
-    if name and name not in _BY_NAME:
-        parse(f"/{name}")  # complains
-    wanted = [_BY_NAME[name]] if name else [command for command in COMMANDS if command.run is not None]
-    usages = [f"/{command.name} {command.arguments}".rstrip() for command in wanted]
-    width = max(map(len, usages))
-    lines = [f"{usage:<{width}}  {command.help}" for usage, command in zip(usages, wanted, strict=True)]
-    front.say("\n".join(lines))
+    wanted = [find(name)] if name else [command for command in COMMANDS if command.run is not None]
+    width = max(len(command.usage) for command in wanted)
+    return "\n".join(f"{command.usage:<{width}}  {command.help}" for command in wanted)
 
 
 COMMANDS = [
-    Command("help", "[COMMAND]", "list the commands", _help, ("?",)),
-    Command("regen", "[N]", "reply again; the earlier reply stays as a branch", messages.regenerate, ("retry",)),
+    Command("help", "[COMMAND]", "list the commands", _help, ("?",), "Help: keys and commands", "f1"),
     Command(
-        "edit", "[N] [TEXT]", "change your last message, or number N: a new branch goes on from there", messages.edit
+        "regen",
+        "[N]",
+        "reply again; the earlier reply stays as a branch",
+        _regenerate,
+        ("retry",),
+        "Regenerate",
+        "ctrl+r",
     ),
-    Command("continue", "", "go on with a reply that was cut off", messages.continue_),
     Command(
-        "branch", "[[N] next|prev|K]", "list branches, or go to the next, the one before or number K", messages.branch
+        "edit",
+        "[N] [TEXT]",
+        "change your last message, or number N: a new branch goes on from there",
+        _edit,
+        title="Edit your last message",
+        key="f2",
     ),
-    Command("show", "", "show the conversation, with numbers", messages.show, ("history",)),
-    Command("remove", "N", "delete message N and all that follows it", messages.remove),
-    Command("drop", "", "where the context is full: leave out the oldest turns", messages.drop),
     Command(
-        "summarise", "", "where the context is full: put a summary in their place", messages.summarise, ("summarize",)
+        "continue",
+        "",
+        "go on with a reply that was cut off",
+        lambda session, _: Play(session.continue_reply),
+        title="Continue the reply",
+        key="ctrl+g",
     ),
-    Command("system", "[TEXT|none]", "show or set the system prompt", settings.system),
-    Command("set", "[NAME [VALUE|default]]", "show or change how replies are generated", settings.set_),
-    Command("prefix", "[TEXT|none]", "what replies begin with", settings.prefix),
-    Command("stop-strings", "[TEXT … |none]", "what replies end before; in quotes for spaces", settings.stop_strings),
-    Command("model", "[FILE]", "show the model, or load another one", settings.model),
-    Command("stats", "", "tokens, cache and speed", settings.stats),
-    Command("sessions", "[WORDS|archived]", "list chats, or search them", chats.sessions, ("list",)),
-    Command("save", "[TITLE]", "tell where this chat is saved, and name it", chats.save),
-    Command("load", "ID|FILE.json", "open a saved chat, or import one", chats.load, ("open",)),
-    Command("import", "FILE.json", "open a chat that was exported", chats.import_),
-    Command("export", "[FILE.md|FILE.json]", "write this chat into a file", chats.export),
-    Command("rename", "TITLE", "give this chat a title", chats.rename),
-    Command("archive", "[ID]", "take this chat, or another one, out of the list", chats.archive),
-    Command("unarchive", "[ID]", "take it back into the list", chats.unarchive),
-    Command("delete", "ID|this", "delete a chat for good", chats.delete),
-    Command("clear", "", "begin a new chat; this one stays saved", chats.clear, ("new",)),
-    Command("copy", "[code [N]]", "copy the last reply, or a block of its code", None),
-    Command("theme", "[NAME]", "choose colours", None),
-    Command("quit", "", "end", _quit, ("exit", "bye", "q")),
+    Command(
+        "branch",
+        "[[N] next|prev|K]",
+        "list branches, or go to the next, the one before or number K",
+        _branch,
+        title="Branches",
+    ),
+    Command("show", "", "show the conversation, with numbers", _show, ("history",)),
+    Command("remove", "N", "delete message N and all that follows it", _remove),
+    Command(
+        "drop",
+        "",
+        "where the context is full: leave out the oldest turns",
+        lambda session, _: Play(partial(session.make_room, "drop")),
+    ),
+    Command(
+        "summarise",
+        "",
+        "where the context is full: put a summary in their place",
+        lambda session, _: Play(partial(session.make_room, "summarise")),
+        ("summarize",),
+    ),
+    Command("system", "[TEXT|none]", "show or set the system prompt", _system, title="System prompt", key="ctrl+s"),
+    Command(
+        "set",
+        "[NAME [VALUE|default]]",
+        "show or change how replies are generated",
+        _set,
+        title="Sampling",
+        key="ctrl+t",
+    ),
+    Command("prefix", "[TEXT|none]", "what replies begin with", _prefix),
+    Command("stop-strings", "[TEXT … |none]", "what replies end before; in quotes for spaces", _stop_strings),
+    Command("model", "[FILE]", "show the model, or load another one", _model, title="Model", key="ctrl+l"),
+    Command("stats", "", "tokens, cache and speed", lambda session, _: stats_text(session), title="Statistics"),
+    Command("sessions", "[WORDS|archived]", "list chats, or search them", _sessions, ("list",), "Chats", "ctrl+o"),
+    Command("fork", "[N]", "go on in a new chat, with what was said up to number N", _fork, title="Fork the chat"),
+    Command("prompt", "[NAME [WORDS]]", "list the prompts of your folder, or use one", _prompt),
+    Command("run", "COMMAND", "send what a shell command prints; so does !COMMAND", _run),
+    Command("editor", "", "write the message in $EDITOR", None, title="Write in your editor", key="ctrl+e"),
+    Command("save", "[TITLE]", "tell where this chat is saved, and name it", _save),
+    Command("load", "ID|FILE.json", "open a saved chat, or import one", _load, ("open",), "Open a chat"),
+    Command("import", "FILE.json", "open a chat that was exported", _import, title="Import a chat"),
+    Command(
+        "export",
+        "[FILE.md|FILE.json|all FOLDER]",
+        "write this chat into a file, or all chats into a folder",
+        export,
+        title="Export the chat",
+    ),
+    Command("rename", "TITLE", "give this chat a title", _rename, title="Rename the chat"),
+    Command("archive", "[ID]", "take this chat, or another one, out of the list", _archive, title="Archive the chat"),
+    Command("unarchive", "[ID]", "take it back into the list", _unarchive),
+    Command("delete", "ID|this", "delete a chat for good", _delete, title="Delete the chat"),
+    Command(
+        "clear",
+        "",
+        "begin a new chat; this one stays saved",
+        lambda session, _: OpenChat(_next(session), "a new chat"),
+        ("new",),
+        "New chat",
+        "ctrl+n",
+    ),
+    Command("copy", "[code [N]]", "copy the last reply, or a block of its code", None, title="Copy the last reply"),
+    Command("theme", "[NAME]", "choose colours", None, title="Theme"),
+    Command("quit", "", "end", lambda session, _: Quit(), ("exit", "bye", "q"), "Quit", "ctrl+q"),
 ]
+
+#: Those of the palette that people need first; the others follow as they stand in the table.
+_FIRST = ("clear", "sessions", "model", "system", "set", "regen", "continue", "edit", "branch", "copy")
+PALETTE = sorted(
+    (command for command in COMMANDS if command.title),
+    key=lambda command: _FIRST.index(command.name) if command.name in _FIRST else len(_FIRST),
+)
 
 _BY_NAME = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}

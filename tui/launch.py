@@ -6,29 +6,37 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from localllm.cli.defaults import settle
 from localllm.cli.generate import describe, generation_options, load_model, plan_shower
-from localllm.cli.terminal import LoadStatus, is_terminal, say, visible_line, warn
+from localllm.cli.terminal import LoadStatus, is_terminal, say, short_count, visible_line, warn
+from localllm.declared_options import CheckedOptions
+from localllm.devices import gpu_memory
 from localllm.errors import LocalLLMError, StoreError, UsageError
+from localllm.kernels.cpu.host import available_memory
 from localllm.library.find import model_path
+from localllm.library.listing import demo_model, find_models, read_details
 from localllm.llm import LLM
 from localllm.loading import check_file
-from localllm.options import CheckedOptions
 from localllm.progress import LoadPlan, LoadProgress
 from localllm.settings import Settings
-from localllm.tui import options
-from localllm.tui.conversation import Conversation
-from localllm.tui.events import Choice
-from localllm.tui.lines import Lines
-from localllm.tui.plain import PlainChat
-from localllm.tui.session import ChatSession
-from localllm.tui.store import Store, default_path
+from localllm.tui.chat import settings as chat_settings
+from localllm.tui.chat.conversation import Conversation
+from localllm.tui.chat.events import Choice
+from localllm.tui.chat.session import ChatSession
+from localllm.tui.line_mode import InputReader, LineChat
+from localllm.tui.setup import ModelEntry, Setup
+from localllm.tui.storage.chats import Store, default_path
+
+#: Seconds that what is not saved yet is tried to be saved when the program ends.
+_FLUSH_SECONDS = 5.0
 
 
 @dataclass
@@ -44,6 +52,8 @@ class Launch:
             gone.
         settings: those of the user's settings file.
         more: keywords of `LLM.stream_chat` beside the conversation's settings.
+        question: the first message; None for none.
+        sessions: the chats that were open in the end, of which the last one is gone on with.
     """
 
     arguments: argparse.Namespace
@@ -53,6 +63,8 @@ class Launch:
     model: str
     settings: Settings
     more: dict[str, Any]
+    question: str | None = None
+    sessions: list[ChatSession] = field(default_factory=list)
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Launch:
@@ -61,6 +73,7 @@ class Launch:
         SettingsError, ModelNotFoundError: see `localllm.cli.defaults.settle`.
         StoreError: there is no such chat to go on with.
         """
+        question = _question(arguments)
         names_model = arguments.model is not None
         defaults = settle(arguments)
         notices: list[str] = []
@@ -87,7 +100,7 @@ class Launch:
         if not is_new:
             c = conversation
             store.set(c.id, model=c.model, system=c.system, settings=c.settings)
-        return cls(arguments, store, notices, conversation, model, defaults, more)
+        return cls(arguments, store, notices, conversation, model, defaults, more, question)
 
     def load(self, name: str, progress: LoadProgress | None = None, planned: LoadPlan | None = None) -> LLM:
         """Loads a model, with what the command line says of devices, context and threads.
@@ -133,7 +146,10 @@ def run(arguments: argparse.Namespace) -> int:
     launch = Launch.of(arguments)
     try:
         is_plain = arguments.plain or not _has_screen()
-        code = _run_plain(launch) if is_plain else int(_app().run(launch))
+        try:
+            code = _run_plain(launch) if is_plain else int(_app().run(launch))
+        finally:
+            _save_the_rest(launch)
         if not arguments.quiet:
             _say_how_to_go_on(launch)
         return code
@@ -150,9 +166,17 @@ def is_here(model: str, folders: Iterable[Path]) -> bool:
     return path is None or Path(path).exists()
 
 
+def _save_the_rest(launch: Launch) -> None:
+    """Saves what could not be saved while the chat ran, as where another program had locked the file."""
+    for session in launch.sessions:
+        if (reason := session.flush(_FLUSH_SECONDS)) is not None:
+            warn(f"the end of the chat {session.conversation.title!r} could not be saved: {reason}")
+
+
 def _say_how_to_go_on(launch: Launch) -> None:
-    if launch.store.path is not None and len(launch.conversation):
-        say(f"Continue this chat with: localllm chat --session {launch.conversation.id}")
+    session = launch.sessions[-1]
+    if launch.store.path is not None and session.is_saved and len(session.conversation):
+        say(f"Continue this chat with: localllm chat --session {session.conversation.id}")
 
 
 def _list_chats() -> int:
@@ -203,12 +227,25 @@ def _run_plain(launch: Launch) -> int:
         return llm
 
     session = ChatSession(load(launch.model), launch.store, launch.conversation, launch.more)
-    if (warning := session.enter()) is not None:
+    if (warning := session.mark_open()) is not None:
         warn(warning)
-    chat = PlainChat(session, load, Lines(launch.history), when_full=launch.when_full, quiet=arguments.quiet)
-    code = chat.run()
-    launch.conversation = chat.session.conversation
-    return code
+    lines = InputReader(launch.history)
+    when_full = launch.when_full
+    chat = LineChat(session, load, lines, check=launch.check, when_full=when_full, quiet=arguments.quiet)
+    try:
+        return chat.run(launch.question)
+    finally:
+        launch.sessions = [*chat.unsaved, chat.session]
+        chat.close()
+
+
+def _question(arguments: argparse.Namespace) -> str | None:
+    """The first message, where one was given in the place of a file: several words that are the name of none."""
+    given = arguments.model
+    if given is None or len(str(given).split()) < 2 or os.path.lexists(given) or str(given).endswith(".gguf"):
+        return None
+    arguments.model = None
+    return str(given)
 
 
 def _settings(arguments: argparse.Namespace, defaults: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -218,7 +255,7 @@ def _settings(arguments: argparse.Namespace, defaults: Settings) -> tuple[dict[s
     given["stop"] = list(given["stop"])
     unset: dict[str, Any] = {"stop": [], "logit_bias": {}, "ignore_eos": False, "max_tokens": None}
     given = {name: value for name, value in given.items() if name not in unset or value != unset[name]}
-    kept = {name: value for name, value in given.items() if name in options.READERS}
+    kept = {name: value for name, value in given.items() if name in chat_settings.READERS}
     if arguments.prefix:
         kept["reply_prefix"] = arguments.prefix
     return kept, {name: value for name, value in given.items() if name not in kept}
@@ -244,3 +281,49 @@ def _conversation(arguments: argparse.Namespace, store: Store, notices: list[str
         if id_ is None:
             notices.append("there is no chat to go on with yet: this is a new one")
     return Conversation() if id_ is None else store.load(id_)
+
+
+def setup_of(launch: Launch) -> Setup:
+    """What the app needs for a command line."""
+    arguments, settings = launch.arguments, launch.settings
+
+    return Setup(
+        store=launch.store,
+        conversation=launch.conversation,
+        first_model=launch.model,
+        load=launch.load,
+        check=launch.check,
+        list_models=lambda: list_models(settings.model_folders, arguments.device),
+        memory=memory_in_use,
+        more=launch.more,
+        when_full=launch.when_full,
+        history=None if launch.history is None else launch.history.with_suffix(".jsonl"),
+        notices=tuple(launch.notices),
+        theme=settings.theme,
+        question=launch.question or "",
+    )
+
+
+def list_models(folders: Sequence[Path], device: str) -> Iterator[ModelEntry]:
+    """The models on this machine, with what is known of them; reads the headers of those that are new."""
+    demo = demo_model()
+    models = [*find_models(folders).models, *([] if demo is None else [demo])]
+    available = available_memory() + gpu_memory(device)
+    for model in read_details(models):
+        details = model.details
+        is_demo = demo is not None and model.path == demo.path
+        yield ModelEntry(
+            name=visible_line(model.name),
+            path="" if is_demo else str(model.path),
+            size=model.n_bytes,
+            quantisation=(details and details.file_type) or "",
+            parameters=short_count(details.n_parameters) if details and details.n_parameters else "",
+            context=details.trained_context if details else None,
+            fits=(details and details.fits(available)) or "",
+            error=(details and details.error) or "",
+        )
+
+
+def memory_in_use() -> int:
+    """Bytes of memory that this process has."""
+    return int(psutil.Process().memory_info().rss)

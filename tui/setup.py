@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from localllm.progress import LoadProgress
-from localllm.tui.conversation import Conversation
-from localllm.tui.events import Choice
-from localllm.tui.replies import ChatModel, Info
-from localllm.tui.store import Store
+from localllm.tui.chat.conversation import Conversation
+from localllm.tui.chat.events import Choice
+from localllm.tui.chat.model import ChatModel, Info
+from localllm.tui.storage.chats import Store
 
 
 class OpenInfo(Info, Protocol):
@@ -24,11 +24,10 @@ class OpenInfo(Info, Protocol):
 
 
 class OpenModel(ChatModel, Protocol):
-    """A model that the app has loaded, and closes."""
+    """A model that the app has loaded."""
 
     @property
     def info(self) -> OpenInfo: ...
-    def close(self) -> None: ...
 
 
 class Loader(Protocol):
@@ -80,6 +79,7 @@ class Setup:
         history: the file with what was typed before; None for no file.
         notices: what there is to tell at first.
         theme: the name of a theme.
+        question: the first message; empty for none.
     """
 
     store: Store
@@ -94,3 +94,4 @@ class Setup:
     history: Path | None = None
     notices: Sequence[str] = ()
     theme: str = "dark"
+    question: str = ""

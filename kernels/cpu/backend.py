@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,17 +22,17 @@ from localllm.kernels.backend import (
     input_rows,
     weights_of,
 )
-from localllm.kernels.cpu.batch import N_TOKENS
+from localllm.kernels.cpu.batch import N_CHOSEN, N_TOKENS
 from localllm.kernels.cpu.cache import CPUCache
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.host import default_threads, most_threads
-from localllm.kernels.cpu.lowering import Lowered, Lowering
+from localllm.kernels.cpu.lowering import Lowered, Lowering, Stored
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Program, Workers
-from localllm.kernels.cpu.target import Target, choose
+from localllm.kernels.cpu.target import choose
 from localllm.kernels.cpu.thread_choice import choose_threads
 from localllm.kernels.cpu.weights import PackedWeights, WeightLoader, planned_weight
-from localllm.kernels.graph import Graph, Weight
+from localllm.kernels.graph import Graph, Value, Weight
 
 #: Tokens in a step up to which reading the weights takes longer than multiplying them.
 FEW_TOKENS = 4
@@ -80,44 +81,25 @@ class CPUBackend(Backend):
     def footprint(
         self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
     ) -> Footprint:
-        sizes = {"n_states": n_states, "max_tokens": max_tokens, "max_outputs": max_outputs}
-        return footprint(graph, target=self.target, threads=self.workers.n, n_pages=n_pages, **sizes)
-
-    def compile(
-        self,
-        graph: Graph,
-        *,
-        n_pages: tuple[int, ...],
-        max_tokens: int,
-        max_outputs: int,
-        n_states: int = 0,
-        progress: Progress | None = None,
-    ) -> CPUStep:
         check_cache(graph, n_pages, n_states)
-        weights = PackedWeights()
-        packed = tuple(weights.load(use, self._loader, progress) for use in weights_of(graph))
-        cache = CPUCache(graph, n_pages, n_states if graph.states else 0)
-        cache.allocate(self.workers)
-        sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
-        lowered = Lowering(graph, weights, cache, self.target, self.workers.n, **sizes).lower()
-        return CPUStep(self, lowered, weights, packed, cache)
+        weights, uses = PackedWeights(), weights_of(graph)
+        cache = CPUCache(graph, n_pages, n_states if graph.states else 0, self.workers)
+        planned = tuple(map(planned_weight, uses))
 
+        def lowered() -> Lowered:
+            sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
+            return Lowering(graph, weights, cache, self.target, self.workers.n, **sizes).lower()
 
-def footprint(
-    graph: Graph,
-    *,
-    target: Target,
-    threads: int,
-    n_pages: tuple[int, ...],
-    max_tokens: int,
-    max_outputs: int,
-    n_states: int = 0,
-) -> Footprint:
-    """As `Backend.footprint`, of a CPU that is not at work: on so many threads."""
-    cache = CPUCache(graph, n_pages, n_states)
-    sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
-    lowered = Lowering(graph, PackedWeights(), cache, target, threads, **sizes).lower()
-    return Footprint(tuple(map(planned_weight, weights_of(graph))), cache.layer_bytes, lowered.arena_bytes)
+        program = lowered()
+
+        def load(progress: Progress | None) -> CPUStep:
+            packed = tuple(weights.load(use, self._loader, progress) for use in uses)
+            cache.allocate()
+            # Kernels are another format's where that of the plan cannot hold a weight.
+            as_planned = [w.kernel_type for w in packed] == [w.kernel_type for w in planned]
+            return CPUStep(self, program if as_planned else lowered(), weights, packed, cache)
+
+        return Footprint(planned, cache.layer_bytes, program.arena_bytes, load)
 
 
 class CPUStep(Step):
@@ -139,6 +121,7 @@ class CPUStep(Step):
         self._tables.bind(arena)
         self._embeddings = [(op, weights.tables[op.table], y.rows(arena)) for op, y in lowered.embeddings]
         self._hidden_rows = None if lowered.hidden is None else lowered.hidden.rows(arena)
+        self._arena, self._watched = arena, lowered.watched
         self._result, self._of_tokens = lowered.result.rows(arena), lowered.result.slot == N_TOKENS
         self._width = lowered.result.width
         header = self._tables.header_numbers()
@@ -157,6 +140,14 @@ class CPUStep(Step):
         self._program.run(workers, before=lambda: self._fill(batch, hidden), threads=threads)
         n_rows = n_tokens if self._of_tokens else len(batch.outputs)
         return HostOutput(self._result[:n_rows, : self._width])
+
+    def value(self, x: Value) -> NDArray[Any]:
+        stored, numbers = self._watched[x], self._tables.header_numbers()
+        if isinstance(stored, Stored):
+            return stored.rows(self._arena)[: numbers[stored.slot], : stored.width]
+        begin = stored.ids.buffer.offset + stored.ids.n_bytes
+        ids = self._arena[begin : begin + 8 * numbers[N_CHOSEN]].view(np.int64)
+        return ids.reshape(numbers[N_TOKENS], -1)
 
     def _fill(self, batch: Batch, hidden: Output | None) -> None:
         """Puts a batch where the program reads it."""

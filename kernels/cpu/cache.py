@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.buffers import ALIGNMENT
+from localllm.kernels.buffers import ALIGNMENT, Address, Buffer
 from localllm.kernels.cpu.cache_types import CACHE_LAYOUTS, PAGE, CacheLayout
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Workers
@@ -50,67 +50,65 @@ class CPUCache:
     Attributes:
         layers: what each keeps: keys, then values, blocks [n_pages, G] (`localllm.kernels.cpu.cache_types`).
         layer_bytes: what it takes.
-        memory: of all layers; empty where the cache is only planned.
+        places: where its keys and its values begin.
+        states: where each begins, that of slot after slot.
+        memory: of all layers, once it was allocated.
     """
 
     page_size = PAGE
-    workers: Workers
 
-    def __init__(self, graph: Graph, n_pages: tuple[int, ...], n_states: int) -> None:
-        self.windows, self.n_pages, self.n_states = graph.windows, n_pages, n_states
+    def __init__(self, graph: Graph, n_pages: tuple[int, ...], n_states: int, workers: Workers) -> None:
+        self.windows, self.n_pages, self.n_states, self._workers = graph.windows, n_pages, n_states, workers
         self.layers, self._groups = graph.caches, {n: graph.group(cache) for n, cache in graph.caches.items()}
         self.layer_bytes: dict[int, int] = {}
-        self.memory = np.zeros(0, np.uint8)
-        self.n_bytes = 0
-        #: Where keys and values of each layer begin, and each state.
-        self._places: dict[int, tuple[int, int]] = {}
-        self._states: dict[RecurrentState, int] = {}
+        self.places: dict[int, tuple[Address, Address]] = {}
+        self.states: dict[RecurrentState, Address] = {}
+        self.memory, self._buffer = np.zeros(0, np.uint8), Buffer(0, address=0)
         for layer, cache in graph.caches.items():
             keys, values = (_aligned(n_pages[self._groups[layer]] * cache.n_heads * n) for n in block_bytes(cache))
-            self._places[layer] = self.n_bytes, self.n_bytes + (0 if cache.values_in_keys else keys)
-            self._add(layer, keys + values)
+            begin = self._add(layer, keys + values)
+            self.places[layer] = begin, begin if cache.values_in_keys else self._buffer.at(begin.n_bytes + keys)
         for state in (state for states in graph.states.values() for state in states):
-            self._states[state] = self.n_bytes
-            self._add(state.layer, _aligned(n_states * state_bytes(state)))
+            self.states[state] = self._add(state.layer, _aligned(n_states * state_bytes(state)))
 
-    def _add(self, layer: int, n_bytes: int) -> None:
-        self.n_bytes += n_bytes
+    def _add(self, layer: int, n_bytes: int) -> Address:
+        """A place of a layer behind those that there are."""
+        begin = self._buffer.at(self.n_bytes)
+        self._buffer.n_bytes += n_bytes
         self.layer_bytes[layer] = self.layer_bytes.get(layer, 0) + n_bytes
+        return begin
 
-    def allocate(self, workers: Workers) -> None:
+    @property
+    def n_bytes(self) -> int:
+        return self._buffer.n_bytes
+
+    def allocate(self) -> None:
+        """Takes the memory, which is zero at first."""
         huge = max(self.layer_bytes.values(), default=0) >= 2 * HUGE_LAYER
-        self.memory, self.workers = aligned_zeros(self.n_bytes, np.uint8, huge=huge), workers
+        self.memory = aligned_zeros(self.n_bytes, np.uint8, huge=huge)
+        self._buffer.address = self.memory.ctypes.data
 
-    def addresses(self) -> dict[int, tuple[int, int]]:
-        """Of each layer, where its keys and its values begin."""
-        begin = self.memory.ctypes.data
-        return {layer: (begin + keys, begin + values) for layer, (keys, values) in self._places.items()}
-
-    def states(self) -> dict[RecurrentState, int]:
-        """Of each state, where its values begin, those of slot after slot."""
-        return {state: self.memory.ctypes.data + place for state, place in self._states.items()}
-
-    def _part(self, begin: int, *shape: int) -> NDArray[np.uint8]:
-        return self.memory[begin : begin + prod(shape)].reshape(shape)
+    def _part(self, place: Address, *shape: int) -> NDArray[np.uint8]:
+        return self.memory[place.n_bytes : place.n_bytes + prod(shape)].reshape(shape)
 
     def copy_state(self, source: int, target: int) -> None:
-        self.workers.settle()
-        for state, begin in self._states.items():
-            values = self._part(begin, self.n_states, state_bytes(state))
+        self._workers.settle()
+        for state, place in self.states.items():
+            values = self._part(place, self.n_states, state_bytes(state))
             values[target] = values[source]
 
     def blocks(self) -> dict[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
         """Of each layer, keys and values [n_pages, G, bytes of a block]; values in keys have none."""
         views = {}
-        for layer, places in self._places.items():
+        for layer, places in self.places.items():
             cache, n_pages = self.layers[layer], self.n_pages[self._groups[layer]]
             sizes = zip(places, block_bytes(cache), strict=True)
-            keys, values = (self._part(begin, n_pages, cache.n_heads, n) for begin, n in sizes)
+            keys, values = (self._part(place, n_pages, cache.n_heads, n) for place, n in sizes)
             views[layer] = keys, values
         return views
 
     def copy_page(self, group: int, source: int, target: int) -> None:
-        self.workers.settle()
+        self._workers.settle()
         for layer, (keys, values) in self.blocks().items():
             if self._groups[layer] == group:
                 keys[target], values[target] = keys[source], values[source]

@@ -196,6 +196,28 @@ def quantise(begin, end, x, n_blocks, x_stride, records):
         quantise_row(x + token * x_stride, record, n_blocks)
 
 
+@kernel
+def quantise_heads(begin, end, x, n_heads, x_head, n_blocks, x_stride, records, record_head):
+    """The same of the first ``32 * n_blocks`` values of each head.
+
+    A head begins ``x_head`` bytes behind the one before, and its records ``record_head`` bytes behind that one's.
+    """
+    for token in range(begin, end):
+        record = records + token // TOKENS * (n_blocks * X_STEP) + token % TOKENS * RECORD
+        for head in range(n_heads):
+            quantise_row(x + token * x_stride + head * x_head, record + head * record_head, n_blocks)
+
+
+@kernel
+def copy_heads(begin, end, x, n_heads, x_head, x_stride, y, y_head, y_stride, n_bytes):
+    """y = so many bytes of each head of x."""
+    for token in range(begin, end):
+        for head in range(n_heads):
+            source, target = x + token * x_stride + head * x_head, y + token * y_stride + head * y_head
+            for i in range(0, n_bytes, 64):
+                store_f32x16(target + i, load_f32x16(source + i))
+
+
 @device
 def silu(g, u):
     return g * sigmoid(g) * u

@@ -69,8 +69,8 @@ def sum_of_exps(row, n, peak):
 
 
 @device
-def two_best(row, n):
-    """The sum of the two largest of a row of n values."""
+def best_of_group(row, n, n_best):
+    """The largest of a row of n values, or the sum of the two largest."""
     first, second = -INFINITY, -INFINITY
     for i in range(n):
         x = load_logit(row + 4 * i)
@@ -78,15 +78,17 @@ def two_best(row, n):
             first, second = x, first
         elif x > second:
             second = x
+    if n_best == 1:
+        return first
     return first + second
 
 
 @kernel
-def expert_scores(begin, end, logits, stride, n_experts, bias, n_groups, n_top_groups, probabilities, scores):
+def expert_scores(begin, end, logits, stride, n_experts, bias, n_groups, n_top_groups, n_best, probabilities, scores):
     """Probabilities of experts, and what they are chosen by; a unit of work is a token.
 
     GATING: 0 softmax, 1 sigmoid, 2 √softplus.  scores: probabilities (+ bias), or -infinity in all but the
-    ``n_top_groups`` groups whose two best have the largest sums.
+    ``n_top_groups`` groups whose best, or two best (``n_best``), have the largest sums.
     """
     sums = stack(4 * MAX_GROUPS)
     size = n_experts // n_groups
@@ -112,7 +114,7 @@ def expert_scores(begin, end, logits, stride, n_experts, bias, n_groups, n_top_g
             store_f32x16(score + i, p)
         if n_groups > 1:
             for group in range(n_groups):
-                store_f32(sums + 4 * group, two_best(score + 4 * size * group, size))
+                store_f32(sums + 4 * group, best_of_group(score + 4 * size * group, size, n_best))
             for group in range(n_groups):
                 own, better = load_f32(sums + 4 * group), 0
                 for other in range(n_groups):

@@ -6,7 +6,7 @@ program serves every batch, because kernels read the number of tokens when they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -86,6 +86,10 @@ class StoredRouting:
     pairs: Address
     entries: Address
 
+    @property
+    def buffer(self) -> Buffer:
+        return self.ids.buffer
+
 
 @dataclass(frozen=True)
 class Lowered:
@@ -104,6 +108,7 @@ class Lowered:
     embeddings: Sequence[tuple[g.Embed, Stored]]
     hidden: Stored | None
     result: Stored
+    watched: Mapping[Value, Stored | StoredRouting]
     arena_bytes: int
     n_products: int
 
@@ -131,7 +136,7 @@ class Lowering:
         n_chosen = graph.n_chosen()
         self.n_rows = {N_TOKENS: max_tokens, N_OUTPUTS: max_outputs, N_CHOSEN: max_tokens * n_chosen}
         self.tables = BatchTables(max_tokens, max_outputs, cache.n_pages, n_chosen, threads)
-        self.layers, self.states = cache.addresses(), cache.states()
+        self.layers, self.states = cache.places, cache.states
         self.last_uses = graph.last_uses()
         self.node = 0
         self.instructions: list[Instruction] = []
@@ -150,16 +155,20 @@ class Lowering:
             self.stored.update(zip(operation.results, results, strict=True))
         result = self.stored[self.graph.result]
         filled = [*self.tables.buffers, *(y.buffer for _, y in self.embeddings)]
-        n_bytes = assign([*self._stages(), [result.buffer]], filled)
-        return Lowered(self.instructions, self.tables, self.embeddings, self.hidden, result, n_bytes, self.n_products)
+        watched = {x: self.stored[x] for x in self.graph.watched if x in self.stored}
+        n_bytes = assign([*self._stages(), [result.buffer, *(stored.buffer for stored in watched.values())]], filled)
+        return Lowered(
+            self.instructions, self.tables, self.embeddings, self.hidden, result, watched, n_bytes, self.n_products
+        )
 
     def _stages(self) -> list[list[Buffer]]:
         """Of instructions that may run at the same time, the buffers that they use."""
         stages: list[list[Buffer]] = [[]]
         for instruction in self.instructions:
             for x in instruction.arguments:
-                if isinstance(x, Buffer | Address):
-                    stages[-1].append(x if isinstance(x, Buffer) else x.buffer)
+                buffer = x.buffer if isinstance(x, Address) else x
+                if isinstance(buffer, Buffer) and buffer.address is None:
+                    stages[-1].append(buffer)
             if instruction.wait:
                 stages.append([])
         return stages
@@ -303,9 +312,33 @@ class Lowering:
         else:
             kernel, units = matmul.matmul_float, groups // matmul.FLOAT_GROUPS
             arguments += [matrix.n_in, s.buffer, s.stride]
-        arguments = [self.counter(s.slot), address, *arguments, bias, residual, y.buffer, y.stride]
-        self.call(kernel, arguments, units, ALWAYS, wait=wait, **_constants(kind))
+        arguments = [self.counter(s.slot), address, *arguments, bias, residual, y.buffer, y.stride, 0, 0, 0]
+        self.call(kernel, arguments, units, ALWAYS, wait=wait, HEADS=False, **_constants(kind))
         self.n_products += matrix.n_in * matrix.n_out
+
+    def head_linear(self, op: g.HeadLinear) -> Stored:
+        x, y, (n_heads, n_out, n_in) = self.stored[op.x], self.new(op.x.rows, op.result.width), op.weight.shape
+        x_head, rest = 4 * (n_in + op.n_rest), 4 * op.n_rest  # bytes
+        if rest:
+            source = x.buffer.at(4 * n_in), n_heads, x_head, x.stride
+            target = y.buffer.at(4 * n_out), 4 * n_out + rest, y.stride, rest
+            self.call(elementwise.copy_heads, (*source, *target), 1, x.slot, wait=False)
+        address, kind = self.weights.matrix(op.weight)
+        arguments: list[Argument] = [self.counter(x.slot), address]
+        if kind in TILES:
+            n_blocks = n_in // 32
+            record_head = -(-self.n_rows[x.slot] // TOKENS) * TOKENS * n_blocks * RECORD
+            records = Buffer(n_heads * record_head)
+            given = x.buffer, n_heads, x_head, n_blocks, x.stride, records, record_head
+            self.call(elementwise.quantise_heads, given, 1, x.slot)
+            kernel, units = matmul.matmul_quantised, n_out // GROUP
+            arguments += [n_in // LAYOUTS[kind].columns, records, 0, 0, y.buffer, y.stride, units, record_head, rest]
+        else:
+            kernel, units = matmul.matmul_float, n_out // GROUP // matmul.FLOAT_GROUPS
+            arguments += [n_in, x.buffer, x.stride, 0, 0, y.buffer, y.stride, units, x_head, rest]
+        self.call(kernel, arguments, n_heads * units, ALWAYS, HEADS=True, **_constants(kind))
+        self.n_products += n_heads * n_in * n_out
+        return y
 
     # -- Attention -------------------------------------------------------------------------------------------------
 
@@ -403,14 +436,14 @@ class Lowering:
     # -- Recurrent states ------------------------------------------------------------------------------------------
 
     def causal_conv(self, op: g.CausalConv) -> Stored:
-        x, y, kernel = self.stored[op.x], self.in_place(op), op.weight.shape[1]
-        bias = self.weights.vector(op.bias)
-        arguments = (
-            *(*self.sequences(op.state), x.buffer, x.stride, self.weights.vector(op.weight), bias, y.buffer),
-            state_bytes(op.state) // (kernel - 1),
-        )
+        x, width, kernel = self.stored[op.x], op.x.width, op.weight.shape[1]
+        y = self.new(Rows.TOKENS, width, is_kept=width % PADDING != 0)
+        weights = self.weights.vector(op.weight), self.weights.vector(op.bias)
+        sequences, stride = self.sequences(op.state), state_bytes(op.state) // (kernel - 1)
+        arguments = *sequences, x.buffer, x.stride, *weights, y.buffer, stride
         constants: dict[str, Any] = {"KERNEL": kernel, "SILU": op.silu, "BIAS": op.bias is not None}
-        self.call(recurrent.causal_conv, arguments, -(-x.width // 16), N_SEQUENCES, **constants)
+        self.call(recurrent.causal_conv, arguments, 1, N_TOKENS, **constants)
+        self.call(recurrent.keep_inputs, (*sequences, x.buffer, x.stride, stride, kernel - 1), 1, N_SEQUENCES)
         return y
 
     def gated_delta(self, op: g.GatedDelta) -> Stored:
@@ -448,7 +481,8 @@ class Lowering:
         n_heads, rows, columns = op.state.shape
         vectors = 2 if columns % 32 == 0 else 1
         y = self.new(Rows.TOKENS, op.result.width, is_kept=op.result.width % PADDING != 0)
-        arguments = (*self.sequences(op.state), *given, n_groups, per_group, columns, y.buffer, y.stride)
+        sequences = self.counter(N_SEQUENCES), *self.sequences(op.state)
+        arguments = (*sequences, *given, n_groups, per_group, columns, y.buffer, y.stride)
         units = n_heads * columns // (16 * vectors)
         constants |= {"ROWS": rows, "VECTORS": vectors}
         self.call(recurrent.recurrence, (*arguments, float(eps), float(scale)), units, N_SEQUENCES, **constants)
@@ -460,10 +494,9 @@ class Lowering:
         return [(stored.buffer.at(4 * first), stored.stride) for stored, first in places]
 
     def sequences(self, state: RecurrentState) -> tuple[Argument, ...]:
-        """What kernels of a state read of the batch: how many sequences, and of each its rows, whether, and where."""
+        """What kernels of a state read of the batch: the rows of sequences, positions, and where states are."""
         tables = self.tables
-        batch = self.counter(N_SEQUENCES), tables.starts, tables.positions, tables.states
-        return (*batch, self.states[state], state_bytes(state))
+        return tables.starts, tables.positions, tables.states, self.states[state], state_bytes(state)
 
     # -- Experts ---------------------------------------------------------------------------------------------------
 
@@ -479,7 +512,7 @@ class Lowering:
         if not op.is_by_logits:
             scores, probabilities = (self.new(Rows.TOKENS, n_experts) for _ in range(2))
             bias = self.weights.vector(op.selection_bias)
-            given = (logits.buffer, logits.stride, n_experts, bias, op.n_groups, op.n_top_groups)
+            given = (logits.buffer, logits.stride, n_experts, bias, op.n_groups, op.n_top_groups, op.n_group_best)
             scored = probabilities.buffer, scores.buffer
             self.call(expert_kernels.expert_scores, (*given, *scored), 1, N_TOKENS, GATING=_GATINGS[op.gating])
         factors = self.weights.vector(op.expert_scales)
@@ -573,6 +606,7 @@ _LOWERINGS: dict[type[g.Operation[Any]], Callable[[Lowering, Any], Any]] = {
     g.Activation: Lowering.activation,
     g.Linear: Lowering.linear,
     g.Linears: Lowering.linears,
+    g.HeadLinear: Lowering.head_linear,
     g.RopeAppend: Lowering.rope_append,
     g.Attention: Lowering.attention,
     g.CausalConv: Lowering.causal_conv,

@@ -111,11 +111,13 @@ def multiply_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
 
 
 @kernel
-def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, y_stride):
+def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, y_stride, n_groups, x_head, y_head):
     """Integer products; a unit is 16 rows.
 
     weights: packed tiles, ``n_tiles`` a row.  x: activations as `tiles` draws them.  bias: float32 [n] or 0.
     residual, y: float32 [T, n] with ``y_stride`` bytes a token; residual may be 0, or y itself.
+    HEADS: whether every ``n_groups`` units are a head's, of which the activations are ``x_head`` bytes behind those
+    of the one before, and y ``y_head`` bytes further than its rows.
     UNPACK, ADD, N_SCALES, …: the format's (see `tiles`).  TILE_BYTES, BLOCKS: a tile's bytes and blocks of 32
     columns.  BLOCK_BYTES: an unpacked block's.
     """
@@ -124,17 +126,23 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
     sums = stack(64 * MOST_TOKENS)
     if n_tokens == 1:  # by itself, as decoding is bound by how fast weights are read
         for group in range(begin, end):
-            few_tokens(1, weights + group * n_tiles * TILE_BYTES, n_tiles, x, sums)
-            finish_rows(load_f32x16(sums), bias, residual, y, group * 64, group * 64)
+            own_x, place = x, group * 64
+            if HEADS:
+                own_x, place = x + group // n_groups * x_head, place + group // n_groups * y_head
+            few_tokens(1, weights + group * n_tiles * TILE_BYTES, n_tiles, own_x, sums)
+            finish_rows(load_f32x16(sums), bias, residual, y, group * 64, place)
         return
     for first in range(0, n_tokens, MOST_TOKENS):
         n = min(MOST_TOKENS, n_tokens - first)
         records = x + first * n_tiles * (BLOCKS * RECORD)
         for group in range(begin, end):
             rows = group * 64
-            multiply_tokens(n, weights + group * n_tiles * TILE_BYTES, n_tiles, slab, sums, records)
+            own_x, column = records, rows
+            if HEADS:
+                own_x, column = records + group // n_groups * x_head, rows + group // n_groups * y_head
+            multiply_tokens(n, weights + group * n_tiles * TILE_BYTES, n_tiles, slab, sums, own_x)
             for token in range(n):
-                place = (first + token) * y_stride + rows
+                place = (first + token) * y_stride + column
                 finish_rows(load_f32x16(sums + 64 * token), bias, residual, y, rows, place)
 
 
@@ -194,7 +202,7 @@ def several_float_tokens(n_tokens, tiles, n_in, slab, sums, x, x_stride):
 
 
 @kernel
-def matmul_float(begin, end, batch, weights, n_in, x, x_stride, bias, residual, y, y_stride):
+def matmul_float(begin, end, batch, weights, n_in, x, x_stride, bias, residual, y, y_stride, n_units, x_head, y_head):
     """Float products; a unit is ``16 * FLOAT_GROUPS`` rows.  x: float32 [T, n_in], ``x_stride`` bytes a token.
 
     LOAD, COLUMN_BYTES (of one column of 16 rows): the format's.  The rest is as in `matmul_quantised`.
@@ -207,12 +215,15 @@ def matmul_float(begin, end, batch, weights, n_in, x, x_stride, bias, residual, 
         for unit in range(begin, end):
             tiles = weights + unit * FLOAT_GROUPS * n_in * COLUMN_BYTES
             rows = unit * FLOAT_GROUPS * 64
+            own_x, own_y = x, y
+            if HEADS:
+                own_x, own_y = x + unit // n_units * x_head, y + unit // n_units * y_head
             if n_tokens == 1:
-                one_float_token(tiles, n_in, x, bias, residual, y, rows)
+                one_float_token(tiles, n_in, own_x, bias, residual, own_y, rows)
             else:
-                several_float_tokens(n, tiles, n_in, slab, sums, x + first * x_stride, x_stride)
+                several_float_tokens(n, tiles, n_in, slab, sums, own_x + first * x_stride, x_stride)
                 for token in range(n):
                     for g in static_range(FLOAT_GROUPS):
                         total = load_f32x16(sums + 64 * (FLOAT_GROUPS * token + g))
                         place = (first + token) * y_stride + rows + 64 * g
-                        finish_rows(total, bias, residual, y, rows + 64 * g, place)
+                        finish_rows(total, bias, residual, own_y, rows + 64 * g, place)

@@ -192,9 +192,11 @@ def _pack(instruction: Instruction, arena: int) -> bytes:
 
 def _resolved(argument: Argument, arena: int) -> int | float:
     """A number as it is; a place in a buffer as its address."""
+    if isinstance(argument, Address):
+        return _resolved(argument.buffer, arena) + argument.n_bytes
     if isinstance(argument, Buffer):
-        return arena + argument.offset
-    return arena + argument.buffer.offset + argument.n_bytes if isinstance(argument, Address) else argument
+        return arena + argument.offset if argument.address is None else argument.address
+    return argument
 
 
 def _sleep_function() -> int:

@@ -1,8 +1,7 @@
 """Operations with a memory: what a token adds to the recurrent state of its sequence, and reads of it.
 
-A unit of work is a part of one sequence's state that no other part depends on: a thread walks over the sequence's
-tokens with it in registers or in its nearest cache.  So a state is read and written once a step, however many tokens
-the step has, and what a token computes has the same bits wherever its sequence was cut.
+A state is read and written once a step, however many tokens the step has, and what a token computes has the same bits
+wherever its sequence was cut.
 
 A sequence's state lies in the slot that the batch names, and is zero before position 0, whatever lies there.
 """
@@ -35,7 +34,6 @@ from localllm.kernels.cpu.templates import Registers, device, static_range, temp
 def causal_conv(
     begin,
     end,
-    batch,
     starts,
     positions,
     slots,
@@ -48,40 +46,69 @@ def causal_conv(
     y,
     state_stride,
 ):
-    """y[t] = sum over j of weight[j] * x[t - KERNEL + 1 + j], in each of the columns of x; y may be x.
+    """y[t] = sum over j of weight[j] * x[t - KERNEL + 1 + j], in each of the columns of x; a unit is a token.
 
-    Unit u is the 16 columns u // n of sequence u % n.
-    batch: the address of n, the number of sequences.  starts: int32 [n + 1], their rows.  positions: int32 [T].
-    slots: int32 [n].  states: float32 [n_slots, KERNEL - 1, columns], the inputs before the batch.
+    starts: int32, the rows of sequences.  positions: int32 [T].  slots: int32, of sequences.
+    states: float32 [n_slots, KERNEL - 1, columns], the inputs before the batch, with ``state_stride`` bytes from row
+    to row.  Sequences of one token get their new ones here, as nobody else reads those; the others by `keep_inputs`.
     weight: float32 [KERNEL, columns], with ``stride`` bytes from row to row, as x and y.  bias: float32 [columns].
     """
-    n_sequences = load_i64(batch)
-    for unit in range(begin, end):
-        sequence, column = unit % n_sequences, unit // n_sequences * 64
+    sequence, first = np.int64(0), np.int64(begin)
+    while first < end:
+        while load_i32(starts + 4 * sequence + 4) <= first:
+            sequence += 1
         start = np.int64(load_i32(starts + 4 * sequence))
         stop = np.int64(load_i32(starts + 4 * sequence + 4))
-        state = states + np.int64(load_i32(slots + 4 * sequence)) * state_bytes + column
-        for j in static_range(KERNEL):
-            w[j] = load_f32x16(weight + stride * j + column)
-            inputs[j] = zero_f32x16()
-        if load_i32(positions + 4 * start) > 0:
-            for j in static_range(KERNEL - 1):
-                inputs[j] = load_f32x16(state + state_stride * j)
-        for token in range(start, stop):
-            place = token * stride + column
-            inputs[KERNEL - 1] = load_f32x16(x + place)
-            total = zero_f32x16()
-            if BIAS:
-                total = load_f32x16(bias + column)
+        state = states + np.int64(load_i32(slots + 4 * sequence)) * state_bytes
+        n_before = min(np.int64(load_i32(positions + 4 * start)), KERNEL - 1)
+        last = min(stop, end)
+        for column in range(0, state_stride, 64):
             for j in static_range(KERNEL):
-                total = fma(inputs[j], w[j], total)
-            if SILU:
-                total = total * sigmoid(total)
-            store_f32x16(y + place, total)
+                w[j] = load_f32x16(weight + stride * j + column)
+                inputs[j] = zero_f32x16()
             for j in static_range(KERNEL - 1):
-                inputs[j] = inputs[j + 1]
-        for j in static_range(KERNEL - 1):
-            store_f32x16(state + state_stride * j, inputs[j])
+                row = first - KERNEL + 1 + j
+                if row >= start:
+                    inputs[j] = load_f32x16(x + row * stride + column)
+                elif row >= start - n_before:
+                    inputs[j] = load_f32x16(state + state_stride * (row - start + KERNEL - 1) + column)
+            for token in range(first, last):
+                place = token * stride + column
+                inputs[KERNEL - 1] = load_f32x16(x + place)
+                total = zero_f32x16()
+                if BIAS:
+                    total = load_f32x16(bias + column)
+                for j in static_range(KERNEL):
+                    total = fma(inputs[j], w[j], total)
+                if SILU:
+                    total = total * sigmoid(total)
+                store_f32x16(y + place, total)
+                for j in static_range(KERNEL - 1):
+                    inputs[j] = inputs[j + 1]
+            if stop - start == 1:
+                for j in static_range(KERNEL - 1):
+                    store_f32x16(state + state_stride * j + column, inputs[j])
+        first = last
+
+
+@kernel
+def keep_inputs(begin, end, starts, positions, slots, states, state_bytes, x, stride, state_stride, n_rows):
+    """The last ``n_rows`` inputs of sequences of several tokens, to the states of `causal_conv`; a unit is one."""
+    for sequence in range(begin, end):
+        start = np.int64(load_i32(starts + 4 * sequence))
+        n = np.int64(load_i32(starts + 4 * sequence + 4)) - start
+        if n > 1:
+            state = states + np.int64(load_i32(slots + 4 * sequence)) * state_bytes
+            n_before = np.int64(load_i32(positions + 4 * start))
+            for i in range(n_rows):
+                row = n - n_rows + i  # of the sequence's tokens in the batch
+                for column in range(0, state_stride, 64):
+                    kept = zero_f32x16()
+                    if row >= 0:
+                        kept = load_f32x16(x + (start + row) * stride + column)
+                    elif row >= -n_before:
+                        kept = load_f32x16(state + state_stride * (n_rows + row) + column)
+                    store_f32x16(state + state_stride * i + column, kept)
 
 
 @device
@@ -172,7 +199,8 @@ def recurrence(
     steps are [T, H] or, with PER_CHANNEL, [T, H, ROWS].  Without, new = softplus(step + dt_bias) * v, and d * v is
     added to ``out``.
 
-    Unit u is the 16 * VECTORS columns u // n of all heads' v, of sequence u % n; ``columns`` is those of a head.
+    Unit u is the 16 * VECTORS columns u // n of all heads' v, of sequence u % n of n: a thread walks over its tokens
+    with that part of the state in its nearest cache.  ``columns`` is those of a head.  batch: the address of n.
     states: float32 [n_slots, columns / (16 * VECTORS) of all heads, ROWS, 16 * VECTORS]; so what a unit reads and
     writes lies together.  q, k: [T, n_groups, ROWS]; head h has those of group h // per_group, or, if that is 0, of
     h % n_groups.  The rest is as in `causal_conv`.

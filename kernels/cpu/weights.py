@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.kernels.backend import PackedWeight, Progress, WeightUse, matrices_to_pack
+from localllm.kernels.buffers import Buffer
 from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.cpu.memory import PADDING, Arena, padded
 from localllm.kernels.cpu.packing import Packer
@@ -110,29 +112,31 @@ class PackedWeights:
 
     def __init__(self) -> None:
         self._matrices: dict[Weight, tuple[NDArray[np.uint8], KernelType]] = {}
-        self._vectors: dict[Weight | None, NDArray[np.float32]] = {}
+        self._vectors: dict[Weight, NDArray[np.float32]] = {}
+        #: Where both lie, once they are loaded.
+        self._places = defaultdict[Weight, Buffer](lambda: Buffer(0, address=0))
         #: Those that rows are looked up in.
         self.tables: dict[Weight, EmbeddingTable] = {}
 
-    def matrix(self, weight: Weight) -> tuple[int, KernelType]:
-        """The address of the tiles of one matrix or of several, and their format."""
-        if weight in self._matrices:
-            tiles, kind = self._matrices[weight]
-            return tiles.ctypes.data, kind
-        return 0, repack_target(weight.type)
+    def matrix(self, weight: Weight) -> tuple[Buffer, KernelType]:
+        """The tiles of one matrix or of several, and their format."""
+        kind = self._matrices[weight][1] if weight in self._matrices else repack_target(weight.type)
+        return self._places[weight], kind
 
-    def vector(self, weight: Weight | None) -> int:
-        """The address of a vector, or of a matrix's rows or columns, in float32 with zeros behind each; 0 of none."""
-        return 0 if weight not in self._vectors else self._vectors[weight].ctypes.data
+    def vector(self, weight: Weight | None) -> Buffer | int:
+        """A vector, or a matrix's rows or columns, in float32 with zeros behind each; 0 of none."""
+        return 0 if weight is None else self._places[weight]
 
     def load(self, use: WeightUse, loader: WeightLoader, progress: Progress | None) -> PackedWeight:
         """Packs a weight."""
         weight, planned = use.weight, planned_weight(use)
         if use.is_float:
             values = use.floats()
-            self._vectors[weight] = np.pad(values, ((0, 0), (0, padded(values.shape[1]) - values.shape[1])))
+            vector = np.pad(values, ((0, 0), (0, padded(values.shape[1]) - values.shape[1])))
+            self._vectors[weight], self._places[weight].address = vector, vector.ctypes.data
         elif use.is_operand:
             tiles, kind = self._matrices[weight] = loader.pack(weight)
+            self._places[weight].address = tiles.ctypes.data
             n_bytes = planned.n_bytes + tiles.nbytes - _packed_bytes(weight.shape, repack_target(weight.type))
             planned = replace(planned, kernel_type=kind.name, n_bytes=n_bytes)
         if use.is_table:

@@ -14,8 +14,24 @@
 //                                                          d * code; and d * the sum of the codes
 //           float [T]                                      f16: a power of two that the values are to be multiplied
 //                                                          with, so that none is beyond f16's range
+//
+// Where each head has a matrix of its own, the columns of each head have units and scales like these, head after head.
 #pragma once
 #include "formats.cuh"
+
+// How many units the activations of a head take, of so many runs of 128 columns, and how many floats its scales.
+template <class F>
+DEVICE int64_t head_units(int n_runs, int n_rows) {
+  if constexpr (IS_FLOAT<F>)
+    return (int64_t)n_runs * (RUN * F::BITS / 8 / UNIT) * n_rows;
+  else
+    return (int64_t)n_runs * (RUN / UNIT) * n_rows;
+}
+
+template <class F>
+DEVICE int64_t head_scales(int n_runs, int n_rows) {
+  return IS_FLOAT<F> ? n_rows : (int64_t)n_runs * RUN_BLOCKS * 2 * n_rows;
+}
 
 // Columns column ... column + 3 of a row whose address is a multiple of 16 bytes; zeros from n on.
 DEVICE float4 load_four(const float* row, int column, int n) {

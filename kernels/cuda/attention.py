@@ -185,7 +185,8 @@ def choose_variant(variant: Variant, shared_bytes: int) -> Variant:
     raise KernelError(
         f"attention over heads of {variant.key_dim} values in a {variant.cache_type} cache needs "
         f"{least.largest_block_bytes} bytes of shared memory a block, but the device gives {shared_bytes}: use "
-        "device='cpu', or another device"
+        + ("cache_type='f16', " if variant.cache_type == "q8_0" else "")
+        + "device='cpu' or another device"
     )
 
 

@@ -53,30 +53,22 @@ class CUDABackend(Backend):
     def footprint(
         self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
     ) -> Footprint:
-        weights, cache = PackedWeights(self.loader), CUDACache(graph, n_pages, n_states)
-        lowered = self._lower(graph, weights, cache, max_tokens, max_outputs)
-        return Footprint(tuple(map(weights.planned, weights_of(graph))), cache.layer_bytes(), lowered.arena_bytes)
-
-    def compile(
-        self,
-        graph: Graph,
-        *,
-        n_pages: tuple[int, ...],
-        max_tokens: int,
-        max_outputs: int,
-        n_states: int = 0,
-        progress: Progress | None = None,
-    ) -> CUDAStep:
         check_cache(graph, n_pages, n_states)
-        weights, cache = PackedWeights(self.loader), CUDACache(graph, n_pages, n_states)
-        packed = tuple(weights.load(use, progress) for use in weights_of(graph))
-        self.loader.close()
-        cache.allocate(self.driver, self.device)
-        lowered = self._lower(graph, weights, cache, max_tokens, max_outputs)
-        step = CUDAStep(self.driver, self.device, lowered, packed, weights)
-        if self._compiles_ahead:
-            step.compile_kernels(self._progress)
-        return step
+        weights, cache, uses = PackedWeights(self.loader), CUDACache(graph, n_pages, n_states), weights_of(graph)
+        planned = self._lower(graph, weights, cache, max_tokens, max_outputs)
+
+        def load(progress: Progress | None) -> CUDAStep:
+            packed = tuple(weights.load(use, progress) for use in uses)
+            self.loader.close()
+            cache.allocate(self.driver, self.device)
+            # Calls refer to the memory of weights: they are made again, now that it is there.
+            lowered = self._lower(graph, weights, cache, max_tokens, max_outputs)
+            step = CUDAStep(self.driver, self.device, lowered, packed, weights)
+            if self._compiles_ahead:
+                step.compile_kernels(self._progress)
+            return step
+
+        return Footprint(tuple(map(weights.planned, uses)), cache.layer_bytes(), planned.arena_bytes, load)
 
     def _lower(
         self, graph: Graph, weights: PackedWeights, cache: CUDACache, max_tokens: int, max_outputs: int

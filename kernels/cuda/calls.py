@@ -75,24 +75,30 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Rows as matrix products read them: units and scales, see activations.cuh."""
+    """Rows as matrix products read them: units and scales, see activations.cuh.
+
+    Attributes:
+        width: of a row, or of each of its heads, where these have a matrix of their own each.
+    """
 
     buffer: Buffer
     format: PackedFormat
     width: int
     slot: int
+    n_heads: int
     scale_bytes: int
 
     @classmethod
-    def new(cls, format: PackedFormat, n_rows: int, width: int, slot: int) -> Inputs:
+    def new(cls, format: PackedFormat, n_rows: int, width: int, slot: int, n_heads: int = 1) -> Inputs:
         """Those of up to ``n_rows`` rows."""
         laid_out = format.input_rows(n_rows)
-        units = -(-format.unit_bytes(width, laid_out) // _ALIGNMENT) * _ALIGNMENT
-        scales = format.input_scale_bytes(width, laid_out)
-        return cls(Buffer(units + scales), format, width, slot, scales)
+        units = -(-n_heads * format.unit_bytes(width, laid_out) // _ALIGNMENT) * _ALIGNMENT
+        scales = n_heads * format.input_scale_bytes(width, laid_out)
+        return cls(Buffer(units + scales), format, width, slot, n_heads, scales)
 
     def bytes_of(self, n_rows: int) -> int:
-        return self.format.unit_bytes(self.width, n_rows) + self.format.input_scale_bytes(self.width, n_rows)
+        row_bytes = self.format.unit_bytes(self.width, n_rows) + self.format.input_scale_bytes(self.width, n_rows)
+        return self.n_heads * row_bytes
 
     def as_arguments(self, n_rows: int) -> tuple[Any, ...]:
         """Units, scales, and the rows that they are laid out for."""

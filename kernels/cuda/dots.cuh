@@ -30,6 +30,29 @@ DEVICE float add_block(float acc, const BlockScales<SCALES, MINIMA>& w, const fl
 // Chunk i of n_chunks begins at this tile.
 DEVICE int chunk_begin(int i, int n_chunks, int n_tiles) { return (int)((int64_t)i * n_tiles / n_chunks); }
 
+// With HEADS, a launch multiplies each head of the activations with a matrix of its own: the grid's z is heads, whose
+// matrices, activations and parts of y lie one after the other.
+#ifndef HEADS
+#define HEADS 0
+#endif
+
+DEVICE int head() { return HEADS ? blockIdx.z : 0; }
+
+// The first tile of a group of the head's matrix.
+DEVICE int64_t first_tile(int group, int n_out, int n_tiles) {
+  return (int64_t)(head() * (n_out / GROUP) + group) * n_tiles;
+}
+
+template <class F>
+DEVICE const uint8_t* own_units(const void* units, int n_tiles, int n_rows) {
+  return (const uint8_t*)units + UNIT * head() * head_units<F>(n_tiles * runs<F>(), n_rows);
+}
+
+template <class F>
+DEVICE const float* own_scales(const void* scales, int n_tiles, int n_rows) {
+  return (const float*)scales + head() * head_scales<F>(n_tiles * runs<F>(), n_rows);
+}
+
 // One matrix of those that a launch multiplies with the same activations.
 struct Matrix {
   const uint8_t* weights;
@@ -46,7 +69,7 @@ DEVICE int n_groups(int n_out) { return (int)((uint32_t)(n_out + GROUP - 1) / GR
   const uint8_t *__restrict__ weights##i, const float *__restrict__ bias##i, const float *residual##i, float *y##i, \
       int n_out##i, int stride##i
 #define MATRIX(i) \
-  Matrix { weights##i, bias##i, residual##i, y##i, n_out##i, stride##i }
+  Matrix { weights##i, bias##i, residual##i, y##i + head() * (stride##i / (int)gridDim.z), n_out##i, stride##i }
 
 // Which of the matrices has this group of rows among those of all; the group becomes its number in that one.  To be
 // chosen once more where results are stored costs less than registers that hold a whole Matrix until then.

@@ -198,6 +198,19 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
   *(float4*)(y + (size_t)row * y_stride + column) = load_four(x + (size_t)rows[row] * stride, column, n);
 }
 
+// -- Heads ------------------------------------------------------------------------------------------------------------
+
+// So many columns of each head of x, to y.  Grid: (heads, rows).
+extern "C" __global__ void __launch_bounds__(WARP)
+    copy_heads(const int* __restrict__ header, const float* __restrict__ x, int stride, int head_stride, int n,
+               float* __restrict__ y, int y_stride, int y_head_stride) {
+  const int head = blockIdx.x, row = blockIdx.y;
+  if (row >= header[N_TOKENS]) return;
+  for (int column = 4 * threadIdx.x; column < n; column += 4 * WARP)
+    *(float4*)(y + (size_t)row * y_stride + head * y_head_stride + column) =
+        *(const float4*)(x + (size_t)row * stride + head * head_stride + column);
+}
+
 // -- Choice of tokens -------------------------------------------------------------------------------------------------
 
 #define SORT_THREADS 1024

@@ -14,8 +14,8 @@ DEVICE float infinity() { return __int_as_float(0x7f800000); }
 // In the order of graph.GATINGS.
 enum { SOFTMAX, SIGMOID, SQRT_SOFTPLUS };
 
-// The sum of the two largest of n values; of NaNs each counts as -infinity.
-DEVICE float two_best(const float* values, int n) {
+// The largest of n values, or the sum of the two largest; of NaNs each counts as -infinity.
+DEVICE float best_of_group(const float* values, int n, int n_best) {
   float first = -infinity(), second = -infinity();
   for (int i = 0; i < n; i++) {
     const float x = values[i];
@@ -26,15 +26,15 @@ DEVICE float two_best(const float* values, int n) {
       second = x;
     }
   }
-  return first + second;
+  return n_best == 1 ? first : first + second;
 }
 
 // probabilities [T, stride] of experts; and scores: those, plus `bias` if it is not null, and -infinity in all but the
-// `n_top_groups` of n_groups whose two best have the largest sums.  A warp a token.
+// `n_top_groups` of n_groups whose best, or two best (n_best), have the largest sums.  A warp a token.
 extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
     expert_scores(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int gating,
-                  const float* __restrict__ bias, int n_groups, int n_top_groups, float* __restrict__ probabilities,
-                  float* __restrict__ scores) {
+                  const float* __restrict__ bias, int n_groups, int n_top_groups, int n_best,
+                  float* __restrict__ probabilities, float* __restrict__ scores) {
   __shared__ float sums[ROUTE_WARPS][MAX_GROUPS];
   const int token = blockIdx.x * ROUTE_WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP, size = n / n_groups;
   if (token >= header[N_TOKENS]) return;
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
   }
   if (n_groups == 1) return;
   __syncwarp();
-  for (int group = lane; group < n_groups; group += WARP) own[group] = two_best(score + size * group, size);
+  for (int group = lane; group < n_groups; group += WARP) own[group] = best_of_group(score + size * group, size, n_best);
   __syncwarp();
   for (int expert = lane; expert < n; expert += WARP) {
     const int group = expert / size;

@@ -41,7 +41,7 @@ from localllm.kernels.cuda.calls import (
     padded,
     rows_call,
 )
-from localllm.kernels.cuda.driver import Launch
+from localllm.kernels.cuda.driver import DeviceMemory, Launch
 from localllm.kernels.cuda.matmul import PackedFormat
 from localllm.kernels.cuda.roofline import Kind
 from localllm.kernels.cuda.weights import PackedMatrix, PackedWeights
@@ -192,10 +192,10 @@ class Lowering:
     def _quantise(self, name: str, kernel: str, x: Stored, inputs: Inputs, *which: Any, **options: Any) -> None:
         """Of a kernel of quantise.cu."""
         format, counter = inputs.format, self.batch.counter(inputs.slot)
-        launch = matmul.quantise_launch(format, x.width, 1)
-        values = x, x.width, counter, *which, inputs
+        launch = matmul.quantise_launch(format, inputs.width, 1)
+        values = x, inputs.width, counter, *which, inputs
         options |= {"defines": launch.defines}
-        grid = lambda n: (format.input_rows(n),)  # noqa: E731
+        grid = lambda n: (format.input_rows(n), inputs.n_heads)  # noqa: E731
         self.call(name, (launch.module, kernel), inputs.slot, grid, launch.block[0], *values, **options)
 
     def result_of(self, x: Tensor) -> tuple[Stored | Inputs, str, str]:
@@ -335,32 +335,48 @@ class Lowering:
         matrix = self.weights.matrix(op.matrix.weight)
         inputs = self.inputs_of(op.x, matrix.packed)  # products read these, never the rows: also if those are changed
         y = self.in_place(op)
-        self._multiply(inputs, [(op.matrix, matrix, y)], self.stored[op.residual])
+        bias = self.weights.vector(op.matrix.bias)
+        self._multiply(inputs, [(matrix, y, bias)], self.stored[op.residual])
         return y
 
     def linears(self, op: g.Linears) -> tuple[Stored, ...]:
         matrices = [self.weights.matrix(matrix.weight) for matrix in op.matrices]
         results = tuple(self.new(op.x.rows, matrix.n_out) for matrix in matrices)
         inputs = {matrix.format: self.inputs_of(op.x, matrix.packed) for matrix in matrices}
-        products = list(zip(op.matrices, matrices, results, strict=True))
+        biases = [self.weights.vector(matrix.bias) for matrix in op.matrices]
+        products = list(zip(matrices, results, biases, strict=True))
         for format in sorted(inputs):
-            self._multiply(inputs[format], [product for product in products if product[1].format == format])
+            self._multiply(inputs[format], [product for product in products if product[0].format == format])
         return results
+
+    def head_linear(self, op: g.HeadLinear) -> Stored:
+        x, y, matrix = self.stored[op.x], self.new(op.x.rows, op.result.width), self.weights.matrix(op.weight)
+        (n_heads, n_out, n_in), rest = op.weight.shape, op.n_rest
+        inputs = Inputs.new(matrix.packed, self.limits.max_rows(x.slot), n_in, x.slot, n_heads)
+        self._quantise("quantise", "quantise_heads", x, inputs, n_in + rest)
+        self._multiply(inputs, [(matrix, y, None)])
+        if rest:
+            source, target = (x.buffer.at(4 * n_in), x.stride), (y.buffer.at(4 * n_out), y.stride)
+            values = *source, n_in + rest, rest, *target, n_out + rest
+            options = {"operands": [x, y], "cost": lambda sizes: Cost(8 * sizes.rows(x.slot) * n_heads * rest)}
+            self.elementwise("copy heads", "copy_heads", x, lambda n: (n_heads, n), 32, *values, **options)
+        return y
 
     def _multiply(
         self,
         inputs: Inputs,
-        products: Sequence[tuple[g.Matrix, PackedMatrix, Stored]],
+        products: Sequence[tuple[PackedMatrix, Stored, DeviceMemory | None]],
         residual: Stored | None = None,
     ) -> None:
         """Products of the same inputs with matrices of one format.
 
         Args:
+            products: the matrix, or those of the inputs' heads, where the product goes, and the bias.
             residual: what is added to the product, of which there is one then; it may be where that goes.
         """
         limits, slot, added = self.limits, inputs.slot, None if residual is None else residual.buffer
-        biases, packed = [self.weights.vector(m.bias) for m, _, _ in products], [p for _, p, _ in products]
-        results, format, n_in = [y for _, _, y in products], packed[0].packed, packed[0].n_in
+        packed, results = [w for w, _, _ in products], [y for _, y, _ in products]
+        format, n_in = packed[0].packed, packed[0].n_in
 
         def launches(extent: Extent) -> Iterator[Launch]:
             n = extent.rows(slot)
@@ -368,13 +384,11 @@ class Lowering:
                 return
             units, scales, _ = inputs.as_arguments(n)
             n_rows = format.input_rows(n)
-            operands = [
-                matmul.Product(w.memory, y.buffer, w.n_out, y.stride, bias, added)
-                for w, y, bias in zip(packed, results, biases, strict=True)
-            ]
+            operands = [matmul.Product(w.memory, y.buffer, w.n_out, y.stride, bias, added) for w, y, bias in products]
             step = matmul.matrices_at_once(format, n_rows, limits.products.capability)
             for some in (operands[i : i + step] for i in range(0, len(operands), step)):
-                launch = matmul.product_launch(format, [p.n_out for p in some], n_in, n_rows, limits.products)
+                n_outs = [p.n_out for p in some]
+                launch = matmul.product_launch(format, n_outs, n_in, n_rows, limits.products, inputs.n_heads)
                 counter = self.batch.counter(slot)
                 given = matmul.product_arguments(launch, format, n_in, n_rows, (units, scales), counter, some)
                 yield launch.given(*given)
@@ -384,7 +398,8 @@ class Lowering:
             return _product_cost(packed, inputs, sizes.rows(slot), extra_bytes=extra)
 
         operands: list[Stored | Inputs | Buffer] = [inputs, *results, *([] if residual is None else [residual])]
-        self.calls.append(Call(f"linear {_names(packed)}", launches, operands, cost))
+        name = "linear" if inputs.n_heads == 1 else "heads"
+        self.calls.append(Call(f"{name} {_names(packed)}", launches, operands, cost))
 
     # -- Attention -------------------------------------------------------------------------------------------------
 
@@ -545,9 +560,10 @@ class Lowering:
         grid = lambda n: (-(-n // _ROUTE_TOKENS),)  # noqa: E731
         if not op.is_by_logits:
             scores, probabilities = (self.new(Rows.TOKENS, logits.width) for _ in range(2))
-            how = GATINGS.index(op.gating), self.weights.vector(op.selection_bias), op.n_groups, op.n_top_groups
+            how = GATINGS.index(op.gating), self.weights.vector(op.selection_bias)
+            groups = op.n_groups, op.n_top_groups, op.n_group_best
             to, written = (probabilities.buffer, scores.buffer), [probabilities, scores]
-            given = header, logits, logits.width, *how, *to
+            given = header, logits, logits.width, *how, *groups, *to
             self._expert_call("expert scores", "expert_scores", grid, _ROUTE_THREADS, *given, operands=written)
         values = (
             *(header, scores, scores.width, mixture.k, op.norm_topk_prob, float(op.scale)),
@@ -701,7 +717,7 @@ def _product_cost(
     weights: Sequence[PackedMatrix], inputs: Inputs, n: int, part: float = 1.0, extra_bytes: int = 0
 ) -> Cost:
     """Of ``n`` rows, where so large a part of the weights is read."""
-    format, n_in, n_out = weights[0].packed, weights[0].n_in, sum(w.n_out for w in weights)
+    format, n_in, n_out = weights[0].packed, weights[0].n_in, inputs.n_heads * sum(w.n_out for w in weights)
     n_bytes = part * sum(w.n_bytes for w in weights) + inputs.bytes_of(n) + 4 * n * n_out + extra_bytes
     return Cost(n_bytes, 2 * n * n_in * n_out, _KINDS.get(format.name, "int8"))
 
@@ -719,6 +735,7 @@ _LOWERINGS: dict[type[g.Operation[Any]], Callable[[Lowering, Any], Any]] = {
     g.Scan: Lowering.scan,
     g.Linear: Lowering.linear,
     g.Linears: Lowering.linears,
+    g.HeadLinear: Lowering.head_linear,
     g.RopeAppend: Lowering.rope_append,
     g.Attention: Lowering.attention,
     g.Gated: Lowering.gated,

@@ -243,15 +243,21 @@ def product_launch(
     n_in: int,
     n_rows: int,
     limits: ProductLimits,
+    n_heads: int = 1,
 ) -> Launch:
     """The product of activations, laid out for ``n_rows`` (`PackedFormat.input_rows`), with one or several matrices.
 
     Args:
         n_outs: rows of the matrices: up to `matrices_at_once`.
+        n_heads: of the activations, each of which is multiplied with a matrix of its own.
 
     Raises:
         KernelError: so many matrices do not go in one launch.
     """
+    if n_heads > 1:
+        whole = product_launch(format, n_outs, n_in, n_rows, limits)
+        bounds = {"BOUNDS": "512,1"} if format.type is GGMLType.F32 else {}  # else ptxas spills registers for sm_86
+        return replace(whole, grid=(*whole.grid, n_heads), defines={**whole.defines, "HEADS": 1, **bounds})
     capability, limit = limits.capability, matrices_at_once(format, n_rows, limits.capability)
     if not 1 <= len(n_outs) <= limit:
         raise KernelError(f"{len(n_outs)} matrices in one launch, which takes up to {limit}: launch them apart")
@@ -301,7 +307,7 @@ def expert_launch(
 
 
 def expert_kernel(format: PackedFormat, n_tokens: int, product_rows: int, capability: tuple[int, int]) -> str:
-    """Which one multiplies; see `localllm.kernels.cuda.experts`."""
+    """Which one multiplies: of few tokens, rows one by one; of few to an expert, 8 at once; of more, tiles."""
     has_few = not format.is_float and n_tokens <= VECTOR_ROWS[-1]
     if has_few or format.type is GGMLType.F32 or (capability < TENSOR_CORES and not format.is_tensor_float):
         return "matvec_experts"

@@ -139,9 +139,12 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
   if (first_token > 0 && first_token >= n) return;  // the first tokens do not wait for n
   int group = blockIdx.y;
   const int which = CHOOSE_MATRIX(group);
-  const uint8_t* tiles = CHOSEN_WEIGHTS(which) + (int64_t)group * n_tiles * tile_bytes<FORMAT>();
+  const uint8_t* tiles = CHOSEN_WEIGHTS(which) + first_tile(group, CHOSEN_ROWS(which), n_tiles) * tile_bytes<FORMAT>();
+  const int laid_out = ROWS ? ROWS : n_rows;
+  units = own_units<FORMAT>(units, n_tiles, laid_out);
+  scales = own_scales<FORMAT>(scales, n_tiles, laid_out);
   Sums<N> acc = {};
-  multiply<FORMAT, N>(acc, tiles, (const uint8_t*)units, scales, ROWS ? ROWS : n_rows, first_token, n_tiles);
+  multiply<FORMAT, N>(acc, tiles, (const uint8_t*)units, scales, laid_out, first_token, n_tiles);
   add_chunks<FORMAT, N>(CHOSEN_MATRIX(which), group, acc, (const float*)scales, first_token, n);
 }
 

@@ -287,16 +287,17 @@ class CUDAStep(Step):
 
     # -- The result ------------------------------------------------------------------------------------------------
 
-    def download(self, n: int) -> NDArray[np.float32]:
-        """Waits, and gives the first ``n`` rows of the result: memory of the step's own."""
+    def download(self, *parts: range) -> NDArray[np.float32]:
+        """Waits, and gives the result, of which these rows are there: memory of the step's own."""
         rows = self.result
         if self._host_rows is None:
             n_rows = self.limits.max_rows(rows.slot)
             self._host_rows = self._pinned(4 * n_rows * rows.stride).view(np.float32).reshape(n_rows, rows.stride)
-        if n:
-            self.driver.download(self._host_rows[:n], self.rows(rows, n), self.stream)
+        for part in filter(None, parts):
+            source = self.memory(rows.buffer.at(4 * part.start * rows.stride), 4 * len(part) * rows.stride)
+            self.driver.download(self._host_rows[part.start : part.stop], source, self.stream)
         self.driver.synchronize(self.stream)
-        return self._host_rows[:n, : rows.width]
+        return self._host_rows[:, : rows.width]
 
     def largest(self, extent: Extent, n: int, k: int) -> TopK:
         """Waits, and gives the ``k`` largest of the first ``n`` rows of the result, of a batch of that extent."""
@@ -363,10 +364,14 @@ class CUDAOutput(Output):
         return self.step.result.width
 
     def rows(self) -> NDArray[np.float32]:
-        return self.step.download(self.n)
+        return self.step.download(range(self.n))[: self.n]
 
-    def top_k(self, k: int) -> TopK:
-        return self.step.largest(self.extent, self.n, k)
+    def top_k(self, k: int, whole: Sequence[int] = ()) -> TopK:
+        best = self.step.largest(self.extent, self.n, k)
+        if not whole:
+            return best
+        rows = self.step.download(*(range(i, i + 1) for i in whole))
+        return best._replace(whole={i: rows[i] for i in whole})
 
     def copy_to(self, memory: DeviceMemory, stream: Stream) -> None:
         """Copies the rows, with their padding, in the stream of the memory's device."""

@@ -6,6 +6,7 @@ it, so it runs in the sandbox of `localllm.chat.sandbox`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import jinja2
@@ -34,6 +35,9 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """The template for files that have none; many models know this format."""
+
+#: Roles that need not be in a template's text, as most write out whatever the role is.
+_ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 _EXAMPLE = "{'role': 'user', 'content': 'Hello!'}"
 
@@ -140,7 +144,7 @@ class ChatTemplate:
         }
         try:
             variables = {name: _plain(value, name) for name, value in inputs.items()}
-            return sandbox.render(self._template, variables)
+            text = sandbox.render(self._template, variables)
         except TemplateError:
             raise
         except sandbox.RefusedError as error:
@@ -149,6 +153,17 @@ class ChatTemplate:
             raise TemplateError(f"{self._where} was stopped: {_words(error)}; give another template") from error
         except Exception as error:  # a template is a program of someone else's: it can fail in any way
             raise TemplateError(f"{self._where} failed on these messages: {_words(error)}") from error
+        self._warn_of_roles({str(message["role"]) for message in messages})
+        return text
+
+    def _warn_of_roles(self, roles: set[str]) -> None:
+        """Warns of roles that neither chats in general nor this template know: it writes them, or leaves them out."""
+        if unknown := sorted(role for role in roles - _ROLES if role not in self.source):
+            warnings.warn(
+                f"{self._where} says nothing of the role {quoted(unknown[0])}, which the model may not know: "
+                f"there are {', '.join(sorted(_ROLES))}",
+                stacklevel=2,
+            )
 
 
 def encode_chat(

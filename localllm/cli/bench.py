@@ -14,14 +14,16 @@ for they drift.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import statistics
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from types import MappingProxyType
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,10 +32,11 @@ from localllm import __version__
 from localllm.cli.bench_ceilings import amount, ceiling, threads_of, unit_of
 from localllm.cli.bench_profile import DeviceCeilings, DeviceProfile, check_profiled, profiles
 from localllm.cli.bench_work import Test, Work, make_tests
-from localllm.cli.defaults import settle
+from localllm.cli.defaults import load_options, model_file, settle
 from localllm.cli.machine import disturbance, too_many_threads
 from localllm.cli.main import DONE
-from localllm.cli.terminal import LoadStatus, StatusLine, model_line, quantity, warn
+from localllm.cli.terminal import LoadStatus, StatusLine, model_line, quantity, visible_line, warn
+from localllm.errors import UsageError
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import OtherLoad, cpu_model
 from localllm.llm import LLM, load
@@ -47,35 +50,46 @@ _COLUMNS = "{:<18} {:>7} {:>18} {:>11} {:>11} {:>6}"
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures what the command line asks for."""
-    settings = settle(arguments, skip=["threads"])  # which are a list here
-    tests = make_tests(arguments.prompts, arguments.generations, arguments.depths)
+    settings = settle(arguments, skip=["threads", "model"])  # of which there may be several
+    tests = make_tests(arguments.prompts, arguments.generations, arguments.depths, arguments.pairs)
+    if arguments.profile and arguments.form not in ("table", "json"):
+        raise UsageError(f"--profile is shown as a table or in JSON: leave out -o {arguments.form}")
     threads_of_tests = arguments.threads or [settings.threads]
     if complaint := too_many_threads(max(n or 1 for n in threads_of_tests)):
         warn(complaint)
-    measured: list[Measurement] = []
-    profiled: dict[int, Sequence[DeviceProfile]] = {}
+    names = [*arguments.files, *arguments.model] or [settings.model] * (not arguments.downloads)
+    given = [{"model": name} for name in names]
+    given += [{"model": name, "download": True, "quiet": arguments.quiet} for name in arguments.downloads]
     known: dict[str, DeviceCeilings] = {}
-    others = OtherLoad()
-    for threads in threads_of_tests:
-        with _load(arguments, threads, tests) as llm:
-            info = llm.info
-            if arguments.profile:
-                check_profiled(info)
-            if not measured:
-                print(model_line(info, arguments.threads or ()), "", _COLUMNS.format(*_HEAD), sep="\n", flush=True)
-            for test in tests:
-                measured.append(measure(llm, test, arguments.repetitions, isa=arguments.isa, quiet=arguments.quiet))
-                print(measured[-1].line(), flush=True)
+    form, others, shown = arguments.form, OtherLoad(), 0
+    scatter, busy = 1.0, 0.0
+    for path in [model_file(each, settings) for each in given]:
+        measured: list[Measurement] = []
+        for threads in threads_of_tests:
+            with _load(arguments, path, threads, tests) as llm:
+                info = llm.info
                 if arguments.profile:
-                    profiled[len(measured) - 1] = profile(llm, test, known)
-    for found in profiled.values():
-        for each in found:
-            print("", *each.lines(), sep="\n", flush=True)
-    other_cpus = others.cpus()
-    if complaint := disturbance(other_cpus, max(m.scatter for m in measured)):
+                    check_profiled(info)
+                if form == "table" and not measured:
+                    print(*[""] * bool(shown), model_line(info, arguments.threads or ()), "", sep="\n")
+                    print(_COLUMNS.format(*_HEAD), flush=True)
+                for test in tests:
+                    found = measure(llm, test, arguments.repetitions, isa=arguments.isa, quiet=arguments.quiet)
+                    _show(form, info, found, is_first=not shown)
+                    shown += 1
+                    if arguments.profile and test.kind != "pg":
+                        found = replace(found, profiles=tuple(profile(llm, test, known)))
+                    measured.append(found)
+        busy = others.cpus()
+        if form == "json":
+            report = as_json(info, measured, busy)
+            print(json.dumps(report, ensure_ascii=False, allow_nan=False), flush=True)
+        elif form == "table":
+            for each in (each for found in measured for each in found.profiles):
+                print("", *each.lines(), sep="\n", flush=True)
+        scatter = max(scatter, *(found.scatter for found in measured))
+    if complaint := disturbance(busy, scatter):
         warn(complaint)
-    if arguments.json:
-        print(json.dumps(as_json(info, measured, other_cpus, profiled), ensure_ascii=False, allow_nan=False))
     return DONE
 
 
@@ -88,8 +102,9 @@ class Measurement:
 
     Attributes:
         rates: tokens a second, one a repetition.
-        achieved: what that is in bytes read, or multiplications, a second.
+        achieved: what that is in bytes read, or multiplications, a second; none of a test that is of both kinds.
         ceilings: what the machine could do then, in the same unit; none where the device has no such ceiling.
+        profiles: what the time on each GPU went to, if that was asked for.
     """
 
     test: Test
@@ -98,6 +113,7 @@ class Measurement:
     rates: tuple[float, ...]
     achieved: tuple[float, ...]
     ceilings: tuple[float, ...] = ()
+    profiles: tuple[DeviceProfile, ...] = ()
 
     @property
     def share(self) -> float | None:
@@ -111,14 +127,30 @@ class Measurement:
         """The highest ceiling divided by the lowest one."""
         return max(self.ceilings) / min(self.ceilings) if self.ceilings else 1.0
 
-    def line(self) -> str:
-        """A line of the table."""
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "test": self.test.kind,
+            "n_tokens": self.test.n + self.test.n_after,
+            "depth": self.test.depth,
+            "threads": self.threads,
+            "tokens_per_s": statistics.median(self.rates),
+            "stdev": statistics.stdev(self.rates) if len(self.rates) > 1 else None,
+            "repetitions": list(self.rates),
+            "unit": self.unit,
+            "achieved": statistics.median(self.achieved) if self.achieved else None,
+            "ceiling": statistics.median(self.ceilings) if self.ceilings else None,
+            "share": self.share,
+            **({"profiles": [each.as_json() for each in self.profiles]} if self.profiles else {}),
+        }
+
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table."""
         spread = f" ± {statistics.stdev(self.rates):,.2f}" if len(self.rates) > 1 else ""
-        return _COLUMNS.format(
+        return (
             self.test.name,
-            self.threads,
+            str(self.threads),
             f"{statistics.median(self.rates):,.2f}{spread}",
-            quantity(statistics.median(self.achieved), self.unit),
+            quantity(statistics.median(self.achieved), self.unit) if self.achieved else "-",
             quantity(statistics.median(self.ceilings), self.unit) if self.ceilings else "-",
             "-" if self.share is None else f"{self.share:.0%}",
         )
@@ -127,21 +159,29 @@ class Measurement:
 _HEAD = ("test", "threads", "tok/s", "achieved", "ceiling", "share")
 
 
-def as_json(
-    info: ModelInfo,
-    measured: Sequence[Measurement],
-    other_cpus: float,
-    profiled: Mapping[int, Sequence[DeviceProfile]] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Everything as JSON values.
+def _show(form: str, info: ModelInfo, found: Measurement, *, is_first: bool) -> None:
+    """Prints a measurement as a row, the first one below a head; of a table the head is there already."""
+    if form == "table":
+        print(_COLUMNS.format(*found.cells()), flush=True)
+    elif form == "md":
+        name = f"{visible_line(info.name or info.path.name)} {info.file_type}".replace("|", "\\|")
+        row = dict(zip(_HEAD, found.cells(), strict=True))
+        row = {"model": name, "size": quantity(info.n_bytes, "B"), "device": info.device} | row
+        rule = ["---", *["---:"] * (len(row) - 1)]
+        for cells in (row, rule, row.values()) if is_first else (row.values(),):
+            print("|", " | ".join(cells), "|", flush=True)
+    elif form != "json":
+        values = {**_of_model(info), **found.as_json(), "test": found.test.name}
+        values = {key: value for key, value in values.items() if key not in ("n_tokens", "depth", "repetitions")}
+        if form == "jsonl":
+            print(json.dumps(values, ensure_ascii=False, allow_nan=False), flush=True)
+            return
+        csv.writer(sys.stdout, lineterminator="\n").writerows([values, values.values()][not is_first :])
+        sys.stdout.flush()
 
-    Args:
-        other_cpus: how many processors other programs kept busy meanwhile.
-        profiled: profiles of measurements, by their number.
-    """
+
+def _of_model(info: ModelInfo) -> dict[str, Any]:
     return {
-        "localllm": __version__,
-        "cpu": cpu_model(),
         "model": str(info.path),
         "architecture": info.architecture,
         "file_type": info.file_type,
@@ -150,45 +190,30 @@ def as_json(
         "device": info.device,
         "kernels": info.kernels,
         "cache_type": info.cache_type,
+    }
+
+
+def as_json(info: ModelInfo, measured: Sequence[Measurement], other_cpus: float) -> dict[str, Any]:
+    """Everything as JSON values; ``other_cpus`` is how many processors other programs kept busy meanwhile."""
+    return {
+        "localllm": __version__,
+        "cpu": cpu_model(),
+        **_of_model(info),
         "other_cpus": other_cpus,
-        "results": [
-            {
-                "test": m.test.kind,
-                "n_tokens": m.test.n,
-                "depth": m.test.depth,
-                "threads": m.threads,
-                "tokens_per_s": statistics.median(m.rates),
-                "repetitions": list(m.rates),
-                "unit": m.unit,
-                "achieved": statistics.median(m.achieved),
-                "ceiling": statistics.median(m.ceilings) if m.ceilings else None,
-                "share": m.share,
-                **({"profiles": [each.as_json() for each in profiled[i]]} if i in profiled else {}),
-            }
-            for i, m in enumerate(measured)
-        ],
+        "results": [found.as_json() for found in measured],
     }
 
 
 # -- Measuring -----------------------------------------------------------------------------------------------------
 
 
-def _load(arguments: argparse.Namespace, threads: int | None, tests: Sequence[Test]) -> LLM:
+def _load(arguments: argparse.Namespace, path: str | Path | None, threads: int | None, tests: Sequence[Test]) -> LLM:
     progress = LoadStatus(enabled=not arguments.quiet)
     # That a model was trained on a shorter context matters to its answers, not to its speed.
     warnings.filterwarnings("ignore", LONG_CONTEXT)
     try:
-        return load(
-            arguments.model,
-            device=arguments.device,
-            n_gpu_layers=arguments.n_gpu_layers,
-            tensor_split=arguments.tensor_split,
-            isa=arguments.isa,
-            threads=threads,
-            context=max(test.context for test in tests),
-            cache_type=arguments.cache_type,
-            progress=progress,
-        )
+        context = max(test.context for test in tests)
+        return load(path, **load_options(arguments, path, threads=threads, context=context), progress=progress)
     finally:
         progress.close()
 
@@ -202,7 +227,7 @@ def measure(llm: LLM, test: Test, repetitions: int, *, isa: str | None = None, q
     status = StatusLine(enabled=not quiet)
     with ExitStack() as stack:
         status.show(f"{test.name}: warming up")
-        most = ceiling(llm.info, test, work, isa, stack)
+        most = None if test.kind == "pg" else ceiling(llm.info, test, work, isa, stack)
         _rate(llm, test, before, random)
         for i in range(repetitions):
             status.show(f"{test.name}: {i + 1} of {repetitions}")
@@ -210,6 +235,8 @@ def measure(llm: LLM, test: Test, repetitions: int, *, isa: str | None = None, q
             rates.append(_rate(llm, test, before, random))
         ceilings += [] if most is None else [most()]
     status.clear()
+    if test.kind == "pg":
+        return Measurement(test, llm.info.threads, "", tuple(rates), ())
     a_token = amount(llm.info, test, work) / (1 if test.kind == "tg" else test.n)
     return Measurement(
         test,
@@ -230,17 +257,20 @@ def profile(llm: LLM, test: Test, known: dict[str, DeviceCeilings]) -> Sequence[
 
 def _rate(llm: LLM, test: Test, before: list[int], random: np.random.Generator, watch: Watch | None = None) -> float:
     """Runs a test once, perhaps watched; tokens a second."""
-    if test.kind == "pp":
+    if test.kind != "tg":
         if before:
             llm.generate(before, max_tokens=0)  # unless the cache still has them
         else:
             llm.forget()
-    prompt = before + _random_ids(llm, random, test.n) if test.kind == "pp" else before or _random_ids(llm, random, 1)
+    prompt = before + _random_ids(llm, random, test.n) if test.kind != "tg" else before or _random_ids(llm, random, 1)
     with nullcontext() if watch is None else _watching(watch):
         if test.kind == "pp":
             return llm.generate(prompt, max_tokens=0).timings.prefill_tokens_per_s
-        done = llm.generate(prompt, max_tokens=test.n + 1, temperature=0, ignore_eos=True)
-    return done.timings.decode_tokens_per_s
+        n = test.n_after or test.n
+        timings = llm.generate(prompt, max_tokens=n + 1, temperature=0, ignore_eos=True).timings
+    if test.kind == "pg":
+        return (test.n + test.n_after) / (timings.prefill_s + timings.decode_s)
+    return timings.decode_tokens_per_s
 
 
 def _watching(watch: Watch) -> AbstractContextManager[None]:

@@ -135,7 +135,7 @@ def profiles(
 
     busy, profiler = BusyTime(), Profiler(_REPETITIONS)
     seconds = test.n / rate(test, busy)
-    if test.kind == "tg":  # the step that gives the first token is no part of the time
+    if test.kind == "tg":  # the step that gives the first token is not part of the time
         seconds *= (test.n + 1) / test.n
     rate(test if test.kind == "pp" else Test("tg", min(test.n, _GENERATED), test.depth), profiler)
     at_work = busy.seconds()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -14,7 +15,8 @@ from localllm.errors import UsageError
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.tiles import TILES
-from localllm.kernels.graph import KVCache, Weight
+from localllm.kernels.graph import Attention, Weight
+from localllm.models.registry import read_model
 from localllm.quant.repack import repack_target
 
 
@@ -23,9 +25,10 @@ class Test:
     """One thing to measure.
 
     Attributes:
-        kind: "pp" or "tg".
+        kind: "pp", "tg", or "pg" for both in turn.
         n: tokens to evaluate, or to generate.
         depth: tokens that stand before.
+        n_after: tokens that "pg" generates after it has evaluated ``n``.
     """
 
     __test__ = False  # for pytest, which would take it for one of its own
@@ -33,29 +36,41 @@ class Test:
     kind: str
     n: int
     depth: int
+    n_after: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.kind}{self.n}" + (f" @ d{self.depth}" if self.depth else "")
+        what = f"pp{self.n}+tg{self.n_after}" if self.kind == "pg" else f"{self.kind}{self.n}"
+        return what + (f" @ d{self.depth}" if self.depth else "")
 
     @property
     def context(self) -> int:
         """Tokens of context that it takes."""
-        return max(self.depth, 1) + self.n + 1
+        return max(self.depth, 1) + self.n + self.n_after + 1
 
 
-def make_tests(prompts: Sequence[int], generations: Sequence[int], depths: Sequence[int]) -> list[Test]:
-    """The tests for three lists of numbers; 0 tokens are no test.
+def make_tests(
+    prompts: Sequence[int],
+    generations: Sequence[int],
+    depths: Sequence[int],
+    pairs: Sequence[Sequence[int]] = (),
+) -> list[Test]:
+    """The tests for lists of numbers, and pairs of them for tests of both kinds; 0 tokens are no test.
 
     Raises:
-        UsageError: a number is negative, or there is no test.
+        UsageError: a number is negative, a pair is none, or there is no test.
     """
+    if wrong := [pair for pair in pairs if len(pair) != 2 or min(pair) < 1]:
+        raise UsageError(
+            f"-pg is {','.join(map(str, wrong[0]))}, but must be two whole numbers of at least 1, as 512,128"
+        )
     tests = [
         Test(kind, whole_number(flag, n, 0), whole_number("-d", depth, 0))
         for depth in depths
         for kind, flag, counts in (("pp", "-p", prompts), ("tg", "-n", generations))
         for n in counts
     ]
+    tests += [Test("pg", n, depth, after) for depth in depths for n, after in pairs]
     tests = [test for test in tests if test.n]
     if not tests:
         raise UsageError("there is nothing to measure: give -p or -n a number above 0")
@@ -72,7 +87,8 @@ class Work:
         layer_products: multiplications of a token's activations with the layers' weights: of bytes, of floats.
         head_products: the same of the output matrix, which a prompt needs once.
         attention_products: multiplications of floats for each token that another one sees.
-        window: how many tokens a token sees at most, itself among them; None for all.
+        windows: how many tokens a token sees at most, itself among them, None for all; and in what part of the
+            layers' keys and values.
     """
 
     weight_bytes: int
@@ -80,24 +96,28 @@ class Work:
     layer_products: tuple[float, float]
     head_products: tuple[float, float]
     attention_products: float
-    window: int | None = None
+    windows: Mapping[int | None, float] = field(default_factory=lambda: {None: 1.0})
 
     @classmethod
     def of(cls, info: ModelInfo) -> Self:
         """The work of a loaded model."""
-        config = info.config
-        kept = KVCache(0, config.n_kv_heads, config.head_dim, config.head_dim, info.cache_type)
         with GGUFFile.open(info.path) as file:
+            graph = read_model(file, cache_type=info.cache_type).graph
             matrices = [t for t in file.tensors.values() if len(t.shape) in (2, 3)]
             head = file.tensors.get("output.weight", file.tensors["token_embd.weight"])
             layers = [t for t in matrices if t.name.startswith("blk.")]
+        attentions = [node.operation for node in graph.nodes if isinstance(node.operation, Attention)]
+        windows: Counter[int | None] = Counter()
+        for attention in attentions:
+            windows[attention.window or attention.chunk] += attention.cache.bytes_per_token()
+        kv_bytes = windows.total()
         return cls(
             weight_bytes=info.placement.multiplied,
-            kv_bytes=config.n_layers * kept.bytes_per_token(),
-            layer_products=products(layers, 0 if config.experts is None else config.experts.n_used),
+            kv_bytes=kv_bytes,
+            layer_products=products(layers, graph.n_chosen()),
             head_products=products([head]),
-            attention_products=2 * config.n_layers * config.n_heads * config.head_dim,
-            window=config.sliding_window,
+            attention_products=sum(a.n_heads * (a.cache.key_dim + a.cache.value_dim) for a in attentions),
+            windows={window: n / kv_bytes for window, n in windows.items()},
         )
 
     def on(self, device: str, info: ModelInfo) -> Work:
@@ -118,7 +138,8 @@ class Work:
     def seen(self, test: Test) -> float:
         """Tokens that a token of the test sees on average."""
         positions = np.arange(test.depth, test.depth + test.n) + 1
-        return float(np.minimum(positions, self.window or positions[-1]).mean())
+        parts = (part * np.minimum(positions, window or positions[-1]) for window, part in self.windows.items())
+        return sum(float(part.mean()) for part in parts)
 
     def bytes_per_token(self, test: Test) -> float:
         """Bytes that are read for a token that the test generates."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import json
 import os
 import shutil
@@ -12,15 +11,19 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm.cli.flags import nearest
 from localllm.cli.main import DONE, FAILED
-from localllm.cli.terminal import say, visible_line
+from localllm.cli.terminal import say, visible_line, warn
+from localllm.declared_options import LoadOptions, Sampling, declared
 from localllm.errors import LocalLLMError, SettingsError, UsageError
+from localllm.library.find import find
 from localllm.settings import (
     CONFIG_VARIABLE,
     KEYS,
     SAMPLING,
     Settings,
     check,
+    load_settings,
     read_file,
     read_text,
     sampling_names,
@@ -31,26 +34,28 @@ if TYPE_CHECKING:
     from tomlkit import TOMLDocument
 
 #: Environment variables that change what the program does.
-VARIABLES = (
-    CONFIG_VARIABLE,
-    "LOCALLLM_CACHE",
-    "LOCALLLM_DATA",
-    "LOCALLLM_ISA",
-    "LOCALLLM_DEBUG",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HF_ENDPOINT",
-    "HF_HUB_OFFLINE",
-    "NO_COLOR",
-)
+VARIABLES = {
+    CONFIG_VARIABLE: "the settings file",
+    "LOCALLLM_CACHE": "the folder of compiled kernels",
+    "LOCALLLM_DATA": "the folder of saved chats",
+    "LOCALLLM_ISA": "the instruction set to compile for, by name (localllm doctor -v lists them)",
+    "LOCALLLM_DEBUG": "if set, errors show where in the program they happened",
+    "HF_HOME": "the folder of the Hugging Face tools, which pulled models are kept in",
+    "HF_HUB_CACHE": "the folder of pulled models alone",
+    "HF_ENDPOINT": "the address of the hub that models are pulled from",
+    "HF_HUB_OFFLINE": "if set, nothing is asked of the hub",
+    "NO_COLOR": "if set, no colours",
+}
+
+_OPTIONS = declared(LoadOptions) | declared(Sampling)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows or changes settings."""
     words = [word for word in (arguments.key, arguments.value) if word is not None]
-    wanted = {None: 0, "path": 0, "set": 2, "unset": 1}[arguments.action]
+    wanted = {None: 0, "path": 0, "get": 1, "set": 2, "unset": 1}[arguments.action]
     if len(words) != wanted:
-        usage = {"set": "set KEY VALUE", "unset": "unset KEY"}.get(arguments.action, "path")
+        usage = {"get": "get KEY", "set": "set KEY VALUE", "unset": "unset KEY"}.get(arguments.action, "path")
         raise UsageError(f"write localllm config {usage}: a value of several words needs quotes")
     if arguments.json and arguments.action is not None:
         raise UsageError(f"--json shows what is in force, and has no use with {arguments.action}: leave it out")
@@ -61,9 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.action == "path":
         print(path)
+    elif arguments.action == "get":
+        print(visible_line(get_key(words[0])))
     elif arguments.action == "set":
-        set_key(path, *words)
+        value = set_key(path, *words)
         print(f"{words[0]} is set in {visible_line(str(path))}")
+        if (doubt := _doubt(words[0], value)) is not None:
+            warn(doubt)
     elif arguments.action == "unset":
         unset_key(path, *words)
         print(f"{words[0]} is no longer in {visible_line(str(path))}")
@@ -87,13 +96,13 @@ def _show(path: Path, *, as_json: bool) -> int:
         for line in _lines(path, settings):
             print(visible_line(line))
     for problem in problems:
-        say(f"localllm: error: {visible_line(problem)}")
+        where = "" if str(path) in problem else f"the settings file {path}: "
+        say(f"localllm: error: {visible_line(where + problem)}")
     return FAILED if problems else DONE
 
 
 def _in_force(settings: Settings) -> Iterator[tuple[str, object, str]]:
     """Every setting, its value, and where that comes from."""
-    from localllm.sampling import Sampling
 
     def source(key: str) -> str:
         return "file" if key in settings.given else "default"
@@ -119,7 +128,8 @@ def _lines(path: Path, settings: Settings) -> Iterator[str]:
 
 def _shown(key: str, value: object) -> str:
     if value is None:
-        return "the demo model" if key == "model" else "-"
+        name = key.removeprefix(f"{SAMPLING}.")
+        return {"model": "the demo model", "system_prompt": "-"}.get(name) or _OPTIONS[name].none
     if isinstance(value, tuple):
         return ", ".join(repr(each) if isinstance(each, str) else str(each) for each in value) or "-"
     return str(value)
@@ -141,11 +151,26 @@ def _as_json(path: Path, settings: Settings, problems: list[str]) -> dict[str, A
     }
 
 
+def get_key(key: str) -> str:
+    """The value that is in force for a key, as text.
+
+    Raises:
+        UsageError: there is no such key.
+        SettingsError: see `load_settings`.
+    """
+    values = {name: _shown(name, value) for name, value, _ in _in_force(load_settings())}
+    if key not in values:
+        raise UsageError(
+            f"there is no setting {key!r:.80}: did you mean {nearest(key, values) or 'one of localllm config'}?"
+        )
+    return values[key]
+
+
 # -- Changing the file ---------------------------------------------------------------------------------------------
 
 
-def set_key(path: Path, key: str, text: str) -> None:
-    """Sets a key, and leaves all else in the file as it is.
+def set_key(path: Path, key: str, text: str) -> object:
+    """Sets a key, and leaves all else in the file as it is; returns the value.
 
     Args:
         key: a table's as "sampling.temperature".
@@ -155,11 +180,26 @@ def set_key(path: Path, key: str, text: str) -> None:
         UsageError: there is no such key, or it cannot have that value.
         SettingsError: the file cannot be read or written, or is not valid TOML.
     """
-    value = _value(key, text, path.parent)
+    value = _value(key, text, path)
     document = _document(path)
     table, name = _place(document, key)
     table[name] = value
     _write(path, document)
+    return value
+
+
+def _doubt(key: str, value: Any) -> str | None:
+    """Why a setting that was made may not do what was meant, if anything here says so."""
+    if key == "model":
+        try:
+            found = find(value, load_settings().model_folders)
+        except LocalLLMError as error:
+            return str(error)
+        return None if os.path.exists(found) else f"{value} does not exist yet: check the path"
+    if key == "model_folders":
+        missing = [str(folder) for folder in load_settings().model_folders if not folder.is_dir()]
+        return f"{', '.join(missing)} cannot be found: check the path" if missing else None
+    return None
 
 
 def unset_key(path: Path, key: str) -> None:
@@ -177,24 +217,32 @@ def unset_key(path: Path, key: str) -> None:
         del document[key]
     else:
         there = [*document, *tables]
-        near = difflib.get_close_matches(key, there, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(there) or 'nothing'}"
+        near = nearest(key, there)
+        hint = f"did you mean {near}?" if near else f"it has {', '.join(there) or 'nothing'}"
         raise UsageError(f"{path} does not have {key!r}: {hint}")
     _write(path, document)
 
 
-def _value(key: str, text: str, folder: Path) -> object:
+def _value(key: str, text: str, path: Path) -> object:
     """What ``text`` means as the value of ``key``."""
     complaints: list[str] = []
     for value in _readings(text):
         given: dict[str, Any] = {key: value}
         if key.startswith(f"{SAMPLING}."):
             given = {SAMPLING: {key.removeprefix(f"{SAMPLING}."): value}}
-        _, problems = check(given, folder)
+        _, problems = check(given, path.parent)
+        if key == "theme" and not problems and value not in (themes := _themes()):
+            problems = [f"theme is {value!r:.80} but must be one of {', '.join(themes)}"]
         if not problems:
             return value
         complaints += problems
-    raise UsageError(f"nothing was set: {complaints[0]}")
+    raise UsageError(f"nothing was set in {path}: {complaints[0]}")
+
+
+def _themes() -> list[str]:
+    from textual.theme import BUILTIN_THEMES  # imported here: it takes a while
+
+    return ["dark", "light", *BUILTIN_THEMES]
 
 
 def _readings(text: str) -> Iterator[object]:
@@ -214,7 +262,7 @@ def _document(path: Path) -> TOMLDocument:
     """The file, with its comments and its order."""
     import tomlkit
 
-    read_file(path)  # complains of what is no TOML
+    read_file(path)  # complains of what is not valid TOML
     return tomlkit.parse(read_text(path))
 
 
@@ -239,7 +287,7 @@ def _write(path: Path, document: TOMLDocument) -> None:
 
     target = path.resolve()
     if target.exists() and not target.is_file():
-        raise SettingsError(f"{path} is no file: name one in the environment variable {CONFIG_VARIABLE}")
+        raise SettingsError(f"{path} is not a file: name one in the environment variable {CONFIG_VARIABLE}")
     aside = target.with_name(f"{target.name}.new")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -3,37 +3,92 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
-from localllm.settings import Settings, load_settings
+from localllm.cli.terminal import warn
+from localllm.declared_options import LoadOptions, declared
+from localllm.errors import ModelNotFoundError
+from localllm.settings import Settings, load_settings, settings_path
 
 #: The settings that stand for flags of the same names, wherever a command has these.
-_FOR_FLAGS = ("device", "cache_type", "context", "threads")
-#: Those that hold for the device beside them alone.
+_FOR_FLAGS = ("model", *(name for name, option in declared(LoadOptions).items() if option.is_kept))
+#: Those of them that hold for the device beside them alone.
 _WITH_DEVICE = ("n_gpu_layers", "tensor_split")
 
 
 def settle(arguments: argparse.Namespace, *, skip: Collection[str] = ()) -> Settings:
     """Fills in what the command line did not say, but for ``skip``, and finds the files of the models that it named.
 
+    ``arguments.settled`` tells what error texts call those that the settings file gave.
+
     Raises:
         SettingsError: see `load_settings`.
         ModelNotFoundError, UsageError: see `localllm.library.find.find`.
+        HubError: see `localllm.library.pull.pull`.
     """
     settings = load_settings()
-    names = _FOR_FLAGS if vars(arguments).get("device") is not None else (*_FOR_FLAGS, *_WITH_DEVICE)
-    for name in names:
-        if name not in skip and vars(arguments).get(name, name) is None:
+    given = vars(arguments)
+    arguments.settled = {}
+    if given.get("device") is not None:
+        skip = {*skip, *_WITH_DEVICE}
+    for name in _FOR_FLAGS:
+        if name not in skip and given.get(name, name) is None:
             setattr(arguments, name, getattr(settings, name))
-    for name in ("model", "draft_model"):
-        given = vars(arguments).get(name) or (settings.model if name == "model" else None)
-        setattr(arguments, name, None if given is None else _path(given, settings))
+            if name in settings.given:
+                arguments.settled[name] = f"the setting {name} in {settings_path()}"
+    _ignore_layers(arguments)
+    if "model" in given and "model" not in skip:
+        arguments.model = model_file(given, settings)
+    if given.get("draft_model") is not None:
+        from localllm.library.find import find
+
+        arguments.draft_model = find(arguments.draft_model, settings.model_folders)
     return settings
 
 
-def _path(name: str, settings: Settings) -> str | Path | None:
+def _ignore_layers(arguments: argparse.Namespace) -> None:
+    """Says that there is no GPU for the layers that should go there, where none was insisted on."""
+    given = vars(arguments)
+    device = str(given.get("device"))
+    for name, flag in (("n_gpu_layers", "-ngl"), ("tensor_split", "--tensor-split")):
+        if given.get(name) and not device.startswith(("cuda", "gpu")):
+            from localllm.devices import gpu_memory  # imported here: most command lines name no layers
+
+            if not gpu_memory(device):
+                setattr(arguments, name, None)
+                if not given.get("quiet"):
+                    what = arguments.settled.get(name, flag)
+                    warn(f"{what} changes nothing here: no GPU can be used (localllm doctor says why)")
+
+
+def model_file(given: Mapping[str, Any], settings: Settings) -> str | Path | None:
+    """The file of the model that a command line names, downloaded if it says so; None for the demo model."""
+    name, file = given["model"], given.get("hub_file")
+    if file is not None and name is not None:
+        name = f"{name}:{file}"
+    if name is None:
+        return None
     # Imported here: many starts name no model.
     from localllm.library.find import model_path
 
-    return model_path(name, settings.model_folders)
+    try:
+        return model_path(name, settings.model_folders)
+    except ModelNotFoundError:
+        if not given.get("download"):
+            raise
+    from localllm.cli.pull import download
+
+    return download(name, quiet=bool(given.get("quiet")))
+
+
+def load_options(arguments: argparse.Namespace, path: str | Path | None, **more: Any) -> dict[str, Any]:
+    """The keywords of `localllm.load` of a command line, and ``more``; a context of 0 is the model's own."""
+    given = {name: value for name, value in vars(arguments).items() if name in declared(LoadOptions)} | more
+    if given.get("context") == 0:
+        # Imported here: it takes as long as reading the file does.
+        from localllm.library.find import demo_path, trained_context
+
+        given["context"] = trained_context(path or demo_path())
+    return given

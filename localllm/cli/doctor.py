@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING
 from localllm import __version__
 from localllm.cli.flags import in_flags
 from localllm.cli.main import DONE, FAILED
-from localllm.cli.terminal import LoadStatus, quantity, visible_line
+from localllm.cli.terminal import LoadStatus, quantity, visible_line, warn
 from localllm.errors import DeviceError, LocalLLMError
 from localllm.kernels.cpu.control_groups import cpu_quota
 from localllm.kernels.cpu.host import (
@@ -58,17 +57,16 @@ PACKAGES = {
     "psutil": "psutil",
     "tomlkit": "tomlkit",
     "platformdirs": "platformdirs",
+    "msgspec": "msgspec",
     "textual": "textual",
     "markdown-it-py": "markdown_it",
 }
 
-#: Optional parts of localllm, and the distributions that tell whether they are there.
-EXTRAS = {
-    "cuda12": ("cupy-cuda12x", "cuda-toolkit"),
-    "cuda13": ("cupy-cuda13x", "cuda-toolkit"),
-    "dev": ("hatchling", "pytest", "pytest-xdist", "hypothesis", "mypy", "ruff"),
-    "reference": ("torch", "transformers", "safetensors"),
-}
+#: What computing on GPUs needs, of either version of CUDA.
+CUDA_PACKAGES = (
+    ("cupy-cuda13x", "cuda-toolkit[nvrtc,cudart]==13.*"),
+    ("cupy-cuda12x", "cuda-toolkit[nvrtc,cudart]==12.*"),
+)
 
 #: Processor features, by LLVM's names, that kernels use or could use.
 FEATURES = (
@@ -96,8 +94,17 @@ class Finding:
     broken: bool = False
 
 
+#: What is shown without -v, beside all that needs advice.
+_BRIEF = {
+    *("localllm", "Python", "processor", "cores", "kernels for", "kernel test", "default threads"),
+    *("memory", "NVIDIA GPU", "NVIDIA driver"),
+}
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Shows all findings."""
+    """Shows findings, or, asked with --list-devices, the devices alone."""
+    if "devices" in arguments:
+        return _list_devices()
     progress = LoadStatus(enabled=not arguments.json)
     try:
         found = list(findings(progress))
@@ -107,25 +114,31 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"ok": not broken, "findings": [asdict(f) for f in found]}, ensure_ascii=False))
     else:
-        for line in report(found):
+        for line in report(found, brief=not arguments.verbose):
             print(visible_line(line))
     return FAILED if broken else DONE
 
 
-def report(found: list[Finding]) -> Iterator[str]:
-    """The findings as lines of text."""
+def report(found: list[Finding], *, brief: bool) -> Iterator[str]:
+    """The findings as lines of text; if ``brief``, the most important ones, without their groups."""
+    n_broken = sum(finding.broken for finding in found)
+    n_all = len(found)
+    if brief:
+        found = [finding for finding in found if finding.name in _BRIEF or finding.advice or finding.broken]
     width = max(len(finding.name) for finding in found)
     group = ""
     for finding in found:
         if finding.group != group:
             group = finding.group
-            yield group
+            if not brief:
+                yield group
         mark = "x" if finding.broken else "!" if finding.advice else " "
         yield f"{mark} {finding.name:<{width}}  {finding.value}"
         if finding.advice:
             yield f"  {'':<{width}}  -> {finding.advice}"
-    n_broken = sum(finding.broken for finding in found)
     yield ""
+    if len(found) < n_all:
+        yield f"localllm doctor -v shows all {n_all}"
     are = "is" if n_broken == 1 else "are"
     yield (f"localllm cannot run here: {n_broken} of these {are} broken (x)" if n_broken else "localllm can run here")
 
@@ -135,7 +148,6 @@ def findings(progress: LoadStatus | None = None) -> Iterator[Finding]:
     checks: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
         ("software", _software),
         ("packages", _packages),
-        ("extras", _extras),
         ("processor", _processor),
         ("kernels", lambda: _kernels(progress)),
         ("memory", _memory),
@@ -145,7 +157,7 @@ def findings(progress: LoadStatus | None = None) -> Iterator[Finding]:
         try:
             yield from check()
         except Exception as error:
-            advice = memory_advice() if _is_cramped() else _reinstall()
+            advice = memory_advice() if _is_cramped() else "install localllm again"
             yield Finding(group, "check", f"failed: {_words(error)}", advice, broken=True)
 
 
@@ -153,32 +165,8 @@ def _words(error: Exception) -> str:
     return str(error) if isinstance(error, LocalLLMError) else f"{type(error).__name__}: {error}"
 
 
-def _reinstall() -> str:
-    checkout = _checkout()
-    return "install localllm again" + (f": in {checkout}, {_pip('--force-reinstall .')}" if checkout else "")
-
-
-def _checkout() -> Path | None:
-    """The folder of localllm's source, if that is what runs."""
-    folder = Path(__file__).resolve().parents[2]
-    project = folder / "pyproject.toml"
-    ours = project.is_file() and '\nname = "localllm"\n' in project.read_text(encoding="utf-8", errors="replace")
-    return folder if ours else None
-
-
 def _pip(what: str) -> str:
-    return f"{_python()} -m pip install {what}"
-
-
-def _python() -> str:
-    """What to type for the Python that runs this, as short as it can be: a virtual environment has its own."""
-    path, checkout = Path(sys.executable), _checkout()
-    for name in ("python", path.name):
-        if (found := shutil.which(name)) is not None and Path(found) == path:
-            return name
-    if checkout is not None and path.is_relative_to(checkout):  # which advice says to go to
-        path = path.relative_to(checkout)
-    return shlex.quote(str(path)) if os.name == "posix" else str(path)
+    return f"{shlex.quote(sys.executable)} -m pip install {what}"
 
 
 # -- Software ------------------------------------------------------------------------------------------------------
@@ -192,7 +180,7 @@ def _software() -> Iterator[Finding]:
     if demo.is_file():
         yield Finding("software", "demo model", "there")
     else:
-        advice = f"name a GGUF file with -m, or {_reinstall()}"
+        advice = "name a GGUF file with -m, or install localllm again"
         yield Finding("software", "demo model", "missing", advice)
 
 
@@ -224,33 +212,13 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _extras() -> Iterator[Finding]:
-    for extra, distributions in EXTRAS.items():
-        versions = {name: version for name in distributions if (version := _version(name)) is not None}
-        shown = ", ".join(f"{name} {version}" for name, version in versions.items())
-        missing = [name for name in distributions if name not in versions]
-        if missing:
-            without = f"without {', '.join(missing)} (optional: {_installing(extra, missing)})"
-            shown = ", ".join(filter(None, (shown, without)))
-        yield Finding("extras", extra, shown)
-
-
-def _installing(extra: str, distributions: list[str]) -> str:
-    """The command that installs an extra: the package index does not have localllm, but what it needs."""
-    checkout = _checkout()
-    if checkout:
-        return "in {}, {}".format(checkout, _pip(f"-e '.[{extra}]'"))
-    toolkit = f"'cuda-toolkit[nvrtc,cudart]=={extra.removeprefix('cuda')}.*'"
-    return _pip(" ".join(toolkit if name == "cuda-toolkit" else name for name in distributions))
-
-
 # -- Processor -----------------------------------------------------------------------------------------------------
 
 
 def _processor() -> Iterator[Finding]:
     from localllm.kernels.cpu.target import available
 
-    yield Finding("processor", "model", cpu_model())
+    yield Finding("processor", "processor", cpu_model())
     yield Finding("processor", "cores", _cores())
     yield Finding("processor", "features", ", ".join(_features()) or "none that kernels use")
     yield Finding("processor", "instruction sets", ", ".join(target.name for target in available()))
@@ -271,12 +239,12 @@ def _chosen_target() -> Finding:
         chosen = choose().name
     except LocalLLMError as error:
         advice = f"unset the environment variable {ISA_VARIABLE}"
-        return Finding("processor", "chosen", f"none: {error}", advice, broken=True)
+        return Finding("processor", "kernels for", f"none: {error}", advice, broken=True)
     if forced and chosen != best:
         advice = f"unset the environment variable {ISA_VARIABLE}, unless you want it so: {best} is faster"
-        return Finding("processor", "chosen", f"{chosen}, forced by {ISA_VARIABLE}", advice)
+        return Finding("processor", "kernels for", f"{chosen}, forced by {ISA_VARIABLE}", advice)
     slow = "expect little speed: no kernels are made for what this processor has" if chosen == "generic" else None
-    return Finding("processor", "chosen", f"{chosen}, forced by {ISA_VARIABLE}" if forced else chosen, slow)
+    return Finding("processor", "kernels for", f"{chosen}, forced by {ISA_VARIABLE}" if forced else chosen, slow)
 
 
 def _cores() -> str:
@@ -299,11 +267,10 @@ def _kernels(progress: LoadStatus | None) -> Iterator[Finding]:
     place = "a folder in the home that this user lacks" if folder is None else str(folder)
     state = f", which cannot be written ({fault}): kernels are compiled anew in every process" if fault else ""
     yield Finding("kernels", "cache", f"{place}{state}", advice if fault else None)
-    yield Finding("kernels", "cache size", quantity(0 if folder is None else _folder_size(folder), "B"))
     try:
         target = choose()
     except LocalLLMError:  # which the processor's findings have said
-        yield Finding("kernels", "test", "not run: there is no instruction set to compile for")
+        yield Finding("kernels", "kernel test", "not run: there is no instruction set to compile for")
         return
     compiling = None if progress is None else of_stage(progress, "kernels")
     test = _kernel_test(target, compiling)
@@ -329,10 +296,6 @@ def _threads(target: Target, compiling: Callable[[int, int], None] | None) -> It
         yield Finding("kernels", "read by threads", f"{curve} (measured {when})", advice)
 
 
-def _folder_size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
 def _kernel_test(target: Target, compiling: Callable[[int, int], None] | None) -> Finding:
     """Compiles a kernel, or takes it from the cache, runs it on all threads and checks its result."""
     import numpy as np
@@ -345,15 +308,15 @@ def _kernel_test(target: Target, compiling: Callable[[int, int], None] | None) -
         test = ReadTest(workers, target, 64 * UNIT, compiling)
         test.bandwidth()
     except Exception as error:  # LLVM and the processor can fail in any way
-        advice = f"report it; --device reference works without kernels, slowly; or {_reinstall()}"
-        return Finding("kernels", "test", f"failed: {_words(error)}", advice, broken=True)
+        advice = "report it; --device reference works without kernels, slowly; or install localllm again"
+        return Finding("kernels", "kernel test", f"failed: {_words(error)}", advice, broken=True)
     finally:
         workers.close()
     if test.total() != int(test.data.sum(dtype=np.uint64)) % (1 << 32):
         return Finding(
-            "kernels", "test", "a kernel computed a wrong sum", "report it: no result can be trusted", True
+            "kernels", "kernel test", "a kernel computed a wrong sum", "report it: no result can be trusted", True
         )
-    return Finding("kernels", "test", f"passed, on {workers.n} thread{'s' * (workers.n != 1)}")
+    return Finding("kernels", "kernel test", f"passed, on {workers.n} thread{'s' * (workers.n != 1)}")
 
 
 # -- Memory and GPUs -----------------------------------------------------------------------------------------------
@@ -385,10 +348,9 @@ def _gpus() -> Iterator[Finding]:
 
 def _gpu_advice() -> str | None:
     """What is missing before GPUs can be computed on; None if all is there."""
-    if not any(all(_version(name) for name in EXTRAS[extra]) for extra in ("cuda12", "cuda13")):
-        return (
-            f"to compute on it: {_installing('cuda13', list(EXTRAS['cuda13']))} (or cuda12, for drivers before 580)"
-        )
+    if not any(_version(cupy) for cupy, _ in CUDA_PACKAGES):
+        new, old = (_pip(f"{cupy} '{toolkit}'") for cupy, toolkit in CUDA_PACKAGES)
+        return f"to compute on it: {new} (with a driver before 580: {old})"
     try:
         check_gpus()
     except DeviceError as error:
@@ -416,3 +378,20 @@ def nvidia_gpus() -> list[str]:
 def has_nvidia_driver() -> bool:
     """Whether the driver or its library is there."""
     return driver_cuda() is not None or Path("/proc/driver/nvidia/version").exists()
+
+
+def _list_devices() -> int:
+    """Prints what --device can name here."""
+    from localllm.kernels.cuda.cupy_driver import open_driver
+
+    memory = next(_memory())
+    print(f"cpu     {cpu_model()}, {_cores()}; {memory.value}")
+    if has_nvidia_driver():
+        try:
+            driver = open_driver()
+            for index in range(driver.device_count):
+                free = quantity(driver.memory_info(index).free, "B")
+                print(f"cuda:{index}  {visible_line(driver.properties(index).name)}, {free} of memory free")
+        except DeviceError as error:
+            warn(in_flags(str(error), {"device": "--device"}))
+    return DONE

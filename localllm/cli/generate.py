@@ -8,10 +8,10 @@ import json
 import math
 import select
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, BinaryIO
 
-from localllm.cli.defaults import settle
+from localllm.cli.defaults import load_options, settle
 from localllm.cli.machine import too_many_threads
 from localllm.cli.main import DONE, options_of
 from localllm.cli.terminal import (
@@ -28,13 +28,15 @@ from localllm.cli.terminal import (
     warn,
 )
 from localllm.completion import Completion, Stream
+from localllm.declared_options import CheckedOptions, Sampling, declared
 from localllm.engine.drafting import Drafts
+from localllm.engine.request import Timings, Usage
 from localllm.errors import UsageError
 from localllm.info import ModelInfo
 from localllm.llm import LLM, load
-from localllm.options import CheckedOptions, SamplingOptions
 from localllm.placement import Format, Placement, Plan
 from localllm.progress import LoadPlan, LoadProgress
+from localllm.sampling.grammar import check_grammar
 from localllm.settings import Settings
 
 #: Seconds after which somebody who may not know that a prompt is awaited is told.
@@ -47,7 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Generates a text as the command line asks."""
     settings = settle(arguments)
     options = generation_options(arguments, settings)
-    CheckedOptions.of(options)  # complains about a setting before a model is loaded for nothing
+    # Complains about a setting before a model is loaded for nothing.
+    sampling = CheckedOptions.of(options).sampling
+    if sampling.grammar_kind is not None:
+        check_grammar(sampling)
     prompt = _prompt(arguments)
     if arguments.chat and not prompt:
         raise UsageError("--chat needs a prompt, the message to answer: give it with -p")
@@ -69,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
                 status.clear()
                 print(json.dumps(as_json(llm, completion), ensure_ascii=False, allow_nan=False))
             else:
-                _print_text(stream, status)
+                _print_text(stream, status, quiet=arguments.quiet)
             if not arguments.quiet:
                 _report(stream, verbose=arguments.verbose)
     return DONE
@@ -83,17 +88,7 @@ def load_model(
 ) -> LLM:
     """Loads a model, or without a path the demo model, as the command line says: devices, context, threads, …."""
     return load(
-        path,
-        device=arguments.device,
-        n_gpu_layers=arguments.n_gpu_layers,
-        tensor_split=arguments.tensor_split,
-        isa=arguments.isa,
-        context=arguments.context,
-        threads=arguments.threads,
-        cache_type=arguments.cache_type,
-        draft_model=arguments.draft_model,
-        progress=progress,
-        planned=planned,
+        path, **load_options(arguments, path, chat_template=_template(arguments)), progress=progress, planned=planned
     )
 
 
@@ -102,7 +97,9 @@ def load_model(
 
 def generation_options(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     """The keywords of `LLM.stream`."""
-    options = options_of(arguments, [*SamplingOptions.__annotations__, "overflow", "speculate", "draft_max"])
+    options = options_of(arguments, [*declared(Sampling), *declared(CheckedOptions)])
+    if arguments.samplers is not None:
+        options |= _only(arguments.samplers)
     if "logprobs" in options and not arguments.json:
         raise UsageError("--logprobs needs --json, which prints them")
     if "speculate" in options and arguments.draft_model is not None:
@@ -110,14 +107,55 @@ def generation_options(arguments: argparse.Namespace, settings: Settings) -> dic
     if "draft_max" in options and "speculate" not in options and arguments.draft_model is None:
         raise UsageError("--draft-max needs --lookup or --draft-model, which draft tokens")
     text: Callable[[str, str], str] = _unescaped if arguments.escape else _valid
-    options["stop"] = [text(stop, "--stop") for stop in arguments.stop] or settings.stop
+    options["stop"] = [text(stop, "--stop") for stop in options.get("stop", ())] or settings.stop
     options["logit_bias"] = dict(arguments.logit_bias)
-    options["ignore_eos"] = arguments.ignore_eos
-    # llama.cpp's numbers for "no limit" and "until the context is full".
-    options["max_tokens"] = None if arguments.max_tokens in (-1, -2) else arguments.max_tokens
     if breakers := options.get("dry_sequence_breakers"):
         options["dry_sequence_breakers"] = [text(b, "--dry-sequence-breaker") for b in breakers if b != "none"]
     return {**settings.sampling, **options}
+
+
+#: What turns each sampler off, in the order in which localllm has them.
+_SAMPLERS: dict[str, dict[str, float]] = {
+    "penalties": {"repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0},
+    "dry": {"dry_multiplier": 0},
+    "top_n_sigma": {},
+    "top_k": {"top_k": 0},
+    "typ_p": {"typical_p": 1},
+    "top_p": {"top_p": 1},
+    "min_p": {"min_p": 0},
+    "xtc": {"xtc_probability": 0},
+    "temperature": {"temperature": 1},
+}
+
+
+def _only(samplers: Sequence[str]) -> dict[str, float]:
+    """Settings that turn off all samplers but these."""
+    same = {"temp": "temperature", "typical": "typ_p", "typical_p": "typ_p"}
+    names = [same.get(name, name) for each in samplers if (name := each.strip().replace("-", "_"))]
+    if names != [name for name in _SAMPLERS if name in names]:
+        raise UsageError(
+            f"--samplers is {';'.join(samplers)!r:.80}, but must be some of {';'.join(_SAMPLERS)}, in this order"
+        )
+    return {key: value for name, off in _SAMPLERS.items() if name not in names for key, value in off.items()}
+
+
+def _template(arguments: argparse.Namespace) -> str | None:
+    """The chat template that the command line gives."""
+    text: str | None = arguments.chat_template
+    if arguments.chat_template_file is not None:
+        if text is not None:
+            raise UsageError("--chat-template and --chat-template-file both give a template: leave one of them out")
+        return _decoded(_file_bytes(arguments.chat_template_file, "chat template"), "the chat template")
+    if text == "chatml":
+        from localllm.chat import CHATML  # imported here, as jinja2 is with it: most use the file's template
+
+        return CHATML
+    if text is not None and "{" not in text:
+        raise UsageError(
+            f"there is no chat template {text!r:.80}: leave --chat-template out for the file's own, or give jinja2 "
+            "text or 'chatml'"
+        )
+    return text
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -146,15 +184,15 @@ def _mention_waiting() -> None:
         say("localllm: reading the prompt from standard input; -p gives it on the command line")
 
 
-def _file_bytes(path: str) -> bytes:
+def _file_bytes(path: str, what: str = "prompt") -> bytes:
     try:
         with open(path, "rb") as file:
-            return _bounded(file, f"the prompt file {path}")
+            return _bounded(file, f"the {what} file {path}")
     except UsageError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UsageError(f"the prompt file {path} cannot be read ({reason}): check the path") from None
+        raise UsageError(f"the {what} file {path} cannot be read ({reason}): check the path") from None
 
 
 def _bounded(file: BinaryIO, where: str) -> bytes:
@@ -220,7 +258,7 @@ def _start(
 # -- What comes out ------------------------------------------------------------------------------------------------
 
 
-def _print_text(stream: Stream, status: StatusLine) -> None:
+def _print_text(stream: Stream, status: StatusLine, *, quiet: bool) -> None:
     """Prints the text as it comes; on a terminal, which obeys control characters, with those spelled out."""
     show: Callable[[str], str] = visible if is_terminal(sys.stdout) else str
     last = ""
@@ -229,13 +267,16 @@ def _print_text(stream: Stream, status: StatusLine) -> None:
         if chunk.text:
             last = chunk.text
             print(show(chunk.text), end="", flush=True)
-    if is_terminal(sys.stdout) and not last.endswith("\n"):
-        print(flush=True)
+    if not last.endswith("\n"):
+        if is_terminal(sys.stdout):
+            print(flush=True)
+        elif not quiet and last:  # where both go to one place, what follows begins on a line of its own
+            say("")
 
 
 def as_json(llm: LLM, completion: Completion) -> dict[str, Any]:
     """A completion as JSON values, with what it came from."""
-    usage, timings, info = completion.usage, completion.timings, llm.info
+    info = llm.info
     return {
         "model": str(info.path),
         "device": info.device,
@@ -245,33 +286,18 @@ def as_json(llm: LLM, completion: Completion) -> dict[str, Any]:
         "text": completion.text,
         "ids": list(completion.ids),
         "finish_reason": completion.finish_reason,
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.cached_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.total_tokens,
-        },
-        "timings": {
-            "prefill_s": timings.prefill_s,
-            "prefill_tokens": timings.prefill_tokens,
-            "prefill_tokens_per_s": timings.prefill_tokens_per_s,
-            "first_token_s": timings.first_token_s,
-            "decode_s": timings.decode_s,
-            "decode_tokens": timings.decode_tokens,
-            "decode_tokens_per_s": timings.decode_tokens_per_s,
-        },
-        "drafts": None if completion.drafts is None else _drafts(completion.drafts),
+        "usage": _values(completion.usage, "prompt_tokens cached_tokens completion_tokens total_tokens"),
+        "timings": _values(
+            completion.timings,
+            "prefill_s prefill_tokens prefill_tokens_per_s first_token_s decode_s decode_tokens decode_tokens_per_s",
+        ),
+        "drafts": _values(completion.drafts, "drafted accepted share steps"),
         "logprobs": _logprobs(llm, completion),
     }
 
 
-def _drafts(drafts: Drafts) -> dict[str, Any]:
-    return {
-        "drafted": drafts.drafted,
-        "accepted": drafts.accepted,
-        "share": drafts.share,
-        "steps": drafts.steps,
-    }
+def _values(counts: Usage | Timings | Drafts | None, names: str) -> dict[str, Any] | None:
+    return None if counts is None else {name: getattr(counts, name) for name in names.split()}
 
 
 def _logprobs(llm: LLM, completion: Completion) -> list[dict[str, Any]] | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from localllm.cli.defaults import settle
+from localllm.cli.defaults import load_options, settle
 from localllm.cli.flags import in_flags
 from localllm.cli.main import DONE
 from localllm.cli.parser import make_parsers
@@ -24,6 +24,7 @@ from localllm.cli.terminal import detail, is_terminal, placement_lines, quantity
 from localllm.errors import GGUFError, UsageError
 from localllm.gguf import GGUFFile, StringArray, TensorInfo
 from localllm.info import file_type_name
+from localllm.library.find import demo_path
 from localllm.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Shows what the command line asks for."""
     _check_flags(arguments)
     settle(arguments)
-    with GGUFFile.open(arguments.model) as file:
+    with GGUFFile.open(arguments.model or demo_path()) as file:
         if arguments.plan:
             _show_plan(file, arguments)
             return DONE
@@ -74,6 +75,7 @@ def _on_one_line(text: str) -> str:
 def _check_flags(arguments: argparse.Namespace) -> None:
     given = {
         "-c": arguments.context is not None,
+        "--threads": arguments.threads is not None,
         "--device": arguments.device is not None,
         "-ngl": arguments.n_gpu_layers is not None,
         "--tensor-split": arguments.tensor_split is not None,
@@ -108,23 +110,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     from localllm.declared_options import LoadOptions
     from localllm.loading import plan_file
 
-    return plan_file(
-        LoadOptions(
-            path=arguments.model,
-            device=arguments.device,
-            n_gpu_layers=arguments.n_gpu_layers,
-            tensor_split=arguments.tensor_split,
-            context=arguments.context,
-            threads=None,
-            isa=None,
-            parallel=1,
-            cache_type=arguments.cache_type,
-            chat_template=None,
-            draft_model=None,
-            progress=None,
-            planned=None,
-        )
-    )
+    return plan_file(LoadOptions(path=arguments.model, **load_options(arguments, arguments.model)))
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 What a command needs is imported when it runs, so that ``localllm --help`` does not wait for numpy.
 
-Exit codes: 0 done; 1 it could not be done; 2 the command line is at fault; 130 stopped by Ctrl-C.
+Exit codes: 0 done; 1 it could not be done; 2 the command line is at fault.  Ctrl-C ends the
+process by SIGINT, which shells report as 130.
 """
 
 from __future__ import annotations
@@ -14,15 +15,22 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from localllm.cli.flags import check_command, check_flags, in_flags, strange_flags, unknown_words
+from localllm.cli.flags import check_command, in_flags, in_our_flags, strange_flags, unknown_words
 from localllm.cli.parser import make_parsers
 from localllm.cli.start import INTERRUPTED, end_at_once
 from localllm.cli.terminal import discard, is_terminal, prepare_streams, say, visible_line, warn
-from localllm.errors import ContextLengthError, DeviceError, LocalLLMError, NotEnoughMemoryError, UsageError
+from localllm.errors import (
+    ContextLengthError,
+    DeviceError,
+    GGUFError,
+    LocalLLMError,
+    NotEnoughMemoryError,
+    UsageError,
+)
 from localllm.kernels.cpu.host import LEAST_ADDRESS_SPACE, address_space_limit, memory_advice
 
 DONE, FAILED, BAD_USAGE = 0, 1, 2
@@ -40,11 +48,14 @@ COMMANDS = {
     "generate": "localllm.cli.generate",
     "chat": "localllm.tui.launch",
     "inspect": "localllm.cli.inspect",
+    "serve": "localllm.cli.serve",
     "bench": "localllm.cli.bench",
     "doctor": "localllm.cli.doctor",
     "models": "localllm.cli.models",
     "pull": "localllm.cli.pull",
     "quantize": "localllm.cli.quantize",
+    "imatrix": "localllm.cli.imatrix",
+    "evaluate": "localllm.cli.evaluate",
     "config": "localllm.cli.config",
 }
 
@@ -64,24 +75,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     debug = "--debug" in argv or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+    arguments = argparse.Namespace()
     try:
         with _one_line_warnings():
-            code = _run(argv)
+            code = _run(argv, arguments)
         _flush()
         return code
     except BaseException as error:
-        return _failure(error, debug)
+        return _failure(error, debug, getattr(arguments, "settled", {}))
 
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[None]:
-    """In a process of our own Ctrl-C ends the command in order, and another one at once, both with `INTERRUPTED`."""
+    """In a process of our own Ctrl-C ends the command in order, and another one at once, both by SIGINT."""
     if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, end_at_once):
         # It is ignored, or somebody else's.
         yield
         return
     signal.signal(signal.SIGINT, _interrupt)
+    sys.unraisablehook = _unraisable
     yield
+    sys.unraisablehook = sys.__unraisablehook__
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -91,33 +105,52 @@ def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _run(argv: Sequence[str]) -> int:
-    arguments = _parse(argv)
+def _unraisable(dropped: sys.UnraisableHookArgs) -> None:
+    """Ends the process by an interrupt that came in a finaliser or a callback, where Python drops exceptions."""
+    if isinstance(dropped.exc_value, KeyboardInterrupt):
+        end_at_once()
+    sys.__unraisablehook__(dropped)
+
+
+def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
+    _parse(argv, arguments)
     if sys.stdout is None:  # after --help, which then goes to stderr
         raise LocalLLMError("standard output is closed, and the result would be lost: send it to a file or a pipe")
     run: Callable[[argparse.Namespace], int] = import_module(COMMANDS[arguments.command]).run
     return run(arguments)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str], arguments: argparse.Namespace) -> None:
+    """Reads a command line into ``arguments``."""
     parser, commands = make_parsers()
-    if argv:
-        check_command(argv[0], commands)
-        if argv[0] in commands:
-            command = commands[argv[0]]
-            check_flags(argv[1:], command.flags)
-            # argparse would complain of the value behind such a flag first.
-            if strange := strange_flags(argv[1:], command.flags):
-                command.error(unknown_words(strange, command.flags))
-    arguments, unknown = parser.parse_known_args(argv)
+    if not argv or argv[0] == "help":
+        argv = [*argv[1:2], "--help"]
+    if "--list-devices" in argv:
+        arguments.command, arguments.devices = "doctor", True
+        return
+    check_command(argv[0], commands)
+    notice = None
+    if argv[0] in commands:
+        command = commands[argv[0]]
+        words, notice = in_our_flags(argv[1:], command.flags)
+        argv = [argv[0], *words]
+        # argparse would complain of the value behind such a flag first.
+        if strange := strange_flags(words, command.flags):
+            command.error(unknown_words(strange, command.flags))
+    _, unknown = parser.parse_known_args(argv, arguments)
     if unknown:
         command = commands[arguments.command]
         command.error(unknown_words(unknown, command.flags))
-    return arguments
+    if notice is not None and not getattr(arguments, "quiet", False):
+        warn(notice)
 
 
-def _failure(error: BaseException, debug: bool) -> int:
-    """Says in one line what ended the command; returns the exit code."""
+def _failure(error: BaseException, debug: bool, settled: Mapping[str, str]) -> int:
+    """Says in one line what ended the command; returns the exit code.
+
+    Args:
+        settled: see `localllm.cli.defaults.settle`.
+    """
     try:
         _flush()
     except (OSError, ValueError):  # the reader is gone, the disk is full, or the stream was closed
@@ -137,11 +170,19 @@ def _failure(error: BaseException, debug: bool) -> int:
         import traceback
 
         say("".join(traceback.format_exception(error)).rstrip("\n"))
-    say(f"localllm: error: {visible_line(_sentence(error))}")
+    say(f"localllm: error: {visible_line(_sentence(error, settled))}")
     return BAD_USAGE if isinstance(error, UsageError) else FAILED
 
 
-def _sentence(error: BaseException) -> str:
+#: The settings that an error may come from, where it does not name them.
+_CAUSES = (
+    (DeviceError, ("device",)),
+    (NotEnoughMemoryError, ("context", "n_gpu_layers", "tensor_split")),
+    (GGUFError, ("model",)),
+)
+
+
+def _sentence(error: BaseException, settled: Mapping[str, str]) -> str:
     if isinstance(error, ContextLengthError):
         if error.truncated:
             return (
@@ -152,10 +193,13 @@ def _sentence(error: BaseException) -> str:
         if not error.truncatable:
             ways = "shorten it, or give a larger context with -c"
         return f"the prompt has {error.n_tokens:,} tokens but the context holds {error.context:,}: {ways}"
-    if isinstance(error, UsageError | DeviceError | NotEnoughMemoryError):
-        return _in_flags(str(error))
     if isinstance(error, LocalLLMError):
-        return str(error)
+        in_words = isinstance(error, UsageError | DeviceError | NotEnoughMemoryError)
+        text = _in_flags(str(error), settled) if in_words else str(error)
+        causes = [
+            settled[name] for kind, names in _CAUSES if isinstance(error, kind) for name in names if name in settled
+        ]
+        return f"{text} (from {' and '.join(causes)})" if causes else text
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return f"memory ran out: {memory_advice()}, or choose a smaller context or a smaller model"
     limit = address_space_limit()
@@ -178,10 +222,10 @@ def _sentence(error: BaseException) -> str:
     )
 
 
-def _in_flags(text: str) -> str:
+def _in_flags(text: str, settled: Mapping[str, str]) -> str:
     """What the library says, in words of the command line."""
     _, commands = make_parsers()
-    return in_flags(text, commands["generate"].flag_of)
+    return in_flags(text, commands["generate"].flag_of, settled)
 
 
 def _end_line() -> None:
@@ -204,7 +248,7 @@ def _one_line_warnings() -> Iterator[None]:
     """Shows warnings as messages of the program, not as places in its source."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        warn(_in_flags(str(message)))
+        warn(_in_flags(str(message), {}))
 
     with warnings.catch_warnings():
         warnings.showwarning = show

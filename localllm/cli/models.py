@@ -22,8 +22,8 @@ _HEAD = ("name", "size", "format", "parameters", "architecture", "context", "fit
 def run(arguments: argparse.Namespace) -> int:
     """Lists models."""
     settings = load_settings()
-    found = find_models(settings.model_folders)
-    demo = demo_model()
+    found = find_models(arguments.folders or settings.model_folders, only_folders=bool(arguments.folders))
+    demo = None if arguments.folders else demo_model()
     models = _read([*found.models, *([] if demo is None else [demo])])
     available = available_memory() + gpu_memory(settings.device)
     if arguments.json:

@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from localllm import __version__
-from localllm.declared_options import LoadOptions, Option, Sampling, declared, default_text, flags_of
-from localllm.engine.drafting import DEFAULT_DRAFTS
+from localllm.declared_options import (
+    SWITCH,
+    CheckedOptions,
+    LoadOptions,
+    Option,
+    Sampling,
+    declared,
+    default_text,
+    flags_of,
+)
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,8 +43,8 @@ class Parser(argparse.ArgumentParser):
         return {action.dest: action.option_strings[0] for action in self._actions if action.option_strings}
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("argument FILE: not allowed with argument -m"):
-            message = "a model is named twice, with -m and by a word of its own: leave one of them out"
+        if re.match("argument (FILE|-m|-hf).*: not allowed with argument (FILE|-m|-hf)", message):
+            message = "a model is named twice: leave one of the names out"
         raise UsageError(f"{message} ({self.prog} --help shows what there is)")
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
@@ -45,6 +53,22 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
         else:
             print(message, end="", file=file, flush=True)
+
+
+class _Once(argparse.Action):
+    """Takes a value that other flags may repeat and not contradict."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
+        if getattr(namespace, self.dest) not in (None, value):
+            parser.error("keys and values have the same type here: give --cache-type once, for both")
+        setattr(namespace, self.dest, value)
+
+
+class _FromHub(argparse.Action):
+    """Names a model that is downloaded if it is not here."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
+        namespace.model, namespace.download = value, True
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -64,24 +88,41 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
         description="Runs large language models on the machine you have.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"localllm {__version__}")
+    version = f"localllm {__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("--list-devices", action="store_true", help="show what --device can name here")
     parsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, add_arguments, usage, summary, details in (
         ("generate", _add_generate, "[-m FILE] [-p TEXT] [options]", "let a model write", GENERATE_DETAILS),
         ("chat", _add_chat, "[FILE] [options]", "talk with a model", CHAT_DETAILS),
-        ("inspect", _add_inspect, "FILE [options]", "show what is in a GGUF file", ""),
-        ("bench", _add_bench, "[FILE] [options]", "measure how fast a model runs here", BENCH_DETAILS),
+        ("inspect", _add_inspect, "[FILE] [options]", "show what is in a GGUF file", ""),
+        ("serve", _add_serve, "[-m FILE …] [options]", "serve models to other programs over HTTP", SERVE_DETAILS),
+        ("bench", _add_bench, "[FILE …] [options]", "measure how fast a model runs here", BENCH_DETAILS),
         (
             "doctor",
             _add_doctor,
-            "[--json]",
-            "show what is installed, what runs here, and what to do about the rest",
+            "[-v] [--json]",
+            "show what runs here, and what to do about the rest",
             "",
         ),
-        ("models", _add_models, "[--json]", "list the models on this machine", MODELS_DETAILS),
+        ("models", _add_models, "[FOLDER …] [--json]", "list the models on this machine", MODELS_DETAILS),
         ("pull", _add_pull, "ORG/REPO[:FILE or QUANT] [-q]", "download a model from the hub", PULL_DETAILS),
         ("quantize", _add_quantize, "FILE OUTPUT TYPE [options]", "make a model smaller", QUANTIZE_DETAILS),
-        ("config", _add_config, "[path | set KEY VALUE | unset KEY] [--json]", "show or change settings", ""),
+        (
+            "imatrix",
+            _add_imatrix,
+            "FILE -f TEXT [options]",
+            "measure which weights matter to a text",
+            IMATRIX_DETAILS,
+        ),
+        ("evaluate", _add_evaluate, "[FILE] -f TEXT [options]", "measure what a model knows", EVALUATE_DETAILS),
+        (
+            "config",
+            _add_config,
+            "[path | get KEY | set KEY VALUE | unset KEY] [--json]",
+            "show or change settings",
+            "",
+        ),
     ):
         command = parsers.add_parser(
             name,
@@ -93,6 +134,7 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
             allow_abbrev=False,
         )
         add_arguments(command)
+        command.add_argument("--version", action="version", version=version, help=argparse.SUPPRESS)
         command.add_argument("--debug", action="store_true", help="show where in the program an error happened")
     return parser, parsers.choices
 
@@ -114,9 +156,18 @@ byte, and no line end is added; on a terminal one is, and control characters are
 CHAT_DETAILS = """\
 Without a file the small demo model that comes with localllm answers.  Chats are saved as they are written.
 
-With --plain, or where standard input or output is no terminal, the chat goes line by line: a backslash at the end of
-a line goes on with the next one, three quotation marks begin and end a block, and /help lists commands.  Replies go
-to standard output, all else to standard error.
+With --plain, or where standard input or output is not a terminal, the chat goes line by line: a backslash at the end
+of a line goes on with the next one, three quotation marks begin and end a block, and /help lists commands.  Replies
+go to standard output, all else to standard error.
+"""
+
+SERVE_DETAILS = """\
+Programs made for the APIs of OpenAI (http://127.0.0.1:8080/v1), Anthropic and Ollama (http://127.0.0.1:8080) or
+llama.cpp's server can use it.  Each model is loaded when it is first asked for.  Without -m there are the model that
+the settings name, or else the demo model, and all that localllm models lists.
+
+Only programs on this machine reach it, and no page of a browser, unless --host and --cors-origin say otherwise.  The
+environment variable LOCALLLM_API_KEY gives API keys too, with commas between them.
 """
 
 QUANTIZE_DETAILS = """\
@@ -126,9 +177,27 @@ common; any unknown TYPE lists all.  Types below 3 bits need --imatrix.
 The error of a tensor is the root of its squared error over that of its squares, weighted by importance.
 """
 
+IMATRIX_DETAILS = """\
+The model reads the text, some thousands of words of what it is used for; 50 pieces do, 200 are better.  What is
+measured helps `localllm quantize --imatrix` to keep what matters: start from the F16 file or a large quantisation.
+Ctrl-C ends early and keeps what was measured so far.  A name that ends in .dat gives the older format of llama.cpp.
+"""
+
+EVALUATE_DETAILS = """\
+-f measures the perplexity of a text, in chunks of which the second halves count, as llama.cpp does.  --save-logits
+keeps what the model thought of it, and with --base-logits another model is compared with that: Kullback-Leibler
+divergence, change of probability, and how often both have the same likeliest token.  The file is llama.cpp's.
+
+--compare measures several models against FILE, and draws their divergence over their size.
+
+--choices takes questions, in each line {"prompt": "...", "choices": ["...", "..."], "answer": 0}, and counts how
+often the likeliest answer is the right one.
+"""
+
 BENCH_DETAILS = """\
 -p, -n, -d and -t take lists, such as -t 1,2.  pp512 is the evaluation of a prompt of 512 tokens, tg128 the
-generation of 128 tokens, one after the other, and @ d1024 means that 1,024 tokens stand before them.
+generation of 128 tokens, one after the other, pp512+tg128 one after the other, and @ d1024 means that 1,024 tokens
+stand before them.
 
 The share of the machine compares each result with a ceiling that is measured in turn with it, on as many threads:
 for tg how fast they read as many bytes as a token needs, for pp how fast they multiply.  On a GPU that is how fast
@@ -140,14 +209,16 @@ its share, the bytes and operations that it cannot do without a second, and how 
 """
 
 MODELS_DETAILS = """\
-Lists the GGUF files in the folders that the setting model_folders names (localllm config set model_folders
-~/models), and in the cache of the Hugging Face hub.  Each can be named as listed wherever a command takes a model.
+Without a folder, lists the GGUF files in those that the setting model_folders names (localllm config set
+model_folders ~/models), and in the cache of the Hugging Face hub.  Each can be named as listed wherever a command
+takes a model.
 """
 
 PULL_DETAILS = """\
 The model goes into the cache of the Hugging Face hub, and every command then takes its name in place of a path.
 ORG/REPO:Q4_K_M chooses a file by its quantisation, ORG/REPO:NAME.gguf by its name; ORG/REPO alone the only one, or
-Q4_K_M.  What was fetched before it was interrupted is kept, and the same command goes on from there.
+Q4_K_M.  The address of a page of the hub, or of a file there, names a model too.  What was fetched before it was
+interrupted is kept, and the same command goes on from there.
 """
 
 
@@ -190,19 +261,36 @@ def _add_conversation(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+    which = group.add_mutually_exclusive_group()
+    which.add_argument(
         "-m",
         "--model",
         type=model_file,
         metavar="FILE",
         help="a GGUF file, or ORG/REPO[:QUANT] of one that was pulled (default: the demo model)",
     )
+    _add_hub(which)
     _add_running(group)
+
+
+def _add_hub(group: argparse._MutuallyExclusiveGroup) -> None:
+    group.add_argument(
+        *("-hf", "--hf-repo"),
+        action=_FromHub,
+        type=model_file,
+        metavar="ORG/REPO[:QUANT]",
+        help="the same, or a page's address, downloaded if it is not here",
+    )
 
 
 def _add_running(group: argparse._ArgumentGroup) -> None:
     _add_context(group)
     _add_device(group)
+    group.add_argument("-hff", "--hf-file", dest="hub_file", metavar="NAME", help="the file of -hf")
+    group.add_argument(
+        "--chat-template", metavar="TEXT", help="jinja2 in place of the file's own template, or 'chatml'"
+    )
+    group.add_argument("--chat-template-file", metavar="FILE", help="read it from a file")
     _add_declared(group, LoadOptions, "threads")
 
 
@@ -212,20 +300,27 @@ def _add_declared(group: argparse._ActionsContainer, cls: type, *names: str, **m
     What is not given is None for those of `LoadOptions`, which the settings file may have, and left out for the rest.
     """
     for name, option in declared(cls).items():
-        if name in names or (not names and option.flags):
-            default = default_text(cls, name)
-            arguments: dict[str, Any] = {
-                "dest": name,
-                "type": reader(option),
-                "metavar": option.kind.metavar,
-                "help": f"{option.brief} (default: {default})",
-                "default": None if cls is LoadOptions else argparse.SUPPRESS,
-            }
-            group.add_argument(*flags_of(name, option), **arguments | more)
+        if name not in (names or declared(cls)) or not option.flags:
+            continue
+        default = default_text(cls, name)
+        note = "may be given several times" if more.get("action") == "append" else f"default: {default}"
+        arguments: dict[str, Any] = {
+            "dest": name,
+            "default": None if cls is LoadOptions else argparse.SUPPRESS,
+            "help": option.brief,
+        }
+        if option.kind is SWITCH:
+            arguments["action"] = "store_true"
+        else:
+            value = {"type": reader(option), "metavar": option.kind.metavar, "help": f"{option.brief} ({note})"}
+            arguments |= value | more
+        group.add_argument(*flags_of(name, option), **arguments)
 
 
 def _add_context(group: argparse._ActionsContainer) -> None:
-    _add_declared(group, LoadOptions, "context")
+    option, default = declared(LoadOptions)["context"], default_text(LoadOptions, "context")
+    text = f"{option.brief}; 0 is as many as the model was trained on (default: {default})"
+    _add_declared(group, LoadOptions, "context", type=whole(0), help=text)
 
 
 def _add_device(group: argparse._ActionsContainer) -> None:
@@ -235,12 +330,12 @@ def _add_device(group: argparse._ActionsContainer) -> None:
 
 
 def _add_placement(group: argparse._ActionsContainer) -> None:
-    _add_declared(group, LoadOptions, "device", "n_gpu_layers")
-    _add_declared(group, LoadOptions, "tensor_split", type=proportions)
+    _add_declared(group, LoadOptions, "device", "tensor_split")
+    _add_declared(group, LoadOptions, "n_gpu_layers", type=layers)
 
 
 def _add_cache_type(group: argparse._ActionsContainer) -> None:
-    _add_declared(group, LoadOptions, "cache_type")
+    _add_declared(group, LoadOptions, "cache_type", action=_Once)
 
 
 def _add_prompt(group: argparse._ArgumentGroup) -> None:
@@ -272,37 +367,13 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help=r"read \n, \t, \\, \xHH and the like in -p, --system-prompt and --stop as those characters",
     )
-    group.add_argument(
-        "--overflow",
-        choices=("error", "truncate"),
-        metavar="POLICY",
-        default=argparse.SUPPRESS,
-        help="a prompt too long for the context is an error, or with 'truncate' loses its oldest part "
-        "(default: error)",
-    )
+    _add_declared(group, CheckedOptions, "overflow")
 
 
 def _add_ending(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "-n",
-        "--predict",
-        "--n-predict",
-        "--max-tokens",
-        dest="max_tokens",
-        type=whole(-2, "a whole number of at least 0, or -1 for no limit"),
-        metavar="N",
-        default=-1,
-        help="tokens at most (default: -1, until the model ends or the context is full)",
-    )
-    group.add_argument(
-        "--stop",
-        action="append",
-        type=stop_text,
-        metavar="TEXT",
-        default=[],
-        help="end before this text (may be given several times)",
-    )
-    group.add_argument("--ignore-eos", action="store_true", help="do not let the model end its text")
+    _add_declared(group, CheckedOptions, "max_tokens", type=token_limit)
+    _add_declared(group, CheckedOptions, "ignore_eos")
+    _add_declared(group, CheckedOptions, "stop", action="append")
 
 
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
@@ -314,6 +385,29 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         metavar="TEXT",
         default=argparse.SUPPRESS,
         help="DRY follows no repetition across this text; in place of the default ones, which 'none' clears",
+    )
+    group.add_argument(
+        "-jf",
+        "--json-schema-file",
+        dest="json_schema",
+        type=text_file,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="read --json-schema from a file",
+    )
+    group.add_argument(
+        "--grammar-file",
+        dest="grammar",
+        type=text_file,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="read --grammar from a file",
+    )
+    group.add_argument(
+        "--samplers",
+        type=lambda text: text.split(";"),
+        metavar="NAME;…",
+        help="only these, such as top_k;top_p;temperature; the order is always llama.cpp's default one",
     )
     group.add_argument(
         "-l",
@@ -336,16 +430,7 @@ def _add_speculation(group: argparse._ArgumentGroup) -> None:
         help="draft tokens from what the text or the prompt had before",
     )
     _add_declared(group, LoadOptions, "draft_model", type=model_file)
-    group.add_argument(
-        "--draft-max",
-        "--draft",
-        "--draft-n",
-        dest="draft_max",
-        type=whole(1),
-        metavar="N",
-        default=argparse.SUPPRESS,
-        help=f"tokens to draft at most for one step (default: {DEFAULT_DRAFTS})",
-    )
+    _add_declared(group, CheckedOptions, "draft_max")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
@@ -373,16 +458,20 @@ def _add_file(group: argparse._MutuallyExclusiveGroup, text: str) -> None:
         "model", nargs="?", type=model_file, metavar="FILE", default=argparse.SUPPRESS, help=f"{text}; also -m FILE"
     )
     group.add_argument("-m", "--model", type=model_file, metavar="FILE", help=argparse.SUPPRESS)
+    _add_hub(group)
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    _add_file(parser.add_mutually_exclusive_group(required=True), "a GGUF file, or any file of a split one")
+    _add_file(
+        parser.add_mutually_exclusive_group(), "a GGUF file, or any file of a split one (default: the demo model)"
+    )
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--metadata", action="store_true", help="the metadata only")
     only.add_argument("--tensors", action="store_true", help="the tensors only")
     only.add_argument("--plan", action="store_true", help="what would run where, and the memory it would take")
     planning = parser.add_argument_group("with --plan, as generate has them")
     _add_context(planning)
+    _add_declared(planning, LoadOptions, "threads")
     _add_placement(planning)
     _add_cache_type(planning)
     parser.add_argument("--full", action="store_true", help="long texts and arrays in full")
@@ -414,8 +503,117 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
+def _add_imatrix(parser: argparse.ArgumentParser) -> None:
+    _add_file(parser.add_mutually_exclusive_group(required=True), "a GGUF file, or any file of a split one")
+    parser.add_argument("-f", "--file", dest="text", type=Path, required=True, metavar="TEXT", help="a text to read")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="OUTPUT",
+        default=Path("imatrix.gguf"),
+        help="the file to write (default: imatrix.gguf)",
+    )
+    parser.add_argument(
+        "-c", "--context", type=whole(8), metavar="N", default=512, help="tokens of a piece (default: 512)"
+    )
+    parser.add_argument("--chunks", type=whole(1), metavar="N", help="pieces to read (default: all of the text)")
+    parser.add_argument(
+        "--in-file",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an importance matrix to add to; may be given several times",
+    )
+    parser.add_argument(
+        "--hessian",
+        action="store_true",
+        help="measure how columns go together, too: a large file, with which quantize loses much less",
+    )
+    parser.add_argument("-t", "--threads", type=whole(1), metavar="N", help="threads (default: one a physical core)")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("models")
+    model.add_argument(
+        "-m",
+        "--model",
+        dest="models",
+        action="append",
+        type=model_file,
+        metavar="FILE",
+        default=[],
+        help="a GGUF file, or ORG/REPO[:QUANT] of one that was pulled; may be given several times",
+    )
+    model.add_argument(
+        "-a", "--alias", dest="aliases", action="append", metavar="NAME", default=[], help="another name of the first"
+    )
+    model.add_argument("--ttl", type=whole(1), metavar="S", help="unload a model after S seconds without a request")
+    _add_running(model)
+    model.add_argument(
+        "-np",
+        "--parallel",
+        type=whole(1),
+        metavar="N",
+        default=4,
+        help="requests of full length that the cache of each model has room for (default: 4)",
+    )
+    _add_listening(parser.add_argument_group("who may ask"))
+    output = parser.add_argument_group("output")
+    output.add_argument("--stats", action="store_true", help="show throughput, queue and cache as they change")
+    output.add_argument("-q", "--quiet", action="store_true", help="print nothing but the address and errors")
+
+
+def _add_listening(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--host", metavar="HOST", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
+    )
+    group.add_argument(
+        "--port",
+        type=whole(0, below=65536),
+        metavar="N",
+        default=8080,
+        help="port; 0 is any that is free (default: 8080)",
+    )
+    for flag, name, metavar, text in (
+        ("--api-key", "api_keys", "KEY", "let in those who have this key, and share the models evenly between keys"),
+        ("--allow-host", "hosts", "NAME", "answer to this name of the machine, too"),
+        ("--cors-origin", "origins", "ORIGIN", "let pages of this origin ask, such as https://example.org; * is any"),
+    ):
+        group.add_argument(
+            flag, dest=name, action="append", metavar=metavar, default=[], help=f"{text}; may be given several times"
+        )
+    group.add_argument(
+        "--max-queue", type=whole(1), metavar="N", default=256, help="requests that may wait (default: 256)"
+    )
+    group.add_argument(
+        "--max-body", type=whole(1), metavar="MiB", default=32, help="size of a request at most (default: 32)"
+    )
+    group.add_argument(
+        "--grace",
+        type=whole(0),
+        metavar="S",
+        default=10,
+        help="seconds that replies have to end after Ctrl-C (default: 10)",
+    )
+    group.add_argument(
+        "--responses",
+        type=Path,
+        metavar="FOLDER",
+        help="keep responses there, for previous_response_id after a restart",
+    )
+
+
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    _add_file(parser.add_mutually_exclusive_group(), "a GGUF file (default: the demo model)")
+    parser.add_argument(
+        "files", nargs="*", type=model_file, metavar="FILE", help="GGUF files (default: the demo model); also -m FILE"
+    )
+    for flags, name in ((("-m", "--model"), "model"), (("-hf", "--hf-repo"), "downloads")):
+        parser.add_argument(
+            *flags, dest=name, action="append", type=model_file, default=[], metavar="FILE", help=argparse.SUPPRESS
+        )
     for flag, long, name, default, text in (
         ("-p", "--n-prompt", "prompts", [512], "tokens of a prompt to evaluate; 0 is none"),
         ("-n", "--n-gen", "generations", [128], "tokens to generate; 0 is none"),
@@ -426,18 +624,83 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             flag, long, dest=name, type=numbers, metavar="N,…", default=default, help=f"{text} (default: {shown})"
         )
+    parser.add_argument(
+        *("-pg", "--n-prompt-gen"),
+        dest="pairs",
+        type=numbers,
+        action="append",
+        metavar="N,M",
+        default=[],
+        help="a prompt of N tokens, and M generated after it, as one test (may be given several times)",
+    )
     parser.add_argument("-r", "--repetitions", type=whole(1), metavar="N", default=5, help="repetitions (default: 5)")
     _add_device(parser)
     parser.add_argument("--profile", action="store_true", help="show what the time on GPUs goes to, by operation")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON after the table")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        *("-o", "--output"),
+        dest="form",
+        choices=("table", "md", "csv", "jsonl", "json"),
+        metavar="FORM",
+        default="table",
+        help="table, md, csv, jsonl (a line a test) or json (a line a model) (default: table)",
+    )
+    form.add_argument(
+        "--json",
+        dest="form",
+        action="store_const",
+        const="json",
+        help="print one JSON object a model, all on one line",
+    )
     parser.add_argument("-q", "--quiet", action="store_true", help="show no progress")
 
 
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    _add_file(parser.add_mutually_exclusive_group(), "a GGUF file (default: the demo model)")
+    parser.add_argument("-f", "--file", metavar="FILE", help="the text")
+    parser.add_argument(
+        "-c",
+        "--ctx-size",
+        "--context",
+        dest="context",
+        type=whole(4),
+        metavar="N",
+        help="tokens of a chunk (default: 512)",
+    )
+    parser.add_argument("--chunks", type=whole(1), metavar="N", help="the first N chunks only")
+    parser.add_argument(
+        "--save-logits",
+        "--save-all-logits",
+        dest="save_logits",
+        type=Path,
+        metavar="FILE",
+        help="keep the logits in a file, with which other models are compared",
+    )
+    parser.add_argument(
+        "--base-logits",
+        "--kl-divergence-base",
+        dest="base_logits",
+        type=Path,
+        metavar="FILE",
+        help="compare with the model whose logits the file has; it has the text, too",
+    )
+    parser.add_argument(
+        "--compare", nargs="+", type=model_file, metavar="FILE", help="compare these models with the first one"
+    )
+    parser.add_argument("--choices", type=Path, metavar="FILE", help="multiple choice: a JSONL file of questions")
+    _add_device(parser)
+    _add_declared(parser, LoadOptions, "threads")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print no more than JSON and errors")
+
+
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-v", "--verbose", action="store_true", help="show all that was looked at")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="list the models in these instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -448,7 +711,10 @@ def _add_pull(parser: argparse.ArgumentParser) -> None:
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "action", nargs="?", choices=("path", "set", "unset"), help="by default shows what is in force, and why"
+        "action",
+        nargs="?",
+        choices=("path", "get", "set", "unset"),
+        help="by default shows what is in force, and why",
     )
     parser.add_argument("key", nargs="?", metavar="KEY", help="such as context or sampling.temperature")
     parser.add_argument("value", nargs="?", metavar="VALUE", help="a text, a number, or a list as in TOML")
@@ -457,26 +723,30 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 # -- Values --------------------------------------------------------------------------------------------------------
 
-#: A page's address: with its scheme, or a host's name and at least two words after it.
-_ADDRESS = re.compile(r"(https?:|hf:|www\.|[\w-]+(\.[\w-]+)*\.[a-z]{2,6}/[^/]+/[^/])", re.IGNORECASE)
-
 
 def model_file(text: str) -> str:
-    """What names a model: a path, or ORG/REPO[:…]."""
+    """What names a model: a path, or ORG/REPO[:…], or the address of one on the hub."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty: name a GGUF file")
-    if _ADDRESS.match(text) and not os.path.exists(text):
+    if re.match(r"\w+://|www\.", text) and not os.path.exists(text):
+        from localllm.library.names import HubName  # imported here: most names are paths
+
+        if HubName.parse(text) is not None:
+            return text
         raise argparse.ArgumentTypeError(
-            f"{text} is an address: name the model as ORG/REPO[:QUANT], as localllm pull does, or a GGUF file's path"
+            f"{text} is an address, but not one on the hub: download the file and name its path, or name a model "
+            "there, ORG/REPO[:QUANT]"
         )
     return text
 
 
-def stop_text(text: str) -> str:
-    """A text that is not empty."""
-    if not text:
-        raise argparse.ArgumentTypeError("the text to stop at is empty")
-    return text
+def text_file(path: str) -> str:
+    """The text of a file."""
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise argparse.ArgumentTypeError(f"{path!r} cannot be read ({reason})") from None
 
 
 def whole(least: int, words: str = "", *, below: float = math.inf) -> Callable[[str], int]:
@@ -507,20 +777,24 @@ def reader(option: Option) -> Callable[[str], Any]:
     return read
 
 
+def token_limit(text: str) -> int | None:
+    """A number of tokens; -1 and -2 are llama.cpp's "no limit" and "until the context is full"."""
+    return None if text in ("-1", "-2") else whole(0, "a whole number of at least 0, or -1 for no limit")(text)
+
+
+def layers(text: str) -> int | None:
+    """A number of layers; -1 and "auto" are as many as fit, and "all" is more than a model has."""
+    if text in ("auto", "-1"):
+        return None
+    return 1 << 20 if text == "all" else whole(0, "a whole number of at least 0, 'auto' or 'all'")(text)
+
+
 def numbers(text: str) -> list[int]:
     """Whole numbers with commas between them."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 128,512") from None
-
-
-def proportions(text: str) -> list[float]:
-    """Numbers with commas between them."""
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 3,1") from None
 
 
 def logit_bias(text: str) -> tuple[int, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 from localllm.cli.main import DONE
 from localllm.cli.terminal import StatusLine, quantity, say, visible_line
@@ -12,9 +13,22 @@ from localllm.library.pull import pull
 
 def run(arguments: argparse.Namespace) -> int:
     """Downloads the model that the command line names, and prints its path."""
-    progress = _Progress(enabled=not arguments.quiet)
+    path = download(arguments.model, quiet=arguments.quiet)
+    print(visible_line(str(path)))
+    if not arguments.quiet:
+        say(f"localllm generate -m {visible_line(arguments.model)} runs it")
+    return DONE
+
+
+def download(name: str, *, quiet: bool) -> Path:
+    """Downloads a model, and shows how far it is.
+
+    Raises:
+        UsageError, HubError: see `localllm.library.pull.pull`.
+    """
+    progress = _Progress(enabled=not quiet)
     try:
-        path = pull(arguments.model, progress)
+        return pull(name, progress)
     except KeyboardInterrupt:
         progress.close()
         if progress.fetched:
@@ -22,10 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     finally:
         progress.close()
-    print(visible_line(str(path)))
-    if not arguments.quiet:
-        say(f"localllm generate -m {visible_line(arguments.model)} runs it")
-    return DONE
 
 
 class _Progress:

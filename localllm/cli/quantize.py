@@ -21,6 +21,7 @@ _HEAD = _LINE.format("tensor", "shape", "from", "to", "bytes", "bytes", "error")
 def run(arguments: argparse.Namespace) -> int:
     """Quantises the model that the command line names, or shows what that would give."""
     settle(arguments, skip=["threads"])
+    shows_table = not (arguments.quiet or arguments.json)
     imatrix = None if arguments.imatrix is None else ImportanceMatrix.read(arguments.imatrix)
     with GGUFFile.open(arguments.model) as file:
         planned = plan(
@@ -34,25 +35,25 @@ def run(arguments: argparse.Namespace) -> int:
         )
         results: list[TensorResult] = []
         if arguments.dry_run:
-            if not arguments.quiet:
+            if shows_table:
                 print(_HEAD, *(_line(tensor) for tensor in planned.tensors), sep="\n", flush=True)
             if planned.missing_importance:
                 warn(
                     f"{len(planned.missing_importance)} tensors need an importance matrix (--imatrix) at these types"
                 )
         else:
-            results = _write(planned, arguments)
+            results = _write(planned, arguments, shows_table=shows_table)
         n_bytes = sum(tensor.source.n_bytes for tensor in planned.tensors)
         n_values = sum(tensor.source.n_values for tensor in planned.tensors)
     bits = 8 * planned.n_bytes / n_values
-    if not arguments.quiet:
+    if shows_table:
         print(f"{quantity(n_bytes, 'B')} to {quantity(planned.n_bytes, 'B')}, {bits:.2f} bits a weight")
     if arguments.json:
         print(json.dumps(_as_json(planned, results)))
     return DONE
 
 
-def _write(planned: Plan, arguments: argparse.Namespace) -> list[TensorResult]:
+def _write(planned: Plan, arguments: argparse.Namespace, *, shows_table: bool) -> list[TensorResult]:
     status = StatusLine(enabled=not arguments.quiet)
     began = time.monotonic()
 
@@ -66,7 +67,7 @@ def _write(planned: Plan, arguments: argparse.Namespace) -> list[TensorResult]:
         for result in write(planned, allow_nan=arguments.allow_nan, progress=progress, threads=arguments.threads):
             status.clear()
             results.append(result)
-            if not arguments.quiet:
+            if shows_table:
                 print(*([] if results[1:] else [_HEAD]), _line(result.plan, result), sep="\n", flush=True)
             if result.n_cleared:
                 warn(f"{visible_line(result.plan.name)}: {result.n_cleared:,} values were not finite and became 0")

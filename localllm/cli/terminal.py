@@ -58,7 +58,7 @@ def prepare_streams() -> None:
 
 
 def say(text: str) -> None:
-    """Prints a message on stderr, which is for all that is no result; where that cannot be written, nowhere."""
+    """Prints a message on stderr, which is for all but results; where that cannot be written, nowhere."""
     if sys.stderr is not None:
         try:
             print(text, file=sys.stderr, flush=True)
@@ -199,8 +199,8 @@ def model_line(info: ModelInfo, threads: Sequence[int] = ()) -> str:
     if len(threads) > 1:
         shown = f"{', '.join(map(str, threads))} threads"
     return (
-        f"{name}: {info.architecture}, {short_count(info.n_parameters)} parameters, {info.file_type}; {info.device} "
-        f"({info.kernels}), {shown}, {info.context:,} tokens of context"
+        f"{name}: {info.architecture}, {short_count(info.n_parameters)} parameters, {info.file_type}, "
+        f"{quantity(info.n_bytes, 'B')}; {info.device} ({info.kernels}), {shown}, {info.context:,} tokens of context"
     )
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TypeAlias, TypeVar
 
@@ -28,7 +29,7 @@ from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.lookup import LookupDrafter
 from localllm.engine.drafting.model import DraftModel, ModelDrafter
 from localllm.engine.request import FinishReason, Request
-from localllm.engine.runner import ModelRunner
+from localllm.engine.runner import Chunk, ModelRunner
 from localllm.engine.scheduler import Scheduled, Scheduler
 from localllm.errors import ClosedError, ContextLengthError, QueueFullError, UsageError
 from localllm.kernels.backend import TopK
@@ -51,6 +52,35 @@ _T = TypeVar("_T")
 _Message: TypeAlias = "Callable[[EngineLoop], None]"
 
 
+@dataclass(slots=True)
+class Counts:
+    """What an engine has to do, and what it has done since it began.  Its thread writes; any other may read.
+
+    Attributes:
+        running: requests whose tokens are in the cache.
+        n_pages, n_pages_used: pages of the cache, and those that running requests hold.
+        steps: evaluated, and how many of them had requests that decode.
+        step_s: seconds that they took.
+        prompt_tokens: evaluated of prompts.
+        cached_tokens: of prompts, which were in the cache and cost nothing; counted when a request ends.
+        generated_tokens: tokens chosen.
+        ended: requests.
+        preempted: how often a request had to make room for another.
+    """
+
+    running: int = 0
+    n_pages: int = 0
+    n_pages_used: int = 0
+    steps: int = 0
+    decode_steps: int = 0
+    step_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    ended: int = 0
+    preempted: int = 0
+
+
 class Engine:
     """A model, and the thread that runs requests on it.  Every method may be called from any thread.
 
@@ -61,6 +91,7 @@ class Engine:
         n_vocab: logits a token.
         max_tokens: tokens that one step evaluates at most.
         has_draft_model: whether requests can have drafts of a smaller model.
+        counts: what it has done.
     """
 
     def __init__(
@@ -88,15 +119,22 @@ class Engine:
         self._process = Process()
         self._is_halted = False
         loop = EngineLoop(runner, draft_model, max_running=max_running, step_s=step_s, on_end=on_end)
-        self._inbox, self._waiting, self._ended = loop.inbox, loop.waiting, loop.ended
+        self._inbox, self._waiting, self._ended, self.counts = loop.inbox, loop.waiting, loop.ended, loop.counts
         self._thread = threading.Thread(target=loop.run, name="localllm-engine", daemon=True)
         self._thread.start()
         # The thread knows nothing of this object, so that forgetting it ends the thread.
         weakref.finalize(self, self._inbox.put, EngineLoop.close).atexit = False
         _open.add(self)
 
+    @property
+    def n_waiting(self) -> int:
+        """Requests that were submitted and have not begun."""
+        return len(self._waiting)
+
     def submit(self, request: Request) -> None:
         """Begins a request; its `Output` is told of everything else.
+
+        Where as many wait as may, a client can still have its share of the queue.
 
         Raises:
             UsageError: there are no tokens, or one is outside the vocabulary.
@@ -112,14 +150,19 @@ class Engine:
         if len(request.tokens) > self.context:
             advice = "shorten it or load the model with a larger context"
             raise ContextLengthError(len(request.tokens), self.context, advice)
-        if len(self._waiting) >= self._max_waiting:
+        if self.n_waiting >= self._max_waiting and self._has_share(request.client):
             raise QueueFullError(
-                f"{len(self._waiting):,} requests wait for the model already: try again later, or load the model "
+                f"{self.n_waiting:,} requests wait for the model already: try again later, or load the model "
                 "with a larger max_waiting"
             )
         self._waiting.add(request)
         self._inbox.put(lambda loop: loop.add(request))
         self.check()  # closed meanwhile, it may not have seen the message
+
+    def _has_share(self, client: str) -> bool:
+        """Whether as many requests of a client wait as each could have, were the queue shared evenly."""
+        waiting = [request.client for request in list(self._waiting)]
+        return waiting.count(client) >= self._max_waiting // len({*waiting, client})
 
     def check(self) -> None:
         """Raises:
@@ -211,6 +254,7 @@ class EngineLoop:
         inbox: messages to the thread; any other may put one in.
         waiting: requests that were submitted and have not begun.
         ended: set once no message is read any more.
+        counts: what was done.
     """
 
     def __init__(
@@ -225,6 +269,7 @@ class EngineLoop:
         self.inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self.waiting: set[Request] = set()
         self.ended = threading.Event()
+        self.counts = Counts(n_pages=runner.cache.n_pages)
         self._runner = runner
         self._scheduler = Scheduler(
             runner.cache,
@@ -270,6 +315,7 @@ class EngineLoop:
             has_work = False
             while self._read_messages(wait=not has_work):
                 has_work = self.step()
+                self._count()
         except BaseException as defect:  # of our own: nobody may wait for ever for a thread that has ended
             error = defect
         if self._is_halted:
@@ -279,6 +325,7 @@ class EngineLoop:
             self.inbox.get()(self)
         for request in self._scheduler.requests:
             self._end(request, error=error)
+        self.counts.running = self.counts.n_pages_used = 0
         on_end = self._on_end
         self.__dict__.clear()  # frees the memory of model and cache
         if on_end is not None:
@@ -316,7 +363,7 @@ class EngineLoop:
                 each.request.started_at = evaluating
                 self.waiting.discard(each.request)
         try:
-            logits = self._runner.run(chunks, _top_k(batch))
+            logits = self._runner.run(chunks, *_wanted_logits(batch, chunks, self._runner.max_top_k))
         except BaseException as error:
             for each in batch:
                 self._end(each.request, error=error)
@@ -324,6 +371,10 @@ class EngineLoop:
         seconds = time.perf_counter() - evaluating
         n_tokens = sum(len(chunk.ids) for chunk in chunks)
         n_decoding = sum(each.request.is_decoding for each in batch)
+        self.counts.steps += 1
+        self.counts.step_s += seconds
+        self.counts.decode_steps += n_decoding > 0
+        self.counts.prompt_tokens += sum(e.n_tokens for e in batch if not e.request.n_generated)
         self._scheduler.step_times.add(
             sum(e.n_tokens for e in batch if not e.request.is_decoding), n_decoding, seconds
         )
@@ -343,6 +394,11 @@ class EngineLoop:
                     self._end(each.request, reason)
         return True
 
+    def _count(self) -> None:
+        self.counts.running = len(self._scheduler.running)
+        self.counts.n_pages_used = self.counts.n_pages - self._runner.cache.n_available
+        self.counts.preempted = self._scheduler.n_preempted
+
     def _propose_drafts(self) -> None:
         for request in list(self._scheduler.running):
             request.drafts = []
@@ -358,7 +414,8 @@ class EngineLoop:
             except BaseException as error:
                 self._end(request, error=error)
             else:
-                request.drafts = list(takewhile(lambda id_: id_ < self._runner.n_vocab, ids[:most]))
+                drafts = list(takewhile(lambda id_: id_ < self._runner.n_vocab, ids[:most]))
+                request.drafts = drafts if request.sampler is None else drafts[: request.sampler.n_possible(drafts)]
 
     def _take_results(
         self, each: Scheduled, logits: NDArray[np.float32] | TopK, rows: slice, begin: float
@@ -406,15 +463,19 @@ class EngineLoop:
         request.n_drafted += each.n_drafts
         for i in range(each.n_drafts + 1):
             at = row + i
-            choice = sampler.among(*logits.row(at)) if isinstance(logits, TopK) else sampler(logits[at])
+            if isinstance(logits, TopK) and at not in logits.whole:
+                choice = sampler.among(*logits.row(at))
+            else:
+                choice = sampler(logits.whole[at] if isinstance(logits, TopK) else logits[at])
             request.n_chosen += 1
+            self.counts.generated_tokens += 1
             is_draft = i < each.n_drafts and request.drafts[i] == choice.id
             request.n_accepted += is_draft
             if choice.id in request.stop_ids:
                 return "stop"
             sampler.accept(choice.id)
             request.tokens.append(choice.id)
-            if request.output.token(choice):
+            if request.output.token(choice) or sampler.is_complete:
                 return "stop"
             if request.n_generated == request.max_tokens or len(request.tokens) > self._runner.context:
                 return "length"
@@ -438,6 +499,8 @@ class EngineLoop:
     ) -> None:
         self._scheduler.remove(request)
         self.waiting.discard(request)
+        self.counts.ended += 1
+        self.counts.cached_tokens += request.n_cached
         request.finish_reason = reason
         if request.drafter is not None:
             request.drafter.close()
@@ -447,11 +510,19 @@ class EngineLoop:
         request.output.end(error)
 
 
-def _top_k(batch: Sequence[Scheduled]) -> int:
-    """How many of the largest logits serve all requests of a batch; 0 if one needs all."""
-    wanted = [
-        0 if each.request.sampler is None else each.request.sampler.n_enough
-        for each in batch
-        if each.request.n_missing == each.n_tokens or each.request.sampler is None
-    ]
-    return max(wanted, default=0) if all(wanted) else 0
+def _wanted_logits(batch: Sequence[Scheduled], chunks: Sequence[Chunk], most: int) -> tuple[int, list[int]]:
+    """How many of the largest logits of each row requests need, at most ``most``; and the rows that they need whole.
+
+    The first is 0 where those are all rows, or somebody wants logits as they are.
+    """
+    top_k, whole, row = 0, list[int](), 0
+    for each, chunk in zip(batch, chunks, strict=True):
+        rows, sampler = range(row, row + chunk.n_outputs), each.request.sampler
+        row = rows.stop
+        if rows and sampler is None:
+            return 0, []
+        if sampler is not None and 1 <= sampler.n_enough <= most:
+            top_k = max(top_k, sampler.n_enough) if rows else top_k
+        else:
+            whole += rows
+    return top_k, whole

@@ -26,6 +26,9 @@ PRIORITIES: tuple[Priority, ...] = ("normal", "background")
 #: A background request is served as if it had come so many seconds later: behind those that wait, but never starving.
 BACKGROUND_DELAY_S = 30.0
 
+#: A request waits as if it had come so many seconds later for each request of the same client that runs.
+CLIENT_DELAY_S = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -121,6 +124,7 @@ class Request:
         max_tokens: tokens to generate at most; None: until the context is full.
         logits_from: without a sampler, position of the first token whose logits are wanted and did not come yet.
         timeout_s: seconds after which it ends, wherever it is.
+        client: who asks; clients share the model, however many requests each has.
         speculate: who drafts tokens for the model to verify: the text so far ("lookup"), the draft model, or nobody.
         draft_max: tokens that are drafted for one step at most.
 
@@ -142,6 +146,7 @@ class Request:
     logits_from: int = 0
     priority: Priority = "normal"
     timeout_s: float | None = None
+    client: str = ""
     speculate: Literal["lookup", "draft"] | None = None
     draft_max: int = DEFAULT_DRAFTS
 

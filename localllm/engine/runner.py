@@ -64,17 +64,17 @@ class ModelRunner:
         self.cache = PagedCache(step.cache)
         self._step = step
 
-    def run(self, chunks: Sequence[Chunk], top_k: int = 0) -> NDArray[np.float32] | TopK:
+    def run(self, chunks: Sequence[Chunk], top_k: int = 0, whole: Sequence[int] = ()) -> NDArray[np.float32] | TopK:
         """Evaluates a batch; writes the cache's pages, but records nothing of it (`PagedCache.append`).
 
         Returns:
-            The logits [rows, n_vocab] of all chunks in turn, or only the ``top_k`` largest of each row: the backend's
-            own memory, good until the next call.
+            The logits [rows, n_vocab] of all chunks in turn, or only the ``top_k`` largest of each row, and all of
+            those ``whole``: the backend's own memory, good until the next call.
         """
         batch = make_batch(chunks, self.cache.page_size)
         for chunk in chunks:
             chunk.sequence.is_ahead = True
-        return self._step.top_k(batch, top_k) if 0 < top_k <= self.max_top_k else self._step(batch)
+        return self._step.top_k(batch, top_k, whole) if 0 < top_k <= self.max_top_k else self._step(batch)
 
 
 def n_cache_pages(graph: Graph, context: int, parallel: int, page_size: int) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 Each step, in this order:
 
-1. Requests that wait are admitted by rank (`Request.rank`) while the cache has pages for all of their tokens.
+1. Requests that wait are admitted while the cache has pages for all of their tokens: by rank (`Request.rank`), but
+   those of a client that runs many already (`CLIENT_DELAY_S`) after those of one that runs few.
 2. Every sequence that decodes gets its next token, and its drafts where there is room.
 3. What is left of the step's **token budget** goes to prompts, in chunks: half of it to the one that came first, the
    rest to those that need least.  So long prompts hold up no short ones, and none starves.  The budget is
@@ -19,12 +20,13 @@ Sources: Yu et al., Orca (OSDI 2022); Agrawal et al., Sarathi-Serve (arXiv:2403.
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from localllm.engine.cache import PagedCache
-from localllm.engine.request import Request
+from localllm.engine.request import CLIENT_DELAY_S, Request
 from localllm.engine.runner import Chunk
 from localllm.engine.snapshots import Block
 
@@ -87,6 +89,7 @@ class Scheduler:
         waiting: those without pages, by rank.
         running: those with pages, by rank.
         step_times: how long steps take.
+        n_preempted: how often a request had to make room for another.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.step_times = StepTimes()
+        self.n_preempted = 0
         self._cache = cache
         self._max_tokens = max_tokens
         self._max_outputs = max_outputs
@@ -154,7 +158,12 @@ class Scheduler:
         return batch
 
     def _admit(self) -> None:
-        for request in [each for each in self.waiting if not each.output.is_full]:
+        waiting = [each for each in self.waiting if not each.output.is_full]
+        n_running = Counter(each.client for each in self.running)
+        while waiting:
+            request = min(waiting, key=lambda each: each.rank + CLIENT_DELAY_S * n_running[each.client])
+            waiting.remove(request)
+            n_running[request.client] += 1
             reusable = request.tokens[: request.n_reusable]
             n_pages = self._cache.n_pages_to_begin(reusable, len(request.tokens))
             while self.running and not self._has_room(request, n_pages):
@@ -243,6 +252,7 @@ class Scheduler:
         return next((request for request in reversed(self.running) if request.output.is_full), None)
 
     def _preempt(self, request: Request) -> None:
+        self.n_preempted += 1
         self.remove(request)
         self.add(request)
 

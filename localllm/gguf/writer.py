@@ -5,21 +5,18 @@ The layout is drawn in `localllm.gguf.file`.
 
 from __future__ import annotations
 
-import errno
-import os
-import shutil
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import OutputError, path_text
+from localllm.files import NewFile
 from localllm.gguf.cursor import align
 from localllm.gguf.metadata import ValueType
 from localllm.quant.types import BLOCK_SIZES, GGMLType
@@ -61,7 +58,7 @@ def _string(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-class GGUFWriter:
+class GGUFWriter(NewFile):
     """A GGUF file being written, as a context manager: it gets its name when all tensors are there.
 
     Args:
@@ -81,8 +78,6 @@ class GGUFWriter:
         tensors: Sequence[TensorSpec],
         alignment: int = _DEFAULT_ALIGNMENT,
     ) -> None:
-        self.path = path
-        self._partial = path.with_name(path.name + ".part")
         self._tensors = tensors
         self._alignment = alignment
         self._next = 0
@@ -97,21 +92,11 @@ class GGUFWriter:
             offset += align(tensor.n_bytes, alignment)
         header = b"".join(head)
         self._header = header + bytes(-len(header) % alignment)
-        #: Bytes of the whole file.
-        self.n_bytes = len(self._header) + offset
+        super().__init__(path, len(self._header) + offset)
 
     def __enter__(self) -> Self:
-        try:
-            free = shutil.disk_usage(self.path.parent).free
-            if free < self.n_bytes:
-                raise OutputError(
-                    f"{path_text(self.path)} takes {self.n_bytes:,} bytes but the disk has {free:,} left: "
-                    "make space, or write to another disk"
-                )
-            self._file = self._partial.open("wb")
-        except OSError as error:
-            raise self._error(error) from error
-        self._put(self._header)
+        super().__enter__()
+        self.put(self._header)
         return self
 
     def write(self, data: NDArray[np.uint8]) -> None:
@@ -125,44 +110,15 @@ class GGUFWriter:
             self._next += 1
         if data.nbytes > self._left:
             raise ValueError(f"more bytes than {self._tensors[self._next - 1].name} has")
-        self._put(np.ascontiguousarray(data).data)
+        self.put(np.ascontiguousarray(data).data)
         self._left -= data.nbytes
         if not self._left:
-            self._put(bytes(-self._tensors[self._next - 1].n_bytes % self._alignment))
+            self.put(bytes(-self._tensors[self._next - 1].n_bytes % self._alignment))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if kind is None:
-                if self._left or self._next < len(self._tensors):
-                    raise ValueError("not all tensors were written")
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                self._file.close()
-                os.replace(self._partial, self.path)
-        except OSError as failure:
-            raise self._error(failure) from failure
-        finally:
+        if kind is None and (self._left or self._next < len(self._tensors)):
             self._discard()
-
-    def _put(self, data: Any) -> None:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self._discard()
-            raise self._error(error) from error
-
-    def _discard(self) -> None:
-        """Remove what was written, unless it has its name already."""
-        try:
-            self._file.close()  # which may try to write again
-        except OSError:
-            self._file.raw.close()
-        self._partial.unlink(missing_ok=True)
-
-    def _error(self, error: OSError) -> OutputError:
-        shown = path_text(self.path)
-        if error.errno in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)):
-            return OutputError(f"{shown} cannot be written, the disk is full: make space, or write to another disk")
-        return OutputError(f"{shown} cannot be written ({error.strerror or error}): choose another place")
+            raise ValueError("not all tensors were written")
+        super().__exit__(kind, error, trace)

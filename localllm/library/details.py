@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,19 +151,19 @@ def _text(file: GGUFFile, key: str) -> str | None:
 def _memory(file: GGUFFile) -> dict[str, Any]:
     """The context that a model gets, and what it then takes."""
     # Imported here: a file that is remembered needs neither models nor numba.
-    from localllm.kernels.cpu.backend import footprint
-    from localllm.kernels.cpu.cache_types import PAGE
+    from localllm.devices import Device
+    from localllm.kernels.cpu.backend import CPUBackend
     from localllm.kernels.cpu.host import default_threads
-    from localllm.kernels.cpu.target import choose
     from localllm.loading import check_runs
     from localllm.models.registry import read_model
-    from localllm.placement import DEFAULT_CONTEXT, LEAST_CONTEXT, DeviceBudget, Planner
+    from localllm.placement import DEFAULT_CONTEXT, LEAST_CONTEXT, Planner
 
     check_runs(file)
     model = read_model(file)
     config = model.config
-    cpu = DeviceBudget("cpu", PAGE, partial(footprint, target=choose(), threads=default_threads()))
-    planner = Planner("the model", model, (cpu,))
+    threads = default_threads()
+    cpu = CPUBackend(threads)  # which starts none of them before they are needed
+    planner = Planner("the model", model, (Device("cpu", "", threads, threads, cpu, cpu.workers.close),))
     context = min(config.context_length, DEFAULT_CONTEXT)
     return {
         "trained_context": config.context_length,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
+from importlib import resources
 from pathlib import Path
 
 from localllm.errors import ModelNotFoundError
+from localllm.gguf import GGUFFile
 from localllm.library.hub_cache import cached_models, hub_cache, where_cached
 from localllm.library.names import DEMO, HubName, choices, choose, matching
 
@@ -17,23 +20,43 @@ def model_path(name: str | None, folders: Iterable[Path] = ()) -> str | Path | N
     Raises:
         ModelNotFoundError, UsageError: see `find`.
     """
-    if name is None:
-        return None
-    found = find(name, folders)
-    return None if found == DEMO and not os.path.lexists(DEMO) else found
+    return None if name is None or (name == DEMO and not os.path.lexists(DEMO)) else find(name, folders)
+
+
+def demo_path() -> Path:
+    """The file of the demo model, which comes with localllm.
+
+    Raises:
+        ModelNotFoundError: it was left out.
+    """
+    path = Path(str(resources.files("localllm") / "data" / "demo.gguf"))
+    if not path.is_file():
+        raise ModelNotFoundError("this installation of localllm has no demo model: name a GGUF file")
+    return path
+
+
+def trained_context(path: str | Path) -> int | None:
+    """Tokens of context that a model was trained on; None if its file does not say.
+
+    Raises:
+        ModelNotFoundError, GGUFError: the file is not there, or damaged.
+    """
+    with GGUFFile.open(path) as file:
+        found = file.metadata.get(f"{file.architecture}.context_length")
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
     """The file that a name means, looked for on this machine alone.
 
-    A path that exists comes first, then a file in one of the folders, then a name on the hub.  What looks like none
-    of these is given back as it is, for whoever opens it to complain about.
+    A path that exists comes first, then a file in one of the folders, "demo", and a name on the hub.  What looks like
+    a path is given back as it is, for whoever opens it to complain about.
 
     Args:
         folders: that have models, which are named by their path in there, with or without ".gguf".
 
     Raises:
-        ModelNotFoundError: it can only be a name on the hub, and the cache does not have it; says how to get it.
+        ModelNotFoundError: it is a name and no path, and nothing here has it; says how to get it.
         UsageError: it means several files, or none of those that the cache has of this repository.
     """
     if os.path.lexists(name):
@@ -42,7 +65,14 @@ def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
         for path in (folder / name, folder / f"{name}.gguf"):
             if os.path.isfile(path):  # Path.is_file raises where it may not look
                 return path
+    if name == DEMO:
+        return demo_path()
     hub_name = HubName.parse(name)
+    if hub_name is None and re.fullmatch(r"[\w.:-]+(?<!\.gguf)", name, re.IGNORECASE):
+        raise ModelNotFoundError(
+            f"there is no file or model {name!r} here: localllm models lists those that are, and localllm pull "
+            "ORG/REPO[:QUANT] downloads one from the hub"
+        )
     return name if hub_name is None else find_cached(hub_name)
 
 

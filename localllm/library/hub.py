@@ -70,7 +70,7 @@ class Hub:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise HubError(
-                f"what answered at {self.endpoint} is no hub ({type(error).__name__}: {error!s:.200}): check the "
+                f"what answered at {self.endpoint} is not a hub ({type(error).__name__}: {error!s:.200}): check the "
                 "network, and the environment variable HF_ENDPOINT"
             ) from error
 
@@ -128,7 +128,7 @@ class Hub:
         except HubError:
             raise
         except errors.HFValidationError as error:
-            raise UsageError(f"{self._repo!r} is no name of a repository: {error}") from error
+            raise UsageError(f"{self._repo!r} is not the name of a repository: {error}") from error
         except (errors.HTTPError, errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
             self._refused(error)
         except OSError as error:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 
+from localllm.errors import ModelNotFoundError
 from localllm.library.details import Details, DetailsReader
+from localllm.library.find import demo_path
 from localllm.library.hub_cache import cached_models, cached_repos, hub_cache
 from localllm.library.names import DEMO, FileGroup, group_files, label
 
@@ -55,19 +56,27 @@ class Found:
     problems: tuple[str, ...] = ()
 
 
-def find_models(folders: Sequence[Path] = ()) -> Found:
-    """The models in the hub's cache, and in some folders and those below them; a file that is there twice, once."""
+def find_models(folders: Sequence[Path] = (), *, only_folders: bool = False) -> Found:
+    """The models in the hub's cache, and in some folders and those below them; a file that is there twice, once.
+
+    Args:
+        only_folders: not those of the cache; models are then named by their paths.
+    """
     search = _Search()
-    search.hub()
+    if not only_folders:
+        search.hub()
     for folder in dict.fromkeys(folders):
-        search.folder(folder)
+        search.folder(folder, by_path=only_folders)
     return Found(tuple(search.models), tuple(search.problems))
 
 
 def demo_model() -> LocalModel | None:
     """The model that comes with localllm; None where it was left out."""
-    path = Path(str(resources.files("localllm") / "data" / "demo.gguf"))
-    return LocalModel(DEMO, path, path.stat().st_size) if path.is_file() else None
+    try:
+        path = demo_path()
+    except ModelNotFoundError:
+        return None
+    return LocalModel(DEMO, path, path.stat().st_size)
 
 
 def read_details(models: Sequence[LocalModel]) -> Iterator[LocalModel]:
@@ -108,10 +117,13 @@ class _Search:
             for path, group in sorted(models, key=lambda model: model[1].names):
                 self._add(f"{repo}:{label(group, groups)}", path, group)
 
-    def folder(self, folder: Path) -> None:
+    def folder(self, folder: Path, *, by_path: bool) -> None:
         """Adds what a folder has, at any depth."""
         if not os.path.isdir(folder):  # Path.is_dir raises where it may not look
-            self.problems.append(f"{folder} is no folder, or may not be read: see the setting model_folders")
+            self.problems.append(
+                f"{folder} is not a folder, or may not be read"
+                + ("" if by_path else ": see the setting model_folders")
+            )
             return
         sizes: dict[str, int] = {}
         for path in self._files(folder, 0):
@@ -122,7 +134,7 @@ class _Search:
         for group in group_files(sizes):
             name, path = group.names[0], folder / group.names[0]
             # A name is looked up in the current folder first, and then in each folder in turn.
-            is_taken = name in self._names or os.path.lexists(name)
+            is_taken = by_path or name in self._names or os.path.lexists(name)
             self._add(str(path) if is_taken else name, path, group)
 
     def _files(self, folder: Path, depth: int) -> Iterator[Path]:

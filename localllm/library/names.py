@@ -17,6 +17,12 @@ DEFAULT_QUANT = "Q4_K_M"
 DEMO = "demo"
 
 _NAME = re.compile(r"(?P<repo>[a-z0-9][\w.-]*/[a-z0-9_][\w.-]*)(:(?P<choice>.+))?", re.ASCII | re.IGNORECASE)
+#: The address of a repository on the hub, or of a file in it.
+_ADDRESS = re.compile(
+    r"(?:hf://|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)(?P<repo>[^/?#:]+/[^/?#:]+)"
+    r"(?:/(?:blob|resolve|raw|tree)/[^/?#]+)?(?::|/)?(?P<choice>[^?#]*)",
+    re.IGNORECASE,
+)
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 _QUANT = re.compile(
     r"(?<![a-z0-9])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|FP?16|FP?32)(?:_[a-z0-9]+)*)(?![a-z0-9])", re.IGNORECASE
@@ -42,7 +48,9 @@ class HubName:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """The name that a text is; None if it can only be a path."""
+        """The name that a text is, or that its address on the hub means; None if it can only be a path."""
+        if address := _ADDRESS.match(text):
+            text = f"{address['repo']}:{address['choice']}".rstrip(":")
         match = _NAME.fullmatch(text)
         if match is None or (match["choice"] is None and text.lower().endswith(".gguf")):
             return None

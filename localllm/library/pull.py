@@ -41,12 +41,12 @@ def pull(name: str, progress: PullProgress | None = None) -> Path:
         progress: called as it goes on.
 
     Raises:
-        UsageError: it is no such name, or does not say which one of the repository's models is meant.
+        UsageError: it is not such a name, or does not say which one of the repository's models is meant.
         HubError: see there; what was fetched is kept, and the next call goes on from there.
     """
     hub_name = HubName.parse(name)
     if hub_name is None:
-        raise UsageError(f"{name!r:.80} is no name of a model on the hub: write ORG/REPO, or ORG/REPO:QUANT")
+        raise UsageError(f"{name!r:.80} is not the name of a model on the hub: write ORG/REPO, or ORG/REPO:QUANT")
     return _Puller(hub_name, progress or (lambda stage, done, total: None)).run()
 
 
@@ -225,7 +225,7 @@ class _Puller:
             )
 
     def _check_model(self, paths: list[Path], group: FileGroup) -> None:
-        """Looks at the header of what was fetched, and removes it if it is no model: nothing can be done with it."""
+        """Looks at the header of what was fetched, and removes it if it is not a model."""
         try:
             GGUFFile.open(paths[0]).close()
         except GGUFError as error:

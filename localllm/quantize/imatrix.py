@@ -1,26 +1,64 @@
 """Importance matrices: for each tensor, how much the activations that meet its columns amount to.
 
-A file has the sums of squared activations and how many were added, of each expert's weights in mixtures.  Two formats
-are read: GGUF (tensors ``NAME.in_sum2`` and ``NAME.counts``), and the older one of llama.cpp::
+A file has the sums of squared activations and how many were added, of each expert's weights in mixtures.  There are
+two formats: GGUF (tensors ``NAME.in_sum2`` and ``NAME.counts``), and the older one of llama.cpp::
 
     i32 n_entries, n_entries × { i32 length, name, i32 n_calls, i32 n_values, f32 values (means times n_calls) }
     i32 n_chunks, i32 length, name of the text                                                      (optional)
+
+GGUF files of ours may also have **Hessians** (``NAME.hessian``): XᵀX [n, n] of the rows X that meet a matrix, from
+which `localllm.quant.encode.Feedback` is made.  Weights that meet the same rows share one: ``imatrix.hessians`` lists
+``NAME=NAME of the one that has it``.  Other programs leave these alone.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from localllm.errors import GGUFError, ModelError, path_text, quoted
+from localllm.files import NewFile
 from localllm.gguf import GGUFFile, StringArray, TensorInfo
+from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
 from localllm.quant.bits import Floats
 from localllm.quant.formats import dequantize
 from localllm.quant.types import GGMLType
+
+#: Tokens of a piece where a file does not say.
+_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What rows that meet the matrices of one tensor amount to.
+
+    Attributes:
+        sums: of the squares of each column, [n_matrices, n_columns].
+        counts: rows that were added up, [n_matrices].
+        hessian: float32 [n_columns, n_columns], XᵀX of the rows of a single matrix, if it was collected.
+    """
+
+    sums: NDArray[np.floating]
+    counts: NDArray[np.number]
+    hessian: Floats | None = None
+
+    def __add__(self, other: Entry) -> Entry:
+        hessian = None
+        if self.hessian is not None and other.hessian is not None:
+            hessian = self.hessian + other.hessian
+        return Entry(self.sums + other.sums, self.counts + other.counts, hessian)
+
+    @property
+    def means(self) -> Floats:
+        """float32 [n_matrices * n_columns]; 1 for matrices that no row met."""
+        counts = self.counts[:, None].astype(np.float64)
+        return np.where(counts > 0, self.sums / np.maximum(counts, 1), 1).astype(np.float32).ravel()
 
 
 @dataclass(frozen=True)
@@ -28,16 +66,18 @@ class ImportanceMatrix:
     """The importance of columns.
 
     Attributes:
-        path: of its file.
-        columns: by tensor, float32 [n_columns], or of all experts in turn [n_experts * n_columns].
-        dataset: the text it was made with, if the file says.
-        n_chunks: how many pieces of that; 0 where the file does not say.
+        path: of its file; None of one that was not written.
+        entries: by tensor.
+        datasets: the texts it was made with, if the file says.
+        n_chunks: how many pieces of those; 0 where the file does not say.
+        chunk_size: tokens of a piece.
     """
 
-    path: Path
-    columns: Mapping[str, Floats]
-    dataset: str | None = None
+    path: Path | None
+    entries: Mapping[str, Entry]
+    datasets: tuple[str, ...] = ()
     n_chunks: int = 0
+    chunk_size: int = _CHUNK
 
     @classmethod
     def read(cls, path: Path) -> ImportanceMatrix:
@@ -52,10 +92,73 @@ class ImportanceMatrix:
                 found = _read_gguf(path) if magic == b"GGUF" else _read_old(path, magic + file.read())
         except OSError as error:
             raise GGUFError(f"{path_text(path)} cannot be read ({error.strerror}): check the path") from None
-        for name, values in found.columns.items():
-            if not np.isfinite(values).all() or (values < 0).any():
+        for name, entry in found.entries.items():
+            if not np.isfinite(entry.means).all() or (entry.means < 0).any():
                 raise _damaged(path, f"the values of {quoted(name)} are not all finite and at least 0")
         return found
+
+    def write(self, path: Path) -> None:
+        """Write a file: GGUF, or the older format where its name ends in ``.dat``.
+
+        Raises:
+            OutputError: it cannot be written; what stood there before still does.
+        """
+        if path.suffix == ".dat":
+            data = self._in_old_format()
+            with NewFile(path, len(data)) as file:
+                file.put(data)
+            return
+        tensors: dict[str, NDArray[Any]] = {}
+        holders: dict[int, str] = {}
+        shared = []
+        for name, entry in sorted(self.entries.items()):
+            tensors[f"{name}.in_sum2"] = entry.sums
+            tensors[f"{name}.counts"] = entry.counts[:, None]
+            if entry.hessian is not None:
+                holder = holders.setdefault(id(entry.hessian), name)
+                tensors.setdefault(f"{holder}.hessian", entry.hessian)
+                shared.append(f"{name}={holder}")
+        metadata = {
+            "general.type": encode_value("imatrix"),
+            "imatrix.datasets": encode_value(self.datasets),
+            "imatrix.chunk_count": encode_value(self.n_chunks),
+            "imatrix.chunk_size": encode_value(self.chunk_size),
+        }
+        if shared:
+            metadata["imatrix.hessians"] = encode_value(shared)
+        specs = [TensorSpec(name, values.shape, GGMLType.F32) for name, values in tensors.items()]
+        with GGUFWriter(path, metadata, specs) as writer:
+            for values in tensors.values():
+                writer.write(np.ascontiguousarray(values, np.float32).view(np.uint8))
+
+    def _in_old_format(self) -> bytes:
+        data = [struct.pack("<i", len(self.entries))]
+        for name, entry in sorted(self.entries.items()):
+            n_calls = -(-int(entry.counts.max()) // self.chunk_size)
+            means = np.where(entry.counts.repeat(entry.sums.shape[1]) > 0, entry.means, 0)
+            head = struct.pack("<i", len(name.encode())) + name.encode() + struct.pack("<ii", n_calls, means.size)
+            data += [head, (means * n_calls).astype("<f4").tobytes()]
+        dataset = self.datasets[-1].encode() if self.datasets else b""
+        return b"".join([*data, struct.pack("<ii", self.n_chunks, len(dataset)), dataset])
+
+    def __add__(self, other: ImportanceMatrix) -> ImportanceMatrix:
+        """Both together, as if they had been collected at once.
+
+        Raises:
+            ModelError: they are of different models.
+        """
+        entries = dict(self.entries)
+        hessians: dict[int, Floats | None] = {}  # by that of one: those that weights share stay one
+        for name, entry in other.entries.items():
+            mine = entries.get(name)
+            if mine is not None and mine.sums.shape != entry.sums.shape:
+                raise ModelError(f"the importance matrices are of different models: {quoted(name)} differs in size")
+            if mine is not None:
+                entry = mine + replace(entry, hessian=None) if id(mine.hessian) in hessians else mine + entry
+                entry = replace(entry, hessian=hessians.setdefault(id(mine.hessian), entry.hessian))
+            entries[name] = entry
+        datasets = tuple(dict.fromkeys(self.datasets + other.datasets))
+        return ImportanceMatrix(None, entries, datasets, self.n_chunks + other.n_chunks, other.chunk_size)
 
     def of(self, name: str, shape: tuple[int, ...]) -> Floats | None:
         """The importance of a tensor's columns: [n_columns], or [shape[0], n_columns]; None where there is none.
@@ -63,9 +166,9 @@ class ImportanceMatrix:
         Raises:
             ModelError: it has another number of columns, so the matrix is of another model.
         """
-        values = self.columns.get(name)
-        if values is None:
+        if name not in self.entries:
             return None
+        values = self.entries[name].means
         if values.size == shape[-1]:
             return values
         if len(shape) == 3 and values.size == shape[0] * shape[-1]:
@@ -73,16 +176,20 @@ class ImportanceMatrix:
         if name == "token_embd.weight":  # as the output it has columns of importance, as an embedding none
             return None
         raise ModelError(
-            f"{path_text(self.path)} is of another model: {quoted(name)} has {values.size} columns there and "
+            f"{self._name} is of another model: {quoted(name)} has {values.size} columns there and "
             f"{shape[-1]} here; make one with this model"
         )
 
+    @property
+    def _name(self) -> str:
+        return "the importance matrix" if self.path is None else path_text(self.path)
+
     def check_is_of(self, names: Collection[str]) -> None:
         """Raise ModelError if it has none of these tensors."""
-        if not any(name in self.columns for name in names):
-            example = quoted(next(iter(self.columns), ""))
+        if not any(name in self.entries for name in names):
+            example = quoted(next(iter(self.entries), ""))
             raise ModelError(
-                f"{path_text(self.path)} is of another model: it is for tensors such as {example}, and this model "
+                f"{self._name} is of another model: it is for tensors such as {example}, and this model "
                 "has none of them; make one with this model"
             )
 
@@ -92,9 +199,13 @@ def _damaged(path: Path, defect: str) -> GGUFError:
 
 
 def _read_gguf(path: Path) -> ImportanceMatrix:
-    columns: dict[str, Floats] = {}
+    entries: dict[str, Entry] = {}
+    hessians: dict[str, Floats] = {}
     with GGUFFile.open(path) as file:
-        tensors = file.tensors
+        tensors, shared = file.tensors, file.metadata.get("imatrix.hessians")
+        holders = (
+            dict(each.split("=", 1) for each in shared if "=" in each) if isinstance(shared, StringArray) else {}
+        )
         for name, tensor in tensors.items():
             if not name.endswith(".in_sum2"):
                 continue
@@ -104,14 +215,28 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
             sums, counts = _floats(path, tensor).ravel(), _floats(path, tensors[f"{name}.counts"]).ravel()
             if sums.size % counts.size:
                 raise _damaged(path, f"the sums and counts of {quoted(name)} do not fit together")
-            each = sums.reshape(counts.size, -1)
-            used = counts[:, None] > 0
-            columns[name] = np.where(used, each / np.where(used, counts[:, None], 1), 1).astype(np.float32).ravel()
-        if not columns:
+            hessian = None
+            if holder := holders.get(name):
+                hessian = hessians.setdefault(holder, _hessian(path, tensors, holder, sums.size))
+            entries[name] = Entry(sums.reshape(counts.size, -1).astype(np.float64), counts, hessian)
+        if not entries:
             raise _damaged(path, "it has no tensors named *.in_sum2")
-        datasets, n_chunks = file.metadata.get("imatrix.datasets"), file.metadata.get("imatrix.chunk_count")
-        dataset = datasets[0] if isinstance(datasets, StringArray) and len(datasets) else None
-        return ImportanceMatrix(path, columns, dataset, n_chunks if isinstance(n_chunks, int) else 0)
+        datasets = file.metadata.get("imatrix.datasets")
+        n_chunks, size = (_number(file.metadata.get(f"imatrix.chunk_{key}")) for key in ("count", "size"))
+        names = tuple(datasets) if isinstance(datasets, StringArray) else ()
+        return ImportanceMatrix(path, entries, names, n_chunks, size or _CHUNK)
+
+
+def _hessian(path: Path, tensors: Mapping[str, TensorInfo], name: str, n: int) -> Floats:
+    """Of a tensor; it is read from the file when it is used."""
+    tensor = tensors.get(f"{name}.hessian")
+    if tensor is None or tensor.shape != (n, n) or tensor.type is not GGMLType.F32:
+        raise _damaged(path, f"{quoted(name)} should have a Hessian of {n} columns")
+    return tensor.data.view("<f4")
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _floats(path: Path, tensor: TensorInfo) -> Floats:
@@ -134,16 +259,17 @@ def _read_old(path: Path, data: bytes) -> ImportanceMatrix:
         value: int = struct.unpack("<i", take(4))[0]
         return value
 
-    columns: dict[str, Floats] = {}
+    entries: dict[str, Entry] = {}
     for _ in range(number()):
         name = take(number()).decode("utf-8", "replace")
         n_calls, n_values = number(), number()
         values = np.frombuffer(take(4 * n_values), "<f4")
-        columns[name] = (values / max(n_calls, 1)).astype(np.float32)
-    if not columns:
+        # What was added up is not kept there: as many calls with these means are the same.
+        entries[name] = Entry(values.astype(np.float64)[None] * _CHUNK, np.array([max(n_calls, 1) * _CHUNK]))
+    if not entries:
         raise _damaged(path, "it is empty, or is another kind of file")
     if at == len(data):
-        return ImportanceMatrix(path, columns)
+        return ImportanceMatrix(path, entries)
     n_chunks = number()
-    dataset = take(number()).decode("utf-8", "replace") if at < len(data) else None
-    return ImportanceMatrix(path, columns, dataset, n_chunks)
+    dataset = take(number()).decode("utf-8", "replace") if at < len(data) else ""
+    return ImportanceMatrix(path, entries, (dataset,) if dataset else (), n_chunks)

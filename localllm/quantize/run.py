@@ -16,7 +16,7 @@ from localllm.gguf import GGUFFile, TensorInfo
 from localllm.gguf.metadata import ValueType
 from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
 from localllm.quant.bits import Floats
-from localllm.quant.encode import ENCODABLE, quantize
+from localllm.quant.encode import ENCODABLE, FEEDBACK, Feedback, quantize
 from localllm.quant.formats import FORMATS, dequantize
 from localllm.quant.types import GGMLType
 from localllm.quantize.imatrix import ImportanceMatrix
@@ -25,6 +25,8 @@ from localllm.quantize.mixes import MIXES, chooser_for, layer_order, mix_named, 
 # Values decoded, encoded and written at a time, and of those the ones whose error is measured.
 _SLAB = 1 << 24
 _SAMPLE = 1 << 19
+# Factors of Hessians in memory at a time.
+_KEPT_FEEDBACKS = 3
 _QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
@@ -60,7 +62,7 @@ class TensorResult:
 
     Attributes:
         error: the root of the weighted squared error over that of the weighted squares, measured on up to half a
-            million values; None where it was copied.
+            million values; with a Hessian, of products with its inputs.  None where it was copied.
         n_cleared: values that were not finite and became 0.
     """
 
@@ -208,7 +210,7 @@ def run(
         if path.exists() and not overwrite:
             raise OutputError(f"{path_text(path)} is there already: choose another name, or remove it first")
     total = sum(tensor.source.n_bytes for tensor in plan.tensors)
-    done = 0
+    done, feedbacks = 0, dict[int, Feedback]()
     with ExitStack() as files:  # which get their names together, at its end
         for number, (path, tensors) in enumerate(plan.files):
             specs = [tensor.spec for tensor in tensors]
@@ -217,7 +219,7 @@ def run(
             for tensor in tensors:
                 if progress:
                     progress(tensor, done, total)
-                work = _Work(tensor, plan.imatrix, allow_nan, threads)
+                work = _Work(tensor, plan.imatrix, feedbacks, allow_nan, threads)
                 for done_of_it, slab in work.slabs():
                     writer.write(slab)
                     if progress:
@@ -243,10 +245,11 @@ def _metadata(plan: Plan, number: int) -> dict[str, bytes]:
         "general.file_type": encode_value(MIXES[plan.mix][0]),
     }
     if plan.imatrix is not None:
-        new["quantize.imatrix.file"] = encode_value(os.fsdecode(plan.imatrix.path)[:127])
-        if plan.imatrix.dataset:
-            new["quantize.imatrix.dataset"] = encode_value(plan.imatrix.dataset[:127])
-        new["quantize.imatrix.entries_count"] = encode_value(len(plan.imatrix.columns))
+        if plan.imatrix.path is not None:
+            new["quantize.imatrix.file"] = encode_value(os.fsdecode(plan.imatrix.path)[:127])
+        if plan.imatrix.datasets:
+            new["quantize.imatrix.dataset"] = encode_value(plan.imatrix.datasets[0][:127])
+        new["quantize.imatrix.entries_count"] = encode_value(len(plan.imatrix.entries))
         if plan.imatrix.n_chunks > 0:
             new["quantize.imatrix.chunks_count"] = encode_value(plan.imatrix.n_chunks)
     kept = {key: source.encoded(key) for key in source if key not in new and key not in _SPLIT_KEYS}
@@ -261,16 +264,36 @@ class _Work:
     """
 
     def __init__(
-        self, tensor: TensorPlan, imatrix: ImportanceMatrix | None, allow_nan: bool, threads: int | None
+        self,
+        tensor: TensorPlan,
+        imatrix: ImportanceMatrix | None,
+        feedbacks: dict[int, Feedback],
+        allow_nan: bool,
+        threads: int | None,
     ) -> None:
         self.tensor = tensor
         self.n_cleared = 0
         self._importance: Floats | None = None
+        self._hessian: Floats | None = None
         if imatrix is not None and not tensor.is_copied:
             self._importance = imatrix.of(tensor.name, tensor.source.shape)
+            if tensor.new in FEEDBACK and self._importance is not None:
+                self._hessian = imatrix.entries[tensor.name].hessian
+        self._feedback = None if self._hessian is None else self._feedback_of(self._hessian, feedbacks)
         self._allow_nan = allow_nan
         self._threads = threads
         self._error = self._whole = 0.0
+
+    def _feedback_of(self, hessian: Floats, feedbacks: dict[int, Feedback]) -> Feedback:
+        """Made once for weights that share inputs, which are near each other in a file."""
+        if id(hessian) not in feedbacks:
+            if len(feedbacks) == _KEPT_FEEDBACKS:
+                del feedbacks[next(iter(feedbacks))]
+            try:
+                feedbacks[id(hessian)] = Feedback.of(hessian)
+            except ModelError as error:
+                raise ModelError(f"tensor {quoted(self.tensor.name)}: {error}") from None
+        return feedbacks[id(hessian)]
 
     def slabs(self) -> Iterator[tuple[int, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]]:
         """The encoded bytes, rows after rows, each with the bytes of the source that are done after it."""
@@ -309,14 +332,20 @@ class _Work:
         if self.tensor.is_copied and finite.all():
             return rows
         try:
-            encoded = quantize(values, new, weights, self._threads)
+            encoded = quantize(values, new, weights, self._threads, self._feedback)
         except ModelError as error:
             raise ModelError(f"tensor {quoted(self.tensor.name)}: {error}") from None
         every = max(values.size // _SAMPLE, 1)
-        was, weighted = values[::every].astype(np.float64), 1.0 if weights is None else weights.astype(np.float64)
-        self._error += float((weighted * (was - dequantize(encoded[::every], new)) ** 2).sum())
-        self._whole += float((weighted * was**2).sum())
+        was = values[::every].astype(np.float32)
+        self._error += self._square(was - dequantize(encoded[::every], new), weights)
+        self._whole += self._square(was, weights)
         return encoded
+
+    def _square(self, rows: Floats, weights: Floats | None) -> float:
+        """The sum of the squares of rows, weighted; with a Hessian, of their products with its inputs."""
+        if self._hessian is not None:
+            return float(((rows @ self._hessian) * rows).sum(dtype=np.float64))
+        return float((rows.astype(np.float64) ** 2 * (1.0 if weights is None else weights)).sum())
 
     def result(self) -> TensorResult:
         error = None if self.tensor.is_copied else (self._error / self._whole) ** 0.5 if self._whole else 0.0

@@ -9,6 +9,9 @@ llama.cpp's default chain:
 Temperature 0 takes the largest logit after the first line, of equal ones the lowest id.  Mirostat 2 takes the
 place of the second line but for temperature, and draws by itself.  (llama.cpp leaves out penalties and DRY as
 well then, and applies the truncations at temperature 0 too.)
+
+Where a grammar does not allow what was chosen, the second line chooses again, of what it allows: to find out all of
+that for each token would take longer than all else.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +31,9 @@ from localllm.errors import LocalLLMError, ModelError, UsageError
 from localllm.sampling import candidates as steps
 from localllm.sampling.candidates import Candidates, IntArray, Mirostat2
 from localllm.sampling.penalties import DryPenalty, History, Logits, RepetitionPenalties, SequenceBreakers
+
+if TYPE_CHECKING:
+    from localllm.sampling.grammar import Constraint
 
 LogitsProcessor = Callable[[npt.NDArray[np.int32], Logits], Logits]
 """The ids so far (int32 ``[n]``, read-only) and the logits (float32 ``[n_vocab]``, free to change in place)
@@ -130,6 +136,7 @@ class Sampler:
         listeners: Sequence[Callable[[int], None]],
         choose: Callable[[Candidates], int] | None,
         n_enough: int,
+        constraint: Constraint | None = None,
     ) -> None:
         self.sampling = sampling
         self.seed = seed
@@ -139,6 +146,16 @@ class Sampler:
         self._listeners = tuple(listeners)
         self._choose = choose  # None: take the largest logit
         self.n_enough = n_enough
+        self._constraint = constraint
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text's grammar lets nothing follow."""
+        return self._constraint is not None and self._constraint.is_complete
+
+    def n_possible(self, ids: Sequence[int]) -> int:
+        """How many of the tokens ``ids`` the text's grammar lets follow one another."""
+        return len(ids) if self._constraint is None else self._constraint.n_possible(ids)
 
     def __call__(self, logits: npt.NDArray[Any]) -> Choice:
         """Chooses the next token.
@@ -159,8 +176,14 @@ class Sampler:
             adjusted = adjust(adjusted)
         if self._adjustments:
             chosen = _highest_logit(adjusted, UsageError, *_ADJUSTED)
-        if self._choose is not None:
+        # Mirostat learns from what it draws, and must draw only what is taken.
+        if self._choose is not None and not (self._constraint and self.sampling.mirostat):
             chosen = self._choose(Candidates(self._ids, adjusted))
+        if self._constraint is not None and (self.sampling.mirostat or not self._constraint.allows(chosen)):
+            allowed = self._constraint.masked(adjusted)
+            chosen = _highest_logit(allowed, UsageError, *_ADJUSTED)
+            if self._choose is not None:
+                chosen = self._choose(Candidates(self._ids, allowed))
         if self.sampling.logprobs is None:
             return Choice(chosen)
         return _with_logprobs(raw, chosen, self.sampling.logprobs)
@@ -200,7 +223,7 @@ class Sampler:
 
 #: Whose logits are wrong, and what to do, where they are the model's own and where settings made them so.
 _MODELS = "the model's logits", "its file may be damaged"
-_ADJUSTED = "after logit_bias, processors, penalties and DRY the logits", "use milder settings"
+_ADJUSTED = "after logit_bias, processors, penalties, DRY and grammar the logits", "use milder settings"
 
 
 def _n_enough(sampling: Sampling, n_vocab: int) -> int:
@@ -236,6 +259,7 @@ def make_sampler(
     *,
     prompt_ids: Sequence[int] | IntArray = (),
     token_bytes: Callable[[int], bytes] | None = None,
+    constraint: Constraint | None = None,
 ) -> Sampler:
     """The sampler of one sequence.
 
@@ -244,6 +268,7 @@ def make_sampler(
         n_vocab: how many logits there are.
         prompt_ids: the sequence so far, which counts for penalties and DRY.
         token_bytes: the bytes that an id stands for; DRY finds its sequence breakers with it.
+        constraint: what holds the text to the grammar of the settings.
 
     Raises:
         UsageError: an id in ``prompt_ids`` or ``logit_bias`` is outside the vocabulary, or DRY has sequence
@@ -258,6 +283,9 @@ def make_sampler(
         adjustments.append(_LogitBias(sampling.logit_bias))
     adjustments += [_Processor(function, history) for function in sampling.processors]
     adjustments += trackers
+    listeners = [tracker.accept for tracker in trackers]
+    if constraint is not None:
+        listeners.append(constraint.accept)
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
     return Sampler(
         sampling,
@@ -265,9 +293,10 @@ def make_sampler(
         history=history,
         n_vocab=n_vocab,
         adjustments=adjustments,
-        listeners=[tracker.accept for tracker in trackers],
+        listeners=listeners,
         choose=_make_choose(sampling, uniform_numbers(seed)) if sampling.temperature > 0 else None,
-        n_enough=0 if trackers or sampling.processors else _n_enough(sampling, n_vocab),
+        n_enough=0 if trackers or sampling.processors or constraint else _n_enough(sampling, n_vocab),
+        constraint=constraint,
     )
 
 

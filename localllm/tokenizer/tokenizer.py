@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from localllm import checks
 from localllm.errors import TokenizerError, quoted
@@ -29,8 +28,7 @@ class Tokenizer:
         Raises:
             TokenizerError: tokens, scores or merges do not fit together.
         """
-        # The encoder has the merges, half a million strings, in a form of its own.
-        self._vocabulary = replace(vocabulary, merges=[])
+        self._vocabulary = vocabulary
         self._n_vocab = len(vocabulary)
         self._encoder = make_encoder(vocabulary)
         self._visible_tokens = self._matcher(TokenType.USER_DEFINED)

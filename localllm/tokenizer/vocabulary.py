@@ -99,7 +99,7 @@ class Vocabulary:
         types: a ``TokenType`` for each token.
         byte_values: token id -> byte, for the ``<0xXX>`` tokens.
         scores: float32 ``[n_vocab]``; higher merges first (SentencePiece).
-        merges: pairs of tokens, best first (BPE).
+        merges: rank of each pair of tokens that join, as "left right"; the lowest joins first (BPE).
         pre_tokenizer: how BPE cuts words.
         eog_ids: every token that ends a generation.
         strip_after: tokens that swallow the white space behind them in a text.
@@ -113,7 +113,7 @@ class Vocabulary:
     types: bytes
     byte_values: dict[int, int]
     scores: npt.NDArray[np.float32]
-    merges: list[tuple[str, str]]
+    merges: dict[str, int]
     pre_tokenizer: PreTokenizer
     bos_id: int | None
     eos_id: int | None
@@ -142,10 +142,10 @@ class Vocabulary:
         scores = meta.scores(len(tokens))
         pre = meta.text("pre")
         pre_tokenizer = pretokenizers.DEFAULT
-        merges: list[tuple[str, str]] = []
+        merges: dict[str, int] = {}
         if model == BPE:
             pre_tokenizer = _pre_tokenizer(pre, meta.where)
-            merges = meta.merges()
+            merges = meta.merges(ids)
         bos_id = meta.token_id("bos_token_id", len(tokens), 1 if model == SPM else None)
         eos_id = meta.token_id("eos_token_id", len(tokens), 2 if model == SPM else None)
         unk_id = meta.token_id("unknown_token_id", len(tokens), None)
@@ -311,20 +311,36 @@ class _Metadata:
             raise TokenizerError(f"{self.where}: the score of token {bad[0]} is {floats[bad[0]]}")
         return floats
 
-    def merges(self) -> list[tuple[str, str]]:
-        pairs = [tuple(merge.split(" ")) for merge in self._strings("merges")]
-        lengths = list(map(len, pairs))
-        if set(lengths) - {2}:
-            index = next(index for index, length in enumerate(lengths) if length != 2)
-            raise TokenizerError(
-                f"{self.where}: merge {index}, {quoted(' '.join(pairs[index]))}, is not two tokens with one space"
-            )
-        return pairs  # type: ignore[return-value]  # each was just seen to be a pair
+    def merges(self, ids: Mapping[str, int]) -> dict[str, int]:
+        """The merges, "left right", and their ranks."""
+        merges = self._strings("merges")
+        text = "\0".join(merges)
+        marks = np.frombuffer(text.encode(), np.uint8)
+        marks = marks[(marks == 0) | (marks == ord(" "))]
+        is_pairs = len(marks) == 2 * len(merges) - 1 and not marks[1::2].any() and bool(marks[::2].all())
+        has_empty_half = text.strip(" ") != text or " \0" in text or "\0 " in text
+        if has_empty_half or not is_pairs or not all(map(ids.__contains__, text.replace(" ", "").split("\0"))):
+            self._check_merges(merges, ids)
+        return dict(zip(merges, range(len(merges)), strict=True))
+
+    def _check_merges(self, merges: Sequence[str], ids: Mapping[str, int]) -> None:
+        for index, merge in enumerate(merges):
+            pair = merge.split(" ")
+            if len(pair) != 2:
+                raise TokenizerError(
+                    f"{self.where}: merge {index}, {quoted(merge)}, is not two tokens with one space"
+                )
+            for token in (*pair, "".join(pair)):
+                if token not in ids:
+                    raise TokenizerError(
+                        f"{self.where}: merge {index} ({quoted(pair[0])} {quoted(pair[1])}) needs the token "
+                        f"{quoted(token)}, which the vocabulary does not have"
+                    )
 
 
 def _index(tokens: Sequence[str], where: str) -> dict[str, int]:
     """Token text -> id.  Padding tokens may be empty; no other text may stand for two ids."""
-    ids = {token: index for index, token in enumerate(tokens)}
+    ids = dict(zip(tokens, range(len(tokens)), strict=True))
     empty = tokens.count("")
     ids.pop("", None)
     if len(ids) != len(tokens) - empty:
@@ -381,7 +397,7 @@ def _mark_special(
     meta: _Metadata,
     ids: Mapping[str, int],
     types: bytearray,
-    merges: Iterable[tuple[str, str]],
+    merges: Iterable[str],
     eos_id: int | None,
 ) -> frozenset[int]:
     """Find the end-of-generation tokens and correct the types of tokens that files are known to get wrong."""
@@ -409,13 +425,14 @@ def _mark_special(
 
 
 def _ordinary_words(
-    found: Iterable[int], ids: Mapping[str, int], types: bytearray, merges: Iterable[tuple[str, str]]
+    found: Iterable[int], ids: Mapping[str, int], types: bytearray, merges: Iterable[str]
 ) -> set[int]:
     """Those of ``found`` that are words which merges lead to, and so only look like control tokens."""
     normal = {token for token in found if types[token] == TokenType.NORMAL}
     if not normal:
         return normal
-    return {ids[left + right] for left, right in merges if ids.get(left + right) in normal}
+    joined = (merge.replace(" ", "") for merge in merges)
+    return {ids[token] for token in joined if ids.get(token) in normal}
 
 
 def _ends_message_only(ids: Mapping[str, int]) -> bool:

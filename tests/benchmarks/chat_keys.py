@@ -20,10 +20,10 @@ from textual import events
 
 import localllm
 from localllm.tui.app import ChatApp, quick_switching
-from localllm.tui.conversation import Conversation
-from localllm.tui.screens.models_in_use import ModelState
+from localllm.tui.chat.conversation import Conversation
+from localllm.tui.screens.model_loader import ModelState
 from localllm.tui.setup import Setup
-from localllm.tui.store import Store
+from localllm.tui.storage.chats import Store
 
 #: Seconds between two keys, on average.
 _BETWEEN = 0.08

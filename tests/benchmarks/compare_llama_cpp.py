@@ -20,8 +20,8 @@ short trial found worth measuring.  The share is of the bandwidth for decoding, 
 products of the format's own kind, and of the highest one; both ceilings are measured in turn with what they judge.
 
 The exit code is 1 if logits differ by more than a tolerance, if greedy texts part where it is no near tie, or if
-memory passes its limit (see `tests.benchmarks.results`).  ``--markdown`` prints the README's tables.  ``--resume``
-measures anew what a changed file, or a change of localllm's source, has made stale.
+memory passes its limit (see `tests.benchmarks.results`).  ``--markdown`` prints the tables of docs/speed.md.
+``--resume`` measures anew what a changed file, or a change of localllm's source, has made stale.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("-r", "--repetitions", type=int)
     parser.add_argument("--results", type=Path, default=Path("benchmark-results.jsonl"), help="where they are kept")
     parser.add_argument("--resume", action="store_true", help="leave out what --results has already")
-    parser.add_argument("--markdown", action="store_true", help="print the tables for the README too")
+    parser.add_argument("--markdown", action="store_true", help="print the tables for docs/speed.md too")
     return parser.parse_args()
 
 

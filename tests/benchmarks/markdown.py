@@ -1,4 +1,4 @@
-"""The comparison's tables for the README: what falls short of what is wanted is bold."""
+"""The comparison's tables for docs/speed.md: what falls short of what is wanted is bold."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def markdown(records: Sequence[Record]) -> str:
 def _speed_table(lines: Sequence[Line]) -> str:
     """Short prompts and what is decoded after them, in one row."""
     titles = ["model", "format", "threads"]
-    titles += ["prefill", "llama.cpp", "ratio", "of the peak", "of the highest"]
-    titles += ["decode", "llama.cpp", "ratio", "of the bandwidth"]
+    titles += ["prefill", "llama.cpp", "ratio", "% of this format's peak", "% of the fastest format's peak"]
+    titles += ["decode", "llama.cpp", "ratio", "% of the bandwidth"]
     return _table(titles, _speed_rows(lines))
 
 
@@ -53,7 +53,7 @@ def _speed_rows(lines: Sequence[Line]) -> Iterator[Row]:
 
 
 def _small_table(caption: str, lines: Sequence[Line], against: str) -> str:
-    titles = ["model", "format", "threads", "test", "localllm", against, "ratio", "of the bandwidth", "note"]
+    titles = ["model", "format", "threads", "test", "localllm", against, "ratio", "% of the bandwidth", "note"]
     rows = ([*_place(line), line.test, *_figures(line), line.note] for line in lines)
     return _table(titles, rows, caption)
 

@@ -35,6 +35,7 @@ from localllm.quant.encode import ENCODABLE, quantize
 from localllm.quant.formats import dequantize
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from localllm.quantize import MIXES, ImportanceMatrix, plan, run
+from localllm.quantize.imatrix import Entry
 from localllm.quantize.mixes import chooser_for, layer_order, needs_importance
 from tests.benchmarks.theirs import LlamaCpp, _binding
 from tests.helpers.gguf_writer import write_gguf
@@ -247,8 +248,8 @@ def logits(folder: Path) -> int:
     for mix in MIXES:
         target = folder / f"{mix}.gguf"
         with GGUFFile.open(source) as file:
-            columns = {name: np.ones(t.shape[-1], np.float32) for name, t in file.tensors.items()}
-            list(run(plan(file, target, mix, imatrix=ImportanceMatrix(Path("ones"), columns))))
+            ones = {name: Entry(np.ones((1, t.shape[-1])), np.ones(1)) for name, t in file.tensors.items()}
+            list(run(plan(file, target, mix, imatrix=ImportanceMatrix(None, ones))))
         with LlamaCpp(target, repack=False) as model:
             found = model.context(1, 128, flash=False).logits(ids)
         try:

@@ -153,10 +153,11 @@ def test_the_best_round_of_the_better_setting_counts() -> None:
     assert best_rates(8, [[2.0, 4.0, 8.0], [1.0, 8.0, 2.0]], contexts) == (8.0, 4.0, "b")
 
 
-# -- The tables for the README -------------------------------------------------------------------------------------
+# -- The tables for docs/speed.md ---------------------------------------------------------------------------------
 
-TITLES = "| model | format | threads | prefill | llama.cpp | ratio | of the peak | of the highest "
-TITLES += "| decode | llama.cpp | ratio | of the bandwidth |"
+TITLES = "| model | format | threads | prefill | llama.cpp | ratio "
+TITLES += "| % of this format's peak | % of the fastest format's peak "
+TITLES += "| decode | llama.cpp | ratio | % of the bandwidth |"
 
 
 def prefill(model: str, format: str, threads: int, **changes: Any) -> Line:
@@ -199,7 +200,7 @@ def test_what_was_not_measured_has_an_empty_place() -> None:
     ]
     assert (
         markdown(found[1:]).splitlines()[0]
-        == "| model | format | threads | decode | llama.cpp | ratio | of the bandwidth |"
+        == "| model | format | threads | decode | llama.cpp | ratio | % of the bandwidth |"
     )
     assert markdown([agreement()]) == ""
 
@@ -239,7 +240,7 @@ def test_tables_of_their_own_for_other_tests() -> None:
     _, *tables, legend = markdown(found).split("\n\n")
     assert "\n\n".join(tables).splitlines() == [
         *("Long contexts:", ""),
-        "| model | format | threads | test | localllm | llama.cpp | ratio | of the bandwidth | note |",
+        "| model | format | threads | test | localllm | llama.cpp | ratio | % of the bandwidth | note |",
         f"{'| --- ' * 9}|",
         "| a | Q4_0 | 1 | tg8@99 | 9.00 | 3.00 | 3.00 | 80% | and more |",
         "| a | Q4_0 | 1 | pp99 | 1,000.0 | 500.0 | 2.00 |  |  |",

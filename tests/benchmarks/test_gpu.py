@@ -20,7 +20,7 @@ from localllm.kernels.cuda.step import CUDAStep
 from tests.benchmarks.gpu import correctness, kernels, machine, models
 from tests.benchmarks.gpu.__main__ import SECONDS, main
 from tests.benchmarks.gpu.report import markdown
-from tests.benchmarks.gpu.sections import Found, Row, Section, run, run_all, shown
+from tests.benchmarks.gpu.sections import Found, Row, Section, escape_controls, run, run_all
 from tests.helpers.backends import no_harness
 from tests.helpers.synthetic import random_gguf
 from tests.kernels.cuda.watched import KernellessDriver
@@ -238,7 +238,7 @@ def test_the_tables() -> None:
     assert "- date: today" in text
     assert "## numbers (3 s)\n\n| a | b | c |\n| --- | --- | --- |\n| x/y | 1,234 |  |\n|  | 0.00012 | True |" in text
     assert text.endswith("## none (0 s)\n\nleft out\n\n## Faults\n\n- bad\n")
-    assert shown(7) == "7"
+    assert escape_controls(7) == "7"
 
 
 # -- Tests, and compute-sanitizer ----------------------------------------------------------------------------------

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.kernels.backend import Batch, HostOutput, Output, Step
+from localllm.kernels.backend import Batch, Footprint, HostOutput, Output, Step
 from localllm.kernels.reference import ReferenceBackend
 
 
@@ -51,8 +51,9 @@ class AsynchronousBackend(ReferenceBackend):
         self.thread = ThreadPoolExecutor(1)
         self.before: Callable[[Batch], object] = lambda batch: None
 
-    def compile(self, *arguments: Any, **keywords: Any) -> Step:
-        return LaterStep(self, super().compile(*arguments, **keywords))
+    def footprint(self, *arguments: Any, **keywords: Any) -> Footprint:
+        found = super().footprint(*arguments, **keywords)
+        return replace(found, load=lambda progress: LaterStep(self, found.load(progress)))
 
     def close(self) -> None:
         self.thread.shutdown()

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import unicodedata
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,13 @@ from textual.app import App
 from textual.events import Key, Paste
 from textual.keys import REPLACED_KEYS, Keys, _character_to_key, _get_unicode_name_from_key
 from textual.pilot import Pilot
+from textual.worker import WorkerCancelled
 
 from localllm.tui.app import ChatApp
-from localllm.tui.conversation import Conversation
-from localllm.tui.screens.models_in_use import ModelState
+from localllm.tui.chat.conversation import Conversation
+from localllm.tui.screens.model_loader import ModelState
 from localllm.tui.setup import Setup
-from localllm.tui.store import Store
+from localllm.tui.storage.chats import Store
 from localllm.tui.widgets.message import MessageView
 from tests.helpers.fake_chat import FakeInfo, FakeModel, FakeStream, Reply
 
@@ -55,14 +56,9 @@ class Steps(threading.Event):
 class AppModel(FakeModel):
     """A `localllm.tui.setup.OpenModel` that works on no thread that draws."""
 
-    closed = False
-
     @property
     def info(self) -> AppInfo:
-        return AppInfo(self.context)
-
-    def close(self) -> None:
-        self.closed = True
+        return AppInfo(self.context, name=self.name)
 
     def tokenize(self, text: str, add_special: bool = True) -> list[int]:
         not_drawing()
@@ -180,7 +176,7 @@ class Chat:
         taken = asyncio.Event()
         self.app.call_later(taken.set)  # behind the keys
         await asyncio.wait_for(taken.wait(), LIMIT)
-        while (task := self.app.typed_ahead._task) is not None and not task.done():
+        while (task := self.app.keys._task) is not None and not task.done():
             _, late = await asyncio.wait([task], timeout=LIMIT)
             assert not late, f"the keys have no end:\n{self.screen}"
         await self.pilot.pause(0)
@@ -188,9 +184,10 @@ class Chat:
     async def rest(self) -> None:
         """Waits until nothing is generated, and all of it is drawn."""
         await self.until(lambda: self.app._chat.turn is None and self.model_is_settled)
-        await self.app.workers.wait_for_complete(
-            [worker for worker in self.app.workers if worker.group in ("turn", "command", "step", "suggestions")]
-        )
+        for worker in list(self.app.workers):
+            if worker.group in ("turn", "command", "step", "suggestions"):
+                with suppress(WorkerCancelled):  # by what was typed next
+                    await worker.wait()
         await self.pilot.pause(0)
 
     async def sees(self, text: str) -> None:
@@ -234,7 +231,8 @@ async def starting(
         try:
             yield Chat(app, pilot)
         except BaseException:  # a reply that waits for the test would keep the failure from being told
-            app._chat.session.stop()
+            if app._chat.turn is not None:
+                app._chat.turn.stop()
             raise
     app.end()
 

@@ -87,7 +87,7 @@ class FakeStep(Step):
 
     Attributes:
         batches: every batch that was run.
-        chosen: for each of them how many of the largest logits were asked for; 0 for all.
+        chosen: for each of them how many of the largest logits were asked for, 0 for all, and of which rows all.
         before_step: called with each batch before it is run; may raise.
     """
 
@@ -95,7 +95,7 @@ class FakeStep(Step):
 
     def __init__(self, cache: FakeCache, max_tokens: int, max_outputs: int, max_top_k: int = 0) -> None:
         self.batches: list[Batch] = []
-        self.chosen: list[int] = []
+        self.chosen: list[tuple[int, list[int]]] = []
         self.before_step: Callable[[Batch], None] = lambda batch: None
         self.cache = cache
         self.max_top_k, self._max_tokens = max_top_k, max_tokens
@@ -116,15 +116,15 @@ class FakeStep(Step):
 class FakeLogits(HostOutput):
     """Logits that note how many of them are asked for."""
 
-    chosen: list[int]
+    chosen: list[tuple[int, list[int]]]
 
     def rows(self) -> NDArray[np.float32]:
-        self.chosen.append(0)
+        self.chosen.append((0, []))
         return self.matrix
 
-    def top_k(self, k: int) -> TopK:
-        self.chosen.append(k)
-        return top_k(self.matrix, k)
+    def top_k(self, k: int, whole: Sequence[int] = ()) -> TopK:
+        self.chosen.append((k, list(whole)))
+        return top_k(self.matrix, k)._replace(whole={i: self.matrix[i] for i in whole})
 
 
 def _write_and_read(batch: Batch, cache: FakeCache) -> list[NDArray[np.int32]]:

@@ -11,14 +11,30 @@ from pathlib import Path
 from typing import Any
 
 from localllm.completion import Chunk
+from localllm.declared_options import CheckedOptions
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import ContextLengthError
-from localllm.options import CheckedOptions
+from localllm.tui.chat.events import Event, Turn
 
 Messages = Sequence[Mapping[str, object]]
 
 #: A reply, or what makes one of the messages that the model got.
 Reply = str | Exception | Callable[[Messages], str]
+
+
+def play(
+    act: Callable[..., None], *arguments: object, watch: Callable[[Event, Turn], None] = lambda event, turn: None
+) -> list[Event]:
+    """The events of a method of a session that generates; ``watch`` gets each of them as it comes."""
+    events: list[Event] = []
+
+    def emit(event: Event) -> None:
+        events.append(event)
+        watch(event, turn)
+
+    turn = Turn(emit)
+    act(*arguments, turn)
+    return events
 
 
 def words(text: str) -> list[str]:
@@ -56,7 +72,7 @@ class Asked:
 
 @dataclass
 class FakeModel:
-    """A `localllm.tui.replies.ChatModel`.
+    """A `localllm.tui.chat.model.ChatModel`.
 
     Attributes:
         replies: one after the other; after the last one "ok" comes.  An exception is raised in the midst of a reply.
@@ -75,9 +91,15 @@ class FakeModel:
     asked: list[Asked] = field(default_factory=list)
     _cache: list[str] = field(default_factory=list)
 
+    closed = False
+    name = "Fake"
+
     @property
     def info(self) -> FakeInfo:
-        return FakeInfo(self.context)
+        return FakeInfo(self.context, name=self.name)
+
+    def close(self) -> None:
+        self.closed = True
 
     @property
     def chat_template(self) -> FakeTemplate:
@@ -121,7 +143,7 @@ class FakeModel:
 
 
 class FakeStream:
-    """A `localllm.tui.replies.ReplyStream`."""
+    """A `localllm.tui.chat.model.ReplyStream`."""
 
     def __init__(
         self, model: FakeModel, prompt: list[str], n_cached: int, text: str | Exception, request: CheckedOptions

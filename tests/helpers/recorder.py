@@ -15,7 +15,7 @@ from localllm.kernels.backend import Backend, Cache, Step
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.graph import CacheType, Graph, Matrix, Rope, Routing, Rows, Tensor, Weight
 from localllm.kernels.reference import ReferenceBackend
-from localllm.kernels.split import MICRO_BATCH, compile_split
+from localllm.kernels.split import MICRO_BATCH, SplitStep, page_size, part_footprint
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,16 @@ def backend_of(ops: Any) -> Backend:
     """The backend that tests' operations are those of."""
     backend: Backend = getattr(ops, "backend", ops)
     return backend
+
+
+def compile_split(
+    backends: Sequence[Any], layers: Sequence[range], graph: Graph, *, micro_batch: int = MICRO_BATCH, **sizes: Any
+) -> SplitStep:
+    """A graph over several backends, each with a range of layers."""
+    size, limits = page_size(backends), {"micro_batch": micro_batch, **sizes}
+    parts = [part_footprint(*part, graph, size, **limits) for part in zip(backends, layers, strict=True)]
+    limits.pop("n_states", None)
+    return SplitStep(tuple(part.load(None) for part in parts), graph, size, **limits)
 
 
 class SplitOps:

@@ -51,7 +51,7 @@ class Runner:
             self.model = read_model(file, cache_type=getattr(ops, "cache_type", None) or "f16")
             graph = self.model.graph
             sizes = {"n_pages": (n_pages,) * len(graph.windows), "max_tokens": max_tokens, "max_outputs": MAX_TOKENS}
-            self.step = backend_of(ops).compile(graph, **sizes)
+            self.step = backend_of(ops).compile(graph, **sizes, n_states=4 if graph.states else 0)
         self.cache = self.step.cache
 
     def run(self, *parts: tuple[Sequence[int], int, Sequence[int]], outputs: Any = None) -> NDArray[np.float32]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localllm.tui.conversation import Attachment, Conversation, Stats
+from localllm.tui.chat.conversation import Attachment, Conversation, Stats
 from localllm.tui.setup import ModelEntry
 
 ANSWER = """\

@@ -69,7 +69,7 @@ def test_integers_are_multiplied_by_dot_products(type: KernelType) -> None:
 
 def test_a_whole_matrix_product_for_apple() -> None:
     tile, layout = TILES[GGMLType.Q4_0], LAYOUTS[GGMLType.Q4_0]
-    constants = {"TILE_BYTES": layout.tile_bytes, "BLOCKS": 1, **tile.constants}
+    constants = {"TILE_BYTES": layout.tile_bytes, "BLOCKS": 1, "HEADS": False, **tile.constants}
     code = instructions(variant(matmul.matmul_quantised, NEON, **constants), APPLE)
     check(code)
     # A tile of eight tokens, half a one, and one token.
@@ -77,7 +77,7 @@ def test_a_whole_matrix_product_for_apple() -> None:
 
 
 def test_floats_are_multiplied_by_fused_multiply_adds() -> None:
-    code = instructions(variant(matmul.matmul_float, NEON, LOAD=load_f16x16, COLUMN_BYTES=32), LINUX)
+    code = instructions(variant(matmul.matmul_float, NEON, LOAD=load_f16x16, COLUMN_BYTES=32, HEADS=False), LINUX)
     check(code)
     assert any(i.startswith("fmla") for i in code)
     assert any(i.startswith("fcvtl") for i in code)  # float16 to float32

@@ -41,8 +41,19 @@ class Recording:
         more = {"rope": None, **more}
         return self.graph.add(g.RopeAppend(self.x(q), self.x(k), self.x(v), self.cache, **more))
 
-    def route(self, n: int, k: int = 2) -> g.Routing:
-        return self.graph.add(g.Route(self.x(n), k, norm_topk_prob=True))
+    def route(self, n: int, k: int = 2, **more: Any) -> g.Routing:
+        return self.graph.add(g.Route(self.x(n), k, norm_topk_prob=True, **more))
+
+    def delta(self, a: Any, dt_bias: Any) -> Tensor:
+        given = (self.x(128),), self.x(4), self.x(4), a, dt_bias
+        return self.graph.add(g.GatedDelta(*given, self.graph.state("S", 4, 16, 16), n_key_heads=2))
+
+    def conv(self, kernel: int) -> Tensor:
+        state = self.graph.state("conv", kernel - 1, 16)
+        return self.graph.add(g.CausalConv(self.x(16), f32(random(16, kernel)), state))
+
+    def head_linear(self, width: int, *shape: int) -> Tensor:
+        return self.graph.add(g.HeadLinear(self.x(width), f32(random(*shape))))
 
     def experts(self, *shape: int) -> Any:
         return self.graph.add(g.ExpertLinears(self.x(48), (f32(random(*shape)),), self.route(4)))
@@ -54,12 +65,12 @@ class Recording:
 
 
 REFUSED: dict[str, Callable[[Recording], Any]] = {
-    r"norm of \[40\] weights .* 48 values": lambda r: r.graph.add(g.RMSNorm(r.x(48), VECTOR, 1e-6)),
+    r"tensor has the shape \[40\], but \[48\] is needed": lambda r: r.graph.add(g.RMSNorm(r.x(48), VECTOR, 1e-6)),
     r"gate of 48 values .* 40 values": lambda r: r.graph.add(g.Gated(r.x(48), r.x(40), "silu")),
     r"no activation 'relu'.*silu, gelu": lambda r: r.graph.add(g.Gated(r.x(48), r.x(48), "relu")),
     r"each output where one for each token": lambda r: r.graph.add(g.Gated(r.x(48), r.few(48), "silu")),
-    r"48, 48. cannot multiply rows of 40": lambda r: r.graph.add(g.Linear(r.x(40), SQUARE)),
-    r"48. cannot multiply rows of 40": lambda r: r.graph.add(g.Linears(r.x(40), (SQUARE,))),
+    r"the shape \[48, 48\], but \[48, 40\] is needed": lambda r: r.graph.add(g.Linear(r.x(40), SQUARE)),
+    r"48\], but \[48, 40\] is needed": lambda r: r.graph.add(g.Linears(r.x(40), (SQUARE,))),
     r"40 values cannot be added to the 48": lambda r: r.graph.add(g.Linear(r.x(48), SQUARE, r.x(40))),
     r"each output where one .* token": lambda r: r.graph.add(g.Linear(r.x(48), SQUARE, r.few(48))),
     r"for each output where one for each token": lambda r: r.graph.add(g.Outputs(r.few(48))),
@@ -81,13 +92,23 @@ REFUSED: dict[str, Callable[[Recording], Any]] = {
     r"8 values of queries": lambda r: r.graph.add(g.Attention(r.x(8), r.cache, scale=1.0)),
     r"each output where": lambda r: r.graph.add(g.Attention(r.few(32), r.cache, scale=1.0)),
     r"an earlier one has changed": lambda r: r.again(),
-    r"cannot have a bias \[15\]": lambda r: Matrix(f32(random(16, 32)), f32(random(15))),
+    r"the shape \[15\], but \[16\] is needed": lambda r: Matrix(f32(random(16, 32)), f32(random(15))),
     r"used as a matrix, but has the shape \[32\]": lambda r: r.graph.add(g.Embed(f32(random(32)))),
+    r"\[16, 48\] cannot multiply 3 heads in rows of 96": lambda r: r.head_linear(96, 3, 16, 48),
+    r"\[32, 64\] cannot multiply 2 heads in rows of 96": lambda r: r.head_linear(96, 2, 32, 64),
+    r"\[32, 32\] cannot multiply 3 heads in rows of 128": lambda r: r.head_linear(128, 3, 32, 32),
+    r"by their best or their two best experts, not by 3": lambda r: r.route(8, n_group_best=3),
     r"9 of 8 experts": lambda r: r.route(8, 9),
     r"0 of 8 experts": lambda r: r.route(8, 0),
     r"with 2 and with 3 experts": lambda r: (r.route(8, 2), r.route(8, 3)),
-    r"\[5, 8, 48\] do not fit rows of 48 values for 4 experts": lambda r: r.experts(5, 8, 48),
-    r"\[4, 8, 40\] do not fit rows of 48": lambda r: r.experts(4, 8, 40),
+    r"\[5, 8, 48\], but \[4, 8, 48\] is needed": lambda r: r.experts(5, 8, 48),
+    r"\[4, 8, 40\], but \[4, 8, 48\] is needed": lambda r: r.experts(4, 8, 40),
+    r"\[8, 1\], but \[8\] is needed": lambda r: r.route(8, selection_bias=f32(random(8, 1))),
+    r"\[1, 8\], but \[8\] is needed": lambda r: r.route(8, expert_scales=f32(random(1, 8))),
+    r"\[3\], but \[4\] is needed": lambda r: r.delta(f32(random(3)), f32(random(4))),
+    r"\[1, 4\], but \[4, 1\] is needed": lambda r: r.delta(f32(random(1, 4)), f32(random(4))),
+    r"\[4, 1\], but \[4\] is needed": lambda r: r.delta(f32(random(4, 1)), f32(random(4, 1))),
+    r"kernels of 2 to 8 values, not of 9": lambda r: r.conv(9),
     r"each layer has at most one": lambda r: r.graph.kv_cache(1, 8),
 }
 

@@ -340,6 +340,27 @@ def linears(type: GGMLType, which: int) -> Case:
     )
 
 
+@cases(
+    type=(GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q4_0, GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.Q6_K),
+    rest=(0, 32),
+)
+def head_linear(type: GGMLType, rest: int) -> Case:
+    n_heads, n_out, n_in = 3, 64, 256 if type in (GGMLType.Q4_K, GGMLType.Q6_K) else 96
+    packed = random_rows(type, n_heads * n_out, n_in)
+    weight = Tensor(type, (n_heads, n_out, n_in), packed.reshape(n_heads, n_out, -1))
+    values = values_of(packed, type).reshape(weight.shape)
+
+    def expected(x: Array) -> Array:
+        each = heads(x, n_in + rest)
+        y = np.einsum("hoi,thi->tho", values, each[..., :n_in])
+        return np.concatenate([y, each[..., n_in:]], axis=2).reshape(len(x), -1)
+
+    error = {GGMLType.F32: 1e-5, GGMLType.F16: 1e-3, GGMLType.BF16: 1e-2}.get(type, 2e-2)
+    every_cpu = type in (GGMLType.F32, GGMLType.Q4_0)
+    x = rows(n_heads * (n_in + rest))
+    return Case(lambda graph, x: graph.add(g.HeadLinear(x, weight)), [x], expected, error=error, every_cpu=every_cpu)
+
+
 @cases(norm_topk_prob=(False, True), k=(1, 3))
 def mixture(norm_topk_prob: bool, k: int) -> Case:
     n, d, f, scale = 11, 64, 40, 2.5
@@ -377,6 +398,7 @@ ROUTING: dict[str, dict[str, Any]] = {
     },
     "scales": {"expert_scales": True},
     "groups": {"n_groups": 3, "n_top_groups": 1},
+    "groups by their best": {"n_groups": 4, "n_top_groups": 2, "n_group_best": 1},
 }
 
 
@@ -402,7 +424,7 @@ def routing(kind: str, norm_topk_prob: bool) -> Case:
             )(row)
             scores = p + bias * ("selection_bias" in own)
             groups = scores.reshape(own.get("n_groups", 1), -1)
-            ranks = np.argsort(-np.sort(groups, axis=1)[:, -2:].sum(axis=1))
+            ranks = np.argsort(-np.sort(groups, axis=1)[:, -own.get("n_group_best", 2) :].sum(axis=1))
             allowed = np.isin(np.arange(n) // groups.shape[1], ranks[: own.get("n_top_groups", 1)])
             chosen = np.argsort(-np.where(allowed, scores, -np.inf))[:k]
             shares = p[chosen] / (p[chosen].sum() if norm_topk_prob else 1) * own.get("scale", 1)

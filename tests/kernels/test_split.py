@@ -18,7 +18,7 @@ from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Batch, HostOutput
 from localllm.kernels.graph import Embed, Graph, Input, Linear, Matrix, Outputs, Rows, Tensor
 from localllm.kernels.reference import ReferenceBackend
-from localllm.kernels.split import _in_smaller_pages, compile_split, micro_batches
+from localllm.kernels.split import _in_smaller_pages, micro_batches
 from localllm.models.registry import read_model
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
@@ -26,7 +26,7 @@ from tests.helpers.asynchronous import AsynchronousBackend
 from tests.helpers.backends import shared_by_threads
 from tests.helpers.data import shared_data
 from tests.helpers.fake_backend import FakeCache
-from tests.helpers.recorder import CPUOps, ReferenceOps, SplitOps
+from tests.helpers.recorder import CPUOps, ReferenceOps, SplitOps, compile_split
 from tests.helpers.run_model import Runner, make_batch
 from tests.helpers.weights import f32
 
@@ -247,8 +247,9 @@ def test_batches_that_do_not_fit_are_refused() -> None:
     step = compile_split(backends, [range(1), range(1, 2)], graph, micro_batch=4, **sizes)
     rows = step(make_batch([(range(7), 0, [0])], outputs=[6, 0]))
     np.testing.assert_array_equal(rows, [[24, 25, 26, 27], [0, 1, 2, 3]])
-    best = step.top_k(make_batch([(range(7), 0, [0])], outputs=[6, 0]), 2)
-    np.testing.assert_array_equal(best.ids, [[3, 2], [3, 2]])
+    best = step.top_k(make_batch([(range(7), 0, [0])], outputs=[6, 0, 1]), 2, [2, 0])
+    np.testing.assert_array_equal(best.ids, [[3, 2], [3, 2], [3, 2]])
+    assert {i: row.tolist() for i, row in best.whole.items()} == {0: [24, 25, 26, 27], 2: [4, 5, 6, 7]}
     with pytest.raises(KernelError, match="9 tokens and 1 outputs is larger"):
         step(make_batch([(range(9), 0, [0])], outputs=[8]))
     with pytest.raises(KernelError, match="a page outside a cache of 2"):

@@ -276,7 +276,7 @@ def test_other_values_of_the_constructor() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format is .* can only be text"),
+        ({"response_format": {"type": "xml"}}, "response_format is .* can only be 'text' or"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice is "),
         ({"grammar": object()}, "grammar is not available"),
         ({"tfs_z": 0.5}, "tfs_z is not available"),

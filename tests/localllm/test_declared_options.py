@@ -9,24 +9,33 @@ import pytest
 import localllm
 from localllm import UsageError
 from localllm.cli.parser import make_parsers, reader
-from localllm.declared_options import LoadOptions, Sampling, declared, default_text, flags_of
+from localllm.declared_options import CheckedOptions, LoadOptions, Sampling, declared, default_text, flags_of
 from localllm.kernels.graph import CACHE_TYPES
+from localllm.options import SamplingOptions
 from localllm.settings import KEYS, SAMPLING_KEYS
-from localllm.tui.options import READERS
+from localllm.tui.chat.settings import READERS
 
 
-@pytest.mark.parametrize(("cls", "documented"), [(LoadOptions, localllm.load), (Sampling, localllm.Sampling)])
+@pytest.mark.parametrize(
+    ("cls", "documented"),
+    [(LoadOptions, localllm.load), (Sampling, localllm.Sampling), (CheckedOptions, localllm.Options)],
+)
 def test_help_describes_every_option_with_its_default(cls: type, documented: object) -> None:
     text = str(documented.__doc__)
     assert "{options}" not in text
-    described = dict(re.findall(r"^        (\w+): (.*?)(?=^        \w|^$)", text, re.MULTILINE | re.DOTALL))
+    described = dict(re.findall(r"^        (\w+): (.*?)(?=^        \w|^ *$)", text, re.MULTILINE | re.DOTALL))
     for name, option in declared(cls).items():
         words = " ".join(described[name].split())
         assert option.brief in words
         assert default_text(cls, name) in words
 
 
-@pytest.mark.parametrize("cls", [LoadOptions, Sampling])
+def test_options_are_declared_as_type_checkers_know_them() -> None:
+    own = set(localllm.Options.__annotations__) - set(SamplingOptions.__annotations__)
+    assert own == set(declared(CheckedOptions))
+
+
+@pytest.mark.parametrize("cls", [LoadOptions, Sampling, CheckedOptions])
 def test_flags_set_the_option_of_their_name(cls: type) -> None:
     generate = make_parsers()[1]["generate"]
     actions = {flag: action for action in generate._actions for flag in action.option_strings}
@@ -34,14 +43,17 @@ def test_flags_set_the_option_of_their_name(cls: type) -> None:
     assert flags
     for flag, name in flags.items():
         assert actions[flag].dest == name
-        assert f"(default: {default_text(cls, name)})" in str(actions[flag].help)
+        assert declared(cls)[name].brief in str(actions[flag].help)
+        if name not in ("stop", "ignore_eos"):
+            assert f"(default: {default_text(cls, name)})" in str(actions[flag].help)
 
 
 def test_what_is_kept_is_in_the_settings_file_and_numbers_in_the_chat() -> None:
     kept = {name for name, option in declared(LoadOptions).items() if option.is_kept}
     assert kept == {"device", "n_gpu_layers", "tensor_split", "context", "threads", "cache_type"}
     assert kept < KEYS.keys()
-    assert declared(Sampling).keys() - SAMPLING_KEYS.keys() == {"logit_bias", "logprobs", "processors"}
+    asked = {"logit_bias", "logprobs", "processors", "json_schema", "regex", "grammar"}
+    assert declared(Sampling).keys() - SAMPLING_KEYS.keys() == asked
     assert {name for name, option in declared(Sampling).items() if option.label} <= READERS.keys()
     assert SAMPLING_KEYS.keys() - READERS.keys() == {"dry_sequence_breakers"}
 

@@ -869,7 +869,7 @@ def test_memory_that_runs_out_while_loading(tiny_path: Path, monkeypatch: pytest
         def fail(*_: object, error: Exception = error, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr("localllm.loading.compile_model", fail)
+        monkeypatch.setattr("localllm.placement.Planner.load", fail)
         with pytest.raises(NotEnoughMemoryError, match="ran out"):
             localllm.load(tiny_path, device="reference")
 
@@ -881,7 +881,7 @@ def test_a_context_beyond_all_memory_is_refused(tiny_path: Path, device: str) ->
 
 def test_too_little_memory_is_said_before_loading(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.loading.available_memory", lambda: 1 << 20)
-    monkeypatch.setattr("localllm.loading.compile_model", lambda *a, **k: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("localllm.placement.Planner.load", lambda *a, **k: pytest.fail("weights were loaded"))
     with pytest.raises(NotEnoughMemoryError, match="GB"):
         localllm.load(tiny_path, device="reference")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localllm.devices import Device
 from localllm.engine import runner
 from localllm.engine.runner import MAX_TOKENS
 from localllm.errors import NotEnoughMemoryError
-from localllm.kernels.backend import Footprint, weights_of
+from localllm.kernels.backend import Backend, Footprint, Progress, Step, weights_of
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.graph import CACHE_TYPES, CacheType, Graph, Weight
 from localllm.kernels.split import MICRO_BATCH
@@ -26,13 +27,9 @@ from localllm.placement import (
     DEFAULT_CONTEXT,
     LEAST_CONTEXT,
     OVERHEAD_BYTES,
-    DeviceBudget,
-    Measure,
     Placement,
     Planner,
-    StepSizes,
-    plan,
-    plan_with_draft,
+    fit,
 )
 from localllm.quant.types import GGMLType
 from tests.helpers.hybrid import N_VOCAB, WINDOW, hybrid
@@ -109,6 +106,13 @@ HEAD = 2 * (VOCABULARY * WIDTH)
 SCRATCH, LOGITS = 4 * (3 * FF + 2 * WIDTH), 4 * VOCABULARY
 
 
+Measure = Callable[..., Footprint]
+
+
+def never_loaded(progress: Progress | None) -> Step:
+    raise AssertionError("nothing is loaded here")
+
+
 def footprint(
     graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
 ) -> Footprint:
@@ -116,11 +120,25 @@ def footprint(
     weights = tuple(use.packed(use.weight.type.name, use.weight.data.nbytes) for use in weights_of(graph))
     caches = {layer: n_pages[0] * 16 * cache.bytes_per_token() for layer, cache in graph.caches.items()}
     has_output = any(node.layer == "output" for node in graph.nodes)
-    return Footprint(weights, caches, max_tokens * SCRATCH + (max_outputs * LOGITS if has_output else 0))
+    buffers = max_tokens * SCRATCH + (max_outputs * LOGITS if has_output else 0)
+    return Footprint(weights, caches, buffers, never_loaded)
 
 
-def device(name: str = "cpu", free: int = 0) -> DeviceBudget:
-    return DeviceBudget(name, 16, footprint, free, f"kernels of {name}")
+@dataclass(frozen=True)
+class Plans(Backend):
+    """A backend that only tells what graphs take."""
+
+    footprint: Measure
+    page_size: int = 16
+    name: str = "plans"
+
+
+def device(name: str = "cpu", footprint: Measure = footprint, page_size: int = 16) -> Device:
+    return Device(name, f"kernels of {name}", 1, 1, Plans(footprint, page_size), lambda: None)
+
+
+def cpu_planner(backend: CPUBackend, model: Model, parallel: int = 1) -> Planner:
+    return Planner("it", model, (Device("cpu", "", 2, 2, backend, lambda: None),), {"cpu": 0}, parallel)
 
 
 def planner(
@@ -134,8 +152,20 @@ def planner(
     tensor_split: tuple[float, ...] | None = None,
 ) -> Planner:
     """``gpus``: the bytes that each has."""
-    devices = (device(), *(device(f"cuda:{i}", free) for i, free in enumerate(gpus)))
-    return Planner(name, Model(config, model(tied).graph), devices, parallel, n_gpu_layers, tensor_split)
+    free = {"cpu": 0} | {f"cuda:{i}": free for i, free in enumerate(gpus)}
+    devices = tuple(map(device, free))
+    return Planner(name, Model(config, model(tied).graph), devices, free, parallel, n_gpu_layers, tensor_split)
+
+
+def plan(planner: Planner, available: int, context: int | None = None) -> Placement:
+    [placed] = fit([planner], available, context)
+    return placed
+
+
+def plan_with_draft(
+    planner: Planner, draft: Planner, available: int, context: int | None = None
+) -> tuple[Placement, ...]:
+    return fit([planner, draft], available, context)
 
 
 def place(
@@ -203,7 +233,7 @@ def test_the_plan_is_what_backends_say() -> None:
 
     for cache_type in CACHE_TYPES:
         it = model(cache_type=cache_type)
-        placed = plan(Planner("it", it, (replace(device(), footprint=said),), parallel=2), 1 << 50, 1000)
+        placed = plan(Planner("it", it, (device(footprint=said),), {"cpu": 0}, parallel=2), 1 << 50, 1000)
         assert (placed.kv_cache, placed.scratch, placed.cache_type) == (LAYERS * 12345, 678, cache_type)
     sizes = {"n_pages": (2 * 63,), "n_states": 0, "max_tokens": MAX_TOKENS, "max_outputs": (32 << 20) // LOGITS}
     assert asked == 2 * [sizes]
@@ -211,9 +241,7 @@ def test_the_plan_is_what_backends_say() -> None:
 
 def test_the_cpu_takes_what_a_step_of_512_tokens_computes_in() -> None:
     """Gate, up, the residual stream and its norm; integers of the widest; logits, and what is read of a batch."""
-    cpu = CPUBackend(threads=2)
-    budget = DeviceBudget("cpu", cpu.page_size, cpu.footprint)
-    scratch = plan(Planner("it", model(), (budget,)), 1 << 50, 2048).scratch
+    scratch = plan(cpu_planner(CPUBackend(threads=2), model()), 1 << 50, 2048).scratch
     activations = 4 * 512 * (2 * FF + 2 * WIDTH)
     assert activations <= scratch <= activations + (64 << 20)
 
@@ -302,16 +330,16 @@ def test_which_of_the_two_does_not_fit_is_said() -> None:
     assert small.at(512).total <= available
     with pytest.raises(NotEnoughMemoryError, match=r"^the model needs 2\.\d\d GB .*, but"):
         plan_with_draft(large, replace(small, name="the draft model x.gguf"), available, 512)
-    with pytest.raises(NotEnoughMemoryError, match=r"^the draft model x\.gguf needs 2\.\d\d GB .*, but"):
+    both = r"^the model needs .* and the draft model x\.gguf needs 2\.\d\d GB .*, but .*: leave the draft model out"
+    with pytest.raises(NotEnoughMemoryError, match=both):
         plan_with_draft(small, replace(large, name="the draft model x.gguf"), available, 512)
     together = large.at(512).total + DRAFT.as_draft(512).total
     with pytest.raises(NotEnoughMemoryError) as caught:
         plan_with_draft(large, DRAFT, together - 1, 512)
     message = str(caught.value)
     assert f"the model needs {large.at(512).total / 1e9:.2f} GB of memory" in message
-    assert f"the draft model small.gguf {DRAFT.as_draft(512).total / 1e9:.2f} GB" in message
-    assert f"{(together - 1) / 1e9:.2f} GB is available, which is enough for one of them" in message
-    assert "leave the draft model out" in message
+    assert f"the draft model small.gguf needs {DRAFT.as_draft(512).total / 1e9:.2f} GB" in message
+    assert f"{(together - 1) / 1e9:.2f} GB is available: leave the draft model out" in message
     assert plan_with_draft(large, DRAFT, together, 512) == (large.at(512), DRAFT.as_draft(512))
 
 
@@ -378,11 +406,8 @@ def test_pages_are_as_long_as_those_of_every_device() -> None:
 
         return said
 
-    devices = (
-        replace(device(), footprint=measure("cpu")),
-        replace(device("cuda:0", 1 << 40), page_size=48, footprint=measure("cuda:0")),
-    )
-    plan(Planner("it", model(), devices, n_gpu_layers=3), 1 << 50, 500)
+    devices = device("cpu", measure("cpu")), device("cuda:0", measure("cuda:0"), 48)
+    plan(Planner("it", model(), devices, {"cpu": 0, "cuda:0": 1 << 40}, n_gpu_layers=3), 1 << 50, 500)
     assert asked == {"cpu": {11 * 3}, "cuda:0": {11}}
 
 
@@ -404,7 +429,7 @@ def test_layers_that_no_device_has_room_for() -> None:
 
 
 def test_a_draft_model_takes_its_room_on_a_gpu_first() -> None:
-    small = planner(SHORT_DRAFT.config, tied=True, gpus=(3 << 30,), name="small")
+    small = planner(SHORT_DRAFT.model.config, tied=True, gpus=(3 << 30,), name="small")
     placed, draft = plan_with_draft(planner(gpus=(3 << 30,)), small, 1 << 50, 1024)
     assert (draft.devices, draft.overhead) == (("cuda:0",), 0)
     assert placed.on("cuda:0").total + draft.on("cuda:0").total <= 3 << 30
@@ -417,12 +442,10 @@ def test_a_draft_model_takes_its_room_on_a_gpu_first() -> None:
 def test_windows_and_states_are_planned_as_they_are_taken() -> None:
     backend, graph = CPUBackend(threads=2), hybrid()
     config = replace(CONFIG, n_layers=graph.n_layers, n_vocab=N_VOCAB)
-    budget = DeviceBudget("cpu", backend.page_size, backend.footprint)
-    placed = Planner("it", Model(config, graph), (budget,), parallel=2).at(1 << 16)
-    sizes = StepSizes.of(Model(config, graph), 1 << 16, 2, backend.page_size)
-    step = backend.compile(graph, **asdict(replace(sizes, max_tokens=4)))
+    planner = cpu_planner(backend, Model(config, graph), parallel=2)
+    placed = planner.at(1 << 16)
+    step = planner.load(placed, None)
     assert step.cache.n_bytes == placed.kv_cache
-    assert placed.cache is not None
     assert placed.cache.n_pages == tuple(zip([None, WINDOW], step.cache.n_pages, strict=True))
     assert (placed.cache.n_states, placed.cache.n_snapshots) == (step.cache.n_states, step.cache.n_states - 2)
     assert placed.cache.n_snapshots >= 4

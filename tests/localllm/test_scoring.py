@@ -44,7 +44,7 @@ def n_evaluated(llm: LLM, call: Any) -> int:
     """Tokens that a call has the model evaluate."""
 
     def patched(loop: Any) -> None:
-        loop._runner.run = lambda chunks, top_k=0: (sizes.extend(len(c.ids) for c in chunks), run(chunks, top_k))[1]
+        loop._runner.run = lambda chunks, *rest: (sizes.extend(len(c.ids) for c in chunks), run(chunks, *rest))[1]
 
     sizes: list[int] = []
     run = in_engine(llm, lambda loop: loop._runner.run)

@@ -13,11 +13,11 @@ import pytest
 
 import localllm
 from localllm import LLM, Completion, Sampling
+from localllm.declared_options import CheckedOptions
 from localllm.engine.drafting import MAX_DRAFTS, Drafts
 from localllm.engine.drafting.cost import StepCost
 from localllm.engine.engine import EngineLoop
 from localllm.errors import ClosedError, NotEnoughMemoryError, UsageError
-from localllm.options import CheckedOptions
 from tests.helpers.data import shared_data
 from tests.helpers.devices import DEVICES
 from tests.helpers.engines import in_engine, n_requests
@@ -309,9 +309,9 @@ def test_a_draft_model_is_used_unless_something_else_is_asked_for(
         ({"speculate": ["lookup"]}, "speculate is"),
         ({"speculate": np.array(["lookup", "draft"])}, "speculate is"),
         ({"overflow": np.array(["error", "truncate"])}, "overflow is"),
-        ({"draft_max": 0}, "draft_max is 0, but must be a whole number of at least 1"),
+        ({"draft_max": 0}, "draft_max is 0, but must be a whole number from 1 to 64"),
         ({"draft_max": 2.5}, "draft_max is 2.5"),
-        ({"draft_max": MAX_DRAFTS + 1}, "draft_max is 65, but must be at most 64"),
+        ({"draft_max": MAX_DRAFTS + 1}, "draft_max is 65, but must be a whole number from 1 to 64"),
     ],
 )
 def test_bad_options(options: Any, words: str) -> None:
@@ -367,7 +367,7 @@ def test_which_of_both_models_does_not_fit_is_said_before_one_is_loaded(
         assert llm.info.draft is not None
         large, small = llm.info.placement.total, llm.info.draft.placement.total
     assert small < large
-    monkeypatch.setattr("localllm.loading.compile_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("localllm.placement.Planner.load", lambda *_, **__: pytest.fail("weights were loaded"))
 
     def fails_with(available: int, path: Path, draft: Path, words: str) -> None:
         monkeypatch.setattr("localllm.loading.available_memory", lambda: available)
@@ -375,11 +375,10 @@ def test_which_of_both_models_does_not_fit_is_said_before_one_is_loaded(
             localllm.load(path, device="reference", context=96, draft_model=draft)
 
     fails_with(large - 1, tiny_path, small_path, r"^the model needs .*GB is available: ")
-    fails_with(large - 1, small_path, tiny_path, r"^the draft model .*tiny\.gguf needs .*GB is available: ")
-    fails_with(
-        large, tiny_path, small_path, r"^the model needs .* and the draft model .*small\.gguf .*: leave the draft"
-    )
-    fails_with(large + small - 1, tiny_path, small_path, "enough for one of them")
+    leave_out = r"^the model needs .* and the draft model .*{}\.gguf needs .*GB is available: leave the draft"
+    fails_with(large - 1, small_path, tiny_path, leave_out.format("tiny"))
+    fails_with(large, tiny_path, small_path, leave_out.format("small"))
+    fails_with(large + small - 1, tiny_path, small_path, leave_out.format("small"))
     monkeypatch.undo()
     monkeypatch.setattr("localllm.loading.available_memory", lambda: large + small)
     localllm.load(tiny_path, device="reference", context=96, draft_model=small_path).close()

@@ -60,6 +60,12 @@ class Machine:
         return Device(name, f"kernels of {name}", 1, 1, self._make().backend, lambda: self.closed.append(name), free)
 
 
+@pytest.fixture(autouse=True)
+def gpus_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a `Machine`: without any, flags for them would change nothing."""
+    monkeypatch.setattr("localllm.devices.gpu_memory", lambda name: 0 if name == "cpu" else 1 << 30)
+
+
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
     """Loads a model on a `Machine`."""
@@ -95,6 +101,15 @@ def test_a_split_model_writes_the_same_text(make: Make, path: Path, load: Callab
         assert {device: placement.layers_on(device) for device in placement.devices} == layers
         assert greedy(llm) == expected
         np.testing.assert_array_equal(llm.logits(PROMPT), logits)
+
+
+def test_a_host_without_layers_leaves_the_cache_its_size(path: Path, load: Callable[..., LLM]) -> None:
+    """Also where its pages are longer than those of the devices that have them."""
+    cpu_host = Machine(ReferenceOps, 1 << 40, 1 << 40)
+    cpu_host._device = lambda name, free: Machine(cpu_ops if free is None else ReferenceOps)._device(name, free)
+    llm, ids = load(cpu_host, path, tensor_split=[1, 2]), [1 + i % 200 for i in range(480)]
+    assert llm.info.placement.devices == ("device 0", "device 1")
+    assert greedy(llm, ids) == greedy(load(Machine(ReferenceOps), path), ids)
 
 
 def test_stories260k_on_two_devices_writes_the_expected_text(load: Callable[..., LLM]) -> None:
@@ -207,7 +222,7 @@ def test_the_plan_without_loading(
 ) -> None:
     machine = Machine(ReferenceOps, 1 << 40)
     monkeypatch.setattr("localllm.loading.open_devices", machine)
-    monkeypatch.setattr("localllm.loading.compile_model", None)
+    monkeypatch.setattr("localllm.placement.Planner.load", None)
     outcome = run_main(capfdbinary, "inspect", path, "--plan", "-ngl", 2, "-c", 64)
     assert (outcome.code, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
@@ -252,7 +267,7 @@ def test_the_plan_is_printed_before_anything_is_loaded(
     def load_model(*_: Any, **__: Any) -> None:
         raise NotEnoughMemoryError("nothing is loaded here")
 
-    monkeypatch.setattr("localllm.loading.compile_model", load_model)
+    monkeypatch.setattr("localllm.placement.Planner.load", load_model)
     generate = ("generate", "-m", path, "-p", "the", "-c", 64)
     for machine, flags, said in (
         (Machine(ReferenceOps, 1 << 40), (), "on device 0"),
@@ -282,10 +297,9 @@ def test_flags(path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.
     assert named == ["embedding", "layers 0-0", "layers 1-2", "output", "cache", "scratch", *on, "in all"]
     for flags, words in (
         (["-ngl", "x"], "'x' is not a whole number of at least 0"),
-        (["-ts", "3;1"], "'3;1' is not a list of numbers, such as 3,1"),
+        (["-ts", "3;1"], "'3;1' is not a list of numbers of at least 0"),
         (["-ts", "1"], "-ts is '1', but needs a number for each GPU, of which there are 2"),
-        (["-ts", "0,0"], "-ts is [0.0, 0.0], but must be"),
-        (["-sm", "row"], "there is no flag -sm: a model is split by layers"),
+        (["-ts", "0,0"], "'0,0' is not a list of numbers of at least 0, not all of them 0"),
         (["-mg", "1"], "there is no flag -mg: GPUs are named in their order with --device"),
     ):
         outcome = run_main(capfdbinary, *generate, *flags)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import ModelError
-from localllm.models.config import ExpertConfig, ModelConfig, RopeConfig
-from localllm.models.registry import read_config
+from localllm.kernels.graph import Attention, KVCache, Operation, RMSNorm, RopeAppend, Route
+from localllm.models.config import ModelConfig
+from localllm.models.registry import Model, read_model
 from localllm.quant.types import GGMLType
 
 GOOD: dict[str, Any] = {
@@ -40,38 +43,57 @@ class FakeTensor:
     data: Any = None
 
 
+SHAPES: dict[str, tuple[int, ...]] = {
+    "attn_norm": (64,),
+    "attn_q": (64, 64),
+    "attn_k": (32, 64),
+    "attn_v": (32, 64),
+    "attn_output": (64, 64),
+    "ffn_norm": (64,),
+    "ffn_gate": (172, 64),
+    "ffn_up": (172, 64),
+    "ffn_down": (64, 172),
+}
 TENSORS: dict[str, Any] = {
     "token_embd.weight": FakeTensor((512, 64)),
-    "blk.0.attn_norm.weight": FakeTensor((64,)),
-    "blk.1.attn_norm.weight": FakeTensor((64,)),
+    "output_norm.weight": FakeTensor((64,)),
+    **{f"blk.{i}.{name}.weight": FakeTensor(shape) for i in range(2) for name, shape in SHAPES.items()},
 }
 
 
-def read(changes: dict[str, Any], tensors: dict[str, Any] | None = None) -> ModelConfig:
-    """The configuration of `GOOD` with keys changed or, where None, left out."""
+@dataclass
+class FakeFile:
+    metadata: dict[str, Any]
+    tensors: dict[str, Any]
+
+
+def read(changes: dict[str, Any], tensors: dict[str, Any] | None = None) -> Model:
+    """The model of `GOOD` with keys changed or, where None, left out, and with other tensors than `TENSORS`."""
     metadata = {key: value for key, value in (GOOD | changes).items() if value is not None}
-    return read_config(metadata, TENSORS if tensors is None else tensors)
+    return read_model(FakeFile(metadata, TENSORS | (tensors or {})))
+
+
+def operations(model: Model, kind: type[Operation[Any]]) -> list[Any]:
+    return [node.operation for node in model.graph.nodes if type(node.operation) is kind]
+
+
+def shapes(**changes: tuple[int, ...]) -> dict[str, Any]:
+    """Tensors of both layers with these shapes."""
+    return {f"blk.{i}.{name}.weight": FakeTensor(shape) for i in range(2) for name, shape in changes.items()}
 
 
 def test_a_whole_configuration() -> None:
-    assert read({}) == ModelConfig(
-        architecture="llama",
-        n_layers=2,
-        context_length=2048,
-        n_embd=64,
-        n_ff=172,
-        n_heads=8,
-        n_kv_heads=4,
-        head_dim=8,
-        norm_eps=1e-5,
-        n_vocab=512,
-        sliding_window=None,
-        rope=RopeConfig(theta=10_000.0, n_rot=8, original_context=2048),
-    )
+    model = read({})
+    assert model.config == ModelConfig("llama", 2, 2048, 2048, 64, 512)
+    assert model.graph.caches == {i: KVCache(i, 4, 8, 8) for i in range(2)}
+    for append, attention in zip(operations(model, RopeAppend), operations(model, Attention), strict=True):
+        np.testing.assert_allclose(append.rope.frequencies, [1, 0.1, 0.01, 0.001], rtol=1e-6)
+        assert (attention.n_heads, attention.window, attention.scale) == (8, None, 8**-0.5)
 
 
 def test_optional_keys() -> None:
-    config = read(
+    wide = shapes(attn_q=(256, 64), attn_k=(256, 64), attn_v=(256, 64), attn_output=(64, 256))
+    model = read(
         {
             "llama.attention.key_length": 32,
             "llama.attention.value_length": 32,
@@ -79,21 +101,30 @@ def test_optional_keys() -> None:
             "llama.attention.sliding_window": 128,
             "llama.rope.dimension_count": None,
             "llama.rope.freq_base": 5e5,
-        }
+        },
+        wide,
     )
-    assert (config.head_dim, config.n_kv_heads, config.sliding_window) == (32, 8, 128)
-    assert (config.rope.n_rot, config.rope.theta) == (32, 5e5)
+    assert model.graph.caches == {i: KVCache(i, 8, 32, 32, window=128) for i in range(2)}
+    frequencies = operations(model, RopeAppend)[0].rope.frequencies
+    np.testing.assert_allclose(frequencies, 5e5 ** -(np.arange(16) / 16), rtol=1e-6)
+
+
+def test_keys_and_values_may_differ_in_length() -> None:
+    tensors = shapes(attn_q=(128, 64), attn_k=(64, 64), attn_v=(32, 64), attn_output=(64, 64))
+    model = read({"llama.attention.key_length": 16, "llama.attention.value_length": 8}, tensors)
+    assert model.graph.caches[0] == KVCache(0, 4, 16, 8)
 
 
 @pytest.mark.parametrize("value", [[4, 4], (4, 4), np.array([4, 4], np.int32), np.uint32(4), np.int64(4)])
 def test_integers_may_be_numpys_and_equal_in_all_layers(value: Any) -> None:
-    config = read({"llama.attention.head_count_kv": value})
-    assert type(config.n_kv_heads) is int
-    assert config.n_kv_heads == 4
+    n_heads = read({"llama.attention.head_count_kv": value}).graph.caches[0].n_heads
+    assert type(n_heads) is int
+    assert n_heads == 4
 
 
 def test_an_integer_will_do_for_a_float() -> None:
-    assert read({"llama.rope.freq_base": 10_000}).rope.theta == 10_000.0
+    frequencies = operations(read({"llama.rope.freq_base": 10_000}), RopeAppend)[0].rope.frequencies
+    np.testing.assert_allclose(frequencies, [1, 0.1, 0.01, 0.001], rtol=1e-6)
 
 
 BAD: list[tuple[str, Any]] = [
@@ -131,7 +162,7 @@ BAD: list[tuple[str, Any]] = [
     ("llama.attention.key_length", 0),
     ("llama.attention.key_length", 2**31),
     ("llama.attention.key_length", 520),
-    ("llama.attention.value_length", 16),
+    ("llama.attention.value_length", 1),
     ("llama.attention.sliding_window", -1),
     ("llama.attention.layer_norm_rms_epsilon", None),
     ("llama.attention.layer_norm_rms_epsilon", math.nan),
@@ -154,7 +185,7 @@ BAD: list[tuple[str, Any]] = [
     ("llama.rope.scaling.yarn_beta_fast", 0.0),
     ("llama.rope.scaling.alpha", 1000.0),
     ("llama.expert_count", -1),
-    ("llama.expert_count", 1025),
+    ("llama.expert_count", 4097),
     ("llama.expert_shared_count", 1),
     ("llama.expert_weights_norm", False),
     ("llama.attention.causal", False),
@@ -167,10 +198,9 @@ BAD: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("key", "value"), BAD)
 def test_bad_values_are_refused_by_name(key: str, value: Any) -> None:
-    name = "keys have 8 values a head" if key.endswith("value_length") else key
     with pytest.raises(ModelError) as caught:
         read({key: value})
-    assert name in str(caught.value)
+    assert key in str(caught.value)
     assert len(str(caught.value)) < 250
 
 
@@ -186,24 +216,58 @@ def test_bad_values_are_refused_by_name(key: str, value: Any) -> None:
     ],
 )
 def test_the_largest_value_is_taken_and_the_next_one_is_not(key: str, largest: float) -> None:
-    read({f"llama.{key}": largest})
+    # Tensors of such shapes are not there.
+    is_shape = key in ("feed_forward_length", "attention.key_length")
+    with pytest.raises(ModelError, match=r"^tensor blk\.0\.") if is_shape else nullcontext():
+        read({f"llama.{key}": largest})
     with pytest.raises(ModelError, match=rf"^llama\.{key} is "):
         read({f"llama.{key}": largest + 1})
 
 
 @pytest.mark.parametrize("key", ["llama.expert_count", "llama.attention.scale", "llama.final_logit_softcapping"])
 def test_unsupported_keys_may_have_values_that_change_nothing(key: str) -> None:
-    assert read({key: 0}) == read({})
+    read({key: 0})
 
 
 EXPERTS = {"llama.expert_count": 8, "llama.expert_used_count": 2}
 
 
+def mixture(width: int = 172) -> dict[str, Any]:
+    """Tensors of experts."""
+    names = {"ffn_gate_exps": (8, width, 64), "ffn_up_exps": (8, width, 64), "ffn_down_exps": (8, 64, width)}
+    return shapes(ffn_gate_inp=(8, 64), **names)
+
+
+def read_mixture(changes: dict[str, Any], width: int = 172) -> Model:
+    tensors = {name: tensor for name, tensor in (TENSORS | mixture(width)).items() if not re.search(DENSE, name)}
+    metadata = {key: value for key, value in (GOOD | EXPERTS | changes).items() if value is not None}
+    return read_model(FakeFile(metadata, tensors))
+
+
+DENSE = r"ffn_(gate|up|down)\.weight"
+
+
 def test_experts() -> None:
-    assert read({"llama.expert_count": 0}).experts is None
-    assert read(EXPERTS).experts == ExpertConfig(n=8, n_used=2, n_ff=read({}).n_ff)
-    more = {"llama.expert_feed_forward_length": 24, "llama.expert_weights_scale": 2.5}
-    assert read(EXPERTS | more).experts == ExpertConfig(8, 2, 24, 2.5)
+    assert not operations(read({"llama.expert_count": 0}), Route)
+    plain = operations(read_mixture({}), Route)[0]
+    assert (plain.logits.width, plain.k, plain.scale, plain.gating, plain.norm_topk_prob) == (
+        8,
+        2,
+        1,
+        "softmax",
+        True,
+    )
+    more = {
+        "llama.expert_feed_forward_length": 24,
+        "llama.expert_weights_scale": 2.5,
+        "llama.expert_gating_func": 2,
+        "llama.expert_weights_norm": False,
+        "llama.expert_group_count": 4,
+        "llama.expert_group_used_count": 2,
+    }
+    route = operations(read_mixture(more, 24), Route)[0]
+    assert (route.scale, route.gating, route.norm_topk_prob) == (2.5, "sigmoid", False)
+    assert (route.n_groups, route.n_top_groups) == (4, 2)
 
 
 @pytest.mark.parametrize(
@@ -214,18 +278,25 @@ def test_experts() -> None:
         ("llama.expert_used_count", None),
         ("llama.expert_feed_forward_length", 0),
         ("llama.expert_weights_scale", math.nan),
+        ("llama.expert_gating_func", 5),
+        ("llama.expert_weights_norm", 1),
     ],
 )
 def test_bad_numbers_of_experts_are_refused_by_name(key: str, value: Any) -> None:
-    changes = {k: v for k, v in (EXPERTS | {key: value}).items() if v is not None}
     with pytest.raises(ModelError, match=key):
-        read(changes)
+        read_mixture({key: value})
+
+
+def test_hyper_parameters_that_no_operation_takes_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"8 experts cannot be 3 groups.*at odds with each other"):
+        read_mixture({"llama.expert_group_count": 3})
 
 
 def test_experts_of_an_architecture_that_has_none_are_refused() -> None:
     keys = {key.replace("llama.", "qwen2."): value for key, value in (GOOD | EXPERTS).items()}
+    biases = {f"blk.{i}.attn_{x}.bias": FakeTensor((64 if x == "q" else 32,)) for i in range(2) for x in "qkv"}
     with pytest.raises(ModelError, match=r"qwen2\.expert_count = 8, which localllm does not support yet"):
-        read_config(keys | {"general.architecture": "qwen2"}, TENSORS)
+        read_model(FakeFile(keys | {"general.architecture": "qwen2"}, TENSORS | biases))
 
 
 def test_a_long_value_is_cut_in_the_message() -> None:
@@ -242,7 +313,7 @@ def test_an_unknown_rope_scaling_is_named_with_the_known_ones() -> None:
 def test_layers_must_be_all_there() -> None:
     tensors = {name: tensor for name, tensor in TENSORS.items() if "blk.0" not in name}
     with pytest.raises(ModelError, match=r"block_count is 2, but the file has tensors of 1 layers"):
-        read({}, tensors)
+        read_model(FakeFile(GOOD, tensors))
 
 
 def test_the_vocabulary_must_be_as_long_as_the_embedding() -> None:
@@ -251,15 +322,15 @@ def test_the_vocabulary_must_be_as_long_as_the_embedding() -> None:
 
 
 def test_without_tokens_the_vocabulary_size_must_match() -> None:
-    assert read({"tokenizer.ggml.tokens": None}).n_vocab == 512
-    assert read({"tokenizer.ggml.tokens": None, "llama.vocab_size": 512}).n_vocab == 512
+    assert read({"tokenizer.ggml.tokens": None}).config.n_vocab == 512
+    assert read({"tokenizer.ggml.tokens": None, "llama.vocab_size": 512}).config.n_vocab == 512
     with pytest.raises(ModelError, match=r"vocab_size"):
         read({"tokenizer.ggml.tokens": None, "llama.vocab_size": 513})
 
 
 def test_a_file_without_embedding_is_refused() -> None:
     with pytest.raises(ModelError, match=r"token_embd\.weight"):
-        read({}, {name: tensor for name, tensor in TENSORS.items() if name.startswith("blk")})
+        read_model(FakeFile(GOOD, {name: tensor for name, tensor in TENSORS.items() if name.startswith("blk")}))
 
 
 VALUES = st.one_of(
@@ -279,12 +350,14 @@ KEYS = st.sampled_from(sorted({*GOOD, *(key for key, _ in BAD)} - {"general.arch
 @given(st.dictionaries(KEYS, VALUES, max_size=3))
 def test_whatever_stands_in_the_file_gives_a_configuration_or_a_model_error(changes: dict[str, Any]) -> None:
     try:
-        config = read(changes)
+        model = read(changes)
     except ModelError:
         return
-    assert config.n_heads % config.n_kv_heads == 0
-    assert math.isfinite(config.norm_eps)
-    assert math.isfinite(config.rope.theta)
+    for append, attention in zip(operations(model, RopeAppend), operations(model, Attention), strict=True):
+        assert attention.n_heads % attention.cache.n_heads == 0
+        assert np.isfinite(append.rope.frequencies).all()
+        assert math.isfinite(append.rope.magnitude)
+    assert all(math.isfinite(norm.eps) for norm in operations(model, RMSNorm))
 
 
 @pytest.mark.parametrize("shape", [(), (512,), (2, 512, 64)])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from localllm.errors import ModelError
-from localllm.quant.encode import ENCODABLE, quantize
+from localllm.quant.encode import ENCODABLE, FEEDBACK, Feedback, quantize
 from localllm.quant.formats import dequantize
 from localllm.quant.iquants import IQ4_VALUES
 from localllm.quant.types import BLOCK_SIZES, GGMLType
@@ -288,3 +288,62 @@ def test_a_type_without_encoder_is_named() -> None:
 def test_no_rows_are_no_bytes(type: GGMLType) -> None:
     assert quantize(np.zeros((0, 256), np.float32), type).shape == (0, BLOCK_SIZES[type].row_bytes(256))
     assert quantize(np.zeros((3, 0), np.float32), type).shape == (3, 0)
+
+
+# -- Feedback ------------------------------------------------------------------------------------------------------
+
+
+def correlated(n: int, n_tokens: int = 2048) -> np.ndarray:
+    """Inputs [n_tokens, n] of which many go together, as activations do."""
+    rng = np.random.default_rng(3)
+    mixed = rng.standard_normal((n_tokens, n // 2)) @ rng.standard_normal((n // 2, n)) / n**0.5
+    return mixed * np.exp(rng.normal(0, 0.5, n)) + 0.1 * rng.standard_normal((n_tokens, n))
+
+
+@pytest.mark.parametrize("type", FEEDBACK)
+def test_feedback_lessens_the_error_of_products(type: GGMLType) -> None:
+    x = correlated(512)
+    values = np.random.default_rng(4).standard_t(5, (48, 512)).astype(np.float32)
+    hessian = x.T @ x
+
+    def error(encoded: np.ndarray) -> float:
+        return float(np.square((dequantize(encoded, type) - values) @ x.T).sum())
+
+    plain = error(quantize(values, type, np.diag(hessian)))
+    assert error(quantize(values, type, feedback=Feedback.of(hessian))) < 0.7 * plain
+
+
+@pytest.mark.parametrize("type", [GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.IQ4_NL])
+def test_columns_that_do_not_go_together_make_up_for_nothing(type: GGMLType) -> None:
+    values = np.random.default_rng(5).standard_normal((16, 256)).astype(np.float32)
+    alone = Feedback.of(np.diag(np.random.default_rng(6).uniform(1, 3, 256)))
+    given = dequantize(quantize(values, type, alone.weights), type)
+    found = dequantize(quantize(values, type, feedback=alone), type)
+    # A value in the middle between two codes may go either way.
+    assert (np.abs(found - given) > 1e-6).mean() < 0.01
+
+
+def test_errors_are_handed_on_as_in_the_paper() -> None:
+    """Algorithm 1 of GPTQ with blocks of one column, over the scales that were chosen."""
+    x = correlated(32, 256)
+    values = np.random.default_rng(7).standard_normal((6, 32)).astype(np.float32)
+    feedback = Feedback.of(x.T @ x)
+    found = dequantize(quantize(values, GGMLType.Q8_0, feedback=feedback), GGMLType.Q8_0)
+    scales = quantize(values, GGMLType.Q8_0, feedback=feedback)[:, :2].copy().view(np.float16).astype(np.float64)
+    damped = x.T @ x + 0.01 * np.trace(x.T @ x) / 32 * np.eye(32)
+    upper = np.linalg.cholesky(np.linalg.inv(damped)).T
+    rest = values.astype(np.float64)
+    expected = np.zeros_like(rest)
+    for i in range(32):
+        expected[:, i] = scales[:, 0] * np.clip(np.rint(rest[:, i] / scales[:, 0]), -127, 127)
+        rest[:, i:] -= ((rest[:, i] - expected[:, i]) / upper[i, i])[:, None] * upper[i, i:]
+    assert (np.abs(found - expected) > 1e-6).mean() < 0.03
+
+
+@pytest.mark.parametrize("hessian", [np.full((32, 32), np.nan), -np.eye(32), np.eye(32) - 0.5, np.zeros((32, 32))])
+def test_products_of_no_inputs_are_refused_and_none_are_alike(hessian: np.ndarray) -> None:
+    if hessian.any() or np.isnan(hessian).any():
+        with pytest.raises(ModelError, match="collect them again"):
+            Feedback.of(hessian)
+    else:
+        assert Feedback.of(hessian).factor.diagonal().min() > 0

@@ -6,8 +6,7 @@ import inspect
 
 import pytest
 
-from localllm.tui import collector
-from localllm.tui.screens import following
+from localllm.tui.screens import model_loader, streaming
 from tests.helpers.chat_app import run
 
 
@@ -23,5 +22,5 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture(autouse=True)
 def quick_app(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws what a model writes as soon as it comes; collecting garbage would take longer than most tests."""
-    monkeypatch.setattr(following, "PERIOD", 0.005)
-    monkeypatch.setattr(collector, "set_aside", lambda: None)
+    monkeypatch.setattr(streaming, "PERIOD", 0.005)
+    monkeypatch.setattr(model_loader, "freeze_gc_heap", lambda: None)

@@ -25,7 +25,9 @@ async def draw(folder: Path) -> None:
     """Writes all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, (theme, size, keys, awaited) in PICTURES.items():
-        built = setup(AppModel(), conversation=conversation(), list_models=lambda: MODELS, theme=theme)
+        model = AppModel()
+        model.name = "Qwen2.5 1.5B"
+        built = setup(model, conversation=conversation(), list_models=lambda: MODELS, theme=theme)
         async with chatting(built, size) as chat:
             await chat.press(*keys)
             await chat.sees(awaited)

@@ -6,15 +6,16 @@ import os
 import signal
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from localllm.errors import DeviceError, StoreError
 from localllm.tui.app import take_any_bytes
-from localllm.tui.failures import sentence
-from localllm.tui.history import History
-from localllm.tui.store import Store
+from localllm.tui.storage.chats import Store
+from localllm.tui.storage.prompt_history import PromptHistory
+from localllm.tui.text import sentence
 from localllm.tui.widgets import transcript
 from tests.helpers.chat_app import AppModel, AppStore, Steps, chatting, setup, talk
 from tests.helpers.fake_chat import words
@@ -53,7 +54,7 @@ async def test_enter_sends_and_other_keys_begin_lines() -> None:
 
 async def test_what_was_typed_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "data" / "history"
-    History(path).save("first")
+    PromptHistory(path).save("first")
     async with chatting(setup(AppModel(), history=path)) as chat:
         editor = chat.app._chat.composer
         await chat.until(lambda: editor.typed.older("") is not None)
@@ -74,7 +75,7 @@ async def test_what_was_typed_comes_back(tmp_path: Path) -> None:
             await chat.rest()
             seen.append(editor.text)
         assert seen == ["/stats", "second", "/stats"]
-    assert History(path).load() == ["first", "second", "/stats"]
+    assert PromptHistory(path).load() == ["first", "second", "/stats"]
 
 
 async def test_esc_stops_and_keeps_what_was_said() -> None:
@@ -154,16 +155,14 @@ async def test_thinking_is_folded_and_its_time_is_kept() -> None:
 async def test_notices_stand_above_what_is_typed() -> None:
     async with chatting(setup(AppModel()), notifications=True) as chat:
         app = chat.app
-        for text in ("one", "two", "three", "two"):
-            app.say(text)
+        for text in ("one", "two", "two"):
+            app.notify(text)
             await chat.hears(text)
-        app.say("four")
-        app.say("four")
-        await chat.until(lambda: chat.notices == ["two", "four"])
-        await chat.until(lambda: "four" in "".join(chat.screen.splitlines()[:6]))
-        assert "four" not in "".join(chat.screen.splitlines()[6:])
+        await chat.until(lambda: chat.notices == ["one", "two"])
+        await chat.until(lambda: "two" in "".join(chat.screen.splitlines()[:12]))
+        assert "two" not in "".join(chat.screen.splitlines()[12:])
         assert all(notice.timeout <= 4 for notice in app._notifications)
-        app.tell(DeviceError("it takes some time to read this: " + "word " * 30))
+        app.notify_error(DeviceError("it takes some time to read this: " + "word " * 30))
         await chat.until(lambda: any(notice.timeout > 8 for notice in app._notifications))
 
 
@@ -253,6 +252,50 @@ async def test_what_there_is_to_tell_at_first_is_told(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+async def test_a_message_is_written_in_an_editor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "my editor"
+    script.write_text('#!/bin/sh\nprintf "%s" " and more" >> "$2"\nexit $1\n')
+    script.chmod(0o755)
+    async with chatting(setup(AppModel())) as chat:
+        monkeypatch.delenv("VISUAL", raising=False)
+        monkeypatch.delenv("EDITOR", raising=False)
+        await chat.type("draft")
+        await chat.press("ctrl+e")
+        await chat.hears("no editor is set")
+        monkeypatch.setenv("EDITOR", f"'{script}' 0")
+        await chat.press("ctrl+e")
+        await chat.hears("cannot be started from this terminal")  # the one of tests
+        monkeypatch.setattr(chat.app, "suspend", nullcontext)
+        await chat.press("ctrl+e")
+        await chat.until(lambda: chat.app._chat.composer.text == "draft and more")
+        monkeypatch.setenv("VISUAL", f"'{script}' 3")
+        await chat.press("ctrl+e")
+        await chat.hears("has failed")
+        assert chat.app._chat.composer.text == "draft and more"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+async def test_what_a_command_prints_is_put_into_the_editor() -> None:
+    model = AppModel()
+    async with chatting(setup(model)) as chat:
+        await chat.say("!seq 100")
+        await chat.sees("[pasted text #1: 104 lines]")
+        await chat.type(" what is this?")
+        await chat.press("enter")
+        await chat.until(lambda: model.asked)
+        await chat.rest()
+        assert "\n99\n100\n```\n what" not in chat.screen
+        assert "99\n100\n``` what is this?" in str(model.asked[0].messages[-1]["content"])
+
+
+async def test_the_question_of_the_command_line_is_sent_first() -> None:
+    async with chatting(setup(AppModel(["blue"]), question="what colour is the sky?")) as chat:
+        await chat.until(lambda: len(chat.app.session.conversation) == 2)
+        await chat.rest()
+        assert [m.text for m in chat.app.session.conversation.path()] == ["what colour is the sky?", "blue"]
+
+
 # The end.
 
 
@@ -263,7 +306,7 @@ async def test_quitting_keeps_a_reply() -> None:
         await chat.say("count")
         steps.allow(2)
         await chat.sees("one two")
-        await chat.press("ctrl+c")  # and nothing is being typed
+        await chat.press("ctrl+q")
         await chat.until(lambda: not chat.app.is_running)
         store.watched = False
     (kept,) = store.sessions()
@@ -283,10 +326,27 @@ async def test_a_program_that_is_told_to_end_keeps_the_reply() -> None:
         await chat.sees("Hello")
         os.kill(os.getpid(), signal.SIGTERM)
         await chat.until(lambda: chat.app.return_code == 0, "an end")
-        leaf = chat.app.conversation.leaf
+        leaf = chat.app.session.conversation.leaf
         assert leaf is not None
         assert (leaf.text, leaf.state) == ("Hello", "stopped")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+async def test_ctrl_c_stops_a_reply_and_then_quits() -> None:
+    model = AppModel(["one two three"], gate=(steps := Steps()))
+    async with chatting(setup(model)) as chat:
+        await chat.say("count")
+        steps.allow(2)
+        await chat.sees("one two")
+        await chat.type("draft")  # which is lost by no reply that is stopped
+        await chat.press("ctrl+c")
+        await chat.rest()
+        assert chat.app.is_running
+        assert chat.app.session.conversation.path()[-1].state == "stopped"
+        assert chat.app._chat.composer.text == "draft"
+        chat.app._chat.composer.empty()
+        await chat.press("ctrl+c")
+        await chat.until(lambda: not chat.app.is_running)
 
 
 async def test_ctrl_c_warns_of_what_is_being_typed() -> None:

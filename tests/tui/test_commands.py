@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from localllm.errors import LocalLLMError, UsageError
-from localllm.tui import commands, options
-from localllm.tui.conversation import Conversation, Message
-from localllm.tui.events import ContextFull, Event, RoomMade
-from localllm.tui.session import ChatSession
-from localllm.tui.store import Store
-from tests.helpers.fake_chat import FakeModel
+from localllm.tui import commands
+from localllm.tui.chat import attachments
+from localllm.tui.chat import settings as chat_settings
+from localllm.tui.chat.events import ContextFull, Event, RoomMade
+from localllm.tui.chat.session import ChatSession
+from localllm.tui.storage.chats import Store
+from tests.helpers.fake_chat import FakeModel, play
 
 
 class Notebook:
@@ -22,39 +25,34 @@ class Notebook:
 
     def __init__(self, store: Store, model: FakeModel) -> None:
         self.session = ChatSession(model, store)
-        self.said: list[str] = []
         self.events: list[Event] = []
         self.opened = ""
         self.ended = False
 
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def play(self, events: Iterator[Event]) -> None:
-        self.events = list(events)
-
-    def edit(self, message: Message) -> None:
-        self.opened = message.text
-
-    def open(self, conversation: Conversation) -> None:
-        self.session = ChatSession(self.session.model, self.session.store, conversation)
-
-    def use_model(self, path: str) -> None:
-        self.session.use_model(FakeModel(), path)
-
-    def quit(self) -> None:
-        self.ended = True
-
     def type(self, *lines: str) -> str:
         """Types lines; returns what was said to the last one."""
+        said = ""
         for line in lines:
-            self.said = []
             typed = commands.parse(line)
-            if isinstance(typed, str):
-                self.play(self.session.send(typed))
-            else:
-                commands.run(self, typed)
-        return "\n".join(self.said)
+            result = commands.Play(partial(self.session.send, typed)) if isinstance(typed, str) else None
+            said = self._do(commands.run(self.session, typed) if isinstance(typed, commands.Call) else result)
+        return said
+
+    def _do(self, result: commands.Result | None) -> str:
+        if isinstance(result, commands.Play):
+            self.events = play(result.start)
+        elif isinstance(result, commands.EditMessage):
+            self.opened = result.message.text
+        elif isinstance(result, commands.OpenChat):
+            self.session = ChatSession(self.session.model, self.session.store, result.conversation)
+            return result.text
+        elif isinstance(result, commands.UseModel):
+            self.session.use_model(FakeModel(), result.path)
+        elif isinstance(result, commands.PutText):
+            return result.text
+        elif isinstance(result, commands.Quit):
+            self.ended = True
+        return result if isinstance(result, str) else ""
 
     @property
     def path(self) -> list[str]:
@@ -170,7 +168,7 @@ def test_settings(front: Notebook) -> None:
         "seed": 5,
         "thinking": False,
     }
-    assert len(front.type("/set").splitlines()) == len(options.READERS)
+    assert len(front.type("/set").splitlines()) == len(chat_settings.READERS)
     front.type("/set temp default", "/set seed -1")
     assert front.session.conversation.settings == {"max_tokens": 9, "thinking": False, "seed": None}
     front.type("/prefix Sure, ", '/stop-strings "User: " ###', "a")
@@ -209,6 +207,10 @@ def test_settings(front: Notebook) -> None:
         ("/rename", "give a title"),
         ("/save", "nothing to save"),
         ("/theme dark", "/theme is for the app"),
+        ("/editor", "/editor is for the app"),
+        ("/fork", "nothing to save yet"),
+        ("/prompt none", "there is no prompt 'none': put it into"),
+        ("!", "give a command: !ls"),
         ("/drop", "the context is not full"),
         ("/continue", "no reply that could be continued"),
     ],
@@ -275,3 +277,51 @@ def test_making_room(front: Notebook, line: str) -> None:
         front.type("d d d d d")
     front.type(line)
     assert any(isinstance(event, RoomMade) for event in front.events)
+
+
+def test_a_chat_is_forked(front: Notebook) -> None:
+    front.type("a", "b", "/edit B", "/rename Two")
+    old = front.session.conversation
+    front.type("/fork 3")
+    assert front.path == ["a", "r0", "B"]
+    assert front.session.conversation.title == "Two (fork)"
+    front.type("/edit other")
+    assert front.path == ["a", "r0", "other", "r3"]
+    assert [m.text for m in front.session.store.load(old.id).path()] == ["a", "r0", "B", "r2"]
+    assert not {m.id for m in old.messages} & {m.id for m in front.session.conversation.messages}
+    assert len(front.session.store.sessions()) == 2
+
+
+def test_all_chats_are_exported(front: Notebook, tmp_path: Path) -> None:
+    front.type("first", "/clear", "second", "/archive")
+    assert front.type("/export all backup") == "2 chats written into backup"
+    kept = [json.loads(path.read_text())["title"] for path in (tmp_path / "backup").iterdir()]
+    assert sorted(kept) == ["first", "second"]
+    with pytest.raises(UsageError, match="is there already"):
+        front.type("/export all backup")
+
+
+def test_prompts_of_a_folder(front: Notebook, tmp_path: Path) -> None:
+    assert f"put texts into {tmp_path / 'prompts'}" in front.type("/prompt")
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / "short.md").write_text("Say it in $1 words, $2: $ARGUMENTS\n")
+    (tmp_path / "prompts" / "plain.txt").write_text("Summarise this.")
+    (tmp_path / "secret.md").write_text("secret")
+    assert front.type("/prompt") == "plain\nshort"
+    assert front.type("/prompt short ten please") == "Say it in ten words, please: ten please"
+    assert front.type("/prompt short") == "Say it in  words, : "
+    assert front.type("/prompt plain a $1 text") == "Summarise this.\n\na $1 text"
+    for name in ("shrot", "../secret"):
+        with pytest.raises(UsageError, match="there is no prompt"):
+            front.type(f"/prompt {name}")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+def test_what_a_command_prints(front: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert commands.parse("!!important") == "!important"
+    assert front.type("!echo one; echo two >&2") == "Output of `echo one; echo two >&2`:\n\n```\none\ntwo\n```"
+    assert front.type("/run printf '```'").endswith("````\n```\n````")
+    monkeypatch.setattr(attachments, "MOST_BYTES", 100)
+    assert len(front.type("!yes")) < 200  # which never ends by itself
+    monkeypatch.setattr(attachments, "COMMAND_SECONDS", 0.1)
+    assert front.type("!echo begun; sleep 1000 & wait").endswith("```\nbegun\n```")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from localllm.errors import UsageError
-from localllm.tui.conversation import Conversation, Message
+from localllm.tui.chat.conversation import Conversation, Message
 
 
 def texts(messages: list[Message]) -> list[str]:

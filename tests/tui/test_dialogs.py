@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from localllm.tui.chat.export import read_export
 from localllm.tui.commands import COMMANDS
-from localllm.tui.menu import MENU
 from localllm.tui.screens.help import help_text
 from localllm.tui.setup import ModelEntry
-from localllm.tui.transfer import read_export
 from tests.helpers.chat_app import AppModel, Chat, chatting, keeping, setup, talk
 
 
 def title(chat: Chat) -> str:
-    return chat.app.conversation.title
+    return chat.app.session.conversation.title
 
 
 async def test_chats_are_opened_and_searched() -> None:
@@ -190,13 +189,11 @@ def test_help_has_every_command_and_key(width: int) -> None:
     words = printed.get().split()
     for command in COMMANDS:
         assert f"/{command.name}" in words
-    for entry in MENU:
-        assert not entry.key or f"({entry.shown_key})" in words
+        assert not command.key or f"({command.shown_key})" in words
     assert (width > 100) == ("Commands" in printed.get().splitlines()[0])
 
 
 async def test_the_palette_finds_commands() -> None:
-    assert {entry.name for entry in MENU} <= {command.name for command in COMMANDS}
     async with chatting(setup(AppModel())) as chat:
         await chat.press("ctrl+p")
         await chat.sees("Sampling")

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from localllm.tui.store import Store
+from localllm.tui.storage.chats import Store
 from tests.helpers.terminal import LIMIT, Terminal
 from tests.helpers.tiny_models import config, random_weights, write_gguf
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux"),
-    pytest.mark.ci,  # real seconds of writing and killing; test_plain.py kills a chat once without a screen
+    pytest.mark.ci,  # real seconds of writing and killing; test_line_mode.py kills a chat once without a screen
 ]
 
 KILLS = int(os.environ.get("LOCALLLM_KILLS", "3"))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Iterable
 
 import pytest
 
 from localllm.errors import ModelNotFoundError, NotEnoughMemoryError
 from localllm.progress import LoadProgress
 from localllm.tui.app import ChatApp
-from localllm.tui.conversation import Conversation
-from localllm.tui.screens.models_in_use import ModelState
+from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.screens.model_loader import ModelState
 from localllm.tui.setup import ModelEntry
 from tests.helpers.chat_app import LIMIT, AppModel, AppStore, Chat, chatting, setup, starting, talk
 
@@ -84,14 +86,16 @@ async def test_a_message_waits_for_the_model_whatever_becomes_of_it_now() -> Non
                 await chat.say(f"/model {number}")
             await chat.until(halt.came.is_set)
             await chat.say(f"hello {number}")
-            await chat.sees("The model is being loaded: the message is sent as soon as it is there")
-            assert chat.app._chat.composer.text == f"hello {number}"
+            await chat.sees("The model is being loaded: your message is sent as soon as it is there")
+            assert chat.app._chat.composer.text == ""
+            await chat.type("typed next")  # and not sent
             halt.goes.set()
             await chat.until(lambda n=number: len(texts(chat)) == 2 * n + 2)  # type: ignore[misc]
             await chat.rest()
             assert texts(chat)[-2:] == [f"hello {number}", f"by {number or ''}"]
             assert "is being loaded" not in chat.screen
-            assert chat.app._chat.composer.text == ""
+            assert chat.app._chat.composer.text == "typed next"
+            chat.app._chat.composer.empty()
         assert chat.notices == []
 
 
@@ -145,6 +149,46 @@ async def test_a_model_that_is_chosen_while_another_is_loaded_takes_its_place(st
         await chat.rest()
         assert loaded == ["", "one", "three"]
         assert chat.app._chat.session.conversation.model == "three"
+
+
+class SavingStore(AppStore):
+    """A store that halts where a reply is saved for good."""
+
+    def __init__(self, halt: Halt) -> None:
+        super().__init__(None)
+        self._halt = halt
+
+    def save(self, conversation: Conversation, messages: Iterable[Message]) -> None:
+        messages = list(messages)
+        if any(message.role == "assistant" and message.state != "streaming" for message in messages):
+            self._halt.here("save")
+        super().save(conversation, messages)
+
+
+@pytest.mark.parametrize("when_full", [None, "drop"])
+async def test_models_that_are_chosen_while_a_reply_stops(when_full: str | None) -> None:
+    """The last one is loaded, and all others are closed; also where the reply would go on by itself."""
+    halt = Halt()
+    models: list[tuple[str, AppModel]] = []
+
+    def load(name: str, progress: LoadProgress) -> AppModel:
+        models.append((name, AppModel(["word " * 99, "by " + name], context=60)))
+        return models[-1][1]
+
+    built = setup(AppModel(), SavingStore(halt), load=load, when_full=when_full)
+    async with chatting(built) as chat:
+        halt.at("save")
+        await chat.say("hello")
+        await chat.until(halt.came.is_set)
+        changes = [chat.app.spawn(chat.app._chat.models.change(name)) for name in ("b", "c")]
+        await asyncio.sleep(0.05)
+        halt.goes.set()
+        await chat.until(lambda: all(change.is_finished for change in changes))
+        await chat.rest()
+        assert chat.app._chat.models.state is ModelState.LOADED
+        assert chat.app._chat.models.name == models[-1][0] == "c"
+        assert [model.closed for _, model in models] == [True] * (len(models) - 1) + [False]
+        assert chat.app.session.model is models[-1][1]
 
 
 async def test_quitting_ends_loading() -> None:
@@ -297,5 +341,5 @@ async def test_a_chat_whose_model_is_another_or_gone() -> None:
             await chat.press("ctrl+o")
             await chat.type(name)
             await chat.press("enter")
-            await chat.until(lambda name=name: chat.app.conversation.title == name)  # type: ignore[misc]
+            await chat.until(lambda name=name: chat.app.session.conversation.title == name)  # type: ignore[misc]
             await chat.hears(said)

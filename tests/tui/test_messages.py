@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from localllm.tui.conversation import Conversation
+from localllm.tui.chat.conversation import Conversation
 from tests.helpers.chat_app import AppModel, Chat, chatting, setup, talk
 
 

@@ -6,20 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from localllm.tui.completion import Completion, command_completions, file_completions, file_word
-from localllm.tui.conversation import Stats
-from localllm.tui.events import Delta, Finished, Prefill, Started, Summarising
-from localllm.tui.history import MOST_ENTRIES, History
-from localllm.tui.inbox import Ended, Inbox
-from localllm.tui.markdown import code_blocks
-from localllm.tui.pastes import MOST_LINES, Pastes
-from localllm.tui.screens.links import is_web
-from localllm.tui.session import Meter
+from localllm.tui import commands
+from localllm.tui.chat.attachments import Completion, file_completions, file_word
+from localllm.tui.chat.conversation import Stats
+from localllm.tui.chat.events import Delta, Ended, EventQueue, Finished, Prefill, Started, Summarising
+from localllm.tui.chat.session import Meter
+from localllm.tui.screens.dialogs import is_web
+from localllm.tui.storage.prompt_history import MOST_ENTRIES, PromptHistory
+from localllm.tui.text import MOST_LINES, Pastes, code_blocks
 from localllm.tui.widgets.status import Status, line
 
 
 def test_events_that_wait_are_joined() -> None:
-    inbox = Inbox()
+    inbox = EventQueue()
     for event in (
         Started("a"),
         Prefill(1, 9),
@@ -48,7 +47,7 @@ def test_events_that_wait_are_joined() -> None:
 
 def test_history_goes_back_and_forth_and_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "history"
-    history = History(path)
+    history = PromptHistory(path)
     for text in ("one", "two", "two", " ", "three"):
         if history.add(text):
             history.save(text)
@@ -63,10 +62,10 @@ def test_history_goes_back_and_forth_and_is_bounded(tmp_path: Path) -> None:
     ]
     with path.open("a") as file:
         file.write("not json\n[1]\n" + '"again"\n' * (3 * MOST_ENTRIES))
-    assert len(History(path).load()) == MOST_ENTRIES
+    assert len(PromptHistory(path).load()) == MOST_ENTRIES
     assert len(path.read_text().splitlines()) == MOST_ENTRIES
-    assert History(tmp_path / "none").load() == []
-    History(tmp_path / "history" / "no folder").save("lost")  # nobody minds
+    assert PromptHistory(tmp_path / "none").load() == []
+    PromptHistory(tmp_path / "history" / "no folder").save("lost")  # nobody minds
 
 
 def test_large_texts_are_folded() -> None:
@@ -80,11 +79,11 @@ def test_large_texts_are_folded() -> None:
 
 
 def test_commands_are_completed() -> None:
-    commands = [("set", "a"), ("sessions", "b"), ("quit", "c")]
-    assert [choice.text for choice in command_completions("/se", commands)] == ["/set", "/sessions"]
-    assert [choice.text for choice in command_completions("/", commands)] == ["/set", "/sessions", "/quit"]
+    assert [choice.text for choice in commands.completions("/se")] == ["/set", "/sessions"]
+    assert [choice.text for choice in commands.completions("/stop-")] == ["/stop-strings"]
+    assert len(commands.completions("/")) == len(commands.COMMANDS)
     for text in ("", "se", "/set x", "a /se", "//se"):
-        assert command_completions(text, commands) == []
+        assert commands.completions(text) == []
 
 
 def test_files_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ import pytest
 import localllm
 from localllm.errors import DeviceLostError, UsageError
 from localllm.quant.types import GGMLType
-from localllm.tui.conversation import Conversation, Message, Stats
-from localllm.tui.events import (
+from localllm.tui.chat.conversation import Conversation, Message, Stats
+from localllm.tui.chat.events import (
     ContextFull,
     Delta,
     Event,
@@ -23,12 +23,13 @@ from localllm.tui.events import (
     RoomMade,
     Started,
     Summarising,
+    Turn,
     Warned,
 )
-from localllm.tui.replies import ChatModel
-from localllm.tui.session import ChatSession
-from localllm.tui.store import Store
-from tests.helpers.fake_chat import FakeModel, Reply
+from localllm.tui.chat.model import ChatModel
+from localllm.tui.chat.session import ChatSession
+from localllm.tui.storage.chats import Store
+from tests.helpers.fake_chat import FakeModel, Reply, play
 from tests.helpers.tiny_models import config, random_weights, write_gguf
 
 
@@ -62,7 +63,7 @@ def said(events: list[Event]) -> str:
 
 def test_a_turn(store: Store) -> None:
     session, model = begin(store, "Hello to you")
-    events = list(session.send("hi there"))
+    events = play(session.send, "hi there")
     question, reply = session.conversation.path()
     assert events[0] == Started(reply.id)
     assert [event for event in events if isinstance(event, Prefill)] == [Prefill(0, 4), Prefill(4, 4)]
@@ -83,8 +84,8 @@ def test_a_turn(store: Store) -> None:
 def test_the_next_turn_sends_what_was_said(store: Store) -> None:
     session, model = begin(store, "<think>hm</think>one", "two")
     session.set_system("be kind")
-    list(session.send("a"))
-    events = list(session.send("b"))
+    play(session.send, "a")
+    events = play(session.send, "b")
     assert [tuple(m.values()) for m in model.asked[1].messages] == [
         ("system", "be kind"),
         ("user", "a"),
@@ -98,7 +99,7 @@ def test_thinking_is_told_apart(store: Store) -> None:
     session, model = begin(store)
     model.ending = "assistant:<think>\n"
     model.replies = ["well </think> yes"]
-    events = list(session.send("a"))
+    events = play(session.send, "a")
     assert [e for e in events if isinstance(e, Delta)] == [Delta("well", True), Delta(" ", True), Delta("yes")]
     assert session.conversation.path()[1].content == "yes"
     assert session.conversation.path()[1].opened == "<think>"
@@ -106,10 +107,10 @@ def test_thinking_is_told_apart(store: Store) -> None:
 
 def test_editing_answers_again_beside_the_old(store: Store) -> None:
     session, model = begin(store, "one", "two", "three")
-    list(session.send("a"))
-    list(session.send("b"))
+    play(session.send, "a")
+    play(session.send, "b")
     b = session.conversation.path()[2]
-    list(session.edit(b.id, "B"))
+    play(session.edit, b.id, "B")
     assert texts(session) == kept(session) == ["a", "one", "B", "three"]
     session.step(session.conversation.path()[2].id, -1)
     assert texts(session) == kept(session) == ["a", "one", "b", "two"]
@@ -121,19 +122,19 @@ def test_editing_answers_again_beside_the_old(store: Store) -> None:
 
 def test_regenerating(store: Store) -> None:
     session, _ = begin(store, "one", "two", "three")
-    list(session.send("a"))
-    list(session.regenerate())
+    play(session.send, "a")
+    play(session.regenerate, None)
     assert texts(session) == kept(session) == ["a", "two"]
     assert session.conversation.branch_of(session.conversation.path()[1].id) == (2, 2)
-    list(session.regenerate(session.conversation.path()[0].id))
+    play(session.regenerate, session.conversation.path()[0].id)
     assert texts(session) == ["a", "three"]
 
 
 def test_an_edited_reply_is_gone_on_with(store: Store) -> None:
     session, model = begin(store, "one two", " more")
-    list(session.send("a"))
-    assert list(session.edit(session.conversation.path()[1].id, "one and")) == []
-    assert said(list(session.continue_reply())) == " more"
+    play(session.send, "a")
+    assert play(session.edit, session.conversation.path()[1].id, "one and") == []
+    assert said(play(session.continue_reply)) == " more"
     assert texts(session) == kept(session) == ["a", "one and more"]
     assert model.asked[1].reply_prefix == "one and"
     assert model.asked[1].messages == [{"role": "user", "content": "a"}]
@@ -142,22 +143,22 @@ def test_an_edited_reply_is_gone_on_with(store: Store) -> None:
 def test_a_reply_that_was_too_long_is_continued(store: Store) -> None:
     session, model = begin(store, "one two three four", " three four")
     session.set_options({"max_tokens": 2})
-    list(session.send("a"))
+    play(session.send, "a")
     reply = session.conversation.path()[1]
     assert (reply.text, reply.state, reply.is_cut) == ("one two", "length", True)
     session.set_options({})
-    events = list(session.continue_reply())
+    events = play(session.continue_reply)
     assert events[0] == Started(reply.id)
     assert texts(session) == kept(session) == ["a", "one two three four"]
     assert model.asked[1].reply_prefix == "one two"
     with pytest.raises(UsageError, match="the last reply is complete"):
-        session.continue_reply()
+        play(session.continue_reply)
 
 
 def test_a_reply_begins_as_asked(store: Store) -> None:
     session, model = begin(store, " indeed")
     session.set_options({"reply_prefix": "Yes,", "thinking": False, "temperature": 0.5, "stop": ["x"]})
-    assert said(list(session.send("a"))) == "Yes, indeed"
+    assert said(play(session.send, "a")) == "Yes, indeed"
     assert texts(session)[1] == "Yes, indeed"
     asked = model.asked[0]
     assert (asked.reply_prefix, asked.variables) == ("Yes,", {"enable_thinking": False})
@@ -168,15 +169,15 @@ def test_a_reply_begins_as_asked(store: Store) -> None:
 def test_what_cannot_be_done_is_said(store: Store) -> None:
     session, _ = begin(store)
     for act, complaint in (
-        (lambda: session.send("  \n"), "nothing to send"),
-        (session.regenerate, "nothing to reply to"),
-        (session.continue_reply, "no reply that could be continued"),
-        (lambda: session.make_room("drop"), "not full"),
-        (lambda: session.edit("x", "y"), "no message 'x'"),
+        (lambda: play(session.send, "  \n"), "nothing to send"),
+        (lambda: play(session.regenerate, None), "nothing to reply to"),
+        (lambda: play(session.continue_reply), "no reply that could be continued"),
+        (lambda: play(session.make_room, "drop"), "not full"),
+        (lambda: play(session.edit, "x", "y"), "no message 'x'"),
         (lambda: session.set_options({"temperature": -1}), "temperature is -1"),
         (lambda: session.set_options({"colour": 1}), "no setting 'colour'"),
-        (ChatSession(None, store).regenerate, "no model is loaded"),
-        (lambda: ChatSession(None, store).send("a"), "no model is loaded"),
+        (lambda: play(ChatSession(None, store).regenerate, None), "no model is loaded"),
+        (lambda: play(ChatSession(None, store).send, "a"), "no model is loaded"),
     ):
         with pytest.raises(UsageError, match=complaint):
             act()  # type: ignore[operator]
@@ -188,79 +189,119 @@ def test_what_cannot_be_done_is_said(store: Store) -> None:
 
 def test_stopping_keeps_what_was_said(store: Store) -> None:
     session, _ = begin(store, "one two three")
-    events = session.send("a")
-    for event in events:
-        if event == Delta(" two"):
-            session.stop()
+    play(session.send, "a", watch=lambda event, turn: turn.stop() if event == Delta(" two") else None)
     reply = session.conversation.path()[1]
     assert (reply.text, reply.state) == ("one two", "stopped")
     assert kept(session) == ["a", "one two"]
-    list(session.send("b"))
+    play(session.send, "b")
     assert session.conversation.path()[3].state == "complete"
 
 
 def test_stopping_before_the_first_word_leaves_no_reply(store: Store) -> None:
     session, model = begin(store, "one", "two")
     model.gate = threading.Event()
-    events = session.send("a")
-    assert isinstance(next(events), Started)
-    assert session.busy
-    for act in (session.regenerate, lambda: session.send("b"), lambda: session.switch("x")):
-        with pytest.raises(UsageError, match="a reply is under way"):
-            act()
-    threading.Timer(0.05, session.stop).start()
-    assert list(events)[-1] == Finished(None)
+    refused = []
+
+    def watch(event: Event, turn: Turn) -> None:
+        if not isinstance(event, Started):
+            return
+        assert session.busy
+        for act in (
+            lambda: play(session.regenerate, None),
+            lambda: play(session.send, "b"),
+            lambda: session.switch("x"),
+        ):
+            with pytest.raises(UsageError, match="a reply is under way"):
+                act()  # type: ignore[no-untyped-call]
+            refused.append(act)
+        threading.Timer(0.05, turn.stop).start()
+
+    assert play(session.send, "a", watch=watch)[-1] == Finished(None)
+    assert len(refused) == 3
     assert texts(session) == kept(session) == ["a"]
     model.gate = None
-    list(session.send("b"))
+    play(session.send, "b")
     assert model.asked[1].messages == [{"role": "user", "content": "a\n\nb"}]
 
 
 def test_leaving_in_the_midst_keeps_what_was_said(store: Store) -> None:
     session, _ = begin(store, "one two three")
-    events = session.send("a")
-    while next(events) != Delta(" two"):
-        pass
-    events.close()  # type: ignore[attr-defined]
+
+    def watch(event: Event, turn: Turn) -> None:
+        if event == Delta(" two"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        play(session.send, "a", watch=watch)
     assert not session.busy
     assert session.conversation.path()[1].state == "stopped"
     assert kept(session) == ["a", "one two"]
 
 
+def test_a_turn_that_is_stopped_before_it_begins_says_nothing(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while its files are read and counted, which takes its time."""
+    (tmp_path / "notes.txt").write_text("some words")
+    monkeypatch.chdir(tmp_path)
+    session, model = begin(store, "one", "two")
+    events: list[Event] = []
+    turn = Turn(events.append)
+    count = model.tokenize
+
+    def tokenize(text: str, add_special: bool = True) -> list[int]:
+        turn.stop()
+        return count(text, add_special)
+
+    monkeypatch.setattr(model, "tokenize", tokenize)
+    session.send("read @notes.txt", turn)
+    assert events == [Finished(None)]
+    assert (turn.question, len(session.conversation), model.asked) == (None, 0, [])
+    play(session.send, "a")
+    turn = Turn(events.append)
+    turn.stop()
+    session.regenerate(None, turn)
+    assert texts(session) == ["a", "one"]
+    assert len(model.asked) == 1
+
+
 def test_a_failure_keeps_what_was_said(store: Store) -> None:
     session, _ = begin(store, DeviceLostError("the GPU is gone"), " and on")
     with pytest.raises(DeviceLostError):
-        list(session.send("a"))
+        play(session.send, "a")
     reply = session.conversation.path()[1]
     assert (reply.text, reply.state) == ("so far", "failed")
     assert kept(session) == ["a", "so far"]
-    list(session.continue_reply())
+    play(session.continue_reply)
     assert kept(session) == ["a", "so far and on"]
 
 
 def test_a_reply_is_saved_while_it_is_written(store: Store) -> None:
     """By a thread of its own: also while no word comes."""
     session, _ = begin(store, "one two")
-    events = session.send("a")
-    while next(events) != Delta("one"):
-        pass
-    for _ in range(500):
-        if kept(session) == ["a", "one"]:
-            break
-        time.sleep(0.02)
-    assert kept(session) == ["a", "one"]
-    assert store.load(session.conversation.id).path()[1].state == "killed"
-    list(events)
+
+    def watch(event: Event, turn: Turn) -> None:
+        if event == Delta("one"):
+            for _ in range(500):
+                if kept(session) == ["a", "one"]:
+                    break
+                time.sleep(0.02)
+            assert kept(session) == ["a", "one"]
+            assert store.load(session.conversation.id).path()[1].state == "killed"
+
+    play(session.send, "a", watch=watch)
 
 
 def test_a_chat_that_is_deleted_in_mid_reply_does_not_come_back(store: Store) -> None:
     session, _ = begin(store, "one two three")
-    events = session.send("a")
-    while next(events) != Delta("one"):
-        pass
-    store.delete(session.conversation.id)
-    session.stop()
-    list(events)
+
+    def watch(event: Event, turn: Turn) -> None:
+        if event == Delta("one"):
+            store.delete(session.conversation.id)
+            turn.stop()
+
+    (warning,) = (e for e in play(session.send, "a", watch=watch) if isinstance(e, Warned))
+    assert "this chat was deleted" in warning.text
     assert store.sessions() == []
     assert store.search("one") == []
 
@@ -268,20 +309,20 @@ def test_a_chat_that_is_deleted_in_mid_reply_does_not_come_back(store: Store) ->
 def test_without_a_store_the_chat_goes_on(store: Store) -> None:
     session, _ = begin(store, "one", "two", "three")
     store._connection.execute("PRAGMA query_only=1")
-    warnings = [event for event in session.send("a") if isinstance(event, Warned)]
+    warnings = [event for event in play(session.send, "a") if isinstance(event, Warned)]
     assert len(warnings) == 1
     assert "cannot be written" in warnings[0].text
     assert "is not saved" in warnings[0].text
-    assert not [event for event in session.send("b") if isinstance(event, Warned)]
+    assert not [event for event in play(session.send, "b") if isinstance(event, Warned)]
     store._connection.execute("PRAGMA query_only=0")
-    list(session.send("c"))
+    play(session.send, "c")
     assert texts(session) == kept(session) == ["a", "one", "b", "two", "c", "three"]
 
 
 def test_deleting_a_message(store: Store) -> None:
     session, _ = begin(store, "one", "two")
-    list(session.send("a"))
-    list(session.send("b"))
+    play(session.send, "a")
+    play(session.send, "b")
     session.delete(session.conversation.path()[2].id)
     assert texts(session) == kept(session) == ["a", "one"]
 
@@ -294,7 +335,7 @@ def test_files_go_with_a_message(store: Store, tmp_path: Path, monkeypatch: pyte
     (tmp_path / "notes.txt").write_text("buy milk\n")
     (tmp_path / "my notes.md").write_text("```\ncode\n```")
     session, model = begin(store)
-    events = list(session.send('see @notes.txt, @"my notes.md" and @nobody or me@notes.txt'))
+    events = play(session.send, 'see @notes.txt, @"my notes.md" and @nobody or me@notes.txt')
     assert [e.text for e in events if isinstance(e, Warned)] == [
         "there is no file 'nobody': @nobody is sent as it stands"
     ]
@@ -305,7 +346,7 @@ def test_files_go_with_a_message(store: Store, tmp_path: Path, monkeypatch: pyte
     assert "File `my notes.md`:\n````\n```\ncode\n```\n````" in sent
     assert store.load(session.conversation.id).path()[0] == message
     (tmp_path / "notes.txt").unlink()
-    list(session.edit(message.id, "and @notes.txt?"))
+    play(session.edit, message.id, "and @notes.txt?")
     assert session.conversation.path()[0].attachments == (message.attachments[0],)
 
 
@@ -330,7 +371,7 @@ def test_files_that_cannot_go(
     (tmp_path / "folder").mkdir()
     session, _ = begin(store)
     with pytest.raises(UsageError, match=complaint):
-        session.send(f"look at {name}")
+        play(session.send, f"look at {name}")
     assert len(session.conversation) == 0
 
 
@@ -341,7 +382,7 @@ def chatted(store: Store, n: int, context: int) -> tuple[ChatSession, FakeModel]
     """A chat of ``n`` turns of 11 tokens each."""
     session, model = begin(store, *(f"r{i} {'y ' * 4}y" for i in range(n)), context=context)
     for i in range(n):
-        assert isinstance(list(session.send(f"q{i} x x"))[-1], Finished)
+        assert isinstance(play(session.send, f"q{i} x x")[-1], Finished)
     return session, model
 
 
@@ -352,38 +393,38 @@ def roles(model: FakeModel, first_words: bool = True) -> list[str]:
 def test_a_full_context_is_asked_about(store: Store) -> None:
     session, model = chatted(store, 5, context=60)
     before = len(model.asked)
-    events = list(session.send("q5 x x"))
+    events = play(session.send, "q5 x x")
     assert events == [ContextFull(60, 60, False, ("drop", "summarise", "stop"))]
     assert len(model.asked) == before
-    assert list(session.make_room("stop")) == []
+    assert play(session.make_room, "stop") == []
     assert texts(session)[-1] == kept(session)[-1] == "q5 x x"
     with pytest.raises(UsageError, match="not full"):
-        session.make_room("drop")
+        play(session.make_room, "drop")
 
 
 def test_dropping_the_oldest_turns(store: Store) -> None:
     session, model = chatted(store, 5, context=60)
-    list(session.send("q5 x x"))
-    events = list(session.make_room("drop"))
+    play(session.send, "q5 x x")
+    events = play(session.make_room, "drop")
     assert events[0] == RoomMade(4, "")
     assert isinstance(events[-1], Finished)
     assert roles(model) == ["q2", "r2", "q3", "r3", "q4", "r4", "q5"]
     assert len(texts(session)) == len(kept(session)) == 12
-    list(session.send("q6"))
+    play(session.send, "q6")
     assert roles(model)[0] == "q2"
     # An edit keeps the window, and an edit before it is without.
-    list(session.edit(session.conversation.path()[10].id, "Q5"))
+    play(session.edit, session.conversation.path()[10].id, "Q5")
     assert roles(model)[0] == "q2"
-    list(session.edit(session.conversation.path()[6].id, "Q3"))
+    play(session.edit, session.conversation.path()[6].id, "Q3")
     assert roles(model)[0] == "q0"
     assert store.load(session.conversation.id) == session.conversation
 
 
 def test_summarising(store: Store) -> None:
     session, model = chatted(store, 11, context=128)
-    list(session.send("q11 x x x x x x"))
+    play(session.send, "q11 x x x x x x")
     model.replies = ["<think>hm</think> all of it", "fine"]
-    events = list(session.make_room("summarise"))
+    events = play(session.make_room, "summarise")
     assert "".join(e.text for e in events if isinstance(e, Summarising)) == "<think>hm</think> all of it"
     (made,) = [event for event in events if isinstance(event, RoomMade)]
     assert made.summary == "all of it"
@@ -399,13 +440,15 @@ def test_summarising(store: Store) -> None:
 
 def test_a_summary_that_is_stopped_can_be_asked_for_again(store: Store) -> None:
     session, model = chatted(store, 5, context=60)
-    list(session.send("q5 x x"))
+    play(session.send, "q5 x x")
     model.replies = ["one two three four"]
-    for event in session.make_room("summarise"):
-        if isinstance(event, Summarising):
-            session.stop()
+    play(
+        session.make_room,
+        "summarise",
+        watch=lambda event, turn: turn.stop() if isinstance(event, Summarising) else None,
+    )
     assert session.conversation.path()[-1].window is None
-    assert isinstance(list(session.make_room("drop"))[-1], Finished)
+    assert isinstance(play(session.make_room, "drop")[-1], Finished)
 
 
 def test_a_long_past_is_summarised_in_parts(store: Store) -> None:
@@ -415,9 +458,9 @@ def test_a_long_past_is_summarised_in_parts(store: Store) -> None:
         past.add("user", f"q{i} " + "x " * 9)
         past.add("assistant", f"r{i} " + "y " * 9)
     session = ChatSession(model, store, past)
-    assert isinstance(list(session.send("now"))[-1], ContextFull)
+    assert isinstance(play(session.send, "now")[-1], ContextFull)
     model.replies = ["first", "second", "third", "fourth", "fifth", "sixth", "done"]
-    list(session.make_room("summarise"))
+    play(session.make_room, "summarise")
     asked = [a for a in model.asked if "Summarise" in str(a.messages[-1]["content"])]
     assert len(asked) > 1
     assert "first" in str(asked[1].messages[0]["content"])
@@ -431,14 +474,14 @@ def test_a_long_past_is_summarised_in_parts(store: Store) -> None:
 def test_the_context_fills_in_a_reply(store: Store) -> None:
     session, model = chatted(store, 4, context=60)
     model.replies = ["z " * 30, "and on"]
-    events = list(session.send("q4"))
+    events = play(session.send, "q4")
     finished, full = events[-2:]
     assert isinstance(finished, Finished)
     assert finished.message is not None
     assert finished.message.state == "context"
     assert full == ContextFull(61, 60, True, ("drop", "summarise", "stop"))
     reply = finished.message.text
-    events = list(session.make_room("drop"))
+    events = play(session.make_room, "drop")
     assert isinstance(events[0], RoomMade)
     assert model.asked[-1].reply_prefix == reply
     assert texts(session)[-1] == kept(session)[-1] == reply + "and on"
@@ -447,11 +490,11 @@ def test_the_context_fills_in_a_reply(store: Store) -> None:
 
 def test_a_message_too_long_by_itself(store: Store) -> None:
     session, _ = chatted(store, 2, context=60)
-    (full,) = session.send("x " * 80)
+    (full,) = play(session.send, "x " * 80)
     assert isinstance(full, ContextFull)
     assert full.choices == ("stop",)
     with pytest.raises(UsageError, match="drop would not help here"):
-        session.make_room("drop")
+        play(session.make_room, "drop")
 
 
 # A real model.
@@ -479,10 +522,10 @@ def test_only_what_is_new_is_prefilled(store: Store, tmp_path: Path) -> None:
         past.add("assistant", "Once there was a dog that liked to walk in the park with all of the cats. " * 2)
     with localllm.load(path, device="reference") as llm:  # which compiles no kernels for this
         session = ChatSession(llm, store, past)
-        first = after(session, session.send("What is localllm?"))
+        first = after(session, play(session.send, "What is localllm?"))
         question = session.conversation.path()[-2]
-        edited = after(session, session.edit(question.id, "What is a token?"))
-        again = after(session, session.regenerate())
+        edited = after(session, play(session.edit, question.id, "What is a token?"))
+        again = after(session, play(session.regenerate, None))
         new = len(llm.tokenize("a token?;a:", add_special=False))
     assert first.prompt_tokens == first.prefilled_tokens > 1000
     assert edited.prompt_tokens > 1000
@@ -491,7 +534,7 @@ def test_only_what_is_new_is_prefilled(store: Store, tmp_path: Path) -> None:
     assert again.prefilled_tokens == 1
 
 
-def after(session: ChatSession, events: Iterator[Event]) -> Stats:
+def after(session: ChatSession, events: list[Event]) -> Stats:
     """The counters once all has happened, which also agree with what was told of the prompt meanwhile."""
     progress = [event for event in events if isinstance(event, Prefill)]
     stats = session.last
@@ -513,7 +556,7 @@ def test_messages_can_be_read_while_they_are_written(store: Store) -> None:
 
     thread = threading.Thread(target=read)
     thread.start()
-    list(session.send("a"))
+    play(session.send, "a")
     done.set()
     thread.join()
     assert max(lengths) <= 1000
@@ -523,8 +566,8 @@ def test_messages_can_be_read_while_they_are_written(store: Store) -> None:
 def test_what_could_not_be_kept_is_kept_later(store: Store) -> None:
     """While another program locks the file: a title, a system prompt, what is deleted, and where the talk goes on."""
     session, _ = begin(store, "one", "two")
-    list(session.send("first"))
-    list(session.send("second"))
+    play(session.send, "first")
+    play(session.send, "second")
     conversation = session.conversation
     store._connection.execute("PRAGMA busy_timeout=10")
     assert store.path is not None
@@ -536,7 +579,7 @@ def test_what_could_not_be_kept_is_kept_later(store: Store) -> None:
     assert "is not saved" in (session.take_warning() or "")
     other.execute("ROLLBACK")
     assert len(kept(session)) == 4
-    list(session.send("third"))
+    play(session.send, "third")
     loaded = store.load(conversation.id)
     assert (loaded.title, loaded.system) == ("new", "be kind")
     assert [message.text for message in loaded.messages] == ["first", "one", "third", "ok"]

@@ -10,6 +10,13 @@ from tests.helpers.chat_app import AppModel, Chat, chatting, setup
 from tests.helpers.scenes import MODELS, conversation
 
 
+def model() -> AppModel:
+    """The one that wrote the scene's replies: its counters are those of the status line."""
+    made = AppModel()
+    made.name = "Qwen2.5 1.5B"
+    return made
+
+
 async def looks_like(chat: Chat, name: str) -> None:
     """Waits until the screen is as in the snapshot of a name."""
     for screen in chat.app.screen_stack:
@@ -24,14 +31,14 @@ async def looks_like(chat: Chat, name: str) -> None:
 
 @pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 40)])
 async def test_the_conversation(size: tuple[int, int]) -> None:
-    async with chatting(setup(AppModel(), conversation=conversation()), size) as chat:
+    async with chatting(setup(model(), conversation=conversation()), size) as chat:
         for theme in ("dark", "light"):
             chat.app.theme = theme
             await looks_like(chat, f"chat-{size[0]}x{size[1]}-{theme}")
 
 
 async def test_other_screens() -> None:
-    built = setup(AppModel(), conversation=conversation(), list_models=lambda: MODELS)
+    built = setup(model(), conversation=conversation(), list_models=lambda: MODELS)
     async with chatting(built, (100, 30)) as chat:
         for name, key, awaited in (
             ("selected", "ctrl+up", "c Continue"),
@@ -53,7 +60,7 @@ async def test_other_screens() -> None:
 async def test_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     """With NO_COLOR there are greys alone, and what matters can be told without any."""
     monkeypatch.setenv("NO_COLOR", "1")
-    async with chatting(setup(AppModel(), conversation=conversation())) as chat:
+    async with chatting(setup(model(), conversation=conversation())) as chat:
         await chat.press("ctrl+up")
         await chat.sees("c Continue")
         legend = snapshots.dump(chat.app).split("\n\n")[-1]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.tui.thinking import TAGS, ThinkingSplitter, opening_tag, split
+from localllm.tui.chat.thinking import TAGS, ThinkingSplitter, opening_tag, split
 
 CASES = {
     "no thinking": ("Hello <b>you</b>", "", ("", "Hello <b>you</b>")),

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import os
+import shlex
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, NamedTuple
 
 from textual import getters
-from textual.app import ComposeResult
+from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
@@ -17,34 +23,30 @@ from textual.widgets import Static
 
 from localllm.errors import UsageError
 from localllm.tui import commands
-from localllm.tui.attachments import attach
-from localllm.tui.base import BaseApp
-from localllm.tui.completion import command_completions, file_completions, file_word
-from localllm.tui.control import shown
-from localllm.tui.conversation import Conversation
-from localllm.tui.events import ContextFull, Event
-from localllm.tui.failures import sentence
-from localllm.tui.history import History
-from localllm.tui.menu import MENU, NAMES
-from localllm.tui.replies import ChatModel
+from localllm.tui.base_app import BaseApp
+from localllm.tui.chat.attachments import attach, file_completions, file_word
+from localllm.tui.chat.conversation import Conversation
+from localllm.tui.chat.events import ContextFull, Turn
+from localllm.tui.chat.model import ChatModel
+from localllm.tui.chat.session import ChatSession
 from localllm.tui.screens.commands import Commands
-from localllm.tui.screens.following import Follower
-from localllm.tui.screens.links import open_link
-from localllm.tui.screens.messages import MessageActions
-from localllm.tui.screens.models_in_use import ModelInUse, ModelState
-from localllm.tui.screens.room import EDIT, TAKE_BACK, ask_room
-from localllm.tui.session import ChatSession
+from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_room, open_link
+from localllm.tui.screens.message_actions import MessageActions
+from localllm.tui.screens.model_loader import ModelLoader, ModelState
+from localllm.tui.screens.streaming import Follower, StreamedTurn
 from localllm.tui.setup import Setup
-from localllm.tui.turns import Turn
-from localllm.tui.widgets.composer import Composer
-from localllm.tui.widgets.keys import Keys
-from localllm.tui.widgets.reply import Reply
+from localllm.tui.storage.prompt_history import PromptHistory
+from localllm.tui.text import escape_controls, sentence
+from localllm.tui.widgets.composer import Composer, Suggestions
+from localllm.tui.widgets.footer import KeyFooter
+from localllm.tui.widgets.message import Reply
 from localllm.tui.widgets.status import StatusLine
-from localllm.tui.widgets.suggestions import Suggestions
 from localllm.tui.widgets.transcript import Transcript
 
 #: Seconds between two looks at the memory in use.
 _MEMORY_SECONDS = 3.0
+#: Seconds without a key after which the size of a file that was named is counted.
+_TYPING_SECONDS = 0.15
 #: Seconds that a reply has to end in when the program does.
 _PATIENCE_SECONDS = 5.0
 
@@ -56,6 +58,8 @@ class ChatScreen(MessageActions, Screen[None]):
         session: what is talked in.
         models: the model that is loaded, or will be.
         turn: what is being generated; None if nothing is.
+        replacing: the id of the message in whose place stands what is sent next.
+        unsaved: sessions of chats that were left while they could not be saved.
     """
 
     app = getters.app(BaseApp)
@@ -67,7 +71,7 @@ class ChatScreen(MessageActions, Screen[None]):
         Binding("f1", "command('help')", "Help"),
         *(
             Binding(entry.key, f"command({entry.name!r})", entry.title, show=entry.name in ("clear", "sessions"))
-            for entry in MENU
+            for entry in commands.PALETTE
             if entry.key and entry.name not in ("help", "quit")
         ),
     ]
@@ -75,18 +79,19 @@ class ChatScreen(MessageActions, Screen[None]):
     def __init__(self, setup: Setup) -> None:
         super().__init__()
         self.session = ChatSession(None, setup.store, setup.conversation, setup.more)
-        self.turn: Turn | None = None
-        self.models = ModelInUse(self)
+        self.turn: StreamedTurn | None = None
+        self.models = ModelLoader(self)
         self.replacing: str | None = None
+        self.unsaved: list[ChatSession] = []
         self.commands = Commands(self)
         self.suggestions = Suggestions()
-        self.composer = Composer(History(setup.history), self.suggestions)
+        self.composer = Composer(PromptHistory(setup.history), self.suggestions)
         self.transcript = Transcript()
         self.status = StatusLine()
-        self._is_stopped = False
         self._ended = asyncio.Event()
         self._ended.set()
-        self._sends_when_loaded = False
+        #: What is sent once a model is loaded, or the reply that was stopped has ended.
+        self._pending: _Draft | None = None
 
     def compose(self) -> ComposeResult:
         yield Static(id="heading")
@@ -96,7 +101,7 @@ class ChatScreen(MessageActions, Screen[None]):
         with Vertical(id="editor"):
             yield self.composer
         yield self.status
-        yield Keys()
+        yield KeyFooter()
 
     # -- Start and end ---------------------------------------------------------------------------------------------
 
@@ -107,12 +112,14 @@ class ChatScreen(MessageActions, Screen[None]):
         name = saved if first is None else first
         # Before any key is handled: a /model that is typed ahead comes after it, and Ctrl+Q finds it to cancel.
         self.app.spawn(self.models.load(name, keeps=name == saved), group="loading")
+        if self.app.setup.question:
+            self._send(self.app.setup.question)
         self.app.spawn(self._start())
         self.set_interval(_MEMORY_SECONDS, self._look_at_memory)
 
     async def _start(self) -> None:
         for notice in self.app.setup.notices:
-            self.app.say(notice, warning=True)
+            self.app.notify(notice, severity="warning")
         await self._show_chat()
         self.composer.typed.restore(await self.app.offload(self.composer.typed.load))
         await self._sample_memory()
@@ -120,10 +127,12 @@ class ChatScreen(MessageActions, Screen[None]):
     async def open(self, conversation: Conversation) -> None:
         """Shows a conversation in the place of the one before."""
         await self.end_turn()
+        self._take_back_pending()
         setup = self.app.setup
+        if await self.app.offload(self.session.flush, 0.0) is not None:
+            self.unsaved.append(self.session)
         self.session = ChatSession(self.models.model, setup.store, conversation, setup.more)
         self.replacing = None
-        self._sends_when_loaded = False
         self.hint("")
         await self._show_chat()
         if len(conversation):
@@ -132,14 +141,14 @@ class ChatScreen(MessageActions, Screen[None]):
     async def _show_chat(self) -> None:
         await self.refresh_all()
         self.transcript.follow()
-        if (warning := await self.app.offload(self.session.enter)) is not None:
-            self.app.say(warning, warning=True)
+        if (warning := await self.app.offload(self.session.mark_open)) is not None:
+            self.app.notify(warning, severity="warning")
             self.hint("Open in another terminal too: what both say is kept, as branches.")
 
     async def end_turn(self) -> None:
         """Stops what is generated, and waits for its end."""
         if self.turn is not None:
-            self.session.stop()
+            self.turn.stop()
             await self._ended.wait()
 
     async def quit(self) -> None:
@@ -156,7 +165,7 @@ class ChatScreen(MessageActions, Screen[None]):
     async def refresh_all(self) -> None:
         """Draws everything as it is now."""
         session = self.session
-        title = shown(session.conversation.title) or "New chat"
+        title = escape_controls(session.conversation.title) or "New chat"
         self.query_one("#heading", Static).update(Content.assemble((" localllm ", "bold"), f" {title}"))
         await self.transcript.show(session.conversation)
         self.refresh_bindings()
@@ -164,12 +173,12 @@ class ChatScreen(MessageActions, Screen[None]):
         if session is self.session and self.turn is None:
             self.status.change(meter=meter, stats=session.last)
         if (warning := session.take_warning()) is not None:
-            self.app.say(warning, warning=True)
+            self.app.notify(warning, severity="warning")
 
     def hint(self, text: str) -> None:
         """Says something above the editor; an empty text says nothing."""
         hint = self.query_one("#hint", Static)
-        hint.update(Content(shown(text)))
+        hint.update(Content(escape_controls(text)))
         hint.display = bool(text)
 
     def _look_at_memory(self) -> None:
@@ -180,22 +189,23 @@ class ChatScreen(MessageActions, Screen[None]):
 
     # -- Turns -----------------------------------------------------------------------------------------------------
 
-    def begin(self, start: Callable[[], Iterator[Event]], typed: str | None = None) -> None:
-        """Has something generated; see `Turn`.
+    def begin(self, start: Callable[[Turn], None], typed: str | None = None, replaced: str | None = None) -> None:
+        """Has something generated; see `StreamedTurn`.
 
         Raises:
-            UsageError: a reply is under way.
+            UsageError: a reply is under way, or a model is being loaded.
         """
         if self.turn is not None:
             raise UsageError("a reply is under way: Esc stops it")
-        self.turn = Turn(start, typed)
-        self._is_stopped = False
+        if self.models.state in (ModelState.TO_LOAD, ModelState.LOADING):
+            raise UsageError("the model is being loaded: wait until it is there")
+        self.turn = StreamedTurn(start, typed, replaced)
         self._ended.clear()
         self.refresh_bindings()
         self.app.spawn(self._run(self.session, self.turn), group="turn")
 
-    async def _run(self, session: ChatSession, turn: Turn) -> None:
-        thread = asyncio.create_task(asyncio.to_thread(turn.run))
+    async def _run(self, session: ChatSession, turn: StreamedTurn) -> None:
+        thread = asyncio.create_task(self.app.in_thread(turn.run))
         try:
             follower = Follower(self.app, session, self.transcript, self.status)
             outcome = await follower.follow(turn)
@@ -203,13 +213,16 @@ class ChatScreen(MessageActions, Screen[None]):
             await thread
             self.turn = None
             self._ended.set()
+        if turn.typed is not None and turn.question is None:  # it never became a message
+            self._take_back(_Draft(turn.typed, turn.replaced))
         if outcome.error is not None:
-            self._give_back(turn, session)
-            self.app.tell(outcome.error)
+            self.app.notify_error(outcome.error)
         if session is self.session:
             await self.refresh_all()
-        if outcome.full is not None:
+        if outcome.full is not None and session is self.session:
+            self._take_back_pending()
             await self._make_room(session, outcome.full)
+        self.send_pending()
 
     async def _make_room(self, session: ChatSession, full: ContextFull) -> None:
         """Does what is to be done about a full context; asks, unless that was said before."""
@@ -226,23 +239,19 @@ class ChatScreen(MessageActions, Screen[None]):
         if choice != "stop":
             self.begin(partial(session.make_room, choice))
 
-    def _give_back(self, turn: Turn, session: ChatSession) -> None:
-        """What was typed stays in the editor if it never became a message."""
-        path = session.conversation.path()
-        was_said = any(message.role == "user" and message.text == turn.typed for message in path[-2:])
-        if turn.typed and not was_said and not self.composer.text:
-            self.composer.put(turn.typed)
+    @property
+    def is_ending(self) -> bool:
+        """Whether what is generated has ended, or was stopped, and is about to be drawn as it stays."""
+        return self.turn is not None and (self.turn.is_stopped or self.turn.has_ended)
 
     def action_stop(self) -> None:
         """Esc: closes what is open, stops what is generated, or goes back to the editor."""
         if self.suggestions.display:
             self.suggestions.offer([])
-        elif self.turn is not None:
-            self._is_stopped = True
-            self.session.stop()
-        elif self._sends_when_loaded:
-            self._sends_when_loaded = False
-            self.hint("")
+        elif self.turn is not None and not self.turn.is_stopped:
+            self.turn.stop()
+        elif self._pending is not None:
+            self._take_back_pending()
         elif self.replacing is not None:
             self.replacing = None
             self.hint("")
@@ -262,7 +271,7 @@ class ChatScreen(MessageActions, Screen[None]):
         try:
             self.submit(text)
         except UsageError as error:
-            self.app.tell(error)
+            self.app.notify_error(error)
 
     def submit(self, text: str) -> None:
         """Sends a message, or runs a command.
@@ -277,30 +286,47 @@ class ChatScreen(MessageActions, Screen[None]):
             self._remember(text)
             self.run_command(text)
             return
-        if self.is_ending:
-            self.app.ask(self._submit_after_end(), group="submit")
-            return
-        if self.turn is not None:
+        if self.turn is not None and not self.is_ending:
             raise UsageError("a reply is under way: Esc stops it")
+        if self._pending is not None:
+            raise UsageError("a message waits to be sent already: Esc takes it back")
         if self.models.state is ModelState.NONE:
             raise UsageError("no model is loaded: choose one with /model")
-        if self.models.state is not ModelState.LOADED:
-            self._sends_when_loaded = True
-            self.hint("The model is being loaded: the message is sent as soon as it is there. Esc: not.")
-            return
-        session, replaced, self.replacing = self.session, self.replacing, None
+        self._pending, self.replacing = _Draft(text, self.replacing), None
         self._remember(text)
-        start = partial(session.send, typed) if replaced is None else partial(session.edit, replaced, typed)
-        self.begin(start, typed=typed)
+        if self.models.state is not ModelState.LOADED:
+            self.hint("The model is being loaded: your message is sent as soon as it is there. Esc takes it back.")
+        self.send_pending()
 
-    @property
-    def is_ending(self) -> bool:
-        """Whether a reply has ended, or was stopped, and is about to be drawn as it stays."""
-        return self.turn is not None and (self._is_stopped or not self.session.busy)
+    def send_pending(self) -> None:
+        """Sends the message that waits, if it can be sent now; where no model could be loaded, takes it back."""
+        draft, state = self._pending, self.models.state
+        if draft is None or self.turn is not None or state in (ModelState.TO_LOAD, ModelState.LOADING):
+            return
+        if state is ModelState.NONE:
+            self._take_back_pending()
+            self.app.notify_error(UsageError("no model is loaded: choose one with /model"))
+            return
+        self._pending = None
+        self.hint("")
+        text = str(commands.parse(draft.text))
+        start = partial(self.session.send, text)
+        if draft.replaced is not None:
+            start = partial(self.session.edit, draft.replaced, text)
+        self.begin(start, draft.text, draft.replaced)
 
-    async def _submit_after_end(self) -> None:
-        await self._ended.wait()
-        self.composer.action_send()
+    def _take_back_pending(self) -> None:
+        draft, self._pending = self._pending, None
+        if draft is not None:
+            self.hint("")
+            self._take_back(draft)
+
+    def _take_back(self, draft: _Draft) -> None:
+        """Puts a message that was not sent into the editor again, before what was typed since."""
+        since = self.composer.message
+        self.composer.put(f"{draft.text}\n{since}" if since else draft.text)
+        if self.replacing is None and draft.replaced in self.session.conversation:
+            self.replacing = draft.replaced
 
     def _remember(self, text: str) -> None:
         self.composer.empty()
@@ -309,19 +335,39 @@ class ChatScreen(MessageActions, Screen[None]):
         if self.composer.typed.add(text):
             self.app.spawn(self.app.offload(self.composer.typed.save, text), group="history")
 
-    def send_waiting(self) -> None:
-        """Sends the message that waits for the model; where none could be loaded, it stays in the editor."""
-        if self._sends_when_loaded:
-            self._sends_when_loaded = False
-            self.hint("")
-            self._send(self.composer.message)
+    async def write_outside(self) -> None:
+        """Has the message written in the editor that the user's environment names.
+
+        Raises:
+            UsageError: there is none, or it fails; the message stays as it was.
+        """
+        command = os.environ.get("VISUAL") or os.environ.get("EDITOR")
+        if not command:
+            raise UsageError("no editor is set: export EDITOR=nano, or another one, and start the chat again")
+        with tempfile.TemporaryDirectory(prefix="localllm-") as folder:
+            path = Path(folder, "message.md")
+            path.write_text(self.composer.message, "utf-8")
+            try:
+                with self.app.suspend():
+                    subprocess.run([*shlex.split(command), str(path)], check=True)
+                text = path.read_text("utf-8")
+            except SuspendNotSupported:
+                raise UsageError("an editor cannot be started from this terminal") from None
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                raise UsageError(
+                    f"the editor {command!r} has failed ({error}): the message stays as it was"
+                ) from None
+        self.refresh(layout=True)
+        self.composer.put(text.removesuffix("\n"))
+        self.composer.focus()
 
     def on_composer_typed(self, event: Composer.Typed) -> None:
         event.stop()
-        self.app.spawn(self._suggest(event.line, event.is_first), group="suggestions")
+        work = self._suggest(event.line, event.is_first)
+        self.run_worker(work, group="suggestions", exclusive=True, exit_on_error=False)
 
     async def _suggest(self, line: str, is_first: bool) -> None:
-        choices = command_completions(line, NAMES) if is_first else []
+        choices = commands.completions(line) if is_first else []
         if not choices and file_word(line) is not None:
             choices = await self.app.offload(file_completions, line)
         if line == self.composer.line_to_cursor:
@@ -331,17 +377,21 @@ class ChatScreen(MessageActions, Screen[None]):
     async def _tell_size(self, line: str) -> None:
         """Says how many tokens the file has that has just been named, where a model is there to count them."""
         model = self.session.model
-        if model is None or self.replacing is not None or self._sends_when_loaded:
+        if model is None or self.replacing is not None or self._pending is not None:
             return
         if not line.endswith(" ") or "@" not in line:
             self.hint("")
             return
+        await asyncio.sleep(_TYPING_SECONDS)  # what is typed next cancels it
+        is_wanted = threading.Event()
+        is_wanted.set()
         try:
-            files = await self.app.offload(_sizes, line, model)
+            files = await self.app.in_thread(_sizes, line, model, is_wanted)
         except UsageError as error:
             files = [sentence(error)]
-        if line == self.composer.line_to_cursor:
-            self.hint(", ".join(files))
+        finally:
+            is_wanted.clear()
+        self.hint(", ".join(files))
 
     def on_option_list_option_selected(self, event: Suggestions.OptionSelected) -> None:
         event.stop()
@@ -366,7 +416,14 @@ class ChatScreen(MessageActions, Screen[None]):
         self.app.spawn(open_link(self.app, event.address), group="link")
 
 
-def _sizes(line: str, model: ChatModel) -> list[str]:
-    """The files that a line names, and their tokens."""
-    attached = attach(line, lambda text: len(model.tokenize(text, add_special=False)))
+class _Draft(NamedTuple):
+    """A message as it was typed, and the id of the one in whose place it shall stand."""
+
+    text: str
+    replaced: str | None
+
+
+def _sizes(line: str, model: ChatModel, is_wanted: threading.Event) -> list[str]:
+    """The files that a line names, and their tokens; counting ends where nobody waits for it any more."""
+    attached = attach(line, lambda text: len(model.tokenize(text, add_special=False)) if is_wanted.is_set() else 0)
     return [f"{file.name}: {file.n_tokens:,} tokens" for file in attached.files]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, TypeVar
+from urllib.parse import urlsplit
 
 from textual import getters
 from textual.app import ComposeResult
@@ -11,12 +12,13 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Input, OptionList, Static
+from textual.widgets import Input, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
-from localllm.tui.base import BaseApp
-from localllm.tui.control import shown
-from localllm.tui.widgets.keys import Keys
+from localllm.tui.base_app import BaseApp
+from localllm.tui.chat.events import ContextFull
+from localllm.tui.text import escape_controls
+from localllm.tui.widgets.footer import KeyFooter
 
 Result = TypeVar("Result")
 
@@ -34,9 +36,9 @@ class Dialog(ModalScreen[Result | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="box") as box:
-            box.border_title = Content(shown(self._title))
+            box.border_title = Content(escape_controls(self._title))
             yield from self.content()
-        yield Keys(show_command_palette=False, compact=True)
+        yield KeyFooter(show_command_palette=False, compact=True)
 
     def content(self) -> ComposeResult:
         """What is in the box."""
@@ -60,11 +62,10 @@ class Choose(Dialog[str]):
 
     def content(self) -> ComposeResult:
         if self._text:
-            yield Static(Content(shown(self._text)), classes="text")
-        yield OptionList(*(Option(Content(shown(label)), id=id_) for id_, label in self._choices))
-
-    def on_mount(self) -> None:
-        self.query_one(OptionList).highlighted = self._at
+            yield Static(Content(escape_controls(self._text)), classes="text")
+        options = OptionList(*(Option(Content(escape_controls(label)), id=id_) for id_, label in self._choices))
+        options.highlighted = self._at  # before any key comes
+        yield options
 
     def action_choose(self) -> None:
         self.query_one(OptionList).action_select()
@@ -120,7 +121,7 @@ class Ask(Dialog[str]):
 
     def content(self) -> ComposeResult:
         if self._text:
-            yield Static(Content(shown(self._text)), classes="text")
+            yield Static(Content(escape_controls(self._text)), classes="text")
         yield Input(self._value, placeholder=self._placeholder)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
@@ -131,7 +132,7 @@ class Ask(Dialog[str]):
         self.dismiss(self.query_one(Input).value)
 
 
-class Tell(Dialog[None]):
+class TextDialog(Dialog[None]):
     """A text to read."""
 
     def __init__(self, title: str, text: str) -> None:
@@ -139,14 +140,93 @@ class Tell(Dialog[None]):
         self._text = text
 
     def content(self) -> ComposeResult:
-        yield Static(Content(shown(self._text)), classes="text")
+        yield Static(Content(escape_controls(self._text)), classes="text")
 
 
 def rows(cells: Sequence[Sequence[str]]) -> list[Content]:
     """Lines of cells, in columns of equal width."""
-    columns = [[Content(shown(cell)) for cell in column] for column in zip(*cells, strict=True)]
+    columns = [[Content(escape_controls(cell)) for cell in column] for column in zip(*cells, strict=True)]
     widths = [max(cell.cell_length for cell in column) for column in columns]
     return [
         Content("  ").join(cell.pad_right(width - cell.cell_length) for cell, width in zip(row, widths, strict=True))
         for row in zip(*columns, strict=True)
     ]
+
+
+class SystemScreen(Dialog[str]):
+    """What the model is told before the conversation; the result is the new text."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+s", "save", "Save", priority=True)]
+
+    def __init__(self, text: str) -> None:
+        super().__init__("System prompt")
+        self._text = text
+        self.add_class("large")
+
+    def content(self) -> ComposeResult:
+        yield Static(
+            Content("What the model is told before the conversation begins. Empty: nothing."), classes="text"
+        )
+        yield TextArea(self._text, compact=True, highlight_cursor_line=False)
+
+    def on_mount(self) -> None:
+        editor = self.query_one(TextArea)
+        editor.move_cursor(editor.document.end)
+
+    def action_save(self) -> None:
+        self.dismiss(self.query_one(TextArea).text)
+
+
+#: What is done with a message that does not fit, beside the choices of `ContextFull`.
+EDIT, TAKE_BACK = "edit", "take back"
+
+_CHOICES = {
+    "drop": "Drop the oldest turns: the model does not get them any more; they stay here",
+    "summarise": "Summarise: the model writes down what was said, and goes on with that",
+    "stop": "Stop: the reply is left as it is",
+}
+
+
+def ask_room(event: ContextFull) -> Choose:
+    """The dialog; its result is a `localllm.tui.chat.events.Choice`, `EDIT` or `TAKE_BACK`."""
+    what = "the conversation and the reply so far have" if event.in_reply else "the conversation has"
+    text = f"{what[0].upper()}{what[1:]} {event.needed:,} tokens, and the context holds {event.context:,}."
+    if event.choices == ("stop",):
+        too_long = "reply is too long: ask for a shorter one"
+        if not event.in_reply:
+            too_long = "last message alone is too long: shorten it"
+        text += f" The {too_long}, or load the model with a larger context."
+    choices: list[tuple[str, str]] = [(choice, _CHOICES[choice]) for choice in event.choices]
+    if not event.in_reply:
+        choices[-1:] = [
+            (EDIT, "Edit your message"),
+            (TAKE_BACK, "Take your message back"),
+            ("stop", "Stop: the message stays without a reply"),
+        ]
+    return Choose("The context is full", text, choices)
+
+
+async def open_link(app: BaseApp, address: str) -> None:
+    """Asks whether to open a link, with all of its address, and does so."""
+    text = escape_controls(address).replace("\n", "")
+    choices = [("no", "Cancel"), ("copy", "Copy the address")]
+    title = "No link to a web page"
+    if is_web(address):
+        choices.append(("open", "Open in the browser"))
+        title = "Open this link?"
+    chosen = await app.push_screen_wait(Choose(title, text, choices))
+    if chosen == "open":
+        app.open_url(address)
+    elif chosen == "copy":
+        app.copy_to_clipboard(text)
+
+
+def is_web(address: str) -> bool:
+    """Whether an address is of a web page: http or https, with a host, and nothing that does not belong there."""
+    if any(not "!" <= c <= "~" for c in address):
+        return False
+    try:
+        parts = urlsplit(address)
+        return parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        return False

@@ -13,7 +13,6 @@ from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from localllm.tui.commands import COMMANDS
-from localllm.tui.menu import MENU
 from localllm.tui.screens.dialogs import Dialog
 
 _TYPING = (
@@ -21,11 +20,13 @@ _TYPING = (
     ("Ctrl+J", "a new line; so are Alt+Enter, Shift+Enter, and \\ before Enter"),
     ("↑ ↓", "at the first and the last line: what was typed before"),
     ("/ @", "a command; a text file to attach. Tab takes what is offered"),
+    ("! Ctrl+E", "a shell command, whose output is sent; your own editor"),
     ("Esc", "stops the reply at once; what was said is kept"),
     ("Ctrl+G", "goes on with a reply that was cut off"),
     ("Page ↑ ↓", "scrolls the conversation"),
     ("Ctrl+P", "finds every command"),
-    ("Ctrl+C Ctrl+Q", "quit, as does Ctrl+D where nothing is typed; the chat is kept, also in mid-reply"),
+    ("Ctrl+C", "stops the reply; again, or where there is none, it quits"),
+    ("Ctrl+Q", "quits, as does Ctrl+D where nothing is typed; the chat is kept, also in mid-reply"),
 )
 _ON_A_MESSAGE = (
     ("Ctrl+↑ Ctrl+↓", "select one, as do Shift+Tab and a click. Then:"),
@@ -88,8 +89,6 @@ def _part(title: str, rows: Iterable[tuple[str, str]], note: str = "") -> Render
 
 
 def _commands() -> list[tuple[str, str]]:
-    keys = {entry.name: f" ({entry.shown_key})" for entry in MENU if entry.key}
     return [
-        (f"/{command.name} {command.arguments}".rstrip(), command.help + keys.get(command.name, ""))
-        for command in COMMANDS
+        (command.usage, command.help + (f" ({command.shown_key})" if command.key else "")) for command in COMMANDS
     ]

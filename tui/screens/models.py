@@ -14,9 +14,9 @@ from textual.widgets.option_list import Option
 from textual.worker import Worker, WorkerFailed
 
 from localllm.cli.terminal import quantity
-from localllm.tui.failures import sentence
 from localllm.tui.screens.dialogs import Find, FoundList, rows
 from localllm.tui.setup import ModelEntry
+from localllm.tui.text import sentence
 
 _HEAD = ("model", "size", "format", "parameters", "context", "fits")
 
@@ -47,7 +47,7 @@ class ModelsScreen(Find):
 
     async def _list(self) -> None:
         try:
-            self._entries = await self.app.offload(lambda: list(self._list_models()))
+            self._entries = await self.app.in_thread(lambda: list(self._list_models()))
         except Exception as error:
             self.query_one(".empty", Static).update(Content(sentence(error)))
             raise

@@ -13,9 +13,9 @@ from textual.widgets import Input, Label, Static, TextArea
 
 from localllm.declared_options import Sampling, declared
 from localllm.errors import UsageError
-from localllm.tui import options
-from localllm.tui.failures import sentence
+from localllm.tui.chat import settings as chat_settings
 from localllm.tui.screens.dialogs import Dialog
+from localllm.tui.text import sentence
 
 
 class _Field(NamedTuple):
@@ -74,7 +74,7 @@ class SamplingScreen(Dialog[dict[str, Any]]):
             widget = self.query_one(f"#{field.name}", Input)
             text = widget.value if field.name == "reply_prefix" else widget.value.strip()
             try:
-                settings = options.with_setting(settings, field.name, text) if text else settings
+                settings = chat_settings.with_setting(settings, field.name, text) if text else settings
             except UsageError as error:
                 self._complain(error, widget)
                 return

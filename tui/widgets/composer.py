@@ -1,19 +1,60 @@
-"""The editor that messages are typed in."""
+"""The list of ways to go on with what is being typed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual import events
 from textual.actions import SkipAction
 from textual.binding import Binding, BindingType
+from textual.content import Content
 from textual.message import Message
-from textual.widgets import TextArea
+from textual.widgets import OptionList, TextArea
+from textual.widgets.option_list import Option
 
-from localllm.tui.completion import Completion
-from localllm.tui.history import History
-from localllm.tui.pastes import Pastes
-from localllm.tui.widgets.suggestions import Suggestions
+from localllm.tui.chat.attachments import MOST, Completion
+from localllm.tui.storage.prompt_history import PromptHistory
+from localllm.tui.text import Pastes, escape_controls
+
+
+class Suggestions(OptionList, can_focus=False):
+    """The choices; the editor keeps the focus, and tells this which one is meant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choices: list[Completion] = []
+        self._line = ""
+        self.display = False
+
+    def offer(self, choices: Sequence[Completion], line: str = "") -> None:
+        """Shows choices for a line; none hides the list."""
+        self._line = line
+        if list(choices) == self.choices:
+            return
+        self.choices = list(choices)
+        self.clear_options()
+        self.add_options([Option(_line(choice)) for choice in self.choices])
+        self.display = bool(self.choices)
+        self.styles.height = min(len(self.choices), MOST)
+        if self.choices:
+            self.highlighted = 0
+
+    def chosen(self, line: str) -> Completion | None:
+        """The choice that is highlighted; None while the list is hidden, or was made for another line than this."""
+        fits = self.display and line == self._line
+        return self.choices[self.highlighted] if fits and self.highlighted is not None else None
+
+    def move(self, by: int) -> None:
+        """Highlights another one; after the last one comes the first."""
+        if self.highlighted is not None:
+            self.highlighted = (self.highlighted + by) % len(self.choices)
+
+
+def _line(choice: Completion) -> Content:
+    text = Content(escape_controls(choice.text))
+    return Content.assemble(text, "  ", (choice.help, "dim")) if choice.help else text
+
 
 PLACEHOLDER = "Message · Enter sends · Ctrl+J new line · / command · @ file"
 
@@ -33,6 +74,7 @@ class Composer(TextArea):
         Binding("up", "older", "Earlier message", show=False),
         Binding("down", "newer", "Later message", show=False),
         Binding("tab", "complete", "Complete", show=False),
+        Binding("ctrl+e", "screen.command('editor')", "Editor", show=False),
         Binding("pageup", "screen.scroll_page(-1)", "Page up", show=False),
         Binding("pagedown", "screen.scroll_page(1)", "Page down", show=False),
     ]
@@ -52,12 +94,13 @@ class Composer(TextArea):
             self.line = line
             self.is_first = is_first
 
-    def __init__(self, history: History, suggestions: Suggestions) -> None:
+    def __init__(self, history: PromptHistory, suggestions: Suggestions) -> None:
         super().__init__(placeholder=PLACEHOLDER, compact=True, highlight_cursor_line=False)
         self.typed = history
         self.suggestions = suggestions
         self.pastes = Pastes()
         self._called_up = ""
+        self._told = ("", True)
 
     # -- What is in it ---------------------------------------------------------------------------------------------
 
@@ -161,7 +204,10 @@ class Composer(TextArea):
             self.suggestions.offer([])
             return
         self._called_up = ""
-        self.post_message(self.Typed(self.line_to_cursor, self.cursor_location[0] == 0))
+        told = (self.line_to_cursor, self.cursor_location[0] == 0)
+        if told != self._told:  # a key may change the text, and then the cursor
+            self._told = told
+            self.post_message(self.Typed(*told))
 
     @property
     def line_to_cursor(self) -> str:

@@ -8,17 +8,121 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
+from textual.message import Message as Posted
 from textual.style import Style
-from textual.widgets import Static
+from textual.widgets import Collapsible, Markdown, Static
+from textual.widgets.markdown import MarkdownStream
 
-from localllm.tui.control import shown
-from localllm.tui.conversation import Message
-from localllm.tui.thinking import Piece, ThinkingClock
-from localllm.tui.widgets.reply import Reply
-from localllm.tui.widgets.thinking import Thinking
+from localllm.tui.chat.conversation import Message
+from localllm.tui.chat.thinking import Piece, ThinkingClock
+from localllm.tui.text import escape_controls, parser
+
+
+class Reply(Markdown):
+    """A reply's answer.
+
+    While it streams, pieces go through Textual's stream, which joins those that come while it draws; at the end it is
+    drawn once more as a whole, since a block may have been read otherwise before its end was there.
+    """
+
+    class Link(Posted):
+        """Somebody wants to open a link."""
+
+        def __init__(self, address: str) -> None:
+            super().__init__()
+            self.address = address
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(escape_controls(text), parser_factory=parser, open_links=False)
+        self._stream: MarkdownStream | None = None
+
+    async def write(self, text: str) -> None:
+        """Adds a piece."""
+        if self._stream is None:
+            self._stream = Markdown.get_stream(self)
+        await self._stream.write(escape_controls(text))
+
+    async def show(self, text: str) -> None:
+        """Shows a whole text, and ends the stream if there is one."""
+        if self._stream is not None:
+            await self._stream.stop()
+            self._stream = None
+        await self.update(escape_controls(text))
+
+    def on_markdown_link_clicked(self, event: Markdown.LinkClicked) -> None:
+        event.stop()
+        self.post_message(self.Link(event.href))
+
+
+class Thinking(Collapsible):
+    """A thinking section, drawn only while it is open: in blocks, of which what comes next changes the last one.
+
+    Attributes:
+        text: all of it.
+    """
+
+    def __init__(self, text: str, seconds: float | None) -> None:
+        self.text = escape_controls(text)
+        self._n_drawn = 0  # characters of blocks that stay as they are
+        self._last = Static(classes="thought")
+        self._body = Vertical(self._last, classes="thoughts")
+        super().__init__(self._body, title=_title(self.text, seconds, False), collapsed=True)
+
+    @property
+    def blocks(self) -> list[Static]:
+        return list(self._body.query(Static))
+
+    def write(self, text: str, seconds: float) -> None:
+        """Adds a piece, after so many seconds of thinking."""
+        self.text += escape_controls(text)
+        self.title = _title(self.text, seconds, True)
+        self._draw()
+
+    def show(self, text: str, seconds: float | None) -> None:
+        """Shows what was thought in the end; how long it took, if that is known."""
+        whole = escape_controls(text)
+        if not whole.startswith(self.text[: self._n_drawn]):
+            self._n_drawn = 0
+            self._body.query(Static).remove()
+            self._add_block()
+        self.text = whole
+        self.title = _title(self.text, seconds, False)
+        self._draw()
+
+    def _draw(self) -> None:
+        if self.collapsed or not self._body.is_mounted:
+            return
+        while True:
+            rest = self.text[self._n_drawn :]
+            end = rest.rfind("\n", 0, _BLOCK_LENGTH) if len(rest) > _BLOCK_LENGTH else -1
+            if end < 0:
+                self._last.update(Content(rest.rstrip()))
+                return
+            self._last.update(Content(rest[:end]))
+            self._n_drawn += end + 1
+            self._add_block()
+
+    def _add_block(self) -> None:
+        self._last = Static(classes="thought")
+        self._body.mount(self._last)
+
+    def on_collapsible_expanded(self) -> None:
+        self._draw()
+
+
+def _title(text: str, seconds: float | None, is_thinking: bool) -> str:
+    if is_thinking:
+        return f"Thinking … {0.0 if seconds is None else seconds:.0f} s"
+    if seconds is not None:
+        return f"Thought for {seconds:.1f} s"
+    n_words = len(text.split())
+    return f"Thought in {n_words:,} word{'s' * (n_words != 1)}"
+
 
 #: Lines of a user's message that are shown before it is unfolded.
 _MOST_LINES = 30
+#: Characters of thinking that are drawn as one block, which ends where a line does.
+_BLOCK_LENGTH = 2000
 
 _ENDS = {
     "stopped": "stopped",
@@ -168,7 +272,7 @@ class MessageView(Vertical, can_focus=True):
             name = "You"
         else:
             written = "" if self.message.stats is None or self._is_streaming else self.message.stats.model
-            name = shown(written or self._writer) or "Reply"
+            name = escape_controls(written or self._writer) or "Reply"
         number, n = self.branch
         parts: list[str | Content | tuple[str, str | Style]] = [(name, "bold"), (f" #{self.number}", "dim")]
         if n > 1:
@@ -176,7 +280,7 @@ class MessageView(Vertical, can_focus=True):
         return Content.assemble(*parts)
 
     def _said(self) -> Content:
-        lines = shown(self.message.text).split("\n")
+        lines = escape_controls(self.message.text).split("\n")
         if len(lines) <= _MOST_LINES or self._is_unfolded:
             return Content("\n".join(lines))
         n_more = len(lines) - _MOST_LINES // 2
@@ -187,7 +291,7 @@ class MessageView(Vertical, can_focus=True):
         message = self.message
         if self._is_streaming:
             return Content("")
-        parts = [f"+ {shown(file.name)} · {file.n_tokens:,} tokens" for file in message.attachments]
+        parts = [f"+ {escape_controls(file.name)} · {file.n_tokens:,} tokens" for file in message.attachments]
         if message.role == "assistant" and message.state in _ENDS:
             how = " · Ctrl+G or /continue goes on" if self.is_last else ""
             parts.append(_ENDS[message.state] + how)

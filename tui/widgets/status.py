@@ -9,9 +9,9 @@ from textual.content import Content
 from textual.widgets import Static
 
 from localllm.cli.terminal import quantity
-from localllm.tui.control import shown
-from localllm.tui.conversation import Stats
-from localllm.tui.session import Meter
+from localllm.tui.chat.conversation import Stats
+from localllm.tui.chat.session import Meter
+from localllm.tui.text import escape_controls
 
 #: From this share of the context on the meter warns.
 _NEARLY_FULL = 0.85
@@ -81,7 +81,7 @@ def _parts(status: Status) -> list[tuple[int, Content]]:
         parts.append((7, Content(f"{stats.rate:.1f} tok/s")))
         parts.append((3, Content(f"first after {stats.first_token_s:.2f} s")))
     if status.model:
-        parts.append((6, Content(shown(status.model))))
+        parts.append((6, Content(escape_controls(status.model))))
         parts.append((4, Content(status.device)))
     elif not status.activity:
         parts.append((6, Content.styled("no model: /model chooses one", "$text-warning")))

@@ -10,8 +10,8 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from localllm.tui.conversation import Conversation, Message
-from localllm.tui.prompts import window_of
+from localllm.tui.chat.context import window_of
+from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.widgets.message import MessageView
 
 #: Messages that are drawn at first, and how many more each time that earlier ones are asked for.

@@ -154,7 +154,7 @@ def _relative_error(a: NDArray[Any], b: NDArray[Any]) -> float:
 
 
 def attention(machine: Machine) -> Iterator[Row]:
-    """Attention of single tokens far into the cache, and of prompts."""
+    """Attention of single tokens far into the cache, and of context."""
     for cache_type in ("f16", "q8_0"):
         for n_sequences, length in machine.sizes.decode:
             yield _attention(machine, cache_type, n_sequences, 1, length)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.gpu.sections import Found, shown
+from tests.benchmarks.gpu.sections import Found, escape_controls
 
 
 def markdown(head: dict[str, str], results: Sequence[Found]) -> str:
@@ -28,7 +28,7 @@ def markdown(head: dict[str, str], results: Sequence[Found]) -> str:
 def _table(found: Found) -> str:
     columns = list(dict.fromkeys(name for row in found.rows for name in row))
     lines = [columns, ["---"] * len(columns)]
-    lines += [["" if row.get(name) is None else shown(row[name]) for name in columns] for row in found.rows]
+    lines += [["" if row.get(name) is None else escape_controls(row[name]) for name in columns] for row in found.rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
 
 

@@ -84,10 +84,10 @@ def run_all(sections: Sequence[Section], seconds: float, show: Callable[[str], N
 
 def line(row: Row) -> str:
     """A row for the terminal."""
-    return "  ".join(f"{name} {shown(value)}" for name, value in row.items() if value not in (None, ""))
+    return "  ".join(f"{name} {escape_controls(value)}" for name, value in row.items() if value not in (None, ""))
 
 
-def shown(value: Any) -> str:
+def escape_controls(value: Any) -> str:
     """A value in a table."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -90,6 +90,8 @@ def _of_format(type: KernelType, architecture: int) -> Iterator[Case]:
     limits = ProductLimits(capability, SHARED_BYTES[architecture])
     for rows in sorted({format.input_rows(n) for n in ROWS}):
         launches.append(matmul.product_launch(format, [4096], 4096, rows, limits))
+        if rows in (1, 8, 64):
+            launches.append(matmul.product_launch(format, [512], 512, rows, limits, n_heads=16))
     for rows in (8, 64) if capability >= matmul.TENSOR_CORES else (8,):
         for n in (1, 512):
             sizes = [4096], 4096, n, n, n, rows
@@ -101,7 +103,7 @@ def _of_format(type: KernelType, architecture: int) -> Iterator[Case]:
 def _name(launch: Launch) -> str:
     """Stages of shared memory take no registers."""
     parts = (launch.kernel, *(launch.defines.get(key) for key in ("FORMAT", "TOKENS", "ROWS")))
-    return " ".join(str(part) for part in parts if part is not None)
+    return " ".join(str(part) for part in parts if part is not None) + " of heads" * ("HEADS" in launch.defines)
 
 
 def _of_heads(head_dim: int, cache_type: CacheType, architecture: int) -> Iterator[Case]:

@@ -325,6 +325,14 @@ def test_a_device_of_too_little_shared_memory_is_refused_with_the_numbers() -> N
         choose_variant(Variant(256, 256, "f16"), 48 << 10)
 
 
+def test_latents_that_do_not_fit_with_scales_do_as_halves() -> None:
+    """Those of DeepSeek, on a device of 99 KiB."""
+    latents = {"key_dim": 576, "value_dim": 512, "values_in_keys": True}
+    assert choose_variant(Variant(cache_type="f16", **latents), 99 << 10).largest_block_bytes <= 99 << 10
+    with pytest.raises(KernelError, match=r"needs 102720 bytes .* gives 101376: use cache_type='f16', device='cpu'"):
+        choose_variant(Variant(cache_type="q8_0", **latents), 99 << 10)
+
+
 @pytest.mark.parametrize("dims", [(0, 16), (16, 0), (641, 16), (16, 513)])
 def test_heads_of_other_sizes_are_refused(dims: tuple[int, int]) -> None:
     with pytest.raises(KernelError, match=f"640 values in keys and 512 in values, not {dims[0]} and {dims[1]}"):

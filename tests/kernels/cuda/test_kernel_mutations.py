@@ -247,6 +247,10 @@ CASES = {
     "recurrence": recurrence(is_per_channel=False),
     "recurrence by channel": recurrence(is_per_channel=True),
     "softcap": elementwise("softcap", soft_capped),
+    "quantise_heads": operation(
+        "quantise_heads", "quantise", quantised(T.Q4_0).defines, lambda: operations.head_linear(T.Q4_0, 32)
+    ),
+    "copy_heads": operation("copy_heads", "elementwise", {}, lambda: operations.head_linear(T.F32, 32)),
     "gather_rows": elementwise("gather_rows", lambda d: gathered(d, random(5, 530), WANTED)),
     "argmax": elementwise("argmax", lambda d: largest(d, logits(5000))[0]),
     "top_parts": elementwise("top_parts", lambda d: top(d, logits(4000)[:1], 700)[0]),

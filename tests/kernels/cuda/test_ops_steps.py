@@ -246,7 +246,7 @@ def test_the_best_ids_are_chosen_on_the_device() -> None:
     for rows in ([0, 1, 2, 3, 4, 5], [3], [5, 1]):
         for k, n_bytes in ((1, 8), (2, 8 * 64), (64, 8 * 64), (65, 8 * 256)):
             driver.forget()
-            ids, values = step.top_k(make_batch([(range(6), 0, [0])], outputs=rows), k)
+            ids, values, _ = step.top_k(make_batch([(range(6), 0, [0])], outputs=rows), k)
             expected = logits[rows].argmax(axis=1)  # the first NaN if there is one
             np.testing.assert_array_equal(ids[:, 0], expected)
             assert (driver.calls["download"], driver.downloaded_bytes) == (1, n_bytes * len(rows))
@@ -255,8 +255,12 @@ def test_the_best_ids_are_chosen_on_the_device() -> None:
                 if not np.isnan(row).any():
                     np.testing.assert_array_equal(found, wanted)
                     np.testing.assert_array_equal(value, row[wanted])
-    ids, values = step.top_k(make_batch([(range(6), 0, [0])], outputs=[]), 5)
+    ids, values, _ = step.top_k(make_batch([(range(6), 0, [0])], outputs=[]), 5)
     assert ids.shape == values.shape == (0, 5)
+    driver.forget()
+    best = step.top_k(make_batch([(range(6), 0, [0])], outputs=[4, 5, 0, 1]), 1, [3, 0])
+    assert driver.downloaded_bytes == 4 * 8 + 2 * 4 * step.result.stride, "of the other rows, only the best"
+    assert {i: row.tolist() for i, row in best.whole.items()} == {3: logits[1].tolist(), 0: logits[4].tolist()}
 
 
 def test_numbers_of_choices_out_of_range() -> None:

@@ -68,6 +68,13 @@ def test_malformed_messages_are_named(messages: Any, words: str) -> None:
         ChatTemplate(LOOP).render(messages)
 
 
+def test_a_role_that_a_template_says_nothing_of_is_a_warning() -> None:
+    judge = [{"role": "judge", "content": "x"}]
+    with pytest.warns(UserWarning, match="says nothing of the role 'judge', which the model may not know"):
+        ChatTemplate(LOOP).render(judge)
+    assert ChatTemplate("{% if messages[0].role == 'judge' %}!{% endif %}").render(judge) == "!"
+
+
 def test_an_assistant_message_with_tool_calls_needs_no_content() -> None:
     source = "{% for m in messages %}{{ m.tool_calls[0].function.name }}{% endfor %}"
     assert ChatTemplate(source).render([{"role": "assistant", "content": None, "tool_calls": [CALL]}]) == "weather"

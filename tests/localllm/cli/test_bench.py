@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -57,11 +58,9 @@ def test_the_table(run: Bench) -> None:
     assert all("±" in line and line.endswith("-      -") for line in lines[3:])
 
 
-def test_the_json_line_comes_last(run: Bench, path: Path) -> None:
+def test_json_comes_alone(run: Bench, path: Path) -> None:
     outcome = run("--device", "reference", "-p", "6", "-n", "3", "-r", "2", "--json")
-    *_, pp, tg, line = outcome.out.splitlines()
-    assert (pp.split()[0], tg.split()[0]) == ("pp6", "tg3")
-    report = json.loads(line)
+    report = json.loads(outcome.out)
     assert report["model"] == str(path)
     assert (report["device"], report["file_type"]) == ("reference", "Q8_0")
     first, last = report["results"]
@@ -79,6 +78,37 @@ def test_the_type_of_the_cache(run: Bench) -> None:
     assert "--cache-type: 'banana' is not one of 'f16', 'q8_0'" in run(*flags, "banana").err
 
 
+def test_several_models_and_other_forms(capfdbinary: pytest.CaptureFixture[bytes], path: Path) -> None:
+    flags = ("--device", "reference", "-p", "6", "-n", "0", "-pg", "5,3", "-r", "2", "-q")
+
+    def bench(form: str) -> str:
+        outcome = run_main(capfdbinary, "bench", *flags, "-o", form, path, "-m", "demo")
+        assert (outcome.code, outcome.err) == (0, "")
+        return outcome.out
+
+    names = ["pp6", "pp5+tg3"] * 2
+    table = bench("table").splitlines()
+    assert [line.split()[0] for line in table if line.startswith("pp")] == names
+    assert [size in line for line, size in ((table[0], " kB; reference"), (table[6], " 2.46 MB; reference"))] == [
+        True
+    ] * 2
+    head, rule, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in bench("md").splitlines())
+    assert head[:4] == ["model", "size", "device", "test"]
+    assert rule == ["---", *["---:"] * (len(head) - 1)]
+    assert [(row[1][-2:], row[3], len(row)) for row in rows] == [
+        (unit, name, len(head)) for unit, name in zip(["kB", "kB", "MB", "MB"], names, strict=True)
+    ]
+    lines = [json.loads(line) for line in bench("jsonl").splitlines()]
+    assert [(line["test"], line["model"].rsplit("/")[-1]) for line in lines] == list(
+        zip(names, [path.name] * 2 + ["demo.gguf"] * 2, strict=True)
+    )
+    table_of_text = list(csv.DictReader(bench("csv").splitlines()))
+    assert [row["test"] for row in table_of_text] == names
+    assert list(table_of_text[0]) == list(lines[0])
+    assert all(float(row["tokens_per_s"]) > 0 for row in table_of_text)
+    assert [json.loads(line)["results"][1]["n_tokens"] for line in bench("json").splitlines()] == [8, 8]
+
+
 def test_the_file_may_be_a_word_of_its_own(capfdbinary: pytest.CaptureFixture[bytes], path: Path) -> None:
     flags = ("--device", "reference", "-p", "4", "-n", "0", "-r", "1", "--json")
     for arguments in (("bench", path, *flags), ("bench", *flags, path)):
@@ -89,7 +119,6 @@ def test_the_file_may_be_a_word_of_its_own(capfdbinary: pytest.CaptureFixture[by
 def test_ceilings_on_the_processor(run: Bench) -> None:
     outcome = run("-p", "16", "-n", "4", "-t", "1,2", "-r", "1", "--json", "-q")
     assert (outcome.code, outcome.err) == (0, "")
-    assert ", 1, 2 threads, " in outcome.out.splitlines()[0]
     results = json.loads(outcome.out.splitlines()[-1])["results"]
     assert [(r["test"], r["threads"]) for r in results] == [("pp", 1), ("tg", 1), ("pp", 2), ("tg", 2)]
     for result in results:
@@ -128,7 +157,9 @@ def test_lists_of_tests() -> None:
         "pp512 @ d64",
         "tg128 @ d64",
     ]
+    assert [test.name for test in make_tests([0], [0], [0, 8], [[5, 3]])] == ["pp5+tg3", "pp5+tg3 @ d8"]
     assert Test("tg", 5, 0).context == 7
+    assert Test("pg", 5, 8, 3).context == 17
     assert Test("pp", 5, 100).context == 106
 
 
@@ -144,7 +175,7 @@ def test_the_work_of_a_model(llm: LLM) -> None:
     assert work.kv_bytes == 3 * 2 * 2 * 16 * 2
     assert work.attention_products == 3 * 4 * 16 * 2
     assert work.weight_bytes == llm.info.placement.multiplied
-    assert work.window is None
+    assert work.windows == {None: 1}
 
 
 def test_weights_in_floats_are_float_products(tmp_path: Path) -> None:
@@ -192,7 +223,7 @@ def test_what_a_test_costs() -> None:
     # At depth 5, the two tokens see 6 and 7 tokens.
     assert work.bytes_per_token(Test("tg", 2, 5)) == 1000 + 10 * 6.5
     assert work.products(Test("pp", 2, 5)) == (207, 40 + 4 * (6 + 7))
-    narrow = Work(1000, 10, (0, 0), (0, 0), 4, window=6)
+    narrow = Work(1000, 10, (0, 0), (0, 0), 4, {6: 1.0})
     assert narrow.bytes_per_token(Test("tg", 2, 5)) == 1000 + 10 * 6
 
 
@@ -200,4 +231,4 @@ def test_a_share_compares_each_repetition_with_its_own_ceiling() -> None:
     measurement = Measurement(Test("tg", 8, 0), 2, "B/s", (1.0, 2.0, 4.0), (10.0, 20.0, 40.0), (20.0, 100.0, 100.0))
     assert measurement.share == 0.4
     assert measurement.scatter == 5
-    assert re.split(r"\s{2,}", measurement.line()) == ["tg8", "2", "2.00 ± 1.53", "20 B/s", "100 B/s", "40%"]
+    assert list(measurement.cells()) == ["tg8", "2", "2.00 ± 1.53", "20 B/s", "100 B/s", "40%"]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from localllm.errors import UsageError
+from localllm.kernels.cuda import installation
 from localllm.settings import KEYS
 from tests.helpers.command_line import Outcome, environment, run_main
 from tests.helpers.data import ROOT
@@ -59,7 +60,7 @@ def test_what_is_in_force_and_why(path: Path, capfdbinary: Capture) -> None:
     shown = lines(outcome)
     assert shown["context"] == ["file", "512"]
     assert shown["sampling.top_k"] == ["file", "3"]
-    assert shown["threads"] == ["default", "-"]
+    assert shown["threads"][:2] == ["default", "one"]
     assert "\x1b" not in outcome.out
     data = json.loads(run_main(capfdbinary, "config", "--json").out)
     assert (data["path"], data["exists"], data["problems"]) == (str(path), True, [])
@@ -73,14 +74,12 @@ def test_a_broken_file_is_shown_with_all_that_is_wrong(path: Path, capfdbinary: 
     outcome = run_main(capfdbinary, "config")
     assert outcome.code == 1
     assert lines(outcome)["threads"] == ["file", "2"]
-    assert [line.removeprefix("localllm: error: ")[:12] for line in outcome.err.splitlines()] == [
-        "context is 0",
-        "there is no ",
-    ]
+    start = f"localllm: error: the settings file {path}: "
+    assert [line.removeprefix(start)[:12] for line in outcome.err.splitlines()] == ["context is 0", "there is no "]
     write(path, "context = ")
     outcome = run_main(capfdbinary, "config")
     assert outcome.code == 1
-    assert lines(outcome)["context"] == ["default", "-"]
+    assert lines(outcome)["context"][:2] == ["default", "as"]
     assert f"the settings file {path} is not valid TOML" in outcome.err
     refused = run_main(capfdbinary, "generate", "-p", "x")
     assert refused.code == 1
@@ -99,7 +98,8 @@ def test_set_and_unset_keep_the_rest_as_it_is(path: Path, capfdbinary: Capture) 
         ("sampling.seed", "3"),
     ):
         outcome = run_main(capfdbinary, "config", "set", key, value)
-        assert outcome == Outcome(0, f"{key} is set in {path}\n", "")
+        assert (outcome.code, outcome.out) == (0, f"{key} is set in {path}\n")
+        assert ("pull it first" in outcome.err) == (key == "model")
     assert run_main(capfdbinary, "config", "unset", "sampling.seed").code == 0
     text = path.read_text()
     assert tomllib.loads(text) == {
@@ -142,14 +142,63 @@ def test_set_makes_the_file_and_follows_a_link(path: Path, tmp_path: Path, capfd
         (["unset", "context"], "does not have 'context': it has nothing"),
         (["path", "x"], "write localllm config path"),
         (["set", "context", "1", "--json"], "--json shows what is in force"),
-        (["get", "context"], "invalid choice: 'get'"),
+        (["get"], "write localllm config get KEY"),
+        (["get", "contxt"], "there is no setting 'contxt': did you mean context?"),
+        (["get", "xyzzy"], "there is no setting 'xyzzy': did you mean one of localllm config?"),
+        (["set", "theme", "drak"], "theme is 'drak' but must be one of dark, light, "),
     ],
 )
 def test_what_cannot_be_set(path: Path, capfdbinary: Capture, words: list[str], message: str) -> None:
     outcome = run_main(capfdbinary, "config", *words)
     assert outcome.code == 2
     assert message in outcome.error()
+    assert words[0] != "set" or "nothing was set" not in outcome.err or str(path) in outcome.err
     assert not path.exists()
+
+
+def test_one_value_can_be_asked_for(path: Path, capfdbinary: Capture) -> None:
+    write(path, "context = 512\n[sampling]\ntop_k = 3\n")
+    for key, value in (("context", "512"), ("sampling.top_k", "3"), ("device", "auto"), ("model", "the demo model")):
+        assert run_main(capfdbinary, "config", "get", key) == Outcome(0, f"{value}\n", "")
+
+
+def test_what_is_set_and_not_there_is_told(path: Path, capfdbinary: Capture, tmp_path: Path) -> None:
+    for key, value, message in (
+        ("model", "llama3", "there is no file or model 'llama3' here: localllm models lists those that are"),
+        ("model", str(tmp_path / "m.gguf"), "m.gguf does not exist yet: check the path"),
+        ("model_folders", "nowhere", f"{path.parent / 'nowhere'} cannot be found: check the path"),
+    ):
+        outcome = run_main(capfdbinary, "config", "set", key, value)
+        assert (outcome.code, outcome.out) == (0, f"{key} is set in {path}\n")
+        assert message in outcome.err
+    for key, value in (("model", "demo"), ("model_folders", str(tmp_path)), ("theme", "nord")):
+        assert run_main(capfdbinary, "config", "set", key, value).err == ""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a named pipe")
+def test_a_pipe_in_place_of_the_file_does_not_hang(path: Path, capfdbinary: Capture) -> None:
+    path.parent.mkdir()
+    os.mkfifo(path)
+    outcome = run_main(capfdbinary, "generate", "-p", "x")
+    assert f"the settings file {path} cannot be read (it is a pipe, which may have no end)" in outcome.error()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ('device = "cuda"', "(from the setting device in {path})"),
+        ('device = "reference"\ncontext = 999999999', "(from the setting context in {path})"),
+        ('model = "llama3"', "(from the setting model in {path})"),
+    ],
+)
+def test_an_error_names_the_setting_that_it_comes_from(
+    path: Path, capfdbinary: Capture, monkeypatch: pytest.MonkeyPatch, setting: str, message: str
+) -> None:
+    monkeypatch.setattr(installation, "driver_cuda", lambda: None)
+    write(path, setting + "\n")
+    assert run_main(capfdbinary, "generate", "-p", "x").error().endswith(message.format(path=path))
+    given = ["-m", "demo", "--device", "reference", "-c", "64", "-n", "0"]
+    assert run_main(capfdbinary, "generate", "-q", "-p", "x", *given) == Outcome(0, "", "")
 
 
 def test_a_key_that_means_nothing_can_be_removed(path: Path, capfdbinary: Capture) -> None:
@@ -170,7 +219,7 @@ def test_a_device_file_is_not_replaced(monkeypatch: pytest.MonkeyPatch, capfdbin
     monkeypatch.setenv("LOCALLLM_CONFIG", os.devnull)
     outcome = run_main(capfdbinary, "config", "set", "threads", "2")
     assert outcome.code == 1
-    assert "is no file" in outcome.error()
+    assert "is not a file" in outcome.error()
     assert not Path(os.devnull).is_file()
 
 
@@ -210,9 +259,11 @@ def test_settings_hold_for_generate_and_flags_override_them(path: Path, capfdbin
 def test_settings_of_layers_hold_for_their_device_alone(path: Path, capfdbinary: Capture) -> None:
     write(path, 'device = "reference"\nn_gpu_layers = 3\n')
     outcome = run_main(capfdbinary, "inspect", ROOT / "localllm/data/demo.gguf", "--plan")
-    assert "-ngl is 3, but no GPU was chosen" in outcome.error()
-    outcome = run_main(capfdbinary, "inspect", ROOT / "localllm/data/demo.gguf", "--plan", "--device", "reference")
     assert outcome.code == 0
+    said = f"the setting n_gpu_layers in {path} changes nothing here: no GPU can be used"
+    assert outcome.err.startswith(f"localllm: warning: {said}")
+    outcome = run_main(capfdbinary, "inspect", ROOT / "localllm/data/demo.gguf", "--plan", "--device", "reference")
+    assert (outcome.code, outcome.err) == (0, "")
 
 
 def test_the_default_model_and_demo(path: Path, tmp_path: Path, capfdbinary: Capture) -> None:

@@ -52,6 +52,13 @@ def inspect(capfdbinary: pytest.CaptureFixture[bytes], path: Path) -> Inspect:
     return run
 
 
+@pytest.mark.parametrize("words", [["inspect"], ["inspect", "demo"], ["inspect", "-m", "demo", "--plan"]])
+def test_the_demo_model(capfdbinary: pytest.CaptureFixture[bytes], words: list[str]) -> None:
+    outcome = run_main(capfdbinary, *words)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "demo.gguf: GGUF version 3" in outcome.out.splitlines()[0]
+
+
 def test_metadata_and_tensors(inspect: Inspect, path: Path) -> None:
     lines = inspect().out.splitlines()
     assert lines[0] == f"{path}: GGUF version 3, {path.stat().st_size / 1000:.3g} kB"

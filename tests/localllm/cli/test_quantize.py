@@ -56,7 +56,7 @@ def test_a_dry_run_writes_nothing(run: Run, model: Path, tmp_path: Path) -> None
 
 def test_json(run: Run, model: Path, tmp_path: Path) -> None:
     target = tmp_path / "small.gguf"
-    found = json.loads(run(model, target, "Q8_0", "-q", "--json").out)
+    found = json.loads(run(model, target, "Q8_0", "--json").out)
     assert (found["type"], found["files"]) == ("Q8_0", [str(target)])
     assert [tensor["to"] for tensor in found["tensors"]] == ["F32", "Q8_0", "Q8_0"]
     assert found["tensors"][0]["error"] is None

@@ -140,9 +140,10 @@ class CacheMachine(RuleBasedStateMachine):
     def append(self, sequence: CachedSequence, ids: list[int]) -> None:
         has_pages = self.cache.n_pages_missing(sequence, len(ids)) <= self.cache.n_available
         has_room = write(self.cache, self.kept, sequence, ids)
-        assert has_room <= has_pages
+        if not self.kept.n_states:  # else it is written in pieces, and one that is known gives its page back
+            assert has_room <= has_pages
         if len(self.kept.windows) == 1:
-            assert has_room == has_pages
+            assert has_room >= has_pages
         assert sequence.ids[len(self.expected[sequence]) :] == ids[: len(sequence) - len(self.expected[sequence])]
         self.expected[sequence] = sequence.ids.copy()
 
@@ -390,6 +391,8 @@ def test_snapshots_move_to_the_block_that_a_sequence_goes_on_with(extends: bool)
         write(cache, kept, slow, [2, 3])
     assert read(kept, slow) == [0, 1, 2, 3]
     assert len(cache.begin([0, 1, 99])) == 2
+    for n in range(8):  # the slots of all snapshots are needed: each is known once
+        cache.release(filled(cache, kept, [50 + n]))
 
 
 def test_the_only_slot_is_taken_over_from_its_snapshot() -> None:
@@ -422,11 +425,21 @@ def test_the_least_recently_used_snapshot_goes_first() -> None:
     for n in (1, 2, 3):
         cache.release(filled(cache, kept, 2 * [n]))
     cache.release(cache.begin([1, 1, 9]))
-    cache.release(filled(cache, kept, [4, 4]))
+    for n in (4, 5):
+        cache.release(filled(cache, kept, 2 * [n]))
     found = []
-    for n in (1, 4):
+    for n in (1, 5):
         found.append(len(cache.begin([n, n, 9])))
     assert found == [2, 2]
+
+
+def test_windows_are_counted_with_what_a_step_adds() -> None:
+    cache, _ = new_cache((8, 5), WINDOW_OF_3)  # of which each spans two pages at most
+    assert [cache.has_windows_for(lengths, n) for lengths, n in (([8, 8], 4), ([8, 8], 5), ([3, 8], 8))] == [
+        True,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(

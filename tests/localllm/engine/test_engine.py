@@ -31,6 +31,18 @@ from tests.helpers.tiny_models import tiny_gguf
 # What a step makes of requests.
 
 
+def test_what_was_done_is_counted() -> None:
+    engine = SteppedEngine(max_tokens=8)
+    engine.run(writing(range(12), 5), writing(range(12), 1))
+    counts = engine.loop.counts
+    assert counts.generated_tokens == 6
+    assert counts.prompt_tokens + counts.cached_tokens == 24
+    assert counts.cached_tokens >= 8
+    assert counts.ended == 2
+    assert counts.decode_steps == 4
+    assert counts.steps == len(engine.sizes)
+
+
 def test_what_a_request_knows_in_the_end() -> None:
     engine = SteppedEngine(max_tokens=8)
     request = writing(range(12), 5)
@@ -112,10 +124,10 @@ def test_forget_drops_what_earlier_requests_left() -> None:
 
 
 def test_the_largest_logits_are_asked_for_where_they_serve_all_requests() -> None:
-    """The most that one of them wants; all, where one wants all, or more than the device can choose."""
+    """The most that one of them wants, and all of a row of one that wants all, or more than the device can choose."""
     engine = SteppedEngine(max_tokens=64, parallel=8, max_top_k=20)
 
-    def chosen(*samplings: Sampling | None) -> int:
+    def chosen(*samplings: Sampling | None) -> tuple[int, list[int]]:
         requests = [
             reading([i, 5, i]) if s is None else writing([i, 5, i], 1, sampling=s) for i, s in enumerate(samplings)
         ]
@@ -124,9 +136,21 @@ def test_the_largest_logits_are_asked_for_where_they_serve_all_requests() -> Non
 
     greedy, some, many = Sampling(temperature=0), Sampling(top_k=5, seed=1), Sampling(top_k=30, seed=1)
     everything = Sampling(temperature=0, logprobs=1)
-    assert chosen(greedy) == 1
-    assert chosen(greedy, some) == 6
-    assert [chosen(some, many), chosen(greedy, everything), chosen(greedy, None)] == [0, 0, 0]
+    assert chosen(greedy) == (1, [])
+    assert chosen(greedy, some) == (6, [])
+    assert chosen(some, many, greedy, everything) == (6, [1, 3])
+    assert [chosen(many), chosen(everything, many), chosen(greedy, None)] == [(0, [])] * 3
+
+
+def test_logprobs_are_those_of_all_logits() -> None:
+    everything, found = Sampling(temperature=0, logprobs=2), []
+    for max_top_k in (0, 20):
+        engine = SteppedEngine(max_top_k=max_top_k, parallel=2)
+        requests = [writing([1, 2, 3], 5, sampling=everything), writing([4, 5], 5)]
+        engine.run(*requests)
+        found.append(results(requests[0]).choices)
+    assert engine.fake.chosen[-1] == (1, [0])
+    assert found[0] == found[1]
 
 
 def test_the_largest_logits_choose_as_all_would() -> None:
@@ -315,6 +339,11 @@ def test_too_many_that_wait_are_refused() -> None:
         engine.submit(request)
     with pytest.raises(QueueFullError, match="2 requests wait for the model already"):
         engine.submit(writing([9], 3))
+    other = writing([9], 3, client="other")
+    engine.submit(other)  # has its share of the queue
+    with pytest.raises(QueueFullError):
+        engine.submit(writing([9], 3, client="other"))
+    waiting.append(other)
     engine.cancel(waiting[0])
     go_on.set()
     for request in (running, *waiting):

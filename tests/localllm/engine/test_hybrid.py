@@ -9,15 +9,18 @@ import pytest
 
 from localllm.devices import Device, open_devices
 from localllm.engine import cache as cache_module
+from localllm.engine import runner as runner_module
 from localllm.engine.cache import common_prefix
-from localllm.engine.runner import ModelRunner, max_outputs
+from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages, n_states
 from localllm.kernels.backend import Step
 from tests.helpers.hybrid import N_VOCAB, hybrid
 from tests.helpers.requests import SteppedEngine, reading, results, writing
 
-CONTEXT, N_STATES, PARALLEL = 512, 16, 2
-#: Tokens from one snapshot of a prompt to the next, in these tests.
-INTERVAL = 64
+CONTEXT, PARALLEL = 512, 2
+#: Tokens from one snapshot of a prompt to the next, and of a step, in these tests.
+INTERVAL, MAX_TOKENS = 64, 96
+#: Bytes of windows and of states that are kept beyond what sequences need: some, but not all that there is.
+KEPT_BYTES = 48 << 10
 
 
 @pytest.fixture(params=["reference", "cpu"])
@@ -30,6 +33,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 @pytest.fixture(autouse=True)
 def _frequent_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module, "SNAPSHOT_TOKENS", INTERVAL)
+    monkeypatch.setattr(runner_module, "KEPT_BYTES", KEPT_BYTES)
+    monkeypatch.setattr(runner_module, "MAX_TOKENS", MAX_TOKENS)
 
 
 class Counted:
@@ -46,18 +51,22 @@ class Counted:
         return self._step(batch)
 
 
-def new_engine(device: Device, n_tokens: int = 96) -> tuple[SteppedEngine, Counted]:
-    graph, n = hybrid(), PARALLEL * CONTEXT // device.backend.page_size
-    n_windowed = min(n, 384 // device.backend.page_size)
-    step = device.backend.compile(
-        graph,
-        n_pages=(n, n_windowed),
-        n_states=N_STATES,
-        max_tokens=n_tokens,
-        max_outputs=max_outputs(N_VOCAB, n_tokens),
-    )
+def new_engine(device: Device) -> tuple[SteppedEngine, Counted]:
+    """With the pages and states that a plan has, which is what is taken."""
+    graph, backend = hybrid(), device.backend
+    sizes = {
+        "n_pages": n_cache_pages(graph, CONTEXT, PARALLEL, backend.page_size),
+        "n_states": n_states(graph, CONTEXT, PARALLEL),
+        "max_tokens": MAX_TOKENS,
+        "max_outputs": max_outputs(N_VOCAB, MAX_TOKENS),
+    }
+    planned, step = backend.footprint(graph, **sizes), backend.compile(graph, **sizes)
+    assert (step.cache.n_pages, step.cache.n_states) == (sizes["n_pages"], sizes["n_states"])
+    assert step.cache.n_pages[1] < step.cache.n_pages[0]
+    assert step.cache.n_bytes == sum(planned.caches.values())
+    assert step.weights == planned.weights
     counted = Counted(step)
-    runner = ModelRunner(counted, n_vocab=N_VOCAB, context=CONTEXT, max_tokens=n_tokens)
+    runner = ModelRunner(counted, n_vocab=N_VOCAB, context=CONTEXT, max_tokens=MAX_TOKENS)
     return SteppedEngine(runner=runner), counted
 
 
@@ -88,4 +97,41 @@ def test_ten_turns_with_edits(device: Device) -> None:
     assert rows[0].n_cached > len(chat) - INTERVAL
     one, other = (results(request).rows[0] for request in rows)
     np.testing.assert_allclose(one, other, atol=1e-4 * np.abs(other).max())
+    engine.check_all_pages_are_back()
+
+
+class Guesses:
+    """Drafts what comes, of which every third token is wrong."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self._ids = ids
+
+    def propose(self, tokens: list[int], most: int) -> list[int]:
+        at = len(tokens)
+        return [(id_ + (i % 3 == 2)) % N_VOCAB for i, id_ in enumerate(self._ids[at : at + min(most, 5)], at)]
+
+    def close(self) -> None: ...
+
+
+def test_side_by_side_preempted_and_with_wrong_drafts(device: Device) -> None:
+    """More than the cache has pages for: the same tokens as each alone."""
+    (engine, _), (alone, _) = new_engine(device), new_engine(device)
+    rng = np.random.default_rng(1)
+    common, requests, expected, n_preempted = rng.integers(0, N_VOCAB, 100).tolist(), [], [], 0
+    for n in (100, 70, 20, 0):
+        prompt = common[:n] + rng.integers(0, N_VOCAB, 120 - n).tolist()
+        alone.loop.forget()
+        alone.run(request := writing(prompt, 210, n_vocab=N_VOCAB))
+        expected.append(results(request).ids)
+        requests.append(writing(prompt, 210, n_vocab=N_VOCAB))
+        requests[-1].drafter = Guesses(request.tokens)
+    engine.submit(*requests)
+    running: set[object] = set()
+    while engine.step():
+        still = {*engine.scheduler.running, *(r for r in requests if results(r).ended.is_set())}
+        n_preempted += len(running - still)
+        running = set(engine.scheduler.running)
+    assert n_preempted, "the pages sufficed"
+    assert [results(request).ids for request in requests] == expected
+    assert all(0 < request.n_accepted < request.n_drafted for request in requests)
     engine.check_all_pages_are_back()

@@ -8,6 +8,7 @@ import pytest
 from localllm.engine import cache as cache_module
 from localllm.engine.cache import common_prefix
 from localllm.engine.request import Request
+from localllm.kernels.backend import Batch, Output
 from tests.helpers.fake_backend import PAGE_SIZE, FakeCache, greedy_after
 from tests.helpers.requests import SteppedEngine, results, writing
 
@@ -133,13 +134,15 @@ class Oracle:
 def test_a_failed_step_leaves_no_state_behind() -> None:
     engine = new_engine(KINDS["all"])
     engine.run(first := writing(list(range(20)), 4))
-    calls = iter([None, None, ValueError("no")])
+    calls, evaluate = iter([None, None, ValueError("no")]), engine.fake.run
 
-    def fail(batch: object) -> None:
+    def fail(batch: Batch) -> Output:
+        output = evaluate(batch)  # which changes the states
         if (error := next(calls, None)) is not None:
             raise error
+        return output
 
-    engine.fake.before_step = fail
+    engine.fake.run = fail
     engine.run(second := writing([*first.tokens, 5, 6, 7], 8))
     assert isinstance(results(second).error, ValueError)
     engine.run(third := writing(second.tokens, 8))

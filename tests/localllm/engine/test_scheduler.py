@@ -400,3 +400,29 @@ TestScheduler.settings = settings(
     deadline=None,
     phases=[Phase.generate],
 )
+
+
+def test_clients_take_turns_however_many_requests_each_has() -> None:
+    engine = SteppedEngine(64, parallel=1)
+    flood = [writing([1, 2, i], 30, client="many") for i in range(20)]
+    engine.submit(*flood)
+    engine.step()
+    single = writing([3, 4], 30, client="few")
+    engine.submit(single)
+    n_before = len(engine.scheduler.running)
+    assert n_before < 20
+    while single.sequence is None:
+        engine.step()
+    waiting = [request for request in flood if request.sequence is None and not results(request).ended.is_set()]
+    assert len(waiting) >= 20 - n_before - 1, "it did not wait for all of those that came before it"
+    engine.run()
+    assert all(results(request).ids for request in [*flood, single])
+
+
+def test_among_requests_of_one_client_nothing_changes() -> None:
+    engine = SteppedEngine(64, parallel=1)
+    requests = [writing([1, 2, i], 30, client="one") for i in range(12)]
+    engine.submit(*requests)
+    engine.run()
+    begun = [request.started_at for request in requests]
+    assert begun == sorted(begun)

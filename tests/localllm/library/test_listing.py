@@ -123,7 +123,7 @@ def test_loops_broken_links_and_missing_parts_are_survived(tmp_path: Path) -> No
         ("folder.gguf/in.gguf", None),
         ("p-00002-of-00003.gguf", "2 of its 3 files are missing"),
     ]
-    assert [problem.split(" is ")[1][:9] for problem in found.problems] == ["no folder", "no folder"]
+    assert [problem.split(" is ")[1][:12] for problem in found.problems] == 2 * ["not a folder"]
     part = next(each for each in read_details(found.models) if each.error)
     assert part.details == Details(error="2 of its 3 files are missing")
 
@@ -214,6 +214,19 @@ def test_a_path_that_exists_is_no_name(tmp_path: Path, monkeypatch: pytest.Monke
     with localllm.load("org/repo", device="reference") as llm:
         assert llm.info.path == Path("org/repo")
     assert find("nowhere/model.gguf") == "nowhere/model.gguf"
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama3.2:1b", "Qwen_Qwen3-4B"])
+def test_a_name_that_is_not_here_points_to_those_that_are(name: str) -> None:
+    with pytest.raises(
+        ModelNotFoundError, match=rf"no file or model '{name}' here: localllm models .* localllm pull"
+    ):
+        find(name)
+
+
+def test_demo_names_the_demo_model_everywhere() -> None:
+    with localllm.load("demo", device="reference", draft_model="demo") as llm:
+        assert (llm.info.path, llm.info.draft and llm.info.draft.path) == (DEMO, DEMO)
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -354,6 +367,15 @@ def test_models_as_a_table_and_as_json(folder: Path, capfdbinary: pytest.Capture
     assert good["fits"] == "yes"
     assert demo["name"] == "demo"
     assert data["available_memory"] > good["memory"]
+
+
+def test_the_models_of_a_folder_that_is_named(folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    outcome = run_main(capfdbinary, "models", folder, "--json")
+    names = [model["name"] for model in json.loads(outcome.out)["models"]]
+    assert names == sorted(str(path) for path in folder.rglob("*.gguf"))
+    assert run_main(capfdbinary, "inspect", names[-1], "--metadata").code == 0
+    missing = run_main(capfdbinary, "models", folder / "missing")
+    assert (missing.code, "missing is not a folder, or may not be read\n" in missing.err) == (0, True)
 
 
 def test_a_name_in_a_folder_is_a_model_for_commands(folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:

@@ -33,7 +33,7 @@ def test_gguf_has_means_of_each_expert(tmp_path: Path) -> None:
     counts = np.array([[2], [0], [10]], np.float32)
     path = write_gguf(tmp_path / "i.gguf", METADATA, {"a.weight.in_sum2": sums, "a.weight.counts": counts})
     found = ImportanceMatrix.read(path)
-    assert (found.dataset, found.n_chunks) == ("wiki.txt", 12)
+    assert (found.datasets, found.n_chunks) == (("wiki.txt",), 12)
     of_experts = found.of("a.weight", (3, 5, 2))
     assert of_experts is not None
     np.testing.assert_array_equal(of_experts, [[1, 2], [1, 1], [3, 6]])  # the unused one counts alike
@@ -45,11 +45,11 @@ def test_the_old_format_has_means_times_calls(tmp_path: Path) -> None:
     tail = struct.pack("<ii", 40, 5) + b"a.txt"
     path.write_bytes(old_format({"a.weight": (4, [4, 8]), "b.weight": (0, [1, 2])}, tail))
     found = ImportanceMatrix.read(path)
-    assert (found.dataset, found.n_chunks) == ("a.txt", 40)
-    np.testing.assert_array_equal(found.columns["a.weight"], [1, 2])
-    np.testing.assert_array_equal(found.columns["b.weight"], [1, 2])
+    assert (found.datasets, found.n_chunks) == (("a.txt",), 40)
+    np.testing.assert_array_equal(found.entries["a.weight"].means, [1, 2])
+    np.testing.assert_array_equal(found.entries["b.weight"].means, [1, 2])
     path.write_bytes(old_format({"a.weight": (4, [4, 8])}))
-    assert ImportanceMatrix.read(path).dataset is None
+    assert ImportanceMatrix.read(path).datasets == ()
 
 
 def test_another_model_is_noticed(tmp_path: Path) -> None:

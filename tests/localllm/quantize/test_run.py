@@ -16,6 +16,7 @@ from localllm.gguf import GGUFFile
 from localllm.quant.encode import quantize
 from localllm.quant.types import GGMLType
 from localllm.quantize import ImportanceMatrix, TensorResult, plan, run
+from localllm.quantize.imatrix import Entry
 from tests.helpers.gguf_writer import write_gguf
 from tests.helpers.tiny_models import tiny_gguf
 
@@ -46,8 +47,8 @@ def tensors(seed: int = 0) -> dict[str, np.ndarray]:
 
 def importance(*names: str, n: int = 256, experts: int = 1) -> ImportanceMatrix:
     rng = np.random.default_rng(1)
-    columns = {name: rng.uniform(0.1, 10, n * experts).astype(np.float32) for name in names}
-    return ImportanceMatrix(Path("i.gguf"), columns, "wiki.txt", 3)
+    entries = {name: Entry(rng.uniform(0.1, 10, (experts, n)), np.ones(experts)) for name in names}
+    return ImportanceMatrix(Path("i.gguf"), entries, ("wiki.txt",), 3)
 
 
 @pytest.fixture
@@ -99,15 +100,14 @@ def test_weights_are_quantised_and_the_rest_stays(model: Path, tmp_path: Path) -
 
 def test_importance_is_used_and_named(model: Path, tmp_path: Path) -> None:
     names = ("blk.0.attn_v.weight", "blk.0.ffn_up_exps.weight")
-    matrix = importance(names[0])
-    experts = importance(names[1], experts=2)
-    matrix = ImportanceMatrix(matrix.path, {**matrix.columns, **experts.columns}, "wiki.txt", 3)
+    entries = {**importance(names[0]).entries, **importance(names[1], experts=2).entries}
+    matrix = ImportanceMatrix(Path("i.gguf"), entries, ("wiki.txt",), 3)
     results = {r.plan.name: r.error for r in write(model, tmp_path / "small.gguf", "Q4_K_S", imatrix=matrix)}
     given = tensors()
     with GGUFFile.open(tmp_path / "small.gguf") as file:
         for name in names:
             tensor, values = file.tensors[name], given[name]
-            w = matrix.columns[name].reshape(-1, 256)
+            w = matrix.entries[name].means.reshape(-1, 256)
             if len(w) == 2:
                 encoded = np.stack([quantize(values[i], tensor.type, w[i]) for i in range(2)])
                 w = w[:, None]

@@ -56,6 +56,9 @@ BAD: dict[str, list[Any]] = {
     "repeat_last_n": NOT_WINDOWS,
     "presence_penalty": NOT_NUMBERS,
     "frequency_penalty": NOT_NUMBERS,
+    "json_schema": ["{", "7", 7, [1]],
+    "regex": ["", 7, b"a"],
+    "grammar": [" ", 7],
     "dry_multiplier": NOT_POSITIVE,
     "dry_base": [*NOT_NUMBERS, 0.999, 0],
     "dry_allowed_length": NOT_COUNTS,
@@ -125,7 +128,7 @@ def test_settings_are_values() -> None:
 
 
 def test_replace_checks_names_and_values() -> None:
-    with pytest.raises(UsageError, match=r"'temprature' is no sampling setting; there are temperature, top_k"):
+    with pytest.raises(UsageError, match=r"'temprature' is not a sampling setting; there are temperature, top_k"):
         Sampling().replace(temprature=1)
     with pytest.raises(UsageError, match=r"top_p is 1\.5, but must be a number from 0 to 1"):
         Sampling().replace(top_p=1.5)
@@ -457,7 +460,7 @@ def test_logits_that_cannot_be_sampled(s: Sampling, bad: list[float], words: str
 )
 def test_settings_that_leave_nothing_to_sample(changes: dict[str, Any], words: str) -> None:
     sampler = make_sampler(Sampling(**changes), 2, prompt_ids=[0, 1, 1])
-    with pytest.raises(UsageError, match=f"after logit_bias, processors, penalties and DRY .*{words}"):
+    with pytest.raises(UsageError, match=f"after logit_bias, processors, penalties, DRY and grammar .*{words}"):
         sampler(np.array([-2, 3], np.float32))
 
 

@@ -219,6 +219,23 @@ def test_agrees_with_a_trained_bpe_model(ignore_merges: bool) -> None:
     )
 
 
+@settings(max_examples=60)
+@given(st.data(), st.text("abc", min_size=1, max_size=40))
+def test_merges_in_any_order_join_as_the_librarys(data: st.DataObject, text: str) -> None:
+    """Also where a merge makes a pair that an earlier one joins."""
+    tokens, merges = ["a", "b", "c"], list[tuple[str, str]]()
+    for _ in range(data.draw(st.integers(1, 12))):
+        left, right = data.draw(st.tuples(st.sampled_from(tokens), st.sampled_from(tokens)))
+        if left + right not in tokens:
+            tokens.append(left + right)
+            merges.append((left, right))
+    merges = data.draw(st.permutations(merges))
+    tokenizer = tiny(bpe_metadata(merges))
+    ids = {tokenizer.token_text(token): token for token in range(tokenizer.n_vocab)}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=merges))
+    assert tokenizer.encode(text, add_special=False) == library.encode(text).ids
+
+
 # --- BOS, EOS, spaces and special tokens
 
 WORDS = [("▁", -1.0), ("h", -2.0), ("i", -3.0), ("▁h", -4.0), ("▁hi", -5.0), ("hi", -6.0)]

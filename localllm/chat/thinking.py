@@ -1,0 +1,114 @@
+"""Tells what a model thinks from what it answers, while the text streams in.
+
+Models that think first put it between tags at the very beginning of a reply.  Some templates write the opening tag
+themselves, at the end of the prompt, so that a reply begins in the midst of it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+#: Tags around what is thought, opening and closing.
+TAGS = {
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+    "◁think▷": "◁/think▷",
+}
+
+
+class Piece(NamedTuple):
+    """A piece of a reply; ``thinking`` tells which part it is of."""
+
+    text: str
+    thinking: bool
+
+
+def opening_tag(prompt: str) -> str:
+    """The opening tag that a prompt ends with, so that the reply begins with thinking; empty if there is none."""
+    end = prompt.rstrip()
+    return next((tag for tag in TAGS if end.endswith(tag)), "")
+
+
+def split(text: str, opened: str = "") -> tuple[str, str]:
+    """What a whole reply thinks and what it answers.
+
+    Args:
+        text: the reply as it was generated.
+        opened: the tag that its prompt ended with (`opening_tag`).
+    """
+    splitter = ThinkingSplitter(opened)
+    pieces = [*splitter.feed(text), *splitter.finish()]
+    thinking = "".join(piece.text for piece in pieces if piece.thinking)
+    return thinking, "".join(piece.text for piece in pieces if not piece.thinking)
+
+
+class ThinkingSplitter:
+    """Splits a reply that comes in pieces; whatever the pieces, the parts are the same.
+
+    Tags count only at the beginning: later on they are text, for an answer may speak of them.  Tags, and white space
+    beside them, belong to neither part; what may become a tag is held back.
+    """
+
+    def __init__(self, opened: str = "") -> None:
+        """Begin a reply; ``opened`` is the tag that its prompt ended with."""
+        self._tag = opened
+        self._state: Literal["start", "thinking", "answer"] = "start"
+        self._held = ""
+        #: White space is left out that comes next.
+        self._after_tag = bool(opened)
+
+    def feed(self, text: str) -> list[Piece]:
+        """What is certain now that ``text`` has come."""
+        self._held += text
+        pieces: list[Piece] = []
+        if self._state == "start":
+            self._begin()
+        if self._state == "thinking":
+            pieces += self._think()
+        if self._state == "answer":
+            pieces += self._emit(len(self._held))
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """What was held back; call it once, after the last text."""
+        if self._state == "start":
+            self._state = "thinking" if self._tag else "answer"
+        return self._emit(len(self._held))
+
+    def _begin(self) -> None:
+        """Finds out what the reply begins with; a tag that the prompt has opened may be there again."""
+        text = self._held.lstrip()
+        for tag in [self._tag] if self._tag else TAGS:
+            if text.startswith(tag):
+                self._tag, self._state, self._after_tag = tag, "thinking", True
+                self._held = text[len(tag) :]
+                return
+            if tag.startswith(text):  # it may become one, and so may white space alone
+                return
+        self._state = "thinking" if self._tag else "answer"
+
+    def _think(self) -> list[Piece]:
+        closing = TAGS.get(self._tag, "</think>")
+        end = self._held.find(closing)
+        if end < 0:
+            return self._emit(len(self._held) - n_open(self._held, closing))
+        pieces = self._emit(end)
+        self._held = self._held[len(closing) :]
+        self._state, self._after_tag = "answer", True
+        return pieces
+
+    def _emit(self, n: int) -> list[Piece]:
+        """The first ``n`` characters of what is held, as a piece of the part that is at hand."""
+        text, self._held = self._held[:n], self._held[n:]
+        if self._after_tag:
+            text = text.lstrip()
+            self._after_tag = not text
+        return [Piece(text, self._state == "thinking")] if text else []
+
+
+def n_open(text: str, tag: str) -> int:
+    """How many characters at the end of ``text`` may be the beginning of ``tag``."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-n:])), 0)

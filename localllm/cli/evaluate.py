@@ -1,0 +1,269 @@
+"""``localllm evaluate``: what a model knows, and what was lost where it was made smaller."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from localllm.cli.defaults import settle
+from localllm.cli.main import DONE
+from localllm.cli.terminal import LoadStatus, StatusLine, model_line, quantity, visible_line
+from localllm.errors import UsageError, path_text
+from localllm.evaluate import (
+    BaseLogits,
+    Divergence,
+    Estimate,
+    Perplexity,
+    choices,
+    divergence,
+    perplexity,
+    read_questions,
+)
+from localllm.evaluate.perplexity import CONTEXT
+from localllm.info import ModelInfo
+from localllm.llm import LLM, load, model_file
+
+#: Sequences that the cache has room for, so that a chunk begins while others go on.
+_PARALLEL = 4
+
+#: Heights in the line of progress.
+_BARS = "▁▂▃▄▅▆▇█"
+
+#: Size of the picture of `--compare`, in characters.
+_WIDTH, _HEIGHT = 60, 10
+
+_COMPARED = "{:>3} {:<36} {:>9} {:>11} {:>11} {:>10} {:>10}"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evaluates what the command line asks for."""
+    settle(arguments, skip=["context"])
+    given = arguments.file, arguments.base_logits, arguments.choices
+    if sum(each is not None for each in given) != 1:
+        raise UsageError("give one of -f FILE with a text, --base-logits FILE and --choices FILE")
+    if arguments.file is None and arguments.save_logits is not None:
+        raise UsageError("--save-logits needs a text, which -f FILE gives")
+    if arguments.choices is not None:
+        if arguments.compare:
+            raise UsageError("--compare needs a text or logits: give -f FILE or --base-logits FILE")
+        return _choices(arguments)
+    if arguments.compare:
+        return _compare(arguments)
+    if arguments.base_logits is not None:
+        base = BaseLogits.read(arguments.base_logits)
+        with _loaded(arguments, arguments.model, base.context) as llm:
+            far = _divergence(arguments, llm, base)
+            _print(arguments, llm, _divergence_lines(far), far)
+    else:
+        text = read_text(arguments.file)
+        with _loaded(arguments, arguments.model, arguments.context or CONTEXT) as llm:
+            found = _perplexity(arguments, llm, text, arguments.save_logits)
+            _print(arguments, llm, [_perplexity_line(found)], found)
+    return DONE
+
+
+def _perplexity(arguments: argparse.Namespace, llm: LLM, text: str, save: Path | None) -> Perplexity:
+    with _progress(arguments, "chunks, perplexity {:.3f}") as progress:
+        return perplexity(
+            llm,
+            text,
+            context=arguments.context or CONTEXT,
+            chunks=arguments.chunks,
+            save_logits=save,
+            progress=progress,
+        )
+
+
+def _divergence(arguments: argparse.Namespace, llm: LLM, base: BaseLogits) -> Divergence:
+    with _progress(arguments, "chunks, KL divergence {:.5f}") as progress:
+        return divergence(llm, base, chunks=arguments.chunks, progress=progress)
+
+
+def _choices(arguments: argparse.Namespace) -> int:
+    questions = read_questions(arguments.choices)
+    with _loaded(arguments, arguments.model, arguments.context) as llm:
+        with _progress(arguments, "questions, {:.1%} right") as progress:
+            found = choices(llm, questions, progress=progress)
+        lines = [
+            f"right answers           {_percent(found.accuracy)} of {found.n_questions:,} questions",
+            f"  by length             {_percent(found.normalized)}",
+            f"  by guessing           {100 * found.chance:.2f} %",
+        ]
+        _print(arguments, llm, lines, found)
+    return DONE
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    """The divergence of several models from one, or from its logits in a file."""
+    others = [arguments.model] if arguments.base_logits is not None else []
+    others += [model_file(name) for name in arguments.compare]
+    with tempfile.TemporaryDirectory(prefix="localllm-") as folder:
+        path = arguments.base_logits or arguments.save_logits or Path(folder) / "base.logits"
+        if arguments.base_logits is None:
+            text = read_text(arguments.file)
+            with _loaded(arguments, arguments.model, arguments.context or CONTEXT) as llm:
+                found = _perplexity(arguments, llm, text, path)
+                if not arguments.quiet:
+                    print(_perplexity_line(found), flush=True)
+        base = BaseLogits.read(path)
+        rows: list[tuple[ModelInfo, Divergence]] = []
+        for other in others:
+            with _loaded(arguments, other, base.context) as llm:
+                rows.append((llm.info, _divergence(arguments, llm, base)))
+        del base  # Windows removes no file that is mapped
+    if not arguments.quiet:
+        head = _COMPARED.format("", "model", "size", "perplexity", "KL", "KL 99 %", "same top")
+        print("", head, *(_compared_line(i, *row) for i, row in enumerate(rows)), sep="\n")
+        print(*picture([(info.n_bytes, far.kl.value) for info, far in rows]), sep="\n", flush=True)
+    if arguments.json:
+        _print_json({"compared": [_as_json(*row) for row in rows]})
+    return DONE
+
+
+@contextmanager
+def _loaded(arguments: argparse.Namespace, model: Any, context: int | None) -> Iterator[LLM]:
+    status = LoadStatus(enabled=not arguments.quiet)
+    try:
+        llm = load(
+            model,
+            device=arguments.device,
+            n_gpu_layers=arguments.n_gpu_layers,
+            tensor_split=arguments.tensor_split,
+            isa=arguments.isa,
+            context=context,
+            threads=arguments.threads,
+            cache_type=arguments.cache_type,
+            parallel=_PARALLEL,
+            progress=status,
+        )
+    finally:
+        status.close()
+    with llm:
+        if not arguments.quiet:
+            print(model_line(llm.info), flush=True)
+        yield llm
+
+
+def read_text(path: str | Path) -> str:
+    try:
+        return Path(path).read_bytes().decode()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"{path_text(path)} cannot be read ({reason}): check the path") from None
+
+
+# -- What comes out ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _progress(arguments: argparse.Namespace, words: str) -> Iterator[Callable[[int, int, float], None]]:
+    """Shows how far it is, and how what is measured goes."""
+    status = StatusLine(enabled=not arguments.quiet)
+    began = time.monotonic()
+    values: list[float] = []
+
+    def show(done: int, total: int, value: float) -> None:
+        values.append(value)
+        seconds = (time.monotonic() - began) * (total - done) / done
+        status.show(f"{done:,} of {total:,} {words.format(value)} {bars(values[-24:])} {seconds:.0f} s left")
+
+    try:
+        yield show
+    finally:
+        status.clear()
+
+
+def bars(values: Sequence[float]) -> str:
+    """Numbers as bars, from the lowest to the highest of them."""
+    low, high = min(values), max(values)
+    step = (high - low) / (len(_BARS) - 1) or 1.0
+    return "".join(_BARS[round((value - low) / step)] for value in values)
+
+
+def picture(points: Sequence[tuple[float, float]]) -> list[str]:
+    """Lines that show size against loss, both logarithmic; the letters are those of `_COMPARED`'s lines."""
+    shown = [(i, math.log(size), math.log(loss)) for i, (size, loss) in enumerate(points) if size > 0 < loss]
+    if len(shown) < 2:
+        return []
+    field = [[" "] * _WIDTH for _ in range(_HEIGHT)]
+    left, right = min(x for _, x, _ in shown), max(x for _, x, _ in shown)
+    low, high = min(y for _, _, y in shown), max(y for _, _, y in shown)
+    for i, x, y in shown:
+        column = round((_WIDTH - 1) * (x - left) / ((right - left) or 1))
+        row = round((_HEIGHT - 1) * (high - y) / ((high - low) or 1))
+        field[row][column] = _letter(i)
+    labels = {0: f"{math.exp(high):.3g}", _HEIGHT - 1: f"{math.exp(low):.3g}"}
+    lines = [f"{labels.get(row, ''):>9} │{''.join(cells).rstrip()}" for row, cells in enumerate(field)]
+    ends = quantity(math.exp(left), "B"), quantity(math.exp(right), "B")
+    return ["", "KL", *lines, f"{'':>9} └{'─' * _WIDTH}", f"{'':>11}{ends[0]}{ends[1]:>{_WIDTH - len(ends[0])}}"]
+
+
+def _letter(i: int) -> str:
+    return chr(ord("a") + i % 26)
+
+
+def _compared_line(i: int, info: ModelInfo, far: Divergence) -> str:
+    return _COMPARED.format(
+        _letter(i),
+        visible_line(info.path.name)[:36],
+        quantity(info.n_bytes, "B"),
+        f"{far.perplexity.perplexity.value:.3f}",
+        f"{far.kl.value:.5f}",
+        f"{far.kl_percentiles[99]:.4f}",
+        f"{far.same_top.value:.2%}",
+    )
+
+
+def _perplexity_line(found: Perplexity) -> str:
+    counted = f"{found.n_tokens:,} tokens in {found.n_chunks:,} chunks of {found.context:,}"
+    return f"perplexity              {found.perplexity.value:.4f} ± {found.perplexity.error:.4f} ({counted})"
+
+
+def _divergence_lines(far: Divergence) -> list[str]:
+    kl, change = far.kl_percentiles, far.probability_change_percentiles
+    return [
+        _perplexity_line(far.perplexity),
+        f"  of the base model     {far.base_perplexity.value:.4f} ± {far.base_perplexity.error:.4f}",
+        f"  ratio                 {far.ratio.value:.5f} ± {far.ratio.error:.5f}, "
+        f"correlation of log-likelihoods {far.correlation:.2%}",
+        f"KL divergence           {far.kl.value:.6f} ± {far.kl.error:.6f}",
+        "  percentiles           " + ", ".join(f"{p} %: {kl[p]:.5f}" for p in (50, 90, 99, 99.9, 100)),
+        f"change of probability   {_percent(far.probability_change)}, RMS {_percent(far.probability_change_rms)}",
+        "  percentiles           " + ", ".join(f"{p} %: {change[p]:.2%}" for p in (1, 10, 50, 90, 99)),
+        f"same likeliest token    {_percent(far.same_top)}",
+    ]
+
+
+def _percent(part: Estimate) -> str:
+    return f"{100 * part.value:.2f} ± {100 * part.error:.2f} %"
+
+
+def _print(arguments: argparse.Namespace, llm: LLM, lines: Sequence[str], result: Any) -> None:
+    if not arguments.quiet:
+        print(*lines, sep="\n", flush=True)
+    if arguments.json:
+        _print_json(_as_json(llm.info, result))
+
+
+def _print_json(values: Any) -> None:
+    print(json.dumps(values, ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def _as_json(info: ModelInfo, result: Any) -> dict[str, Any]:
+    model = {"model": str(info.path), "n_bytes": info.n_bytes, "device": info.device, "kernels": info.kernels}
+    return model | {name: _plain(value) for name, value in asdict(result).items()}
+
+
+def _plain(value: Any) -> Any:
+    """Estimates as objects, which JSON would have as lists."""
+    if isinstance(value, Estimate):
+        return value._asdict()
+    return {str(k): _plain(v) for k, v in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,125 @@
+"""Multiple choice by likelihood, as lm-evaluation-harness counts it: the answer is what the model finds likeliest."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from localllm.checks import as_int
+from localllm.errors import UsageError, path_text
+from localllm.evaluate.batches import in_order
+from localllm.evaluate.perplexity import Estimate
+from localllm.llm import LLM
+
+#: Questions that are under way at once.
+_AT_ONCE = 16
+
+#: Called with the questions done, all of them, and the accuracy so far.
+Progress = Callable[[int, int, float], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question.
+
+    Attributes:
+        prompt: the question, as the model is asked it, without white space at its end.
+        choices: the answers; a space comes between the prompt and each.
+        answer: position of the right one.
+    """
+
+    prompt: str
+    choices: Sequence[str]
+    answer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """The part of questions that were answered right.
+
+    Attributes:
+        accuracy: by the likelihood of the whole answer (``acc`` of lm-evaluation-harness).
+        normalized: by that divided by the answer's length in characters (its ``acc_norm``).
+        chance: what guessing would give.
+        n_questions: how many.
+        answers: the position of the likeliest answer of each, by the whole and by its length.
+    """
+
+    accuracy: Estimate
+    normalized: Estimate
+    chance: float
+    n_questions: int
+    answers: Sequence[tuple[int, int]]
+
+
+def read_questions(path: str | os.PathLike[str]) -> list[Question]:
+    """The questions of a JSONL file: in each line ``{"prompt": "…", "choices": ["…", "…"], "answer": 0}``.
+
+    Raises:
+        UsageError: it cannot be read, or a line is not like that; says which.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"{path_text(path)} cannot be read ({reason}): check the path") from None
+    questions = [_question(line, f"{path_text(path)}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    if not questions:
+        raise UsageError(f"{path_text(path)} has no questions: each line must be one as JSON")
+    return questions
+
+
+def _question(line: str, where: str) -> Question:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"{where} is not a JSON object with prompt, choices and answer")
+    prompt, choices, answer = (values.get(name) for name in ("prompt", "choices", "answer"))
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise UsageError(f"{where}: prompt is {prompt!r:.80}, but must be a text")
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
+        raise UsageError(f"{where}: choices is {choices!r:.80}, but must be a list of two texts or more")
+    position = as_int(answer)
+    if position is None or not 0 <= position < len(choices):
+        raise UsageError(f"{where}: answer is {answer!r:.80}, but must be a position in choices, from 0 on")
+    return Question(prompt.rstrip(), choices, position)
+
+
+def choices(llm: LLM, questions: Sequence[Question], *, progress: Progress | None = None) -> Accuracy:
+    """How many questions a model answers right.
+
+    Raises:
+        UsageError: there are no questions.
+        ContextLengthError: one does not fit into the context.
+    """
+    if not questions:
+        raise UsageError("there are no questions: give at least one")
+    answers: list[tuple[int, int]] = []
+    n_right = 0
+    for question, likelihoods in zip(questions, _likelihoods(llm, questions), strict=True):
+        lengths = [len(choice) for choice in question.choices]
+        whole, by_length = np.argmax(likelihoods), np.argmax(np.divide(likelihoods, lengths))
+        answers.append((int(whole), int(by_length)))
+        n_right += answers[-1][0] == question.answer
+        if progress is not None:
+            progress(len(answers), len(questions), n_right / len(answers))
+    right = np.array([[a == q.answer for a in both] for both, q in zip(answers, questions, strict=True)], float)
+    chance = float(np.mean([1 / len(question.choices) for question in questions]))
+    return Accuracy(Estimate.mean(right[:, 0]), Estimate.mean(right[:, 1]), chance, len(questions), answers)
+
+
+def _likelihoods(llm: LLM, questions: Iterable[Question]) -> Iterator[list[float]]:
+    """The log-likelihood of each answer, question by question."""
+
+    def work(question: Question) -> list[float]:
+        return [score.logprob for score in llm.score(question.prompt, [" " + c for c in question.choices])]
+
+    return in_order(work, questions, _AT_ONCE)

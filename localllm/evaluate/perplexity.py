@@ -1,0 +1,310 @@
+"""Perplexity of a text, and how far a model's distributions are from another's, as llama.cpp's tool defines them.
+
+A text is cut into chunks of ``context`` tokens, each with BOS in place of its first token if the model wants one, and
+each evaluated by itself.  What counts are the tokens of a chunk's second half, so that each has at least half a
+context before it.  Uncertainties are standard errors of the mean.
+
+Source: ``tools/perplexity/perplexity.cpp`` of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.checks import whole_number
+from localllm.errors import UsageError
+from localllm.evaluate.base_logits import BaseLogits, BaseLogitsWriter, Floats, packed, rows_of_chunk
+from localllm.evaluate.batches import in_order
+from localllm.llm import LLM
+
+Doubles = NDArray[np.float64]
+
+#: Tokens of a chunk where nobody asks for another number.
+CONTEXT = 512
+
+#: Chunks that are under way at once: one is evaluated while what others brought is reckoned.
+_AT_ONCE = 4
+
+#: Logits that are reckoned at once, so that they stay in the cache.
+_BLOCK = 1 << 20
+
+#: Percentiles that are told.
+PERCENTILES = (0, 0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9, 100)
+
+#: Base log-probabilities that are not above it have no part in a divergence.
+_LEAST = np.float32(-16)
+
+#: Called with the chunks done, all of them, and the mean so far: the perplexity, or the divergence.
+Progress = Callable[[int, int, float], object]
+
+_Result = TypeVar("_Result")
+
+
+class Estimate(NamedTuple):
+    """A value, and its standard error."""
+
+    value: float
+    error: float
+
+    @classmethod
+    def mean(cls, values: Doubles) -> Estimate:
+        """The mean of independent values [n]."""
+        n = len(values)
+        return cls(float(values.mean()), float(values.std() / np.sqrt(n - 1)) if n > 1 else 0.0)
+
+    def exp(self) -> Estimate:
+        value = float(np.exp(self.value))
+        return Estimate(value, value * self.error)
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """How unexpected a text is.
+
+    Attributes:
+        perplexity: the exponential of the mean negative log-likelihood of a token.
+        n_tokens: tokens that count.
+        n_chunks, context: chunks, and tokens of each.
+    """
+
+    perplexity: Estimate
+    n_tokens: int
+    n_chunks: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """How far a model is from the base model, whose logits a file has.
+
+    Attributes:
+        perplexity: the model's, with counts of tokens and chunks.
+        base_perplexity: the base model's.
+        log_ratio: the natural logarithm of the perplexities' ratio.
+        ratio, difference: of the perplexities, the model's to and less the base model's.
+        correlation: of the log-likelihoods of tokens.
+        kl: the mean Kullback-Leibler divergence of the base model's distribution from the model's, in nats.
+        kl_percentiles: of the tokens' divergences, by percent.
+        probability_change: the mean change of the probability of the token that came.
+        probability_change_rms: the root of its mean square.
+        probability_change_percentiles: of the tokens' changes, by percent.
+        same_top: the part of tokens for which both have the same likeliest one.
+    """
+
+    perplexity: Perplexity
+    base_perplexity: Estimate
+    log_ratio: Estimate
+    ratio: Estimate
+    difference: Estimate
+    correlation: float
+    kl: Estimate
+    kl_percentiles: dict[float, float]
+    probability_change: Estimate
+    probability_change_rms: Estimate
+    probability_change_percentiles: dict[float, float]
+    same_top: Estimate
+
+
+def perplexity(
+    llm: LLM,
+    text: str,
+    *,
+    context: int = CONTEXT,
+    chunks: int | None = None,
+    save_logits: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """The perplexity of a text.
+
+    Args:
+        llm: the model.
+        text: at least two chunks of tokens.
+        context: tokens of a chunk.
+        chunks: the first ones alone.
+        save_logits: a file to write for `divergence`, with llama.cpp's format.
+        progress: called after each chunk.
+
+    Raises:
+        UsageError: the text is too short, or the context too large.
+        OutputError: the file cannot be written.
+    """
+    tokens = _chunks(llm, text, context, chunks)
+    nll: list[Doubles] = []
+    with ExitStack() as stack:
+        new = None
+        if save_logits is not None:
+            new = stack.enter_context(BaseLogitsWriter(Path(save_logits), tokens, llm.info.n_vocab))
+        keeps_rows = new is not None
+
+        def reckon(chunk: int, logits: Floats) -> tuple[Doubles, NDArray[np.uint16]]:
+            blocks = _blocks(logits)
+            rows = [packed(logits[block]) for block in blocks if keeps_rows]
+            came = tokens[chunk, -len(logits) :]
+            likelihood = np.concatenate([_nll(logits[block], came[block]) for block in blocks])
+            return likelihood, np.concatenate(rows) if rows else np.empty(0, np.uint16)
+
+        for likelihood, rows in _evaluated(llm, tokens, reckon):
+            nll.append(likelihood)
+            if new is not None:
+                new.add(rows)
+            if progress is not None:
+                progress(len(nll), len(tokens), float(np.exp(np.mean([each.mean() for each in nll]))))
+    return _perplexity(np.concatenate(nll), tokens)
+
+
+def divergence(
+    llm: LLM, base: BaseLogits, *, chunks: int | None = None, progress: Progress | None = None
+) -> Divergence:
+    """How far a model is from the one whose logits a file has, on the text that the file has.
+
+    Args:
+        llm: the model.
+        base: the file.
+        chunks: the first ones alone.
+        progress: called after each chunk.
+
+    Raises:
+        UsageError: the model has another vocabulary, or too small a context.
+    """
+    if base.n_vocab != llm.info.n_vocab:
+        raise UsageError(
+            f"the base logits are of a vocabulary of {base.n_vocab:,} tokens, but the model's has "
+            f"{llm.info.n_vocab:,}: compare models with the same vocabulary"
+        )
+    _check_context(llm, base.context)
+    tokens = base.tokens[: len(base.tokens) if chunks is None else whole_number("chunks", chunks, 1)]
+
+    def reckon(chunk: int, logits: Floats) -> Doubles:
+        expected, came = base.log_probabilities(chunk), tokens[chunk, -len(logits) :]
+        parts = [_compared(logits[block], expected[block], came[block]) for block in _blocks(logits)]
+        return np.concatenate(parts, axis=1)
+
+    done: list[Doubles] = []
+    for part in _evaluated(llm, tokens, reckon):
+        done.append(part)
+        if progress is not None:
+            progress(len(done), len(tokens), float(np.mean([each[2].mean() for each in done])))
+    return _divergence(np.concatenate(done, axis=1), tokens)
+
+
+def _chunks(llm: LLM, text: str, context: int, chunks: int | None) -> NDArray[np.int32]:
+    """The tokens of a text, int32 [n_chunks, context]."""
+    whole_number("context", context, 4)
+    _check_context(llm, context)
+    ids = llm.tokenize(text)
+    if len(ids) < 2 * context:
+        raise UsageError(
+            f"the text has {len(ids):,} tokens, but at least {2 * context:,} are needed for chunks of {context:,}: "
+            "take a longer text, or a smaller context"
+        )
+    n = len(ids) // context
+    n = n if chunks is None else min(n, whole_number("chunks", chunks, 1))
+    return np.array(ids[: n * context], np.int32).reshape(n, context)
+
+
+def _check_context(llm: LLM, context: int) -> None:
+    if context > llm.info.context:
+        raise UsageError(
+            f"chunks of {context:,} tokens do not fit into the context of {llm.info.context:,}: load the model with "
+            "a larger context"
+        )
+
+
+def _evaluated(llm: LLM, tokens: NDArray[np.int32], reckon: Callable[[int, Floats], _Result]) -> Iterator[_Result]:
+    """What a function makes of each chunk's number and its logits [rows_of_chunk, n_vocab], in order."""
+    bos = llm.tokenizer.bos_id if llm.tokenizer.add_bos else None
+    n_rows = rows_of_chunk(tokens.shape[1])
+
+    def work(chunk: int) -> _Result:
+        ids = tokens[chunk].tolist()
+        if bos is not None:
+            ids[0] = bos
+        # What comes after the last token is not known.
+        return reckon(chunk, llm.logits(ids[:-1], last=n_rows))
+
+    return in_order(work, range(len(tokens)), _AT_ONCE)
+
+
+def _blocks(logits: Floats) -> Sequence[slice]:
+    """Slices of rows, of a size that is quick to reckon."""
+    step = max(1, _BLOCK // logits.shape[1])
+    return [slice(start, start + step) for start in range(0, len(logits), step)]
+
+
+def _log_totals(logits: Floats) -> Doubles:
+    """The logarithm of the sum of exponentials of each row."""
+    peak = logits.max(axis=1, keepdims=True)
+    totals: Doubles = np.log(np.exp(logits - peak).sum(axis=1, dtype=np.float64)) + peak[:, 0]
+    return totals
+
+
+def _nll(logits: Floats, came: NDArray[np.int32]) -> Doubles:
+    """The negative log-likelihood of the tokens [n] that came, after logits [n, n_vocab]."""
+    return _log_totals(logits) - logits[np.arange(len(logits)), came]
+
+
+def _compared(logits: Floats, expected: Floats, came: NDArray[np.int32]) -> Doubles:
+    """float64 [5, n]: both negative log-likelihoods, the divergence, the change of probability, the same likeliest.
+
+    Args:
+        logits: of the model, [n, n_vocab].
+        expected: log-probabilities of the base model, [n, n_vocab].
+        came: the tokens, [n].
+    """
+    rows = np.arange(len(logits))
+    log_totals = _log_totals(logits)
+    nll, base_nll = log_totals - logits[rows, came], -expected[rows, came].astype(np.float64)
+    difference = expected - logits + log_totals.astype(np.float32)[:, None]
+    terms = np.where(expected > _LEAST, np.exp(expected) * difference, np.float32(0))
+    kl = terms.sum(axis=1, dtype=np.float64)
+    same = logits.argmax(axis=1) == expected.argmax(axis=1)
+    return np.stack([nll, base_nll, kl, np.exp(-nll) - np.exp(-base_nll), same])
+
+
+def _perplexity(nll: Doubles, tokens: NDArray[np.int32]) -> Perplexity:
+    return Perplexity(Estimate.mean(nll).exp(), len(nll), *tokens.shape)
+
+
+def _divergence(compared: Doubles, tokens: NDArray[np.int32]) -> Divergence:
+    nll, base_nll, kl, change, same = compared
+    own, base = Estimate.mean(nll), Estimate.mean(base_nll)
+    n = len(nll)
+    covariance = (np.mean(nll * base_nll) - nll.mean() * base_nll.mean()) / (n - 1)
+    log_ratio = Estimate(own.value - base.value, _root(own.error**2 + base.error**2 - 2 * covariance))
+    model, other = own.exp(), base.exp()
+    square = Estimate.mean(change**2)
+    rms = _root(square.value)
+    return Divergence(
+        perplexity=_perplexity(nll, tokens),
+        base_perplexity=other,
+        log_ratio=log_ratio,
+        ratio=log_ratio.exp(),
+        difference=Estimate(
+            model.value - other.value,
+            _root(model.error**2 + other.error**2 - 2 * covariance * model.value * other.value),
+        ),
+        correlation=float(covariance / (own.error * base.error)) if own.error and base.error else 1.0,
+        kl=Estimate.mean(kl),
+        kl_percentiles=_percentiles(kl),
+        probability_change=Estimate.mean(change),
+        probability_change_rms=Estimate(rms, square.error / (2 * rms) if rms else 0.0),
+        probability_change_percentiles=_percentiles(change),
+        same_top=Estimate.mean(same),
+    )
+
+
+def _root(square: float) -> float:
+    """The root of what is negative by rounding alone."""
+    return float(np.sqrt(max(square, 0.0)))
+
+
+def _percentiles(values: Doubles) -> dict[float, float]:
+    return dict(zip(PERCENTILES, np.percentile(values, PERCENTILES).tolist(), strict=True))

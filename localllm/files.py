@@ -1,0 +1,82 @@
+"""Files that are written as a whole, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from localllm.errors import OutputError, path_text
+
+
+class NewFile:
+    """A file being written, as a context manager: it gets its name when the block ends without an error.
+
+    Args:
+        path: where it will be; what is there stays until the new one is complete.
+        n_bytes: how many it will have.
+
+    Raises:
+        OutputError: it cannot be written, or there is not enough space.
+    """
+
+    def __init__(self, path: Path, n_bytes: int) -> None:
+        self.path = path
+        self.n_bytes = n_bytes
+        self._partial = path.with_name(path.name + ".part")
+
+    def __enter__(self) -> Self:
+        try:
+            free = shutil.disk_usage(self.path.parent).free
+            if free < self.n_bytes:
+                raise OutputError(
+                    f"{path_text(self.path)} takes {self.n_bytes:,} bytes but the disk has {free:,} left: "
+                    "make space, or write to another disk"
+                )
+            self._file = self._partial.open("wb")
+        except OSError as error:
+            raise self._error(error) from error
+        return self
+
+    def put(self, data: Any) -> None:
+        """Add bytes.
+
+        Raises:
+            OutputError: the disk is full, or fails.
+        """
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._discard()
+            raise self._error(error) from error
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._file.close()
+                os.replace(self._partial, self.path)
+        except OSError as failure:
+            raise self._error(failure) from failure
+        finally:
+            self._discard()
+
+    def _discard(self) -> None:
+        """Remove what was written, unless it has its name already."""
+        try:
+            self._file.close()  # which may try to write again
+        except OSError:
+            self._file.raw.close()
+        self._partial.unlink(missing_ok=True)
+
+    def _error(self, error: OSError) -> OutputError:
+        shown = path_text(self.path)
+        if error.errno in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)):
+            return OutputError(f"{shown} cannot be written, the disk is full: make space, or write to another disk")
+        return OutputError(f"{shown} cannot be written ({error.strerror or error}): choose another place")

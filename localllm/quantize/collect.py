@@ -1,0 +1,139 @@
+"""Collecting importance matrices: a model reads a text, and what its weights multiply is squared and added up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.engine.runner import n_cache_pages
+from localllm.errors import UsageError
+from localllm.gguf import GGUFFile
+from localllm.kernels.backend import Backend, Batch, Step
+from localllm.kernels.cpu.host import check_memory
+from localllm.kernels.graph import ExpertLinears, ExpertOutput, Graph, Linear, Linears, Routing, Rows, Tensor
+from localllm.models.registry import read_model
+from localllm.quantize.imatrix import Entry, ImportanceMatrix
+from localllm.tokenizer import Tokenizer
+
+#: Tokens of a piece of text that the model reads by itself.
+CONTEXT = 512
+#: Tokens that are evaluated at a time: what is watched of them, in all layers, is in memory.
+_STEP = 128
+
+
+@dataclass(frozen=True)
+class _Product:
+    """Rows that weights multiply, and where they go to experts, to which."""
+
+    x: Tensor
+    weights: tuple[str, ...]
+    routing: Routing | None = None
+
+
+def _products(graph: Graph) -> Iterator[_Product]:
+    """The products of a graph's layers.  That of the output is left alone, as llama.cpp does: it is kept precise."""
+    for node in graph.nodes:
+        operation = node.operation
+        if node.layer == "output":
+            continue
+        match operation:
+            case Linear():
+                yield _Product(operation.x, (operation.matrix.weight.name,))
+            case Linears():
+                yield _Product(operation.x, tuple(matrix.weight.name for matrix in operation.matrices))
+            case ExpertLinears():
+                names = tuple(weight.name for weight in operation.experts)
+                yield _Product(operation.x, names, operation.routing)
+            case ExpertOutput():
+                yield _Product(operation.h, (operation.experts.name,), operation.routing)
+
+
+def chunks(tokenizer: Tokenizer, text: str, context: int = CONTEXT) -> list[list[int]]:
+    """The text in pieces of so many tokens; each begins with BOS if the model's texts do.  What is left over is not
+    used.
+
+    Raises:
+        UsageError: it is too short for one piece.
+    """
+    ids = tokenizer.encode(text)
+    n = len(ids) // context
+    if not n:
+        raise UsageError(f"the text has {len(ids):,} tokens, but {context:,} are needed: give a longer one")
+    pieces = [ids[i * context : (i + 1) * context] for i in range(n)]
+    if tokenizer.add_bos and tokenizer.bos_id is not None:
+        for piece in pieces:
+            piece[0] = tokenizer.bos_id
+    return pieces
+
+
+def collect(
+    file: GGUFFile, pieces: Sequence[Sequence[int]], backend: Backend, *, hessians: bool = False
+) -> Iterator[ImportanceMatrix]:
+    """What a model's weights multiply while it reads pieces of text, each by itself.
+
+    Args:
+        file: the model; one that is quantised serves, too.
+        pieces: token ids, of the same number each.
+        backend: the CPU or the reference.
+        hessians: also XᵀX of the rows X that meet each matrix, but for those of experts: 4 n² bytes of memory for n
+            columns.
+
+    Yields:
+        What was collected so far, after each piece.
+
+    Raises:
+        UnsupportedArchitectureError, ModelError, NotEnoughMemoryError: the model cannot be loaded.
+    """
+    context = len(pieces[0])
+    graph = read_model(file, context).graph
+    products = list(_products(graph))
+    graph.watched = {product.x for product in products} | {p.routing for p in products if p.routing is not None}
+    n_pages, n_tokens = n_cache_pages(graph, context, 1, backend.page_size), min(_STEP, context)
+    needed = backend.footprint(graph, n_pages=n_pages, max_tokens=n_tokens, max_outputs=1, n_states=1)
+    squares = sum(4 * product.x.width**2 for product in products if hessians and product.routing is None)
+    check_memory(needed.n_bytes + squares, "the model with what is collected")
+    step = needed.load(None)
+    file.check_unchanged()
+    sums: dict[_Product, Entry] = {}
+    for n_pieces, piece in zip(count(1), pieces, strict=False):
+        for start in range(0, context, n_tokens):
+            step.run(_batch(piece, start, min(start + n_tokens, context), n_pages, backend.page_size))
+            for product in products:
+                entry = _entry(step, product, hessians)
+                sums[product] = sums[product] + entry if product in sums else entry
+        entries = {name: entry for product, entry in sums.items() for name in product.weights}
+        yield ImportanceMatrix(None, entries, n_chunks=n_pieces, chunk_size=context)
+
+
+def _entry(step: Step, product: _Product, hessians: bool) -> Entry:
+    """The sums of one step, for each expert by itself."""
+    x = step.value(product.x)
+    rows = np.square(x, dtype=np.float64)
+    if product.routing is None:
+        return Entry(rows.sum(axis=0)[None], np.array([len(rows)]), x.T @ x if hessians else None)
+    ids = step.value(product.routing)
+    if product.x.rows is not Rows.CHOSEN:
+        rows = np.repeat(rows, ids.shape[1], axis=0)
+    chosen = ids.reshape(-1) == np.arange(product.routing.n_experts)[:, None]
+    return Entry(chosen.astype(np.float64) @ rows, chosen.sum(axis=1))
+
+
+def _batch(piece: Sequence[int], start: int, stop: int, n_pages: tuple[int, ...], page_size: int) -> Batch:
+    """The tokens start : stop of a sequence that begins at the first page of the cache, with no logits wanted."""
+    n_blocks = -(-len(piece) // page_size)
+    tables: NDArray[np.int32] = np.zeros((len(n_pages), 1, n_blocks), np.int32)
+    for table, n in zip(tables, n_pages, strict=True):
+        table[0] = np.arange(n_blocks) % n
+    return Batch(
+        ids=np.array(piece[start:stop], np.int32),
+        positions=np.arange(start, stop, dtype=np.int32),
+        query_starts=np.array([0, stop - start], np.int32),
+        kv_lengths=np.array([stop], np.int32),
+        block_tables=tables,
+        outputs=np.zeros(0, np.int32),
+        states=np.zeros(1, np.int32),
+    )

@@ -1,0 +1,258 @@
+"""Texts held to a JSON schema, a regular expression or a grammar, by a mask on logits where that is needed.
+
+llguidance (https://github.com/guidance-ai/llguidance, the extra ``grammar``) knows which tokens may follow.  What a
+model thinks before its answer is free; the grammar holds from the end of that on.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from localllm.chat.thinking import TAGS
+from localllm.errors import GrammarError, UsageError
+from localllm.sampling.penalties import Logits
+
+if TYPE_CHECKING:
+    from localllm.declared_options import Sampling
+    from localllm.tokenizer import Tokenizer
+
+#: White space between the parts of JSON: a space, or a line's beginning.  Without a bound a model may never end it.
+_WHITE_SPACE = r"[ ]?|\n[ \t]{0,20}"
+
+#: Compiled grammars that are kept for the next request.
+_MOST_KEPT = 32
+
+#: A rule of llama.cpp's GBNF; Lark's have a colon alone.
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+
+#: Tokens at a prompt's end among which a tag is looked for.
+_LAST_TOKENS = 16
+
+#: What opens a thought at a prompt's end, and what ends it.  In gpt-oss's format the answer is a message of its own.
+_OPENING = {**TAGS, "<|start|>assistant": "<|channel|>final<|message|>"}
+
+
+def check_grammar(sampling: Sampling) -> None:
+    """Checks what can be checked of a grammar without a model.
+
+    Raises:
+        GrammarError: it cannot be read or satisfied, or llguidance is not installed.
+    """
+    if sampling.grammar_kind is not None:
+        _raise_if(_llguidance().LLMatcher.validate_grammar(_internal(sampling)), sampling)
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise GrammarError(
+            "json_schema, regex and grammar need llguidance, which is not installed: pip install 'localllm[grammar]'"
+        ) from None
+    return llguidance
+
+
+def _internal(sampling: Sampling) -> str:
+    """The grammar in llguidance's own notation."""
+    matcher = _llguidance().LLMatcher
+    if sampling.json_schema is not None:
+        schema = matcher.grammar_from_json_schema(
+            str(sampling.json_schema), overrides={"whitespace_pattern": _WHITE_SPACE}
+        )
+        return str(schema)
+    if sampling.regex is not None:
+        return str(matcher.grammar_from_regex(sampling.regex))
+    grammar = sampling.grammar or ""
+    if not _GBNF_RULE.search(grammar):
+        return str(matcher.grammar_from_lark(grammar))
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(matcher.grammar_from_lark(gbnf_to_lark(grammar)))
+    except Exception as error:  # it raises nothing more specific
+        raise GrammarError(f"grammar is not valid GBNF: {_line(str(error))}") from None
+
+
+def _raise_if(complaint: str, sampling: Sampling) -> None:
+    if complaint and not complaint.startswith("WARNING"):
+        raise GrammarError(f"{sampling.grammar_kind} cannot be used: {_line(complaint)}")
+
+
+def _line(text: str) -> str:
+    """A message in one line, without the excerpts of a grammar beneath it."""
+    reason = re.search(r"^error: (.*)", text, re.MULTILINE)  # of a regular expression
+    return (reason[1] if reason else text.partition("\n")[0])[:300]
+
+
+class Grammars:
+    """Makes constraints for the texts of one model, and keeps what it has compiled.  Any thread may use it."""
+
+    def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
+        """``n_vocab``: logits a token; there may be more than tokens."""
+        self._tokenizer = tokenizer
+        self._n_vocab = n_vocab
+        self._vocabulary: Any = None
+        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def constraint(self, sampling: Sampling, prompt_ids: Sequence[int], template: str = "") -> Constraint:
+        """What holds a text to the grammar of its settings.
+
+        Args:
+            sampling: the settings.
+            prompt_ids: the prompt.  Where it ends with a tag that opens a thought, the thought comes first.
+            template: for an answer, the chat template: the model may open a thought with the tags that it names.
+
+        Raises:
+            GrammarError: the grammar cannot be read, cannot be satisfied, or has what llguidance does not know.
+        """
+        internal = _internal(sampling)
+        with self._lock:
+            matcher = self._kept.pop(internal, None) or self._compiled(internal, sampling)
+            self._kept[internal] = matcher
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+            matcher, vocabulary = matcher.deep_copy(), self._vocabulary
+        end = self._tokenizer.decode(prompt_ids[-_LAST_TOKENS:], special=True).rstrip()
+        closing = next((_OPENING[tag] for tag in _OPENING if end.endswith(tag)), None)
+        has_thought = closing is not None or end.endswith(tuple(TAGS.values()))
+        opening = {} if has_thought else self._opening_tokens(template)
+        return Constraint(matcher, vocabulary, self._tokenizer, self._n_vocab, closing=closing, opening=opening)
+
+    def _compiled(self, internal: str, sampling: Sampling) -> Any:
+        library = _llguidance()
+        if self._vocabulary is None:
+            self._vocabulary = library.LLTokenizer(
+                _Vocabulary(self._tokenizer, self._n_vocab),
+                # A vocabulary without an end gets one beyond its tokens, which no mask contains.
+                eos_token=sorted(self._tokenizer.eog_ids) or [self._n_vocab],
+            )
+        matcher = library.LLMatcher(self._vocabulary, internal, log_level=0)
+        _raise_if(matcher.get_error(), sampling)
+        return matcher
+
+    def _opening_tokens(self, template: str) -> dict[int, str]:
+        """Tags of a template that open a thought and are one token each, with what closes it."""
+        opening = {}
+        for tag, closing in TAGS.items():
+            if closing in template:
+                ids = self._tokenizer.encode(tag, add_special=False, parse_special=True, continuation=True)
+                if len(ids) == 1:
+                    opening[ids[0]] = closing
+        return opening
+
+
+class _Vocabulary:
+    """What `llguidance.LLTokenizer` asks of a tokenizer."""
+
+    is_tokenizer_wrapper = True
+    special_token_ids: Sequence[int] = ()
+
+    def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = tokenizer.eos_id
+        self.bos_token_id = tokenizer.bos_id
+        # 0xFF, which no text has, sets the names of control tokens apart from text.
+        self.tokens = [
+            b"\xff" + tokenizer.token_bytes(id_, special=True)
+            if tokenizer.is_special(id_)
+            else tokenizer.token_bytes(id_)
+            for id_ in range(tokenizer.n_vocab)
+        ]
+        self.tokens += [b""] * (n_vocab - tokenizer.n_vocab) + [b"\xff<end>"]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        text = text if isinstance(text, str) else text.decode(errors="replace")
+        return self._tokenizer.encode(text, add_special=False, continuation=True)
+
+
+class Constraint:
+    """Holds one text to a grammar (`localllm.sampling.sampler`)."""
+
+    def __init__(
+        self,
+        matcher: Any,
+        vocabulary: Any,
+        tokenizer: Tokenizer,
+        n_vocab: int,
+        *,
+        closing: str | None,
+        opening: dict[int, str],
+    ) -> None:
+        """
+        Args:
+            matcher: llguidance's, at its beginning.
+            vocabulary: llguidance's.
+            closing: what ends the thought that the text begins with; None if it begins with its answer.
+            opening: tokens with which it may begin a thought, and what closes that.
+        """
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._tokenizer = tokenizer
+        self._closing = None if closing is None else closing.encode()
+        self._opening = opening
+        self._thought = b""  # its last bytes
+        self._n_vocab = n_vocab
+        self._mask = np.empty((n_vocab + 32) // 32, np.uint32)  # a bit for each token, and one for an end beyond
+        self._ends = np.array(sorted(tokenizer.eog_ids), np.int64)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow any more."""
+        return self._closing is None and bool(self._matcher.is_stopped())
+
+    def allows(self, id_: int) -> bool:
+        """Whether the text may go on with a token."""
+        if self._closing is not None:
+            return id_ not in self._tokenizer.eog_ids
+        return id_ in self._opening or bool(self._matcher.validate_tokens([id_]))
+
+    def masked(self, logits: Logits) -> Logits:
+        """The logits, with -inf for tokens that the grammar does not allow."""
+        if self._closing is not None:
+            masked = logits.copy()
+            masked[self._ends] = -np.inf
+            return masked
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self._check()
+        bits = np.unpackbits(self._mask.view(np.uint8), count=self._n_vocab, bitorder="little")
+        bits[list(self._opening)] = 1
+        return np.where(bits.view(np.bool_), logits, np.float32(-np.inf))
+
+    def accept(self, id_: int) -> None:
+        """The text went on with this token."""
+        if self._closing is not None:
+            self._think(id_)
+        elif id_ in self._opening:
+            self._closing = self._opening[id_].encode()
+        else:
+            self._consume([id_])
+        self._opening = {}
+
+    def n_possible(self, ids: Sequence[int]) -> int:
+        """How many of the tokens ``ids`` may follow one another from here on."""
+        return len(ids) if self._closing is not None else int(self._matcher.validate_tokens(list(ids)))
+
+    def _think(self, id_: int) -> None:
+        assert self._closing is not None
+        thought = self._thought + self._tokenizer.token_bytes(id_, special=True)
+        before, closing, answer = thought.partition(self._closing)
+        self._thought = before[-len(self._closing) :]
+        if closing:
+            self._closing = None
+            if answer := answer.lstrip():  # of a token that goes on behind the tag
+                self._consume(self._vocabulary.tokenize_bytes(answer))
+
+    def _consume(self, ids: list[int]) -> None:
+        self._matcher.consume_tokens(ids)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise UsageError(f"the text cannot be held to its grammar any more: {_line(self._matcher.get_error())}")

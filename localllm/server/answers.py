@@ -1,0 +1,445 @@
+"""From a request of any API to the engine, and back: the one place that begins generations.
+
+An `Ask` says what is wanted in the library's words.  `Desk.begin` submits it, and the `Answer` gives parts of its
+replies as they come, or whole `Reply` objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from localllm.chat.reply import ReplyParser, ToolCall
+from localllm.chat.thinking import Piece, opening_tag
+from localllm.completion import AsyncStream, Chunk
+from localllm.engine.request import FinishReason, Timings, Usage
+from localllm.errors import ClosedError
+from localllm.llm import LLM
+from localllm.options import Options
+from localllm.sampling import Choice
+from localllm.server.http import HTTPError, not_available
+from localllm.server.models import Models, ServedModel
+
+#: Replies to one request, texts that end one, and characters of each of these, at most.
+MOST_REPLIES, MOST_STOPS, MOST_STOP_LENGTH = 64, 32, 1000
+
+
+class Generation(msgspec.Struct):
+    """Fields of a request that all APIs share; their names are llama.cpp's."""
+
+    model: str | None = None
+    stream: bool = False
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | list[tuple[int, float | bool]] | None = None
+    ignore_eos: bool | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    priority: str | None = None
+    timeout: float | None = None
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        """The keywords of `LLM.stream`."""
+        if self.grammar is not None or self.json_schema is not None:
+            check_grammars()
+        names = Options.__annotations__.keys() & {each.name for each in msgspec.structs.fields(Generation)}
+        options = {name: value for name in names if (value := getattr(self, name)) is not None}
+        # llama.cpp's ways to switch something off, or leave it open.
+        for name in ("temperature", "top_k"):
+            if name in options:
+                options[name] = max(0, options[name])
+        if self.seed == -1:
+            del options["seed"]
+        if self.logit_bias is not None:
+            options["logit_bias"] = _biases(self.logit_bias)
+        for name in ("stop", "dry_sequence_breakers"):
+            values = options.get(name, ())
+            values = (values,) if isinstance(values, str) else tuple(value for value in values if value)
+            if len(values) > MOST_STOPS or any(len(value) > MOST_STOP_LENGTH for value in values):
+                raise HTTPError(400, f"{name} has more than {MOST_STOPS} texts, or one that is too long")
+            if name in options:
+                options[name] = values
+        return {**options, **{name: value for name, value in more.items() if value is not None}}
+
+
+def _biases(given: dict[str, float] | list[tuple[int, float | bool]]) -> dict[int, float]:
+    pairs = given.items() if isinstance(given, Mapping) else given
+    try:
+        return {int(id_): float("-inf") if bias is False else float(bias) for id_, bias in pairs}
+    except ValueError:
+        raise HTTPError(400, "logit_bias has a key that is not a token's number: use /tokenize") from None
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is wanted, in the library's words.
+
+    Attributes:
+        model: its name; None is the first one.
+        messages: of a chat; None if ``prompt`` is to be continued.
+        prompt: a text, or tokens.
+        tools: that the model may call, as OpenAI's API describes them.
+        variables: what else the chat template reads.
+        reply_prefix: what the reply begins with.
+        options: keywords of `LLM.stream`.
+        n: how many replies.
+        special: whether names of control tokens in ``prompt`` are read as these.
+    """
+
+    model: str | None
+    options: dict[str, Any]
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | list[int] = ""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    variables: dict[str, Any] = field(default_factory=dict)
+    reply_prefix: str = ""
+    n: int = 1
+    special: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a reply.
+
+    Attributes:
+        index: of the reply.
+        text, thinking: what it adds to either.
+        call: a tool that is called.
+        logprobs: of the tokens that came with it.
+        end: the whole reply, in the last part of each.
+    """
+
+    index: int
+    text: str = ""
+    thinking: str = ""
+    call: ToolCall | None = None
+    logprobs: tuple[Choice, ...] = ()
+    end: Reply | None = None
+
+
+@dataclass
+class Reply:
+    """One reply, as far as it is."""
+
+    index: int
+    text: str = ""
+    thinking: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[Choice] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_text: str | None = None
+    usage: Usage = field(default=Usage(0, 0, 0))
+    timings: Timings = field(default=Timings(0.0, 0, 0.0, 0.0, 0))
+    ids: list[int] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+class Answer:
+    """Replies under way; `close` ends them, and has to be called.
+
+    Attributes:
+        number: counted from the server's beginning.
+        served, llm: the model.
+        streams: one a reply.
+        begun_at: when they were asked for, in the time of `time.perf_counter`.
+        load_s: seconds after that in which the model was not there yet.
+    """
+
+    def __init__(
+        self,
+        ask: Ask,
+        served: ServedModel,
+        llm: LLM,
+        streams: list[AsyncStream],
+        on_close: Callable[[Answer], object],
+        begun_at: float,
+        load_s: float,
+    ) -> None:
+        self.number = next(_numbers)
+        self.ask, self.served, self.llm, self.streams = ask, served, llm, streams
+        self.begun_at, self.load_s = begun_at, load_s
+        self._on_close: Callable[[Answer], object] | None = on_close
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.streams[0].usage.prompt_tokens
+
+    def stop(self) -> None:
+        """Ends it because the server stops; whoever reads it is told."""
+        for stream in self.streams:
+            stream.cancel()
+
+    def close(self) -> None:
+        """Ends what goes on, and gives the model back."""
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            for stream in self.streams:
+                stream.cancel()
+            on_close(self)
+
+    async def parts(self) -> AsyncIterator[Part]:
+        """The parts of all replies as they come.
+
+        Raises:
+            HTTPError: the server stops.
+            What ended a stream, such as a ClosedError.
+        """
+        if len(self.streams) == 1:
+            async for part in self._parts_of(0):
+                yield part
+            return
+        #: Bounded, so that a slow reader slows the model down and not the memory.
+        queue: asyncio.Queue[Part | BaseException] = asyncio.Queue(maxsize=4 * len(self.streams))
+        tasks = [asyncio.create_task(self._put_parts(index, queue)) for index in range(len(self.streams))]
+        try:
+            n_open = len(tasks)
+            while n_open:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                n_open -= item.end is not None
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _put_parts(self, index: int, queue: asyncio.Queue[Part | BaseException]) -> None:
+        try:
+            async for part in self._parts_of(index):
+                await queue.put(part)
+        except Exception as error:
+            await queue.put(error)
+
+    async def _parts_of(self, index: int) -> AsyncIterator[Part]:
+        stream, reply = self.streams[index], Reply(index)
+        parser = self._parser(stream) if self.ask.messages is not None else None
+        async for chunk in stream:
+            for part in _parts(index, chunk, parser, reply):
+                yield part
+        if stream.finish_reason == "cancelled":
+            raise HTTPError(503, "the server is stopping: send the request again later", "stopping")
+        reply.finish_reason, reply.stop_text = stream.finish_reason, stream.stop_text
+        reply.usage, reply.timings = stream.usage, stream.timings
+        reply.warnings = parser.warnings if parser is not None else []
+        yield Part(index, end=reply)
+
+    def _parser(self, stream: AsyncStream) -> ReplyParser:
+        end = self.llm.tokenizer.decode(stream.tokens[: self.prompt_tokens][-16:], special=True)
+        return ReplyParser(self.ask.tools, opening_tag(end))
+
+    async def read(self) -> list[Reply]:
+        """All replies, whole."""
+        for stream in self.streams:
+            stream.read_at_end()
+        replies = [part.end async for part in self.parts() if part.end is not None]
+        return sorted(replies, key=lambda reply: reply.index)
+
+
+_numbers = itertools.count(1)
+
+
+def _parts(index: int, chunk: Chunk, parser: ReplyParser | None, reply: Reply) -> list[Part]:
+    """What a chunk brings, which is added to the reply."""
+    logprobs = chunk.logprobs or ()
+    reply.ids += chunk.ids
+    reply.logprobs += logprobs
+    pieces: list[Piece | ToolCall]
+    if parser is None:
+        pieces = [Piece(chunk.text, False)] if chunk.text else []
+    else:
+        pieces = parser.feed(chunk.text) + (parser.finish() if chunk.finish_reason is not None else [])
+    parts = []
+    for piece in pieces:
+        if isinstance(piece, ToolCall):
+            reply.calls.append(piece)
+            parts.append(Part(index, call=piece, logprobs=logprobs))
+        elif piece.thinking:
+            reply.thinking += piece.text
+            parts.append(Part(index, thinking=piece.text, logprobs=logprobs))
+        else:
+            reply.text += piece.text
+            parts.append(Part(index, text=piece.text, logprobs=logprobs))
+        logprobs = ()
+    return [*parts, Part(index, logprobs=logprobs)] if logprobs else parts
+
+
+class Desk:
+    """Takes requests to models.
+
+    Attributes:
+        models: that the server has.
+        active: answers under way.
+        is_stopping: nothing new is taken.
+    """
+
+    def __init__(self, models: Models) -> None:
+        self.models = models
+        self.active: dict[int, Answer] = {}
+        self.is_stopping = False
+        # Tokenizing a long prompt, and running a template, must not hold up the event loop.
+        self._threads = ThreadPoolExecutor(4, "localllm-prompt")
+
+    async def begin(self, ask: Ask, client: str) -> Answer:
+        """Submits a request.
+
+        Raises:
+            HTTPError: the server stops, or the request asks for what is not there.
+            UnknownModelError, LoadError, NotEnoughMemoryError: as `Models.acquire`.
+            UsageError, TemplateError, TokenizerError, ContextLengthError, QueueFullError: as `LLM.chat`.
+        """
+        self._check(ask)
+        began = time.perf_counter()
+        for attempt in range(3):
+            served, llm = await self.models.acquire(ask.model)
+            load_s = time.perf_counter() - began
+            try:
+                loop = asyncio.get_running_loop()
+                streams = await loop.run_in_executor(self._threads, _submit, ask, llm, client, loop)
+                break
+            except ClosedError:  # it was unloaded between the two
+                self.models.release(served)
+                if attempt == 2 or self.models.is_closed:
+                    raise
+            except BaseException:
+                self.models.release(served)
+                raise
+        answer = Answer(ask, served, llm, streams, self._end, began, load_s)
+        self.active[answer.number] = answer
+        return answer
+
+    async def with_model(self, name: str | None, work: Callable[[LLM], Any]) -> Any:
+        """What ``work`` makes of a model, in another thread."""
+        served, llm = await self.models.acquire(name)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work, llm)
+        finally:
+            self.models.release(served)
+
+    def stop(self, *, at_once: bool) -> None:
+        """Takes nothing new, and with ``at_once`` ends what is under way."""
+        self.is_stopping = True
+        if at_once:
+            for answer in list(self.active.values()):
+                answer.stop()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _end(self, answer: Answer) -> None:
+        self.active.pop(answer.number, None)
+        self.models.release(answer.served)
+
+    def _check(self, ask: Ask) -> None:
+        if self.is_stopping:
+            raise HTTPError(503, "the server is stopping: send the request again later", "stopping")
+        if not 1 <= ask.n <= MOST_REPLIES:
+            raise HTTPError(400, f"n is {ask.n}, but must be from 1 to {MOST_REPLIES}")
+        check_tools(ask.tools)
+
+
+def _submit(ask: Ask, llm: LLM, client: str, loop: asyncio.AbstractEventLoop) -> list[AsyncStream]:
+    begin: Callable[..., AsyncStream]
+    if ask.messages is None:
+        begin = partial(llm.astream, ask.prompt, parse_special=ask.special)
+    else:
+        if ask.tools and not llm.chat_template.reads("tools"):
+            raise HTTPError(400, "this model's chat template knows no tools: leave them out, or choose another model")
+        begin = partial(
+            llm.astream_chat,
+            ask.messages,
+            tools=ask.tools or None,
+            template_variables=ask.variables,
+            reply_prefix=ask.reply_prefix,
+        )
+    streams: list[AsyncStream] = []
+    try:
+        for index in range(ask.n):
+            seed = ask.options.get("seed")
+            more = {} if seed is None else {"seed": (seed + index) % (1 << 64)}
+            streams.append(begin(loop=loop, client=client, **{**ask.options, **more}))
+    except BaseException:
+        for stream in streams:
+            stream.cancel()
+        raise
+    return streams
+
+
+def check_tools(tools: list[dict[str, Any]]) -> None:
+    """Raises:
+    HTTPError: one of them is not a function with a name.
+    """
+    for number, tool in enumerate(tools):
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise HTTPError(400, f"tool {number} is not a function with a name: only such tools are called")
+
+
+def check_grammars() -> None:
+    """Raises:
+    HTTPError: this version has no grammars.
+    """
+    if "json_schema" not in Options.__annotations__:
+        raise not_available("a reply that must follow a schema or a grammar, or call a certain tool,")
+
+
+def constrain(options: dict[str, Any], schema: Mapping[str, Any] | None) -> None:
+    """Makes a reply follow a JSON schema; None is any JSON object.
+
+    Raises:
+        HTTPError: this version has no grammars.
+    """
+    check_grammars()
+    options["json_schema"] = {"type": "object"} if schema is None else dict(schema)
+
+
+def force_call(options: dict[str, Any], tools: list[dict[str, Any]], name: str | None) -> None:
+    """Makes a reply call one of the tools, or the one of that name; `ReplyParser` knows such a reply as a call.
+
+    Raises:
+        HTTPError: there is no such tool, or this version has no grammars.
+    """
+    check_tools(tools)
+    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    if not functions:
+        raise HTTPError(400, f"tool_choice names {name!r:.80}, which is none of the tools")
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function["name"]},
+                "arguments": function.get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for function in functions
+    ]
+    constrain(options, {"anyOf": calls})

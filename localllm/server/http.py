@@ -1,0 +1,391 @@
+"""What all APIs have in common: who may ask, how bodies are read, how errors are told, and how streams are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import re
+import socket
+import sys
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from localllm.errors import (
+    ClosedError,
+    ContextLengthError,
+    LocalLLMError,
+    NotEnoughMemoryError,
+    QueueFullError,
+    TemplateError,
+    TokenizerError,
+    UsageError,
+)
+from localllm.server.models import LoadError, UnknownModelError
+
+_T = TypeVar("_T")
+
+#: Seconds between two signs of life in a stream that has nothing to say, as while a long prompt is evaluated.
+PING_S = 10.0
+
+
+class HTTPError(LocalLLMError):
+    """A refusal with its status; ``code`` is a word for programs."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+def not_available(what: str) -> HTTPError:
+    """The one answer to what a later version will have."""
+    return HTTPError(501, f"{what} is not available in this version of localllm: leave it out", "not_available")
+
+
+# -- Errors --------------------------------------------------------------------------------------------------------
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a client is told of an error."""
+
+    status: int
+    message: str
+    code: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Problem:
+        """What an error comes to.  One of ours is told in its own words, without paths of this machine."""
+        if isinstance(error, HTTPError):
+            return cls(error.status, str(error), error.code)
+        if isinstance(error, ContextLengthError):
+            message = f"the prompt has {error.n_tokens:,} tokens but the context holds {error.context:,}: shorten it"
+            return cls(400, message, "context_length_exceeded")
+        if isinstance(error, msgspec.DecodeError):
+            return cls(400, f"the body is not what this endpoint takes: {error}")
+        if isinstance(error, UsageError | TemplateError | TokenizerError):
+            return cls(400, _without_path(str(error)))
+        if isinstance(error, UnknownModelError):
+            return cls(404, str(error), "model_not_found")
+        if isinstance(error, QueueFullError):
+            return cls(429, "too many requests wait for the model already: try again later", "queue_full")
+        if isinstance(error, NotEnoughMemoryError):
+            return cls(503, "there is not enough memory for this model beside those in use: try again later")
+        if isinstance(error, ClosedError):
+            return cls(503, "the model is being unloaded: try again")
+        if isinstance(error, ClientDisconnect):  # nobody reads it
+            return cls(400, "the request ended before all of it was there")
+        if isinstance(error, LoadError):
+            return cls(500, str(error))
+        traceback.print_exception(error, file=sys.stderr)
+        return cls(500, "something went wrong inside localllm: the server's log says where")
+
+    def body(self, path: str) -> dict[str, Any]:
+        """As the API of a path tells errors."""
+        kind = _TYPES.get(self.status, "api_error")
+        if path.startswith("/v1/messages"):
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        if path.startswith("/api/"):
+            return {"error": self.message}
+        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
+
+    def response(self, path: str) -> Response:
+        headers = {"Retry-After": "2"} if self.status in (429, 503) else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return json_response(self.body(path), self.status, headers)
+
+
+#: A path of a model file: its folders are nobody's business.
+_FOLDERS = re.compile(r"(?:[A-Za-z]:)?[/\\].*[/\\](?=[^/\\]*\.gguf)")
+
+
+def _without_path(text: str) -> str:
+    return _FOLDERS.sub("", text)
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, "application/json")
+
+
+# -- Requests ------------------------------------------------------------------------------------------------------
+
+
+async def decode(request: Request, kind: type[_T]) -> _T:
+    """A request's body as ``kind``; an empty one as ``{}``.
+
+    Raises:
+        msgspec.DecodeError: it is not JSON, or not of this kind.
+    """
+    body = await request.body() or b"{}"
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except RecursionError:
+        raise msgspec.DecodeError("it is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise msgspec.DecodeError("it is not UTF-8") from None
+
+
+async def unless_gone(request: Request, work: Awaitable[_T]) -> _T | None:
+    """What ``work`` gives; it is cancelled, and None given, when the client has gone meanwhile."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A response that comes in pieces.
+
+    It ends when the client goes, or takes nothing for ``send_timeout_s``; whatever ends it, ``close`` is called.
+    """
+
+    send_timeout_s = 60.0
+
+    def __init__(
+        self,
+        pieces: AsyncIterator[bytes],
+        close: Callable[[], object],
+        *,
+        path: str,
+        media_type: str = "text/event-stream",
+        on_error: Callable[[Problem], bytes] | None = None,
+        ping: bytes = b": still at work\n\n",
+    ) -> None:
+        super().__init__(None, 200, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type)
+        del self.headers["content-length"]
+        self._pieces, self._close, self._ping = pieces, close, ping
+        self._error_piece = on_error or (lambda problem: event(problem.body(path)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(_disconnect(receive))
+        sending = asyncio.ensure_future(self._send(send))
+        try:
+            await asyncio.wait({gone, sending}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._close()
+            for each in (gone, sending):
+                each.cancel()
+            _, error = await asyncio.gather(gone, sending, return_exceptions=True)
+        # The client has gone, or takes nothing: there is nobody to tell.
+        if isinstance(error, Exception) and not isinstance(error, OSError):
+            raise error
+
+    async def _send(self, send: Send) -> None:
+        async def put(message: Message) -> None:
+            async with asyncio.timeout(self.send_timeout_s):
+                await send(message)
+
+        await put({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        pieces = aiter(self._pieces)
+        coming: asyncio.Future[bytes] | None = None
+        try:
+            while True:
+                coming = coming or asyncio.ensure_future(_next(pieces))
+                done, _ = await asyncio.wait({coming}, timeout=PING_S)
+                if not done:
+                    if self._ping:
+                        await put({"type": "http.response.body", "body": self._ping, "more_body": True})
+                    continue
+                try:
+                    piece, coming = coming.result(), None
+                except StopAsyncIteration:
+                    break
+                except Exception as error:
+                    piece = self._error_piece(Problem.of(error))
+                    await put({"type": "http.response.body", "body": piece, "more_body": True})
+                    break
+                await put({"type": "http.response.body", "body": piece, "more_body": True})
+            await put({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            if coming is not None:
+                coming.cancel()
+                await asyncio.gather(coming, return_exceptions=True)
+
+
+async def _next(pieces: AsyncIterator[bytes]) -> bytes:
+    return await anext(pieces)
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """A server-sent event; its name, where it has one, is what clients of Anthropic's API look at."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+# -- Who may ask ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Who may ask, and for how much.
+
+    Attributes:
+        api_keys: one of them must be given; without any, everybody may ask.
+        hosts: names that requests may give in ``Host``, beside addresses, localhost and this machine's own.
+        origins: pages that may ask from a browser, as "https://example.org"; "*" is any.
+        max_body: bytes of a request.
+        read_timeout_s: seconds in which a request has to come.
+    """
+
+    api_keys: Sequence[str] = ()
+    hosts: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    max_body: int = 32 << 20
+    read_timeout_s: float = 60.0
+    open_paths: frozenset[str] = field(default=frozenset({"/", "/health"}))
+
+
+class Guard:
+    """Refuses requests before anything reads them, and bounds what is read.
+
+    A page in a browser can send requests to this machine, and with DNS rebinding read the answers: hence the checks
+    of ``Host`` and ``Origin``.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self._app, self._limits = app, limits
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in limits.api_keys]
+        name = socket.gethostname().lower()
+        self._hosts = {"localhost", name, f"{name}.local", *(host.lower() for host in limits.hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        cors = self._cors(headers.get("origin"))
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message = {**message, "headers": [*message["headers"], *cors]}
+            await send(message)
+
+        try:
+            self._check_place(headers)
+            if scope["method"] == "OPTIONS" and cors:
+                return await Response(status_code=204)(scope, receive, sending)
+            scope["state"] = {**scope.get("state", {}), "client": self._client(scope, headers)}
+            await self._app(scope, self._bounded(headers, receive), sending)
+        except Exception as error:
+            if started:
+                raise
+            await Problem.of(error).response(scope["path"])(scope, receive, sending)
+        return None
+
+    def _check_place(self, headers: dict[str, str]) -> None:
+        host = headers.get("host", "")
+        name = urlsplit(f"//{host}").hostname or "" if _is_host(host) else ""
+        if name not in self._hosts and not _is_address(name):
+            raise HTTPError(403, f"the Host {host!r:.80} is not this server's: name it with --allow-host")
+        origin = headers.get("origin")
+        if origin is not None and not self._allows(origin) and urlsplit(origin).netloc.lower() != host.lower():
+            raise HTTPError(403, f"pages of {origin!r:.80} may not ask this server: name it with --cors-origin")
+
+    def _allows(self, origin: str) -> bool:
+        return origin in self._limits.origins or "*" in self._limits.origins
+
+    def _cors(self, origin: str | None) -> list[tuple[bytes, bytes]]:
+        if origin is None or not self._allows(origin):
+            return []
+        return [
+            (b"access-control-allow-origin", origin.encode("latin-1")),
+            (b"access-control-allow-methods", b"GET, POST, DELETE, HEAD"),
+            (b"access-control-allow-headers", b"*, Authorization"),
+            (b"vary", b"Origin"),
+        ]
+
+    def _client(self, scope: Scope, headers: dict[str, str]) -> str:
+        """Who asks, for the queue: the key's number, or the address.
+
+        Raises:
+            HTTPError: no key was given, or a wrong one.
+        """
+        if not self._keys:
+            return str((scope.get("client") or ("",))[0])
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        digest = hashlib.sha256(given.encode("latin-1")).digest()
+        # Each is compared, so that the time tells nothing.
+        found = [hmac.compare_digest(digest, key) for key in self._keys]
+        if not any(found):
+            if scope["path"] in self._limits.open_paths:
+                return ""
+            raise HTTPError(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
+        return f"key {found.index(True)}"
+
+    def _bounded(self, headers: dict[str, str], receive: Receive) -> Receive:
+        limit = self._limits.max_body
+        refusal = HTTPError(413, f"the request has more than {limit:,} bytes: make it shorter")
+        length = headers.get("content-length", "0")
+        if length.isascii() and length.isdigit() and int(length[:20]) > limit:
+            raise refusal
+        n_bytes, is_whole = 0, False
+
+        async def bounded() -> Message:
+            nonlocal n_bytes, is_whole
+            if is_whole:  # only the client's going can come
+                return await receive()
+            try:
+                async with asyncio.timeout(self._limits.read_timeout_s):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPError(408, "the request did not come in time: send it again") from None
+            if message["type"] == "http.request":
+                n_bytes += len(message.get("body", b""))
+                is_whole = not message.get("more_body", False)
+                if n_bytes > limit:
+                    raise refusal
+            return message
+
+        return bounded
+
+
+def _is_host(host: str) -> bool:
+    try:
+        urlsplit(f"//{host}").port  # noqa: B018
+    except ValueError:
+        return False
+    return not set(host) & set("/?#@\\")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

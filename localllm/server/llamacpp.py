@@ -1,0 +1,282 @@
+"""What llama.cpp's server has of its own, as far as programs rely on it.
+
+Source: https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from localllm import __version__
+from localllm.llm import LLM
+from localllm.server.answers import Answer, Ask, Desk, Generation, Reply, check_tools
+from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
+from localllm.server.openai import at_most, limit, template_message, thinking_variables, timings_json
+from localllm.tokenizer import Tokenizer
+
+
+async def health(request: Request, desk: Desk) -> Response:
+    loading = {
+        each.name: each.load_progress for each in desk.models.served.values() if each.load_progress is not None
+    }
+    if desk.is_stopping:
+        return json_response({"status": "stopping"}, 503)
+    return json_response({"status": "ok", **({"loading": loading} if loading else {})})
+
+
+async def props(request: Request, desk: Desk) -> Response:
+    name = request.query_params.get("model")
+
+    def work(llm: LLM) -> dict[str, Any]:
+        tokenizer = llm.tokenizer
+        return {
+            "default_generation_settings": {"n_ctx": llm.info.context},
+            "chat_template": llm.chat_template.source,
+            "bos_token": _token_text(tokenizer, tokenizer.bos_id),
+            "eos_token": _token_text(tokenizer, tokenizer.eos_id),
+        }
+
+    found = await desk.with_model(name, work)
+    served = desk.models.find(name)
+    return json_response(
+        {
+            **found,
+            "model_alias": served.name,
+            "model_path": served.name,
+            "total_slots": 1,
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"localllm {__version__}",
+        }
+    )
+
+
+def _token_text(tokenizer: Tokenizer, id_: int | None) -> str:
+    return "" if id_ is None else tokenizer.token_text(id_)
+
+
+async def slots(request: Request, desk: Desk) -> Response:
+    """The replies under way."""
+    rows: list[dict[str, Any]] = []
+    for answer in desk.active.values():
+        for index, stream in enumerate(answer.streams):
+            usage = stream.usage
+            rows.append(
+                {
+                    "id": len(rows),
+                    "id_task": answer.number,
+                    "index": index,
+                    "model": answer.served.name,
+                    "is_processing": True,
+                    "n_ctx": answer.llm.info.context,
+                    "n_prompt_tokens": usage.prompt_tokens,
+                    "n_cached_tokens": usage.cached_tokens,
+                    "n_decoded": usage.completion_tokens,
+                }
+            )
+    return json_response(rows)
+
+
+async def metrics(request: Request, desk: Desk) -> Response:
+    """Counters in Prometheus' text format; those of a model begin again when it is loaded again."""
+    rows: dict[str, list[str]] = {}
+
+    def add(name: str, kind: str, help: str, value: float, model: str = "") -> None:
+        label = f'{{model="{model}"}}' if model else ""
+        head = [f"# HELP {name} {help}", f"# TYPE {name} {kind}"]
+        rows.setdefault(name, head).append(f"{name}{label} {value:.10g}")
+
+    for served in desk.models.served.values():
+        add(
+            "localllm_model_loaded",
+            "gauge",
+            "whether a model is loaded",
+            float(served.llm is not None),
+            _label(served.name),
+        )
+        if served.llm is None:
+            continue
+        counts, label, n_waiting = served.llm.counts, _label(served.name), served.llm.n_waiting
+        for name, kind, help, value in (
+            ("llamacpp:prompt_tokens_total", "counter", "tokens of prompts evaluated", counts.prompt_tokens),
+            ("llamacpp:tokens_predicted_total", "counter", "tokens generated", counts.generated_tokens),
+            ("llamacpp:n_decode_total", "counter", "steps", counts.steps),
+            ("llamacpp:requests_processing", "gauge", "requests at work", counts.running),
+            ("llamacpp:requests_deferred", "gauge", "requests that wait", n_waiting),
+            ("localllm_step_seconds_total", "counter", "seconds of steps", counts.step_s),
+            ("localllm_cached_tokens_total", "counter", "tokens of prompts found in the cache", counts.cached_tokens),
+            ("localllm_requests_total", "counter", "requests ended", counts.ended),
+            ("localllm_preemptions_total", "counter", "requests that had to make room", counts.preempted),
+            ("localllm_cache_usage_ratio", "gauge", "cache in use", counts.n_pages_used / max(1, counts.n_pages)),
+        ):
+            add(name, kind, help, value, label)
+    add("localllm_model_loads_total", "counter", "models loaded", desk.models.n_loads)
+    text = "".join(f"{line}\n" for lines in rows.values() for line in lines)
+    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+
+def _label(name: str) -> str:
+    return name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+# -- Tokens --------------------------------------------------------------------------------------------------------
+
+
+class TokenizeRequest(msgspec.Struct):
+    content: str = ""
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+    model: str | None = None
+
+
+class DetokenizeRequest(msgspec.Struct):
+    tokens: list[int] = []
+    model: str | None = None
+
+
+class TemplateRequest(msgspec.Struct):
+    messages: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    model: str | None = None
+
+
+async def tokenize(request: Request, desk: Desk) -> Response:
+    body = await decode(request, TokenizeRequest)
+
+    def work(llm: LLM) -> list[Any]:
+        ids = llm.tokenize(body.content, body.add_special, body.parse_special)
+        if not body.with_pieces:
+            return list(ids)
+        return [{"id": id_, "piece": _piece(llm.tokenizer.token_bytes(id_, special=True))} for id_ in ids]
+
+    return json_response({"tokens": await desk.with_model(body.model, work)})
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """Part of a character is bytes."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+async def detokenize(request: Request, desk: Desk) -> Response:
+    body = await decode(request, DetokenizeRequest)
+    return json_response({"content": await desk.with_model(body.model, lambda llm: llm.detokenize(body.tokens))})
+
+
+async def apply_template(request: Request, desk: Desk) -> Response:
+    body = await decode(request, TemplateRequest)
+    check_tools(body.tools or [])
+    messages = [template_message(i, message) for i, message in enumerate(body.messages)]
+    variables = thinking_variables(None, body.chat_template_kwargs)
+
+    def work(llm: LLM) -> str:
+        ids = llm.tokenize_chat(messages, tools=body.tools or None, template_variables=variables)
+        return llm.tokenizer.decode(ids, special=True)
+
+    return json_response({"prompt": await desk.with_model(body.model, work)})
+
+
+async def lora_adapters(request: Request, desk: Desk) -> Response:
+    return json_response([])
+
+
+# -- Completions ---------------------------------------------------------------------------------------------------
+
+
+class CompletionRequest(Generation):
+    """Of ``/completion`` and ``/infill``."""
+
+    prompt: str | list[int] = ""
+    n_predict: int | None = None
+    n_probs: int | None = None
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: list[dict[str, str]] | None = None
+
+
+#: What stands before what precedes a gap, before what follows it, and where it is filled in.
+_FILL_IN = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<|prefix|>", "<|suffix|>", "<|middle|>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+    ("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),
+)
+
+
+async def completion(request: Request, desk: Desk) -> Response:
+    body = await decode(request, CompletionRequest)
+    return await _complete(request, desk, body, body.prompt)
+
+
+async def infill(request: Request, desk: Desk) -> Response:
+    body = await decode(request, CompletionRequest)
+    prompt = body.prompt if isinstance(body.prompt, str) else ""
+    extra = "".join(each.get("text", "") + "\n" for each in body.input_extra or [])
+
+    def work(llm: LLM) -> list[int]:
+        tokenizer = llm.tokenizer
+        for names in _FILL_IN:
+            ids = [tokenizer.encode(name, add_special=False, parse_special=True) for name in names]
+            if all(len(each) == 1 and tokenizer.is_special(each[0]) for each in ids):
+                prefix = tokenizer.encode(extra + body.input_prefix, add_special=False)
+                suffix = tokenizer.encode(body.input_suffix, add_special=False)
+                middle = tokenizer.encode(prompt, add_special=False)
+                bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+                return [*bos, *ids[0], *prefix, *ids[1], *suffix, *ids[2], *middle]
+        raise HTTPError(400, "this model does not fill in: its vocabulary has no tokens for that")
+
+    return await _complete(request, desk, body, await desk.with_model(body.model, work))
+
+
+async def _complete(request: Request, desk: Desk, body: CompletionRequest, prompt: str | list[int]) -> Response:
+    logprobs = at_most(body.n_probs) or None
+    options = body.options(max_tokens=limit(body.n_predict), logprobs=logprobs)
+    answer = await desk.begin(Ask(body.model, options, prompt=prompt, special=True), request.state.client)
+    if body.stream:
+        return EventStream(_events(answer), answer.close, path=request.url.path)
+    try:
+        replies = await unless_gone(request, answer.read())
+    finally:
+        answer.close()
+    if replies is None:
+        return Response(status_code=499)
+    return json_response({**_end(answer, replies[0]), "content": replies[0].text})
+
+
+async def _events(answer: Answer) -> AsyncIterator[bytes]:
+    async for part in answer.parts():
+        if part.end is not None:
+            yield event(_end(answer, part.end))
+        else:
+            yield event({"index": 0, "content": part.text, "stop": False})
+
+
+def _end(answer: Answer, reply: Reply) -> dict[str, Any]:
+    stop = "word" if reply.stop_text is not None else "eos" if reply.finish_reason == "stop" else "limit"
+    probabilities = [
+        {"id": choice.id, "logprob": choice.logprob, "top_logprobs": [{"id": i, "logprob": p} for i, p in choice.top]}
+        for choice in reply.logprobs
+    ]
+    return {
+        "index": 0,
+        "content": "",
+        "model": answer.served.name,
+        "stop": True,
+        "stop_type": stop,
+        "stopping_word": reply.stop_text or "",
+        "tokens_predicted": reply.usage.completion_tokens,
+        "tokens_evaluated": reply.usage.prompt_tokens,
+        "tokens_cached": reply.usage.cached_tokens,
+        "truncated": False,
+        "timings": timings_json(reply.usage, reply.timings),
+        **({"completion_probabilities": probabilities} if probabilities else {}),
+    }

@@ -1,0 +1,182 @@
+"""The models that a server has by name: loaded when somebody asks for one, and let go when nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from localllm.errors import LocalLLMError, NotEnoughMemoryError
+from localllm.llm import LLM
+from localllm.progress import LoadProgress
+
+#: Loads the model of a source, and reports how far it is.
+Loader = Callable[[str | None, LoadProgress], LLM]
+
+
+class UnknownModelError(LocalLLMError):
+    """A request names a model that the server does not have."""
+
+
+class LoadError(LocalLLMError):
+    """A model cannot be loaded; the server's log says why."""
+
+
+@dataclass(eq=False)
+class ServedModel:
+    """A model that the server has.
+
+    Attributes:
+        name: what requests call it.
+        source: what `localllm.load` takes; None is the demo model.
+        llm: None while it is not loaded.
+        created: when the server began to have it, in seconds since 1970.
+        n_users: requests that are at work with it, or wait for it.
+        used_at: when the last of them ended, in the time of `time.monotonic`.
+        ttl_s: seconds after which it is unloaded if nobody uses it; None is never.
+        load_progress: from 0 to 1 while it is loaded.
+    """
+
+    name: str
+    source: str | None
+    ttl_s: float | None = None
+    llm: LLM | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    n_users: int = 0
+    used_at: float = 0.0
+    load_progress: float | None = None
+
+    @property
+    def state(self) -> str:
+        return "loading" if self.load_progress is not None else "unloaded" if self.llm is None else "loaded"
+
+    @property
+    def expires_s(self) -> float | None:
+        """Seconds until it is unloaded; None if it is not going to be."""
+        if self.llm is None or self.ttl_s is None:
+            return None
+        return max(0.0, self.used_at + self.ttl_s - time.monotonic()) if not self.n_users else self.ttl_s
+
+    def report(self, stage: str, done: int, total: int) -> None:
+        """How far loading is (`localllm.progress.LoadProgress`)."""
+        if stage == "weights":
+            self.load_progress = done / max(1, total)
+
+
+class Models:
+    """All models of a server; used in its event loop.
+
+    Attributes:
+        served: by name; the first is taken where a request names none.
+        n_loads: how often a model was loaded.
+        is_closed: nothing is loaded any more.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, str | None],
+        load: Loader,
+        *,
+        ttl_s: float | None = None,
+        aliases: Iterable[str] = (),
+        log: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        """Loads nothing yet.
+
+        Args:
+            sources: of each name.
+            load: called in another thread, once at a time.
+            ttl_s: seconds after which a model that nobody uses is unloaded; None is never.
+            aliases: other names of the first one.
+            log: told of what is loaded and unloaded.
+        """
+        self.served = {name: ServedModel(name, source, ttl_s) for name, source in sources.items()}
+        self.n_loads = 0
+        self.is_closed = False
+        self._load = load
+        self._ttl_s = ttl_s
+        self._aliases = frozenset(aliases)
+        self._log = log
+        self._loading = asyncio.Lock()
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model that a request names; Ollama's ":latest" means nothing here.
+
+        Raises:
+            UnknownModelError: there is none.
+        """
+        if not name or name in self._aliases:
+            return next(iter(self.served.values()))
+        found = self.served.get(name) or self.served.get(name.removesuffix(":latest"))
+        if found is None:
+            raise UnknownModelError(f"there is no model {name!r:.80}: /v1/models lists those that this server has")
+        return found
+
+    async def acquire(self, name: str | None) -> tuple[ServedModel, LLM]:
+        """A model for one request, which gives it back by `release`; loads it if it is not loaded.
+
+        Raises:
+            UnknownModelError: there is none of this name.
+            NotEnoughMemoryError: it does not fit beside those that are in use.
+            LoadError: it is broken.
+        """
+        served = self.find(name)
+        served.n_users += 1
+        try:
+            if served.llm is None:
+                async with self._loading:
+                    if served.llm is None:
+                        await self._load_model(served)
+            assert served.llm is not None
+            return served, served.llm
+        except BaseException:
+            self.release(served)
+            raise
+
+    def release(self, served: ServedModel) -> None:
+        served.n_users -= 1
+        served.used_at = time.monotonic()
+
+    async def _load_model(self, served: ServedModel) -> None:
+        served.load_progress = 0.0
+        self._log(f"loading {served.name}")
+        try:
+            while True:
+                try:
+                    served.llm = await asyncio.to_thread(self._load, served.source, served.report)
+                    self.n_loads += 1
+                    break
+                except NotEnoughMemoryError:
+                    idle = [each for each in self.served.values() if each.llm is not None and not each.n_users]
+                    if not idle:
+                        raise
+                    await self.unload(min(idle, key=lambda each: each.used_at))
+        except NotEnoughMemoryError:
+            raise
+        except Exception as error:
+            self._log(f"{served.name} cannot be loaded: {error}")
+            raise LoadError(f"the model {served.name} cannot be loaded: the server's log says why") from error
+        finally:
+            served.load_progress = None
+        self._log(f"loaded {served.name}")
+
+    async def unload(self, served: ServedModel) -> None:
+        """Lets a model go; requests that it still has end."""
+        llm, served.llm = served.llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.close)
+            served.ttl_s = self._ttl_s
+            self._log(f"unloaded {served.name}")
+
+    async def unload_expired(self) -> None:
+        """Lets those go that nobody has used for long enough."""
+        for served in self.served.values():
+            if served.expires_s == 0.0 and not served.n_users:
+                await self.unload(served)
+
+    async def close(self) -> None:
+        """Lets all go."""
+        self.is_closed = True
+        for served in self.served.values():
+            await self.unload(served)

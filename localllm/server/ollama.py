@@ -1,0 +1,308 @@
+"""Ollama's API: chat, generate, and what it says about models; replies come as lines of JSON.
+
+Source: https://github.com/ollama/ollama/blob/main/docs/api.md.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localllm import __version__
+from localllm.chat.reply import ToolCall
+from localllm.server.answers import Answer, Ask, Desk, Generation, Part, Reply, constrain
+from localllm.server.http import EventStream, HTTPError, decode, json_response, not_available, unless_gone
+from localllm.server.models import ServedModel
+from localllm.server.openai import limit, template_message
+
+
+class RunOptions(Generation):
+    """``options`` of a request."""
+
+    num_predict: int | None = None
+
+
+class OllamaRequest(msgspec.Struct):
+    model: str | None = None
+    name: str | None = None
+    messages: list[dict[str, Any]] = []
+    prompt: str = ""
+    system: str | None = None
+    suffix: str | None = None
+    images: list[str] | None = None
+    raw: bool = False
+    tools: list[dict[str, Any]] | None = None
+    format: str | dict[str, Any] | None = None
+    options: RunOptions | None = None
+    stream: bool = True
+    think: bool | str | None = None
+    keep_alive: str | float | None = None
+
+
+_Shape = Callable[[Part | None, Reply | None], dict[str, Any]]
+
+
+def _ask(body: OllamaRequest, **more: Any) -> Ask:
+    run = body.options or RunOptions()
+    options = run.options(max_tokens=limit(run.num_predict))
+    if body.images:
+        raise HTTPError(400, "there is an image, but this model reads text only")
+    if body.suffix:
+        raise not_available("suffix (/infill has it for models that fill in)")
+    if body.format:
+        constrain(options, body.format if isinstance(body.format, dict) else None)
+    variables = {} if body.think is None else {"enable_thinking": bool(body.think)}
+    return Ask(body.model or body.name, options, tools=body.tools or [], variables=variables, **more)
+
+
+async def chat(request: Request, desk: Desk) -> Response:
+    body = await decode(request, OllamaRequest)
+
+    def message(part: Part | None, reply: Reply | None) -> dict[str, Any]:
+        said: dict[str, Any] = {"role": "assistant", "content": ""}
+        calls: list[ToolCall] = []
+        if part is not None:
+            said["content"], thinking = part.text, part.thinking
+            calls = [part.call] if part.call is not None else []
+        elif reply is not None:
+            said["content"], thinking, calls = reply.text, reply.thinking, reply.calls
+        else:
+            thinking = ""
+        if thinking:
+            said["thinking"] = thinking
+        if calls:
+            said["tool_calls"] = [{"function": {"name": call.name, "arguments": call.values}} for call in calls]
+        return {"message": said}
+
+    if not body.messages:
+        return await _load_only(body, desk, message)
+    messages = [_message(number, each) for number, each in enumerate(body.messages)]
+    return await _answer(request, body, desk, _ask(body, messages=messages), message)
+
+
+def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    if message.get("images"):
+        raise HTTPError(400, f"message {number} has an image, but this model reads text only")
+    message = template_message(number, {key: value for key, value in message.items() if key != "images"})
+    if isinstance(message.get("thinking"), str):
+        message["reasoning_content"] = message.pop("thinking")
+    return message
+
+
+async def generate(request: Request, desk: Desk) -> Response:
+    body = await decode(request, OllamaRequest)
+
+    def response(part: Part | None, reply: Reply | None) -> dict[str, Any]:
+        source = part or reply
+        thinking = {"thinking": source.thinking} if source is not None and source.thinking else {}
+        return {"response": source.text if source is not None else "", **thinking}
+
+    if not body.prompt:
+        return await _load_only(body, desk, response)
+    if body.raw:
+        ask = _ask(body, prompt=body.prompt, special=True)
+    else:
+        messages = [{"role": "user", "content": body.prompt}]
+        if body.system:
+            messages.insert(0, {"role": "system", "content": body.system})
+        ask = _ask(body, messages=messages)
+    return await _answer(request, body, desk, ask, response)
+
+
+async def _load_only(body: OllamaRequest, desk: Desk, shape: _Shape) -> Response:
+    """A request without a prompt loads a model, or with ``keep_alive`` 0 unloads it."""
+    name, keep_alive = body.model or body.name, _seconds(body.keep_alive)
+    served = desk.models.find(name)
+    if keep_alive == 0:
+        await desk.models.unload(served)
+        reason = "unload"
+    else:
+        served, _ = await desk.models.acquire(name)
+        _keep(served, keep_alive)
+        desk.models.release(served)
+        reason = "load"
+    end = {"model": served.name, "created_at": _now(), **shape(None, None), "done": True, "done_reason": reason}
+    return json_response(end)
+
+
+async def _answer(request: Request, body: OllamaRequest, desk: Desk, ask: Ask, shape: _Shape) -> Response:
+    keep_alive = _seconds(body.keep_alive)
+    answer = await desk.begin(ask, request.state.client)
+    _keep(answer.served, keep_alive)
+    if body.stream:
+        return EventStream(
+            _lines(answer, shape),
+            answer.close,
+            path=request.url.path,
+            media_type="application/x-ndjson",
+            on_error=lambda problem: _line(problem.body(request.url.path)),
+            ping=b"",
+        )
+    try:
+        replies = await unless_gone(request, answer.read())
+    finally:
+        answer.close()
+    if replies is None:
+        return Response(status_code=499)
+    return json_response({**_head(answer), **shape(None, replies[0]), **_end(answer, replies[0])})
+
+
+async def _lines(answer: Answer, shape: _Shape) -> AsyncIterator[bytes]:
+    async for part in answer.parts():
+        if part.end is not None:
+            yield _line({**_head(answer), **shape(None, None), **_end(answer, part.end)})
+        else:
+            yield _line({**_head(answer), **shape(part, None), "done": False})
+
+
+def _line(value: Any) -> bytes:
+    return msgspec.json.encode(value) + b"\n"
+
+
+def _head(answer: Answer) -> dict[str, Any]:
+    return {"model": answer.served.name, "created_at": _now()}
+
+
+def _end(answer: Answer, reply: Reply) -> dict[str, Any]:
+    usage, timings = reply.usage, reply.timings
+    return {
+        "done": True,
+        "done_reason": "stop" if reply.finish_reason == "stop" else "length",
+        "total_duration": _ns(time.perf_counter() - answer.begun_at),
+        "load_duration": _ns(answer.load_s),
+        "prompt_eval_count": usage.prompt_tokens,
+        "prompt_eval_duration": _ns(timings.prefill_s),
+        "eval_count": usage.completion_tokens,
+        "eval_duration": _ns(timings.decode_s),
+    }
+
+
+def _ns(seconds: float) -> int:
+    return int(1e9 * seconds)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def _seconds(keep_alive: str | float | None) -> float | None:
+    """Seconds of "5m", "1h30m" or a number; infinity for a negative one, None where nothing was said."""
+    if keep_alive is None or isinstance(keep_alive, int | float):
+        return None if keep_alive is None else math.inf if keep_alive < 0 else float(keep_alive)
+    parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h)", keep_alive)
+    if "".join(number + unit for number, unit in parts) != keep_alive.lstrip("-") or not parts:
+        raise HTTPError(400, f"keep_alive is {keep_alive!r:.40}, but must be a number of seconds, or as 5m or 1h30m")
+    return math.inf if keep_alive.startswith("-") else sum(float(number) * _UNITS[unit] for number, unit in parts)
+
+
+def _keep(served: ServedModel, keep_alive: float | None) -> None:
+    if keep_alive is not None:
+        served.ttl_s = None if keep_alive == math.inf else keep_alive
+
+
+# -- Models --------------------------------------------------------------------------------------------------------
+
+
+def _details(served: ServedModel) -> dict[str, Any]:
+    info = None if served.llm is None else served.llm.info
+    family = "" if info is None else info.architecture
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": "" if info is None else f"{info.n_parameters / 1e9:.1f}B",
+        "quantization_level": "" if info is None else info.file_type,
+    }
+
+
+def _n_bytes(served: ServedModel) -> int:
+    if served.llm is not None:
+        return served.llm.info.n_bytes
+    return os.path.getsize(served.source) if served.source and os.path.isfile(served.source) else 0
+
+
+def _described(served: ServedModel) -> dict[str, Any]:
+    common = {"name": served.name, "model": served.name, "digest": "", "details": _details(served)}
+    return {**common, "size": _n_bytes(served)}
+
+
+async def tags(request: Request, desk: Desk) -> Response:
+    return json_response(
+        {
+            "models": [
+                {**_described(each), "modified_at": datetime.fromtimestamp(each.created, UTC).isoformat()}
+                for each in desk.models.served.values()
+            ]
+        }
+    )
+
+
+async def running(request: Request, desk: Desk) -> Response:
+    models = []
+    for each in desk.models.served.values():
+        if each.llm is not None or each.load_progress is not None:
+            left = each.expires_s
+            # Ollama's way to say never.
+            expires = datetime.now(UTC) + (timedelta(days=36500) if left is None else timedelta(seconds=left))
+            info = None if each.llm is None else each.llm.info
+            models.append(
+                {
+                    **_described(each),
+                    "expires_at": expires.isoformat(),
+                    "size_vram": 0 if info is None else info.gpu_bytes,
+                    "context_length": 0 if info is None else info.context,
+                    "load_progress": each.load_progress,
+                }
+            )
+    return json_response({"models": models})
+
+
+async def show(request: Request, desk: Desk) -> Response:
+    body = await decode(request, OllamaRequest)
+    name = body.model or body.name
+
+    def work(llm: Any) -> dict[str, Any]:
+        template = llm.chat_template
+        info = llm.info
+        reads_tools = ["tools"] if template.reads("tools") else []
+        thinks = ["thinking"] if template.reads("enable_thinking") else []
+        return {
+            "template": template.source,
+            "capabilities": ["completion", *reads_tools, *thinks],
+            "model_info": {
+                "general.architecture": info.architecture,
+                "general.parameter_count": info.n_parameters,
+                f"{info.architecture}.context_length": info.trained_context,
+            },
+        }
+
+    shown = await desk.with_model(name, work)
+    served = desk.models.find(name)
+    fixed = {"modelfile": "", "parameters": "", "license": ""}
+    return json_response({**fixed, **shown, "details": _details(served), "modified_at": _now()})
+
+
+async def pull(request: Request, desk: Desk) -> Response:
+    body = await decode(request, OllamaRequest)
+    name = body.model or body.name
+    if name not in desk.models.served and (name or "").removesuffix(":latest") not in desk.models.served:
+        raise HTTPError(403, "requests download nothing: run localllm pull where the server runs, and start it again")
+    done = {"status": "success"}
+    return Response(_line(done), media_type="application/x-ndjson") if body.stream else json_response(done)
+
+
+async def version(request: Request, desk: Desk) -> Response:
+    return json_response({"version": __version__})

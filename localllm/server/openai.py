@@ -1,0 +1,496 @@
+"""OpenAI's API: models, chat completions and completions.
+
+Source: https://platform.openai.com/docs/api-reference, and for fields that it does not have (``reasoning_content``,
+``timings``, ``chat_template_kwargs``) llama.cpp's server.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localllm.chat.reply import ToolCall
+from localllm.engine.request import Timings, Usage
+from localllm.llm import LLM
+from localllm.sampling import Choice
+from localllm.server.answers import MOST_REPLIES, Answer, Ask, Desk, Generation, Part, Reply, constrain, force_call
+from localllm.server.http import (
+    DONE,
+    EventStream,
+    HTTPError,
+    decode,
+    event,
+    json_response,
+    not_available,
+    unless_gone,
+)
+from localllm.server.models import ServedModel
+
+#: Likeliest tokens that are listed at most.
+_MOST_LOGPROBS = 100
+
+
+# -- Requests ------------------------------------------------------------------------------------------------------
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str = "text"
+    json_schema: dict[str, Any] | None = None
+    schema: dict[str, Any] | None = None
+
+
+class ChatRequest(Generation):
+    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    stream_options: StreamOptions | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(Generation):
+    prompt: str | list[str | int | list[int]] = ""
+    suffix: str | None = None
+    max_tokens: int | None = 16
+    n: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    stream_options: StreamOptions | None = None
+
+
+def template_message(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """A message as chat templates take it: parts of text as one, arguments of calls as mappings.
+
+    Raises:
+        HTTPError: it has something else than text.
+    """
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_text_of(number, part) for part in content)
+    message = {**message, "content": "" if content is None else content}
+    calls = message.get("tool_calls")
+    if calls is None:
+        message.pop("tool_calls", None)
+    elif not isinstance(calls, list):
+        raise HTTPError(400, f"tool_calls of message {number} is not a list")
+    else:
+        message["tool_calls"] = [_template_call(number, call) for call in calls]
+    return message
+
+
+def _text_of(number: int, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text", "refusal"):
+        text = part.get("text", part.get("refusal"))
+        if isinstance(text, str):
+            return text
+    kind = part.get("type") if isinstance(part, dict) else part
+    raise HTTPError(400, f"message {number} has a part of type {kind!r:.40}, but this model reads text only")
+
+
+def _template_call(number: int, call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise HTTPError(400, f"a tool call of message {number} has no function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):  # as a model wrote it
+            arguments = {"arguments": arguments}
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def chosen_tools(
+    tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The tools that a model is offered; a call that is forced makes ``options`` follow a schema."""
+    if not tools or choice == "none":
+        return []
+    if isinstance(choice, dict):  # {"type": "function", "function": {"name": …}}, in responses without the inner one
+        function = choice.get("function", choice)
+        name = function.get("name") if isinstance(function, dict) else None
+        force_call(options, tools, str(name))
+    elif choice not in (None, "auto"):
+        force_call(options, tools, None)
+    return tools
+
+
+def thinking_variables(effort: str | None, given: dict[str, Any] | None) -> dict[str, Any]:
+    """What templates read about thinking."""
+    variables: dict[str, Any] = {}
+    if effort is not None:
+        variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return {**variables, **(given or {})}
+
+
+def _ask_of_chat(body: ChatRequest) -> Ask:
+    logprobs = body.top_logprobs or 0 if body.logprobs else None
+    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    options = body.options(max_tokens=limit(most), logprobs=at_most(logprobs))
+    form = body.response_format
+    if form is not None and form.type != "text":
+        schema = form.schema if form.json_schema is None else form.json_schema.get("schema")
+        constrain(options, schema)
+    return Ask(
+        body.model,
+        options,
+        messages=[template_message(i, message) for i, message in enumerate(body.messages)],
+        tools=chosen_tools(body.tools, body.tool_choice, options),
+        variables=thinking_variables(body.reasoning_effort, body.chat_template_kwargs),
+        n=1 if body.n is None else body.n,
+    )
+
+
+def limit(n_tokens: int | None) -> int | None:
+    """``max_tokens``, of which -1 is no limit."""
+    return None if n_tokens is None or n_tokens < 0 else n_tokens
+
+
+def at_most(logprobs: int | None) -> int | None:
+    if logprobs is not None and logprobs > _MOST_LOGPROBS:
+        raise HTTPError(400, f"at most {_MOST_LOGPROBS} likeliest tokens can be listed, not {logprobs}")
+    return logprobs
+
+
+# -- Parts of responses --------------------------------------------------------------------------------------------
+
+
+def usage_json(usages: Sequence[Usage]) -> dict[str, Any]:
+    """Tokens of all replies to one prompt, which counts once."""
+    n_prompt = usages[0].prompt_tokens
+    n_completion = sum(usage.completion_tokens for usage in usages)
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_completion,
+        "total_tokens": n_prompt + n_completion,
+        "prompt_tokens_details": {"cached_tokens": usages[0].cached_tokens},
+    }
+
+
+def timings_json(usage: Usage, timings: Timings) -> dict[str, Any]:
+    """As llama.cpp's server has them: counts, milliseconds and rates; to the first token, waiting counts too."""
+    return {
+        "cache_n": usage.cached_tokens,
+        "prompt_n": timings.prefill_tokens,
+        "prompt_ms": 1e3 * timings.prefill_s,
+        "prompt_per_second": timings.prefill_tokens_per_s,
+        "first_token_ms": 1e3 * timings.first_token_s,
+        "predicted_n": usage.completion_tokens,
+        "predicted_ms": 1e3 * timings.decode_s,
+        "predicted_per_second": timings.decode_tokens_per_s,
+    }
+
+
+def finish_reason(reply: Reply) -> str:
+    if reply.finish_reason == "timeout":
+        return "length"
+    return "tool_calls" if reply.calls else reply.finish_reason or "stop"
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def call_json(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": new_id("call_"),
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _finite(logprob: float | None) -> float:
+    return -9999.0 if logprob is None or not math.isfinite(logprob) else logprob
+
+
+def _token(llm: LLM, id_: int, logprob: float | None) -> dict[str, Any]:
+    data = llm.tokenizer.token_bytes(id_, special=True)
+    return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _chat_logprobs(llm: LLM, choices: Sequence[Choice]) -> dict[str, Any]:
+    content = [
+        {**_token(llm, c.id, c.logprob), "top_logprobs": [_token(llm, id_, p) for id_, p in c.top]} for c in choices
+    ]
+    return {"content": content, "refusal": None}
+
+
+class _Head:
+    """What all objects of one response have in common."""
+
+    def __init__(self, prefix: str, kind: str, answer: Answer) -> None:
+        self._fields = {
+            "id": new_id(prefix),
+            "object": kind,
+            "created": int(time.time()),
+            "model": answer.served.name,
+            "system_fingerprint": "localllm",
+        }
+
+    def json(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {**self._fields, "choices": choices, **more}
+
+
+# -- Chat ----------------------------------------------------------------------------------------------------------
+
+
+async def chat_completions(request: Request, desk: Desk) -> Response:
+    body = await decode(request, ChatRequest)
+    answer = await desk.begin(_ask_of_chat(body), request.state.client)
+    if body.stream:
+        return EventStream(_chat_events(answer, body), answer.close, path=request.url.path)
+    try:
+        replies = await unless_gone(request, answer.read())
+    finally:
+        answer.close()
+    if replies is None:
+        return Response(status_code=499)
+    head = _Head("chatcmpl-", "chat.completion", answer)
+    choices = [
+        {
+            "index": reply.index,
+            "message": _chat_message(reply),
+            "logprobs": _chat_logprobs(answer.llm, reply.logprobs) if body.logprobs else None,
+            "finish_reason": finish_reason(reply),
+        }
+        for reply in replies
+    ]
+    return json_response(head.json(choices, **_totals(replies)))
+
+
+def _totals(replies: Sequence[Reply]) -> dict[str, Any]:
+    warnings = [warning for reply in replies for warning in reply.warnings]
+    return {
+        "usage": usage_json([reply.usage for reply in replies]),
+        "timings": timings_json(replies[0].usage, replies[0].timings),
+        **({"warnings": warnings} if warnings else {}),
+    }
+
+
+def _chat_message(reply: Reply) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+    if reply.thinking:
+        message["reasoning_content"] = reply.thinking
+    if reply.calls:
+        message["tool_calls"] = [call_json(call) for call in reply.calls]
+        message["content"] = reply.text or None
+    return message
+
+
+async def _chat_events(answer: Answer, body: ChatRequest) -> AsyncIterator[bytes]:
+    head = _Head("chatcmpl-", "chat.completion.chunk", answer)
+    n_calls = [0] * answer.ask.n
+    replies: list[Reply] = []
+
+    def piece(index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return head.json([choice])
+
+    for index in range(answer.ask.n):
+        yield event(piece(index, {"role": "assistant", "content": ""}))
+    async for part in answer.parts():
+        if part.end is not None:
+            replies.append(part.end)
+            yield event(piece(part.index, {}, finish_reason(part.end)) | _end_of_stream(part.end))
+            continue
+        delta = _delta(part, n_calls)
+        logprobs = _chat_logprobs(answer.llm, part.logprobs) if part.logprobs else None
+        yield event(piece(part.index, delta, logprobs=logprobs))
+    if body.stream_options is not None and body.stream_options.include_usage:
+        replies.sort(key=lambda reply: reply.index)
+        yield event(head.json([], usage=usage_json([reply.usage for reply in replies])))
+    yield DONE
+
+
+def _end_of_stream(reply: Reply) -> dict[str, Any]:
+    warnings = {"warnings": reply.warnings} if reply.warnings else {}
+    return {"timings": timings_json(reply.usage, reply.timings), **warnings}
+
+
+def _delta(part: Part, n_calls: list[int]) -> dict[str, Any]:
+    if part.call is not None:
+        number = n_calls[part.index]
+        n_calls[part.index] += 1
+        return {"tool_calls": [{"index": number, **call_json(part.call)}]}
+    return {"reasoning_content": part.thinking} if part.thinking else {"content": part.text}
+
+
+# -- Completions ---------------------------------------------------------------------------------------------------
+
+
+async def completions(request: Request, desk: Desk) -> Response:
+    body = await decode(request, CompletionRequest)
+    if body.suffix:
+        raise not_available("suffix (/infill has it for models that fill in)")
+    prompts = _prompts(body.prompt)
+    if body.stream and len(prompts) > 1:
+        raise HTTPError(400, "a stream has one prompt: send several without stream, or one after the other")
+    n = 1 if body.n is None else body.n
+    options = body.options(max_tokens=limit(body.max_tokens), logprobs=at_most(body.logprobs))
+    answers: list[Answer] = []
+
+    def close() -> None:
+        for answer in answers:
+            answer.close()
+
+    try:
+        for prompt in prompts:
+            answers.append(await desk.begin(Ask(body.model, options, prompt=prompt, n=n), request.state.client))
+        answer = answers[0]
+        echoes = [await _echo(desk, body, answer, prompt) for prompt in prompts] if body.echo else []
+    except BaseException:
+        close()
+        raise
+    if body.stream:
+        return EventStream(_completion_events(answer, body, echoes), close, path=request.url.path)
+    choices, all_replies = [], []
+    try:
+        for i, each in enumerate(answers):
+            replies = await unless_gone(request, each.read())
+            if replies is None:
+                return Response(status_code=499)
+            all_replies += replies
+            for reply in replies:
+                echo, logprobs = echoes[i] if body.echo else ("", [])
+                chosen = [*logprobs, *reply.logprobs]
+                choices.append(
+                    {
+                        "index": i * n + reply.index,
+                        "text": echo + reply.text,
+                        "logprobs": None if body.logprobs is None else _logprobs(answer.llm, chosen, 0),
+                        "finish_reason": finish_reason(reply),
+                    }
+                )
+    finally:
+        close()
+    usage = usage_json([reply.usage for reply in all_replies])
+    first = [reply.usage for reply in all_replies[::n]]
+    usage["prompt_tokens"] = sum(each.prompt_tokens for each in first)
+    usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+    usage["prompt_tokens_details"]["cached_tokens"] = sum(each.cached_tokens for each in first)
+    timings = timings_json(all_replies[0].usage, all_replies[0].timings)
+    return json_response(_Head("cmpl-", "text_completion", answer).json(choices, usage=usage, timings=timings))
+
+
+def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """Each prompt of a text, a list of texts or of tokens, or a list of lists of tokens."""
+    if isinstance(given, str):
+        return [given]
+    ids = [each for each in given if isinstance(each, int)]
+    prompts = [each for each in given if not isinstance(each, int)]
+    if not given or (ids and prompts):
+        raise HTTPError(400, "prompt must be a text, a list of texts, or tokens")
+    if len(prompts) > MOST_REPLIES:
+        raise HTTPError(400, f"there are {len(prompts):,} prompts, but one request has at most {MOST_REPLIES}")
+    return [ids] if ids else prompts
+
+
+async def _echo(
+    desk: Desk, body: CompletionRequest, answer: Answer, prompt: str | list[int]
+) -> tuple[str, list[Choice]]:
+    """The prompt's text, and how likely each of its tokens is, where that is asked for."""
+
+    def work(llm: LLM) -> tuple[str, list[Choice]]:
+        ids = llm.tokenize(prompt) if isinstance(prompt, str) else prompt
+        text = prompt if isinstance(prompt, str) else llm.detokenize(ids)
+        if body.logprobs is None or not ids:
+            return text, []
+        score = llm.score(ids[:1], [ids[1:]])[0]
+        return text, [Choice(ids[0]), *map(Choice, score.ids, score.logprobs)]
+
+    result: tuple[str, list[Choice]] = await desk.with_model(answer.served.name, work)
+    return result
+
+
+def _logprobs(llm: LLM, choices: Sequence[Choice], offset: int) -> dict[str, Any]:
+    tokens = [llm.tokenizer.token_bytes(choice.id).decode(errors="replace") for choice in choices]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    top = [{llm.tokenizer.token_bytes(id_).decode(errors="replace"): _finite(p) for id_, p in c.top} for c in choices]
+    # The first token of a text has no likelihood.
+    logprobs = [None if choice.logprob is None else _finite(choice.logprob) for choice in choices]
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+
+
+async def _completion_events(
+    answer: Answer, body: CompletionRequest, echoes: list[tuple[str, list[Choice]]]
+) -> AsyncIterator[bytes]:
+    head = _Head("cmpl-", "text_completion", answer)
+    offsets = [0] * answer.ask.n
+    replies: list[Reply] = []
+
+    def piece(index: int, text: str, chosen: Sequence[Choice], reason: str | None = None) -> dict[str, Any]:
+        logprobs = _logprobs(answer.llm, chosen, offsets[index]) if chosen else None
+        offsets[index] += len(text)
+        return head.json([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
+
+    for index in range(answer.ask.n if echoes else 0):
+        yield event(piece(index, *echoes[0]))
+    async for part in answer.parts():
+        if part.end is not None:
+            replies.append(part.end)
+            yield event(piece(part.index, "", (), finish_reason(part.end)) | _end_of_stream(part.end))
+        elif part.text or part.logprobs:
+            yield event(piece(part.index, part.text, part.logprobs))
+    if body.stream_options is not None and body.stream_options.include_usage:
+        replies.sort(key=lambda reply: reply.index)
+        yield event(head.json([], usage=usage_json([reply.usage for reply in replies])))
+    yield DONE
+
+
+# -- Models --------------------------------------------------------------------------------------------------------
+
+
+async def models(request: Request, desk: Desk) -> Response:
+    return json_response({"object": "list", "data": [model_json(each) for each in desk.models.served.values()]})
+
+
+async def model(request: Request, desk: Desk) -> Response:
+    return json_response(model_json(desk.models.find(request.path_params["name"])))
+
+
+def model_json(served: ServedModel) -> dict[str, Any]:
+    info = None if served.llm is None else served.llm.info
+    meta = {
+        "n_ctx": info.context,
+        "n_ctx_train": info.trained_context,
+        "n_vocab": info.n_vocab,
+        "n_params": info.n_parameters,
+        "size": info.n_bytes,
+        "ftype": info.file_type,
+    } if info is not None else None  # fmt: skip
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "localllm",
+        "status": {"value": served.state, "progress": served.load_progress},
+        "meta": meta,
+        # What Anthropic's clients read of a model.
+        "type": "model",
+        "display_name": served.name,
+        "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(served.created)),
+    }

@@ -1,0 +1,365 @@
+"""OpenAI's responses API: what a chat is made of, item by item, with earlier responses kept by their ids.
+
+Source: https://platform.openai.com/docs/api-reference/responses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localllm.chat.reply import ToolCall
+from localllm.engine.request import Usage
+from localllm.server.answers import Answer, Ask, Desk, Generation, Part, Reply, constrain
+from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
+from localllm.server.openai import at_most, chosen_tools, limit, new_id, template_message, thinking_variables
+
+#: Bytes of responses that are kept in memory at most; the oldest go first.
+_MOST_BYTES = 64 << 20
+
+_ID = re.compile(r"resp_[0-9a-f]{32}")
+
+
+class Reasoning(msgspec.Struct):
+    effort: str | None = None
+
+
+class TextFormat(msgspec.Struct):
+    type: str = "text"
+    schema: dict[str, Any] | None = None
+
+
+class TextOptions(msgspec.Struct):
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Generation):
+    input: str | list[dict[str, Any]] = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    store: bool | None = None
+    top_logprobs: int | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class Kept(msgspec.Struct):
+    """A response that a later one may go on from.
+
+    Attributes:
+        client: who asked, and alone may go on from it.
+        messages: of the chat, the reply among them.
+        response: as it was given.
+    """
+
+    client: str
+    messages: list[dict[str, Any]]
+    response: dict[str, Any]
+
+
+class Store:
+    """Keeps responses: in memory, as many as fit, and in a folder where there is one."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._kept: dict[str, bytes] = {}
+        self._n_bytes = 0
+        if folder is not None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def put(self, id_: str, kept: Kept) -> None:
+        data = msgspec.json.encode(kept)
+        self._kept[id_] = data
+        self._n_bytes += len(data)
+        while self._n_bytes > _MOST_BYTES:
+            self._n_bytes -= len(self._kept.pop(next(iter(self._kept))))
+        if self._folder is not None:
+            path = self._folder / f"{id_}.json"
+            path.touch(mode=0o600)
+            path.write_bytes(data)
+
+    def get(self, id_: str, client: str) -> Kept:
+        """Raises:
+        HTTPError: there is none of this client's.
+        """
+        data = self._kept.get(id_)
+        if data is None and self._folder is not None and _ID.fullmatch(id_):
+            with contextlib.suppress(OSError):
+                data = (self._folder / f"{id_}.json").read_bytes()
+        kept = None
+        if data is not None:
+            with contextlib.suppress(msgspec.DecodeError):  # a damaged file
+                kept = msgspec.json.decode(data, type=Kept)
+        if kept is None or kept.client != client:
+            raise HTTPError(404, f"there is no response {id_!r:.80}: send the whole chat as input", "not_found")
+        return kept
+
+    def remove(self, id_: str) -> None:
+        self._n_bytes -= len(self._kept.pop(id_, b""))
+        if self._folder is not None and _ID.fullmatch(id_):
+            (self._folder / f"{id_}.json").unlink(missing_ok=True)
+
+
+def _ask(body: ResponsesRequest, before: list[dict[str, Any]]) -> Ask:
+    options = body.options(max_tokens=limit(body.max_output_tokens), logprobs=at_most(body.top_logprobs))
+    form = body.text.format if body.text is not None else None
+    if form is not None and form.type != "text":
+        constrain(options, form.schema)
+    tools = [
+        {"type": "function", "function": {key: value for key, value in tool.items() if key not in ("type", "strict")}}
+        for tool in body.tools or []
+        if tool.get("type") == "function"
+    ]
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    messages = [*before, *_messages(items)]
+    if body.instructions:
+        messages = [{"role": "system", "content": body.instructions}, *(m for m in messages if m["role"] != "system")]
+    variables = thinking_variables(body.reasoning.effort if body.reasoning else None, None)
+    return Ask(
+        body.model,
+        options,
+        messages=messages,
+        tools=chosen_tools(tools, body.tool_choice, options),
+        variables=variables,
+    )
+
+
+def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items as messages: calls of tools belong to the message of the assistant before them."""
+    messages: list[dict[str, Any]] = []
+    for number, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "message":
+            role = "system" if item.get("role") == "developer" else item.get("role")
+            messages.append(template_message(number, {"role": role, "content": item.get("content")}))
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            calls = [*messages[-1].get("tool_calls", []), call]
+            messages[-1] = template_message(number, {**messages[-1], "tool_calls": calls})
+        elif kind == "function_call_output":
+            result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+            messages.append(template_message(number, result))
+        elif kind != "reasoning":
+            raise HTTPError(400, f"input {number} is of type {kind!r:.40}, which is not available here")
+    return messages
+
+
+async def responses(request: Request, desk: Desk, store: Store) -> Response:
+    body = await decode(request, ResponsesRequest)
+    client = request.state.client
+    before = store.get(body.previous_response_id, client).messages if body.previous_response_id else []
+    answer = await desk.begin(_ask(body, before), client)
+    writer = _Writer(answer, body)
+
+    def keep(response: dict[str, Any], reply: Reply) -> None:
+        if body.store is not False:
+            messages = [m for m in answer.ask.messages or [] if not body.instructions or m["role"] != "system"]
+            said: dict[str, Any] = {"role": "assistant", "content": reply.text}
+            if reply.calls:
+                said["tool_calls"] = [
+                    {"id": item["call_id"], "type": "function", "function": {"name": c.name, "arguments": c.values}}
+                    for item, c in zip(writer.call_items, reply.calls, strict=True)
+                ]
+            store.put(response["id"], Kept(client, [*messages, said], response))
+
+    async def events() -> AsyncIterator[bytes]:
+        async for name, fields in writer.events():
+            yield event({"type": name, "sequence_number": writer.next_number(), **fields}, name)
+            if writer.reply is not None and name.startswith("response.") and "response" in fields:
+                keep(fields["response"], writer.reply)
+
+    if body.stream:
+        return EventStream(events(), answer.close, path=request.url.path)
+
+    async def read() -> dict[str, Any]:
+        last: dict[str, Any] = {}
+        async for _, fields in writer.events():
+            last = fields
+        response: dict[str, Any] = last["response"]
+        return response
+
+    try:
+        response = await unless_gone(request, read())
+    finally:
+        answer.close()
+    if response is None or writer.reply is None:
+        return Response(status_code=499)
+    keep(response, writer.reply)
+    return json_response(response)
+
+
+async def get_response(request: Request, desk: Desk, store: Store) -> Response:
+    return json_response(store.get(request.path_params["id"], request.state.client).response)
+
+
+async def delete_response(request: Request, desk: Desk, store: Store) -> Response:
+    id_ = request.path_params["id"]
+    store.get(id_, request.state.client)
+    store.remove(id_)
+    return json_response({"id": id_, "object": "response", "deleted": True})
+
+
+class _Writer:
+    """Makes the items of a response, and the events that tell of them.
+
+    Attributes:
+        reply: when it is whole.
+        call_items: those of tools that were called.
+    """
+
+    def __init__(self, answer: Answer, body: ResponsesRequest) -> None:
+        self.reply: Reply | None = None
+        self.call_items: list[dict[str, Any]] = []
+        self._answer, self._body = answer, body
+        self._id, self._created = new_id("resp_"), time.time()
+        self._output: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+        self._number = -1
+
+    def next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _response(self, status: str, usage: Usage | None = None, why: str | None = None) -> dict[str, Any]:
+        body = self._body
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": int(self._created),
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": why} if why else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self._answer.served.name,
+            "output": list(self._output),
+            "parallel_tool_calls": True,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "store": body.store is not False,
+            "temperature": body.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None
+            if usage is None
+            else {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage.total_tokens,
+            },
+            "metadata": body.metadata or {},
+        }
+
+    async def events(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """Names and fields of events; the last one has the whole response."""
+        yield "response.created", {"response": self._response("in_progress")}
+        yield "response.in_progress", {"response": self._response("in_progress")}
+        async for part in self._answer.parts():
+            if part.end is None:
+                for each in self._part(part):
+                    yield each
+                continue
+            reply = part.end
+            for each in [] if self._output or self._open else self._begin("message"):
+                yield each
+            for each in self._close():
+                yield each
+            self.reply = reply
+            is_whole = reply.finish_reason == "stop"
+            why = None if is_whole else "max_output_tokens"
+            status = "completed" if is_whole else "incomplete"
+            yield f"response.{status}", {"response": self._response(status, reply.usage, why)}
+
+    def _part(self, part: Part) -> list[tuple[str, dict[str, Any]]]:
+        if part.call is not None:
+            return [*self._close(), *self._call(part.call)]
+        kind = "reasoning" if part.thinking else "message"
+        events: list[tuple[str, dict[str, Any]]] = []
+        if self._open is None or self._open["type"] != kind:
+            events = [*self._close(), *self._begin(kind)]
+        assert self._open is not None
+        text = part.thinking or part.text
+        if not text:
+            return events
+        self._open["content"][0]["text"] += text
+        name = "response.reasoning_text.delta" if part.thinking else "response.output_text.delta"
+        more: dict[str, Any] = {} if part.thinking else {"logprobs": []}
+        return [*events, (name, {**self._place(), "content_index": 0, "delta": text, **more})]
+
+    def _place(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self._output)}
+
+    def _begin(self, kind: str) -> list[tuple[str, dict[str, Any]]]:
+        if kind == "reasoning":
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+            item = {"id": new_id("rs_"), "type": kind, "summary": [], "content": [part], "status": "in_progress"}
+        else:
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = {"id": new_id("msg_"), "type": kind, "role": "assistant", "content": [part]}
+            item["status"] = "in_progress"
+        self._open = item
+        added = {"output_index": len(self._output), "item": {**item, "content": []}}
+        begun = {**self._place(), "content_index": 0, "part": {**part}}
+        return [("response.output_item.added", added), ("response.content_part.added", begun)]
+
+    def _close(self) -> list[tuple[str, dict[str, Any]]]:
+        if self._open is None:
+            return []
+        item, place = self._open, self._place()
+        part = item["content"][0]
+        is_text = item["type"] == "message"
+        name = "response.output_text.done" if is_text else "response.reasoning_text.done"
+        more: dict[str, Any] = {"logprobs": []} if is_text else {}
+        done = {**place, "content_index": 0, "text": part["text"], **more}
+        item["status"] = "completed"
+        events = [
+            (name, done),
+            ("response.content_part.done", {**place, "content_index": 0, "part": part}),
+            ("response.output_item.done", {"output_index": len(self._output), "item": item}),
+        ]
+        self._output.append(item)
+        self._open = None
+        return events
+
+    def _call(self, call: ToolCall) -> list[tuple[str, dict[str, Any]]]:
+        index = len(self._output)
+        item = {
+            "id": new_id("fc_"),
+            "type": "function_call",
+            "call_id": new_id("call_"),
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+        self._output.append(item)
+        self.call_items.append(item)
+        place = {"item_id": item["id"], "output_index": index}
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        whole = {**place, "name": call.name, "arguments": call.arguments}
+        return [
+            ("response.output_item.added", {"output_index": index, "item": begun}),
+            ("response.function_call_arguments.delta", {**place, "delta": call.arguments}),
+            ("response.function_call_arguments.done", whole),
+            ("response.output_item.done", {"output_index": index, "item": item}),
+        ]

@@ -1,0 +1,147 @@
+"""Gemma 4: layers that see a window or everything, each kind with heads of its own; embeddings for every layer (E2B,
+E4B), keys and values of an earlier layer, and experts beside the MLP (26B).
+
+With images, layers over windows look ahead within an image; that is for text without meaning.
+"""
+
+from __future__ import annotations
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import (
+    Add,
+    Embed,
+    ExpertLinears,
+    ExpertOutput,
+    Gated,
+    Graph,
+    HeadNorm,
+    KVCache,
+    Linear,
+    Linears,
+    RMSNorm,
+    Rope,
+    RopeAppend,
+    Route,
+    Scale,
+    Tensor,
+)
+from localllm.models import hf_names
+from localllm.models.blocks import Layer, add, attend, decoder, gated_mlp, norm, read_softcap
+from localllm.models.config import Experts, Header, Heads
+from localllm.models.rope import make_local_rope, make_rope
+from localllm.models.weights import Weights
+
+HF_NAMES = (
+    hf_names.COMMON
+    | hf_names.HEAD_NORMS
+    | hf_names.FOUR_NORMS
+    | {
+        "per_layer_token_embd": "model.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.per_layer_model_projection",
+        "per_layer_proj_norm": "model.per_layer_projection_norm",
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+        "layer_output_scale.weight": "layer_scalar",
+        "ffn_gate_inp": "router.proj",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+        "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+        "ffn_down_exps.weight": "experts.down_proj",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    }
+)
+
+
+def record(m: Header) -> Graph:
+    meta, n_layers, d = m.meta, m.config.n_layers, m.config.n_embd
+    windows, heads, experts = m.windows(period=6), read_heads(m), m.experts()
+    widths = meta.read_each("feed_forward_length", n_layers, int, low=1, high=1 << 24)
+    n_shared = meta.read("attention.shared_kv_layers", int, 0, low=0, high=n_layers - 1)
+    n_per_layer = meta.read("embedding_length_per_layer_input", int, 0, low=0, high=1 << 16)
+    full, local = (m.head_dims(suffix)[0] for suffix in ("", "_swa"))
+    rope, local_rope = make_rope(m, full), make_local_rope(m, local or full)
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        window = windows[at.number]
+        # Layers from here on have keys and values of the last one of their kind before it.
+        own = [i for i in range(n_layers - n_shared) if bool(windows[i]) == bool(window)]
+        shared = own[-1] if own and at.number >= n_layers - n_shared else None
+        y = norm(at, "attn_norm", x)
+        y = attention(at, y, heads[at.number], local_rope if window else rope, window, shared)
+        x = add(at, norm(at, "post_attention_norm", y), x)
+        y = gated_mlp(at, norm(at, "ffn_norm", x), widths[at.number], activation="gelu")
+        if experts and "ffn_gate_inp.weight" in at.weights:
+            y = add(at, norm(at, "post_ffw_norm_1", y), routed(at, x, experts))
+        x = add(at, norm(at, "post_ffw_norm", y), x)
+        if n_per_layer:
+            x = add_layer_embedding(at, x, m.weights, n_per_layer, n_layers)
+        scale = at.weights.find("layer_output_scale.weight", 1)
+        return x if scale is None else at.add(Scale(x, weight=scale))
+
+    return decoder(m, layer, embedding_scale=d**0.5, softcap=read_softcap(m, "final_logit_softcapping"))
+
+
+def read_heads(m: Header) -> list[Heads]:
+    """Of each layer; those over windows have their own width."""
+    n_layers = m.config.n_layers
+    n = m.meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
+    n_kv = m.meta.read_each("attention.head_count_kv", n_layers, int, n, low=1, high=n)
+    full, local = m.head_dims(), m.head_dims("_swa")
+    dims = [(local if window else full)[0] or full[0] for window in m.windows(period=6)]
+    if not full[0]:
+        raise ModelError("the file has no gemma4.attention.key_length: is it complete?")
+    return [Heads(n, kv, dim, dim) for kv, dim in zip(n_kv, dims, strict=True)]
+
+
+def attention(at: Layer, x: Tensor, heads: Heads, rope: Rope, window: int | None, shared: int | None) -> Tensor:
+    """Attention with normed heads, of scale 1; ``shared`` is the layer whose keys and values it uses.
+
+    Without a matrix of their own, values are the keys before they are normed and rotated.
+    """
+    w, d, width = at.weights, at.n_embd, heads.n_kv * heads.key_dim
+    q_norm = HeadNorm(at.norm_eps, w.vector("attn_q_norm", heads.key_dim))
+    query = w.matrix("attn_q", d, heads.n * heads.key_dim)
+    if shared is not None:
+        w.skip("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+        cache: KVCache = at.graph.caches[shared]
+        q = at.add(RopeAppend(at.add(Linear(x, query)), None, None, cache, rope, q_norm))
+    else:
+        cache = at.graph.kv_cache(heads.n_kv, heads.key_dim, window=window)
+        names = ("attn_k", "attn_v") if "attn_v.weight" in w else ("attn_k",)
+        q, *kv = at.add(Linears(x, (query, *(w.matrix(name, d, width) for name in names))))
+        k_norm = HeadNorm(at.norm_eps, w.vector("attn_k_norm", heads.key_dim))
+        q = at.add(RopeAppend(q, kv[0], kv[-1], cache, rope, q_norm, k_norm, HeadNorm(at.norm_eps)))
+    return at.linear(attend(at, q, cache, heads, window=window, scale=1.0), "attn_output", d)
+
+
+def routed(at: Layer, x: Tensor, experts: Experts) -> Tensor:
+    """The experts' part: the router sees x normed and scaled, the experts x behind a norm of its own."""
+    w, d, n, n_ff = at.weights, at.n_embd, experts.n, experts.n_ff
+    y = at.add(Scale(at.add(RMSNorm(x, w.require("ffn_gate_inp.scale", d), at.norm_eps)), d**-0.5))
+    scales = w.find("ffn_down_exps.scale", n)
+    routing = at.add(Route(at.linear(y, "ffn_gate_inp", n), experts.n_used, True, expert_scales=scales))
+    if "ffn_gate_up_exps.weight" in w:
+        matrices = w.split_experts("ffn_gate_up_exps", n, d, {"gate": n_ff, "up": n_ff})
+    else:
+        matrices = w.experts("ffn_gate_exps", n, d, n_ff), w.experts("ffn_up_exps", n, d, n_ff)
+    gate, up = at.add(ExpertLinears(norm(at, "pre_ffw_norm_2", x), matrices, routing))
+    h = at.add(Gated(gate, up, "gelu"))
+    nothing = at.add(Scale(x, 0.0))  # the sum of the experts is normed before anything is added
+    y = at.add(ExpertOutput(h, w.experts("ffn_down_exps", n, n_ff, d), routing, nothing))
+    return norm(at, "post_ffw_norm_2", y)
+
+
+def add_layer_embedding(at: Layer, x: Tensor, weights: Weights, n: int, n_layers: int) -> Tensor:
+    """Adds what the layer has of each token itself: n values of a table and of a projection of the embedding."""
+    own = range(at.number * n, (at.number + 1) * n)
+    table = weights.require("per_layer_token_embd.weight", weights.n_rows("token_embd.weight"), n_layers * n)
+    token = at.add(Embed(table, (n / 2) ** 0.5, own))  # [T, n]
+    projection = weights.split("per_layer_model_proj", at.n_embd, {str(i): n for i in range(n_layers)})[at.number]
+    context = at.add(Scale(at.add(Linear(at.embedding, projection)), at.n_embd**-0.5))
+    context = at.add(RMSNorm(context, weights.vector("per_layer_proj_norm", n), at.norm_eps))
+    both = at.add(Add(context, token, 0.5**0.5))
+    y = at.add(Gated(at.linear(x, "inp_gate", n), both, "gelu"))
+    return add(at, norm(at, "post_norm", at.linear(y, "proj", at.n_embd)), x)

@@ -1,0 +1,38 @@
+"""gpt-oss (arXiv:2508.10925): attention with sinks, every other layer over a window; experts with biases and a
+clamped activation."""
+
+from __future__ import annotations
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import Graph, Tensor
+from localllm.models import hf_names
+from localllm.models.blocks import Layer, attention, decoder, mixture, norm
+from localllm.models.config import Header
+from localllm.models.rope import make_rope
+
+HF_NAMES = (
+    hf_names.COMMON
+    | hf_names.STACKED_EXPERTS
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_sinks.weight": "self_attn.sinks",
+        "ffn_gate_inp": "mlp.router",
+        "ffn_gate_up_exps.bias": "mlp.experts.gate_up_proj_bias",
+        "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+    }
+)
+
+
+def record(m: Header) -> Graph:
+    heads, windows, experts = m.heads(), m.windows(period=2), m.experts()
+    if experts is None:
+        raise ModelError("the file has no gpt-oss.expert_count: is it complete?")
+    rope = make_rope(m, heads.key_dim, rounds_ramp=False)
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        y = norm(at, "attn_norm", x)
+        x = attention(at, y, heads, rope, window=windows[at.number], qkv_bias=True, has_sinks=True, residual=x)
+        y = norm(at, "post_attention_norm", x)
+        return mixture(at, y, experts, activation="clamped_swiglu", residual=x)
+
+    return decoder(m, layer)

@@ -1,0 +1,28 @@
+"""OLMo 2 and 3 (arXiv:2501.00656): norms stand behind attention and MLP, and query and key are normed as whole rows.
+
+In OLMo 3, three of four layers see a window, and only those that see everything rotate by scaled frequencies.
+"""
+
+from __future__ import annotations
+
+from localllm.kernels.graph import Graph, Tensor
+from localllm.models import hf_names
+from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, norm
+from localllm.models.config import Header
+from localllm.models.rope import make_local_rope, make_rope
+
+HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.FOUR_NORMS
+
+
+def record(m: Header) -> Graph:
+    heads, n_ff, windows = m.heads(), m.mlp_width(), m.windows(period=4)
+    rope, local_rope = make_rope(m, heads.key_dim), make_local_rope(m, heads.key_dim)
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        window = windows[at.number]
+        y = attention(at, x, heads, local_rope if window else rope, qk_norm="row", window=window)
+        x = add(at, norm(at, "post_attention_norm", y), x)
+        y = gated_mlp(at, x, n_ff)
+        return add(at, norm(at, "post_ffw_norm", y), x)
+
+    return decoder(m, layer)

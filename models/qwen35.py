@@ -1,0 +1,66 @@
+"""Qwen 3.5 and 3.6, dense and with experts: of four layers, three are gated delta nets, and one is attention whose
+output a gate weighs.
+
+With images, Qwen rotates by several axes; for text they agree, and it is a rotation of part of a head.  The blocks
+behind the last layer, which predict further tokens, are not used yet.
+"""
+
+from __future__ import annotations
+
+from localllm.kernels.graph import Graph, Tensor
+from localllm.models import hf_names
+from localllm.models.blocks import DeltaNet, Layer, attention, decoder, delta_net, gated_mlp, mixture, norm
+from localllm.models.config import Header
+from localllm.models.rope import make_rope
+
+HF_NAMES = (
+    hf_names.COMMON
+    | hf_names.HEAD_NORMS
+    | hf_names.EXPERTS
+    | hf_names.STACKED_EXPERTS
+    | hf_names.SHARED_EXPERT
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_dt.bias": "linear_attn.dt_bias",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    }
+)
+
+
+def record(m: Header) -> Graph:
+    return record_hybrid(m, is_grouped=False)
+
+
+def record_hybrid(m: Header, *, is_grouped: bool) -> Graph:
+    """Qwen 3.5's; and with V heads grouped by the key head they share, Qwen 3 Next's."""
+    heads, net, experts = m.heads(), DeltaNet.read(m.meta), m.experts()
+    rope, n_ff = make_rope(m, heads.key_dim), 0 if experts else m.mlp_width()
+    m.meta.find("rope.dimension_sections")  # of the axes, which agree for text
+    is_recurrent = recurrent_layers(m)
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        y = norm(at, "attn_norm", x)
+        if is_recurrent[at.number]:
+            x = delta_net(at, y, net, is_grouped=is_grouped, residual=x)
+        else:
+            x = attention(at, y, heads, rope, qk_norm="head", has_gate=True, residual=x)
+        y = norm(at, "post_attention_norm", x)
+        return mixture(at, y, experts, residual=x) if experts else gated_mlp(at, y, n_ff, residual=x)
+
+    return decoder(m, layer)
+
+
+def recurrent_layers(m: Header) -> list[bool]:
+    """Of each layer, whether it is a delta net: by default all but every fourth."""
+    interval = m.meta.read("full_attention_interval", int, 4, low=1, high=1 << 16)
+    if m.meta.find("attention.recurrent_layers") is None:
+        return [(i + 1) % interval != 0 for i in range(m.config.n_layers)]
+    n_blocks = m.meta.read("block_count", int)
+    return [bool(x) for x in m.meta.read_each("attention.recurrent_layers", n_blocks, bool, low=0, high=1)]

@@ -1,0 +1,108 @@
+"""Writes docs/cli.md, the reference of the command line, from its parser: ``python -m tests.cli_reference``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from localllm.cli.config import VARIABLES
+from localllm.cli.flags import ABSENT, NO_EFFECT, OTHER_COMMANDS, SAME
+from localllm.cli.parser import Parser, make_parsers
+from tests.helpers.data import ROOT
+
+PATH = ROOT / "docs" / "cli.md"
+
+HEAD = """\
+# The command line
+
+Written by `python -m tests.cli_reference` from `localllm/cli`; a test holds it to that. `localllm help COMMAND` shows
+the same in the terminal.
+
+Flags override the settings file (`localllm config`), which overrides the defaults shown here.
+
+Exit codes: 0 done; 1 it could not be done; 2 the command line is at fault. Ctrl-C ends a command by SIGINT, which
+shells report as 130.
+"""
+
+Row = tuple[str, str]
+
+
+def reference() -> str:
+    """The whole file."""
+    parser, commands = make_parsers()
+    lines = [HEAD, *_table("flag", "what it does", _rows(parser._actions))]
+    seen: dict[str, list[Row]] = {}
+    for name, command in commands.items():
+        lines += ["", f"## localllm {name}", "", *_command(command, seen)]
+    no_effect = {flag: reason for flag, (_, reason) in NO_EFFECT.items()}
+    lines += ["", "## Environment variables", ""]
+    lines += _table("variable", "meaning", [(f"`{name}`", text) for name, text in VARIABLES.items()])
+    lines += ["", "## Coming from other programs"]
+    for title, left, right, names in (
+        ("Flags of llama.cpp and llama-cpp-python that have other names", "theirs", "ours", SAME),
+        ("Flags that change nothing here, and are left out with a warning", "flag", "why", no_effect),
+        ("Flags that are not there, and what the error says", "flag", "instead", ABSENT),
+        ("Commands of Ollama and llama.cpp", "theirs", "here", OTHER_COMMANDS),
+    ):
+        lines += ["", f"{title}:", "", *_table(left, right, _by_meaning(names))]
+    return "\n".join(lines) + "\n"
+
+
+def _command(command: Parser, seen: dict[str, list[Row]]) -> Iterator[str]:
+    """Usage, groups of flags, and details; a group that is in ``seen``, those of commands before, is only named."""
+    yield f"    {command.format_usage().removeprefix('usage: ').strip()}"
+    yield ""
+    yield str(command.description)
+    for group in command._action_groups:
+        title = str(group.title).capitalize()
+        rows = list(_rows(group._group_actions))
+        if not rows:
+            continue
+        yield ""
+        if seen.get(title) == rows:
+            yield f"**{title}**: as above."
+            continue
+        is_named = title not in ("Options", "Positional arguments")
+        if is_named:
+            seen[title] = rows
+            yield f"**{title}**"
+            yield ""
+        yield from _table("word" if title == "Positional arguments" else "flag", "what it does", rows)
+    if command.epilog:
+        yield ""
+        yield command.epilog.replace(".  ", ". ").strip()
+
+
+def _rows(actions: Iterable[argparse.Action]) -> Iterator[Row]:
+    for action in actions:
+        if action.help == argparse.SUPPRESS or isinstance(action, argparse._SubParsersAction | argparse._HelpAction):
+            continue
+        *others, last = action.option_strings or [""]
+        value = "" if action.nargs == 0 else action.metavar or "|".join(map(str, action.choices or ()))
+        yield ", ".join(f"`{flag}`" for flag in (*others, f"{last} {value}".strip())), str(action.help)
+
+
+def _by_meaning(names: Mapping[str, str]) -> list[Row]:
+    """A row for each meaning, with all names that have it."""
+    return [
+        (", ".join(f"`{name}`" for name, other in names.items() if other == meaning), meaning)
+        for meaning in dict.fromkeys(names.values())
+    ]
+
+
+def _table(left: str, right: str, rows: Iterable[Row]) -> Iterator[str]:
+    """Markdown; of the left cells, which are code, and the right ones, which are text, only what a table must."""
+    yield f"| {left} | {right} |"
+    yield "|---|---|"
+    for code, text in rows:
+        cells = code.replace("|", r"\|"), re.sub(r"([\\<>*|])", r"\\\1", text)
+        yield f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    PATH.write_text(reference(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

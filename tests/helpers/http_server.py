@@ -1,0 +1,128 @@
+"""A server in a thread of this process, over the demo model, or over one that says what a test tells it to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from localllm.declared_options import LoadOptions
+from localllm.llm import LLM
+from localllm.loading import load_parts
+from localllm.server.app import App
+from localllm.server.http import Limits
+from localllm.server.models import Loader, Models
+from localllm.server.run import Server, listen
+
+#: Reads tools, results of tools and thinking, as templates of large models do.
+TOOLS_TEMPLATE = (
+    "{% if tools %}tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}\n{% endif %}"
+    "{% for message in messages %}"
+    "{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "<call {{ call.function.name }} {{ call.function.arguments | tojson }}>"
+    "{% endfor %}\n"
+    "{% endfor %}"
+    "assistant:{% if enable_thinking %}<think>{% endif %}"
+)
+
+
+#: A scripted reply with this end fails there.
+FAILS = "(fails)"
+
+
+class ScriptedLLM(LLM):
+    """The demo model, whose tokens are those of a text that ``reply`` makes of each prompt.
+
+    All else is as with any model: the engine evaluates the prompt and every token, and samples it.
+    """
+
+    def __init__(self, reply: Callable[[str], str], options: Mapping[str, Any]) -> None:
+        super().__init__(load_parts(LoadOptions(**options)))
+        self._reply = reply
+
+    def _start(self, reader: Any, ids: list[int], given: Any, **more: Any) -> Any:
+        tokenizer = self.tokenizer
+        text = self._reply(tokenizer.decode(ids, special=True))
+        script = tokenizer.encode(text, add_special=False, continuation=True) if text else []
+        n_prompt = len(ids)
+
+        def follow(tokens: Any, logits: Any) -> Any:
+            at = len(tokens) - n_prompt
+            if at >= len(script) and text.endswith(FAILS):
+                raise RuntimeError("a defect")
+            forced = np.full_like(logits, -np.inf)
+            forced[script[at] if at < len(script) else tokenizer.eos_id] = 0.0
+            return forced
+
+        given = replace(given, sampling=given.sampling.replace(processors=(follow,)))
+        more["continuation"] = True
+        return super()._start(reader, ids, given, **more)
+
+
+def scripted(reply: Callable[[str], str] | str, **options: Any) -> Loader:
+    """Loads models that say what ``reply`` says."""
+    answer = (lambda prompt: reply) if isinstance(reply, str) else reply
+    given = {"device": "cpu", "threads": 1, "parallel": 4, "chat_template": TOOLS_TEMPLATE, **options}
+    return lambda source, progress: ScriptedLLM(answer, given)
+
+
+def demo(**options: Any) -> Loader:
+    """Loads the demo model."""
+    return lambda source, progress: LLM(
+        load_parts(LoadOptions(**{"device": "cpu", "threads": 1, "parallel": 4, **options}, progress=progress))
+    )
+
+
+@dataclass
+class Serving:
+    """A server at work."""
+
+    url: str
+    port: int
+    app: App
+    server: Server
+
+    def wait_until_idle(self, seconds: float = 30.0) -> None:
+        """Waits until no request is at work."""
+        end = time.monotonic() + seconds
+        while self.app.desk.active or any(
+            each.llm and each.llm.counts.running for each in self.models.served.values()
+        ):
+            assert time.monotonic() < end, "requests are still at work"
+            time.sleep(0.01)
+
+    @property
+    def models(self) -> Models:
+        return self.app.models
+
+
+@contextmanager
+def serving(
+    load: Loader,
+    *,
+    names: tuple[str, ...] = ("demo",),
+    limits: Limits | None = None,
+    grace_s: float = 0.2,
+    responses_folder: Path | None = None,
+    **options: Any,
+) -> Iterator[Serving]:
+    models = Models(dict.fromkeys(names), load, **options)
+    app = App(models, limits or Limits(), responses_folder)
+    server = Server(app, grace_s=grace_s)
+    with listen("127.0.0.1", 0) as socket:
+        port = socket.getsockname()[1]
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, name="test-server", daemon=True)
+        thread.start()
+        try:
+            yield Serving(f"http://127.0.0.1:{port}", port, app, server)
+        finally:
+            server.handle_exit(2, None)
+            thread.join(60)
+            assert not thread.is_alive()

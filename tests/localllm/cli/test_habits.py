@@ -1,0 +1,228 @@
+"""Command lines as the documentation of llama.cpp, llama-cpp-python and Ollama has them.
+
+Each does what it says, warns in one line, or fails with a sentence that names our way.
+"""
+
+from __future__ import annotations
+
+import io
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm import LLM
+from localllm.chat import CHATML
+from localllm.cli import generate
+from localllm.kernels.cuda import installation
+from tests.helpers.command_line import run_main
+from tests.helpers.tiny_models import config, random_weights, write_gguf
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
+CUT = {"temperature": 1, "top_p": 1, "min_p": 0, "repeat_penalty": 1, "dry_multiplier": 0}
+NO_SERVER = "error: there is no server: localllm generate --json is for programs"
+HUB = "https://huggingface.co/org/repo"
+
+#: What is typed; how the warning or the error begins, "" if there is none; what loading and generating are given.
+LINES: list[tuple[str, str, dict[str, Any]]] = [
+    # llama-cli: llama.cpp's README and tools/main/README.md, with `localllm generate` in its place.
+    ("generate -m model.gguf -p 'I believe the meaning of life is' -n 8 -no-cnv", "", {"max_tokens": 8}),
+    ("generate -m model.gguf -p hi -n 4 -ngl 99", "warning: -ngl changes nothing here: no GPU", {}),
+    (
+        "generate -m model.gguf -p hi -ngl 99 --device cuda",
+        "error: no CUDA device can be used: NVIDIA's driver is",
+        {},
+    ),
+    ("generate -m model.gguf -p hi -n 4 -ngl all", "warning: -ngl changes nothing here: no GPU", {}),
+    ("generate -m model.gguf -p hi -n 4 -ngl auto", "", {"n_gpu_layers": None}),
+    ("generate -m model.gguf -p hi -n 4 -ngl -1", "", {"n_gpu_layers": None}),
+    ("generate -m model.gguf -p hi -n 4 -c 0", "", {"context": 128}),
+    ("generate -m model.gguf -p hi -n 4 -c 64 --keep 0", "warning: --keep changes nothing here", {"context": 64}),
+    (
+        "generate -m model.gguf -p hi -n 4 -b 512 -ub 256",
+        "warning: -b, -ub change nothing here: localllm chooses",
+        {},
+    ),
+    ("generate -m model.gguf -p hi -n 4 -fa", "warning: -fa changes nothing here: attention is always", {}),
+    ("generate -m model.gguf -p hi -n 4 -fa on --mlock", "warning: -fa, --mlock change nothing here", {}),
+    ("generate -m model.gguf -p hi -n 4 --flash-attn auto", "warning: --flash-attn changes nothing", {}),
+    ("generate -m model.gguf -p hi -n 4 --no-mmap --numa distribute", "warning: --no-mmap, --numa change", {}),
+    ("generate -m model.gguf -p hi -n 4 --jinja --color", "warning: --jinja, --color change nothing here", {}),
+    ("generate -m model.gguf -p hi -n 4 --color on --no-warmup --simple-io", "warning: --color, --no-warmup, ", {}),
+    ("generate -m model.gguf -p hi -n 4 --log-disable --no-perf", "warning: --log-disable, --no-perf change", {}),
+    ("generate -m model.gguf -p hi -n 4 --no-display-prompt -st", "warning: --no-display-prompt, -st change", {}),
+    ("generate -m model.gguf -p hi -n 4 -np 4 -cb", "warning: -np, -cb change nothing here: one prompt is", {}),
+    (
+        "generate -m model.gguf -p hi -n 4 -t 1 -tb 8",
+        "warning: -tb changes nothing here: -t holds for",
+        {"threads": 1},
+    ),
+    ("generate -m model.gguf -p hi -n 4 -sm row", "warning: -sm changes nothing here: a model is always split", {}),
+    ("generate -m model.gguf -p hi -n 4 -mg 1", "error: there is no flag -mg: GPUs are named in their order", {}),
+    ("generate -m model.gguf -p hi -n 4 -ts 3,1", "warning: --tensor-split changes nothing here: no GPU", {}),
+    ("generate -m model.gguf -p hi -n 4 -dev CUDA0", "error: there is no device 'CUDA0': choose one of 'auto', ", {}),
+    ("generate -m model.gguf -p hi -n 4 -ctk q8_0 -ctv q8_0", "", {"cache_type": "q8_0"}),
+    (
+        "generate -m model.gguf -p hi --cache-type-k q8_0 --cache-type-v f16",
+        "error: keys and values have the same",
+        {},
+    ),
+    (
+        "generate -m model.gguf -p hi -ctk q4_0",
+        "error: argument --cache-type: 'q4_0' is not one of 'f16', 'q8_0'",
+        {},
+    ),
+    ("generate -m model.gguf -f prompt.txt -n 4 --temp 0.7 -s 42", "", {"temperature": 0.7, "seed": 42}),
+    ("generate -m model.gguf -p hi -n -2 --ignore-eos -c 16", "", {"max_tokens": None, "ignore_eos": True}),
+    ("generate -m model.gguf -p hi -n 4 --top-k 40 --top-p 0.9 --min-p 0.1", "", {"top_k": 40, "min_p": 0.1}),
+    ("generate -m model.gguf -p hi -n 4 --samplers 'top_k;temperature' --temp 1", "", CUT),
+    (
+        "generate -m model.gguf -p hi --samplers 'temperature;top_k'",
+        "error: --samplers is 'temperature;top_k', but",
+        {},
+    ),
+    (
+        "generate -m model.gguf -p hi --sampling-seq edkypmxt",
+        "error: there is no flag --sampling-seq: --samplers",
+        {},
+    ),
+    ("generate -m model.gguf -p hi -n 4 --repeat-penalty 1.1 --repeat-last-n 64", "", {"repeat_penalty": 1.1}),
+    ("generate -m model.gguf -p hi -n 4 --mirostat 2 --mirostat-lr 0.1", "", {"mirostat": 2}),
+    ("generate -m model.gguf -p hi -n 4 -l 15-inf", "", {"logit_bias": {15: float("-inf")}}),
+    ("generate -m model.gguf -p hi -n 4 -r User: --reverse-prompt Bot:", "", {"stop": ["User:", "Bot:"]}),
+    ("generate -m model.gguf -sys 'Be brief' -cnv -p hi -n 4", "", {}),
+    ("generate -m model.gguf -p hi -n 4 --chat-template chatml", "", {"chat_template": CHATML}),
+    ("generate -m model.gguf -p hi --chat-template llama3", "error: there is no chat template 'llama3': leave", {}),
+    ("generate -m model.gguf -p hi -n 4 --chat-template-file t.jinja", "", {"chat_template": TEMPLATE}),
+    ("generate -m model.gguf -i -p hi", "error: there is no flag -i: localllm generate answers one prompt", {}),
+    ("generate -m model.gguf -p hi -o out.txt", "error: there is no flag -o: the text goes to standard output: ", {}),
+    ("generate -m model.gguf -p hi -n 4 --grammar 'root ::= \"a\"'", "", {"grammar": 'root ::= "a"'}),
+    ("generate -m model.gguf -p hi -n 4 -j '{}'", "", {"json_schema": "{}"}),
+    ("generate -m model.gguf -p hi --lora a.gguf", "error: there is no flag --lora: this version of localllm", {}),
+    (
+        "generate -m model.gguf -p hi --rope-scaling yarn",
+        "error: there is no flag --rope-scaling: it is read from",
+        {},
+    ),
+    ("generate -m model.gguf -p hi -ot exps=CPU", "error: there is no flag -ot: a model is split by layers", {}),
+    (
+        "generate -m model.gguf -p hi --prompt-cache c.bin",
+        "error: there is no flag --prompt-cache: localllm chat",
+        {},
+    ),
+    ("generate -m model.gguf -md draft.gguf -p hi -n 4 --draft-max 4", "", {"draft_max": 4}),
+    ("generate -m model.gguf -md draft.gguf -p hi -n 4 --draft-min 1 -ngld 99", "warning: --draft-min, -ngld", {}),
+    ("generate -hf org/repo -p hi -n 4", "", {}),
+    ("generate -hf org/repo:Q8_0 -p hi -n 4 --offline", "warning: --offline changes nothing here", {}),
+    ("generate --hf-repo org/repo --hf-file m-Q8_0.gguf -p hi -n 4", "", {}),
+    (f"generate -mu {HUB}/resolve/main/m-Q8_0.gguf?download=true -p hi -n 4", "", {}),
+    ("generate -mu https://example.com/m.gguf -p hi", "error: https://example.com/m.gguf is an address, but not", {}),
+    (f"generate -m {HUB} -p hi -n 4", "", {}),
+    ("generate -m model.gguf -hf org/repo -p hi", "error: a model is named twice: leave one of the names out", {}),
+    ("generate --version", "", {}),
+    ("generate -m model.gguf -p hi --verbose-prompt", "error: there is no flag --verbose-prompt (localllm", {}),
+    ("-m model.gguf -p hi", "error: a command comes first, as in localllm generate -m", {}),
+    ("generate --list-devices", "", {}),
+    # llama-bench and the rest of llama.cpp's tools.
+    ("bench -m model.gguf -p 8 -n 4 -r 1 -o md", "", {}),
+    ("bench -m model.gguf -p 8,16 -n 0 -r 1 -fa 1 -mmp 0 -ngl 0", "warning: -fa, -mmp change nothing here", {}),
+    ("bench -m model.gguf -m draft.gguf -p 0 -n 0 -pg 8,4 -r 1 -o jsonl", "", {}),
+    ("bench -m model.gguf -p 8 -o sql", "error: argument -o/--output: invalid choice: 'sql' (choose from", {}),
+    ("llama-server -m model.gguf --port 8080", f"error: there is no command 'llama-server': {NO_SERVER[7:]}", {}),
+    # Ollama: `ollama --help` and its README, with `localllm` in place of `ollama`.
+    ("help", "", {}),
+    ("help generate", "", {}),
+    (
+        "run llama3.2",
+        "error: there is no command 'run': localllm chat MODEL talks with a model, localllm generate",
+        {},
+    ),
+    ("serve", f"error: there is no command 'serve': {NO_SERVER[7:]}", {}),
+    ("create mymodel -f ./Modelfile", "error: there is no command 'create': a GGUF file needs no Modelfile", {}),
+    ("show model.gguf", "error: there is no command 'show': localllm inspect FILE shows what is in a file", {}),
+    ("list", "error: there is no command 'list': localllm models lists the models here", {}),
+    ("ps", "error: there is no command 'ps': a model is in memory for as long as its command runs", {}),
+    ("rm llama3.2", "error: there is no command 'rm': models are plain files, whose paths localllm models", {}),
+    (
+        "pull llama3.2",
+        "error: 'llama3.2' is not the name of a model on the hub: write ORG/REPO",
+        {},
+    ),
+    ("generate -m llama3.2:1b -p hi", "error: there is no file or model 'llama3.2:1b' here: localllm models", {}),
+    ("generate -m hf.co/org/repo:Q8_0 -p hi -n 4 --keepalive 5m", "warning: --keepalive changes nothing here", {}),
+    ("generate -m model.gguf -p hi --format json", "error: there is no flag --format: this version", {}),
+    # llama-cpp-python: `python3 -m llama_cpp.server`, whose flags are the keywords of its Llama.
+    ("generate --model model.gguf --n_ctx 64 --n_gpu_layers -1 -p hi -n 4", "", {"context": 64}),
+    (
+        "generate --model model.gguf --n_threads 1 --n_batch 64 -p hi -n 4",
+        "warning: --n-batch changes",
+        {"threads": 1},
+    ),
+    ("generate --model model.gguf --chat_format chatml --seed 7 -p hi -n 4", "", {"chat_template": CHATML}),
+    (
+        "generate --model model.gguf --host 0.0.0.0 --port 8000",
+        f"error: there is no flag --host: {NO_SERVER[7:]}",
+        {},
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models, one of them in a cache of the hub."""
+    folder, settings = tmp_path_factory.mktemp("habits"), config()
+    snapshot = folder / "hub" / "models--org--repo" / "snapshots" / ("c" * 40)
+    snapshot.mkdir(parents=True)
+    for path in (folder / "model.gguf", folder / "draft.gguf", snapshot / "m-Q8_0.gguf"):
+        weights = random_weights(settings)
+        write_gguf(path, settings, weights, metadata={"tokenizer.chat_template": TEMPLATE, "general.name": path.stem})
+    (folder / "prompt.txt").write_text("hi\n")
+    (folder / "t.jinja").write_text(TEMPLATE)
+    (folder / "config.toml").write_text('device = "reference"\n')
+    return folder
+
+
+@pytest.mark.parametrize(("line", "said", "does"), LINES, ids=[line for line, *_ in LINES])
+def test_a_command_line(
+    folder: Path,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    said: str,
+    does: dict[str, Any],
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("LOCALLLM_CONFIG", "config.toml")
+    monkeypatch.setenv("HF_HUB_CACHE", "hub")
+    monkeypatch.setattr(installation, "driver_cuda", lambda: None)
+    monkeypatch.setattr("localllm.cli.bench.disturbance", lambda *_: None)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    given: dict[str, Any] = {}
+
+    def watched(real: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            given.update(keywords)
+            return real(*arguments, **keywords)
+
+        return call
+
+    monkeypatch.setattr(generate, "load", watched(generate.load))
+    for name in ("stream", "stream_chat"):
+        monkeypatch.setattr(LLM, name, watched(getattr(LLM, name)))
+    outcome = run_main(capfdbinary, *shlex.split(line))
+    warnings = [text for text in outcome.err.splitlines() if text.startswith("localllm: warning: ")]
+    if said.startswith("error: "):
+        assert outcome.code in (1, 2)
+        assert said.removeprefix("error: ") in outcome.error()  # and no warning beside it
+        return
+    assert outcome.code == 0, outcome.err
+    assert outcome.out
+    assert len(warnings) == bool(said), outcome.err
+    assert "".join(warnings).startswith(f"localllm: {said}" if said else "")
+    assert {name: given[name] for name in does} == does
+
+
+def test_there_are_eighty_or_more() -> None:
+    assert len({line for line, *_ in LINES}) == len(LINES) >= 80

@@ -1,0 +1,370 @@
+"""Texts held to a JSON schema, a regular expression or a grammar."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import localllm
+from localllm import LLM, GrammarError, Sampling, UsageError
+from localllm.compat import Llama
+from localllm.engine.drafting.cost import StepCost
+from localllm.library.listing import demo_model
+from localllm.sampling import make_sampler
+from localllm.sampling.grammar import Constraint, Grammars, check_grammar
+from localllm.tokenizer import Tokenizer
+from tests.helpers.command_line import run_main
+from tests.helpers.engines import in_engine
+from tests.helpers.json_schemas import SCHEMAS
+from tests.helpers.vocabularies import USER_DEFINED, FakeFile, bpe_metadata
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 9},
+        "age": {"type": "integer", "maximum": 99, "minimum": 0},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_without_the_extra_a_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(GrammarError, match=r"not installed: pip install 'localllm\[grammar\]'$"):
+        check_grammar(Sampling(regex="a"))
+
+
+def test_settings_that_are_not_grammars_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"^regex and grammar each hold the text to a grammar"):
+        Sampling(regex="a", grammar="start: /a/")
+    for schema in ("{", "3", 3, False, [], {"a": object()}):
+        with pytest.raises(UsageError, match=r"^json_schema is .*, but must be a JSON schema: a dict"):
+            Sampling(json_schema=schema)  # type: ignore[arg-type]
+    for empty in ("", " \n"):
+        with pytest.raises(UsageError, match=r"^regex is .* that is not empty"):
+            Sampling(regex=empty)
+    assert Sampling().grammar_kind is None
+    assert Sampling(json_schema="{}").replace(temperature=0.5).grammar_kind == "json_schema"
+
+
+def test_a_schema_is_a_dict_a_text_or_a_model_class() -> None:
+    pydantic = pytest.importorskip("pydantic")
+    model = pydantic.create_model("Person", name=(str, ...), age=(int, 3))
+    assert json.loads(str(Sampling(json_schema=model).json_schema)) == model.model_json_schema()
+    assert Sampling(json_schema=PERSON) == Sampling(json_schema=json.dumps(PERSON))
+
+
+# -- With llguidance -----------------------------------------------------------------------------------------------
+
+pytest.importorskip("llguidance")
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with localllm.load(device="cpu", context=512) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def tokenizer(llm: LLM) -> Tokenizer:
+    return llm.tokenizer
+
+
+def bytes_tokenizer(*special: str, **changes: Any) -> Tokenizer:
+    """A token for each byte, and for each of some tags."""
+    special_tokens = [("<end>", 3), *((text, USER_DEFINED) for text in special)]
+    return Tokenizer.from_gguf(FakeFile(bpe_metadata(special=special_tokens, eos_token_id=256, **changes)))
+
+
+def constraint(
+    tokenizer: Tokenizer, prompt: str = "", template: str = "", more: int = 0, **grammar: Any
+) -> Constraint:
+    ids = tokenizer.encode(prompt, add_special=False, parse_special=True)
+    return Grammars(tokenizer, tokenizer.n_vocab + more).constraint(Sampling(**grammar), ids, template)
+
+
+def allowed(held: Constraint, n_vocab: int) -> list[int]:
+    ids = np.flatnonzero(held.masked(np.zeros(n_vocab, np.float32)) == 0).tolist()
+    assert ids == [id_ for id_ in range(n_vocab) if held.allows(id_)]
+    return ids
+
+
+def write(held: Constraint, ids: Sequence[int], n_vocab: int) -> None:
+    for id_ in ids:
+        assert id_ in allowed(held, n_vocab)
+        held.accept(id_)
+
+
+def test_every_schema_gives_json_that_is_valid(tokenizer: Tokenizer) -> None:
+    """At random logits, which favour what ends a text."""
+    jsonschema = pytest.importorskip("jsonschema")
+    assert len({json.dumps(schema) for schema in SCHEMAS}) > 300
+    formats = jsonschema.FormatChecker(["date", "email", "ipv4", "ipv6", "uuid"])
+    rng = np.random.default_rng(0)
+    n_vocab = tokenizer.n_vocab + 3  # padded
+    bias = np.zeros(n_vocab, np.float32)
+    bias[[i for i in range(tokenizer.n_vocab) if tokenizer.token_bytes(i).strip() in (b'"', b"]", b"}")]] = 8
+    bias[list(tokenizer.eog_ids)] = 8
+    grammars = Grammars(tokenizer, n_vocab)
+    for schema in SCHEMAS:
+        sampling = Sampling(json_schema=schema, seed=1, top_k=0, top_p=1, min_p=0, temperature=1)
+        sampler = make_sampler(sampling, n_vocab, constraint=grammars.constraint(sampling, []))
+        ids: list[int] = []
+        while not sampler.is_complete and len(ids) < 2000:
+            id_ = sampler((2 * rng.standard_normal(n_vocab) + bias).astype(np.float32)).id
+            if id_ in tokenizer.eog_ids:
+                break
+            sampler.accept(id_)
+            ids.append(id_)
+        value = json.loads(tokenizer.decode(ids))
+        jsonschema.Draft202012Validator(schema, format_checker=formats).validate(value)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable schema: minimum"),
+        ({"json_schema": {"allOf": [{"type": "string"}, {"type": "null"}]}}, "Unsatisfiable schema"),
+        ({"json_schema": {"items": False, "minItems": 1, "type": "array"}}, "Unsatisfiable schema"),
+        ({"json_schema": {"type": "strng"}}, "Invalid type: strng"),
+        ({"json_schema": {"not": {"type": "null"}}}, 'Unimplemented keys: .*"not"'),
+        ({"json_schema": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: .*"uniqueItems"'),
+        ({"json_schema": {"$ref": "https://example.com/x"}}, "not present"),
+        ({"regex": "a("}, "regex cannot be used: unclosed group$"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"grammar": "start: foo"}, "grammar cannot be used: .*unknown name"),
+        ({"grammar": "hello"}, "grammar cannot be used"),
+        ({"grammar": "root ::= foo"}, "not valid GBNF: Rule 'foo' not found"),
+        ({"grammar": 'other ::= "a"'}, "not valid GBNF: No 'root' rule"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(
+    tokenizer: Tokenizer, grammar: dict[str, Any], words: str
+) -> None:
+    for attempt in (
+        lambda: check_grammar(Sampling(**grammar)),
+        lambda: constraint(tokenizer, **grammar),
+    ):
+        with pytest.raises(GrammarError, match=words) as caught:
+            attempt()
+        assert "\n" not in str(caught.value)
+
+
+def test_the_text_ends_where_the_grammar_may_end_and_nowhere_else() -> None:
+    tokenizer = bytes_tokenizer()
+    held = constraint(tokenizer, regex="ab?c?", more=4)
+    n_vocab = tokenizer.n_vocab + 4
+    assert allowed(held, n_vocab) == tokenizer.encode("a")
+    write(held, tokenizer.encode("a"), n_vocab)
+    assert not held.is_complete
+    assert allowed(held, n_vocab) == [*tokenizer.encode("b"), *tokenizer.encode("c"), 256]
+    write(held, tokenizer.encode("c"), n_vocab)
+    assert held.is_complete
+
+
+def test_a_vocabulary_without_an_end_will_do() -> None:
+    tokenizer = Tokenizer.from_gguf(FakeFile(bpe_metadata(special=[], eos_token_id=None)))
+    assert not tokenizer.eog_ids
+    held = constraint(tokenizer, regex="a+b")
+    write(held, tokenizer.encode("aab"), tokenizer.n_vocab)
+    assert held.is_complete
+
+
+@pytest.mark.parametrize("settings", [{}, {"mirostat": 2, "mirostat_tau": 20.0}])
+def test_what_is_allowed_is_as_likely_as_the_model_finds_it(settings: dict[str, Any]) -> None:
+    """Though only what is not allowed is drawn again."""
+    tokenizer = bytes_tokenizer()
+    logits = np.full(257, -5, np.float32)
+    a, b, other = (tokenizer.encode(text)[0] for text in "ab!")
+    logits[[a, b, other]] = 1, 2, 2.5
+    sampling = Sampling(regex="[ab]+", top_k=0, top_p=1, min_p=0, temperature=1, seed=1, **settings)
+    sampler = make_sampler(sampling, 257, constraint=constraint(tokenizer, regex="[ab]+"))
+    drawn = [sampler(logits).id for _ in range(4000)]
+    assert set(drawn) == {a, b}
+    share, expected = drawn.count(b) / 4000, 1 / (1 + math.exp(-1))
+    assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / 4000)
+
+
+def test_no_mask_is_made_where_the_choice_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = bytes_tokenizer()
+    sampler = make_sampler(Sampling(temperature=0), 257, constraint=constraint(tokenizer, regex="[ab]+"))
+    logits = np.zeros(257, np.float32)
+    a, b = tokenizer.encode("ab")
+    logits[[a, b]] = 1, 2
+    monkeypatch.setattr(Constraint, "masked", None)
+    assert sampler(logits).id == b
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: item ("," item)*\nitem: "x" | "(" start ")"',
+        'root ::= item ("," item)*  # a list\nitem ::= "x" | "(" root ")"',
+    ],
+    ids=["lark", "gbnf"],
+)
+def test_lark_and_gbnf_are_told_apart(grammar: str) -> None:
+    tokenizer = bytes_tokenizer()
+    held = constraint(tokenizer, grammar=grammar)
+    write(held, tokenizer.encode("x,((x),x"), 257)
+    assert allowed(held, 257) == sorted(tokenizer.encode("),"))
+    write(held, tokenizer.encode(")"), 257)
+    assert 256 in allowed(held, 257)
+
+
+def test_a_grammar_begins_after_the_thought_that_the_prompt_opens() -> None:
+    tokenizer = bytes_tokenizer("<think>", "</think>")
+    held = constraint(tokenizer, "Why? <think>\n", regex="yes|no")
+    thought = tokenizer.encode("no, 7! <think> </th")
+    write(held, thought, 259)
+    assert held.n_possible([1, 2, 3]) == 3
+    assert 256 not in allowed(held, 259), "a thought must end before the text does"
+    write(held, tokenizer.encode("</think>"), 259)
+    assert allowed(held, 259) == sorted(tokenizer.encode("ny"))
+    assert held.n_possible(tokenizer.encode("yex")) == 2
+    write(held, tokenizer.encode("yes"), 259)
+    assert held.is_complete
+
+
+def test_tags_may_be_spelled_with_many_tokens_and_share_the_last_one_with_the_answer() -> None:
+    tokenizer = bytes_tokenizer(">\n4")
+    held = constraint(tokenizer, "<think>", regex="[0-9]{2}")
+    write(held, tokenizer.encode("hm</think"), 258)
+    held.accept(257)
+    assert allowed(held, 258) == sorted(tokenizer.encode("0123456789"))
+    held = constraint(tokenizer, "<think>", regex="[0-3]{2}")
+    write(held, tokenizer.encode("hm</think"), 258)
+    with pytest.raises(UsageError, match="cannot be held to its grammar any more"):
+        held.accept(257)
+
+
+def test_a_model_may_open_a_thought_where_its_template_knows_the_tag() -> None:
+    tokenizer = bytes_tokenizer("<think>", "</think>")
+    plain = tokenizer.encode("y")
+    for prompt, template, first in [
+        ("a: ", "", plain),
+        ("a: ", "{{ text.split('</think>') }}", [*plain, 257]),
+        ("a: <think>\n\n</think>\n\n", "</think>", plain),
+    ]:
+        held = constraint(tokenizer, prompt, template, regex="yy")
+        assert allowed(held, 259) == first
+    held = constraint(tokenizer, "a: ", "</think>", regex="yy")
+    write(held, [257, *tokenizer.encode("hm"), 258, *plain, *plain], 259)
+    assert held.is_complete
+    held = constraint(tokenizer, "a: ", "</think>", regex="yy")
+    held.accept(plain[0])
+    assert allowed(held, 259) == plain, "later on tags are text"
+
+
+def test_the_answer_of_gpt_oss_is_its_last_message() -> None:
+    tokenizer = bytes_tokenizer("<|start|>", "<|channel|>", "<|message|>")
+    held = constraint(tokenizer, "<|start|>assistant", regex="y")
+    before = "<|channel|>analysis<|message|>hm<|start|>assistant<|channel|>final<|message|>"
+    write(held, tokenizer.encode(before), 260)
+    assert allowed(held, 260) == tokenizer.encode("y")
+
+
+# -- In the library ------------------------------------------------------------------------------------------------
+
+
+def valid(text: str) -> bool:
+    value = json.loads(text)
+    return list(value) == ["name", "age"] and len(value["name"]) <= 9 and 0 <= value["age"] <= 99
+
+
+def test_every_way_to_generate_takes_a_schema(llm: LLM) -> None:
+    options: dict[str, Any] = {"json_schema": PERSON, "max_tokens": 200, "temperature": 1.5}
+    done = [llm.generate("Once", seed=seed, **options) for seed in range(8)]
+    done.append(llm.chat([{"role": "user", "content": "Who?"}], seed=0, **options))
+    done += llm.generate_many(["The", "In", "A"], **options)
+    assert all(each.finish_reason == "stop" and valid(each.text) for each in done)
+    assert valid("".join(chunk.text for chunk in llm.stream("Once", **options)))
+    # Texts beside one that has a grammar have none.
+    together = [llm.stream("Once", temperature=0, max_tokens=20), llm.stream("Once", seed=3, **options)]
+    free, held = [stream.read().text for stream in together]
+    assert free == llm.generate("Once", temperature=0, max_tokens=20).text
+    assert held == done[3].text
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_drafts_change_nothing(llm: LLM, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepCost, "best", lambda self, rate, most, draft_s=0.0: most)
+    in_engine(llm, lambda loop: loop._cost.add(1, 1.0))
+    options: dict[str, Any] = {"regex": "(go on and |stop here ){12}", "temperature": temperature, "seed": 5}
+    alone = llm.generate("Now", **options)
+    drafted = llm.generate("Now", speculate="lookup", **options)
+    assert re.fullmatch(options["regex"], alone.text)
+    assert (drafted.text, drafted.ids, drafted.finish_reason) == (alone.text, alone.ids, alone.finish_reason)
+    assert drafted.drafts is not None
+    assert drafted.drafts.accepted > 10
+
+
+def test_other_settings_hold_beside_a_grammar(llm: LLM) -> None:
+    text = llm.generate("Once", regex="a{1,40}", ignore_eos=True, seed=1, repeat_penalty=1.3).text
+    assert text == "a" * 40
+    cut = llm.generate("Once", regex="[a-z]{50}", max_tokens=3)
+    assert cut.finish_reason == "length"
+    assert llm.generate("Once", regex="abc;def", stop=";").text == "abc"
+    done = llm.generate("Once", regex="yes|no", logprobs=1)
+    assert done.logprobs is not None
+    assert done.logprobs[0].logprob is not None
+    with pytest.raises(UsageError, match=r"after logit_bias, .* and grammar the logits are -inf for every token"):
+        llm.generate("Once", regex="x", logit_bias=dict.fromkeys(range(llm.info.n_vocab), -np.inf))
+
+
+def test_llama_cpp_pythons_way_to_ask_for_json() -> None:
+    demo = demo_model()
+    assert demo is not None
+    llama = Llama(str(demo.path), verbose=False, n_ctx=256)
+    asked = {"type": "json_object", "schema": PERSON}
+    done = llama.create_chat_completion([{"role": "user", "content": "Who?"}], response_format=asked)
+    llama.close()
+    assert valid(done["choices"][0]["message"]["content"])
+
+
+# -- On the command line -------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_takes_grammars_as_texts_and_files(
+    capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    schema, gbnf = tmp_path / "schema.json", tmp_path / "list.gbnf"
+    schema.write_text(json.dumps(PERSON))
+    gbnf.write_text('root ::= "one" | "two"')
+    for flags, accepts in [
+        (["-j", json.dumps(PERSON)], valid),
+        (["-jf", schema], valid),
+        (["--json-schema-file", schema], valid),
+        (["--regex", "(ab){3}"], lambda text: text == "ababab"),
+        (["--grammar", 'start: "one" | "two"'], lambda text: text in ("one", "two")),
+        (["--grammar-file", gbnf], lambda text: text in ("one", "two")),
+    ]:
+        outcome = run_main(capfdbinary, "generate", "-m", "demo", "-p", "Say", "-q", "--device", "cpu", *flags)
+        assert (outcome.code, outcome.err) == (0, "")
+        assert accepts(outcome.out), outcome.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--regex", "a("], "regex cannot be used: unclosed group"),
+        (["-j", "{"], "argument -j/--json-schema: '{' is not a JSON schema"),
+        (["--regex", "a", "--grammar", "b"], "regex and grammar each hold the text to a grammar"),
+        (["-jf", "nowhere.json"], "'nowhere.json' cannot be read (No such file or directory)"),
+    ],
+)
+def test_bad_flags_fail_before_a_model_is_loaded(
+    capfdbinary: pytest.CaptureFixture[bytes], flags: list[str], words: str
+) -> None:
+    outcome = run_main(capfdbinary, "generate", "-m", "no-such-model.gguf", "-p", "Say", *flags)
+    assert outcome.code == 2
+    assert words in outcome.err

@@ -1,0 +1,20 @@
+"""Servers that the tests of one file share; without the packages of the extra ``dev`` there is nothing to test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+collect_ignore_glob = [] if all(map(find_spec, ("starlette", "uvicorn", "msgspec", "httpx"))) else ["test_*.py"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    """A server over the demo model."""
+    from tests.helpers.http_server import demo, serving
+
+    with serving(demo()) as started:
+        yield started

@@ -1,0 +1,380 @@
+"""Who may ask, what hostile requests come to, and what happens when clients go: never a 5xx, never a leak."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from localllm.errors import TemplateError
+from localllm.server.http import EventStream, Limits, Problem
+from tests.helpers.http_server import FAILS, Serving, demo, scripted, serving
+
+HELLO = [{"role": "user", "content": "Hello!"}]
+CHAT = "/v1/chat/completions"
+
+
+def status(server: Serving, method: str = "GET", path: str = "/v1/models", **more: Any) -> int:
+    return httpx.request(method, server.url + path, timeout=60, **more).status_code
+
+
+# -- Who may ask ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("localhost:8080", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:8080", 200),
+        ("LOCALHOST", 200),
+        ("192.168.0.7", 200),
+        ("evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("localhost:8080@evil.example", 403),
+        ("evil.example/localhost", 403),
+        ("localhost:x", 403),
+        ("[::1", 403),
+        ("", 403),
+    ],
+)
+def test_a_name_that_is_not_this_machines_is_refused(server: Serving, host: str, expected: int) -> None:
+    """So that a page whose name is made to mean this machine reads nothing."""
+    assert status(server, headers={"Host": host}) == expected
+
+
+def test_pages_may_ask_only_if_they_are_named() -> None:
+    with serving(demo(), limits=Limits(origins=("https://good.example",))) as server:
+        good = httpx.get(server.url + "/v1/models", headers={"Origin": "https://good.example"})
+        assert (good.status_code, good.headers["access-control-allow-origin"]) == (200, "https://good.example")
+        asked = {"Origin": "https://good.example", "Access-Control-Request-Method": "POST"}
+        assert status(server, "OPTIONS", CHAT, headers=asked) == 204
+        for origin in ("https://evil.example", "null", "http://localhost:1"):
+            refused = httpx.get(server.url + "/v1/models", headers={"Origin": origin})
+            assert refused.status_code == 403
+            assert "access-control-allow-origin" not in refused.headers
+            assert status(server, "OPTIONS", CHAT, headers={**asked, "Origin": origin}) == 403
+        assert status(server, headers={"Origin": server.url}) == 200
+
+
+def test_keys() -> None:
+    with serving(demo(), limits=Limits(api_keys=("first", "sécond"))) as server:
+        for headers, expected in (
+            ({}, 401),
+            ({"Authorization": "Bearer wrong"}, 401),
+            ({"Authorization": "first"}, 401),
+            ({"Authorization": "Bearer"}, 401),
+            ({"Authorization": "Bearer first"}, 200),
+            ({"authorization": "bearer first"}, 200),
+            ({"x-api-key": "first"}, 200),
+            ({"x-api-key": "sécond".encode()}, 200),
+        ):
+            assert status(server, headers=headers) == expected, headers
+        assert status(server, path="/health") == 200
+        assert status(server, path="/") == 200
+        assert status(server, path="/metrics") == 401
+
+
+def test_errors_have_the_form_of_each_api(server: Serving) -> None:
+    forms = {
+        CHAT: lambda body: body["error"]["type"] == "invalid_request_error",
+        "/v1/messages": lambda body: body["type"] == "error" and body["error"]["type"] == "invalid_request_error",
+        "/api/chat": lambda body: isinstance(body["error"], str),
+    }
+    for path, has_form in forms.items():
+        response = httpx.post(server.url + path, content=b"{")
+        assert response.status_code == 400
+        assert has_form(response.json()), response.text
+    missing = httpx.get(server.url + "/nothing")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["type"] == "not_found_error"
+
+
+def test_no_path_in_an_error() -> None:
+    problem = Problem.of(TemplateError("the chat template of /home/me/my models/a.gguf failed on these messages: x"))
+    assert problem.message == "the chat template of a.gguf failed on these messages: x"
+    assert problem.status == 400
+
+
+# -- Hostile requests ----------------------------------------------------------------------------------------------
+
+BODIES = [
+    b"",
+    b"null",
+    b"[]",
+    b"\xff\xfe",
+    b'{"messages": NaN}',
+    b'{"temperature": 1e999, "messages": [{"role": "user", "content": "a"}]}',
+    b'{"messages": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"messages": [{"role": "user", "content": "a\\u0000b"}], "max_tokens": 1}',
+    b'{"messages": [{"role": "\xf0\x9f\x98\x80", "content": {"a": 1}}]}',
+    b'{"messages": [{"content": "a"}]}',
+    b'{"messages": [{"role": "assistant", "content": null}]}',
+    b'{"messages": [{"role": "assistant", "tool_calls": 5}]}',
+    b'{"messages": [{"role": "assistant", "tool_calls": [5]}]}',
+    b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "max_tokens": 1}',
+    b'{"messages": [{"role": "user", "content": "a"}], "n": 1000000}',
+    b'{"messages": [{"role": "user", "content": "a"}], "n": -1}',
+    b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 123456789012345678901234567890}',
+    b'{"messages": [{"role": "user", "content": "a"}], "seed": -5}',
+    b'{"messages": [{"role": "user", "content": "a"}], "top_logprobs": 9999, "logprobs": true}',
+    b'{"messages": [{"role": "user", "content": "a"}], "logit_bias": {"x": 1}}',
+    b'{"messages": [{"role": "user", "content": "a"}], "logit_bias": {"99999999": 1}}',
+    b'{"messages": [{"role": "user", "content": "a"}], "stop": ["", ""], "max_tokens": 1}',
+    b'{"messages": [{"role": "user", "content": "a"}], "stop": ["' + b"a" * 5000 + b'"]}',
+    b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}',
+    b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"function": {"name": 5}}]}',
+    b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"messages": []}}',
+    b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": '
+    + b"[" * 900
+    + b"]" * 900
+    + b"}}",
+    b'{"messages": [{"role": "user", "content": "a"}], "timeout": -1}',
+    b'{"messages": [{"role": "user", "content": "a"}], "priority": "first"}',
+    b'{"model": "../../etc/passwd", "messages": []}',
+    b'{"model": "", "prompt": [[]], "input": [], "tokens": [-1], "max_tokens": 1}',
+    b'{"prompt": [1, "a"], "tokens": [99999999999999999999], "input": [{"type": "item_reference"}]}',
+    b'{"prompt": "a", "options": {"num_predict": 1, "stop": 5}, "keep_alive": "soon"}',
+    b'{"content": "\\ud800", "input": [{"type": "function_call"}], "max_tokens": 1, "n_predict": 1}',
+]
+
+PATHS = [
+    CHAT,
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/api/chat",
+    "/api/generate",
+    "/api/show",
+    "/api/pull",
+    "/completion",
+    "/infill",
+    "/tokenize",
+    "/detokenize",
+    "/apply-template",
+]
+
+#: Small enough that no test waits for a text that goes on to the end of the context.
+FEW = b'"max_tokens": 2, "n_predict": 2, "max_output_tokens": 2, "options": {"num_predict": 2}, '
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_body_is_a_5xx(server: Serving, path: str) -> None:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        for body in BODIES:
+            for stream in (b"", b'"stream": true, '):
+                sent = body.replace(b"{", b"{" + stream + FEW, 1) if body.startswith(b'{"') else body
+                response = client.post(path, content=sent)
+                assert response.status_code < 500, (body[:200], response.text)
+    server.wait_until_idle()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.floats(-2, 2) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = """
+    messages prompt model stream stop temperature top_k top_p seed n tools tool_choice input instructions system
+    logprobs top_logprobs echo suffix tokens content options keep_alive think format thinking logit_bias timeout
+    reasoning text metadata response_format stream_options input_extra
+"""
+FIELDS = st.sampled_from(NAMES.split())
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "system", "assistant", "tool", 5])},
+    optional={"content": JSON, "tool_calls": JSON, "images": JSON},
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(PATHS), st.dictionaries(FIELDS, JSON, max_size=4), st.none() | st.lists(MESSAGE, max_size=3))
+def test_no_json_is_a_5xx(server: Serving, path: str, body: dict[str, Any], messages: list[Any] | None) -> None:
+    body |= {"max_tokens": 2, "n_predict": 2, "max_output_tokens": 2}
+    body |= {} if messages is None else {"messages": messages}
+    if not isinstance(body.get("options"), dict):
+        body["options"] = {"num_predict": 2}
+    response = httpx.post(server.url + path, content=json.dumps(body), timeout=60)
+    assert response.status_code < 500 or response.status_code == 501, response.text
+
+
+def test_a_body_that_is_too_large_is_refused() -> None:
+    with serving(demo(), limits=Limits(max_body=1000)) as server:
+        assert status(server, "POST", "/tokenize", content=b"{" + b" " * 2000) == 413
+
+        def pieces() -> Iterator[bytes]:  # sent without its length
+            for _ in range(20):
+                yield b" " * 100
+
+        assert status(server, "POST", "/tokenize", content=pieces()) == 413
+        assert status(server, "POST", "/tokenize", json={"content": "a" * 900}) == 200
+
+
+def test_a_request_that_never_comes_to_an_end_is_refused() -> None:
+    with serving(demo(), limits=Limits(read_timeout_s=0.3)) as server, connect(server) as connection:
+        connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        assert b"408" in connection.recv(4096).split(b"\r\n")[0]
+
+
+# -- Clients that go -----------------------------------------------------------------------------------------------
+
+
+def connect(server: Serving) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=60)
+
+
+def send_chat(connection: socket.socket, **body: Any) -> None:
+    content = json.dumps({"messages": HELLO, **body}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+
+
+@pytest.fixture(scope="module")
+def endless() -> Iterator[Serving]:
+    """A server whose model goes on to the end of its context."""
+    with serving(scripted("word " * 900)) as started:
+        yield started
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_frees_its_place(endless: Serving, stream: bool) -> None:
+    llm = None
+    for _ in range(5):
+        with connect(endless) as connection:
+            send_chat(connection, stream=stream, n=2)
+            if stream:
+                assert connection.recv(100).startswith(b"HTTP/1.1 200")
+            else:
+                while not endless.app.desk.active:
+                    time.sleep(0.001)
+        endless.wait_until_idle()
+        llm = endless.models.served["demo"].llm
+    assert llm is not None
+    assert endless.models.served["demo"].n_users == 0
+    assert llm.counts.n_pages_used == 0
+
+
+def test_a_reader_that_takes_nothing_stalls_nobody_and_is_dropped(
+    endless: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EventStream, "send_timeout_s", 1.0)
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    slow.connect(("127.0.0.1", endless.port))
+    with slow:
+        send_chat(slow, stream=True, n=8)
+        body = {"messages": HELLO, "max_tokens": 5}
+        reply = httpx.post(endless.url + CHAT, json=body, timeout=60).json()
+        assert reply["choices"][0]["message"]["content"].startswith("word word")
+        endless.wait_until_idle()
+
+
+def test_the_same_seed_gives_the_same_text_in_any_company(server: Serving) -> None:
+    def ask(seed: int) -> str:
+        body = {"messages": HELLO, "seed": seed, "temperature": 1.3, "max_tokens": 20}
+        text: str = httpx.post(server.url + CHAT, json=body, timeout=60).json()["choices"][0]["message"]["content"]
+        return text
+
+    alone = [ask(seed) for seed in range(8)]
+    together = [""] * 8
+
+    def work(seed: int) -> None:
+        together[seed] = ask(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == alone
+
+
+def test_a_full_queue_says_when_to_come_again() -> None:
+    with serving(scripted("word " * 900, max_waiting=1, parallel=1)) as server:
+        connections = [connect(server) for _ in range(12)]
+        try:
+            statuses = []
+            for connection in connections:
+                send_chat(connection, stream=True)
+            for connection in connections:
+                head = connection.recv(400)
+                statuses.append(int(head.split()[1]))
+                if statuses[-1] == 429:
+                    assert b"retry-after" in head.lower()
+            assert 200 in statuses
+            assert set(statuses) <= {200, 429}
+        finally:
+            for connection in connections:
+                connection.close()
+        server.wait_until_idle()
+
+
+def test_a_server_that_stops_says_so() -> None:
+    body = {"messages": HELLO, "stream": True}
+    with (
+        serving(scripted("word " * 900), grace_s=0.1) as server,
+        httpx.stream("POST", server.url + CHAT, json=body, timeout=60) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        server.server.handle_exit(2, None)
+        rest = list(lines)
+    assert any("the server is stopping" in line or "[DONE]" in line for line in rest)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/api/chat", "/completion"])
+def test_a_request_that_fails_says_so_and_takes_no_other_with_it(
+    failing: Serving, path: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = {"max_tokens": 50, "messages": [{"role": "user", "content": "fail"}], "input": "fail", "prompt": "fail"}
+    other: list[str] = []
+
+    def ask_well() -> None:
+        good = {"messages": [{"role": "user", "content": "go on"}]}
+        reply = httpx.post(failing.url + CHAT, json=good, timeout=60).json()
+        other.append(reply["choices"][0]["message"]["content"])
+
+    thread = threading.Thread(target=ask_well)
+    thread.start()
+    whole = httpx.post(failing.url + path, json={**body, "stream": False}, timeout=60)
+    assert whole.status_code == 500
+    assert "a defect" not in whole.text
+    streamed = httpx.post(failing.url + path, json={**body, "stream": True}, timeout=60)
+    assert streamed.status_code == 200
+    assert "something went wrong inside localllm" in streamed.text.strip().splitlines()[-1]
+    assert ("event: error" in streamed.text) == (path == "/v1/messages")
+    thread.join()
+    assert other == ["word " * 200 + "end"]
+    assert "RuntimeError: a defect" in capfd.readouterr().err
+    failing.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def failing() -> Iterator[Serving]:
+    def reply(prompt: str) -> str:
+        return "word " * 200 + "end" if "go on" in prompt else f"One two {FAILS}"
+
+    with serving(scripted(reply)) as started:
+        yield started
+
+
+def test_a_client_that_goes_before_its_request_is_whole(server: Serving, capfd: pytest.CaptureFixture[str]) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+    assert status(server, "POST", "/tokenize", json={"content": "a"}) == 200
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_timeout_ends_a_text_where_it_is(endless: Serving) -> None:
+    reply = httpx.post(endless.url + CHAT, json={"messages": HELLO, "timeout": 0.001}, timeout=60).json()
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["usage"]["completion_tokens"] < 900

@@ -1,0 +1,120 @@
+"""Several models by name: loaded when they are asked for, and unloaded when memory or time is up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from localllm.errors import GGUFError, NotEnoughMemoryError
+from localllm.server.models import LoadError, Models, UnknownModelError
+from tests.helpers.http_server import demo, serving
+
+
+class FakeLLM:
+    def __init__(self, name: str | None) -> None:
+        self.name, self.is_closed = name, False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Memory:
+    """Room for so many models."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.loaded: list[FakeLLM] = []
+
+    def load(self, source: str | None, progress: Any) -> Any:
+        progress("weights", 1, 2)
+        if source == "broken":
+            raise GGUFError("/home/me/broken.gguf is damaged")
+        if sum(not llm.is_closed for llm in self.loaded) == self.room:
+            raise NotEnoughMemoryError("there is no room")
+        self.loaded.append(FakeLLM(source))
+        return self.loaded[-1]
+
+    @property
+    def names(self) -> list[str | None]:
+        return [llm.name for llm in self.loaded if not llm.is_closed]
+
+
+def models_in(memory: Memory, **options: Any) -> Models:
+    return Models({name: name for name in ("a", "b", "c", "broken")}, memory.load, **options)
+
+
+def test_the_least_recently_used_goes_when_memory_is_short() -> None:
+    async def use(*names: str | None) -> None:
+        for name in names:
+            served, _ = await models.acquire(name)
+            models.release(served)
+
+    memory = Memory(2)
+    models = models_in(memory)
+    asyncio.run(use("a", "b", None, "c"))
+    assert memory.names == ["a", "c"]
+    assert models.served["b"].state == "unloaded"
+    assert models.n_loads == 3
+
+
+def test_what_is_in_use_stays() -> None:
+    async def use() -> None:
+        first, _ = await models.acquire("a")
+        with pytest.raises(NotEnoughMemoryError):
+            await models.acquire("b")
+        models.release(first)
+        await models.acquire("b")
+
+    memory = Memory(1)
+    models = models_in(memory)
+    asyncio.run(use())
+    assert memory.names == ["b"]
+
+
+def test_it_is_loaded_once_however_many_ask() -> None:
+    async def use() -> None:
+        await asyncio.gather(*(models.acquire("a") for _ in range(5)))
+
+    memory = Memory(1)
+    models = models_in(memory)
+    asyncio.run(use())
+    assert len(memory.loaded) == 1
+    assert models.served["a"].n_users == 5
+
+
+def test_a_broken_model_is_told_without_its_path_and_others_go_on() -> None:
+    said: list[str] = []
+
+    async def use() -> None:
+        with pytest.raises(LoadError, match="the model broken cannot be loaded: the server's log says why"):
+            await models.acquire("broken")
+        await models.acquire("a")
+
+    models = models_in(Memory(1), log=said.append)
+    asyncio.run(use())
+    assert any("/home/me/broken.gguf is damaged" in line for line in said)
+    assert models.served["broken"].n_users == 0
+
+
+def test_names() -> None:
+    models = models_in(Memory(1), aliases=["gpt-4o"])
+    assert models.find(None).name == models.find("").name == models.find("gpt-4o").name == "a"
+    assert models.find("b:latest").name == "b"
+    with pytest.raises(UnknownModelError):
+        models.find("d")
+
+
+def test_a_model_that_nobody_uses_is_unloaded_after_a_while() -> None:
+    with serving(demo(), ttl_s=0.5) as server:
+        assert httpx.post(server.url + "/tokenize", json={"content": "a"}, timeout=60).status_code == 200
+        state = httpx.get(server.url + "/v1/models").json()["data"][0]["status"]["value"]
+        assert state == "loaded"
+        end = time.monotonic() + 30
+        while httpx.get(server.url + "/v1/models").json()["data"][0]["status"]["value"] != "unloaded":
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        assert httpx.post(server.url + "/tokenize", json={"content": "a"}, timeout=60).status_code == 200

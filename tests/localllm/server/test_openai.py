@@ -1,0 +1,327 @@
+"""OpenAI's own client runs chat, completions, models and responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.http_server import Serving, demo, scripted, serving
+
+openai = pytest.importorskip("openai")
+
+HELLO = [{"role": "user", "content": "Hello!"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a place.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    },
+}
+
+
+def client_of(server: Serving, strict: bool = True) -> Any:
+    url = server.url + "/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, _strict_response_validation=strict)
+
+
+@pytest.fixture
+def client(server: Serving) -> Iterator[Any]:
+    with client_of(server) as made:
+        yield made
+
+
+def script(prompt: str) -> str:
+    """What the scripted model says: it calls a tool if it has one and no result of it yet."""
+    if "tool: " in prompt:
+        return "It is sunny in " + prompt.split("tool: ")[1].split("\n")[0]
+    if "two calls" in prompt:
+        call = '<tool_call>\n{"name": "weather", "arguments": {"place": "%s"}}\n</tool_call>'
+        return "Let me see.\n" + call % "Rome" + "\n" + call % "Oslo"
+    if "broken call" in prompt:
+        return '<tool_call>\n{"name": "weather", "arguments": {"place":\n</tool_call> there.'
+    if "think" in prompt:
+        return "<think>\nHm.\n</think>\n\nYes."
+    return "I have no idea."
+
+
+@pytest.fixture(scope="module")
+def actor() -> Iterator[Any]:
+    """A client of the scripted model."""
+    with serving(scripted(script)) as started, client_of(started) as made:
+        yield made
+
+
+# -- Chat ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_is_answered_as_the_library_answers_it(client: Any, server: Serving) -> None:
+    reply = client.chat.completions.create(model="demo", messages=HELLO, max_tokens=12, seed=5)
+    llm = server.models.served["demo"].llm
+    assert llm is not None
+    expected = llm.chat(HELLO, max_tokens=12, seed=5)
+    assert reply.choices[0].message.content == expected.text
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage.completion_tokens == 12
+    assert reply.usage.prompt_tokens == expected.usage.prompt_tokens
+    assert reply.model == "demo"
+
+
+def test_a_stream_has_the_same_text_and_its_usage_at_the_end(client: Any) -> None:
+    whole = client.chat.completions.create(model="demo", messages=HELLO, max_tokens=12, temperature=0)
+    stream = client.chat.completions.create(
+        model="demo",
+        messages=HELLO,
+        max_tokens=12,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    events = list(stream)
+    text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
+    assert text == whole.choices[0].message.content
+    assert [event.choices[0].finish_reason for event in events if event.choices][-1] == "length"
+    assert events[-1].usage.completion_tokens == 12
+    assert len({event.id for event in events}) == 1
+
+
+def test_what_a_prompt_has_in_common_with_an_earlier_one_is_counted_as_cached(client: Any) -> None:
+    messages = [{"role": "user", "content": "one two three four five six seven eight nine ten " * 4}]
+    first = client.chat.completions.create(model="demo", messages=messages, max_tokens=4)
+    messages += [{"role": "assistant", "content": first.choices[0].message.content}, *HELLO]
+    second = client.chat.completions.create(model="demo", messages=messages, max_tokens=4)
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 1
+    assert second.timings["cache_n"] == second.usage.prompt_tokens_details.cached_tokens
+
+
+def test_turns_of_an_agent_evaluate_what_they_share_once(client: Any, server: Serving) -> None:
+    messages: list[Any] = [{"role": "system", "content": "You may read and write files. " * 40}]
+    llm = server.models.served["demo"].llm
+    assert llm is not None
+    n_before, n_shared, n_new = llm.counts.prompt_tokens, 0, 0
+    for turn in range(20):
+        messages.append({"role": "user", "content": f"Step {turn}."})
+        reply = client.chat.completions.create(model="demo", messages=messages, max_tokens=3, temperature=0)
+        cached = reply.usage.prompt_tokens_details.cached_tokens
+        if turn:
+            assert cached >= n_shared - 1
+        n_new += reply.usage.prompt_tokens - cached
+        n_shared = reply.usage.prompt_tokens
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+    assert llm.counts.prompt_tokens - n_before == n_new < 2 * n_shared
+
+
+def test_several_replies_to_one_prompt(client: Any) -> None:
+    options = {"model": "demo", "messages": HELLO, "max_tokens": 8, "seed": 3, "n": 3, "temperature": 1.5}
+    whole = client.chat.completions.create(**options)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    texts = [choice.message.content for choice in whole.choices]
+    assert len(set(texts)) > 1
+    assert whole.usage.completion_tokens == 24
+    streamed = ["", "", ""]
+    for event in client.chat.completions.create(**options, stream=True):
+        streamed[event.choices[0].index] += event.choices[0].delta.content or ""
+    assert streamed == texts
+
+
+def test_logprobs_of_each_token(client: Any) -> None:
+    reply = client.chat.completions.create(
+        model="demo", messages=HELLO, max_tokens=4, temperature=0, logprobs=True, top_logprobs=3
+    )
+    tokens = reply.choices[0].logprobs.content
+    assert len(tokens) == 4
+    assert all(len(token.top_logprobs) == 3 and token.logprob <= 0 for token in tokens)
+    assert b"".join(bytes(token.bytes) for token in tokens).decode().strip() == reply.choices[0].message.content
+
+
+def test_stop_and_logit_bias(client: Any) -> None:
+    text = client.chat.completions.create(model="demo", messages=HELLO, max_tokens=20, temperature=0)
+    words = text.choices[0].message.content
+    stopped = client.chat.completions.create(
+        model="demo", messages=HELLO, max_tokens=20, temperature=0, stop=[words[5:9]]
+    )
+    assert stopped.choices[0].message.content == words[:5]
+    assert stopped.choices[0].finish_reason == "stop"
+    biased = client.chat.completions.create(
+        model="demo", messages=HELLO, max_tokens=3, temperature=0, logit_bias={"100": 100}
+    )
+    assert biased.choices[0].message.content != words
+
+
+def test_errors_are_the_clients_own_exceptions(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-4o", messages=HELLO)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "word " * 3000}])
+    assert long.value.code == "context_length_exceeded"
+    part = {"type": "image_url", "image_url": {"url": "data:,"}}
+    with pytest.raises(openai.BadRequestError, match="image_url"):
+        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": [part]}])
+    with pytest.raises(openai.BadRequestError, match="top_p"):
+        client.chat.completions.create(model="demo", messages=HELLO, top_p=7)
+    with pytest.raises(openai.APIStatusError, match="not available"):
+        client.embeddings.create(model="demo", input="a")
+
+
+# -- Tools ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_loop_of_tools(actor: Any, stream: bool) -> None:
+    messages: list[Any] = [{"role": "user", "content": "two calls"}]
+    options = {"model": "demo", "messages": messages, "tools": [WEATHER], "tool_choice": "auto"}
+    if stream:
+        with actor.chat.completions.stream(**{k: v for k, v in options.items() if k != "stream"}) as events:
+            message = events.get_final_completion().choices[0].message
+    else:
+        choice = actor.chat.completions.create(**options).choices[0]
+        assert choice.finish_reason == "tool_calls"
+        message = choice.message
+    assert message.content == "Let me see."
+    assert [json.loads(call.function.arguments) for call in message.tool_calls] == [
+        {"place": "Rome"},
+        {"place": "Oslo"},
+    ]
+    messages.append(message.model_dump(exclude_none=True))
+    messages += [{"role": "tool", "tool_call_id": call.id, "content": "Rome, Oslo"} for call in message.tool_calls]
+    last = actor.chat.completions.create(**options).choices[0]
+    assert last.message.content.startswith("It is sunny in Rome, Oslo")
+    assert last.finish_reason == "stop"
+
+
+def test_a_broken_call_is_text_with_a_warning(actor: Any) -> None:
+    reply = actor.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": "broken call"}], tools=[WEATHER]
+    )
+    assert reply.choices[0].message.tool_calls is None
+    assert reply.choices[0].message.content.startswith("<tool_call>")
+    assert reply.choices[0].finish_reason == "stop"
+    assert "left as text" in reply.warnings[0]
+
+
+def test_what_the_model_thinks_is_apart(actor: Any) -> None:
+    messages = [{"role": "user", "content": "think"}]
+    message = actor.chat.completions.create(model="demo", messages=messages).choices[0].message
+    assert (message.reasoning_content.strip(), message.content) == ("Hm.", "Yes.")
+    events = actor.chat.completions.create(
+        model="demo",
+        messages=messages,
+        stream=True,
+        extra_body={"chat_template_kwargs": {"enable_thinking": True}},
+    )
+    deltas = [event.choices[0].delta for event in events]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas).strip() == "Hm."
+    assert "".join(delta.content or "" for delta in deltas) == "Yes."
+
+
+def test_tools_for_a_model_that_knows_none_are_refused(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="knows no tools"):
+        client.chat.completions.create(model="demo", messages=HELLO, tools=[WEATHER])
+    reply = client.chat.completions.create(
+        model="demo", messages=HELLO, tools=[WEATHER], tool_choice="none", max_tokens=1
+    )
+    assert reply.choices[0].message.tool_calls is None
+
+
+# -- Completions and models ----------------------------------------------------------------------------------------
+
+
+def test_completions_of_texts_and_tokens(client: Any, server: Serving) -> None:
+    llm = server.models.served["demo"].llm
+    assert llm is not None
+    options = {"model": "demo", "max_tokens": 6, "temperature": 0}
+    expected = llm.generate("Once upon a time", max_tokens=6, temperature=0).text
+    single = client.completions.create(prompt="Once upon a time", **options)
+    assert single.choices[0].text == expected
+    both = client.completions.create(prompt=["Once upon a time", "The sea"], n=2, **options)
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert both.choices[1].text == expected
+    ids = llm.tokenize("Once upon a time")
+    assert client.completions.create(prompt=ids, **options).choices[0].text == expected
+    # Its type of a stream's events wants a reason to end in each, which OpenAI itself does not give.
+    with client_of(server, strict=False) as lenient:
+        stream = lenient.completions.create(prompt="Once upon a time", stream=True, **options)
+        assert "".join(event.choices[0].text for event in stream) == expected
+
+
+def test_echo_with_the_logprobs_of_the_prompt(server: Serving) -> None:
+    with client_of(server, strict=False) as client:  # the first token has none, and its type does not know that
+        reply = client.completions.create(
+            model="demo", prompt="Once upon a time", echo=True, logprobs=2, max_tokens=2, temperature=0
+        ).choices[0]
+    assert reply.text.startswith("Once upon a time")
+    llm = server.models.served["demo"].llm
+    assert llm is not None
+    ids = llm.tokenize("Once upon a time")
+    score = llm.score(ids[:1], [ids[1:]])[0]
+    assert reply.logprobs.token_logprobs[0] is None
+    assert reply.logprobs.token_logprobs[1:-2] == pytest.approx(score.logprobs, abs=1e-5)
+
+
+def test_models(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").owned_by == "localllm"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+# -- Responses -----------------------------------------------------------------------------------------------------
+
+
+def test_responses_go_on_from_earlier_ones(client: Any) -> None:
+    first = client.responses.create(model="demo", input="Hello!", temperature=0, max_output_tokens=30)
+    assert first.status == "completed" or first.incomplete_details.reason == "max_output_tokens"
+    second = client.responses.create(
+        model="demo", input="Thanks", previous_response_id=first.id, max_output_tokens=4, temperature=0
+    )
+    assert second.usage.input_tokens > first.usage.input_tokens + 5
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens - 1
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    client.responses.delete(second.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(second.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="demo", input="a", previous_response_id="resp_../../etc/passwd")
+
+
+def test_streamed_responses(actor: Any) -> None:
+    tool = {"type": "function", **WEATHER["function"], "strict": False}
+    with actor.responses.stream(model="demo", input="two calls", tools=[tool]) as stream:
+        names = [event.type for event in stream]
+        response = stream.get_final_response()
+    assert names[0] == "response.created"
+    assert names[-1] == "response.completed"
+    assert "response.output_text.delta" in names
+    assert [item.type for item in response.output] == ["message", "function_call", "function_call"]
+    outputs = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "Rome"}
+        for item in response.output
+        if item.type == "function_call"
+    ]
+    last = actor.responses.create(model="demo", input=outputs, previous_response_id=response.id, tools=[tool])
+    assert last.output_text.startswith("It is sunny in Rome")
+
+
+def test_thinking_in_responses(actor: Any) -> None:
+    response = actor.responses.create(model="demo", input="think")
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert response.output_text == "Yes."
+
+
+def test_responses_in_a_folder_outlive_the_server(tmp_path: Path) -> None:
+    with serving(demo(), responses_folder=tmp_path / "kept") as server, client_of(server) as client:
+        first = client.responses.create(model="demo", input="Hello!", max_output_tokens=3)
+    with serving(demo(), responses_folder=tmp_path / "kept") as server, client_of(server) as client:
+        assert client.responses.retrieve(first.id).output_text == first.output_text
+        (tmp_path / "kept" / f"{first.id}.json").write_bytes(b'{"client": ')
+    with (
+        serving(demo(), responses_folder=tmp_path / "kept") as server,
+        client_of(server) as client,
+        pytest.raises(openai.NotFoundError),
+    ):
+        client.responses.retrieve(first.id)

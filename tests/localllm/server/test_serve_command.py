@@ -1,0 +1,144 @@
+"""``localllm serve`` as a program, and every command that its page of documentation shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from localllm.cli.serve import Stats, sources
+from localllm.errors import ModelNotFoundError, UsageError
+from localllm.server.models import Models
+from localllm.server.run import listen
+from localllm.settings import Settings
+from tests.helpers.command_line import Outcome, command, environment, run_main
+from tests.helpers.data import ROOT
+from tests.helpers.http_server import demo, serving
+
+PAGE = ROOT / "docs" / "serve.md"
+
+
+@contextmanager
+def started(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command at work, and the address that it says."""
+    process = subprocess.Popen(
+        command("serve", *arguments), stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
+    )
+    assert process.stderr is not None
+    try:
+        line = process.stderr.readline()
+        match = re.search(r"listening on (http://[^ ]+)", line)
+        assert match is not None, line + process.stderr.read()
+        yield process, match[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_it_is_told_to_stop(number: signal.Signals) -> None:
+    with started("-m", "demo", "--port", 0, "--api-key", "k", "-q", "--stats") as (process, url):
+        headers = {"Authorization": "Bearer k"}
+        body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
+        response = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=300)
+        assert response.status_code == 200
+        process.send_signal(number)
+        assert process.wait(60) == 0
+
+
+def test_models_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "my model.gguf"
+    file.write_bytes((ROOT / "localllm" / "data" / "demo.gguf").read_bytes())
+    assert sources([str(file), "demo"], Settings()) == {"my model": str(file), "demo": None}
+    found = sources([], Settings(model_folders=(tmp_path,)))
+    assert next(iter(found)) == "demo"
+    assert found["my model.gguf"] == str(file)
+    with pytest.raises(ModelNotFoundError):
+        sources(["nobody/nothing:Q4_0"], Settings())
+
+
+def test_a_port_that_is_taken(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        outcome = run_main(capfdbinary, "serve", "-m", "demo", "--port", taken.getsockname()[1])
+    assert outcome.code == 2
+    assert "cannot be listened on" in outcome.error()
+    with pytest.raises(UsageError, match="choose another"):
+        listen("256.1.1.1", 80)
+
+
+def test_stats_are_those_of_the_engine() -> None:
+    with serving(demo()) as server:
+        stats = Stats(server.models)
+        assert list(stats.rows()) == []
+        httpx.post(server.url + "/completion", json={"prompt": "a b c", "n_predict": 7}, timeout=60)
+        llm = server.models.served["demo"].llm
+        assert llm is not None
+        stats.measure(llm)
+        (row,) = stats.rows()
+        assert row[:3] == ("demo", "0", "0")
+        assert row[5] == "7.0"
+        assert row[7].endswith("%")
+        (row,) = stats.rows()
+        assert (row[5], row[7]) == ("0.0", "-")
+
+
+def test_without_its_packages_it_says_what_to_install(
+    capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "msgspec", None)
+    outcome: Outcome = run_main(capfdbinary, "serve", "-m", "demo")
+    assert outcome.code == 2
+    assert "pip install 'localllm[serve]'" in outcome.error()
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell")
+def test_every_command_of_the_page_runs() -> None:
+    """Those that start a server begin with "localllm serve"; the others ask it."""
+    serve, *asking = blocks("sh")
+    assert all(line.startswith("localllm serve") for line in serve.splitlines() if line and line[0] != "#")
+    with started("-m", "demo", "--port", 0) as (_, url):
+        for block in asking:
+            script = block.replace("http://127.0.0.1:8080", url)
+            done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stderr
+            assert '"error"' not in done.stdout, done.stdout
+            assert done.stdout
+        for block in blocks("python"):
+            for name in re.findall(r"^(?:import|from) (\w+)", block, re.MULTILINE):
+                pytest.importorskip(name)
+            code = block.replace("http://127.0.0.1:8080", url)
+            done = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=dict(os.environ)
+            )
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.strip()
+
+
+def test_every_flag_that_the_page_names_is_there() -> None:
+    from localllm.cli.parser import make_parsers
+
+    known = make_parsers()[1]["serve"].flags
+    named = set(re.findall(r"(?<![\w-])(--?[a-z][a-z-]*)", "\n".join([*blocks("sh")[:1], *inline(PAGE)])))
+    assert named
+    assert named <= set(known), named - set(known)
+
+
+def inline(page: Path) -> list[str]:
+    return re.findall(r"`(--?[a-z][^`]*)`", page.read_text("utf-8"))
+
+
+def test_models_are_made_without_an_event_loop() -> None:
+    assert Models({"a": None}, lambda source, progress: None).find("a").state == "unloaded"  # type: ignore[arg-type, return-value]

@@ -1,0 +1,46 @@
+"""Models with recurrent layers and windows keep a conversation: the next turn evaluates only what is new."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import localllm
+from localllm.engine import cache as cache_module
+from tests.models.tiny import TINY, make_model, write
+
+pytest.importorskip("torch", reason="needs the extra 'reference'")
+pytest.importorskip("transformers", reason="needs the extra 'reference'")
+
+#: Tokens from one snapshot of a prompt to the next, in this test.
+INTERVAL = 64
+
+
+@pytest.mark.parametrize("name", ["qwen35", "qwen3next", "olmo3", "gemma4-e2b", "gpt-oss"])
+def test_ten_turns_with_edits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "SNAPSHOT_TOKENS", INTERVAL)
+    entry = replace(TINY[name], config={**TINY[name].config, "max_position_embeddings": 512})
+    path = write(tmp_path / "model.gguf", entry, make_model(entry))
+    rng = np.random.default_rng(0)
+    options = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
+    with localllm.load(path, context=512, threads=1) as llm, localllm.load(path, context=512, threads=1) as fresh:
+        chat = rng.integers(3, 300, 70).tolist()
+        held = 0
+        for turn in range(10):
+            if turn == 4:  # the last message is edited
+                chat, held = chat[:-20], len(chat) - 20
+            if turn == 7:  # a reply is regenerated: the prompt is the same
+                chat, held = chat[:-9], len(chat) - 9
+            else:
+                chat += rng.integers(3, 300, 7).tolist()
+            fresh.forget()
+            done, expected = llm.generate(chat, **options), fresh.generate(chat, **options)
+            assert done.ids == expected.ids
+            n_evaluated = done.usage.prompt_tokens - done.usage.cached_tokens
+            # The last token written was not evaluated yet; and after a cut, evaluation begins at a snapshot.
+            assert n_evaluated <= len(chat) - held + 1 + (INTERVAL if turn in (4, 7) else 0), turn
+            chat += done.ids
+            held = len(chat)

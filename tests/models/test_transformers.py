@@ -1,0 +1,91 @@
+"""Every architecture against transformers in float32: a prompt whole and in chunks, decoded tokens, and a text that
+is cut and goes on otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
+from tests.helpers.recorder import CPUOps, ReferenceOps
+from tests.helpers.run_model import Runner
+from tests.models.tiny import TINY, make_model, write
+
+pytest.importorskip("torch", reason="needs the extra 'reference'")
+pytest.importorskip("transformers", reason="needs the extra 'reference'")
+
+Array = NDArray[np.float32]
+
+#: Longer than two pages of a cache, than a window, and than the context before scaling.
+IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 41)]
+#: They leave the first text behind so many tokens.
+CUT, OTHER_IDS = 20, [int(i) for i in np.random.default_rng(2).integers(3, 300, 9)]
+
+
+@cache
+def model_of(name: str) -> Any:
+    return make_model(TINY[name])
+
+
+@cache
+def expected(name: str, ids: tuple[int, ...]) -> Array:
+    """Logits [T, n_vocab] of transformers."""
+    import torch
+
+    with torch.no_grad():
+        logits: Array = model_of(name)(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+    return logits
+
+
+def check(name: str, runner: Runner, limit: float) -> None:
+    pages = range(8)
+
+    def run(ids: Sequence[int], past: int) -> Array:
+        return runner.run((ids, past, pages))
+
+    def error(ours: Array, ids: Sequence[int], first: int = 0) -> float:
+        theirs = expected(name, tuple(ids))[first:]
+        return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+    whole = run(IDS, 0)
+    assert error(whole, IDS) < limit
+    chunks = [run(IDS[first : first + n], first) for first, n in ((0, 7), (7, CUT - 7))]
+    if runner.cache.n_states:
+        runner.cache.copy_state(0, 1)  # to go back to, where the text is cut
+    chunks += [run(IDS[CUT:30], CUT), *(run([token], 30 + i) for i, token in enumerate(IDS[30:]))]
+    np.testing.assert_array_equal(np.concatenate(chunks), whole)
+    if runner.cache.n_states:
+        runner.cache.copy_state(1, 0)
+    assert error(run(OTHER_IDS, CUT), IDS[:CUT] + OTHER_IDS, CUT) < limit
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_reference_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
+    check(name, Runner(path, ReferenceOps(np.float32)), 1e-4)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_cpu_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
+    check(name, Runner(path, shared_by_threads(CPUOps(threads=2))), 5e-3)
+
+
+@pytest.mark.skipif(no_harness() is not None, reason=no_harness() or "")
+@pytest.mark.parametrize(
+    "name", ["olmo3", "qwen35", "qwen35moe", "gemma3", "gemma4-e2b", "gpt-oss", "mistral3", "qwen3next"]
+)
+def test_cuda_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+    """In the emulator, a short text in two steps: it is slow."""
+    path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
+    runner = Runner(path, emulated_cuda(), n_pages=2, max_tokens=16)
+    ids = IDS[:13]
+    ours = np.concatenate([runner.run((ids[:12], 0, [0])), runner.run((ids[12:], 12, [0]))])
+    theirs = expected(name, tuple(ids))
+    assert np.abs(ours - theirs).max() < 1e-2 * np.abs(theirs).max()

@@ -1,0 +1,153 @@
+"""The README and docs/ are true: commands and programs in them run, links lead somewhere, cli.md is the parser's."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.kernels.cuda import installation
+from tests import cli_reference
+from tests.helpers.command_line import run_main
+from tests.helpers.data import ROOT
+from tests.helpers.hub_server import Repo, hub_server
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DEMO = ROOT / "localllm" / "data" / "demo.gguf"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+#: What the README's one model from the hub is called, and its file there.
+HUB_MODEL, HUB_FILE = "Qwen/Qwen2.5-0.5B-Instruct-GGUF", "qwen2.5-0.5b-instruct-q4_k_m.gguf"
+
+#: How lines begin that install something, take hours or do not end; `.ci/run` has what the README's commands have.
+NOT_RUN = (
+    "python3 -m venv",
+    ".venv/bin/pip",
+    "pip install",
+    "python -m pytest",
+    "python -m tests.",
+    "localllm serve",
+)
+
+#: Pages whose commands and programs have tests of their own: `tests.localllm.server`, `tests.test_worked_examples`.
+OWN_TESTS = ("serve.md", "add-an-architecture.md", "add-an-operation.md")
+
+#: Pages whose commands use what earlier ones have written.
+IN_ORDER = ("smaller-models.md",)
+
+
+def blocks(language: str) -> list[tuple[Path, str]]:
+    pages = (page for page in PAGES if page.name not in OWN_TESTS)
+    return [(page, text) for page in pages for name, text in FENCE.findall(page.read_text()) if name == language]
+
+
+def lines() -> list[tuple[str, str]]:
+    """The command lines of all pages, with the name of theirs."""
+    found = []
+    for page, text in blocks("sh"):
+        found += [(page.name, line) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the models that the pages name, beside a hub that has the one that they pull."""
+    for name in ("model.gguf", "small.gguf"):
+        shutil.copy(DEMO, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    with hub_server() as hub:
+        hub.repos[HUB_MODEL] = Repo({HUB_FILE: DEMO.read_bytes()})
+        for name, value in {
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_HOME": str(tmp_path / "hf"),
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+            "LOCALLLM_CONFIG": str(tmp_path / "config.toml"),
+            "LOCALLLM_DATA": str(tmp_path / "data"),
+        }.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+        monkeypatch.setattr(installation, "driver_cuda", lambda: None)
+        yield tmp_path
+
+
+def run(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    """Runs a command line of localllm, which may be behind an ``echo`` and a pipe."""
+    said, words = b"", shlex.split(line, comments=True)
+    if words[0] == "echo":
+        said, words = words[1].encode() + b"\n", words[words.index("|") + 1 :]
+    assert words[0] == "localllm", line
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said)))
+    outcome = run_main(capfdbinary, *words[1:])
+    assert (outcome.code, "warning" in outcome.err) == (0, False), (line, outcome.err)
+
+
+@pytest.mark.filterwarnings("ignore:the model was trained on")  # the demo model stands for larger ones
+@pytest.mark.parametrize(
+    "line",
+    [line for page, line in lines() if page not in IN_ORDER and not line.startswith((*NOT_RUN, "localllm chat"))],
+)
+def test_a_command(
+    capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, folder: Path, line: str
+) -> None:
+    monkeypatch.setattr("localllm.cli.bench.disturbance", lambda *_: None)
+    run(capfdbinary, monkeypatch, line)
+
+
+@pytest.mark.parametrize("page", IN_ORDER)
+def test_the_commands_of_a_page(
+    capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, folder: Path, page: str
+) -> None:
+    for name in ("text.txt", "other.txt"):
+        (folder / name).write_text(f"{name} is about a dog that could not sleep. " * 60)
+    for _, line in (each for each in lines() if each[0] == page):
+        run(capfdbinary, monkeypatch, line)
+
+
+def test_a_model_is_pulled_and_talked_with(
+    capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    [(_, pull), (_, chat)] = [each for each in lines() if HUB_MODEL in each[1]]
+    run(capfdbinary, monkeypatch, pull)
+    run(capfdbinary, monkeypatch, chat)
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in blocks("python")}), ids=lambda page: page.name)
+def test_the_programs_of_a_page(folder: Path, page: Path) -> None:
+    """One after the other, as later ones use what earlier ones have made."""
+    names: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the chat template .* does not use tools")  # as the page says
+        for number, (_, program) in enumerate(block for block in blocks("python") if block[0] == page):
+            exec(compile(program, f"{page.name}, block {number}", "exec"), names)
+    if "llm" in names:
+        names["llm"].close()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if "://" in path:
+            continue
+        there = page.parent / path if path else page
+        assert there.exists(), target
+        titles = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def test_the_reference_of_the_command_line_is_the_parsers() -> None:
+    assert cli_reference.PATH.read_text() == cli_reference.reference(), "run python -m tests.cli_reference"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150

@@ -1,0 +1,60 @@
+"""The worked examples of the docs are what stands in the source, and work."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from localllm.models.registry import ARCHITECTURES
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def blocks(name: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / name).read_text("utf-8"), re.DOTALL)
+
+
+def apply(diff: str, root: Path) -> None:
+    """Makes the edit of a block whose first line names the file, and whose lines begin with a space, - or +."""
+    header, *lines = diff.splitlines()
+    path = root / header.removeprefix("--- ")
+    before, after = ("".join(f"{x[1:]}\n" for x in lines if not x or x[0] in kinds) for kinds in (" -", " +"))
+    text = path.read_text("utf-8")
+    assert text.count(before) == 1, f"{header}: what the edit replaces must stand there once:\n{before}"
+    path.write_text(text.replace(before, after), "utf-8")
+
+
+def test_the_new_operation_of_the_docs_passes_its_tests(tmp_path: Path) -> None:
+    for folder in ("localllm", "quant", "kernels", "models", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__", "data" if folder == "localllm" else "benchmarks")
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    edits = blocks("add-an-operation.md", "diff")
+    assert len(edits) == 7
+    for edit in edits:
+        apply(edit, tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "tests/kernels/test_operations.py", "-k", "hard_swish"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\b[4-9]\d* passed", done.stdout), done.stdout  # gated and not, on two backends or more
+
+
+def test_the_new_architecture_of_the_docs_is_the_one_in_the_source() -> None:
+    whole_file, line, entry = blocks("add-an-architecture.md", "python")
+    assert whole_file == (ROOT / "models/olmo2.py").read_text("utf-8")
+    assert line in (ROOT / "models/registry.py").read_text("utf-8")
+    assert entry in (ROOT / "tests/models/tiny.py").read_text("utf-8")
+
+
+def test_docs_stay_short() -> None:
+    assert all(len(path.read_text("utf-8").splitlines()) < 120 for path in DOCS.glob("add-*.md"))
+
+
+def test_the_page_of_models_has_the_architectures_of_the_registry() -> None:
+    table = (DOCS / "models.md").read_text("utf-8").split("|---|---|\n")[1].split("\n\n")[0]
+    rows = [f"| `{name}` | {architecture.models} |" for name, architecture in ARCHITECTURES.items()]
+    assert table.splitlines() == rows

@@ -1,0 +1,508 @@
+"""Chats on disk: what goes in comes out, and what is wrong with the file is said, or mended."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from localllm.errors import StoreError
+from localllm.tui.chat.conversation import Attachment, Conversation, Message, Stats, Window
+from localllm.tui.storage import schema
+from localllm.tui.storage.chats import ChatDeletedError, Store, default_path
+from localllm.tui.text import automatic_title, clean_title
+from tests.helpers.data import ROOT
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "data" / "chats.sqlite3"
+
+
+@pytest.fixture
+def store(path: Path) -> Iterator[Store]:
+    store = Store(path)
+    yield store
+    store.close()
+
+
+def talk(*words: str, title: str = "") -> Conversation:
+    conversation = Conversation(title=title)
+    for i, word in enumerate(words):
+        conversation.add("assistant" if i % 2 else "user", word)
+    return conversation
+
+
+def saved(store: Store, *words: str, title: str = "") -> Conversation:
+    conversation = talk(*words, title=title)
+    store.save(conversation, conversation.messages)
+    return conversation
+
+
+# What goes in comes out.
+
+
+def test_a_round_trip_through_the_file(path: Path) -> None:
+    conversation = Conversation(title="t", system="be kind", settings={"temperature": 0.5}, model="/m.gguf")
+    question = conversation.add("user", "hello\0 \x1b ü 🙂", attachments=(Attachment("a b.txt", "text", 3),))
+    conversation.update(question.id, window=Window(question.id, "before"))
+    reply = conversation.add(
+        "assistant", "<think>x</think>y", state="length", opened="<think>", stats=Stats(5, 3, 2, 0.5, 9.0, "M")
+    )
+    conversation.add_sibling(reply.id, "other")
+    conversation.switch(reply.id)
+    store = Store(path)
+    store.save(conversation, conversation.messages)
+    store.close()
+    store = Store(path)
+    again = store.load(conversation.id)
+    store.close()
+    assert again == conversation
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.text(st.characters(exclude_categories=["Cs"])), st.integers(0, 5)), max_size=8))
+def test_any_tree_comes_back(store: Store, said: list[tuple[str, int]]) -> None:
+    conversation = Conversation()
+    for text, at in said:
+        messages = conversation.messages
+        conversation.add("user", text, parent=messages[at % len(messages)].id if messages else None)
+    store.save(conversation, conversation.messages)
+    assert store.load(conversation.id) == conversation
+
+
+def test_a_reply_is_saved_again_and_again(store: Store) -> None:
+    conversation = saved(store, "hello", "one")
+    reply = conversation.path()[1]
+    for text in ("one two", "one two three"):
+        store.save(conversation, [conversation.update(reply.id, text=text)])
+    assert store.load(conversation.id).path()[1].text == "one two three"
+    assert store.sessions()[0].n_messages == 2
+
+
+def test_a_reply_that_was_being_written_is_cut_off(store: Store) -> None:
+    conversation = talk("hello")
+    reply = conversation.add("assistant", "so far", state="streaming")
+    store.save(conversation, conversation.messages)
+    again = store.load(conversation.id)
+    assert again.leaf == replace(reply, state="killed")
+    assert again.leaf.is_cut
+    conversation.update(reply.id, text="")
+    store.save(conversation, [conversation[reply.id]])
+    assert [message.text for message in store.load(conversation.id).path()] == ["hello"]
+
+
+def test_lists(store: Store) -> None:
+    first, second = saved(store, "a", "<think>hm</think>b\nc", title="First"), saved(store, "x" * 500)
+    listed = store.sessions()
+    assert [summary.id for summary in listed] == [second.id, first.id]
+    assert (listed[1].title, listed[1].preview, listed[1].n_messages) == ("First", "b c", 2)
+    assert len(listed[0].preview) <= 81
+    store.save(first, [])
+    assert store.latest() == first.id
+    store.archive(first.id)
+    assert store.latest() == second.id
+    assert [summary.id for summary in store.sessions(archived=True)] == [first.id]
+    store.archive(first.id, False)
+    assert len(store.sessions(limit=1)) == 1
+    assert store.rename(first.id, "  new\nname\x1b ") == "new name\\x1b"
+    assert store.load(first.id).title == "new name\\x1b"
+
+
+def test_an_empty_store(store: Store) -> None:
+    assert store.sessions() == store.search("a") == []
+    assert store.latest() is None
+    for act in (store.load, store.find):
+        with pytest.raises(StoreError, match="there is no chat 'x'"):
+            act("x")
+
+
+def test_deleting(store: Store) -> None:
+    kept, gone = saved(store, "apple pie"), saved(store, "apple cake", "secret")
+    assert len(store.search("apple")) == 2
+    store.delete(gone.id)
+    assert [summary.id for summary in store.search("apple")] == [kept.id]
+    assert store.search("secret") == []
+    assert [summary.id for summary in store.sessions()] == [kept.id]
+    store.delete_messages([kept.path()[0].id])
+    assert store.search("apple") == []
+    assert len(store.load(kept.id)) == 0
+
+
+def test_ids_can_be_shortened(store: Store) -> None:
+    conversation = Conversation(id="abcdef")
+    other = Conversation(id="abx")
+    for each in (conversation, other, Conversation(id="ab%")):
+        store.save(each, [])
+    assert store.find("abcdef") == store.find("abc") == "abcdef"
+    assert store.find("ab%") == "ab%"
+    with pytest.raises(StoreError, match="several chats"):
+        store.find("ab")
+    with pytest.raises(StoreError, match="no chat ''"):
+        store.find("")
+
+
+# Searching.
+
+
+@pytest.fixture(params=["index", "scan"])
+def searched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[Store]:
+    """A store with an index of texts, and one that does without."""
+    if request.param == "scan":
+        monkeypatch.setattr(schema, "has_text_index", lambda connection: False)
+    store = Store(path)
+    if request.param == "index" and not store._has_index:
+        pytest.skip("this SQLite has no FTS5 with trigrams")
+    yield store
+    store.close()
+
+
+def test_searching(searched: Store) -> None:
+    cooking = saved(searched, "How long do noodles boil?", "<think>salt</think>Eight minutes.", title="Kitchen")
+    street = saved(searched, "Große Straße in 100%", "[a*b]?", title="Ä town")
+
+    def found(text: str) -> list[str]:
+        return [summary.id for summary in searched.search(text)]
+
+    assert found("NOODLE") == found("nood boil") == found("minutes") == found("kitch") == [cooking.id]
+    assert found("strasse") == found("GROSSE") == found("100%") == found("ä") == found("[a*b]?") == [street.id]
+    assert found("a*b") == found("[a*") == [street.id]
+    assert set(found("o")) == {cooking.id, street.id}
+    for text in ("noodles minutes", "salt", "n?odles", "x*", "1000", "'", '"'):
+        assert found(text) == [], text
+    (hit,) = searched.search("boil")
+    assert hit.message == cooking.path()[0].id
+    assert "boil" in hit.preview
+    assert searched.search("kitchen")[0].message is None
+
+
+def test_an_excerpt_begins_shortly_before_what_is_found(searched: Store) -> None:
+    before = "Maß " * 500
+    saved(searched, f"{before}needle {'hay ' * 500}", title="far")
+    saved(searched, f"a Needle {'hay ' * 500}", title="near")
+    saved(searched, f"{before}a needle", title="last")
+    excerpts = {hit.title: hit.preview for hit in searched.search("needle")}
+    assert excerpts == {
+        "far": f"…{'Maß ' * 5}needle {'hay ' * 12}hay…",
+        "near": f"a Needle {'hay ' * 16}hay…",
+        "last": f"…ß {'Maß ' * 4}a needle",
+    }
+
+
+def test_what_changes_is_found_as_it_is_now(searched: Store) -> None:
+    conversation = saved(searched, "hello", "apple")
+    assert searched.search("apple")
+    searched.save(conversation, [conversation.update(conversation.path()[1].id, text="pear")])
+    assert not searched.search("apple")
+    assert searched.search("pear")
+
+
+# Files that are wrong, and several processes.
+
+
+def test_a_private_file_in_wal_mode(store: Store, path: Path) -> None:
+    if sys.platform != "win32":
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with sqlite3.connect(path) as other:
+        assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    other.close()
+
+
+@pytest.mark.parametrize("damage", ["garbage", "torn"])
+def test_a_damaged_file_is_kept_aside(path: Path, damage: str) -> None:
+    store = Store(path)
+    for i in range(30):
+        saved(store, "word " * 300, title=str(i))
+    store.close()
+    data = path.read_bytes()
+    damaged = b"not a database" * 100 if damage == "garbage" else data[:8192] + b"\xff" * 20_000 + data[28_192:]
+    path.write_bytes(damaged)
+    path.with_name(path.name + "-wal").write_bytes(b"of old")
+    store = Store(path)
+    assert store.notice is not None
+    assert "damaged" in store.notice
+    assert store.sessions() == []
+    saved(store, "a new beginning")
+    store.close()
+    (aside,) = path.parent.glob("chats.damaged-*.sqlite3")
+    assert str(aside) in store.notice
+    assert aside.read_bytes() == damaged
+    assert aside.with_name(aside.name + "-wal").read_bytes() == b"of old"
+    again = Store(path)
+    assert again.notice is None
+    assert len(again.sessions()) == 1
+    again.close()
+
+
+def test_a_file_that_another_process_mended_meanwhile_stays(path: Path) -> None:
+    Store(path).close()
+    assert schema.set_aside(path, (0, 0)) is None
+    assert path.exists()
+
+
+def test_damage_while_it_runs_is_said(path: Path) -> None:
+    store = Store(path)
+    for i in range(30):
+        saved(store, "word " * 300, title=str(i))
+    store._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    store._connection.execute("PRAGMA cache_size=0")
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xff" * (size - 4096))
+    with pytest.raises(StoreError, match="are damaged"):
+        store.search("word")
+    store.close()
+
+
+def test_a_newer_file_is_refused(path: Path) -> None:
+    Store(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version=99")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match=r"written by a newer localllm \(schema 99, this one knows 2\): update"):
+        Store(path)
+    assert path.read_bytes() == before
+
+
+def test_migrations_run_once_and_in_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(path)
+    conversation = saved(store, "hello")
+    store.close()
+    more = ("ALTER TABLE sessions ADD COLUMN colour TEXT",)
+    monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, more))
+    for _ in range(2):
+        store = Store(path)
+        assert store.load(conversation.id).path()[0].text == "hello"
+        assert store._connection.execute("PRAGMA user_version").fetchone()[0] == 3
+        store.close()
+
+
+def test_a_migration_that_fails_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Store(path).close()
+    broken = ("ALTER TABLE sessions ADD COLUMN colour TEXT", "NONSENSE")
+    monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, broken))
+    with pytest.raises(StoreError):
+        Store(path)
+    monkeypatch.undo()
+    store = Store(path)
+    assert "colour" not in store._connection.execute("SELECT * FROM sessions").description
+    store.close()
+
+
+def test_a_lock_is_waited_for_and_then_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "BUSY_SECONDS", 0.05)
+    store = Store(path)
+    conversation = saved(store, "hello")
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError, match="are locked by another program"):
+        store.save(conversation, conversation.messages)
+    assert len(store.sessions()) == 1
+    assert len(store.search("hell")) == 1  # which cannot write its index
+    other.execute("ROLLBACK")
+    other.close()
+    store.save(conversation, conversation.messages)
+    store.close()
+
+
+def test_a_full_disk_is_said_and_loses_nothing(store: Store) -> None:
+    conversation = saved(store, "hello")
+    pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
+    store._connection.execute(f"PRAGMA max_page_count={pages}")
+    long = conversation.add("assistant", "x" * 100_000)
+    with pytest.raises(StoreError, match="the disk is full: make room"):
+        store.save(conversation, [long])
+    assert len(store.load(conversation.id)) == 1
+    store._connection.execute("PRAGMA max_page_count=100000")
+    store.save(conversation, [long])
+    assert len(store.load(conversation.id)) == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root may write anything")
+def test_a_file_without_rights_is_said(path: Path) -> None:
+    Store(path).close()
+    path.chmod(0)
+    with pytest.raises(StoreError, match="cannot be opened"):
+        Store(path)
+
+
+def test_a_read_only_database_can_be_read(store: Store) -> None:
+    conversation = saved(store, "hello")
+    store._connection.execute("PRAGMA query_only=1")
+    assert store.load(conversation.id) == conversation
+    assert len(store.search("hello")) == 1
+    with pytest.raises(StoreError, match="cannot be written: check the rights"):
+        store.save(conversation, conversation.messages)
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="LOCALLLM_DATA"):
+        Store(tmp_path / "file" / "chats.sqlite3")
+    (tmp_path / "chats.sqlite3").mkdir()
+    with pytest.raises(StoreError, match="cannot be"):
+        Store(tmp_path / "chats.sqlite3")
+
+
+def test_memory() -> None:
+    store = Store.in_memory()
+    conversation = saved(store, "hello")
+    assert store.load(conversation.id) == conversation
+    assert store.search("hell")
+    store.close()
+    with pytest.raises(StoreError, match="in memory cannot be used"):
+        store.sessions()
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from localllm.tui.chat.conversation import Conversation
+from localllm.tui.storage.chats import Store
+store, conversation = Store(Path(sys.argv[1])), Conversation()
+for i in range(30):
+    store.save(conversation, [conversation.add("user", str(i))])
+store.close()
+"""
+
+
+def test_processes_write_at_once(path: Path) -> None:
+    processes = [subprocess.Popen([sys.executable, "-c", WRITES, path], cwd=ROOT) for _ in range(3)]
+    assert [process.wait(120) for process in processes] == [0, 0, 0]
+    store = Store(path)
+    assert [summary.n_messages for summary in store.sessions()] == [30, 30, 30]
+    store.close()
+
+
+def test_a_new_database_waits_for_a_process_that_writes(path: Path) -> None:
+    path.parent.mkdir()
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    release = threading.Timer(0.1, other.execute, ["COMMIT"])
+    release.start()
+    saved(Store(path), "hello")
+    release.join()
+    other.close()
+
+
+def test_two_processes_in_one_chat_make_branches(path: Path) -> None:
+    one, two = Store(path), Store(path)
+    first = saved(one, "hello", "hi")
+    second = two.load(first.id)
+    for store, conversation, text in ((one, first, "left"), (two, second, "right")):
+        store.save(conversation, [conversation.add("user", text)])
+    again = one.load(first.id)
+    assert [message.text for message in again.branches()] == ["left", "right"]
+    assert again.leaf == second.leaf
+    two.delete(first.id)
+    for conversation in (first, second):  # it would come back halved
+        with pytest.raises(ChatDeletedError):
+            one.save(conversation, [conversation.add("assistant", "still here")])
+    assert two.sessions() == []
+    one.close()
+    two.close()
+
+
+def test_values_that_somebody_changed_are_said_or_left_out(store: Store) -> None:
+    conversation = saved(store, "hello")
+    execute = store._connection.execute
+    execute("""UPDATE sessions SET settings = '{"temperature": 0.5, "top_k": "x", "of_the_future": 1}'""")
+    assert store.load(conversation.id).settings == {"temperature": 0.5}
+    execute("UPDATE messages SET extras = '{\"stats\": 5}'")
+    with pytest.raises(
+        StoreError,
+        match=r"message 1 of the saved chats is damaged: Expected .*, got `int` - at `\$.stats`",
+    ):
+        store.load(conversation.id)
+
+
+def test_what_is_no_utf8_hides_nothing(store: Store) -> None:
+    """A file may have a name of any bytes, and a disk may change one."""
+    conversation = talk("hello", "there")
+    conversation.model = "m\udcff.gguf"
+    store.save(conversation, conversation.messages)
+    store.set(conversation.id, system="s\ud800")
+    loaded = store.load(conversation.id)
+    assert (loaded.model, loaded.system) == ("m\\udcff.gguf", "s\\ud800")
+    store._connection.execute("UPDATE sessions SET title = CAST(x'61FF' AS TEXT)")
+    store._connection.execute("UPDATE messages SET text = CAST(x'62FF' AS TEXT) WHERE seq = 2")
+    (summary,) = store.sessions()
+    assert (summary.title, summary.preview) == ("a\ufffd", "b\ufffd")
+    assert [message.text for message in store.load(conversation.id).path()] == ["hello", "b\ufffd"]
+
+
+def test_a_damaged_message_is_named(store: Store) -> None:
+    conversation = saved(store, "hello")
+    store._connection.execute("UPDATE messages SET extras = ''")
+    with pytest.raises(StoreError, match="message 1 of the saved chats is damaged: it is not valid JSON"):
+        store.load(conversation.id)
+
+
+@pytest.mark.parametrize("change", ["CREATE TABLE theirs (x)", "PRAGMA user_version=-1"])
+def test_the_database_of_another_program_is_left_alone(path: Path, change: str) -> None:
+    path.parent.mkdir()
+    other = sqlite3.connect(path)
+    other.execute(change)
+    other.close()
+    with pytest.raises(StoreError, match="is a database of another program: move it away"):
+        Store(path)
+    other = sqlite3.connect(path)
+    assert {name for (name,) in other.execute("SELECT name FROM sqlite_master")} <= {"theirs"}
+    other.close()
+
+
+def test_unknown_values_cannot_be_set(store: Store) -> None:
+    with pytest.raises(TypeError, match="'colour'"):
+        store.set("x", colour="red")
+
+
+# Small things.
+
+
+def test_where_chats_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCALLLM_DATA", str(tmp_path))
+    assert default_path() == tmp_path / "chats.sqlite3"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LOCALLLM_DATA", "~/chats")
+    if sys.platform != "win32":
+        assert default_path() == tmp_path / "chats" / "chats.sqlite3"
+    monkeypatch.delenv("LOCALLLM_DATA")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    if sys.platform == "linux":
+        assert default_path() == tmp_path / "data" / "localllm" / "chats.sqlite3"
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("Hello!", "Hello!"),
+        ("\n\n# A heading\nand more", "A heading"),
+        ("```\ncode\n```", "code"),
+        ("x" * 100, "x" * 49 + "…"),
+        (
+            "one two three four five six seven eight nine ten eleven",
+            "one two three four five six seven eight nine ten…",
+        ),
+        (" \n ", ""),
+        ("a\x1b[31mb\u202ec", "a\\x1b[31mb\\u202ec"),
+    ],
+)
+def test_automatic_titles(text: str, title: str) -> None:
+    assert automatic_title(text) == title
+    assert len(clean_title(text * 10)) <= 201
+
+
+def test_a_message_is_a_value() -> None:
+    assert Message("a", None, "user", "x", 1.0) == Message("a", None, "user", "x", 1.0)

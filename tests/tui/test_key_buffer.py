@@ -1,0 +1,112 @@
+"""Keys that come faster than the screen follows go where somebody meant them, and do no harm on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from localllm.progress import LoadProgress
+from localllm.tui import app
+from localllm.tui.app import ChatApp
+from localllm.tui.screens.chats import ChatsScreen
+from localllm.tui.setup import ModelEntry, Setup
+from tests.helpers.chat_app import LIMIT, AppModel, Chat, chatting, keeping, press, setup, starting
+
+
+def texts(chat: Chat) -> list[str]:
+    return [message.text for message in chat.app.session.conversation.path()]
+
+
+async def test_letters_search_chats_and_are_no_commands() -> None:
+    built = keeping(("first", "pears"), ("second", "dear"), ("third", "plums"), replies=["and more"])
+    async with chatting(built) as chat:
+        chat.hit("draft", "ctrl+o", "ear", "down", "enter", "?")
+        await chat.until(lambda: texts(chat) == ["first", "pears"])
+        await chat.until(lambda: chat.app._chat.composer.text == "draft?")
+        chat.hit("ctrl+u", "/sessions", "enter", "dear", "enter", "go on", "enter")
+        await chat.until(lambda: texts(chat) == ["second", "dear", "go on", "and more"])
+        await chat.rest()
+        # What could be done by mistake to a chat asks first; Esc leaves it.
+        chat.hit("ctrl+o", "dea", "delete", "escape", "escape", "still here")
+        await chat.until(lambda: chat.app._chat.composer.text == "still here")
+        assert [s.title for s in await chat.app.offload(built.store.sessions)] == ["second", "third", "first"]
+        chat.app._chat.composer.empty()
+        chat.app._chat.set_focus(None)  # keys are taken where nothing has the focus, too
+        chat.hit("ctrl+o")
+        await chat.sees("Search titles")
+        chat.hit("escape")
+        await chat.until(lambda: chat.app.screen is chat.app._chat)
+
+
+async def test_an_arrow_moves_in_what_was_searched_for_even_before_it_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = keeping(("first", "pears"), ("second", "dear"), ("third", "plums"))
+    found = threading.Event()
+    for name in ("sessions", "search"):
+        when_found = getattr(built.store, name)
+        monkeypatch.setattr(
+            built.store, name, lambda *args, when=when_found, **options: found.wait(LIMIT) and when(*args, **options)
+        )
+    async with chatting(built) as chat:
+        chat.hit("ctrl+o", "ear", "down", "enter")
+        await chat.until(lambda: isinstance(chat.app.screen, ChatsScreen))
+        await asyncio.sleep(0.1)
+        found.set()
+        await chat.until(lambda: texts(chat) == ["first", "pears"])
+
+
+async def test_a_name_and_a_path_typed_into_dialogs_that_open(tmp_path: Path) -> None:
+    async with chatting(keeping(("first", "pears"))) as chat:
+        chat.hit("ctrl+o", "f2", "another", "enter", "f4", "ctrl+u", f"{tmp_path}/a.json", "enter")
+        await chat.until((tmp_path / "a.json").exists)
+        chat.hit("f5", f"{tmp_path}/a.json", "enter", "up", "enter")
+        await chat.until(lambda: chat.app.screen is chat.app._chat)
+        await chat.sees("localllm  another")
+
+
+class EarlyApp(ChatApp):
+    """An app to which somebody types before it has a screen."""
+
+    CSS_PATH = Path(app.__file__).with_name("chat.tcss")
+
+    def __init__(self, built: Setup, *keys: str) -> None:
+        super().__init__(built)
+        self._keys = keys
+
+    def on_load(self) -> None:
+        press(self, *self._keys)
+
+
+async def test_a_message_typed_before_the_first_screen_is_sent() -> None:
+    async with starting(EarlyApp(setup(AppModel(["well"])), "hi", "enter")) as chat:
+        await chat.until(lambda: texts(chat) == ["hi", "well"])
+        await chat.rest()
+
+
+async def test_a_chat_is_searched_before_the_first_screen() -> None:
+    """Loading a model does not lead keys past the dialog that they wait for."""
+    built = keeping(("first", "pears"), ("second", "plums"), replies=["well"])
+    async with starting(EarlyApp(built, "ctrl+o", "ear", "enter", "who?", "enter")) as chat:
+        await chat.until(lambda: texts(chat) == ["first", "pears", "who?", "well"])
+        await chat.rest()
+
+
+async def test_a_model_is_chosen_before_the_first_screen_and_before_the_list_is_there() -> None:
+    loaded: list[str] = []
+
+    def load(name: str, progress: LoadProgress) -> AppModel:
+        loaded.append(name)
+        return AppModel([f"by {name}"])
+
+    entries = (ModelEntry("large", "/large.gguf", 1), ModelEntry("small", "/small.gguf", 1))
+    built = setup(AppModel(), load=load, list_models=lambda: entries)
+    async with starting(EarlyApp(built, "ctrl+l", "small", "enter", "who?", "enter")) as chat:
+        await chat.until(lambda: texts(chat) == ["who?", "by /small.gguf"])
+        await chat.rest()
+        chat.hit("ctrl+l", "large", "enter", "and?", "enter")
+        await chat.until(lambda: texts(chat)[2:] == ["and?", "by /large.gguf"])
+        assert loaded[-2:] == ["/small.gguf", "/large.gguf"]

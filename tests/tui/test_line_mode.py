@@ -1,0 +1,418 @@
+"""``localllm chat`` line by line: from a pipe, and as somebody at a terminal has it."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from localllm.errors import ContextLengthError, DeviceLostError, UsageError
+from localllm.tui.chat.events import Delta, Event, Turn
+from localllm.tui.chat.session import ChatSession
+from localllm.tui.line_mode import InputReader, LineChat
+from localllm.tui.storage.chats import Store
+from tests.helpers.command_line import Outcome, Process, environment, on_terminal, run_main, run_process
+from tests.helpers.data import ROOT
+from tests.helpers.fake_chat import FakeModel
+from tests.helpers.tiny_models import config, random_weights, write_gguf
+
+Give = Callable[[str], None]
+
+
+@pytest.fixture
+def give(monkeypatch: pytest.MonkeyPatch) -> Give:
+    """Puts a text on standard input."""
+    return lambda text: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(tmp_path / "chats.sqlite3")
+    yield store
+    store.close()
+
+
+def chat(store: Store, model: FakeModel, interactive: bool = False, **options: object) -> LineChat:
+    lines = InputReader()
+    lines.interactive = interactive
+    return LineChat(ChatSession(model, store), lambda path: FakeModel(), lines, **options)  # type: ignore[arg-type]
+
+
+# What is typed.
+
+
+def read_all(give: Give, text: str) -> list[str]:
+    give(text)
+    lines = InputReader()
+    found = []
+    while (line := lines.read()) is not None:
+        found.append(line)
+    return found
+
+
+def test_messages_of_several_lines(give: Give) -> None:
+    assert read_all(give, "a\nb\r\n\nc") == ["a", "b", "", "c"]
+    assert read_all(give, "a\\\nb\\\nc\nd") == ["a\nb\nc", "d"]
+    assert read_all(give, 'x\n"""\na\n\n b\\\n"""\ny') == ["x", "a\n\n b\\", "y"]
+    assert read_all(give, '"""one"""\n"""two\nthree"""') == ["one", "two\nthree"]
+    assert read_all(give, '"""open\nend') == ["open\nend"]
+    assert read_all(give, "open\\") == ["open"]
+    assert read_all(give, "\ufeffa") == ["a"]
+
+
+def test_bytes_that_are_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n")))
+    with pytest.raises(UsageError, match="not valid UTF-8"):
+        InputReader().read()
+
+
+# With a fake model.
+
+
+def test_only_replies_go_to_standard_output(give: Give, store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    give("hi\n/stats\n\n//slash\n/quit\nnever")
+    model = FakeModel(["one\ntwo", "<think>hm</think>three\x1b[2J"])
+    assert chat(store, model).run() == 0
+    out, err = capfd.readouterr()
+    assert out == "one\ntwo\nthree\x1b[2J\n"
+    assert err.startswith("context 5 / 1,000 tokens")
+    assert len(model.asked) == 2
+    assert model.asked[1].messages[-1]["content"] == "/slash"
+
+
+def test_a_pipe_ends_with_the_first_error(give: Give, store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    give("/nothing\nhi")
+    model = FakeModel()
+    with pytest.raises(UsageError, match="no command /nothing"):
+        chat(store, model).run()
+    assert model.asked == []
+    give("hi\nmore")
+    with pytest.raises(DeviceLostError):
+        chat(store, FakeModel([DeviceLostError("gone")])).run()
+    assert capfd.readouterr().out == "so far\n"
+
+
+def test_a_person_is_told_and_goes_on(give: Give, store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    give("/nothing\nhi\nagain")
+    assert chat(store, FakeModel([DeviceLostError("gone"), "well"]), interactive=True).run() == 0
+    out, err = capfd.readouterr()
+    assert out == "so far\nwell\n"
+    assert [line for line in err.splitlines() if "error" in line] == [
+        "> localllm: error: there is no command /nothing: /help lists them; // begins a message with a slash",
+        "> localllm: error: gone",
+    ]
+
+
+def test_a_full_context(give: Give, store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    many = "a\nb\nc\nd\ne\nf\n"
+    replies = ["y " * 9] * 20
+
+    def model() -> FakeModel:
+        return FakeModel([*replies], context=60)
+
+    give(many)
+    with pytest.raises(ContextLengthError, match="--when-full drop or summarise"):
+        chat(store, model()).run()
+    give(many)
+    assert chat(store, model(), when_full="drop").run() == 0
+    give(many)
+    assert chat(store, model(), when_full="stop").run() == 0
+    give(many + "/drop\n")
+    capfd.readouterr()
+    assert chat(store, model(), interactive=True).run() == 0
+    err = capfd.readouterr().err
+    assert "the context is full" in err
+    assert "the model does not get the first" in err
+
+
+def test_another_model_takes_the_place_of_the_one_before(give: Give, store: Store) -> None:
+    give("/model new.gguf\nhi\n")
+    old, new = FakeModel(), FakeModel(["by the new one"])
+    plain = LineChat(ChatSession(old, store), lambda path: new, InputReader())
+    assert plain.run() == 0
+    assert (old.closed, new.closed, plain.session.model) == (True, False, new)
+    assert plain.session.conversation.path()[1].text == "by the new one"
+
+    def check(path: str) -> None:
+        raise UsageError("no such file")
+
+    give("/model typo.gguf\n")
+    plain = LineChat(ChatSession(new, store), lambda path: old, InputReader(), check=check)
+    with pytest.raises(UsageError, match="no such file"):
+        plain.run()
+    assert not new.closed
+
+
+def test_a_message_is_edited(give: Give, store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    give('hi\nyou\n/edit 1\nHi\n/edit\n\n/edit 2\n"""\nWell,\nso\n"""\n/continue\n')
+    model = FakeModel(["one", "two", "three", " more"])
+    plain = chat(store, model, interactive=True)
+    assert plain.run() == 0
+    err = capfd.readouterr().err
+    assert "hi\n(type all of the new text; an empty line leaves it as it is)" in err
+    assert "(it stays as it is)" in err
+    assert "(edited: /continue goes on)" in err
+    assert [message.text for message in plain.session.conversation.path()] == ["Hi", "Well,\nso more"]
+    give("hi\n/edit\n")
+    with pytest.raises(UsageError, match="give the new text"):
+        chat(store, FakeModel()).run()
+
+
+def test_a_message_that_is_too_long(give: Give, store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    give("hi\n" + "word " * 60 + "\n/remove 3\nyou\n" + "word " * 60 + "\n/edit me\n")
+    plain = chat(store, FakeModel(context=40), interactive=True)
+    assert plain.run() == 0
+    err = capfd.readouterr().err
+    assert "/edit makes it shorter, /remove 3 takes it back" in err
+    assert [m.text for m in plain.session.conversation.path()] == ["hi", "ok", "you", "ok", "me", "ok"]
+
+
+def test_an_interrupt_ends_a_pipe_and_keeps_the_reply(give: Give, store: Store) -> None:
+    give("hi\nnever")
+    model = FakeModel(["one two three"], seconds=0.05)
+    plain = chat(store, model)
+    send = plain.session.send
+
+    def interrupted(text: str, turn: Turn) -> None:
+        """Presses Ctrl-C after the first piece of the reply."""
+        emit = turn.emit
+
+        def watch(event: Event) -> None:
+            emit(event)
+            if isinstance(event, Delta) and event.text == "one":
+                signal.raise_signal(signal.SIGINT)
+
+        turn.emit = watch
+        send(text, turn)
+
+    plain.session.send = interrupted  # type: ignore[method-assign]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert plain.run() == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    question, reply = plain.session.conversation.path()
+    assert (question.text, reply.state) == ("hi", "stopped")
+    assert reply.text.startswith("one")
+    assert len(model.asked) == 1
+
+
+# The program itself.
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that replies with z's."""
+    settings = config()
+    template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
+    path = tmp_path_factory.mktemp("plain") / "tiny.gguf"
+    return write_gguf(path, settings, random_weights(settings), metadata={"tokenizer.chat_template": template})
+
+
+Z = ("--temp", "0", "-l", f"{3 + ord('z')}+1000", "--device", "reference", "-q")
+
+
+@pytest.fixture
+def run_chat(
+    give: Give, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., Outcome]:
+    """Runs ``localllm chat`` in this process, with a text on standard input, and chats in ``tmp_path``."""
+    monkeypatch.setenv("LOCALLLM_DATA", str(tmp_path))
+
+    def run(*arguments: object, stdin: str = "") -> Outcome:
+        give(stdin)
+        return run_main(capfdbinary, "chat", *arguments)
+
+    return run
+
+
+def test_from_a_pipe_and_again(run_chat: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    env = environment(LOCALLLM_DATA=str(tmp_path))
+    outcome = run_process(["chat", tiny, *Z, "-n", "3"], stdin=b"hi\nyou\n", env=env)
+    assert (outcome.code, outcome.out, outcome.err) == (0, "zzz\nzzz\n", "")
+    store = Store(tmp_path / "chats.sqlite3")
+    (summary,) = store.sessions()
+    assert store.load(summary.id).settings == {"temperature": 0.0, "max_tokens": 3}
+    assert summary.model == str(tiny)
+    store.close()
+    outcome = run_chat("--list")
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.updated))
+    assert (outcome.code, outcome.out) == (0, f"{summary.id}  {when}     4 messages  hi\n")
+    for which in (["--continue"], ["--session", summary.id[:7]]):
+        outcome = run_chat(*which, *Z, stdin="/show\n")
+        assert (
+            outcome.err == "#1 user\nhi\n\n#2 assistant, cut off\nzzz\n\n#3 user\nyou\n\n#4 assistant, cut off\nzzz\n"
+        )
+    tiny.rename(tiny.with_name("gone"))
+    try:
+        given = [*Z[:-1], "-sys", "be kind", "--session", summary.id]  # and not -q
+        outcome = run_chat(*given, stdin="/system\n/model\n")
+    finally:
+        tiny.with_name("gone").rename(tiny)
+    lines = outcome.err.splitlines()
+    assert lines[0] == (
+        f"localllm: warning: the model of this chat, {tiny}, is not here any more: the demo model replies now; "
+        "/model chooses another one"
+    )
+    assert "system prompt: be kind" in lines
+    assert lines[-1] == f"Continue this chat with: localllm chat --session {summary.id}"
+    given = ["-sys", "be kind", "--prefix", "So"]
+    outcome = run_chat("--continue", *Z, *given, stdin="/continue\n/system\n/prefix\n")
+    assert (outcome.code, outcome.out) == (0, "zzz\n")
+    assert outcome.err == "system prompt: be kind\nreplies begin with: So\n"
+
+
+def test_a_question_on_the_command_line(run_chat: Callable[..., Outcome], tiny: Path) -> None:
+    outcome = run_chat("two words", "-n", "2", *Z, stdin="/show\n")
+    assert (outcome.code, outcome.err[:19]) == (0, "#1 user\ntwo words\n\n")
+    assert run_chat("no such file.gguf", *Z).code != 0
+
+
+def test_bad_command_lines(run_chat: Callable[..., Outcome]) -> None:
+    outcome = run_chat("--session", "x")
+    assert (outcome.code, outcome.error()) == (
+        1,
+        "there is no chat 'x': localllm chat --list lists them, and in a chat /sessions does",
+    )
+    outcome = run_chat("--session", "x", "--continue")
+    assert outcome.code == 2
+    outcome = run_chat("--temp", "-1")
+    assert (outcome.code, outcome.error()[:15]) == (2, "argument --temp")
+    outcome = run_chat("-q", "--device", "reference", stdin="/nothing\n")
+    assert (outcome.code, outcome.error()[:29]) == (2, "there is no command /nothing:")
+    assert "--continue" in run_chat("--help").out
+
+
+def test_a_store_that_cannot_be_used(
+    run_chat: Callable[..., Outcome], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LOCALLLM_DATA", str(tmp_path / "file"))
+    outcome = run_chat(tiny, *Z, "-n", "1", stdin="hi\n")
+    assert (outcome.code, outcome.out) == (0, "z\n")
+    assert outcome.err.startswith("localllm: warning: the chats in ")
+    assert outcome.err.endswith("this chat is not saved\n")
+    assert run_chat("--continue", tiny, *Z).code == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_message_is_edited_in_its_line(tiny: Path, tmp_path: Path) -> None:
+    arguments = ["chat", "--plain", tiny, *Z, "-n", "2"]
+    with on_terminal(arguments, LOCALLLM_DATA=str(tmp_path), TERM="dumb") as (process, master):
+        _until(master, b"> ")
+        os.write(master, b"hi\r")
+        _until(master, b"zz\r\n")
+        os.write(master, b"/edit\r")
+        _until(master, b"edit> hi")
+        os.write(master, b" there\r")
+        _until(master, b"zz\r\n")
+        os.write(master, b"/help\r")
+        help_lines = _until(master, b"end\r\n> ").decode().replace("\r", "").splitlines()
+        os.write(master, b"\x04")
+        assert process.wait(60) == 0
+    assert max(map(len, help_lines)) < 80
+    store = Store(tmp_path / "chats.sqlite3")
+    assert [m.text for m in store.load(store.latest() or "").path()] == ["hi there", "zz"]
+    store.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_at_a_terminal(tiny: Path, tmp_path: Path) -> None:
+    """Types, interrupts a long reply, and leaves with Ctrl-D."""
+    arguments = ["chat", "--plain", tiny, *Z, "-c", "20000"]
+    with on_terminal(arguments, LOCALLLM_DATA=str(tmp_path), TERM="dumb") as (process, master):
+        screen = _until(master, b"> ")
+        os.write(master, b"hi\r")
+        screen += _until(master, b"zzz")
+        process.send_signal(signal.SIGINT)
+        screen += _until(master, b"> ")
+        # Python does not notice a signal between the prompt that it writes and its wait for a line.
+        _until_it_waits(process)
+        process.send_signal(signal.SIGINT)
+        screen += _until(master, b"again)\r\n> ")
+        os.write(master, b"\x04")
+        assert process.wait(60) == 0
+    assert b"Ctrl-D or /quit" in screen
+    store = Store(tmp_path / "chats.sqlite3")
+    reply = store.load(store.latest() or "").path()[1]
+    store.close()
+    assert reply.state == "stopped"
+    assert set(reply.text) == {"z"}
+
+
+def _until_it_waits(process: Process) -> None:
+    """Returns when the main thread of a process sleeps till something wakes it."""
+    watched = psutil.Process(process.pid)
+    while True:
+        before = watched.num_ctx_switches()
+        time.sleep(0.1)
+        if watched.status() == psutil.STATUS_SLEEPING and watched.num_ctx_switches() == before:
+            return
+
+
+def _until(descriptor: int, end: bytes) -> bytes:
+    """Reads what a terminal shows till something is there."""
+    data = b""
+    while end not in data:
+        try:
+            if not select.select([descriptor], [], [], 120)[0]:
+                raise TimeoutError
+            data += os.read(descriptor, 4096)
+        except OSError:  # whoever wrote to it has ended
+            pytest.fail(f"there never was {end!r} behind {data[-2000:]!r}")
+    return data
+
+
+# Killed in the midst of a reply.
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from localllm.tui.chat.session import ChatSession
+from localllm.tui.storage.chats import Store
+from localllm.tui.chat.events import Delta, Turn
+from tests.helpers.fake_chat import FakeModel
+reply = " ".join(f"w{i}" for i in range(100_000))
+session = ChatSession(FakeModel([reply], context=1_000_000, seconds=0.005), Store(Path(sys.argv[1])))
+def emit(event):
+    if isinstance(event, Delta):
+        print(time.monotonic(), event.text.strip(), flush=True)
+session.send("go on", Turn(emit))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+# One round shows that the store is sound; CI kills at other points of the time between two savings, too.
+@pytest.mark.parametrize("round_", [0, *(pytest.param(round_, marks=pytest.mark.ci) for round_ in (1, 2, 3))])
+def test_a_killed_chat_loses_a_second_at_most(tmp_path: Path, round_: int) -> None:
+    path = tmp_path / "chats.sqlite3"
+    process = subprocess.Popen([sys.executable, "-c", KILLED, path], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.7 + 0.37 * round_)
+    process.kill()
+    lines = [line.split() for line in process.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
+    process.wait()
+    process.stdout.close()
+    store = Store(path)
+    assert store.notice is None
+    conversation = store.load(store.latest() or "")
+    reply = conversation.path()[1]
+    store.close()
+    assert (conversation.path()[0].text, reply.state) == ("go on", "killed")
+    saved = reply.text.split()
+    assert saved == [f"w{i}" for i in range(len(saved))]
+    # What was said more than a second before the last word is there.
+    end = float(lines[-1][0])
+    old = [word for at, word in lines if end - float(at) > 1.0]
+    assert set(old) <= set(saved)
+    assert len(saved) > 1

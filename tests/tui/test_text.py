@@ -1,0 +1,30 @@
+"""Control characters are shown, and nothing a terminal obeys is left."""
+
+from __future__ import annotations
+
+import unicodedata
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.tui.text import escape_controls
+
+
+def test_symbols() -> None:
+    assert escape_controls("\x1b]0;title\x07 \x00 \x7f \x9b") == "␛]0;title␇ ␀ ␡ \\x9b"
+    assert (
+        escape_controls("\u202eevil\u202c \u2066x\u2069 שלום\u200f!")
+        == "\\u202eevil\\u202c \\u2066x\\u2069 שלום\u200f!"
+    )
+    assert escape_controls("a\tb\nc\r\nd\re") == "a\tb\nc\nd␍e"
+
+
+@given(st.text())
+def test_nothing_to_obey_is_left(text: str) -> None:
+    assert {c for c in escape_controls(text) if unicodedata.category(c) == "Cc"} <= {"\t", "\n"}
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cc"])))
+def test_other_text_stays(text: str) -> None:
+    reorders = {"LRE", "RLE", "PDF", "LRO", "RLO", "LRI", "RLI", "FSI", "PDI"}
+    assert all(escape_controls(c) == c for c in text if unicodedata.bidirectional(c) not in reorders)

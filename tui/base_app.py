@@ -1,0 +1,126 @@
+"""What every screen needs of the app: work in threads, and a way to tell what went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+from textual import events
+from textual.app import App
+from textual.notifications import SeverityLevel
+from textual.worker import Worker, WorkerState
+
+from localllm.errors import UsageError
+from localllm.tui.key_buffer import KeyBuffer, Passed
+from localllm.tui.setup import Setup
+from localllm.tui.text import escape_controls, sentence
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: What the library would print on a terminal goes here, for this one is taken.
+LOG = logging.getLogger("localllm.tui")
+
+#: Seconds that one stays, and how many characters of it people read in a second.
+_NOTICE_SECONDS = 3.5
+_READ_PER_SECOND = 20
+
+
+class BaseApp(App[int]):
+    """An app whose thread draws and does nothing else.
+
+    Everything that may take its time (files, SQLite, tokenizing, planning) goes through `offload`, whose one thread
+    does one thing after the other; loading a model and generating have threads of their own.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self.setup = setup
+        self.keys = KeyBuffer(self, super().on_event, self.notify_error)
+        self._hands = ThreadPoolExecutor(1, "chat")
+
+    async def offload(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Calls a function in a thread, after all that were given before it."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._hands, partial(function, *args, **kwargs))
+
+    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Calls a function in a thread of its own, whose end nothing waits for when the app ends."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                future.set_result(function(*args, **kwargs))
+            except BaseException as error:  # the caller's to handle
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return await asyncio.wrap_future(future)
+
+    def spawn(self, work: Coroutine[Any, Any, object], group: str = "default") -> Worker[object]:
+        """Has something done while the app goes on; what fails in it is told."""
+        return self.run_worker(work, group=group, exit_on_error=False)
+
+    def ask(self, work: Coroutine[Any, Any, object], group: str = "default") -> Worker[object]:
+        """The same for what may open a dialog: keys that are typed ahead wait for that."""
+        worker = self.spawn(work, group)
+        self.keys.wait_for(worker)
+        return worker
+
+    async def on_event(self, event: events.Event) -> None:
+        if isinstance(event, events.Key | events.Paste) and not event.is_forwarded:
+            await self.keys.take(event)
+        else:
+            await super().on_event(event)
+
+    def on_passed(self, event: Passed) -> None:
+        event.arrived.set()
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        if event.state is WorkerState.ERROR and event.worker.error is not None:
+            self.notify_error(event.worker.error)
+
+    def notify(
+        self,
+        message: str,
+        *,
+        title: str = "",
+        severity: SeverityLevel = "information",
+        timeout: float | None = None,
+        markup: bool = False,
+    ) -> None:
+        """Shows a notification, long enough to be read; not one that is there already."""
+        text = escape_controls(message)
+        if all(other.message != text for other in self._notifications):
+            seconds = max(_NOTICE_SECONDS, len(text) / _READ_PER_SECOND) if timeout is None else timeout
+            super().notify(text, title=title, severity=severity, timeout=seconds, markup=markup)
+
+    def notify_error(self, error: BaseException) -> None:
+        """Says in a notification what went wrong."""
+        LOG.debug("told to the user", exc_info=error)
+        self.notify(sentence(error), severity="warning" if isinstance(error, UsageError) else "error")
+
+    def end_threads(self) -> None:
+        """Lets the thread of `offload` finish what it has begun."""
+        self._hands.shutdown(wait=True, cancel_futures=False)
+
+
+def freeze_gc_heap() -> None:
+    """Leaves what is there out of later garbage collections.
+
+    With a model loaded there are a million objects that stay, and looking through all of them takes a tenth of a
+    second, during which no key is handled.
+    """
+    gc.freeze()
+
+
+def unfreeze_gc_heap() -> None:
+    """Lets everything be collected again, for some of it may be garbage soon."""
+    gc.unfreeze()

@@ -1,0 +1,215 @@
+"""Text files that are sent with a message: ``@notes.txt``, or in quotes where the name has spaces."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from localllm.errors import UsageError
+from localllm.tui.chat.conversation import Attachment, Message
+
+MOST_BYTES = 1 << 20
+#: Seconds that a shell command may take.
+COMMAND_SECONDS = 30.0
+
+# At the beginning of a word: an address such as me@example.org names no file.
+_REFERENCE = re.compile(r"""(?<!\S)@(?:"([^"\n]+)"|'([^'\n]+)'|(\S+))""")
+_PUNCTUATION = ".,;:!?)]}"
+
+
+class Attached(NamedTuple):
+    """The files that a text names.
+
+    Attributes:
+        files: each of them once.
+        unknown: what looks like a name but is that of no file; it may be just a word with an @.
+    """
+
+    files: tuple[Attachment, ...]
+    unknown: tuple[str, ...]
+
+
+def attach(text: str, count: Callable[[str], int], known: Iterable[Attachment] = ()) -> Attached:
+    """Reads the files that a text names.
+
+    Args:
+        text: what somebody typed.
+        count: gives the tokens of a text.
+        known: files that came with an earlier version of the text: those that are gone are taken from here.
+
+    Raises:
+        UsageError: one cannot be read, is too large or no text, or a name in quotes is of no file.
+    """
+    old = {attachment.name: attachment for attachment in known}
+    files: dict[str, Attachment] = {}
+    unknown = []
+    for match in _REFERENCE.finditer(text):
+        quoted = match[1] or match[2]
+        names = [quoted] if quoted else [match[3], match[3].rstrip(_PUNCTUATION)]
+        name = next((name for name in names if name and _exists(name)), None)
+        if name is not None:
+            content = _read(name)
+            files[name] = Attachment(name, content, count(content))
+        elif kept := next((name for name in names if name in old), None):
+            files[kept] = old[kept]
+        elif quoted:
+            raise UsageError(f"there is no file {quoted!r} to attach: check the path")
+        else:
+            unknown.append(match[3])
+    return Attached(tuple(files.values()), tuple(unknown))
+
+
+def with_attachments(message: Message) -> str:
+    """What the model gets of a message: its text, and below it its files."""
+    parts = [f"File `{file.name}`:\n{fenced(file.text)}" for file in message.attachments]
+    return "\n\n".join([message.content, *parts])
+
+
+def fenced(text: str) -> str:
+    """A text as a block of Markdown, whatever fences are in it."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}\n{text.removesuffix(chr(10))}\n{fence}"
+
+
+def _path(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # ~somebody
+        return Path(name)
+
+
+def _exists(name: str) -> bool:
+    try:
+        return _path(name).exists()
+    except (OSError, ValueError):  # too long, or a NUL
+        return False
+
+
+def _read(name: str) -> str:
+    path = _path(name)
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise UsageError(f"{name} cannot be attached: it is no file")
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{name} cannot be attached ({error.strerror}): check its rights") from None
+    if len(data) > MOST_BYTES:
+        raise UsageError(f"{name} cannot be attached: it has more than {MOST_BYTES >> 10:,} KiB; cut it short")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise UsageError(f"{name} cannot be attached: it is no text in UTF-8")
+    return text
+
+
+def command_output(command: str) -> str:
+    """What a shell command prints, as a text to send; it is ended after `COMMAND_SECONDS`.
+
+    Raises:
+        UsageError: there is no command, or it cannot be run.
+    """
+    if not command:
+        raise UsageError("give a command: !ls, or /run ls; !! begins a message with an exclamation mark")
+    try:
+        process = subprocess.Popen(
+            command,
+            shell=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{command!r} cannot be run ({error})") from None
+    with process, process.stdout or nullcontext() as output:
+        end = threading.Timer(COMMAND_SECONDS, _kill, [process])
+        end.start()
+        try:
+            data = b"" if output is None else output.read(MOST_BYTES + 1)
+        finally:
+            end.cancel()
+            _kill(process)  # of endless output the beginning is enough
+    text = data[:MOST_BYTES].decode("utf-8", "replace")
+    return f"Output of `{command}`:\n\n{fenced(text)}"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Ends a shell, and what it has begun."""
+    with suppress(OSError):
+        if sys.platform == "win32":
+            process.kill()
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+# -- Names that are being typed --------------------------------------------------------------------------------------
+
+#: Choices that are offered at once.
+MOST = 8
+_MOST_SCANNED = 5000
+
+_FILE = re.compile(r"""(?:^|(?<=\s))@("[^"\n]*|[^\s"']*)$""")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A way to go on.
+
+    Attributes:
+        text: what takes the place of the word at the cursor.
+        start: where in the line that word begins.
+        help: what it is, in a few words.
+        goes_on: whether more can follow at once: it is a folder.
+    """
+
+    text: str
+    start: int
+    help: str = ""
+    goes_on: bool = False
+
+
+def file_word(line: str) -> str | None:
+    """The beginning of a file's name at the end of a line; None if there is none."""
+    match = _FILE.search(line)
+    return None if match is None else match[1].lstrip('"')
+
+
+def file_completions(line: str) -> list[Completion]:
+    """The files and folders whose names begin as the one at the end of a line; it looks into a folder."""
+    match = _FILE.search(line)
+    if match is None:
+        return []
+    folder, beginning = os.path.split(match[1].lstrip('"'))
+    found: list[Completion] = []
+    try:
+        with os.scandir(os.path.expanduser(folder) or ".") as entries:
+            for _, entry in zip(range(_MOST_SCANNED), entries, strict=False):
+                name = entry.name
+                if name.casefold().startswith(beginning.casefold()) and (beginning or not name.startswith(".")):
+                    found.append(_completion(os.path.join(folder, name), entry.is_dir(), match.start()))
+    except OSError:
+        return []
+    return sorted(found, key=lambda choice: choice.text.lstrip('@"').casefold())[:MOST]
+
+
+def _completion(path: str, is_folder: bool, start: int) -> Completion:
+    quote = '"' if re.search(r"\s", path) else ""
+    if is_folder:
+        return Completion(f"@{quote}{path}{os.sep}", start, "folder", goes_on=True)
+    return Completion(f"@{quote}{path}{quote} ", start)

@@ -1,0 +1,147 @@
+"""From a path of a conversation to the messages that the model gets."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+from localllm.errors import UsageError
+from localllm.tui.chat import settings as chat_settings
+from localllm.tui.chat.attachments import with_attachments
+from localllm.tui.chat.conversation import Conversation, Message, Window
+from localllm.tui.chat.events import Choice
+from localllm.tui.chat.model import ChatModel
+
+#: A message as `LLM.chat` takes it.
+Sent = dict[str, str]
+
+
+def window_of(path: Sequence[Message]) -> Window | None:
+    """The window that holds at the end of a path: the last one that begins on it."""
+    ids = {message.id for message in path}
+    return next((m.window for m in reversed(path) if m.window is not None and m.window.first in ids), None)
+
+
+def visible_part(path: Sequence[Message], window: Window | None) -> Sequence[Message]:
+    """The messages from the window's first one on."""
+    if window is None:
+        return path
+    return path[next((i for i, message in enumerate(path) if message.id == window.first), 0) :]
+
+
+def prompt(messages: Sequence[Message], system: str, summary: str = "") -> list[Sent]:
+    """What the model gets of messages, told of those before by a summary.
+
+    Replies without an answer are left out, and messages of a user that follow one another joined, for many templates
+    insist on turns.
+    """
+    sent: list[Sent] = []
+    if summary:
+        system = f"{system}\n\nSummary of the conversation so far:\n{summary}".lstrip()
+    if system:
+        sent.append({"role": "system", "content": system})
+    for message in messages:
+        content = with_attachments(message) if message.role == "user" else message.content
+        if not content:
+            continue
+        if sent and sent[-1]["role"] == message.role:
+            sent[-1]["content"] += f"\n\n{content}"
+        else:
+            sent.append({"role": message.role, "content": content})
+    return sent
+
+
+def whole_prompt(path: Sequence[Message], system: str) -> list[Sent]:
+    """What the model gets of a path, through the window that holds at its end."""
+    window = window_of(path)
+    return prompt(visible_part(path, window), system, "" if window is None else window.summary)
+
+
+INSTRUCTION = (
+    "Summarise our conversation so far, for yourself: you will go on with only the summary. Keep what was decided, "
+    "facts, names, numbers and open questions. Answer with the summary alone."
+)
+
+
+class ContextTrimmer:
+    """Where the prompt of a reply can begin.
+
+    Attributes:
+        path: the messages to the one that is replied to.
+        start: the place in it from which on the model gets it now.
+        summary: what the model is told of those before.
+        summary_tokens: tokens that a new summary may have.
+    """
+
+    def __init__(self, model: ChatModel, conversation: Conversation, question: str, begun: str) -> None:
+        """For the reply to ``question``, of which ``begun`` is there already."""
+        self._model = model
+        self._system = conversation.system
+        self._begun = begun
+        self._settings = chat_settings.generation(conversation.settings)
+        self._context = model.info.context
+        self.path = conversation.path(question)
+        window = window_of(self.path)
+        self.start = len(self.path) - len(visible_part(self.path, window))
+        self.summary = "" if window is None else window.summary
+        self.summary_tokens = max(1, self._context // 8)
+
+    def choices(self) -> tuple[Choice, ...]:
+        """What can be done."""
+        if self.first(0) is None:
+            return ("stop",)
+        return ("drop", "stop") if self.first(self.summary_tokens) is None else ("drop", "summarise", "stop")
+
+    def first(self, reserve: int) -> int | None:
+        """The place of the turn from which on the path fits, with room for an answer and ``reserve`` tokens.
+
+        The last turn is taken even if there is little room for an answer; None if it does not fit at all.
+        """
+        starts = [i for i, message in enumerate(self.path) if message.role == "user" and i > self.start]
+        wanted = self._settings.options.get("max_tokens") or self._context // 4
+        limit = self._context - min(wanted, self._context // 2) - reserve
+        i = bisect_left(starts, True, key=lambda start: self._count(self.path[start:]) <= limit)
+        if i < len(starts):
+            return starts[i]
+        return starts[-1] if starts and self._count(self.path[starts[-1] :]) < self._context - reserve else None
+
+    def _count(self, messages: Sequence[Message]) -> int:
+        sent = prompt(messages, self._system, self.summary)
+        return len(
+            self._model.tokenize_chat(
+                sent, template_variables=self._settings.template_variables, reply_prefix=self._begun
+            )
+        )
+
+    def parts(self, first: int) -> list[Sequence[Message]]:
+        """What comes before ``first``, in parts of whole turns that can be summarised one after the other.
+
+        Raises:
+            UsageError: a single turn is too long for it.
+        """
+        starts = [i for i in range(self.start, first) if self.path[i].role == "user" or i == self.start]
+        ends = [*starts[1:], first]
+        found: list[Sequence[Message]] = []
+        at = self.start
+        # The summary before, and the one to be written.
+        limit = self._context - 2 * self.summary_tokens
+        while at < first:
+            left = [end for end in ends if end > at]
+            n = bisect_right(left, limit, key=lambda end: self._count_request(self.path[at:end]))
+            if n == 0:
+                raise UsageError("a message is too long to be summarised: drop the oldest turns instead")
+            found.append(self.path[at : left[n - 1]])
+            at = left[n - 1]
+        return found
+
+    def request(self, part: Sequence[Message], summary: str) -> list[Sent]:
+        """What asks the model for a summary of a part, and of what came before."""
+        sent = prompt(part, self._system, summary)
+        if sent and sent[-1]["role"] == "user":
+            sent[-1]["content"] += f"\n\n{INSTRUCTION}"
+        else:
+            sent.append({"role": "user", "content": INSTRUCTION})
+        return sent
+
+    def _count_request(self, part: Sequence[Message]) -> int:
+        return len(self._model.tokenize_chat(self.request(part, "")))

@@ -1,0 +1,349 @@
+"""A conversation as a tree of messages: what was edited or answered again stays, as a branch beside the new one.
+
+The path from the first message to the *leaf* is what is being talked about now.  Messages are values: a change makes
+a new one in the old one's place, so that one thread may read a conversation while another one writes to it.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from localllm.errors import UsageError
+from localllm.tui.chat.thinking import split
+
+Role = Literal["user", "assistant"]
+
+#: How far a reply came: it is being written; the model ended it; it was stopped, reached ``max_tokens`` or the end
+#: of the context, or failed; the program was killed while it was written; or people have written its end.  What users
+#: say is complete.
+State = Literal["streaming", "complete", "stopped", "length", "context", "failed", "killed", "edited"]
+
+
+# Bounds of what comes from files: numbers that JSON keeps exactly, and times up to the year 9999.
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+Time = Annotated[float, Meta(ge=0, lt=253_402_300_799)]
+Id = Annotated[str, Meta(min_length=1, max_length=100)]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a reply cost.
+
+    Attributes:
+        prompt_tokens: all tokens of the prompt.
+        cached_tokens: those of them that were in the cache, and cost nothing.
+        new_tokens: tokens of the reply.
+        first_token_s: seconds to the first token.
+        rate: tokens a second after it.
+        model: which model replied.
+        thinking_s: seconds that it thought before it answered; None if it did not, or that is not known.
+    """
+
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
+    new_tokens: Count = 0
+    first_token_s: Seconds = 0.0
+    rate: Seconds = 0.0
+    model: str = ""
+    thinking_s: Seconds | None = None
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Tokens of the prompt that were evaluated."""
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of context that the prompt and the reply take."""
+        return self.prompt_tokens + self.new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What of a long conversation the model still gets, from the message on that has this window.
+
+    Attributes:
+        first: the id of the first message that it gets.
+        summary: what it is told of those before.
+    """
+
+    first: Id
+    summary: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A text file that was sent with a message.
+
+    Attributes:
+        name: its path, as it was typed.
+        text: what was in it.
+        n_tokens: how many tokens that is.
+    """
+
+    name: str
+    text: str
+    n_tokens: Count
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message.
+
+    Attributes:
+        id: unique among all messages of all conversations.
+        parent: the id of the message before it; None for a first one.
+        role: who said it.
+        text: what was said; of a reply all that the model wrote, thinking and tags as well.
+        created: when, in seconds since 1970.
+        state: how far it came.
+        opened: the tag of thinking that the prompt ended with; see `localllm.tui.chat.thinking`.
+        stats: what a reply cost.
+        window: what the model gets of the conversation from here on, where it did not fit.
+        attachments: files that were sent with it.
+    """
+
+    id: Id
+    parent: Id | None
+    role: Role
+    text: str
+    created: Time
+    state: State = "complete"
+    opened: str = ""
+    stats: Stats | None = None
+    window: Window | None = None
+    attachments: tuple[Attachment, ...] = ()
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether it is a reply whose end the model did not write, so that it can be continued."""
+        return self.state not in ("complete", "streaming")
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is a reply that ended before the model was done."""
+        return self.can_go_on and self.state != "edited"
+
+    @property
+    def content(self) -> str:
+        """What was said, without thinking."""
+        return self._parts[1]
+
+    @property
+    def thinking(self) -> str:
+        """What the model thought before it answered."""
+        return self._parts[0]
+
+    # msgspec leaves out what begins with an underscore.
+    @cached_property
+    def _parts(self) -> tuple[str, str]:
+        return split(self.text, self.opened) if self.role == "assistant" else ("", self.text)
+
+
+def new_id() -> str:
+    """An id that nothing else has."""
+    return uuid.uuid4().hex
+
+
+def short_id() -> str:
+    """An id that hardly anything else has, for people to type."""
+    return new_id()[:10]
+
+
+@dataclass
+class Conversation:
+    """A tree of messages, and what belongs to it as a whole.
+
+    Attributes:
+        id: unique among conversations.
+        title: empty until it has one.
+        system: the system prompt; empty is none.
+        settings: how replies are generated; see `localllm.tui.chat.settings`.
+        model: the path of the model's file; empty is the demo model.
+        created, updated: when, in seconds since 1970.
+        archived: whether lists leave it out.
+        is_saved: whether it was ever saved: where it is gone from the store then, somebody has deleted it.
+    """
+
+    id: str = field(default_factory=short_id)
+    title: str = ""
+    system: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    model: str = ""
+    created: float = field(default_factory=time.time)
+    updated: float = field(default_factory=time.time)
+    archived: bool = False
+    is_saved: bool = field(default=False, compare=False)
+    _messages: dict[str, Message] = field(default_factory=dict, repr=False)
+    _children: dict[str | None, list[str]] = field(default_factory=dict, repr=False)
+    #: Of the children of a message the one that was looked at last.
+    _chosen: dict[str | None, str] = field(default_factory=dict, repr=False, compare=False)
+    _leaf: str | None = None
+
+    # -- Reading ---------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __contains__(self, id_: object) -> bool:
+        return id_ in self._messages
+
+    def __getitem__(self, id_: str) -> Message:
+        """Raises:
+        UsageError: there is no such message.
+        """
+        message = self._messages.get(id_)
+        if message is None:
+            raise UsageError(f"this conversation has no message {id_!r}")
+        return message
+
+    def get(self, id_: str) -> Message | None:
+        """The message with an id; None if there is none."""
+        return self._messages.get(id_)
+
+    @property
+    def messages(self) -> list[Message]:
+        """All messages of all branches, those before others first."""
+        return list(self._messages.values())
+
+    @property
+    def leaf(self) -> Message | None:
+        """The last message of the branch that is being talked about."""
+        return None if self._leaf is None else self._messages[self._leaf]
+
+    def path(self, to: str | None = None) -> list[Message]:
+        """The messages from the first one to ``to``, by default to the leaf."""
+        found: list[Message] = []
+        at = self._leaf if to is None else to
+        while at is not None:
+            message = self[at]
+            found.append(message)
+            at = message.parent
+        return found[::-1]
+
+    def children(self, id_: str | None) -> list[Message]:
+        """What was said to a message; with None, first messages."""
+        return [self._messages[child] for child in self._children.get(id_, ())]
+
+    def siblings(self, id_: str) -> list[Message]:
+        """The messages that stand in the same place, it among them, oldest first."""
+        return self.children(self[id_].parent)
+
+    def was_replied_to(self, id_: str) -> bool:
+        """Whether anything follows a message, in whatever branch, or it is a reply itself."""
+        return self[id_].role == "assistant" or bool(self._children.get(id_))
+
+    def branch_of(self, id_: str) -> tuple[int, int]:
+        """The number of a message among its siblings, from 1, and how many there are."""
+        siblings = self._children[self[id_].parent]
+        return siblings.index(id_) + 1, len(siblings)
+
+    def branches(self) -> list[Message]:
+        """The last message of every branch, oldest first."""
+        return [message for message in self.messages if not self._children.get(message.id)]
+
+    # -- Writing ---------------------------------------------------------------------------------------------------
+
+    def add(self, role: Role, text: str, *, parent: str | None = None, **fields: Any) -> Message:
+        """Says something, by default to the leaf; it becomes the leaf.
+
+        Args:
+            role: who says it.
+            text: what.
+            parent: the id of the message that it answers; None for the leaf, or for a first message if there is none.
+            fields: other attributes of `Message`.
+        """
+        return self._append(role, text, self._leaf if parent is None else self[parent].id, fields)
+
+    def add_sibling(self, id_: str, text: str, **fields: Any) -> Message:
+        """Says something else in the place of a message, which stays as a branch; it becomes the leaf."""
+        message = self[id_]
+        return self._append(message.role, text, message.parent, fields)
+
+    def _append(self, role: Role, text: str, parent: str | None, fields: dict[str, Any]) -> Message:
+        message = Message(new_id(), parent, role, text, time.time(), **fields)
+        self._insert(message)
+        self._choose(message.id)
+        return message
+
+    def _insert(self, message: Message) -> None:
+        self._messages[message.id] = message
+        self._children.setdefault(message.parent, []).append(message.id)
+
+    def update(self, id_: str, **changes: Any) -> Message:
+        """Puts a changed message in the place of one."""
+        message = replace(self[id_], **changes)
+        self._messages[id_] = message
+        return message
+
+    def switch(self, id_: str) -> Message:
+        """Goes to the branch that a message is in, and there to the end that was looked at last; returns the leaf."""
+        at = self[id_].id
+        while children := self._children.get(at):
+            at = self._chosen.get(at, children[-1])
+        self._choose(at)
+        return self._messages[at]
+
+    def step(self, id_: str, by: int) -> Message:
+        """Goes to the branch ``by`` places after (below 0 before) that of a message; returns the leaf.
+
+        Raises:
+            UsageError: there is none.
+        """
+        number, n = self.branch_of(id_)
+        if not 1 <= number + by <= n:
+            raise UsageError(f"this is branch {number} of {n}: there is none {'after' if by > 0 else 'before'} it")
+        return self.switch(self._children[self[id_].parent][number + by - 1])
+
+    def delete(self, id_: str) -> list[str]:
+        """Removes a message and all that follows it; returns their ids.
+
+        If the leaf was among them, the branch beside it that is nearest is gone to, else the message before.
+        """
+        message = self[id_]
+        siblings = self._children[message.parent]
+        place = siblings.index(id_)
+        doomed = [id_]
+        for at in doomed:  # which grows meanwhile
+            doomed += self._children.pop(at, [])
+        siblings.remove(id_)
+        for at in doomed:
+            del self._messages[at]
+            self._chosen.pop(at, None)
+        if self._chosen.get(message.parent) == id_:
+            del self._chosen[message.parent]
+        if not siblings:
+            del self._children[message.parent]
+        if self._leaf in doomed:
+            self._leaf = message.parent
+            if siblings:
+                self.switch(siblings[min(place, len(siblings) - 1)])
+        return doomed
+
+    def restore(self, messages: Iterable[Message], leaf: str | None) -> None:
+        """Takes in messages that were kept, those before others first.
+
+        One whose parent is missing becomes a first message; without a ``leaf`` of theirs, the newest is the leaf.
+        """
+        for message in messages:
+            orphaned = message.parent is not None and message.parent not in self._messages
+            self._insert(replace(message, parent=None) if orphaned else message)
+        if leaf in self._messages:
+            self._choose(leaf)
+        elif self._messages:
+            self._choose(next(reversed(self._messages)))
+
+    def _choose(self, leaf: str | None) -> None:
+        self._leaf = at = leaf
+        while at is not None:
+            parent = self._messages[at].parent
+            self._chosen[parent] = at
+            at = parent

@@ -1,0 +1,166 @@
+"""What happens while a reply is generated: `localllm.tui.chat.session.ChatSession` emits it, screens show it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from localllm.tui.chat.conversation import Message
+from localllm.tui.chat.model import ReplyStream
+
+#: What can be done where the context is full: leave out the oldest turns, put a summary in their place, or nothing.
+Choice = Literal["drop", "summarise", "stop"]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A reply begins, or is continued; it stands in the conversation from now on."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """The prompt is being evaluated: tokens done, what was cached among them, and all."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of the reply."""
+
+    text: str
+    thinking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The reply is as it will stay; None if there is none, for it was stopped before its first word."""
+
+    message: Message | None
+
+
+@dataclass(frozen=True, slots=True)
+class ContextFull:
+    """The last event where the context is full: `ChatSession.make_room` goes on, with one of ``choices``.
+
+    Attributes:
+        needed: tokens of the prompt, and of the reply so far.
+        context: tokens that there is room for.
+        in_reply: whether a reply was cut off by it; else there is none yet.
+        choices: what can be done; "stop" alone where the last message does not fit by itself.
+    """
+
+    needed: int
+    context: int
+    in_reply: bool
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summarising:
+    """A piece of a summary that the model writes."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoomMade:
+    """From now on the model does not get the first ``n_left_out`` messages of the path any more, but ``summary``."""
+
+    n_left_out: int
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """Something to tell, after which the chat goes on: it cannot be saved, a word with an @ names no file."""
+
+    text: str
+
+
+Event = Started | Prefill | Delta | Finished | ContextFull | Summarising | RoomMade | Warned
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Nothing more comes; ``error`` is what ended it, None if nothing went wrong."""
+
+    error: BaseException | None
+
+
+class EventQueue:
+    """Events that wait.  Any thread may put, and any may take.
+
+    A model writes hundreds of pieces a second, and a screen takes what is there some times a second: texts that wait
+    are joined, and of the progress of a prompt only the newest is kept.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[Event | Ended] = []
+
+    def put(self, event: Event | Ended) -> None:
+        with self._lock:
+            joined = _joined(self._waiting[-1], event) if self._waiting else None
+            if joined is None:
+                self._waiting.append(event)
+            else:
+                self._waiting[-1] = joined
+
+    def take(self) -> list[Event | Ended]:
+        """All that waits."""
+        with self._lock:
+            taken, self._waiting = self._waiting, []
+        return taken
+
+
+def _joined(last: Event | Ended, event: Event | Ended) -> Event | None:
+    """One event that says as much as both; None if there is none."""
+    if isinstance(last, Delta) and isinstance(event, Delta) and last.thinking == event.thinking:
+        return Delta(last.text + event.text, event.thinking)
+    if isinstance(last, Summarising) and isinstance(event, Summarising):
+        return Summarising(last.text + event.text)
+    if isinstance(last, Prefill) and isinstance(event, Prefill):
+        return event
+    return None
+
+
+class Turn:
+    """Something that is being generated: where its events go, and whether somebody wants no more of it.
+
+    Attributes:
+        emit: takes its events, on the thread that generates.
+        question: the id of the message that was said in it; None as long as none was.
+    """
+
+    def __init__(self, emit: Callable[[Event], None]) -> None:
+        self.emit = emit
+        self.question: str | None = None
+        self._stopped = threading.Event()
+        self._stream: ReplyStream | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped.is_set()
+
+    def stop(self) -> None:
+        """Ends it soon; what was said is kept.  Any thread may call it, at any time, also before it has begun."""
+        self._stopped.set()
+        if (stream := self._stream) is not None:
+            stream.cancel()
+
+    @property
+    def stream(self) -> ReplyStream | None:
+        """What is read now; `stop` ends it, even if it came before."""
+        return self._stream
+
+    @stream.setter
+    def stream(self, stream: ReplyStream | None) -> None:
+        self._stream = stream
+        if stream is not None and self.is_stopped:
+            stream.cancel()

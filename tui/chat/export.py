@@ -1,0 +1,269 @@
+"""Conversations as files: Markdown to read, and JSON to take elsewhere and back.
+
+Markdown has the path that is being talked about; JSON has all branches, and is checked when it comes back, for
+anybody may have written it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from localllm.errors import StoreError, UsageError
+from localllm.tui.chat import settings as chat_settings
+from localllm.tui.chat.attachments import fenced
+from localllm.tui.chat.conversation import Conversation, Id, Message, Time, new_id, short_id
+from localllm.tui.storage.chats import Store
+from localllm.tui.storage.records import converted, parsed, to_message
+from localllm.tui.text import clean_title, escape_controls
+
+FORMAT, VERSION = "localllm-chat", 1
+
+_MOST_BYTES = 256 << 20
+
+
+def to_markdown(conversation: Conversation) -> str:
+    """The path from the first message to the leaf, as people read it."""
+    c = conversation
+    parts = [f"# {c.title or 'Chat'}", f"*{_date(c.created)}{f' · {c.model}' if c.model else ''}*"]
+    if c.system:
+        parts += ["## System", c.system]
+    for message in c.path():
+        parts.append("## User" if message.role == "user" else "## Assistant")
+        if message.window is not None and message.window.summary:
+            parts.append(f"> *Told to the model in place of what came before:* {message.window.summary}")
+        if message.thinking.strip():
+            parts.append(f"<details><summary>Thinking</summary>\n\n{message.thinking.strip()}\n\n</details>")
+        parts.append(message.content)
+        parts += [f"File `{file.name}`:\n\n{fenced(file.text)}" for file in message.attachments]
+        if message.is_cut:
+            parts.append("*(cut off)*")
+    return escape_controls("\n\n".join(parts) + "\n")
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def to_json(conversation: Conversation) -> str:
+    """All of a conversation."""
+    c = conversation
+    values = {
+        "format": FORMAT,
+        "version": VERSION,
+        "title": c.title,
+        "system": c.system,
+        "settings": c.settings,
+        "model": c.model,
+        "created": c.created,
+        "updated": c.updated,
+        "leaf": None if c.leaf is None else c.leaf.id,
+        "messages": [msgspec.to_builtins(message) for message in c.messages],
+    }
+    return json.dumps(values, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+
+
+class _Exported(msgspec.Struct):
+    """A file; its messages are read one by one."""
+
+    messages: list[object]
+    leaf: Id | None = None
+    title: str = ""
+    system: str = ""
+    settings: dict[str, Any] | None = None
+    model: str = ""
+    created: Time = msgspec.field(default_factory=time.time)
+    updated: Time = msgspec.field(default_factory=time.time)
+
+
+def from_json(text: str | bytes) -> Conversation:
+    """A conversation that was exported, with new ids, so that it may stand beside the one it comes from.
+
+    Raises:
+        StoreError: it is none, or something in it is wrong.
+    """
+    values = parsed(text)
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise StoreError(f"it is not a chat that localllm exported: 'format' is not {FORMAT!r}")
+    if values.get("version") != VERSION:
+        raise StoreError(
+            f"it has version {values.get('version')!r:.60}, and this localllm knows {VERSION}: update it"
+        )
+    exported = converted(values, _Exported, "it")
+    messages, ids = _messages(exported.messages)
+    if exported.leaf is not None and exported.leaf not in ids:
+        raise StoreError("its 'leaf' is none of its messages")
+    try:
+        chat_settings.check(exported.settings or {})
+    except UsageError as error:
+        raise StoreError(f"its settings are wrong: {error}") from None
+    conversation = Conversation(
+        id=short_id(),
+        title=clean_title(exported.title),
+        system=exported.system,
+        settings=exported.settings or {},
+        model=exported.model,
+        created=exported.created,
+        updated=exported.updated,
+    )
+    conversation.restore(messages, None if exported.leaf is None else ids[exported.leaf])
+    return conversation
+
+
+def _messages(values: list[object]) -> tuple[list[Message], dict[str, str]]:
+    """The messages with new ids, and those by the old ones."""
+    ids: dict[str, str] = {}
+    messages: list[Message] = []
+    for number, value in enumerate(values):
+        where = f"message {number}"
+        message = to_message(value, where)
+        if message.id in ids:
+            raise StoreError(f"{where} has the id of an earlier one")
+        if message.parent is not None and message.parent not in ids:
+            raise StoreError(f"the 'parent' of {where} is none of the messages before it")
+        ids[message.id] = new_id()
+        window = message.window
+        if window is not None:
+            if window.first not in ids:
+                raise StoreError(f"the window of {where} begins at none of the messages before it")
+            window = replace(window, first=ids[window.first])
+        messages.append(
+            replace(
+                message,
+                id=ids[message.id],
+                parent=None if message.parent is None else ids[message.parent],
+                state="killed" if message.state == "streaming" else message.state,
+                window=window,
+            )
+        )
+    return messages, ids
+
+
+def path_of(name: str) -> Path:
+    """The path that somebody typed.
+
+    Raises:
+        UsageError: it begins with the home of somebody who is not there.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{name} is no path here: check its beginning") from None
+
+
+def write_export(conversation: Conversation, path: Path) -> None:
+    """Writes a conversation into a new file: JSON if its name ends in ``.json``, else Markdown.
+
+    Raises:
+        UsageError: the file is there already, or cannot be written.
+    """
+    text = to_json(conversation) if path.suffix.lower() == ".json" else to_markdown(conversation)
+    # What has no place in UTF-8 is of names of files that have none either.
+    data = text.encode("utf-8", "replace")
+    try:
+        with path.open("xb") as file, _removed_if_cut(path):
+            file.write(data)
+            file.flush()
+    except FileExistsError:
+        raise UsageError(f"{path} is there already: choose another name") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be written ({_reason(error)}): choose another place") from None
+
+
+@contextmanager
+def _removed_if_cut(path: Path) -> Iterator[None]:
+    """Removes a file that could not be written to its end: the next try would find it there already."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            path.unlink()
+        raise
+
+
+def read_export(path: Path) -> Conversation:
+    """A conversation of a file that `write_export` wrote as JSON.
+
+    Raises:
+        StoreError: it is not such a file.
+        UsageError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read ({_reason(error)}): check the path") from None
+    if len(data) > _MOST_BYTES:
+        raise StoreError(f"{path} cannot be imported: it has more than {_MOST_BYTES >> 20} MiB")
+    try:
+        return from_json(data)
+    except StoreError as error:
+        raise StoreError(f"{path} cannot be imported: {error}") from None
+
+
+def import_chat(store: Store, path: Path) -> Conversation:
+    """Takes the conversation of a file into a store; its title tells it from those that are there.
+
+    Raises:
+        StoreError: it is not such a file, or cannot be kept.
+        UsageError: it cannot be read.
+    """
+    conversation = read_export(path)
+    titles = {chat.title for archived in (False, True) for chat in store.sessions(archived=archived)}
+    conversation.title = _new_title(conversation.title or path.stem, titles)
+    store.save(conversation, conversation.messages)
+    return conversation
+
+
+def export_all(store: Store, folder: Path) -> int:
+    """Writes all chats into a folder, as JSON by their ids; returns how many.
+
+    Raises:
+        StoreError: one cannot be read.
+        UsageError: the folder cannot be made, or one of the files is there already or cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made ({_reason(error)}): choose another place") from None
+    chats = [chat for archived in (False, True) for chat in store.sessions(archived=archived)]
+    for chat in chats:
+        write_export(store.load(chat.id), folder / f"{chat.id}.json")
+    return len(chats)
+
+
+def copied_path(conversation: Conversation, to: str | None = None) -> Conversation:
+    """A new conversation with what was said up to a message, by default to the leaf."""
+    path = conversation.path(to)
+    ids = {message.id: new_id() for message in path}
+    copies = [
+        replace(
+            message,
+            id=ids[message.id],
+            parent=None if message.parent is None else ids[message.parent],
+            window=message.window and replace(message.window, first=ids.get(message.window.first, message.id)),
+        )
+        for message in path
+    ]
+    c = conversation
+    title = f"{c.title or 'Chat'} (fork)"
+    copy = Conversation(title=title, system=c.system, settings=dict(c.settings), model=c.model)
+    copy.restore(copies, None)
+    return copy
+
+
+def _new_title(title: str, titles: set[str]) -> str:
+    names = (f"{title} (copy)" if number == 1 else f"{title} (copy {number})" for number in count(1))
+    return title if title not in titles else next(name for name in names if name not in titles)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,520 @@
+"""A chat with a model: what is said goes into a conversation, and into the store, while it is generated.
+
+What generates works on the thread that calls it, and tells of it by the `emit` of a `localllm.tui.chat.events.Turn`,
+which any other thread may stop.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from localllm.errors import StoreError, UsageError
+from localllm.tui.chat import settings as chat_settings
+from localllm.tui.chat.attachments import attach
+from localllm.tui.chat.context import ContextTrimmer, whole_prompt
+from localllm.tui.chat.conversation import Attachment, Conversation, Message, State, Stats, Window
+from localllm.tui.chat.events import (
+    Choice,
+    ContextFull,
+    Delta,
+    Event,
+    Finished,
+    Prefill,
+    RoomMade,
+    Started,
+    Summarising,
+    Turn,
+    Warned,
+)
+from localllm.tui.chat.model import ChatModel, ReplyStream
+from localllm.tui.chat.thinking import ThinkingClock, ThinkingSplitter, opening_tag, split
+from localllm.tui.storage.autosave import AutoSaver
+from localllm.tui.storage.chats import Store
+from localllm.tui.text import automatic_title, clean_title
+
+
+class Meter(NamedTuple):
+    """Tokens of context that are in use, and that there are."""
+
+    used: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Full:
+    """What waits for room: the reply to ``question``, or the rest of ``reply``."""
+
+    question: str
+    reply: str | None
+    choices: tuple[Choice, ...]
+
+
+class ChatSession:
+    """One conversation with a model.
+
+    Attributes:
+        model: who replies; None while none is loaded.
+        store: where the conversation is kept.
+        conversation: what was said.
+        more: keywords of `LLM.stream_chat` beside the conversation's settings, which are not kept.
+        turn: what is being generated; None if nothing is.
+    """
+
+    def __init__(
+        self,
+        model: ChatModel | None,
+        store: Store,
+        conversation: Conversation | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """A session, see above; a new conversation where none is given."""
+        self.model = model
+        self.more = dict(more or {})
+        self.store = store
+        self.conversation = Conversation() if conversation is None else conversation
+        self.turn: Turn | None = None
+        self._saver = AutoSaver(store, self.conversation)
+        self._busy = threading.Lock()
+        self._full: _Full | None = None
+
+    def mark_open(self) -> str | None:
+        """Notes that the conversation is open here; returns what there is to tell if it is so elsewhere too."""
+        try:
+            others = self.store.mark_open(self.conversation.id)
+        except StoreError:  # told when something cannot be saved
+            return None
+        if not others:
+            return None
+        return (
+            f"this chat is open in another terminal too ({', '.join(others)}): what is said there is not shown here, "
+            "and what both say is kept, as branches of the chat"
+        )
+
+    def _is_shared(self) -> bool:
+        try:
+            return bool(self.store.others_with_open(self.conversation.id))
+        except StoreError:
+            return False
+
+    # -- What people do --------------------------------------------------------------------------------------------
+
+    def send(self, text: str, turn: Turn) -> None:
+        """Says something; the model replies.  Files named in it with an @ go with it.
+
+        Where the turn is stopped before the message is complete, nothing is said.
+
+        Raises:
+            UsageError: there is nothing to say, no model, a reply is under way, or a file cannot be attached.
+            LocalLLMError: whatever fails; what was said till then stays.
+        """
+        self._ask(text, None, turn)
+
+    def edit(self, id_: str, text: str, turn: Turn) -> None:
+        """Says something else in the place of an earlier message; the model replies to it.
+
+        The earlier one stays as a branch, unless it had no reply.  A reply can be edited too: then nothing is
+        generated, but `continue_reply` goes on from there.
+
+        Raises:
+            UsageError: as `send`, or there is no such message.
+        """
+        old = self.conversation[id_]
+        if old.role == "user":
+            self._ask(text, old, turn)
+            return
+        with self._taking(turn):
+            edited = self.conversation.add_sibling(id_, text, state="edited", opened=old.opened)
+            self._saver.save(edited.id)
+
+    def regenerate(self, id_: str | None, turn: Turn) -> None:
+        """Has a message replied to again; the earlier reply stays as a branch.
+
+        Args:
+            id_: a reply, or a user's message; None is the last one.
+            turn: takes the events.
+
+        Raises:
+            UsageError: nothing was said yet, there is no model, or a reply is under way.
+        """
+        with self._taking(turn):
+            self._loaded()
+            message = self.conversation.leaf if id_ is None else self.conversation[id_]
+            while message is not None and message.role == "assistant":
+                message = None if message.parent is None else self.conversation[message.parent]
+            if message is None:
+                raise UsageError("there is nothing to reply to yet: send a message first")
+            self._reply(message.id, None, turn)
+
+    def continue_reply(self, turn: Turn) -> None:
+        """Goes on with the last reply, which was cut off.
+
+        Raises:
+            UsageError: there is none, it is complete, there is no model, or a reply is under way.
+        """
+        with self._taking(turn):
+            self._loaded()
+            reply = self.conversation.leaf
+            parent = None if reply is None else reply.parent
+            if reply is None or reply.role == "user" or parent is None:
+                raise UsageError("the last message is no reply that could be continued: /regen has it replied to")
+            if not reply.can_go_on:
+                raise UsageError("the last reply is complete: /regen asks for another one")
+            if self._is_shared():  # or two terminals might go on with one reply, each in its way
+                reply = self.conversation.add_sibling(reply.id, reply.text, state=reply.state, opened=reply.opened)
+            self._reply(parent, reply.id, turn)
+
+    def make_room(self, choice: Choice, turn: Turn) -> None:
+        """Goes on after `ContextFull`, in the way that was chosen.
+
+        Raises:
+            UsageError: nothing waits for room, or that is no choice here.
+        """
+        full = self._full
+        with self._taking(turn):
+            self._full = full  # till there is room
+            if full is None:
+                raise UsageError("the context is not full: there is nothing to choose")
+            if choice not in full.choices:
+                raise UsageError(f"{choice} would not help here: choose {' or '.join(full.choices)}")
+            if choice == "stop":
+                self._full = None
+            else:
+                self._trim(full, turn, summarise=choice == "summarise")
+
+    # -- What is known ---------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being generated."""
+        return self._busy.locked()
+
+    @property
+    def live(self) -> Stats | None:
+        """The counters of the reply that is under way; None if there is none."""
+        stream = None if self.turn is None else self.turn.stream
+        return None if stream is None or self.model is None else _stats(stream, self.model)
+
+    @property
+    def last(self) -> Stats | None:
+        """The counters of the last reply on the path, if the model that is loaded wrote it; else None."""
+        stats = next((m.stats for m in reversed(self.conversation.path()) if m.stats is not None), None)
+        is_ours = stats is not None and self.model is not None and stats.model == _name(self.model)
+        return stats if is_ours else None
+
+    def meter(self) -> Meter:
+        """How full the context is; where this model has not counted it in replying, the path is tokenized."""
+        if self.model is None:
+            return Meter(0, 0)
+        context = self.model.info.context
+        leaf = self.conversation.leaf
+        counted = self.live or (None if leaf is None or leaf.stats is None else self.last)
+        if counted is not None:  # the last token of a full context is in no cache
+            return Meter(min(counted.total_tokens, context), context)
+        messages = whole_prompt(self.conversation.path(), self.conversation.system)
+        return Meter(len(self.model.tokenize_chat(messages)) if messages else 0, context)
+
+    def flush(self, seconds: float) -> str | None:
+        """Saves what could not be saved yet, trying for so long; returns why that fails, or None."""
+        return self._saver.flush(seconds)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether all that was said is in the store."""
+        return self._saver.is_saved
+
+    def take_warning(self) -> str | None:
+        """What there is to tell of the store since the last event, once."""
+        return self._saver.take_warning()
+
+    # -- What belongs to the conversation as a whole ---------------------------------------------------------------
+
+    def set_system(self, text: str) -> None:
+        """Sets the system prompt; an empty one takes it away."""
+        self.conversation.system = text
+        self._saver.set(system=text)
+
+    def set_title(self, text: str) -> str:
+        """Gives the conversation a title; returns it as it is kept, in one line."""
+        self.conversation.title = clean_title(text)
+        self._saver.set(title=self.conversation.title)
+        return self.conversation.title
+
+    def set_options(self, settings: dict[str, Any]) -> None:
+        """Sets how replies are generated; see `localllm.tui.chat.settings`.
+
+        Raises:
+            UsageError: one is unknown or out of range.
+        """
+        chat_settings.check(settings)
+        self.conversation.settings = settings
+        self._saver.set(settings=settings)
+
+    def use_model(self, model: ChatModel | None, path: str | None) -> None:
+        """Lets another model reply from now on.
+
+        Args:
+            model: None for no model.
+            path: its file, empty for the demo model, which is kept with the chat; None keeps what is there.
+
+        Raises:
+            UsageError: a reply is under way.
+        """
+        self._check_free()
+        self.model = model
+        if path is not None:
+            self.conversation.model = path
+            self._saver.set(model=path)
+
+    def switch(self, id_: str) -> None:
+        """Goes to the branch that a message is in."""
+        self._check_free()
+        self.conversation.switch(id_)
+        self._moved()
+
+    def step(self, id_: str, by: int) -> None:
+        """Goes to the branch ``by`` places after, below 0 before, that of a message.
+
+        Raises:
+            UsageError: there is none, or a reply is under way.
+        """
+        self._check_free()
+        self.conversation.step(id_, by)
+        self._moved()
+
+    def delete(self, id_: str) -> None:
+        """Deletes a message and all that follows it, for good."""
+        self._check_free()
+        self._saver.delete(self.conversation.delete(id_))
+        self._moved()
+
+    def _moved(self) -> None:
+        self._full = None
+        leaf = self.conversation.leaf
+        self._saver.set(leaf=None if leaf is None else leaf.id)
+
+    # -- Turns -----------------------------------------------------------------------------------------------------
+
+    def _check_free(self) -> None:
+        if self.busy:
+            raise UsageError("a reply is under way: stop it first")
+
+    def _loaded(self) -> ChatModel:
+        if self.model is None:
+            raise UsageError("no model is loaded: wait until one is, or choose one with /model")
+        return self.model
+
+    @contextmanager
+    def _taking(self, turn: Turn) -> Iterator[None]:
+        """Lets no other turn begin, and nothing of the conversation be changed."""
+        if not self._busy.acquire(blocking=False):
+            raise UsageError("a reply is under way: stop it first")
+        try:
+            self.turn, self._full = turn, None
+            yield
+            self._tell_warning(turn)
+        finally:
+            self.turn = None
+            self._busy.release()
+
+    def _tell_warning(self, turn: Turn) -> None:
+        if (warning := self.take_warning()) is not None:
+            turn.emit(Warned(warning))
+
+    def _emit(self, turn: Turn, *events: Event) -> None:
+        """Tells of events, and before them of what could not be saved."""
+        self._tell_warning(turn)
+        for event in events:
+            turn.emit(event)
+
+    def _ask(self, text: str, old: Message | None, turn: Turn) -> None:
+        """Says something, at the end or in the place of ``old``, and has it replied to."""
+        with self._taking(turn):
+            model = self._loaded()
+            if not text.strip():
+                raise UsageError("there is nothing to send: type a message")
+            known = () if old is None else old.attachments
+            attached = attach(text, lambda content: len(model.tokenize(content, add_special=False)), known)
+            if turn.is_stopped:
+                turn.emit(Finished(None))
+                return
+            question = self._say(text, old, attached.files)
+            turn.question = question.id
+            for name in attached.unknown:
+                turn.emit(Warned(f"there is no file {name!r}: @{name} is sent as it stands"))
+            self._reply(question.id, None, turn)
+
+    def _say(self, text: str, old: Message | None, files: tuple[Attachment, ...]) -> Message:
+        if not self.conversation.title:
+            self.set_title(automatic_title(text))
+        if old is None:
+            question = self.conversation.add("user", text, attachments=files)
+        else:
+            question = self.conversation.add_sibling(old.id, text, attachments=files)
+            if old.window is not None:
+                first = question.id if old.window.first == old.id else old.window.first
+                question = self.conversation.update(question.id, window=Window(first, old.window.summary))
+            if not self.conversation.was_replied_to(old.id):
+                self._saver.delete(self.conversation.delete(old.id))
+        self._saver.save(question.id)
+        return question
+
+    def _reply(self, question: str, id_: str | None, turn: Turn) -> None:
+        """Generates the reply to a message, or the rest of the reply ``id_``."""
+        model, conversation = self._loaded(), self.conversation
+        asked = chat_settings.generation(conversation.settings)
+        messages = whole_prompt(conversation.path(question), conversation.system)
+        begun = asked.reply_prefix if id_ is None else conversation[id_].text
+        variables = asked.template_variables
+        n_tokens = len(model.tokenize_chat(messages, template_variables=variables, reply_prefix=begun))
+        if turn.is_stopped:
+            self._emit(turn, Finished(None if id_ is None else conversation[id_]))
+            return
+        if n_tokens >= model.info.context:
+            self._emit(turn, self._context_full(question, id_, n_tokens))
+            return
+        is_new = id_ is None
+        if id_ is None:
+            opened = opening_tag(model.chat_template.render(messages, **variables))
+            id_ = conversation.add("assistant", begun, parent=question, state="streaming", opened=opened).id
+        else:
+            conversation.update(id_, state="streaming")
+        self._saver.save(question, id_)
+        self._emit(turn, Started(id_))
+        start = partial(
+            model.stream_chat,
+            messages,
+            template_variables=variables,
+            reply_prefix=begun,
+            progress=lambda done, total: turn.emit(Prefill(done, total)),
+            **{**self.more, **asked.options},
+        )
+        self._write(id_, start, turn, show_begun=is_new)
+        message = conversation.get(id_)
+        self._emit(turn, Finished(message))
+        if message is not None and message.state == "context" and message.stats is not None:
+            self._emit(turn, self._context_full(question, id_, message.stats.total_tokens))
+
+    def _write(self, id_: str, start: Callable[[], ReplyStream], turn: Turn, *, show_begun: bool) -> None:
+        """Writes a reply as it comes; whatever ends it, what was said stays.
+
+        Args:
+            id_: the reply, which is there as far as it is written already.
+            start: begins the stream.
+            turn: takes the pieces.
+            show_begun: whether what is written already is told too.
+        """
+        model, reply = self._loaded(), self.conversation[id_]
+        splitter = ThinkingSplitter(reply.opened)
+        begun = splitter.feed(reply.text)
+        clock = ThinkingClock(None if reply.stats is None else reply.stats.thinking_s)
+        state: State = "failed"
+        stream: ReplyStream | None = None
+        try:
+            self._emit(turn, *(Delta(*piece) for piece in begun if show_begun))
+            turn.stream = stream = start()
+            with self._saver.saving(id_):
+                for chunk in stream:
+                    if chunk.text:
+                        self.conversation.update(id_, text=self.conversation[id_].text + chunk.text)
+                        pieces = splitter.feed(chunk.text)
+                        clock.see(pieces)
+                        self._emit(turn, *(Delta(*piece) for piece in pieces))
+            self._emit(turn, *(Delta(*piece) for piece in splitter.finish()))
+            state = _state(stream, model)
+        except KeyboardInterrupt:
+            state = "stopped"
+            raise
+        finally:
+            turn.stream = None
+            stats = None
+            if stream is not None:
+                stream.close()
+                stats = replace(_stats(stream, model), thinking_s=clock.stop())
+            self._end(id_, state, stats)
+
+    def _end(self, id_: str, state: State, stats: Stats | None) -> None:
+        """Keeps a reply as it will stay; one without a word is taken away, unless the model wanted it so."""
+        if self.conversation[id_].text or state == "complete":
+            self.conversation.update(id_, state=state, stats=stats)
+            self._saver.save(id_)
+        else:
+            self._saver.delete(self.conversation.delete(id_))
+            leaf = self.conversation.leaf
+            self._saver.set(leaf=None if leaf is None else leaf.id)
+
+    # -- A full context --------------------------------------------------------------------------------------------
+
+    def _trimmer(self, question: str, reply: str | None) -> ContextTrimmer:
+        conversation = self.conversation
+        begun = conversation.settings.get("reply_prefix", "") if reply is None else conversation[reply].text
+        return ContextTrimmer(self._loaded(), conversation, question, begun)
+
+    def _context_full(self, question: str, reply: str | None, n_tokens: int) -> ContextFull:
+        choices = self._trimmer(question, reply).choices()
+        self._full = _Full(question, reply, choices)
+        context = self._loaded().info.context
+        return ContextFull(n_tokens, context, reply is not None, choices)
+
+    def _trim(self, full: _Full, turn: Turn, *, summarise: bool) -> None:
+        trimmer = self._trimmer(full.question, full.reply)
+        first = trimmer.first(trimmer.summary_tokens if summarise else 0)
+        if first is None:
+            raise UsageError("there is no room to be made: the last message alone is too long")
+        summary = self._summarise(trimmer, first, turn) if summarise else trimmer.summary
+        if turn.is_stopped:
+            return
+        self._full = None
+        self.conversation.update(full.question, window=Window(trimmer.path[first].id, summary))
+        self._saver.save(full.question)
+        self._emit(turn, RoomMade(first, summary))
+        self._reply(full.question, full.reply, turn)
+
+    def _summarise(self, trimmer: ContextTrimmer, first: int, turn: Turn) -> str:
+        """What the model says of the messages before ``first``."""
+        model = self._loaded()
+        asked = chat_settings.generation(self.conversation.settings)
+        given = {**self.more, **asked.options, "max_tokens": trimmer.summary_tokens, "stop": ()}
+        summary = trimmer.summary
+        for part in trimmer.parts(first):
+            written = ""
+            turn.stream = stream = model.stream_chat(
+                trimmer.request(part, summary), template_variables={"enable_thinking": False}, **given
+            )
+            try:
+                for chunk in stream:
+                    written += chunk.text
+                    turn.emit(Summarising(chunk.text))
+            finally:
+                turn.stream = None
+                stream.close()
+            if turn.is_stopped:
+                break
+            summary = split(written)[1].strip()
+        return summary
+
+
+def _name(model: ChatModel) -> str:
+    return model.info.name or model.info.path.name
+
+
+def _state(stream: ReplyStream, model: ChatModel) -> State:
+    if stream.finish_reason == "length":
+        return "context" if stream.usage.total_tokens >= model.info.context else "length"
+    return "stopped" if stream.finish_reason == "cancelled" else "complete"
+
+
+def _stats(stream: ReplyStream, model: ChatModel) -> Stats:
+    usage, timings = stream.usage, stream.timings
+    return Stats(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        new_tokens=usage.completion_tokens,
+        first_token_s=timings.first_token_s,
+        rate=timings.decode_tokens_per_s,
+        model=_name(model),
+    )

@@ -1,0 +1,449 @@
+"""What people type, or programs pipe in: messages of a line, or of several.
+
+A backslash at the end of a line goes on with the next one; three quotation marks begin and end a block.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from localllm.cli.start import INTERRUPTED
+from localllm.cli.terminal import StatusLine, is_terminal, say, warn
+from localllm.errors import ContextLengthError, LocalLLMError, UsageError
+from localllm.tui import commands
+from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.events import (
+    Choice,
+    ContextFull,
+    Delta,
+    Event,
+    Finished,
+    Prefill,
+    RoomMade,
+    Summarising,
+    Turn,
+    Warned,
+)
+from localllm.tui.chat.model import ChatModel
+from localllm.tui.chat.session import ChatSession
+from localllm.tui.text import escape_controls
+
+BLOCK = '"""'
+
+#: A message of more bytes than this fits into no context.
+_MOST_BYTES = 64 << 20
+_MOST_HISTORY = 1000
+
+
+class InputReader:
+    """Standard input.
+
+    Attributes:
+        interactive: whether somebody types.
+    """
+
+    def __init__(self, history: Path | None = None) -> None:
+        """Begin to read.
+
+        Args:
+            history: the file that keeps what was typed on terminals, where Python has readline; None keeps nothing.
+        """
+        self.interactive = is_terminal(sys.stdin)
+        self._history = history
+        self._edits = self.interactive and is_terminal(sys.stdout) and _load_history(history)
+
+    def read(self) -> str | None:
+        """The next message; None where the input ends.
+
+        Raises:
+            UsageError: it is not valid UTF-8, or too long.
+        """
+        line = self._line("> ")
+        if line is None:
+            return None
+        if line.lstrip().startswith(BLOCK):
+            text = self._block(line.lstrip().removeprefix(BLOCK))
+        else:
+            text = self._continued(line)
+        if self._edits:
+            self._save_history()
+        return text
+
+    def edit(self, text: str) -> str | None:
+        """A text that somebody changes: in its line, where that can be done; None where the input ends."""
+        if self._edits and "\n" not in text and text.isprintable():
+            return self._changed(text)
+        say(f"{escape_controls(text)}\n(type all of the new text; an empty line leaves it as it is)")
+        return self.read()
+
+    def _changed(self, text: str) -> str | None:
+        import readline
+
+        readline.set_startup_hook(partial(readline.insert_text, text))
+        try:
+            return self._line("edit> ")
+        finally:
+            readline.set_startup_hook()
+
+    def _continued(self, line: str) -> str:
+        parts = []
+        while line.endswith("\\"):
+            parts.append(line[:-1])
+            more = self._line(". ")
+            if more is None:
+                return "\n".join(parts)
+            line = more
+        return "\n".join([*parts, line])
+
+    def _block(self, line: str) -> str:
+        parts = []
+        while not line.rstrip().endswith(BLOCK):
+            parts.append(line)
+            more = self._line(". ")
+            if more is None:
+                return "\n".join(parts).strip("\n")
+            line = more
+        return "\n".join([*parts, line.rstrip().removesuffix(BLOCK)]).strip("\n")
+
+    def _line(self, prompt: str) -> str | None:
+        if self._edits:
+            try:
+                return _valid(input(prompt))
+            except EOFError:
+                print(flush=True)
+                return None
+        if self.interactive:
+            print(prompt, end="", file=sys.stderr, flush=True)
+        if sys.stdin is None or sys.stdin.closed:
+            return None
+        data = sys.stdin.buffer.readline(_MOST_BYTES)
+        if len(data) == _MOST_BYTES:
+            raise UsageError(f"a line has more than {_MOST_BYTES >> 20} MiB, the most a message may have: shorten it")
+        if not data:
+            return None
+        try:
+            return data.removeprefix(codecs.BOM_UTF8).decode().rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise UsageError("standard input is not valid UTF-8: convert it to UTF-8") from None
+
+    def _save_history(self) -> None:
+        if self._history is not None:
+            import readline
+
+            with contextlib.suppress(OSError):
+                readline.write_history_file(self._history)
+                os.chmod(self._history, 0o600)
+
+
+def _load_history(history: Path | None) -> bool:
+    """Makes ``input`` edit lines and remember them; returns whether it can."""
+    try:
+        import readline
+    except ImportError:  # Windows
+        return False
+    readline.set_history_length(_MOST_HISTORY)
+    if history is not None:
+        with contextlib.suppress(OSError):
+            readline.read_history_file(history)
+    return True
+
+
+def _valid(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError("what was typed is not valid UTF-8: check the terminal's character set") from None
+    return text
+
+
+#: InputReader are not folded to fewer columns than these.
+_NARROWEST = 20
+
+LoadModel = Callable[[str], ChatModel]
+
+_FULL = (
+    "the context is full ({needed:,} of {context:,} tokens): /drop leaves out the oldest turns, /summarise puts a "
+    "summary in their place, /edit changes your message, /remove {number} takes it back"
+)
+_TOO_LONG = (
+    "the message is too long for the context ({needed:,} of {context:,} tokens): /edit makes it shorter, "
+    "/remove {number} takes it back"
+)
+_REPLY_TOO_LONG = "the reply has filled the context of {context:,} tokens, and nothing older is left to be dropped"
+
+
+class LineChat:
+    """A chat of lines."""
+
+    def __init__(
+        self,
+        session: ChatSession,
+        load: LoadModel,
+        lines: InputReader,
+        *,
+        check: Callable[[str], None] = lambda path: None,
+        when_full: Choice | None = None,
+        quiet: bool = False,
+    ) -> None:
+        """A chat.
+
+        Args:
+            session: what is talked in.
+            load: loads the model of a file.
+            check: reads as much of a model's file as tells whether it can be loaded, and raises where it cannot.
+            lines: what is typed.
+            when_full: what is done where the context is full; None asks, and in a pipe ends with an error.
+            quiet: tell nothing of how replies went.
+        """
+        self.session = session
+        self.unsaved: list[ChatSession] = []
+        self._load = load
+        self._check = check
+        self._lines = lines
+        self._when_full = when_full
+        self._quiet = quiet
+        self._status = StatusLine(enabled=not quiet)
+        self._show = escape_controls if is_terminal(sys.stdout) else str
+        self._ended = False
+        self._turn: Turn | None = None
+
+    def run(self, question: str | None = None) -> int:
+        """Talks until the input ends; returns the exit code.
+
+        Args:
+            question: is taken first, as if it had been typed.
+
+        Raises:
+            LocalLLMError: in a pipe, whatever goes wrong.
+        """
+        impatience = 0
+        with self._interrupts():
+            while not self._ended:
+                try:
+                    text, question = question or self._lines.read(), None
+                    impatience = 0
+                    if text is None:
+                        break
+                    self._take(text)
+                except KeyboardInterrupt:
+                    impatience += 1
+                    if not self._lines.interactive or impatience > 1:
+                        return INTERRUPTED
+                    say("\n(Ctrl-D or /quit ends the chat, and so does Ctrl-C again)")
+                except LocalLLMError as error:
+                    if not self._lines.interactive:
+                        raise
+                    self._status.clear()
+                    say(f"localllm: error: {escape_controls(str(error))}")
+        return 0
+
+    def _take(self, text: str) -> None:
+        if not text.strip():
+            return
+        typed = commands.parse(text)
+        if isinstance(typed, str):
+            self._play(partial(self.session.send, typed))
+            return
+        self._do(commands.run(self.session, typed))
+        if warning := self.session.take_warning():
+            warn(warning)
+
+    def _do(self, result: commands.Result) -> None:
+        """Does what a command leads to."""
+        if isinstance(result, commands.Play):
+            self._play(result.start)
+        elif isinstance(result, commands.EditMessage):
+            self._edit(result.message)
+        elif isinstance(result, commands.OpenChat):
+            self._open(result.conversation)
+            self._say(result.text)
+        elif isinstance(result, commands.UseModel):
+            self._use_model(result.path)
+        elif isinstance(result, commands.PutText):
+            self._play(partial(self.session.send, result.text))
+        elif isinstance(result, commands.Quit):
+            self._ended = True
+        else:
+            self._say(result)
+
+    def _say(self, text: str) -> None:
+        """Tells something, of one line or several; on a terminal, in lines that end between words."""
+        lines = escape_controls(text).split("\n")
+        width = shutil.get_terminal_size().columns if is_terminal(sys.stderr) else 0
+        say("\n".join(lines if width < _NARROWEST else (_folded(line, width) for line in lines)))
+
+    def _play(self, start: Callable[[Turn], None]) -> None:
+        """Has something generated, and prints it as it comes."""
+        printer = _Printer(self._show, self._status)
+        full: list[ContextFull] = []
+
+        def emit(event: Event) -> None:
+            if isinstance(event, ContextFull):
+                full.append(event)
+            else:
+                self._tell(event, printer)
+
+        self._turn = turn = Turn(emit)
+        try:
+            start(turn)
+        finally:
+            self._turn = None
+            self._status.clear()
+            printer.end()
+        if turn.is_stopped and not self._lines.interactive:
+            raise KeyboardInterrupt
+        if full:
+            self._make_room(full[0])
+
+    def _edit(self, message: Message) -> None:
+        """Has a message changed, and goes on from there.
+
+        Raises:
+            UsageError: nobody sits there who could.
+        """
+        if not self._lines.interactive:
+            raise UsageError("give the new text: /edit TEXT, or /edit 3 TEXT for the message of that number")
+        text = self._lines.edit(message.text)
+        if text is None or not text.strip() or text == message.text:
+            self._say("(it stays as it is)")
+        else:
+            self._play(partial(self.session.edit, message.id, text))
+            if message.role == "assistant":
+                self._remark("edited: /continue goes on")
+
+    def _open(self, conversation: Conversation) -> None:
+        """Goes on with another conversation."""
+        old = self.session
+        if old.flush(0.0) is not None:
+            self.unsaved.append(old)
+        self.session = ChatSession(old.model, old.store, conversation, old.more)
+        if (warning := self.session.mark_open()) is not None:
+            warn(warning)
+
+    def _use_model(self, path: str) -> None:
+        """Loads another model for this conversation, in the place of the one before: two may not fit.
+
+        Raises:
+            LocalLLMError: it cannot be loaded; where its file cannot be read, the one before stays.
+        """
+        self._check(path)
+        self.close()
+        self.session.use_model(self._load(path), path)
+
+    def close(self) -> None:
+        """Closes the model."""
+        if (model := self.session.model) is not None:
+            self.session.use_model(None, None)
+            model.close()
+
+    # -- Events ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: Event, printer: _Printer) -> None:
+        if isinstance(event, Delta):
+            printer.print(event)
+        elif isinstance(event, Prefill):
+            self._status.show(f"reading the prompt: {event.done:,} of {event.total:,} tokens")
+        elif isinstance(event, Summarising):
+            self._status.show("the model summarises what was said before …")
+        elif isinstance(event, Warned):
+            warn(event.text)
+        elif isinstance(event, RoomMade):
+            self._status.clear()
+            instead = f", but this summary: {event.summary}" if event.summary else ""
+            self._remark(f"the model does not get the first {event.n_left_out} messages any more{instead}")
+        elif isinstance(event, Finished):
+            printer.end()
+            self._finished(event)
+
+    def _finished(self, event: Finished) -> None:
+        if event.message is None or event.message.state == "stopped":
+            self._remark("stopped" if event.message is None else "stopped: /continue goes on")
+        elif event.message.state == "length":
+            self._remark("cut off by max_tokens: /continue goes on")
+
+    def _remark(self, text: str) -> None:
+        if not self._quiet and self._lines.interactive:
+            self._say(f"({text})")
+
+    def _make_room(self, full: ContextFull) -> None:
+        choice = self._when_full
+        if choice in full.choices and choice != "stop":
+            self._play(partial(self.session.make_room, choice))
+            return
+        if choice is None and not self._lines.interactive:
+            advice = "choose a larger context with -c, or --when-full drop or summarise"
+            raise ContextLengthError(full.needed, full.context, advice)
+        text = _REPLY_TOO_LONG if full.in_reply else _TOO_LONG
+        if len(full.choices) > 1:
+            text = _FULL
+        number = len(self.session.conversation.path())
+        self._say(text.format(needed=full.needed, context=full.context, number=number))
+
+    # -- Ctrl-C ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _interrupts(self) -> Iterator[None]:
+        """Ctrl-C stops a reply, which is kept; a second one during it, or one at another time, is an exception."""
+        before = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or before == signal.SIG_IGN:
+            yield
+            return
+        signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._turn is None or self._turn.is_stopped:
+            raise KeyboardInterrupt
+        self._turn.stop()
+
+
+def _folded(line: str, width: int) -> str:
+    if len(line) < width:
+        return line
+    return "\n".join(textwrap.wrap(line, width - 1, subsequent_indent="  ", replace_whitespace=False))
+
+
+class _Printer:
+    """Prints a reply; thinking only on a terminal, and apart."""
+
+    def __init__(self, show: Callable[[str], str], status: StatusLine) -> None:
+        self._show = show
+        self._status = status
+        self._part: bool | None = None
+        self._last = "\n"
+
+    def print(self, delta: Delta) -> None:
+        if delta.thinking and not is_terminal(sys.stdout):
+            return
+        self._status.clear()
+        if delta.thinking != self._part:
+            if self._part is not None:
+                self._write("\n\n")
+            if delta.thinking:
+                self._write("(thinking) ")
+            self._part = delta.thinking
+        self._write(self._show(delta.text))
+
+    def end(self) -> None:
+        """Ends the line."""
+        if not self._last.endswith("\n"):
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        self._last = text or self._last
+        print(text, end="", flush=True)

@@ -1,0 +1,215 @@
+"""The list of chats: search, open, rename, archive, delete, export, import."""
+
+from __future__ import annotations
+
+import time
+from typing import ClassVar
+
+from textual.actions import SkipAction
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from localllm.tui.chat.export import import_chat, path_of, write_export
+from localllm.tui.screens.dialogs import Ask, Find, FoundList, confirm
+from localllm.tui.storage.chats import ChatSummary, Store
+from localllm.tui.text import escape_controls
+
+
+class ChatsScreen(Find):
+    """The chats that are kept; the result is the id of the one to open."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "open", "Open", priority=True),
+        Binding("f2", "rename", "Rename"),
+        Binding("f3", "archive", "Archive"),
+        Binding("delete", "delete", "Delete", key_display="del", priority=True),
+        Binding("f4", "export", "Export"),
+        Binding("f5", "import", "Import"),
+        Binding("f6", "hidden", "Archived"),
+    ]
+
+    def __init__(self, store: Store, current: str, search: str = "", *, archived: bool = False) -> None:
+        """``current`` is the id of the chat that is open."""
+        super().__init__(_title(archived))
+        self._store = store
+        self._current = current
+        self._search = search
+        self._archived = archived
+        self._found: list[ChatSummary] = []
+        #: What these were found for, and whether among archived chats.
+        self._found_for: tuple[str, bool] | None = None
+        #: Ids of chats that were deleted here.
+        self.deleted: set[str] = set()
+        #: New titles of chats that were renamed here, by id.
+        self.titles: dict[str, str] = {}
+        self.add_class("large")
+
+    def content(self) -> ComposeResult:
+        yield Input(self._search, placeholder="Search titles and messages", id="search")
+        yield FoundList()
+        yield Static(classes="empty")
+
+    def on_mount(self) -> None:
+        self._refresh()
+
+    # -- The list --------------------------------------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        self.app.spawn(self._list(), group="sessions")
+
+    @property
+    def _wanted(self) -> tuple[str, bool]:
+        return self.query_one(Input).value, self._archived
+
+    async def _list(self) -> None:
+        wanted = text, archived = self._wanted
+        if text.strip():
+            found = await self.app.offload(self._store.search, text)
+            found = [summary for summary in found if summary.archived or not archived]
+        else:
+            found = await self.app.offload(self._store.sessions, archived=archived)
+        if not self.is_attached or wanted != self._wanted:
+            return
+        chats = self.query_one(OptionList)
+        place = chats.highlighted or 0
+        self._found, self._found_for = found, wanted
+        chats.clear_options()
+        chats.add_options([Option(_entry(summary, self._current), id=summary.id) for summary in found])
+        chats.highlighted = min(place, len(found) - 1) if found else None
+        empty = self.query_one(".empty", Static)
+        empty.display = not found
+        empty.update(Content(self._nothing(text)))
+
+    def _nothing(self, text: str) -> str:
+        if text.strip():
+            return "no chat has these words"
+        return "no chat is archived" if self._archived else "no chat is kept yet"
+
+    async def listed(self) -> None:
+        if self._found_for != self._wanted:
+            await self._list()
+
+    async def _chosen(self) -> ChatSummary | None:
+        """The chat that is highlighted, once what was typed has been searched for; None if there is none."""
+        await self.listed()
+        place = self.query_one(OptionList).highlighted
+        return self._found[place] if place is not None and place < len(self._found) else None
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        event.stop()
+        self._refresh()
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        self.dismiss(event.option_id)
+
+    # -- What can be done with one ---------------------------------------------------------------------------------
+
+    def action_open(self) -> None:
+        self.app.ask(self._open())
+
+    async def _open(self) -> None:
+        if (chosen := await self._chosen()) is not None:
+            self.dismiss(chosen.id)
+
+    def action_hidden(self) -> None:
+        self._archived = not self._archived
+        self.query_one(".box").border_title = _title(self._archived)
+        self._refresh()
+
+    def action_rename(self) -> None:
+        self.app.ask(self._rename())
+
+    async def _rename(self) -> None:
+        if (chosen := await self._chosen()) is None:
+            return
+        title = await self.app.push_screen_wait(Ask("Rename", value=chosen.title))
+        if title:
+            self.titles[chosen.id] = await self.app.offload(self._store.rename, chosen.id, title)
+            await self._list()
+
+    def action_archive(self) -> None:
+        self.app.ask(self._archive())
+
+    async def _archive(self) -> None:
+        if (chosen := await self._chosen()) is None:
+            return
+        await self.app.offload(self._store.archive, chosen.id, not chosen.archived)
+        self.app.notify(f"{chosen.title or 'the chat'}: {'back in the list' if chosen.archived else 'archived'}")
+        await self._list()
+
+    def action_delete(self) -> None:
+        field = self.query_one(Input)
+        if not field.cursor_at_end or not field.selection.is_empty:
+            raise SkipAction  # there is something to delete in the field
+        self.app.ask(self._delete())
+
+    async def _delete(self) -> None:
+        if (chosen := await self._chosen()) is None:
+            return
+        text = f"{chosen.title or 'Untitled'}, {_messages(chosen)}"
+        if others := await self.app.offload(self._store.others_with_open, chosen.id):
+            text += f"\n\nIt is open in another terminal ({', '.join(others)})."
+        if await self.app.push_screen_wait(confirm("Delete the chat for good?", text, "Delete")) == "yes":
+            await self.app.offload(self._store.delete, chosen.id)
+            self.deleted.add(chosen.id)
+            await self._list()
+
+    def action_export(self) -> None:
+        self.app.ask(self._export())
+
+    async def _export(self) -> None:
+        if (chosen := await self._chosen()) is None:
+            return
+        name = await self.app.push_screen_wait(ask_export(chosen.title))
+        if name:
+            conversation = await self.app.offload(self._store.load, chosen.id)
+            await self.app.offload(write_export, conversation, path_of(name))
+            self.app.notify(f"written to {name}")
+
+    def action_import(self) -> None:
+        self.app.ask(self._import())
+
+    async def _import(self) -> None:
+        name = await self.app.push_screen_wait(ask_import())
+        if name:
+            imported = await self.app.offload(import_chat, self._store, path_of(name))
+            self.app.notify(f"imported: {imported.title}")
+            await self._list()
+
+
+def ask_export(title: str) -> Ask:
+    """Asks for the file that a chat is written into."""
+    name = "".join(c if c.isalnum() else "-" for c in title.lower()).strip("-")[:40] or "chat"
+    return Ask("Export", "A new file: .md to read, or .json with all branches", value=f"{name}.md")
+
+
+def ask_import() -> Ask:
+    """Asks for the file of a chat."""
+    return Ask("Import", "A .json file that was exported", placeholder="for example ~/Downloads/chat.json")
+
+
+def _entry(summary: ChatSummary, current: str) -> Content:
+    marks = ["open" if summary.id == current else "", "archived" if summary.archived else ""]
+    about = " · ".join(filter(None, [*marks, age(time.time() - summary.updated), _messages(summary)]))
+    title = Content.styled(escape_controls(summary.title or "Untitled"), "bold")
+    return Content.assemble(title, (f"  {about}\n", "dim"), escape_controls(summary.preview))
+
+
+def _messages(summary: ChatSummary) -> str:
+    return f"{summary.n_messages:,} message{'s' * (summary.n_messages != 1)}"
+
+
+def age(seconds: float) -> str:
+    """How long ago something was, roughly."""
+    for name, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if (n := int(seconds // length)) >= 1:
+            return f"{n:,} {name}{'s' * (n != 1)} ago"
+    return "just now"
+
+
+def _title(archived: bool) -> str:
+    return "Archived chats" if archived else "Chats"

@@ -1,0 +1,129 @@
+"""Keeps a conversation in the store while it goes on, whatever becomes of the store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from localllm.errors import StoreError
+from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.storage.chats import ChatDeletedError, Store
+
+#: Seconds between two times that a reply is saved while it is written.
+SAVE_SECONDS = 0.5
+
+
+class AutoSaver:
+    """Saves one conversation.
+
+    Where the store fails, the chat goes on without it: that is told once, and what is not saved is tried again with
+    what comes next.
+    """
+
+    def __init__(self, store: Store, conversation: Conversation) -> None:
+        self._store = store
+        self._conversation = conversation
+        self._lock = threading.Lock()
+        self._unsaved: dict[str, Message] = {}
+        self._unset: dict[str, Any] = {}
+        self._undeleted: list[str] = []
+        self._warning: str | None = None
+        self._failure: str | None = None
+        self._is_deleted = False
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the store has the conversation, and all that was said in it."""
+        return self._conversation.is_saved and not self._is_pending
+
+    @property
+    def _is_pending(self) -> bool:
+        return bool(self._unsaved or self._unset or self._undeleted) and not self._is_deleted
+
+    def flush(self, seconds: float) -> str | None:
+        """Tries to save what is not saved yet, for so long; returns why that fails, or None."""
+        end = time.monotonic() + seconds
+        while self._is_pending:
+            with self._lock:
+                self._try()
+            if self._failure is not None:
+                if time.monotonic() > end:
+                    return self._failure
+                time.sleep(0.1)
+        return None
+
+    def save(self, *ids: str) -> None:
+        """Saves messages as they are now, and those that could not be saved before."""
+        with self._lock:
+            for id_ in ids:
+                self._unsaved[id_] = self._conversation[id_]
+            self._unset.pop("leaf", None)  # which is saved with messages, as it is now
+            self._try()
+
+    def set(self, **changes: Any) -> None:
+        """Saves what belongs to the conversation as a whole; see `Store.set`."""
+        with self._lock:
+            self._unset |= changes
+            self._try()
+
+    def delete(self, ids: Iterable[str]) -> None:
+        """Deletes messages."""
+        with self._lock:
+            for id_ in ids:
+                self._unsaved.pop(id_, None)
+                self._undeleted.append(id_)
+            self._try()
+
+    @contextmanager
+    def saving(self, id_: str) -> Iterator[None]:
+        """Saves a message again and again while the block runs, in a thread: a slow disk holds nothing up."""
+        ended = threading.Event()
+
+        def run() -> None:
+            saved = None
+            while not ended.wait(SAVE_SECONDS):
+                message = self._conversation[id_]
+                if message is not saved:
+                    self.save(id_)
+                    saved = message
+
+        thread = threading.Thread(target=run, name="saving", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def take_warning(self) -> str | None:
+        """What there is to tell, once."""
+        warning, self._warning = self._warning, None
+        return warning
+
+    def _try(self) -> None:
+        """Does all that is still to be done, in an order in which it can be done again."""
+        if self._is_deleted:
+            self._unsaved.clear()
+            return
+        try:
+            if self._undeleted:
+                self._store.delete_messages(self._undeleted)
+                self._undeleted.clear()
+            if self._unset:
+                self._store.set(self._conversation.id, **self._unset)
+                self._unset.clear()
+            if self._unsaved:
+                self._store.save(self._conversation, self._unsaved.values())
+                self._unsaved.clear()
+        except ChatDeletedError as error:  # it does not come back, least of all halved
+            self._warning = f"{error}: what is said here is not saved; /export writes it into a file"
+            self._is_deleted, self._conversation.is_saved = True, False
+        except StoreError as error:
+            if self._failure is None:
+                self._warning = f"{error}; the chat goes on, but is not saved"
+            self._failure = str(error)
+        else:
+            self._failure = None

@@ -1,0 +1,464 @@
+"""Chats on disk: kept as they are written, listed, searched, renamed, archived and deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sqlite3
+import threading
+import time
+import uuid
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from localllm.errors import StoreError
+from localllm.tui.chat import settings as chat_settings
+from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.thinking import split
+from localllm.tui.storage import schema
+from localllm.tui.storage.records import extras, parsed, storable, to_message
+from localllm.tui.text import clean_title, shortened
+
+#: Environment variable with the folder that chats are kept in.
+DATA_VARIABLE = "LOCALLLM_DATA"
+
+_PREVIEW = 80
+
+_SUMMARY = """
+    SELECT s.id, s.title, s.created, s.updated, s.archived, s.model,
+        (SELECT count(*) FROM messages WHERE session = s.id) AS n_messages,
+        (SELECT role FROM messages WHERE id = s.leaf) AS role,
+        (SELECT substr(text, 1, 4000) FROM messages WHERE id = s.leaf) AS text,
+        (SELECT opened FROM messages WHERE id = s.leaf) AS opened
+    FROM sessions s
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSummary:
+    """A chat in a list.
+
+    Attributes:
+        id: what `Store.load` takes.
+        title: its name.
+        created, updated: in seconds since 1970.
+        archived: whether lists leave it out.
+        model: the path of the model's file; empty is the demo model.
+        n_messages: messages of all branches.
+        preview: the beginning of the last message, or where it was found, in one line.
+        message: the id of the message that was found.
+    """
+
+    id: str
+    title: str
+    created: float
+    updated: float
+    archived: bool
+    model: str
+    n_messages: int
+    preview: str
+    message: str | None = None
+
+
+def default_path() -> Path:
+    """Where chats are kept: in ``LOCALLLM_DATA``, or the platform's folder for the data of programs."""
+    folder = os.environ.get(DATA_VARIABLE)
+    if folder:
+        return Path(folder).expanduser() / "chats.sqlite3"
+    from platformdirs import user_data_path
+
+    return user_data_path("localllm", appauthor=False) / "chats.sqlite3"
+
+
+class ChatDeletedError(StoreError):
+    """A chat that is to be saved was deleted."""
+
+
+class Store:
+    """The chats in one SQLite file.  Any number of threads and of processes may use it at once.
+
+    Everything raises `StoreError` where the file cannot be read or written.
+
+    Attributes:
+        path: the file; None is memory.
+        notice: what happened to a damaged file; None if nothing did.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Opens a file, or makes it.  A damaged one is kept aside, and an empty one takes its place.
+
+        Raises:
+            StoreError: it cannot be opened, or was written by a newer version.
+        """
+        self.path = path
+        self.notice: str | None = None
+        self._marker = OpenChatMarker()
+        self._lock = threading.RLock()
+        known = None if path is None else schema.identity(path)
+        try:
+            self._connection = schema.connect(path)
+        except schema.DamagedError:
+            if path is None:
+                raise
+            aside = schema.set_aside(path, known)
+            self._connection = schema.connect(path)
+            if aside is not None:
+                self.notice = f"the chats in {path} were damaged: they are kept in {aside}, and a new file was begun"
+        self._connection.row_factory = sqlite3.Row
+        # One byte that is wrong on the disk shall not hide all chats.
+        self._connection.text_factory = lambda data: data.decode("utf-8", "replace")
+        self._connection.create_function("folded", 1, str.casefold, deterministic=True)
+        self._connection.create_function("content", 3, _content, deterministic=True)
+        with self._reading():
+            self._has_index = schema.has_text_index(self._connection)
+
+    @classmethod
+    def in_memory(cls) -> Self:
+        """A store that is gone with the process."""
+        return cls(None)
+
+    def close(self) -> None:
+        with suppress(StoreError), self._writing() as execute:
+            self._marker.remove(execute)
+        with self._lock:
+            self._connection.close()
+
+    # -- Writing ---------------------------------------------------------------------------------------------------
+
+    def save(self, conversation: Conversation, messages: Iterable[Message]) -> None:
+        """Keeps messages of a conversation, new ones and changed ones, and which of them is its leaf.
+
+        The conversation itself is taken in with its first messages; see `set` for what changes in it later.
+
+        Raises:
+            ChatDeletedError: somebody has deleted it, here or in another terminal: it does not come back.
+            StoreError: it cannot be saved.
+        """
+        leaf = None if conversation.leaf is None else conversation.leaf.id
+        conversation.updated = time.time()
+        c = conversation
+        title, system, model = map(storable, (c.title, c.system, c.model))
+        with self._writing() as execute:
+            if not c.is_saved:
+                execute(
+                    "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (c.id, title, system, json.dumps(c.settings), model, c.created, c.updated, c.archived, leaf),
+                )
+            elif not execute(
+                "UPDATE sessions SET updated = ?, leaf = ? WHERE id = ?", (c.updated, leaf, c.id)
+            ).rowcount:
+                raise ChatDeletedError("this chat was deleted")
+            for m in messages:
+                text, more = storable(m.text), json.dumps(extras(m))
+                execute(
+                    "INSERT INTO messages (id, session, parent, role, text, created, state, opened, extras)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET text = excluded.text,"
+                    " state = excluded.state, opened = excluded.opened, extras = excluded.extras, indexed = 0",
+                    (m.id, c.id, m.parent, m.role, text, m.created, m.state, m.opened, more),
+                )
+        c.is_saved = True
+
+    def set(self, id_: str, **changes: str | bool | dict[str, Any] | None) -> None:
+        """Changes what belongs to a conversation as a whole.
+
+        Args:
+            id_: which one; one that was never saved stays so.
+            changes: ``title``, ``system``, ``settings``, ``model``, ``archived``, ``leaf``.
+        """
+        with self._writing() as execute:
+            for name, value in changes.items():
+                if name not in ("title", "system", "settings", "model", "archived", "leaf"):
+                    raise TypeError(f"a conversation has no {name!r} that can be set")
+                kept = json.dumps(value) if isinstance(value, dict) else value
+                kept = storable(kept) if isinstance(kept, str) else kept
+                execute(f"UPDATE sessions SET {name} = ? WHERE id = ?", (kept, id_))
+
+    def rename(self, id_: str, title: str) -> str:
+        """Gives a conversation a title; returns it as it is kept, in one line."""
+        title = clean_title(title)
+        self.set(id_, title=title)
+        return title
+
+    def archive(self, id_: str, archived: bool = True) -> None:
+        """Takes a conversation out of lists, or back into them."""
+        self.set(id_, archived=archived)
+
+    def delete(self, id_: str) -> None:
+        """Deletes a conversation for good."""
+        self._delete_messages("session = ?", [id_], also="DELETE FROM sessions WHERE id = ?")
+
+    def delete_messages(self, ids: Iterable[str]) -> None:
+        """Deletes messages for good."""
+        for id_ in ids:
+            self._delete_messages("id = ?", [id_])
+
+    def _delete_messages(self, condition: str, values: list[str], also: str | None = None) -> None:
+        with self._writing() as execute:
+            if self._has_index:
+                execute(
+                    f"DELETE FROM message_index WHERE rowid IN (SELECT seq FROM messages WHERE {condition})", values
+                )
+            execute(f"DELETE FROM messages WHERE {condition}", values)
+            if also is not None:
+                execute(also, values)
+
+    # -- Other terminals -------------------------------------------------------------------------------------------
+
+    def mark_open(self, id_: str) -> list[str]:
+        """Notes that a conversation is open here, and no longer the one before; returns `others_with_open`."""
+        with self._writing() as execute:
+            self._marker.set(execute, id_)
+        return self.others_with_open(id_)
+
+    def others_with_open(self, id_: str) -> list[str]:
+        """The other terminals that have a conversation open, such as "process 123"."""
+        with self._reading():
+            return self._marker.others(self._connection.execute, id_)
+
+    # -- Reading ---------------------------------------------------------------------------------------------------
+
+    def load(self, id_: str) -> Conversation:
+        """A conversation; a reply that was being written is marked as cut off by the end of its program.
+
+        One that another terminal is writing now is left out: it will have it.
+
+        Raises:
+            StoreError: there is none.
+        """
+        with self._reading():
+            row = self._connection.execute("SELECT * FROM sessions WHERE id = ?", (id_,)).fetchone()
+            kept = self._connection.execute(
+                "SELECT * FROM messages WHERE session = ? ORDER BY seq", (id_,)
+            ).fetchall()
+        if row is None:
+            raise _no_chat(id_)
+        if any(values["state"] == "streaming" for values in kept) and self.others_with_open(id_):
+            kept = [values for values in kept if values["state"] != "streaming"]
+        messages = [_message(values) for values in kept]
+        settings = parsed(row["settings"])
+        conversation = Conversation(
+            id=row["id"],
+            title=row["title"],
+            system=row["system"],
+            settings=chat_settings.sound(settings if isinstance(settings, dict) else {}),
+            model=row["model"],
+            created=_time(row["created"]),
+            updated=_time(row["updated"]),
+            archived=bool(row["archived"]),
+            is_saved=True,
+        )
+        conversation.restore([m for m in messages if m.text or m.state != "killed"], row["leaf"])
+        return conversation
+
+    def find(self, beginning: str) -> str:
+        """The id that begins so.
+
+        Raises:
+            StoreError: there is none, or several.
+        """
+        with self._reading():
+            rows = self._connection.execute(
+                "SELECT id FROM sessions WHERE substr(id, 1, length(?1)) = ?1 ORDER BY id = ?1 DESC LIMIT 2",
+                (beginning,),
+            ).fetchall()
+        if not beginning or not rows:
+            raise _no_chat(beginning)
+        if len(rows) > 1 and rows[0]["id"] != beginning:
+            raise StoreError(f"there are several chats whose id begins with {beginning!r}: give more of it")
+        return str(rows[0]["id"])
+
+    def latest(self) -> str | None:
+        """The id of the conversation that was talked in last, archived ones left out; None if there is none."""
+        found = self.sessions(limit=1)
+        return found[0].id if found else None
+
+    def sessions(self, *, archived: bool = False, limit: int = -1) -> list[ChatSummary]:
+        """Conversations, the ones that were talked in last first: those that are archived, or those that are not."""
+        return self._summaries("WHERE archived = ? ORDER BY updated DESC, s.rowid DESC LIMIT ?", (archived, limit))
+
+    def search(self, text: str, *, limit: int = 100) -> list[ChatSummary]:
+        """Conversations, archived ones too, with all words of ``text`` in their title or in one of their messages.
+
+        Words are found inside of words, whatever their case.
+        """
+        words = text.casefold().split()
+        if not words:
+            return []
+        titled = self._summaries("WHERE " + " AND ".join(["folded(title) GLOB ?"] * len(words)), _patterns(words))
+        found = {summary.id: summary for summary in titled}
+        for session, message, content in self._matches(words):
+            summary = found.get(session) or self._summaries("WHERE s.id = ?", (session,))[0]
+            found[session] = replace(summary, preview=_excerpt(content, words[0]), message=message)
+        return sorted(found.values(), key=lambda summary: summary.updated, reverse=True)[:limit]
+
+    def _matches(self, words: list[str]) -> list[tuple[str, str, str]]:
+        """Of each conversation the newest message with all words: ids of both, and its text."""
+        where, text = "messages m", "folded(content(m.role, m.text, m.opened))"
+        if self._has_index and self._update_index():
+            where, text = "message_index i JOIN messages m ON m.seq = i.rowid", "i.content"
+        condition = " AND ".join([f"{text} GLOB ?"] * len(words))
+        with self._reading():
+            rows = self._connection.execute(
+                f"SELECT m.session, m.id, content(m.role, m.text, m.opened), max(m.seq) FROM {where}"
+                f" WHERE {condition} AND m.session IN (SELECT id FROM sessions) GROUP BY m.session",
+                _patterns(words),
+            ).fetchall()
+        return [(row[0], row[1], row[2]) for row in rows]
+
+    def _update_index(self) -> bool:
+        """Takes new messages into the index of texts, when somebody searches, not while a reply is written.
+
+        Returns whether it is complete; it is not where the file cannot be written.
+        """
+        with self._reading():
+            if self._connection.execute("SELECT 1 FROM messages WHERE NOT indexed LIMIT 1").fetchone() is None:
+                return True
+        try:
+            with self._writing() as execute:
+                execute("DELETE FROM message_index WHERE rowid IN (SELECT seq FROM messages WHERE NOT indexed)")
+                execute(
+                    "INSERT INTO message_index (rowid, content)"
+                    " SELECT seq, folded(content(role, text, opened)) FROM messages WHERE NOT indexed"
+                )
+                execute("UPDATE messages SET indexed = 1 WHERE NOT indexed")
+        except StoreError:
+            return False
+        return True
+
+    def _summaries(self, condition: str, values: Iterable[Any]) -> list[ChatSummary]:
+        with self._reading():
+            rows = self._connection.execute(_SUMMARY + condition, tuple(values)).fetchall()
+        return [
+            ChatSummary(
+                id=row["id"],
+                title=row["title"],
+                created=_time(row["created"]),
+                updated=_time(row["updated"]),
+                archived=bool(row["archived"]),
+                model=row["model"],
+                n_messages=row["n_messages"],
+                preview=_preview(row),
+            )
+            for row in rows
+        ]
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._lock, schema.in_words(self.path):
+            yield
+
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        """A transaction; gives what executes statements in it."""
+        with self._reading(), schema.transaction(self._connection):
+            yield self._connection.execute
+
+
+def _no_chat(id_: str) -> StoreError:
+    return StoreError(f"there is no chat {id_!r}: localllm chat --list lists them, and in a chat /sessions does")
+
+
+def _time(value: object) -> float:
+    """A time of the file; 1970 where it is none that a date could be made of."""
+    return float(value) if isinstance(value, int | float) and 0 <= value < 253_402_300_799 else 0.0
+
+
+def _message(row: sqlite3.Row) -> Message:
+    where = f"message {row['seq']} of the saved chats"
+    try:
+        more = parsed(row["extras"])
+    except StoreError as error:
+        raise StoreError(f"{where} is damaged: {error}") from None
+    values = {key: row[key] for key in ("id", "parent", "role", "text", "state", "opened")}
+    message = to_message(
+        {**(more if isinstance(more, dict) else {}), **values, "created": _time(row["created"])}, where
+    )
+    return replace(message, state="killed") if message.state == "streaming" else message
+
+
+def _content(role: str, text: str, opened: str) -> str:
+    return split(text, opened)[1] if role == "assistant" else text
+
+
+def _patterns(words: Iterable[str]) -> list[str]:
+    """Words as GLOB patterns, in which only letters of their own match."""
+    return ["*" + "".join(f"[{c}]" if c in "*?[" else c for c in word) + "*" for word in words]
+
+
+def _preview(row: sqlite3.Row) -> str:
+    if row["text"] is None:
+        return ""
+    thinking, content = split(row["text"], row["opened"]) if row["role"] == "assistant" else ("", row["text"])
+    return shortened(content or thinking, _PREVIEW)
+
+
+def _excerpt(text: str, word: str) -> str:
+    found = text.casefold().find(word)
+    # Letters before the word: folding makes two of some, as of "ß".
+    n_before = bisect(list(accumulate(len(letter.casefold()) for letter in text[:found])), found)
+    place = max(0, n_before - _PREVIEW // 4)
+    return ("…" if place else "") + shortened(text[place : place + 4 * _PREVIEW], _PREVIEW)
+
+
+Execute = Callable[..., Any]
+
+#: Seconds by which the time that a process began may seem to move, when the clock is set.
+_TOLERANCE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenChatMarker:
+    """What has at most one chat open at a time; two of them may be in one process.
+
+    Attributes:
+        id: unique.
+        host, pid, began: its process.
+    """
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    began: float = field(default_factory=lambda: psutil.Process().create_time())
+
+    def set(self, execute: Execute, session: str) -> None:
+        """Notes that a chat is open here, and no longer the one before."""
+        execute(
+            "INSERT OR REPLACE INTO terminals (id, host, pid, began, session) VALUES (?, ?, ?, ?, ?)",
+            (self.id, self.host, self.pid, self.began, session),
+        )
+
+    def remove(self, execute: Execute) -> None:
+        """Notes that none is open here any more; forgets terminals that were killed as well."""
+        rows = execute("SELECT id, host, pid, began FROM terminals").fetchall()
+        for id_, host, pid, began in rows:
+            if id_ == self.id or (host == self.host and not _is_alive(pid, began)):
+                execute("DELETE FROM terminals WHERE id = ?", (id_,))
+
+    def others(self, execute: Execute, session: str) -> list[str]:
+        """The other terminals that have a chat open, as people know them."""
+        rows = execute(
+            "SELECT host, pid, began FROM terminals WHERE session = ? AND id != ?", (session, self.id)
+        ).fetchall()
+        return [
+            f"process {pid}" if host == self.host else f"process {pid} on {host}"
+            for host, pid, began in rows
+            # Whether one on another machine lives cannot be known: that it may is the safer guess.
+            if host != self.host or _is_alive(pid, began)
+        ]
+
+
+def _is_alive(pid: int, began: float) -> bool:
+    try:
+        process = psutil.Process(pid)
+        is_same = abs(process.create_time() - began) <= _TOLERANCE_SECONDS
+        return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
+    except (psutil.Error, OSError, ValueError, TypeError, OverflowError):
+        return False

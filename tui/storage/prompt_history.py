@@ -1,0 +1,105 @@
+"""What was typed before, to be called up again with the arrow keys: kept on disk, a line of JSON each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+#: Entries that are kept.
+MOST_ENTRIES = 500
+#: Longer texts are not kept: nobody looks for a pasted book here.
+MOST_CHARACTERS = 20_000
+
+_MOST_BYTES = 4 << 20
+
+
+class PromptHistory:
+    """Messages that were typed, oldest first, and a place among them.
+
+    What is on disk is read and written by `load` and `save`, which may take their time; the rest is for the thread
+    that draws.  A file that cannot be read or written is done without: nothing here is worth an error.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Without a ``path`` it is gone with the process."""
+        self.path = path
+        self._entries: list[str] = []
+        self._place: int | None = None
+        self._draft = ""
+
+    def load(self) -> list[str]:
+        """What is on disk, for `restore`; of a large file the end."""
+        if self.path is None:
+            return []
+        try:
+            with self.path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - _MOST_BYTES))
+                lines = file.read().decode("utf-8", "replace").splitlines()
+        except OSError:
+            return []
+        entries = []
+        for line in lines[-MOST_ENTRIES:]:
+            with contextlib.suppress(ValueError, RecursionError):
+                entry = json.loads(line)
+                if isinstance(entry, str):
+                    entries.append(entry)
+        if len(lines) > 2 * MOST_ENTRIES or size > _MOST_BYTES:
+            _rewrite(self.path, entries, size)
+        return entries
+
+    def restore(self, entries: list[str]) -> None:
+        """Puts what `load` gave before what was typed since."""
+        self._entries = entries + self._entries
+
+    def save(self, text: str) -> None:
+        """Adds an entry to the file."""
+        if self.path is None or len(text) > MOST_CHARACTERS:
+            return
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(json.dumps(text).encode() + b"\n")
+
+    def add(self, text: str) -> bool:
+        """Remembers a text, and leaves the past; returns whether it is to be saved."""
+        self._place = None
+        if not text.strip() or len(text) > MOST_CHARACTERS or self._entries[-1:] == [text]:
+            return False
+        self._entries.append(text)
+        return True
+
+    def older(self, current: str) -> str | None:
+        """The entry before, when ``current`` is in the editor; None if there is none."""
+        if self._place is None:
+            self._draft = current
+        place = (len(self._entries) if self._place is None else self._place) - 1
+        while place >= 0 and self._entries[place] == current:
+            place -= 1
+        if place < 0:
+            return None
+        self._place = place
+        return self._entries[place]
+
+    def newer(self) -> str | None:
+        """The entry after, at the end what was in the editor first; None while no entry is."""
+        if self._place is None:
+            return None
+        self._place += 1
+        if self._place < len(self._entries):
+            return self._entries[self._place]
+        self._place = None
+        return self._draft
+
+
+def _rewrite(path: Path, entries: list[str], size: int) -> None:
+    """Makes a file shorter, unless another terminal has just added to it."""
+    aside = path.with_suffix(".new")
+    with contextlib.suppress(OSError):
+        aside.write_bytes(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
+        aside.chmod(0o600)
+        if path.stat().st_size == size:
+            aside.replace(path)

@@ -1,0 +1,231 @@
+"""The SQLite file that chats are kept in: opened with care, brought up to date, and its errors put into words.
+
+It is in write-ahead mode, in which a process that is killed loses nothing it has committed, and several processes
+read while one writes.  (``synchronous=NORMAL``: a power failure may take the last transactions, never more.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from localllm.errors import StoreError
+
+#: How many of the migrations a file has seen is its ``user_version``.
+MIGRATIONS = (
+    (
+        """CREATE TABLE sessions (
+            id TEXT PRIMARY KEY,
+            title TEXT NOT NULL,
+            system TEXT NOT NULL,
+            settings TEXT NOT NULL,  -- JSON
+            model TEXT NOT NULL,
+            created REAL NOT NULL,  -- seconds since 1970
+            updated REAL NOT NULL,
+            archived INTEGER NOT NULL,
+            leaf TEXT
+        )""",
+        """CREATE TABLE messages (
+            seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used again, for the index of texts goes by it
+            id TEXT NOT NULL UNIQUE,
+            session TEXT NOT NULL,
+            parent TEXT,
+            role TEXT NOT NULL,
+            text TEXT NOT NULL,
+            created REAL NOT NULL,
+            state TEXT NOT NULL,
+            opened TEXT NOT NULL,
+            extras TEXT NOT NULL,  -- JSON: stats, window, attachments
+            indexed INTEGER NOT NULL DEFAULT 0
+        )""",
+        "CREATE INDEX messages_of_session ON messages (session)",
+        "CREATE INDEX messages_not_indexed ON messages (seq) WHERE NOT indexed",
+    ),
+    (
+        """CREATE TABLE terminals (
+            id TEXT PRIMARY KEY,
+            host TEXT NOT NULL,
+            pid INTEGER NOT NULL,
+            began REAL NOT NULL,  -- seconds since 1970: what tells a process from a later one of its number
+            session TEXT NOT NULL
+        )""",
+    ),
+)
+
+#: Seconds that a statement waits for another process to finish writing.
+BUSY_SECONDS = 2.0
+
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+#: Files beside a schema, and what they are called beside one that is kept aside.
+_COPIED_LOG = "-wal-copy"
+_SIDE_FILES = {"-shm": "-shm", "-journal": "-journal", "-wal": "-wal", _COPIED_LOG: "-wal"}
+
+
+class DamagedError(StoreError):
+    """The file is no schema, or a damaged one."""
+
+
+def connect(path: Path | None) -> sqlite3.Connection:
+    """Opens a schema, in memory where there is no path, and brings it up to date.
+
+    Raises:
+        StoreError: it cannot be opened or written, or is of a newer version.
+        DamagedError: it is damaged.
+    """
+    with in_words(path):
+        if path is not None:
+            _create_private(path)
+        connection = sqlite3.connect(
+            ":memory:" if path is None else path,
+            timeout=BUSY_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        try:
+            with in_words(path):
+                _prepare(connection, path)
+        except BaseException as error:
+            if path is not None and isinstance(error, DamagedError):
+                _copy_log(path)
+            connection.close()
+            raise
+    return connection
+
+
+def _create_private(path: Path) -> None:
+    """Makes an empty file that others cannot read; SQLite gives the files beside it the same rights."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+
+
+def _copy_log(path: Path) -> None:
+    """Copies the write-ahead log of a damaged file: SQLite deletes it when the file is closed."""
+    with contextlib.suppress(OSError):
+        shutil.copyfile(path.with_name(path.name + "-wal"), path.with_name(path.name + _COPIED_LOG))
+
+
+def _prepare(connection: sqlite3.Connection, path: Path | None) -> None:
+    version = _version(connection)
+    if version > len(MIGRATIONS):
+        raise StoreError(
+            f"the chats in {path} were written by a newer localllm (schema {version}, this one knows "
+            f"{len(MIGRATIONS)}): update localllm, or set LOCALLLM_DATA to another folder"
+        )
+    if (report := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+        raise DamagedError(f"the chats in {path} are damaged ({' '.join(report.split())})")
+    _use_write_ahead_log(connection)
+    connection.execute("PRAGMA synchronous=NORMAL")
+    if version < len(MIGRATIONS):
+        with transaction(connection):
+            version = _version(connection)  # another process may have been faster
+            if version < 0 or (version == 0 and connection.execute("SELECT 1 FROM sqlite_master").fetchone()):
+                raise StoreError(
+                    f"{path} is a database of another program: move it away, or set LOCALLLM_DATA to another folder"
+                )
+            for number in range(version, len(MIGRATIONS)):
+                for statement in MIGRATIONS[number]:
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA user_version={number + 1}")
+
+
+def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """Waits for a process that writes, which SQLite itself does not here, unlike for other statements."""
+    end = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                raise
+        time.sleep(0.02)
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """All of what is written in the block, or nothing."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):  # a full disk has ended it already
+            connection.execute("ROLLBACK")
+        raise
+
+
+def has_text_index(connection: sqlite3.Connection) -> bool:
+    """Makes the index of texts if this SQLite can (FTS5 with trigrams, from 3.34 on); returns whether it is there."""
+    try:
+        connection.execute("CREATE VIRTUAL TABLE IF NOT EXISTS message_index USING fts5(content, tokenize='trigram')")
+        connection.execute("SELECT rowid FROM message_index LIMIT 1").fetchone()
+    except sqlite3.OperationalError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def in_words(path: Path | None) -> Iterator[None]:
+    """Turns what SQLite and the system complain of into `StoreError`."""
+    where = "in memory" if path is None else f"in {path}"
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code in _DAMAGED:
+            raise DamagedError(
+                f"the chats {where} are damaged ({error}): they are kept aside when localllm starts next"
+            ) from error
+        raise StoreError(f"the chats {where} {_COMPLAINTS.get(code, 'cannot be used')} ({error})") from error
+    except OSError as error:
+        raise StoreError(
+            f"the chats {where} cannot be used ({error.strerror}): check the folder, or set LOCALLLM_DATA to another"
+        ) from error
+
+
+_COMPLAINTS = {
+    sqlite3.SQLITE_BUSY: "are locked by another program: close it, or wait",
+    sqlite3.SQLITE_LOCKED: "are locked by another program: close it, or wait",
+    sqlite3.SQLITE_READONLY: "cannot be written: check the rights of the file and its folder",
+    sqlite3.SQLITE_FULL: "cannot be written, for the disk is full: make room",
+    sqlite3.SQLITE_CANTOPEN: "cannot be opened: check the rights of the file and its folder",
+    sqlite3.SQLITE_IOERR: "cannot be read or written: check the disk",
+}
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file from another one that takes its name; None if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def set_aside(path: Path, known: tuple[int, int] | None) -> Path | None:
+    """Renames a damaged database and the files beside it; returns its new path.
+
+    None if it is another file than the one ``known`` to be damaged: another process has done it already.
+
+    Raises:
+        StoreError: it cannot be renamed.
+    """
+    if identity(path) != known:
+        return None
+    aside = path.with_name(f"{path.stem}.damaged-{time.strftime('%Y-%m-%d-%H%M%S')}{path.suffix}")
+    with in_words(path):
+        path.rename(aside)
+        for end, new_end in _SIDE_FILES.items():
+            with contextlib.suppress(FileNotFoundError):
+                path.with_name(path.name + end).replace(aside.with_name(aside.name + new_end))
+    return aside

@@ -1,0 +1,138 @@
+"""Control characters in a model's text: shown, never obeyed.
+
+What a model writes may hold escape sequences, which a terminal would execute: move the cursor, set the title, put
+text on the clipboard.  Here each control character becomes a symbol for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from typing import NamedTuple
+
+from markdown_it import MarkdownIt
+from markdown_it.rules_core import StateCore
+
+from localllm.cli.terminal import visible, visible_line
+from localllm.errors import LocalLLMError
+
+# Unicode's Control Pictures have symbols for the first 32 characters and for DEL.
+_PICTURES = {i: chr(0x2400 + i) for i in range(0x20) if chr(i) not in "\t\n"} | {0x7F: "\u2421"}
+# These make what stands beside them read in another order than it is written; right-to-left text does without.
+_PICTURES |= {i: f"\\u{i:04x}" for i in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+_NOTHING = dict.fromkeys(
+    [*(i for i in range(0x20) if chr(i) != "\n"), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+)
+
+
+def without_controls(text: str) -> str:
+    """``text`` without what a terminal would obey, and without marks that reorder it."""
+    return text.translate(_NOTHING)
+
+
+def escape_controls(text: str) -> str:
+    """``text`` with symbols for control characters: ESC as ``␛``, those without a symbol as ``\\x9b`` or ``\\u202e``.
+
+    Tabs and line feeds stay, and so do CR LF, as a line feed.
+    """
+    return visible(text.replace("\r\n", "\n").translate(_PICTURES))
+
+
+def sentence(error: BaseException) -> str:
+    """What happened and what to do about it, in one line that a terminal can be given."""
+    return visible_line(_sentence(error))
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, LocalLLMError):
+        return str(error)
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return "memory ran out: close other programs, or choose a smaller model or context"
+    if isinstance(error, OSError):
+        return f"the system refused: {error}"
+    return f"something went wrong inside localllm ({type(error).__name__}: {error}): please report it"
+
+
+_MOST_OF_A_TITLE = 200
+_AUTOMATIC_TITLE = 50
+
+
+def shortened(text: str, length: int) -> str:
+    """``text`` in one line, cut between words if it is longer than ``length``."""
+    line = visible_line(" ".join(text.split()))
+    if len(line) <= length:
+        return line
+    cut = line[:length].rsplit(" ", 1)[0] if " " in line[length // 2 : length] else line[: length - 1]
+    return cut.rstrip(" ,.;:") + "…"
+
+
+def clean_title(title: str) -> str:
+    """A title in one line, without control characters, and of bounded length."""
+    return shortened(title, _MOST_OF_A_TITLE)
+
+
+def automatic_title(text: str) -> str:
+    """A title for a conversation that begins with ``text``: its first line, without marks of Markdown, cut short."""
+    line = next((line.strip("#>*-`~ \t") for line in text.splitlines() if line.strip("#>*-`~ \t")), "")
+    return shortened(line, _AUTOMATIC_TITLE)
+
+
+class CodeBlock(NamedTuple):
+    """A block of code: what language it is in, as its fence says, and what it is."""
+
+    language: str
+    text: str
+
+
+def parser() -> MarkdownIt:
+    """A parser for replies: HTML is text, as it is not shown otherwise, and a line that ends has ended."""
+    made = MarkdownIt("gfm-like", {"html": False})
+    made.core.ruler.push("breaks", _keep_breaks)
+    return made
+
+
+def _keep_breaks(state: StateCore) -> None:
+    for token in state.tokens:
+        for child in token.children or ():
+            if child.type == "softbreak":
+                child.type = "hardbreak"
+
+
+def code_blocks(text: str) -> list[CodeBlock]:
+    """The blocks of code in a text, first to last; one that was cut off is there as far as it came."""
+    return [
+        CodeBlock(token.info.split()[0] if token.info.split() else "", token.content)
+        for token in parser().parse(text)
+        if token.type in ("fence", "code_block")
+    ]
+
+
+#: Texts with more lines or characters than these are folded.
+MOST_LINES = 40
+MOST_CHARACTERS = 4000
+
+_MARK = re.compile(r"\[pasted text #(\d+): [\d,]+ (?:lines|characters)\]")
+
+
+class Pastes:
+    """The texts that marks in one message stand for."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, str] = {}
+
+    def fold(self, text: str) -> str:
+        """What goes into the editor for a text: itself, or a mark if it is large."""
+        n_lines = text.removesuffix("\n").count("\n") + 1
+        if n_lines <= MOST_LINES and len(text) <= MOST_CHARACTERS:
+            return text
+        number = len(self._texts) + 1
+        self._texts[number] = text
+        size = f"{n_lines:,} lines" if n_lines > MOST_LINES else f"{len(text):,} characters"
+        return f"[pasted text #{number}: {size}]"
+
+    def unfold(self, text: str) -> str:
+        """A message with the texts in the place of their marks."""
+        return _MARK.sub(lambda match: self._texts.get(int(match[1]), match[0]), text)
+
+    def clear(self) -> None:
+        self._texts.clear()
