@@ -409,4 +409,4 @@ def pause(b):
 
 
 #: What kernels import: the operations, and nothing that they are made of.
-__all__ = [operation.emit.__name__ for operation in OPERATIONS]
+__all__ = [each.emit.__name__ for each in OPERATIONS if each.emit.__module__ == __name__]

@@ -11,7 +11,7 @@ from localllm.errors import UsageError
 
 _WHOLE_LAYERS = "a model is split by layers, see -ngl and --tensor-split; leave it out"
 _ONE_ANSWER = "localllm generate answers one prompt: localllm chat is for conversations"
-_NO_SERVER = "there is no server: localllm generate --json is for programs, and so is localllm.load() in Python"
+_SERVER = "localllm serve -m FILE serves models to other programs"
 _NOT_HERE = "this version of localllm has nothing like it"
 _OWN_BATCHES = "localllm chooses the size of its batches itself"
 _ON_STDERR = "messages go to standard error, and -q leaves them out"
@@ -90,7 +90,8 @@ ABSENT = {
         ("--rope-scaling --rope-freq-base --rope-freq-scale --rope-scale --yarn-orig-ctx", _IN_FILE),
         ("--override-kv", "what the file says holds"),
         ("--context-shift", "the text ends where the context is full: see localllm chat --when-full drop"),
-        ("--host --port --api-key --embedding --embeddings --pooling --alias", _NO_SERVER),
+        ("--host --port --api-key --alias", _SERVER),
+        ("--embedding --embeddings --pooling", _NOT_HERE),
         ("--insecure", "the hub is asked at the address in the environment variable HF_ENDPOINT"),
         ("--modelfile --parameters --template --license", "localllm inspect FILE --metadata shows what a file says"),
     )
@@ -107,7 +108,7 @@ OTHER_COMMANDS = {
         ("list ls", "localllm models lists the models here"),
         ("download", "localllm pull ORG/REPO[:QUANT] downloads a model"),
         ("settings set", "localllm config shows and changes settings"),
-        ("serve server llama-server", _NO_SERVER),
+        ("server llama-server", _SERVER),
         ("ps stop", "a model is in memory for as long as its command runs"),
         ("create", "a GGUF file needs no Modelfile: -m names it, and localllm config set keeps settings"),
         ("rm cp push", "models are plain files, whose paths localllm models --json lists"),

@@ -95,7 +95,7 @@ def test_python_m_localllm_is_the_command() -> None:
 BAD_USAGE = {
     "unknown command": (["genrate"], "there is no command 'genrate': did you mean generate?"),
     "a command of others": (["run"], "there is no command 'run': localllm chat MODEL talks with a model"),
-    "a strange command": (["xyzzy"], "there is no command 'xyzzy': there are generate, chat, inspect, bench, "),
+    "a strange command": (["xyzzy"], "there is no command 'xyzzy': there are generate, chat, inspect, "),
     "no command but a flag": (["-p", "hi"], "a command comes first, as in localllm generate -p"),
     "no command but a file": (["model.gguf"], "'model.gguf' is not a command: localllm generate -m FILE"),
     "unknown flag": (["generate", "--tmp", "1"], "there is no flag --tmp: did you mean --temp? (localllm generate"),
