@@ -141,6 +141,19 @@ def _read_schema(value: Any) -> str | None:
         return None
 
 
+def _parse_schema(text: str) -> str:
+    """A JSON schema of the command line, as it is.
+
+    Raises:
+        UsageError: it is not valid JSON; says where.
+    """
+    try:
+        json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r:.80} is not valid JSON ({error}); -jf FILE reads a schema from a file") from None
+    return text
+
+
 def _text_with_content(value: object) -> str | None:
     return value if isinstance(value, str) and value.strip() else None
 
@@ -164,7 +177,7 @@ _CACHE_TYPE = Kind("one of 'f16', 'q8_0'", _read_cache_type, metavar="TYPE")
 _TEXTS = Kind("texts, none of them empty", _read_texts)
 STOPS = Kind("a text that is not empty, or a list of such", _read_stops, metavar="TEXT")
 _SECONDS = _number(math.ulp(0.0), "a number of seconds above 0")
-_SCHEMA = Kind("a JSON schema: a dict, a JSON text, or a pydantic model class", _read_schema, metavar="SCHEMA")
+_SCHEMA = Kind("a JSON schema: a dict, a JSON text, or a pydantic model class", _read_schema, _parse_schema, "SCHEMA")
 _REGEX = Kind("a regular expression that is not empty", _text_with_content, metavar="REGEX")
 _GRAMMAR = Kind("a grammar in Lark's or llama.cpp's notation", _text_with_content, metavar="TEXT")
 _BIASES = Kind("a mapping of token ids to finite numbers or -inf", _read_biases)
