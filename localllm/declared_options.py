@@ -483,7 +483,8 @@ class Sampling(_Checked):
         _SCHEMA,
         "the text is JSON that this schema allows.  It is a dict, JSON text, or a pydantic model class.  With it, as "
         "with ``regex`` and ``grammar``, what a model thinks first is free, and only ``max_tokens`` and ``stop`` can "
-        "cut the answer off before it is whole.  All three need the extra ``grammar``.",
+        "cut the answer off before it is whole.  An object has only the properties that the schema names, unless "
+        "``additionalProperties`` says otherwise.",
         "-j --json-schema",
         none="any text",
     )

@@ -51,7 +51,7 @@ class UsageError(LocalLLMError, ValueError):
 
 
 class GrammarError(UsageError):
-    """A JSON schema, regular expression or grammar that cannot be read or satisfied, or nothing here reads it."""
+    """A JSON schema, regular expression or grammar that cannot be read or satisfied."""
 
 
 class QueueFullError(LocalLLMError):

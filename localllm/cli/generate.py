@@ -36,7 +36,6 @@ from localllm.info import ModelInfo
 from localllm.llm import LLM, load
 from localllm.placement import Format, Placement, Plan
 from localllm.progress import LoadPlan, LoadProgress
-from localllm.sampling.grammar import check_grammar
 from localllm.settings import Settings
 
 #: Seconds after which somebody who may not know that a prompt is awaited is told.
@@ -52,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Complains about a setting before a model is loaded for nothing.
     sampling = CheckedOptions.of(options).sampling
     if sampling.grammar_kind is not None:
+        from localllm.sampling.grammar import check_grammar  # imported here: it takes a while
+
         check_grammar(sampling)
     prompt = _prompt(arguments)
     if arguments.chat and not prompt:
