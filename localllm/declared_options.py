@@ -16,7 +16,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
@@ -248,6 +248,11 @@ def shown(value: object) -> str:
         return "a number of very many digits"
 
 
+def _default(cls: type[Any], name: str) -> Any:
+    field = cls.__dataclass_fields__[name]
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
 class _Checked:
     """Options whose values are checked, and stored in their plain Python types."""
 
@@ -256,6 +261,8 @@ class _Checked:
             value = getattr(self, name)
             if value is None and option.none:
                 continue
+            if value is None:
+                value = _default(type(self), name)
             if (read := option.kind.read(value)) is None:
                 also = f", or None for {option.none}" if option.none else ""
                 raise UsageError(f"{name} is {shown(value)}, but must be {option.kind.words}{also}")
@@ -621,7 +628,8 @@ class CheckedOptions(_Checked):
         if sampling is None:
             sampling = Sampling(**settings)
         elif isinstance(sampling, Sampling):
-            sampling = sampling.replace(**settings)
+            given = {name: each for name, each in settings.items() if each is not None or of_sampling[name].none}
+            sampling = sampling.replace(**given)
         given = {name: value for name, value in options.items() if name in own}
         return cls(**given | {"sampling": sampling})
 

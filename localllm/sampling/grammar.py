@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from localllm.declared_options import Sampling
     from localllm.tokenizer import Tokenizer
 
-#: White space between the parts of JSON: a space, or a line's beginning.  Without a bound a model may never end it.
-_WHITE_SPACE = r"[ ]?|\n[ \t]{0,20}"
+#: JSON on one line: a model that may write white space between its parts may never end it.
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 #: What says of an object which other properties it may have.
 _SAYS_MORE = {
@@ -69,7 +69,7 @@ def _internal(sampling: Sampling) -> str:
         schema = str(sampling.json_schema)
         if '"allOf"' not in schema:
             schema = json.dumps(_closed(json.loads(schema)))
-        return str(matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITE_SPACE}))
+        return str(matcher.grammar_from_json_schema(schema, overrides=_ONE_LINE))
     if sampling.regex is not None:
         return str(matcher.grammar_from_regex(sampling.regex))
     grammar = sampling.grammar or ""
