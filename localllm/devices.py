@@ -22,7 +22,7 @@ DEVICES = ("auto", "cpu", "cuda", "cuda:0,1", "reference")
 #: Bytes of a GPU's memory beside the model's: kernels, what is uploaded, and what splits of the cache come to.
 GPU_OVERHEAD_BYTES = 256 << 20
 
-_CUDA = re.compile(r"(?:cuda|gpu)(?::(\d{1,9}(?:,\d{1,9})*))?", re.ASCII)
+_CUDA = re.compile(r"(?:cuda|gpu)(?::?(\d{1,9}(?:,\d{1,9})*))?", re.ASCII)
 
 
 @dataclass(frozen=True)

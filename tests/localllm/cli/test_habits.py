@@ -62,7 +62,7 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("generate -m model.gguf -p hi -n 4 -sm row", "warning: -sm changes nothing here: a model is always split", {}),
     ("generate -m model.gguf -p hi -n 4 -mg 1", "error: there is no flag -mg: GPUs are named in their order", {}),
     ("generate -m model.gguf -p hi -n 4 -ts 3,1", "warning: --tensor-split changes nothing here: no GPU", {}),
-    ("generate -m model.gguf -p hi -n 4 -dev CUDA0", "error: there is no device 'CUDA0': choose one of 'auto', ", {}),
+    ("generate -m model.gguf -p hi -n 4 -dev CUDA0", "error: no CUDA device can be used: NVIDIA's driver is not", {}),
     ("generate -m model.gguf -p hi -n 4 -ctk q8_0 -ctv q8_0", "", {"cache_type": "q8_0"}),
     (
         "generate -m model.gguf -p hi --cache-type-k q8_0 --cache-type-v f16",
