@@ -100,7 +100,6 @@ def test_without_grammars_nothing_is_ignored_in_silence(server: Serving, path: s
 
 @pytest.mark.skipif("json_schema" not in Options.__annotations__, reason="there are no grammars")
 def test_schemas_and_forced_calls() -> None:
-    pytest.importorskip("llguidance")
     messages = [{"role": "user", "content": "a"}]
     with serving(demo(chat_template=TOOLS_TEMPLATE)) as server:
         schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
