@@ -83,7 +83,6 @@ def test_what_is_not_there_yet_says_so(server: Serving, path: str) -> None:
 
 
 def test_schemas_and_forced_calls() -> None:
-    pytest.importorskip("llguidance")
     messages = [{"role": "user", "content": "a"}]
     with serving(demo(chat_template=TOOLS_TEMPLATE)) as server:
         schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
