@@ -26,7 +26,7 @@ from localllm.chat import CHATML
 from localllm.checks import check_keywords
 from localllm.completion import Chunk, Completion, Stream
 from localllm.devices import gpu_memory
-from localllm.errors import ModelNotFoundError, UsageError, warn
+from localllm.errors import ContextLengthError, ModelNotFoundError, UsageError, warn
 from localllm.gguf import GGUFFile
 from localllm.habits import THEIR_METHODS, no_attribute
 from localllm.kernels.graph import CacheType
@@ -190,7 +190,7 @@ class Llama:
         **more: Any,
     ) -> None:
         own = inspect.signature(Llama).parameters.keys() - {"more"}
-        check_keywords(more, {*own, *_WITHOUT_EFFECT, *_ONLY_DEFAULT}, {})
+        check_keywords(more, sorted({*own, *_WITHOUT_EFFECT, *_ONLY_DEFAULT}), {})
         for name, allowed in _ONLY_DEFAULT.items():
             if name in more and more[name] not in allowed:
                 raise NotAvailableError(f"{name} is {more[name]!r:.80}, but here it can only be {allowed[0]!r}")
@@ -273,7 +273,7 @@ class Llama:
         given = self._options(options, max_tokens, logprobs)
         before = prompt if isinstance(prompt, str) else self.llm.detokenize(prompt)
 
-        begin = partial(self.llm.stream, prompt, parse_special=True, **given)
+        begin = partial(self._begin, self.llm.stream, prompt, parse_special=True, **given)
         answer = _Answer(f"cmpl-{uuid.uuid4()}", "text_completion", model or self.model_path)
         if stream:
             return self._text_chunks(begin, answer, offset=len(before))
@@ -341,7 +341,9 @@ class Llama:
             given["json_schema"] = function.get("parameters") or {"type": "object"}
         elif kind != "text":
             given["json_schema"] = schema or {"type": "object"}
-        begin = partial(self.llm.stream_chat, messages, tools=None if choice == "none" else tools, **given)
+        begin = partial(
+            self._begin, self.llm.stream_chat, messages, tools=None if choice == "none" else tools, **given
+        )
         answer = _Answer(f"chatcmpl-{uuid.uuid4()}", "chat.completion", model or self.model_path)
         name = None if function is None else str(function["name"])
         if stream:
@@ -352,6 +354,13 @@ class Llama:
             message |= {"content": None, "tool_calls": [_call(answer, name, done.text)]}
             done = replace(done, finish_reason="tool_calls")  # type: ignore[arg-type]
         return answer.whole({"message": message, "logprobs": self._chat_logprobs(done.logprobs)}, done)
+
+    def _begin(self, stream: Callable[..., Stream], prompt: Any, **options: Any) -> Stream:
+        try:
+            return stream(prompt, **options)
+        except ContextLengthError as error:
+            advice = "shorten it, or give Llama a larger n_ctx"
+            raise ContextLengthError(error.n_tokens, error.context, advice) from None
 
     def _read(self, stream: Stream) -> Completion:
         done = stream.read()
@@ -394,7 +403,7 @@ class Llama:
 
     def _options(self, given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
         """The keywords of `LLM.stream` for those of llama-cpp-python."""
-        check_keywords(given, {*_OPTIONS, *_UNAVAILABLE, "grammar", "max_tokens", "logprobs", "stream"}, {})
+        check_keywords(given, [*_OPTIONS, *_UNAVAILABLE, "grammar", "max_tokens", "logprobs", "stream"], {})
         for name, allowed in _UNAVAILABLE.items():
             if name in given and given[name] not in allowed:
                 raise NotAvailableError(f"{name} is not available in this version of localllm: leave it out")
