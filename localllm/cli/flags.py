@@ -52,6 +52,12 @@ NO_EFFECT = {
         ("--perf --no-perf --log-timestamps --log-prefix --log-disable", "0", _ON_STDERR),
         ("--log-file --log-verbosity -lv", "1", _ON_STDERR),
         ("--offline", "0", "only localllm pull, -hf and -mu ask the hub"),
+        (
+            "--metrics --slots --props --no-webui --no-slots",
+            "0",
+            "the server always has its page, /metrics and the rest",
+        ),
+        ("--cache-reuse --threads-http", "1", "the server sees to it itself"),
         ("--keepalive", "1", "a model is in memory for as long as its command runs"),
         ("--kl-divergence", "0", "--base-logits FILE compares with the model whose logits it has"),
         ("--perplexity --ppl", "0", "-f FILE measures the perplexity of a text"),
