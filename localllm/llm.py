@@ -687,8 +687,13 @@ class LLM:
             raise _too_long(len(ids), engine.context, given.overflow == "truncate", truncatable)
         speculate = given.speculate
         if speculate == "auto":
-            speculate = "draft" if engine.has_draft_model else None
-        if speculate == "draft" and not engine.has_draft_model:
+            speculate = engine.drafts_by
+        if speculate == "mtp" and engine.drafts_by != "mtp":
+            raise UsageError(
+                "speculate is 'mtp', but the model has no block that predicts further tokens, is on a GPU, or has a "
+                "draft_model: choose speculate='lookup', or None"
+            )
+        if speculate == "draft" and engine.drafts_by != "draft":
             raise UsageError(
                 "speculate is 'draft', but there is no draft model: load the model with draft_model=..., or choose "
                 "speculate='lookup'"
