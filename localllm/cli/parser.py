@@ -407,23 +407,9 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         default=argparse.SUPPRESS,
         help="DRY follows no repetition across this text; in place of the default ones, which 'none' clears",
     )
-    group.add_argument(
-        "-jf",
-        "--json-schema-file",
-        dest="json_schema",
-        type=text_file,
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="read --json-schema from a file",
-    )
-    group.add_argument(
-        "--grammar-file",
-        dest="grammar",
-        type=text_file,
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="read --grammar from a file",
-    )
+    for flags, name in ((("-jf", "--json-schema-file"), "json_schema"), (("--grammar-file",), "grammar")):
+        text = f"read {flags[-1].removesuffix('-file')} from a file"
+        group.add_argument(*flags, dest=name, type=text_file, metavar="FILE", default=argparse.SUPPRESS, help=text)
     group.add_argument(
         "--samplers",
         type=lambda text: text.split(";"),
