@@ -92,6 +92,7 @@ ABSENT = {
         ("-nkvo --no-kv-offload --no-op-offload", _WHOLE_LAYERS),
         ("-ncmoe --n-cpu-moe -cmoe --cpu-moe -ot --override-tensor", _WHOLE_LAYERS),
         ("-hft --hf-token", "the environment variable HF_TOKEN has the token, or hf auth login keeps it"),
+        ("-p --prompt", "localllm generate -m MODEL -p TEXT answers a prompt"),
         ("-i --interactive -if --interactive-first -ins --instruct -mli --multiline-input", _ONE_ANSWER),
         ("-o --output --output-file", "the text goes to standard output: send it to a file with > FILE"),
         ("-bf --binary-file --in-file", "-f reads a prompt from a file"),
@@ -170,7 +171,7 @@ def in_our_command(line: Sequence[str], commands: Collection[str]) -> list[str]:
         raise UsageError(f"a command comes first, as in {_line('generate', *line)}: {there_are}")
     if word.lower().endswith(".gguf"):
         raise UsageError(f"{word!r} is not a command: {_line('generate', '-m', word)} lets a model write")
-    if meant := nearest(word, commands):
+    if meant := nearest(word.lower(), commands):
         raise UsageError(f"there is no command {word!r}: did you mean {meant}? {_line(meant, *rest)}")
     raise UsageError(f"there is no command {word!r}: {OTHER_COMMANDS.get(word, there_are)}")
 

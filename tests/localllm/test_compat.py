@@ -345,7 +345,7 @@ def test_other_values_of_the_constructor(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format is .* but types are only 'text', "),
+        ({"response_format": {"type": "xml"}}, "response_format is .* but must have type 'text', "),
         ({"response_format": "json"}, "response_format is 'json', but must be a mapping such as"),
         ({"tools": [{"x": 1}], "tool_choice": {"name": "f"}}, "tool_choice names 'f', which is not one of the tools"),
         ({"top_k": "all"}, "top_k is 'all', but must be"),
