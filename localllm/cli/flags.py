@@ -233,18 +233,19 @@ def take_words(words: Sequence[str], arguments: Any) -> None:
     given = vars(arguments)
     command, model, (first, *more) = given["command"], given.get("model"), words
     if command == "quantize" and first.isdigit() and not more:  # llama-quantize has the threads there
-        arguments.threads = int(first)
+        arguments.threads = int(first) or None
         return
     if command == "chat" and not more and model:
         answer = _line("generate", "-m", model, "-p", first)
         raise UsageError(f"localllm chat takes no prompt: {answer} answers once")
     if command != "generate":
         raise UsageError(f"it is not clear what {first!r} is for (localllm {command} --help shows what there is)")
-    if given["prompt"] is not None or given["file"] is not None or len(words) > (1 if model else 2):
-        raise UsageError(f"{first!r} stands alone: put a prompt of several words in quotes, as in -p 'two words'")
+    is_model = not model and (first == "demo" or re.fullmatch(r"\S+(\.gguf|/\S+)", first, re.IGNORECASE))
+    if given["prompt"] is not None or given["file"] is not None or len(words) > (2 if is_model else 1):
+        raise UsageError(f"{first!r} stands alone: put a prompt of several words in quotes, and a model behind -m")
     if more:  # generate MODEL PROMPT
         arguments.model, arguments.prompt = words
-    elif not model and (first == "demo" or re.fullmatch(r"\S+(\.gguf|/\S+)", first, re.IGNORECASE)):
+    elif is_model:
         raise UsageError(f"{first!r} names a model, and there is no prompt: {_line('generate', '-m', first)} -p TEXT")
     else:
         arguments.prompt = first

@@ -157,6 +157,7 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("run model.gguf hi -n 4", "", {"max_tokens": 4}),
     ("generate model.gguf hi -n 4", "", {"max_tokens": 4}),
     ("generate hi -n 4 -m model.gguf", "", {"max_tokens": 4}),
+    ("generate tell me", "error: 'tell' stands alone: put a prompt of several words in quotes, and a model", {}),
     (
         "generate org/repo",
         "error: 'org/repo' names a model, and there is no prompt: localllm generate -m org/repo",
