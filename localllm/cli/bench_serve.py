@@ -113,18 +113,18 @@ class Load:
 
     def _client(self) -> None:
         address = urlsplit(self.url)
-        with closing(http.client.HTTPConnection(address.hostname or "", address.port, timeout=600)) as connection:
-            while True:
-                with self._lock:
-                    due, body = next(self._next, (0.0, b""))
-                if not body:
-                    return
-                time.sleep(max(0.0, self._begin + due - time.perf_counter()))
+        while True:
+            with self._lock:
+                due, body = next(self._next, (0.0, b""))
+            if not body:
+                return
+            time.sleep(max(0.0, self._begin + due - time.perf_counter()))
+            # A new one for each request: servers close those that were idle for some seconds.
+            with closing(http.client.HTTPConnection(address.hostname or "", address.port, timeout=600)) as connection:
                 try:
                     self.results.append(self._ask(connection, body, self._begin + due if self.rate else None))
                 except (OSError, http.client.HTTPException, ValueError) as error:
                     self.errors.append(str(error))
-                    connection.close()
 
     @staticmethod
     def _ask(connection: http.client.HTTPConnection, body: bytes, due: float | None) -> Result:

@@ -48,8 +48,7 @@ def main() -> int:
             port = free_port()
             sizes = ["-c", n_clients * longest, "-np", n_clients, "-t", given.threads, "-tb", given.threads]
             words = [given.llama_server, "-m", given.file, *common, "--port", port, "-fa", "on", *sizes]
-            url = f"http://127.0.0.1:{port}"
-            found["llama-server"] = [str(w) for w in words], lambda line: ("is listening" in line and url) or None
+            found["llama-server"] = [str(w) for w in words], our_address
         if given.binding:
             port = free_port()
             sizes = ["--n_ctx", longest, "--n_threads", given.threads, "--n_threads_batch", given.threads]
