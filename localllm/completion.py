@@ -85,6 +85,8 @@ class Completion:
         ]
         return {
             "text": self.text,
+            "reasoning": self.reasoning,
+            "tool_calls": [{"name": call.name, "arguments": call.values} for call in self.tool_calls],
             "ids": list(self.ids),
             "finish_reason": self.finish_reason,
             "usage": _values(self.usage, "prompt_tokens cached_tokens completion_tokens total_tokens"),

@@ -626,7 +626,7 @@ class LLM:
         parser = ReplyParser.after(prompt, self._tokenizer, tools or ())
         parts = parser.feed(completion.text) + parser.finish()
         for message in parser.warnings:
-            warnings.warn(message, stacklevel=3)
+            warn(message)
         pieces = [part for part in parts if not isinstance(part, ToolCall)]
         return replace(
             completion,
