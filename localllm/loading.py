@@ -85,8 +85,7 @@ def load_parts(options: LoadOptions) -> Parts:
             _check_vocabulary(draft, tokenizer)
         devices = _open_devices(options)
         on_failure.callback(_close, devices)
-        sources += _blocks(sources, devices, options)
-        planners, plan = _plan(sources, devices, options)
+        sources, planners, plan = _plan_with_block(sources, devices, options)
         if options.planned is not None:
             options.planned(plan)
         loaded = list[tuple[ModelRunner, ModelInfo, tuple[str, ...]]]()
@@ -107,9 +106,9 @@ def load_parts(options: LoadOptions) -> Parts:
         # Steps over one token take as long as reading the weights.
         cost = draft_info.placement.multiplied / max(1, info.placement.multiplied)
         if norms:
-            drafting = MTPModel(draft_runner, expected_cost=cost, of_model=norms[0], of_block=norms[1])
-            break
-        drafting = DraftModel(draft_runner, expected_cost=cost)
+            n_values = sum(prod(use.weight.shape) for use in weights_of(sources[1].model.graph))
+            draft_info = replace(draft_info, n_parameters=n_values)
+        drafting = MTPModel(draft_runner, cost, *norms) if norms else DraftModel(draft_runner, expected_cost=cost)
         info, warnings = replace(info, draft=draft_info), warnings + notices
     on_end = partial(_close, devices)
     engine = Engine(runner, drafting, max_waiting=options.max_waiting, step_s=options.step_s, on_end=on_end)
@@ -128,7 +127,7 @@ def plan_file(options: LoadOptions) -> Plan:
         sources = [_read(file, options, "the model")]
         devices = _open_devices(options)
         try:
-            return _plan([*sources, *_blocks(sources, devices, options)], devices, options)[1]
+            return _plan_with_block(sources, devices, options)[2]
         finally:
             _close(devices)
 
@@ -274,6 +273,20 @@ def _plan(
     ]
     placements = fit(planners, available, options.context)
     return planners, Plan(placements, free, _notes(devices) + _notices(planners[0], placements[0]))
+
+
+def _plan_with_block(
+    sources: list[_Source], devices: tuple[Device, ...], options: LoadOptions
+) -> tuple[list[_Source], list[Planner], Plan]:
+    """As `_plan`, and with the block behind the model's last layer, if there is one and memory for it."""
+    blocks = _blocks(sources, devices, options)
+    try:
+        return [*sources, *blocks], *_plan([*sources, *blocks], devices, options)
+    except NotEnoughMemoryError:
+        if not blocks:
+            raise
+        sources[0].hidden = None
+        return sources, *_plan(sources, devices, options)
 
 
 def _load(

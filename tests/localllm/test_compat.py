@@ -148,6 +148,20 @@ def test_a_tool_that_is_called(llm: Llama) -> None:
         llm.create_chat_completion(QUESTION, tools=[TOOL], function_call={"name": "rain"})
 
 
+def test_a_tool_that_the_model_calls_by_itself(llm: Llama) -> None:
+    written = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    forced = LlamaGrammar.from_string(f"root ::= {json.dumps(written)}")
+    with pytest.warns(UserWarning, match="does not use tools"):
+        done = llm.create_chat_completion(QUESTION, tools=[TOOL], grammar=forced)["choices"][0]
+    assert (done["finish_reason"], done["message"]["content"]) == ("tool_calls", None)
+    assert done["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    [many] = llm.llm.generate_many([QUESTION], grammar=f"root ::= {json.dumps(f'<think>hm</think>{written}')}")
+    assert (many.reasoning, many.text) == ("hm", written)  # it was offered none
+    with pytest.warns(UserWarning, match="does not use tools"):
+        called = llm.llm.chat(QUESTION, tools=[TOOL], grammar=f"root ::= {json.dumps(written)}").to_dict()
+    assert called["tool_calls"] == [{"name": "weather", "arguments": {"city": "Oslo"}}]
+
+
 def test_answers_that_follow_a_grammar(llm: Llama, tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     for form in (
@@ -203,7 +217,7 @@ def test_drafts_from_the_prompt() -> None:
 def test_the_context_window() -> None:
     with Llama(model_path=DEMO, n_ctx=64, n_gpu_layers=-1, n_threads=1, use_mmap=True, n_batch=32) as llm:
         assert llm.n_ctx() == 64
-        with pytest.raises(ValueError, match="the context holds 64") as raised:
+        with pytest.raises(ValueError, match=r"the context holds 64: .* a larger n_ctx$") as raised:
             llm("a " * 100)
         assert isinstance(raised.value, ContextLengthError)
     with pytest.raises(ClosedError):
@@ -335,6 +349,9 @@ def test_other_values_of_the_constructor(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.warns(UserWarning, match="n_gpu_layers=35 has no effect: no GPU") as caught:
         Llama(DEMO, n_gpu_layers=35).close()
     assert caught[0].filename == __file__
+    for wrong in ({"n_ctx": "x"}, {"n_threads": 0}, {"n_gpu_layers": "all"}):
+        with pytest.raises(UsageError, match=f"^{next(iter(wrong))} is "):
+            Llama(DEMO, **wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'n_thread': did you mean 'n_threads'"):
         Llama(DEMO, n_thread=2)
 
@@ -342,14 +359,18 @@ def test_other_values_of_the_constructor(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format is .* can only be 'text', "),
+        ({"response_format": {"type": "xml"}}, "response_format is .* but must have type 'text', "),
+        ({"response_format": "json"}, "response_format is 'json', but must be a mapping such as"),
+        ({"tools": [{"x": 1}], "tool_choice": {"name": "f"}}, "tool_choice names 'f', which is not one of the tools"),
+        ({"top_k": "all"}, "top_k is 'all', but must be"),
+        ({"mirostat_mode": 1}, "mirostat_mode is 1, but must be"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice is 'required': name the function"),
         ({"stopping_criteria": [print]}, "stopping_criteria is not available"),
         ({"tfs_z": 0.5}, "tfs_z is not available"),
     ],
 )
 def test_what_a_chat_cannot_do(llm: Llama, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(NotAvailableError, match=message):
+    with pytest.raises(UsageError, match=message):
         llm.create_chat_completion(QUESTION, **options)
 
 
