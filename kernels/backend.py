@@ -101,15 +101,18 @@ class Batch:
         if not 0 <= self.states.min() <= self.states.max() < cache.n_states:
             raise KernelError(f"a batch names a recurrent state outside a cache of {cache.n_states}")
 
-    def check_ids(self, n_vocab: int) -> None:
-        """Makes sure that its ids are rows of a table.
+    def rows_of(self, n_rows: int, *, by_position: bool = False) -> NDArray[np.int32]:
+        """Its ids, or its positions: those of a table [n_rows, …].
 
         Raises:
-            KernelError: one is not.
+            KernelError: one is outside the table.
         """
-        ids = self.ids.tolist()
-        if ids and not 0 <= min(ids) <= max(ids) < n_vocab:
-            raise KernelError(f"a batch has token ids outside the vocabulary of {n_vocab}")
+        rows = self.positions if by_position else self.ids
+        numbers = rows.tolist()
+        if numbers and not 0 <= min(numbers) <= max(numbers) < n_rows:
+            what = "positions outside a table" if by_position else "token ids outside the vocabulary"
+            raise KernelError(f"a batch has {what} of {n_rows}")
+        return rows
 
 
 class TopK(NamedTuple):

@@ -334,12 +334,14 @@ class Input(Operation[Tensor]):
 class Embed(Operation[Tensor]):
     """The rows of a table [n_vocab, d] for the batch's ids, times a scale: [T, d].
 
-    With ``columns``, only those of the table: layers may each have theirs, as in Gemma 3n.
+    With ``columns``, only those of the table: layers may each have theirs, as in Gemma 3n.  With ``by_position``, the
+    rows are those of the tokens' positions, of which the table has all.
     """
 
     table: Weight
     scale: float = 1.0
     columns: range | None = None
+    by_position: bool = False
 
     @cached_property
     def result(self) -> Tensor:
@@ -1043,6 +1045,11 @@ class Graph:
         for i, node in enumerate(self.nodes):
             uses |= dict.fromkeys((*node.operation.results, *node.operation.inputs), i)
         return uses | dict.fromkeys({self.result} | self.watched & set(uses), len(self.nodes))
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no token sees one behind it; otherwise a text has to come in one batch."""
+        return all(n.operation.causal for n in self.nodes if isinstance(n.operation, Attention))
 
     def n_chosen(self) -> int:
         """Experts that each token goes to; 0 without any."""

@@ -145,6 +145,7 @@ class LLM:
     def __init__(self, parts: Parts) -> None:
         self._tokenizer = parts.tokenizer
         self._engine: Engine | None = parts.engine
+        self._embedder = parts.embedder
         self._info = parts.info
         self._template_source = parts.template_source
         self._template = parts.template
@@ -225,6 +226,7 @@ class LLM:
             NotEnoughMemoryError: the result would not fit into memory.
         """
         engine = self._opened()
+        self._check_writes()
         ids = token_ids(ids, self._info.n_vocab)
         n = len(ids) if last is None else whole_number("last", last, 1)
         if n > len(ids):
@@ -255,10 +257,67 @@ class LLM:
             TypeError, UsageError, ContextLengthError: as `generate`.
         """
         engine = self._opened()
+        self._check_writes()
         if isinstance(continuations, str | bytes) or not isinstance(continuations, Sequence):
             raise UsageError("continuations must be a list of texts, or of lists of token ids")
         pairs = [self._continued(prompt, continuation, add_special) for continuation in continuations]
         return scores(engine, pairs)
+
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        prefix: str = "",
+        dimensions: int | None = None,
+        normalize: bool = True,
+        truncate: bool = False,
+    ) -> NDArray[np.float32]:
+        """The vectors of texts, float32 [n, width], by a model that is made for them.
+
+        Args:
+            texts: texts, or tokens, which are taken as they are.
+            prefix: stands before each text, such as "search_query: "; the model's card says which.
+            dimensions: of each vector, that many of the first values, for models that allow it (Matryoshka).
+            normalize: whether vectors have the length 1, so that their products are cosines.
+            truncate: whether a text that does not fit into the context is cut at its end; else that is an error.
+
+        Raises:
+            UsageError: it is another kind of model, or an argument is out of range.
+            TokenizerError: a text cannot be spelled with the vocabulary.
+            ContextLengthError: a text is too long.
+        """
+        engine, embedder = self._opened(), self._embedder
+        if embedder is None or embedder.is_reranker:
+            what, use = ("scores documents", "rerank") if embedder else ("writes text", "generate or chat")
+            raise UsageError(f"{self._info.path.name} {what}: it makes no vectors of texts; use {use}")
+        if isinstance(texts, str | bytes) or not isinstance(texts, Sequence | np.ndarray):
+            raise UsageError("texts must be a list of texts, or of lists of token ids")
+        n = embedder.width if dimensions is None else whole_number("dimensions", dimensions, 1)
+        if n > embedder.width:
+            raise UsageError(f"dimensions is {n:,}, but the model's vectors have {embedder.width:,} values")
+        text("prefix", prefix)
+        ids = [self._prompt_ids(prefix + each if isinstance(each, str) else each, True, False) for each in texts]
+        if truncate:
+            ids = [each[: engine.context - 1] + each[-1:] if len(each) > engine.context else each for each in ids]
+        vectors = embedder.vectors(engine, ids)[:, :n]
+        if normalize:
+            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
+        return np.ascontiguousarray(vectors)
+
+    def rerank(self, query: str, documents: Sequence[str]) -> NDArray[np.float32]:
+        """How well each document answers a query, float32 [n]: the more, the better; by a reranker.
+
+        Raises:
+            UsageError: it is another kind of model, or an argument is no text.
+            TokenizerError, ContextLengthError: as `embed`.
+        """
+        engine, embedder = self._opened(), self._embedder
+        if embedder is None or not embedder.is_reranker:
+            raise UsageError(f"{self._info.path.name} is no reranker: load one, such as a GGUF of bge-reranker-v2-m3")
+        if isinstance(documents, str | bytes) or not isinstance(documents, Sequence):
+            raise UsageError("documents must be a list of texts")
+        pairs = [embedder.pair(self._tokenizer, text("query", query), text("document", each)) for each in documents]
+        return embedder.vectors(engine, pairs)[:, 0].copy()
 
     def generate(
         self,
@@ -508,6 +567,10 @@ class LLM:
         state = "closed" if self._engine is None else f"context={self._info.context}"
         return f"<LLM {self._info.path.name} ({self._info.file_type}) on {self._info.device}, {state}>"
 
+    def _check_writes(self) -> None:
+        if self._embedder is not None:
+            raise UsageError(f"{self._info.path.name} writes no text: it is for embed or rerank")
+
     def _opened(self) -> Engine:
         engine = self._engine
         if engine is None:
@@ -652,6 +715,7 @@ class LLM:
             template: the chat template, if this is the beginning of an answer.
         """
         engine, tokenizer = self._opened(), self._tokenizer
+        self._check_writes()
         sampling = given.sampling
         if given.ignore_eos:
             banned = dict.fromkeys(tokenizer.eog_ids, -math.inf)

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from localllm.chat.source import TemplateSource
 from localllm.declared_options import LoadOptions
 from localllm.devices import Device, open_devices
+from localllm.embedding import Embedder
 from localllm.engine.drafting.model import DraftModel
 from localllm.engine.engine import Engine
-from localllm.engine.runner import ModelRunner
+from localllm.engine.runner import ModelRunner, max_step_tokens
 from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
@@ -51,6 +52,7 @@ class Parts:
     """What a `localllm.LLM` is made of.
 
     Attributes:
+        embedder: of a model that makes vectors of texts, what makes them of the engine's.
         template_source: of the chat template.
         template: the same compiled, if it was given and not the file's.
         warnings: what whoever asked for the model should be told.
@@ -58,6 +60,7 @@ class Parts:
 
     tokenizer: Tokenizer
     engine: Engine
+    embedder: Embedder | None
     info: ModelInfo
     template_source: TemplateSource
     template: ChatTemplate | None
@@ -93,6 +96,8 @@ def load_parts(options: LoadOptions) -> Parts:
         except MemoryError as error:
             _let_go(error)
             raise
+        pooling = sources[0].model.pooling
+        embedder = None if pooling is None else Embedder(pooling, sources[0].file.metadata)
         on_failure.pop_all()
     runner, info, warnings = loaded[0]
     _log_info(info)
@@ -105,7 +110,7 @@ def load_parts(options: LoadOptions) -> Parts:
         info, warnings = replace(info, draft=draft_info), warnings + notices
     on_end = partial(_close, devices)
     engine = Engine(runner, drafting, max_waiting=options.max_waiting, step_s=options.step_s, on_end=on_end)
-    return Parts(tokenizer, engine, info, template_source, template, warnings)
+    return Parts(tokenizer, engine, embedder, info, template_source, template, warnings)
 
 
 def plan_file(options: LoadOptions) -> Plan:
@@ -260,7 +265,10 @@ def _load(
     file.check_unchanged()
     loaded = placement.loaded(step.weights)
     info = _info(source, planner, loaded)
-    runner = ModelRunner(step, n_vocab=config.n_vocab, context=placement.context)
+    graph, context = planner.model.graph, placement.context
+    result = {"width": graph.result.width, "is_causal": graph.is_causal}
+    n_tokens = max_step_tokens(graph, context)
+    runner = ModelRunner(step, n_vocab=config.n_vocab, context=context, max_tokens=n_tokens, **result)
     return runner, info, _notices(planner, placement) + _larger_weights(planner.name, placement, loaded)
 
 

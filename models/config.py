@@ -283,6 +283,7 @@ class Header:
         weights: the tensors.
         context: tokens that a sequence can have.
         cache_type: what keys and values are kept in.
+        pooling: how one vector is made of a text's, if that is what the model is for; see `localllm.models.pooling`.
     """
 
     meta: Metadata
@@ -290,6 +291,7 @@ class Header:
     weights: Weights
     context: int
     cache_type: CacheType
+    pooling: str | None = None
 
     @property
     def norm_eps(self) -> float:

@@ -45,7 +45,7 @@ class Lowered:
     Attributes:
         limits: what the calls have in common.
         hidden: where hidden states that another device computed are put, if the graph begins with them.
-        vocabularies: rows of the tables that ids are looked up in.
+        tables: rows of those that are looked up in, and whether by position.
         top_k: what finds the largest of the result, if that is logits.
         arena_bytes: what all buffers take.
     """
@@ -54,7 +54,7 @@ class Lowered:
     calls: list[Call]
     hidden: Stored | None
     result: Stored
-    vocabularies: list[int]
+    tables: list[tuple[int, bool]]
     top_k: TopK | None
     arena_bytes: int
 
@@ -79,7 +79,7 @@ class _Lowering:
         #: Rows as products with weights of a kind of formats read them.
         self.inputs: dict[tuple[Tensor, str], Inputs] = {}
         self.hidden: Stored | None = None
-        self.vocabularies: list[int] = []
+        self.tables: list[tuple[int, bool]] = []
 
     def lower(self) -> Lowered:
         for i, node in enumerate(self.graph.nodes):
@@ -96,7 +96,7 @@ class _Lowering:
         end = [result.buffer] if top_k is None else buffers_of(top_k)
         kept = [self.limits.batch.buffer, *(buffer for _, buffer in self.limits.ropes)]
         n_bytes = assign([begin, *map(buffers_of, found), end], kept)
-        return Lowered(self.limits, found, self.hidden, result, self.vocabularies, top_k, n_bytes)
+        return Lowered(self.limits, found, self.hidden, result, self.tables, top_k, n_bytes)
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 
@@ -132,9 +132,9 @@ class _Lowering:
 
     def embed(self, op: g.Embed) -> Stored:
         y, table = self.new(Rows.TOKENS, op.result.width), self.weights.matrix(op.table)
-        self.vocabularies.append(table.n_out)
+        self.tables.append((table.n_out, op.by_position))
         columns = op.columns or range(table.n_in)
-        self.calls.append(calls.Embed(self.limits.batch, table, columns, op.scale, y))
+        self.calls.append(calls.Embed(self.limits.batch, table, columns, op.scale, op.by_position, y))
         return y
 
     def rms_norm(self, op: g.RMSNorm) -> Stored:

@@ -88,7 +88,8 @@ class Engine:
 
     Attributes:
         context: tokens that a sequence can hold.
-        n_vocab: logits a token.
+        n_vocab: ids of tokens.
+        width: values of what it gives for a token: logits, or of a model that embeds a vector.
         max_tokens: tokens that one step evaluates at most.
         has_draft_model: whether requests can have drafts of a smaller model.
         counts: what it has done.
@@ -114,6 +115,7 @@ class Engine:
             on_end: called in the engine's thread when it ends.
         """
         self.context, self.n_vocab, self.max_tokens = runner.context, runner.n_vocab, runner.max_tokens
+        self.width = runner.width
         self.has_draft_model = draft_model is not None
         self._max_waiting = max_waiting
         self._process = Process()
@@ -277,6 +279,7 @@ class EngineLoop:
             max_outputs=runner.max_outputs,
             max_running=max_running,
             step_s=step_s,
+            is_causal=runner.is_causal,
         )
         self._draft_model = draft_model
         self._cost = StepCost()

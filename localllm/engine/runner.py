@@ -48,18 +48,34 @@ class ModelRunner:
     Attributes:
         cache: which tokens are where.
         context: tokens that a sequence can hold.
-        n_vocab: logits a token.
+        n_vocab: ids of tokens.
+        width: values of a row of what it gives: logits, or of a model that embeds a vector.
+        is_causal: whether texts can be evaluated part after part.
         max_tokens: tokens that one step evaluates at most.
         max_outputs: rows of logits that one step computes at most.
         max_top_k: largest logits that are found on the device; 0 where all lie in memory of the host anyway.
     """
 
-    def __init__(self, step: Step, *, n_vocab: int, context: int, max_tokens: int = MAX_TOKENS) -> None:
-        """``step`` was compiled for ``max_tokens`` tokens, or as many as the context has, and their `max_outputs`."""
+    def __init__(
+        self,
+        step: Step,
+        *,
+        n_vocab: int,
+        context: int,
+        max_tokens: int = MAX_TOKENS,
+        width: int | None = None,
+        is_causal: bool = True,
+    ) -> None:
+        """``step`` was compiled for ``max_tokens`` tokens, or as many as the context has, and their `max_outputs`.
+
+        ``width``: values of a row of its result, by default logits.
+        """
         self.context = context
         self.n_vocab = n_vocab
         self.max_tokens = min(max_tokens, context)
-        self.max_outputs = max_outputs(n_vocab, self.max_tokens)
+        self.width = n_vocab if width is None else width
+        self.is_causal = is_causal
+        self.max_outputs = max_outputs(self.width, self.max_tokens)
         self.max_top_k = step.max_top_k
         self.cache = PagedCache(step.cache)
         self._step = step
@@ -106,9 +122,14 @@ def n_states(graph: Graph, context: int, parallel: int) -> int:
     return parallel + max(KEPT_ENDS * parallel, most)
 
 
-def max_outputs(n_vocab: int, max_tokens: int) -> int:
-    """Rows of logits that one step computes at most."""
-    return max(1, min(max_tokens, MAX_LOGITS_BYTES // (4 * n_vocab)))
+def max_step_tokens(graph: Graph, context: int) -> int:
+    """Tokens that one step evaluates at most: of a model whose tokens see those behind them, a whole text."""
+    return min(MAX_TOKENS, context) if graph.is_causal else context
+
+
+def max_outputs(width: int, max_tokens: int) -> int:
+    """Rows of so many logits that one step computes at most."""
+    return max(1, min(max_tokens, MAX_LOGITS_BYTES // (4 * width)))
 
 
 def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:

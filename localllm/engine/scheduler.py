@@ -100,8 +100,13 @@ class Scheduler:
         max_outputs: int,
         max_running: int,
         step_s: float,
+        is_causal: bool = True,
     ) -> None:
-        """``step_s``: seconds that a step with tokens of prompts shall last at most."""
+        """
+        Args:
+            step_s: seconds that a step with tokens of prompts shall last at most.
+            is_causal: whether a prompt can be cut; otherwise it comes in one step, however long that lasts.
+        """
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.step_times = StepTimes()
@@ -111,6 +116,7 @@ class Scheduler:
         self._max_outputs = max_outputs
         self._max_running = min(max_running, cache.max_sequences)
         self._step_s = step_s
+        self._is_causal = is_causal
         self._turns = count(1)
 
     @property
@@ -205,6 +211,8 @@ class Scheduler:
             if key in computed:
                 return 0
             start, n = len(request.sequence), min(n_most, request.n_missing)
+            if not self._is_causal:
+                n = request.n_missing if request.n_missing <= self._max_tokens - sum(e.n_tokens for e in batch) else 0
             n = self._cache.n_to_snapshot(request.sequence, n)
             if request.sampler is None:  # as many as there are rows for
                 n = min(n, max(0, request.logits_from - start) + rows_left)
