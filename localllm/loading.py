@@ -266,9 +266,14 @@ def _load(
     loaded = placement.loaded(step.weights)
     info = _info(source, planner, loaded)
     graph, context = planner.model.graph, placement.context
-    result = {"width": graph.result.width, "is_causal": graph.is_causal}
-    n_tokens = max_step_tokens(graph, context)
-    runner = ModelRunner(step, n_vocab=config.n_vocab, context=context, max_tokens=n_tokens, **result)
+    runner = ModelRunner(
+        step,
+        n_vocab=config.n_vocab,
+        context=context,
+        max_tokens=max_step_tokens(graph, context),
+        width=graph.result.width,
+        is_causal=graph.is_causal,
+    )
     return runner, info, _notices(planner, placement) + _larger_weights(planner.name, placement, loaded)
 
 

@@ -186,8 +186,8 @@ def attention(
             for x in "qk"
         )
     q = at.add(RopeAppend(q, k, v, cache, rope, q_norm, k_norm, norm_last=norm_last, q_scale=q_scale))
-    sees = {"window": window, "chunk": chunk, "causal": causal}
-    y = attend(at, q, cache, heads, scale=scale, softcap=softcap, has_sinks=has_sinks, **sees)
+    scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "has_sinks": has_sinks}
+    y = attend(at, q, cache, heads, window=window, chunk=chunk, causal=causal, **scores)
     if gate is not None:
         y = at.add(Gated(gate, y, "sigmoid"))
     return at.linear(y, "attn_output", at.n_embd, residual=residual)

@@ -24,8 +24,8 @@ def record(m: Header) -> Graph:
     def layer(at: Layer, x: Tensor) -> Tensor:
         window = windows[at.number]
         y = norm(at, "attn_norm", x)
-        turned, sees = local_rope if window else rope, {"window": window, "causal": causal}
-        y = attention(at, y, heads, turned, qk_norm="head", scale=scale, **sees)
+        turned = local_rope if window else rope
+        y = attention(at, y, heads, turned, qk_norm="head", window=window, scale=scale, causal=causal)
         x = add(at, norm(at, "post_attention_norm", y), x)
         y = gated_mlp(at, norm(at, "ffn_norm", x), n_ff, activation="gelu")
         return add(at, norm(at, "post_ffw_norm", y), x)

@@ -40,8 +40,8 @@ def record(m: Header) -> Graph:
         y, window = x, windows[at.number]
         if at.number or "attn_norm.weight" in at.weights:
             y = layer_norm(at, "attn_norm", x)
-        sees = {"window": window // 2 + 1 if window else None, "causal": False}
-        x = attention(at, y, heads, local_rope if window else rope, residual=x, **sees)
+        reach = window // 2 + 1 if window else None
+        x = attention(at, y, heads, local_rope if window else rope, residual=x, window=reach, causal=False)
         return gated_mlp(at, layer_norm(at, "ffn_norm", x), n_ff, residual=x, activation=activation)
 
     def embedding(at: Layer, x: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from localllm.models.weights import ModelFile, Weights
 class Architecture:
     """A module of this folder, and the models that it is for.
 
-    An encoder makes vectors of texts, whatever its file says.  The module has ``record(m: Header) -> Graph``, and ``HF_NAMES``: see `localllm.models.hf_names`.
+    The module has ``record(m: Header) -> Graph``, and ``HF_NAMES``: see `localllm.models.hf_names`.  An encoder makes
+    vectors of texts, whatever its file says.
     """
 
     module: str

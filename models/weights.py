@@ -95,7 +95,7 @@ class RowsOf:
 
 @dataclass(frozen=True, eq=False)
 class PositionTable:
-    """What is added at each of ``n`` positions: a row of ``table``, if there is one, and the first row of ``types``."""
+    """What is added at each of ``n`` positions: a row of ``table`` and the first row of ``types``, where they are."""
 
     n: int
     table: Weight | None
