@@ -36,6 +36,7 @@ class Batch:
             of sequence s lies in page block_tables[g, s, p // page_size].  What is behind a window is not read.
         outputs: int32 [N], rows of the batch whose logits are wanted.
         states: int32 [S], the slot of each sequence's recurrent states, where a model has any.
+        adapters: float32 [T, n_adapters], how much of each a token gets; [0, 0] for nothing of any.
     """
 
     ids: NDArray[np.int32]
@@ -45,6 +46,7 @@ class Batch:
     block_tables: NDArray[np.int32]
     outputs: NDArray[np.int32]
     states: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    adapters: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
 
     def sequences(self) -> Iterator[tuple[int, int, int]]:
         """Of each sequence: its first row in the batch, the one behind its last, and its length in the cache."""

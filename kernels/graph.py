@@ -355,6 +355,34 @@ class Embed(Operation[Tensor]):
 
 
 @dataclass(frozen=True, eq=False)
+class AdapterWeights(Operation[Tensor]):
+    """How much of each adapter a token gets, [T, sum of widths]: what is between an adapter's two matrices is
+    multiplied with it.  ``parts`` are adapters' numbers in the batch, and how many values each has there.
+
+    Source: LoRA, arXiv:2106.09685.
+    """
+
+    parts: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def result(self) -> Tensor:
+        return Tensor(Rows.TOKENS, sum(width for _, width in self.parts))
+
+    def rows(self, weights: NDArray[np.float32], n_tokens: int) -> NDArray[np.float32]:
+        """The result, of a batch's weights [T, adapters]; of [0, 0] zeros.
+
+        Raises:
+            KernelError: the batch has not as many.
+        """
+        numbers, widths = zip(*self.parts, strict=True)
+        if not weights.size:
+            return np.zeros((n_tokens, sum(widths)), np.float32)
+        if len(weights) != n_tokens or weights.shape[1] <= max(numbers):
+            raise KernelError(f"a batch of {n_tokens} tokens has weights {list(weights.shape)} of adapters")
+        return np.repeat(weights[:, list(numbers)], widths, axis=1)
+
+
+@dataclass(frozen=True, eq=False)
 class RMSNorm(Operation[Tensor]):
     """x / sqrt(mean(x²) + eps) * weight over the last axis, or over each of ``n_groups`` parts of it.
 

@@ -229,6 +229,9 @@ class _Run:
             rows = rows[:, op.columns.start : op.columns.stop]
         return rows * np.float32(op.scale)
 
+    def adapter_weights(self, op: g.AdapterWeights) -> Array:
+        return op.rows(self.batch.adapters, len(self.batch.ids))
+
     def rms_norm(self, op: g.RMSNorm) -> Array:
         x = self.values[op.x].reshape(-1, op.n_groups, op.x.width // op.n_groups)
         weight = np.float32(1) if op.weight is None else self.arrays[op.weight]
@@ -459,6 +462,7 @@ class _Run:
 _OPERATIONS: dict[type[g.Operation[Any]], Callable[[_Run, Any], Any]] = {
     g.Input: _Run.input,
     g.Embed: _Run.embed,
+    g.AdapterWeights: _Run.adapter_weights,
     g.RMSNorm: _Run.rms_norm,
     g.LayerNorm: _Run.layer_norm,
     g.Add: _Run.add,

@@ -25,7 +25,7 @@ from localllm.habits import THEIR_LOAD, THEIR_METHODS, no_attribute
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import CacheType
-from localllm.loading import Parts, compile_template, load_parts
+from localllm.loading import Parts, check_adapters, compile_template, load_parts
 from localllm.options import Options
 from localllm.progress import LoadPlan, LoadProgress, default_progress
 from localllm.sampling import Sampling, make_sampler
@@ -64,6 +64,7 @@ def load(
     parallel: int = 1,
     cache_type: CacheType = "f16",
     chat_template: str | None = None,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     draft_model: str | os.PathLike[str] | None = None,
     progress: LoadProgress | None = None,
     planned: LoadPlan | None = None,
@@ -100,6 +101,7 @@ def load(
         parallel=parallel,
         cache_type=cache_type,
         chat_template=chat_template,
+        adapters={} if adapters is None else adapters,
         draft_model=model_file(draft_model, demo_is_a_file=True),
         progress=default_progress() if progress is None else progress,
         planned=planned,
@@ -147,6 +149,7 @@ class LLM:
         self._tokenizer = parts.tokenizer
         self._engine: Engine | None = parts.engine
         self._embedder = parts.embedder
+        self._options = parts.options
         self._info = parts.info
         self._template_source = parts.template_source
         self._template = parts.template
@@ -263,6 +266,25 @@ class LLM:
             raise UsageError("continuations must be a list of texts, or of lists of token ids")
         pairs = [self._continued(prompt, continuation, add_special) for continuation in continuations]
         return scores(engine, pairs)
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Adds a low-rank adapter, a GGUF file or a folder of PEFT's, for ``generate(..., adapters={name: 0.8})``.
+
+        The model is loaded again with it, so that requests under way end with a `ClosedError`; better give adapters
+        to `load`.  One of this name is replaced.
+
+        Raises:
+            ModelNotFoundError, GGUFError, ModelError: there is none, it is damaged, or for another model; the model
+                is then as it was.
+        """
+        self._opened()
+        adapters = {**self._options.adapters, text("name", name): path}
+        options = replace(self._options, adapters=adapters, planned=None)
+        check_adapters(options)
+        template, source = self._template, self._template_source
+        self.close()
+        LLM.__init__(self, load_parts(options))
+        self._template, self._template_source = template, source
 
     def embed(
         self,
@@ -751,8 +773,18 @@ class LLM:
             client=given.client,
             speculate=speculate,
             draft_max=given.draft_max,
+            adapters=self._shares(given.adapters),
         )
         return reader(engine, decoder, make_request, logprobs=sampling.logprobs is not None, progress=given.progress)
+
+    def _shares(self, wanted: Mapping[str, float]) -> tuple[float, ...]:
+        """How much a request gets of each adapter; nothing at all where that is 0 of each."""
+        loaded = self._options.adapters
+        for name in wanted.keys() - loaded.keys():
+            known = f"loaded are {', '.join(map(repr, loaded))}" if loaded else "none is loaded"
+            raise UsageError(f"there is no adapter {name!r:.80}: {known}; see load_adapter")
+        shares = tuple(wanted.get(name, 0.0) for name in loaded)
+        return shares if any(shares) else ()
 
     def _constraint(self, engine: Engine, sampling: Sampling, ids: list[int], template: str) -> Constraint | None:
         """What holds a text to its grammar, if it has one."""

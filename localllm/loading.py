@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from localllm.adapters import read_adapter
 from localllm.chat.source import TemplateSource
 from localllm.declared_options import LoadOptions
 from localllm.devices import Device, open_devices
@@ -29,6 +31,7 @@ from localllm.info import ModelInfo, file_type_name
 from localllm.kernels.backend import Progress, weights_of
 from localllm.kernels.cpu.host import available_memory, default_threads, memory_advice
 from localllm.kernels.graph import Weight
+from localllm.models.adapters import Adapter, with_adapters
 from localllm.models.registry import Model, find_architecture, read_model
 from localllm.placement import Placement, Plan, Planner, fit
 from localllm.progress import of_stage
@@ -53,6 +56,7 @@ class Parts:
 
     Attributes:
         embedder: of a model that makes vectors of texts, what makes them of the engine's.
+        options: what it was loaded with.
         template_source: of the chat template.
         template: the same compiled, if it was given and not the file's.
         warnings: what whoever asked for the model should be told.
@@ -61,6 +65,7 @@ class Parts:
     tokenizer: Tokenizer
     engine: Engine
     embedder: Embedder | None
+    options: LoadOptions
     info: ModelInfo
     template_source: TemplateSource
     template: ChatTemplate | None
@@ -74,7 +79,7 @@ def load_parts(options: LoadOptions) -> Parts:
         As `localllm.load`.
     """
     with ExitStack() as files, ExitStack() as on_failure:
-        sources = [_read(files.enter_context(_open(options.path)), options, "the model")]
+        sources = [_read(files.enter_context(_open(options.path)), options, "the model", adapts=True)]
         tokenizer = Tokenizer.from_gguf(sources[0].file)
         template_source, template = TemplateSource.of_file(sources[0].file), None
         if options.chat_template is not None:  # compiled now, to be checked
@@ -110,7 +115,7 @@ def load_parts(options: LoadOptions) -> Parts:
         info, warnings = replace(info, draft=draft_info), warnings + notices
     on_end = partial(_close, devices)
     engine = Engine(runner, drafting, max_waiting=options.max_waiting, step_s=options.step_s, on_end=on_end)
-    return Parts(tokenizer, engine, embedder, info, template_source, template, warnings)
+    return Parts(tokenizer, engine, embedder, options, info, template_source, template, warnings)
 
 
 def plan_file(options: LoadOptions) -> Plan:
@@ -122,7 +127,7 @@ def plan_file(options: LoadOptions) -> Plan:
     if options.threads is None:  # as many as loading takes, without measuring how many of them decode
         options = replace(options, threads=default_threads())
     with _open(options.path) as file:
-        source = _read(file, options, "the model")
+        source = _read(file, options, "the model", adapts=True)
         devices = _open_devices(options)
         try:
             return _plan([source], devices, options)[1]
@@ -162,15 +167,34 @@ def _open(path: str | os.PathLike[str] | None) -> Iterator[GGUFFile]:
 
 
 class _Source(NamedTuple):
-    """A model that is not loaded yet: its name for messages, its file, and its graph for the context asked for."""
+    """A model that is not loaded yet: its name for messages, its file, its graph for the context asked for, and the
+    adapters in that."""
 
     name: str
     file: GGUFFile
     model: Model
+    adapters: tuple[Adapter, ...] = ()
 
 
-def _read(file: GGUFFile, options: LoadOptions, name: str) -> _Source:
-    return _Source(name, file, read_model(file, options.context, options.cache_type))
+def _read(file: GGUFFile, options: LoadOptions, name: str, *, adapts: bool = False) -> _Source:
+    given = options.adapters if adapts else {}
+    adapters = tuple(read_adapter(each, Path(path), file) for each, path in given.items())
+    return _Source(name, file, _read_model(file, options, options.context, adapters), adapters)
+
+
+def _read_model(file: GGUFFile, options: LoadOptions, context: int | None, adapters: Sequence[Adapter]) -> Model:
+    model = read_model(file, context, options.cache_type)
+    return replace(model, graph=with_adapters(model.graph, adapters)) if adapters else model
+
+
+def check_adapters(options: LoadOptions) -> None:
+    """Reads the adapters of a model, and no weights.
+
+    Raises:
+        ModelNotFoundError, GGUFError, ModelError: one cannot be read, or is for another model.
+    """
+    with _open(options.path) as file:
+        _read(file, options, "the model", adapts=True)
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
@@ -252,7 +276,8 @@ def _load(
     file, config, report = source.file, source.model.config, of_stage(options.progress, "weights")
     # LongRoPE rotates short contexts differently.
     if (placement.context > config.original_context) != planner.model.is_long:
-        planner = replace(planner, model=read_model(file, placement.context, options.cache_type), _known={})
+        model = _read_model(file, options, placement.context, source.adapters)
+        planner = replace(planner, model=model, _known={})
     try:
         step = planner.load(placement, None if report is None else _counted(planner, report))
     except (MemoryError, OSError) as error:

@@ -98,6 +98,7 @@ class Lowered:
     Attributes:
         tables: what a batch is filled into, before the program runs.
         embeddings: what is looked up, and where its rows for the batch's ids are put.
+        adapters: the same of adapters' weights.
         hidden: where hidden states that another device computed are put, if the graph begins with them.
         arena_bytes: what all buffers take.
         n_products: products of activations and weights for each token.
@@ -106,6 +107,7 @@ class Lowered:
     instructions: Sequence[Instruction]
     tables: BatchTables
     embeddings: Sequence[tuple[g.Embed, Stored]]
+    adapters: Sequence[tuple[g.AdapterWeights, Stored]]
     hidden: Stored | None
     result: Stored
     watched: Mapping[Value, Stored | StoredRouting]
@@ -144,6 +146,7 @@ class Lowering:
         #: Rows of tensors in integers, as `tiles` draws them.
         self.records: dict[Tensor, Buffer] = {}
         self.embeddings: list[tuple[g.Embed, Stored]] = []
+        self.adapters: list[tuple[g.AdapterWeights, Stored]] = []
         self.hidden: Stored | None = None
         self.n_products = 0
 
@@ -154,11 +157,19 @@ class Lowering:
             results = result if isinstance(result, tuple) else (result,)
             self.stored.update(zip(operation.results, results, strict=True))
         result = self.stored[self.graph.result]
-        filled = [*self.tables.buffers, *(y.buffer for _, y in self.embeddings)]
+        filled = [*self.tables.buffers, *(y.buffer for _, y in (*self.embeddings, *self.adapters))]
         watched = {x: self.stored[x] for x in self.graph.watched if x in self.stored}
         n_bytes = assign([*self._stages(), [result.buffer, *(stored.buffer for stored in watched.values())]], filled)
         return Lowered(
-            self.instructions, self.tables, self.embeddings, self.hidden, result, watched, n_bytes, self.n_products
+            self.instructions,
+            self.tables,
+            self.embeddings,
+            self.adapters,
+            self.hidden,
+            result,
+            watched,
+            n_bytes,
+            self.n_products,
         )
 
     def _stages(self) -> list[list[Buffer]]:
@@ -225,6 +236,11 @@ class Lowering:
     def embed(self, op: g.Embed) -> Stored:
         y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
         self.embeddings.append((op, y))
+        return y
+
+    def adapter_weights(self, op: g.AdapterWeights) -> Stored:
+        y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
+        self.adapters.append((op, y))
         return y
 
     def rms_norm(self, op: g.RMSNorm) -> Stored:
@@ -599,6 +615,7 @@ def _constants(kind: KernelType) -> dict[str, Any]:
 _LOWERINGS: dict[type[g.Operation[Any]], Callable[[Lowering, Any], Any]] = {
     g.Input: Lowering.input,
     g.Embed: Lowering.embed,
+    g.AdapterWeights: Lowering.adapter_weights,
     g.RMSNorm: Lowering.rms_norm,
     g.LayerNorm: Lowering.layer_norm,
     g.Add: Lowering.add,

@@ -34,12 +34,14 @@ class Chunk:
         ids: the tokens to evaluate.
         n_outputs: for how many of the last of them logits are wanted.
         start: position of the first of them; what the cache holds from there on is overwritten.
+        adapters: how much of each adapter it gets; none at all for nothing of any.
     """
 
     sequence: CachedSequence
     ids: list[int]
     n_outputs: int
     start: int
+    adapters: tuple[float, ...] = ()
 
 
 class ModelRunner:
@@ -150,6 +152,10 @@ def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
         kv_lengths.append(stop)
         for group, pages in enumerate(chunk.sequence.pages):
             block_tables[group, s, : len(pages)] = pages[:n_blocks]
+    adapters = np.zeros((0, 0), np.float32)
+    if n_adapters := max(len(chunk.adapters) for chunk in chunks):
+        shares = [chunk.adapters or (0.0,) * n_adapters for chunk in chunks]
+        adapters = np.repeat(np.array(shares, np.float32), [len(chunk.ids) for chunk in chunks], axis=0)
     return Batch(
         ids=np.array(ids, np.int32),
         positions=np.array(positions, np.int32),
@@ -158,4 +164,5 @@ def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
         block_tables=block_tables,
         outputs=np.array(outputs, np.int32),
         states=np.array([chunk.sequence.state for chunk in chunks], np.int32),
+        adapters=adapters,
     )

@@ -53,7 +53,8 @@ class Scheduled:
         assert sequence is not None
         start = len(sequence)
         ids = request.tokens[start : start + self.n_tokens] + request.drafts[: self.n_drafts]
-        return Chunk(sequence, ids, request.n_outputs(start, self.n_tokens, self.n_drafts), start)
+        n_outputs = request.n_outputs(start, self.n_tokens, self.n_drafts)
+        return Chunk(sequence, ids, n_outputs, start, request.adapters)
 
 
 class StepTimes:
@@ -171,14 +172,14 @@ class Scheduler:
             waiting.remove(request)
             n_running[request.client] += 1
             reusable = request.tokens[: request.n_reusable]
-            n_pages = self._cache.n_pages_to_begin(reusable, len(request.tokens))
+            n_pages = self._cache.n_pages_to_begin(reusable, len(request.tokens), request.adapters)
             while self.running and not self._has_room(request, n_pages):
                 paused = self._paused()
                 if paused is None:
                     return
                 self._preempt(paused)
             self.waiting.remove(request)
-            request.sequence = self._cache.begin(reusable)
+            request.sequence = self._cache.begin(reusable, request.adapters)
             request.note_found()
             insort(self.running, request, key=_rank)
 
