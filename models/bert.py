@@ -34,13 +34,13 @@ def record(m: Header) -> Graph:
     is_rotated = m.config.architecture == "nomic-bert"
     rope = make_rope(m, heads.key_dim) if is_rotated else None
     m.meta.find("attention.causal")
-    n_types = m.meta.read("token_type_count", int, 0, low=0, high=1 << 10)
 
     def embedding(at: Layer, x: Tensor) -> Tensor:
         n, w = m.config.context_length, at.weights
         positions = None if is_rotated else w.require("position_embd.weight", n, d)
-        types = w.find("token_types.weight", n_types, d) if n_types > 1 else w.find("token_types.weight", d)
-        types = types or w.find("token_types.weight", 1, d)
+        n_types, types = w.n_rows("token_types.weight"), None
+        if "token_types.weight" in w:
+            types = w.require("token_types.weight", n_types, d) if n_types else w.row("token_types", d).weight
         if positions is not None or types is not None:
             x = add(at, at.add(Embed(PositionTable(n, positions, types), by_position=True)), x)
         return layer_norm(at, "token_embd_norm", x)

@@ -414,7 +414,6 @@ def encoder_keys(config: Any) -> dict[str, Any]:
         "attention.value_length": None,
         "attention.head_count_kv": None,
         "attention.layer_norm_rms_epsilon": None,
-        "token_type_count": getattr(config, "type_vocab_size", None),
     }
 
 
