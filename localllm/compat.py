@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, NoReturn, Self
 
 from localllm.chat import CHATML
-from localllm.checks import check_keywords
+from localllm.checks import check_keywords, whole_number
 from localllm.completion import Chunk, Completion, Stream
 from localllm.devices import gpu_memory
-from localllm.errors import ModelNotFoundError, UsageError, warn
+from localllm.errors import ContextLengthError, ModelNotFoundError, UsageError, warn
 from localllm.gguf import GGUFFile
 from localllm.habits import THEIR_METHODS, no_attribute
 from localllm.kernels.graph import CacheType
@@ -190,12 +190,13 @@ class Llama:
         **more: Any,
     ) -> None:
         own = inspect.signature(Llama).parameters.keys() - {"more"}
-        check_keywords(more, {*own, *_WITHOUT_EFFECT, *_ONLY_DEFAULT}, {})
+        check_keywords(more, sorted({*own, *_WITHOUT_EFFECT, *_ONLY_DEFAULT}), {})
         for name, allowed in _ONLY_DEFAULT.items():
             if name in more and more[name] not in allowed:
                 raise NotAvailableError(f"{name} is {more[name]!r:.80}, but here it can only be {allowed[0]!r}")
         if chat_format not in (None, "chatml"):
             warn(f"chat_format {chat_format!r} has no effect: the file's own template is used")
+        n_gpu_layers = whole_number("n_gpu_layers", n_gpu_layers, -1)
         if (n_gpu_layers > 0 or tensor_split) and not gpu_memory("auto"):
             warn(f"n_gpu_layers={n_gpu_layers} has no effect: no GPU can be used (localllm doctor says why)")
             n_gpu_layers, tensor_split = 0, None
@@ -206,18 +207,22 @@ class Llama:
         self.model_path = str(model_path)
         self.set_seed(seed)
         self._ids: tuple[int, ...] = ()
-        #: The same model with all that localllm has.
-        self.llm: LLM = load(
-            model_path,
-            device="cpu" if n_gpu_layers == 0 else "auto",
-            n_gpu_layers=None if n_gpu_layers <= 0 else n_gpu_layers,
-            tensor_split=tensor_split,
-            context=n_ctx or trained_context(model_file(model_path, demo_is_a_file=True)),
-            threads=n_threads,
-            cache_type=_cache_type(type_k, type_v),
-            chat_template=CHATML if chat_format == "chatml" else None,
-            draft_model=draft_model,
-        )
+        cache_type = _cache_type(type_k, type_v)
+        try:
+            #: The same model with all that localllm has.
+            self.llm: LLM = load(
+                model_path,
+                device="cpu" if n_gpu_layers == 0 else "auto",
+                n_gpu_layers=None if n_gpu_layers <= 0 else n_gpu_layers,
+                tensor_split=tensor_split,
+                context=n_ctx or trained_context(model_file(model_path, demo_is_a_file=True)),
+                threads=n_threads,
+                cache_type=cache_type,
+                chat_template=CHATML if chat_format == "chatml" else None,
+                draft_model=draft_model,
+            )
+        except UsageError as error:
+            raise _in_their_words(error) from None
 
     @classmethod
     def from_pretrained(cls, repo_id: str, filename: str | None = None, **options: Any) -> Self:
@@ -273,7 +278,7 @@ class Llama:
         given = self._options(options, max_tokens, logprobs)
         before = prompt if isinstance(prompt, str) else self.llm.detokenize(prompt)
 
-        begin = partial(self.llm.stream, prompt, parse_special=True, **given)
+        begin = partial(self._begin, self.llm.stream, prompt, parse_special=True, **given)
         answer = _Answer(f"cmpl-{uuid.uuid4()}", "text_completion", model or self.model_path)
         if stream:
             return self._text_chunks(begin, answer, offset=len(before))
@@ -328,20 +333,27 @@ class Llama:
                 "tool_choice is 'required': name the function, or leave it to the model by 'auto'"
             )
         function = None if not isinstance(choice, Mapping) else _function(choice, tools or ())
-        format_ = dict({"type": "text"} if response_format is None else response_format)
+        format_ = response_format or {"type": "text"}
+        if not isinstance(format_, Mapping):
+            raise UsageError(
+                f"response_format is {format_!r:.80}, but must be a mapping such as {{'type': 'json_object'}}"
+            )
         kind = format_.get("type")
         if kind not in ("text", "json_object", "json_schema"):
             raise NotAvailableError(
-                f"response_format is {format_!r:.80}, but its type can only be 'text', 'json_object' or 'json_schema'"
+                f"response_format is {dict(format_)!r:.80}, but its type must be 'text', 'json_object' or 'json_schema'"
             )
         n_logprobs = (top_logprobs or 0) if logprobs else None
         given = self._options({"temperature": temperature, **options}, max_tokens, n_logprobs)
-        schema = (format_.get("json_schema") or {}).get("schema") or format_.get("schema")
+        schema: Any = format_.get("json_schema") or format_
+        schema = schema.get("schema")
         if function is not None:
             given["json_schema"] = function.get("parameters") or {"type": "object"}
         elif kind != "text":
             given["json_schema"] = schema or {"type": "object"}
-        begin = partial(self.llm.stream_chat, messages, tools=None if choice == "none" else tools, **given)
+        begin = partial(
+            self._begin, self.llm.stream_chat, messages, tools=None if choice == "none" else tools, **given
+        )
         answer = _Answer(f"chatcmpl-{uuid.uuid4()}", "chat.completion", model or self.model_path)
         name = None if function is None else str(function["name"])
         if stream:
@@ -352,6 +364,15 @@ class Llama:
             message |= {"content": None, "tool_calls": [_call(answer, name, done.text)]}
             done = replace(done, finish_reason="tool_calls")  # type: ignore[arg-type]
         return answer.whole({"message": message, "logprobs": self._chat_logprobs(done.logprobs)}, done)
+
+    def _begin(self, stream: Callable[..., Stream], prompt: Any, **options: Any) -> Stream:
+        try:
+            return stream(prompt, **options)
+        except ContextLengthError as error:
+            advice = "shorten it, or give Llama a larger n_ctx"
+            raise ContextLengthError(error.n_tokens, error.context, advice) from None
+        except UsageError as error:
+            raise _in_their_words(error) from None
 
     def _read(self, stream: Stream) -> Completion:
         done = stream.read()
@@ -394,7 +415,7 @@ class Llama:
 
     def _options(self, given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
         """The keywords of `LLM.stream` for those of llama-cpp-python."""
-        check_keywords(given, {*_OPTIONS, *_UNAVAILABLE, "grammar", "max_tokens", "logprobs", "stream"}, {})
+        check_keywords(given, [*_OPTIONS, *_UNAVAILABLE, "grammar", "max_tokens", "logprobs", "stream"], {})
         for name, allowed in _UNAVAILABLE.items():
             if name in given and given[name] not in allowed:
                 raise NotAvailableError(f"{name} is not available in this version of localllm: leave it out")
@@ -584,7 +605,8 @@ class _Answer:
 def _function(choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The function that a ``tool_choice`` names, or a ``function_call``."""
     name = choice.get("function", choice).get("name")
-    found = [tool["function"] for tool in tools if tool["function"]["name"] == name]
+    functions = [tool.get("function") or {} for tool in tools]
+    found = [function for function in functions if function.get("name") == name is not None]
     if not found:
         raise UsageError(f"tool_choice names {name!r:.80}, which is not one of the tools: choose one of them")
     function: Mapping[str, Any] = found[0]
@@ -595,6 +617,16 @@ def _call(answer: _Answer, name: str, arguments: str) -> dict[str, Any]:
     """A call of a tool, or a part of its arguments."""
     function = {"name": name, "arguments": arguments}
     return {"id": f"call__0_{name}_{answer.id}", "type": "function", "function": function}
+
+
+#: What our options are called there.
+_THEIR_NAMES = {"context": "n_ctx", "threads": "n_threads", **{ours: theirs for theirs, ours in _OPTIONS.items()}}
+
+
+def _in_their_words(error: UsageError) -> UsageError:
+    """The same error with its option named as in llama-cpp-python."""
+    name, is_, rest = str(error).partition(" is ")
+    return type(error)(_THEIR_NAMES.get(name, name) + is_ + rest)
 
 
 def _number(id_: int | None) -> int:

@@ -26,6 +26,8 @@ from localllm.tokenizer.stream import StreamDecoder
 if TYPE_CHECKING:
     import asyncio
 
+    from localllm.chat.reply import ToolCall
+
 #: Chunks that a request runs ahead of its reader at most, before it pauses.
 MAX_UNREAD = 64
 
@@ -50,6 +52,8 @@ class Completion:
         timings: seconds and rates.
         logprobs: of each token, with the likeliest ones, where ``logprobs`` asked for them.
         drafts: how many tokens were drafted and how many accepted, where ``speculate`` asked for drafts.
+        reasoning: what the model thought before its answer, which is no part of ``text`` (`LLM.chat`).
+        tool_calls: the tools that it calls, which are no part of ``text`` either.
     """
 
     text: str
@@ -59,6 +63,8 @@ class Completion:
     timings: Timings
     logprobs: tuple[Choice, ...] | None = None
     drafts: Drafts | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
     def __str__(self) -> str:
         return self.text

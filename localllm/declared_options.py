@@ -39,7 +39,7 @@ Overflow = Literal["error", "truncate"]
 
 #: What drafts tokens for the model to verify: the text itself, the draft model, or ("auto") the draft model if there
 #: is one.
-Speculate = Literal["auto", "lookup", "draft"]
+Speculate = Literal["auto", "lookup", "draft", "mtp"]
 
 _MAX = sys.float_info.max
 
@@ -607,11 +607,11 @@ class CheckedOptions(_Checked):
     )
     speculate: Speculate | None = _asked(
         "auto",
-        _one_of("auto", "lookup", "draft"),
+        _one_of("auto", "lookup", "draft", "mtp"),
         "drafts several tokens, which the model then verifies in one step.  It is the same text, sooner where drafts "
         "are good, and `Completion.drafts` says how good they were.  'lookup' expects that the text repeats what it "
-        "or the prompt had before; 'draft' asks the ``draft_model`` of `localllm.load`; 'auto' does that if there is "
-        "one; None drafts nothing.",
+        "or the prompt had before; 'draft' asks the ``draft_model`` of `localllm.load`; 'mtp' a block of the model's "
+        "own file that predicts further tokens; 'auto' asks whichever of these two there is; None drafts nothing.",
         none="no drafts",
     )
     draft_max: int = _asked(

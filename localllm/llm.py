@@ -387,6 +387,9 @@ class LLM:
     ) -> Completion:
         """Answers the last message of a chat.
 
+        The completion's ``text`` is the answer; what the model thinks and which tools it calls stand beside it.  A
+        call that cannot be read, or of a tool that was not offered, stays in the text, and is a warning.
+
         Args:
             messages: each with a ``role`` ("system", "user", "assistant") and a ``content``.
             tools: JSON schemas of functions that the model may call; a template that does not use them is a warning.
@@ -400,7 +403,8 @@ class LLM:
             TypeError, UsageError, ContextLengthError: as `generate`.
         """
         given = CheckedOptions.of(options)
-        return self._stream_chat(Stream, messages, tools, template_variables, reply_prefix, given).read()
+        stream = self._stream_chat(Stream, messages, tools, template_variables, reply_prefix, given)
+        return self._answer(stream.read(), stream.tokens, tools)
 
     def stream_chat(
         self,
@@ -411,7 +415,10 @@ class LLM:
         reply_prefix: str = "",
         **options: Unpack[Options],
     ) -> Stream:
-        """As `chat`, but an iterator of chunks, as they come.  Closing it stops the work."""
+        """As `chat`, but an iterator of chunks, as they come.  Closing it stops the work.
+
+        Their text is all that the model writes: `localllm.chat.ReplyParser` takes it apart.
+        """
         given = CheckedOptions.of(options)
         return self._stream_chat(Stream, messages, tools, template_variables, reply_prefix, given)
 
@@ -538,7 +545,7 @@ class LLM:
         """As `chat`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
         given = CheckedOptions.of(options)
         stream = self._stream_chat(AsyncStream, messages, tools, template_variables, reply_prefix, given)
-        return await stream.read()
+        return self._answer(await stream.read(), stream.tokens, tools)
 
     def astream_chat(
         self,
@@ -694,6 +701,25 @@ class LLM:
             truncatable=lambda: len(truncated(messages, ids)) <= context,
         )
 
+    def _answer(
+        self, completion: Completion, tokens: Sequence[int], tools: Sequence[Mapping[str, Any]] | None
+    ) -> Completion:
+        """A reply to a chat, taken apart; ``tokens`` are those of the prompt and the reply."""
+        from localllm.chat.reply import ReplyParser, ToolCall
+
+        prompt = tokens[: completion.usage.prompt_tokens]
+        parser = ReplyParser.after(prompt, self._tokenizer, tools or ())
+        parts = parser.feed(completion.text) + parser.finish()
+        for message in parser.warnings:
+            warn(message)
+        pieces = [part for part in parts if not isinstance(part, ToolCall)]
+        return replace(
+            completion,
+            text="".join(piece.text for piece in pieces if not piece.thinking),
+            reasoning="".join(piece.text for piece in pieces if piece.thinking),
+            tool_calls=tuple(part for part in parts if isinstance(part, ToolCall)),
+        )
+
     def _chat_encoder(
         self,
         tools: Sequence[Mapping[str, object]] | None,
@@ -749,8 +775,13 @@ class LLM:
             raise _too_long(len(ids), engine.context, given.overflow == "truncate", truncatable)
         speculate = given.speculate
         if speculate == "auto":
-            speculate = "draft" if engine.has_draft_model else None
-        if speculate == "draft" and not engine.has_draft_model:
+            speculate = engine.drafts_by
+        if speculate == "mtp" and engine.drafts_by != "mtp":
+            raise UsageError(
+                "speculate is 'mtp', but the model has no block that predicts further tokens, is on a GPU, or has a "
+                "draft_model: choose speculate='lookup', or None"
+            )
+        if speculate == "draft" and engine.drafts_by != "draft":
             raise UsageError(
                 "speculate is 'draft', but there is no draft model: load the model with draft_model=..., or choose "
                 "speculate='lookup'"

@@ -15,7 +15,7 @@ from functools import partial
 from importlib import resources
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from localllm.adapters import read_adapter
 from localllm.chat.source import TemplateSource
@@ -23,6 +23,7 @@ from localllm.declared_options import LoadOptions
 from localllm.devices import Device, open_devices
 from localllm.embedding import Embedder
 from localllm.engine.drafting.model import DraftModel
+from localllm.engine.drafting.mtp import MTPModel
 from localllm.engine.engine import Engine
 from localllm.engine.runner import ModelRunner, max_step_tokens
 from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError, path_text
@@ -30,9 +31,10 @@ from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
 from localllm.kernels.backend import Progress, weights_of
 from localllm.kernels.cpu.host import available_memory, default_threads, memory_advice
-from localllm.kernels.graph import Weight
-from localllm.models.adapters import Adapter, with_adapters
-from localllm.models.registry import Model, find_architecture, read_model
+from localllm.kernels.graph import Tensor, Weight
+from localllm.models.adapters import with_adapters
+from localllm.models.mtp import hidden_norm, hidden_states
+from localllm.models.registry import Model, find_architecture, has_block, read_model
 from localllm.placement import Placement, Plan, Planner, fit
 from localllm.progress import of_stage
 from localllm.quant.types import BLOCK_SIZES
@@ -91,6 +93,7 @@ def load_parts(options: LoadOptions) -> Parts:
             _check_vocabulary(draft, tokenizer)
         devices = _open_devices(options)
         on_failure.callback(_close, devices)
+        sources += _blocks(sources, devices, options)
         planners, plan = _plan(sources, devices, options)
         if options.planned is not None:
             options.planned(plan)
@@ -103,14 +106,19 @@ def load_parts(options: LoadOptions) -> Parts:
             raise
         pooling = sources[0].model.pooling
         embedder = None if pooling is None else Embedder(pooling, sources[0].file.metadata)
+        norms = [hidden_norm(source.model.graph) for source in sources if source.hidden is not None]
         on_failure.pop_all()
     runner, info, warnings = loaded[0]
     _log_info(info)
-    drafting, warnings = None, _notes(devices) + warnings
+    drafting: DraftModel | None = None
+    warnings = _notes(devices) + warnings
     for draft_runner, draft_info, notices in loaded[1:]:
         _log_info(draft_info, "draft model ")
         # Steps over one token take as long as reading the weights.
         cost = draft_info.placement.multiplied / max(1, info.placement.multiplied)
+        if norms:
+            drafting = MTPModel(draft_runner, expected_cost=cost, of_model=norms[0], of_block=norms[1])
+            break
         drafting = DraftModel(draft_runner, expected_cost=cost)
         info, warnings = replace(info, draft=draft_info), warnings + notices
     on_end = partial(_close, devices)
@@ -127,10 +135,10 @@ def plan_file(options: LoadOptions) -> Plan:
     if options.threads is None:  # as many as loading takes, without measuring how many of them decode
         options = replace(options, threads=default_threads())
     with _open(options.path) as file:
-        source = _read(file, options, "the model", adapts=True)
+        sources = [_read(file, options, "the model", adapts=True)]
         devices = _open_devices(options)
         try:
-            return _plan([source], devices, options)[1]
+            return _plan([*sources, *_blocks(sources, devices, options)], devices, options)[1]
         finally:
             _close(devices)
 
@@ -166,25 +174,40 @@ def _open(path: str | os.PathLike[str] | None) -> Iterator[GGUFFile]:
         yield file
 
 
-class _Source(NamedTuple):
-    """A model that is not loaded yet: its name for messages, its file, its graph for the context asked for, and the
-    adapters in that."""
+@dataclass
+class _Source:
+    """A model that is not loaded yet.
+
+    Attributes:
+        name: for messages.
+        read: its graph for a context.
+        model: the same for the context asked for.
+        hidden: what `ModelRunner.hidden` reads, if anything drafts from it.
+    """
 
     name: str
     file: GGUFFile
+    read: Callable[[int | None], Model]
     model: Model
-    adapters: tuple[Adapter, ...] = ()
+    hidden: Tensor | None = None
+
+    def read_again(self, context: int) -> Model:
+        self.model = self.read(context)
+        self.hidden = None if self.hidden is None else hidden_states(self.model.graph)
+        return self.model
 
 
-def _read(file: GGUFFile, options: LoadOptions, name: str, *, adapts: bool = False) -> _Source:
+def _read(
+    file: GGUFFile, options: LoadOptions, name: str, *, is_block: bool = False, adapts: bool = False
+) -> _Source:
     given = options.adapters if adapts else {}
-    adapters = tuple(read_adapter(each, Path(path), file) for each, path in given.items())
-    return _Source(name, file, _read_model(file, options, options.context, adapters), adapters)
+    adapters = [read_adapter(each, Path(path), file) for each, path in given.items()]
 
+    def read(context: int | None) -> Model:
+        model = read_model(file, context, options.cache_type, is_block=is_block)
+        return replace(model, graph=with_adapters(model.graph, adapters)) if adapters else model
 
-def _read_model(file: GGUFFile, options: LoadOptions, context: int | None, adapters: Sequence[Adapter]) -> Model:
-    model = read_model(file, context, options.cache_type)
-    return replace(model, graph=with_adapters(model.graph, adapters)) if adapters else model
+    return _Source(name, file, read, read(options.context))
 
 
 def check_adapters(options: LoadOptions) -> None:
@@ -195,6 +218,16 @@ def check_adapters(options: LoadOptions) -> None:
     """
     with _open(options.path) as file:
         _read(file, options, "the model", adapts=True)
+
+
+def _blocks(sources: Sequence[_Source], devices: Sequence[Device], options: LoadOptions) -> list[_Source]:
+    """The block behind the model's last layer, if that drafts: on the host alone, as GPUs keep no hidden states."""
+    if len(sources) > 1 or len(devices) > 1 or not has_block(sources[0].file):
+        return []
+    block = _read(sources[0].file, options, "its block that predicts further tokens", is_block=True)
+    for source in (sources[0], block):
+        source.hidden = hidden_states(source.model.graph)
+    return [block]
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
@@ -276,8 +309,7 @@ def _load(
     file, config, report = source.file, source.model.config, of_stage(options.progress, "weights")
     # LongRoPE rotates short contexts differently.
     if (placement.context > config.original_context) != planner.model.is_long:
-        model = _read_model(file, options, placement.context, source.adapters)
-        planner = replace(planner, model=model, _known={})
+        planner = replace(planner, model=source.read_again(placement.context), _known={})
     try:
         step = planner.load(placement, None if report is None else _counted(planner, report))
     except (MemoryError, OSError) as error:
@@ -298,6 +330,7 @@ def _load(
         max_tokens=max_step_tokens(graph, context),
         width=graph.result.width,
         is_causal=graph.is_causal,
+        hidden=source.hidden,
     )
     return runner, info, _notices(planner, placement) + _larger_weights(planner.name, placement, loaded)
 

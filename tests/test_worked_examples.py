@@ -60,3 +60,4 @@ def test_the_page_of_models_has_the_architectures_of_the_registry() -> None:
     table = (DOCS / "models.md").read_text("utf-8").split("|---|---|\n")[1].split("\n\n")[0]
     rows = [f"| `{name}` | {architecture.models} |" for name, architecture in ARCHITECTURES.items()]
     assert sorted(table.splitlines()) == sorted(rows)
+    assert f"[{len(rows)} architectures](docs/models.md)" in (ROOT / "README.md").read_text("utf-8")

@@ -6,7 +6,7 @@ program serves every batch, because kernels read the number of tokens when they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -133,7 +133,7 @@ class Lowering:
         max_tokens: int,
         max_outputs: int,
     ) -> None:
-        check_operations(graph, _LOWERINGS, "cpu")
+        check_operations(graph, Lowering, "cpu")
         self.graph, self.weights, self.cache, self.target = graph, weights, cache, target
         n_chosen = graph.n_chosen()
         self.n_rows = {N_TOKENS: max_tokens, N_OUTPUTS: max_outputs, N_CHOSEN: max_tokens * n_chosen}
@@ -152,10 +152,8 @@ class Lowering:
 
     def lower(self) -> Lowered:
         for i, node in enumerate(self.graph.nodes):
-            self.node, operation = i, node.operation
-            result = _LOWERINGS[type(operation)](self, operation)
-            results = result if isinstance(result, tuple) else (result,)
-            self.stored.update(zip(operation.results, results, strict=True))
+            self.node = i
+            self.stored.update(node.operation.computed_by(self))
         result = self.stored[self.graph.result]
         filled = [*self.tables.buffers, *(y.buffer for _, y in (*self.embeddings, *self.adapters))]
         watched = {x: self.stored[x] for x in self.graph.watched if x in self.stored}
@@ -610,29 +608,3 @@ def _constants(kind: KernelType) -> dict[str, Any]:
     if tile := TILES.get(kind):
         return {"TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32, **tile.constants}
     return {"LOAD": FLOAT_LOADS[kind], "COLUMN_BYTES": layout.tile_bytes}
-
-
-_LOWERINGS: dict[type[g.Operation[Any]], Callable[[Lowering, Any], Any]] = {
-    g.Input: Lowering.input,
-    g.Embed: Lowering.embed,
-    g.AdapterWeights: Lowering.adapter_weights,
-    g.RMSNorm: Lowering.rms_norm,
-    g.LayerNorm: Lowering.layer_norm,
-    g.Add: Lowering.add,
-    g.Scale: Lowering.scale,
-    g.Activation: Lowering.activation,
-    g.Linear: Lowering.linear,
-    g.Linears: Lowering.linears,
-    g.HeadLinear: Lowering.head_linear,
-    g.RopeAppend: Lowering.rope_append,
-    g.Attention: Lowering.attention,
-    g.CausalConv: Lowering.causal_conv,
-    g.GatedDelta: Lowering.gated_delta,
-    g.Scan: Lowering.scan,
-    g.Gated: Lowering.gated,
-    g.Route: Lowering.route,
-    g.ExpertLinears: Lowering.expert_linears,
-    g.ExpertOutput: Lowering.expert_output,
-    g.Softcap: Lowering.softcap,
-    g.Outputs: Lowering.outputs,
-}

@@ -130,7 +130,7 @@ class Lowering:
     """
 
     def __init__(self, graph: Graph, weights: PackedWeights, limits: StepLimits) -> None:
-        check_operations(graph, _LOWERINGS, "cuda")
+        check_operations(graph, Lowering, "cuda")
         self.graph, self.weights, self.limits, self.batch = graph, weights, limits, limits.batch
         self.last_uses = graph.last_uses()
         self.readers: dict[Value, list[g.Operation[Any]]] = defaultdict(list)
@@ -147,10 +147,8 @@ class Lowering:
 
     def lower(self) -> Lowered:
         for i, node in enumerate(self.graph.nodes):
-            self.node, operation = i, node.operation
-            result = _LOWERINGS[type(operation)](self, operation)
-            results = result if isinstance(result, tuple) else (result,)
-            self.stored.update(zip(operation.results, results, strict=True))
+            self.node = i
+            self.stored.update(node.operation.computed_by(self))
         result = self.stored[self.graph.result]
         top_k = self.top_k(result) if self.graph.result.rows is Rows.OUTPUTS else None
         # What a step begins with is there before its calls; what finds the largest logits comes behind them.
@@ -721,28 +719,3 @@ def _product_cost(
     format, n_in, n_out = weights[0].packed, weights[0].n_in, inputs.n_heads * sum(w.n_out for w in weights)
     n_bytes = part * sum(w.n_bytes for w in weights) + inputs.bytes_of(n) + 4 * n * n_out + extra_bytes
     return Cost(n_bytes, 2 * n * n_in * n_out, _KINDS.get(format.name, "int8"))
-
-
-_LOWERINGS: dict[type[g.Operation[Any]], Callable[[Lowering, Any], Any]] = {
-    g.Input: Lowering.input,
-    g.Embed: Lowering.embed,
-    g.RMSNorm: Lowering.rms_norm,
-    g.LayerNorm: Lowering.layer_norm,
-    g.Add: Lowering.add,
-    g.Scale: Lowering.scale,
-    g.Activation: Lowering.activation,
-    g.CausalConv: Lowering.causal_conv,
-    g.GatedDelta: Lowering.gated_delta,
-    g.Scan: Lowering.scan,
-    g.Linear: Lowering.linear,
-    g.Linears: Lowering.linears,
-    g.HeadLinear: Lowering.head_linear,
-    g.RopeAppend: Lowering.rope_append,
-    g.Attention: Lowering.attention,
-    g.Gated: Lowering.gated,
-    g.Route: Lowering.route,
-    g.ExpertLinears: Lowering.expert_linears,
-    g.ExpertOutput: Lowering.expert_output,
-    g.Softcap: Lowering.softcap,
-    g.Outputs: Lowering.outputs,
-}

@@ -15,6 +15,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 from localllm.errors import DeviceError, KernelError
 from localllm.kernels.code_cache import cache_root, is_stale, read_code, write_code
+from localllm.kernels.cpu.host import default_threads
 from localllm.kernels.cuda.driver import CompileProgress, Defines
 from localllm.kernels.cuda.installation import import_nvrtc
 
@@ -29,6 +31,8 @@ from localllm.kernels.cuda.installation import import_nvrtc
 FOLDER = Path(__file__).parent
 #: Options of every module.  Numbers below the normal ones are zero; the rest of float arithmetic is IEEE's.
 OPTIONS = ("--std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo")
+#: Modules that are compiled at once: each takes some 100 MB meanwhile.
+_COMPILERS = 8
 #: What a compiler's message quotes: so many errors.
 _MOST_ERRORS = 3
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -190,12 +194,18 @@ class ModuleCompiler:
         """
         wanted = {s.file: s for s in (self._source(name, defines, architecture) for name, defines in modules)}
         missing = [s for s in wanted.values() if s.file not in self._compiled and _cached(s.file) is None]
-        for done, source in enumerate(missing):
-            if progress:
-                progress(done, len(missing))
-            self._compiled[source.file] = self._compile(source)
-        if missing and progress:
-            progress(len(missing), len(missing))
+        if not missing:
+            return
+        report = progress or (lambda done, n: None)
+        report(0, len(missing))
+        with ThreadPoolExecutor(min(_COMPILERS, default_threads()), "localllm-nvrtc") as pool:
+            try:
+                for done, (source, code) in enumerate(zip(missing, pool.map(self._compile, missing), strict=True), 1):
+                    self._compiled[source.file] = code
+                    report(done, len(missing))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
     def binary(self, name: str, defines: Defines, architecture: str) -> bytes:
         """A module's code, for a driver to load.

@@ -232,6 +232,10 @@ other programs were busy while the ceiling was measured.
 --profile adds for each test, and each GPU, what the kernels of a step take, by operation: its launches, its time and
 its share, the bytes and operations that it cannot do without a second, and how near that is to the GPU's ceilings.
 "at work" is the part of the time in which the GPU had any of this to do.
+
+--serve measures `localllm serve` with clients that send prompts of -p and read replies of -n tokens on average: how
+many tokens and requests it does a second, and the time to the first token and between tokens (50 %, 95 % and 99 % of
+them take no longer).
 """
 
 MODELS_DETAILS = """\
@@ -414,23 +418,9 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         default=argparse.SUPPRESS,
         help="DRY follows no repetition across this text; in place of the default ones, which 'none' clears",
     )
-    group.add_argument(
-        "-jf",
-        "--json-schema-file",
-        dest="json_schema",
-        type=text_file,
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="read --json-schema from a file",
-    )
-    group.add_argument(
-        "--grammar-file",
-        dest="grammar",
-        type=text_file,
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="read --grammar from a file",
-    )
+    for flags, name in ((("-jf", "--json-schema-file"), "json_schema"), (("--grammar-file",), "grammar")):
+        text = f"read {flags[-1].removesuffix('-file')} from a file"
+        group.add_argument(*flags, dest=name, type=text_file, metavar="FILE", default=argparse.SUPPRESS, help=text)
     group.add_argument(
         "--samplers",
         type=lambda text: text.split(";"),
@@ -707,6 +697,19 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-r", "--repetitions", type=whole(1), metavar="N", default=5, help="repetitions (default: 5)")
     _add_device(parser)
     parser.add_argument("--profile", action="store_true", help="show what the time on GPUs goes to, by operation")
+    serving = parser.add_argument_group("a server with many clients, in place of tests")
+    serving.add_argument("--serve", action="store_true", help="start a server for each FILE, and measure it")
+    serving.add_argument(
+        "--clients",
+        type=numbers,
+        metavar="N,…",
+        default=[8],
+        help="clients, each with a request at a time (default: 8)",
+    )
+    serving.add_argument("--requests", type=whole(1), metavar="N", default=64, help="requests in all (default: 64)")
+    serving.add_argument(
+        "--rate", type=float, metavar="R", help="requests that arrive a second (default: each client's as it is free)"
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         *("-o", "--output"),

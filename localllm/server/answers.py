@@ -20,7 +20,7 @@ import msgspec
 from starlette.requests import Request
 
 from localllm.chat.reply import ReplyParser, ToolCall
-from localllm.chat.thinking import Piece, opening_tag
+from localllm.chat.thinking import Piece
 from localllm.completion import AsyncStream, Chunk
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import ClosedError
@@ -267,8 +267,7 @@ class Answer:
         yield Part(index, end=reply)
 
     def _parser(self, stream: AsyncStream) -> ReplyParser:
-        end = self.llm.tokenizer.decode(stream.tokens[: self.prompt_tokens][-16:], special=True)
-        return ReplyParser(self.ask.tools, opening_tag(end))
+        return ReplyParser.after(stream.tokens[: self.prompt_tokens], self.llm.tokenizer, self.ask.tools)
 
     async def read(self) -> list[Reply]:
         """All replies, whole."""

@@ -148,7 +148,7 @@ async def decode(request: Request, kind: type[_T]) -> _T:
 #: Fields that ask for nothing which could be missed here.
 _HARMLESS = """
     user store metadata service_tier safety_identifier prompt_cache_key cache_control context_management include betas
-    cache_prompt id_slot n_keep num_keep truncate truncation
+    cache_prompt id_slot n_keep num_keep truncate truncation include_obfuscation
 """
 
 #: How to get what some fields of Ollama's ask for.

@@ -521,6 +521,7 @@ def model_json(served: ServedModel) -> dict[str, Any]:
         "n_params": details.n_parameters,
         "size": served.n_bytes,
         "ftype": details.file_type,
+        "n_vocab": None if info is None else info.n_vocab,
     }
     return {
         "id": served.name,

@@ -203,7 +203,7 @@ def test_drafts_from_the_prompt() -> None:
 def test_the_context_window() -> None:
     with Llama(model_path=DEMO, n_ctx=64, n_gpu_layers=-1, n_threads=1, use_mmap=True, n_batch=32) as llm:
         assert llm.n_ctx() == 64
-        with pytest.raises(ValueError, match="the context holds 64") as raised:
+        with pytest.raises(ValueError, match=r"the context holds 64: .* a larger n_ctx$") as raised:
             llm("a " * 100)
         assert isinstance(raised.value, ContextLengthError)
     with pytest.raises(ClosedError):
@@ -335,6 +335,9 @@ def test_other_values_of_the_constructor(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.warns(UserWarning, match="n_gpu_layers=35 has no effect: no GPU") as caught:
         Llama(DEMO, n_gpu_layers=35).close()
     assert caught[0].filename == __file__
+    for wrong in ({"n_ctx": "x"}, {"n_threads": 0}, {"n_gpu_layers": "all"}):
+        with pytest.raises(UsageError, match=f"^{next(iter(wrong))} is "):
+            Llama(DEMO, **wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'n_thread': did you mean 'n_threads'"):
         Llama(DEMO, n_thread=2)
 
@@ -342,14 +345,18 @@ def test_other_values_of_the_constructor(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format is .* can only be 'text', "),
+        ({"response_format": {"type": "xml"}}, "response_format is .* but types are only 'text', "),
+        ({"response_format": "json"}, "response_format is 'json', but must be a mapping such as"),
+        ({"tools": [{"x": 1}], "tool_choice": {"name": "f"}}, "tool_choice names 'f', which is not one of the tools"),
+        ({"top_k": "all"}, "top_k is 'all', but must be"),
+        ({"mirostat_mode": 1}, "mirostat_mode is 1, but must be"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice is 'required': name the function"),
         ({"stopping_criteria": [print]}, "stopping_criteria is not available"),
         ({"tfs_z": 0.5}, "tfs_z is not available"),
     ],
 )
 def test_what_a_chat_cannot_do(llm: Llama, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(NotAvailableError, match=message):
+    with pytest.raises(UsageError, match=message):
         llm.create_chat_completion(QUESTION, **options)
 
 

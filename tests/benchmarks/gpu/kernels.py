@@ -158,8 +158,8 @@ def attention(machine: Machine) -> Iterator[Row]:
     for cache_type in ("f16", "q8_0"):
         for n_sequences, length in machine.sizes.decode:
             yield _attention(machine, cache_type, n_sequences, 1, length)
-        for n in machine.sizes.prefill:
-            yield _attention(machine, cache_type, 1, n, n)
+        for n, length in (*((n, n) for n in machine.sizes.prefill), *machine.sizes.chunks):
+            yield _attention(machine, cache_type, 1, n, length)
         gc.collect()
 
 
@@ -197,7 +197,7 @@ def _attention(machine: Machine, cache_type: CacheType, n_sequences: int, n: int
         ]
     )
     error = _relative_error(y[last, : CHECKED_HEADS * head_dim], expected)
-    name = f"attention, {n_sequences} x 1 at {length}" if n == 1 else f"attention, a prompt of {n}"
+    name = f"attention, {n_sequences} x 1 at {length}" if n == 1 else f"attention, {n} tokens up to {length}"
     what = {"kernel": name, "format": cache_type, "rows": n_tokens}
     wanted = ATTENTION_DECODE if n == 1 else ATTENTION_PREFILL
     return timed.row(wanted, error, ATTENTION_TOLERANCE[cache_type], what)

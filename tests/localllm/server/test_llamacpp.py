@@ -100,7 +100,6 @@ def test_schemas_and_forced_calls() -> None:
 
 @pytest.mark.parametrize("text", [{"grammar": 'root ::= "yes" | "no"'}, {"regex": "yes|no"}])
 def test_completions_follow_a_grammar(server: Serving, text: dict[str, str]) -> None:
-    pytest.importorskip("llguidance")
     assert post(server, "/completion", prompt="Is it?", **text)["content"] in ("yes", "no")
     reply = post(server, "/v1/completions", prompt="Is it?", max_tokens=9, **text)
     assert reply["choices"][0]["text"] in ("yes", "no")
@@ -108,7 +107,6 @@ def test_completions_follow_a_grammar(server: Serving, text: dict[str, str]) -> 
 
 def test_strict_tools_hold_calls_to_their_schema() -> None:
     """The scripted model wants 3, which the schema does not allow."""
-    pytest.importorskip("llguidance")
     parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     parameters["additionalProperties"] = False
     messages = [{"role": "user", "content": "a"}]

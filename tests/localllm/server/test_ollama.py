@@ -120,7 +120,6 @@ def test_a_reply_gives_the_context_for_the_next_one(client: Any, server: Serving
 
 
 def test_a_format_is_kept_to(client: Any) -> None:
-    pytest.importorskip("llguidance")
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     schema["additionalProperties"] = False
     reply = client.chat(model="demo", messages=HELLO, format=schema)
