@@ -341,7 +341,8 @@ class Llama:
         kind = format_.get("type")
         if kind not in ("text", "json_object", "json_schema"):
             raise NotAvailableError(
-                f"response_format is {dict(format_)!r:.80}, but its type must be 'text', 'json_object' or 'json_schema'"
+                f"response_format is {dict(format_)!r:.80}, but types are only 'text', 'json_object' and "
+                "'json_schema'"
             )
         n_logprobs = (top_logprobs or 0) if logprobs else None
         given = self._options({"temperature": temperature, **options}, max_tokens, n_logprobs)
