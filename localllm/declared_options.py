@@ -237,8 +237,7 @@ def _kept(default: Any, kind: Kind, help: str, flags: str = "--", label: str = "
 
 def _asked(default: Any, kind: Kind, help: str, flags: str = "", *, none: str = "") -> Any:
     """An option of single calls, which is not kept."""
-    default = {"default_factory": dict} if default == {} else {"default": default}
-    return field(**default, metadata={"option": Option(kind, help, flags, none=none, is_kept=False)})
+    return field(default=default, metadata={"option": Option(kind, help, flags, none=none, is_kept=False)})
 
 
 def declared(cls: type[Any]) -> dict[str, Option]:
@@ -254,7 +253,7 @@ def flags_of(name: str, option: Option) -> list[str]:
 def default_text(cls: type[Any], name: str) -> str:
     """The default of an option, for people."""
     default = getattr(cls, name, None)
-    return declared(cls)[name].none if default in (None, (), {}) else str(default)
+    return declared(cls)[name].none if default in (None, ()) else str(default)
 
 
 def shown(value: object) -> str:
@@ -380,11 +379,12 @@ class LoadOptions(_Checked):
     chat_template: str | None = _asked(
         None, _TEXT, "jinja2 source of a chat template in place of the file's own", none="the file's own"
     )
-    adapters: Mapping[str, str | os.PathLike[str]] = _asked(
-        {},
+    adapters: Mapping[str, str | os.PathLike[str]] | None = _asked(
+        None,
         _ADAPTERS,
         "low-rank adapters (LoRA) by names of your own: GGUF files, or folders of PEFT's.  A call says how much of "
         "which it wants: ``generate(..., adapters={'name': 0.8})``.",
+        none="none",
     )
     draft_model: str | os.PathLike[str] | None = _asked(
         None,
@@ -629,10 +629,11 @@ class CheckedOptions(_Checked):
     client: str = _asked(
         "", _TEXT, "a name of whoever asks: clients share the model evenly, however many requests each has"
     )
-    adapters: Mapping[str, float] = _asked(
-        {},
+    adapters: Mapping[str, float] | None = _asked(
+        None,
         _SHARES,
         "how much of which loaded adapters is added to the model, such as {'name': 0.8}; those left out add nothing",
+        none="nothing of any",
     )
     timeout: float | None = _asked(
         None,

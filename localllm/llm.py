@@ -101,7 +101,7 @@ def load(
         parallel=parallel,
         cache_type=cache_type,
         chat_template=chat_template,
-        adapters={} if adapters is None else adapters,
+        adapters=adapters,
         draft_model=model_file(draft_model, demo_is_a_file=True),
         progress=default_progress() if progress is None else progress,
         planned=planned,
@@ -278,7 +278,7 @@ class LLM:
                 is then as it was.
         """
         self._opened()
-        adapters = {**self._options.adapters, text("name", name): path}
+        adapters = {**(self._options.adapters or {}), text("name", name): path}
         options = replace(self._options, adapters=adapters, planned=None)
         check_adapters(options)
         template, source = self._template, self._template_source
@@ -808,9 +808,9 @@ class LLM:
         )
         return reader(engine, decoder, make_request, logprobs=sampling.logprobs is not None, progress=given.progress)
 
-    def _shares(self, wanted: Mapping[str, float]) -> tuple[float, ...]:
+    def _shares(self, wanted: Mapping[str, float] | None) -> tuple[float, ...]:
         """How much a request gets of each adapter; nothing at all where that is 0 of each."""
-        loaded = self._options.adapters
+        wanted, loaded = wanted or {}, self._options.adapters or {}
         for name in wanted.keys() - loaded.keys():
             known = f"loaded are {', '.join(map(repr, loaded))}" if loaded else "none is loaded"
             raise UsageError(f"there is no adapter {name!r:.80}: {known}; see load_adapter")

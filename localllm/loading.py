@@ -200,7 +200,7 @@ class _Source:
 def _read(
     file: GGUFFile, options: LoadOptions, name: str, *, is_block: bool = False, adapts: bool = False
 ) -> _Source:
-    given = options.adapters if adapts else {}
+    given = (options.adapters if adapts else None) or {}
     adapters = [read_adapter(each, Path(path), file) for each, path in given.items()]
 
     def read(context: int | None) -> Model:

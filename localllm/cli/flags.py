@@ -109,7 +109,7 @@ ABSENT = {
         ("--override-kv", "what the file says holds"),
         ("--context-shift", "the text ends where the context is full: see localllm chat --when-full drop"),
         ("--host --port --api-key --alias", _SERVER),
-        ("--embedding --embeddings --pooling", _NOT_HERE),
+        ("--embedding --embeddings --pooling", "localllm embed makes vectors of texts, as the file says"),
         ("--insecure", "the hub is asked at the address in the environment variable HF_ENDPOINT"),
         ("--modelfile --parameters --template --license", _INSPECT),
     )
@@ -130,6 +130,8 @@ SAME_COMMANDS = {
         ("quantize", "llama-quantize"),
         ("imatrix", "llama-imatrix"),
         ("evaluate", "perplexity llama-perplexity"),
+        ("embed", "embedding embeddings llama-embedding"),
+        ("merge", "llama-export-lora export-lora"),
         ("config", "settings"),
         ("--version", "version -v -V"),
     )
@@ -145,8 +147,7 @@ OTHER_COMMANDS = {
         ("rm cp push", "models are plain files, whose paths localllm models --json lists"),
         ("signin signout login", "hf auth login tells the hub who you are"),
         ("tokenize llama-tokenize", "LLM.tokenize shows a text's tokens, in Python: see docs/library.md"),
-        ("embedding llama-embedding embed", _NOT_HERE),
-        ("llama-gguf-split llama-export-lora llama-mtmd-cli", _NOT_HERE),
+        ("llama-gguf-split llama-mtmd-cli", _NOT_HERE),
     )
     for command in commands.split()
 }

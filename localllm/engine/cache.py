@@ -85,8 +85,9 @@ class PagedCache:
         self._states = Snapshots(kept)
         # One slot is left for what only lasts a step.
         self.max_sequences = max(1, kept.n_states - 1) if kept.n_states else self.n_pages
+        self._root = Block([])
         #: Adapters change keys and values: what was evaluated with others cannot be shared.
-        self._roots: dict[tuple[float, ...], Block] = {}
+        self._roots: dict[tuple[float, ...], Block] = {(): self._root}
 
     @property
     def n_available(self) -> int:
@@ -107,7 +108,7 @@ class PagedCache:
 
     def begin(self, ids: Sequence[int], adapters: tuple[float, ...] = ()) -> CachedSequence:
         """A sequence with as much of the beginning of ``ids`` as the cache has with the same adapters."""
-        sequence = CachedSequence(len(self._free), len(ids), self._root(adapters))
+        sequence = CachedSequence(len(self._free), len(ids), self._root_of(adapters))
         for blocks, n in self._beginnings(sequence, ids):
             if self._holds_windows(blocks, n) and self._take_up(sequence, blocks, list(ids[:n])):
                 return sequence
@@ -131,7 +132,7 @@ class PagedCache:
 
     def n_pages_to_begin(self, ids: Sequence[int], n_tokens: int, adapters: tuple[float, ...] = ()) -> int:
         """Available pages that a new sequence of ``n_tokens`` takes, if it shares what the cache has of ``ids``."""
-        found = self._find_full(CachedSequence(0, 0, self._root(adapters)), ids)
+        found = self._find_full(CachedSequence(0, 0, self._root_of(adapters)), ids)
         return -(-n_tokens // self.page_size) - sum(block.n_users[0] > 0 for block in found)
 
     def has_windows_for(self, lengths: Iterable[int], n_new: int) -> bool:
@@ -242,7 +243,7 @@ class PagedCache:
     def _block_before(self, sequence: CachedSequence, i: int) -> Block:
         return sequence.blocks[i - 1] if i else sequence.root
 
-    def _root(self, adapters: tuple[float, ...]) -> Block:
+    def _root_of(self, adapters: tuple[float, ...]) -> Block:
         return self._roots.setdefault(adapters, Block([]))
 
     def _end_of(self, sequence: CachedSequence) -> tuple[Block, int]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 import localllm
 from localllm import UsageError
+from localllm.compat import Llama
 from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
 from tests.helpers.recorder import CPUOps, ReferenceOps
 from tests.helpers.run_model import Runner
@@ -84,6 +85,17 @@ def test_texts_together_have_the_vectors_that_each_has_alone(name: str, tmp_path
         few = llm.embed(TEXTS[:1], dimensions=16)[0]
         np.testing.assert_allclose(few, vectors[0, :16] / np.linalg.norm(vectors[0, :16]), rtol=1e-5)
         assert np.linalg.norm(llm.embed(TEXTS[:1], normalize=False)) != pytest.approx(1, abs=0.01)
+
+
+def test_llama_cpp_pythons_way_to_embed(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", ENCODERS["bert"], model_of("bert"))
+    llm = Llama(str(path), embedding=True)
+    first, second = llm.embed(["a", "b"], normalize=True)
+    np.testing.assert_allclose(llm.llm.embed(["a", "b"]), [first, second], rtol=1e-6)
+    answer = llm.create_embedding("a")
+    assert answer["data"][0]["embedding"] == llm.embed("a")
+    assert answer["usage"]["total_tokens"] == len(llm.llm.tokenize("a"))
+    llm.close()
 
 
 def test_what_cannot_be_embedded_is_said(tmp_path: Path) -> None:
