@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,38 @@ def test_texts_together_have_the_vectors_that_each_has_alone(name: str, tmp_path
         few = llm.embed(TEXTS[:1], dimensions=16)[0]
         np.testing.assert_allclose(few, vectors[0, :16] / np.linalg.norm(vectors[0, :16]), rtol=1e-5)
         assert np.linalg.norm(llm.embed(TEXTS[:1], normalize=False)) != pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3-embedding"])
+def test_a_reranker_scores_what_its_classifier_does(name: str, tmp_path: Path) -> None:
+    """One with a dense layer before its output, and one that says yes or no."""
+    rng, entry = np.random.default_rng(3), ENCODERS[name]
+    shapes = {"cls.output.weight": (2, 64)}
+    if name == "bert":
+        shapes = {"cls.weight": (64, 64), "cls.bias": (64,), "cls.output.weight": (1, 64), "cls.output.bias": (1,)}
+    head = {tensor: rng.normal(0, 0.3, shape).astype(np.float32) for tensor, shape in shapes.items()}
+    entry = replace(
+        entry,
+        keys=lambda config: {**ENCODERS[name].keys(config), "pooling_type": 4},
+        extra={tensor: lambda _, values=values: values for tensor, values in head.items()},
+    )
+    path = write(tmp_path / "model.gguf", entry, model_of(name))
+    documents = ["the cat", "{query} in a document", "e"]
+    with localllm.load(path, device="cpu") as llm:
+        scores = llm.rerank("a cat?", documents)
+        for document, score in zip(documents, scores, strict=True):
+            query, end = llm.tokenize("a cat?"), [llm.tokenizer.eos_id]
+            ids = [*query, *end, *end, *llm.tokenize(document, add_special=False), *end]
+            rows = hidden(name, [int(i or 0) for i in ids])
+            if name == "bert":
+                dense = np.tanh(head["cls.weight"] @ rows[0] + head["cls.bias"])
+                expected = float((head["cls.output.weight"] @ dense + head["cls.output.bias"])[0])
+            else:
+                yes, no = head["cls.output.weight"] @ rows[-1]
+                expected = float(1 / (1 + np.exp(no - yes)))
+            assert score == pytest.approx(expected, abs=0.02)
+        with pytest.raises(UsageError, match="scores documents"):
+            llm.embed(["a"])
 
 
 def test_llama_cpp_pythons_way_to_embed(tmp_path: Path) -> None:
