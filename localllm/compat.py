@@ -307,7 +307,8 @@ class Llama:
     ) -> Any:
         """Answers a chat: a dict as OpenAI's chat completions are, or with ``stream`` an iterator of its chunks.
 
-        Tools are shown to the model by its own template, and what it writes of calls is part of the ``content``.
+        Tools are shown to the model by its own template.  Calls that it writes come as ``tool_calls``; of a stream
+        they are part of the ``content``.
 
         Args:
             functions, function_call: the old names of ``tools`` and ``tool_choice``.
@@ -340,8 +341,7 @@ class Llama:
         kind = format_.get("type")
         if kind not in ("text", "json_object", "json_schema"):
             raise NotAvailableError(
-                f"response_format is {dict(format_)!r:.80}, but types are only 'text', 'json_object' and "
-                "'json_schema'"
+                f"response_format is {dict(format_)!r:.80}, but must have type 'text', 'json_object' or 'json_schema'"
             )
         n_logprobs = (top_logprobs or 0) if logprobs else None
         given = self._options({"temperature": temperature, **options}, max_tokens, n_logprobs)
@@ -360,8 +360,13 @@ class Llama:
             return self._chat_chunks(begin, answer, name)
         done = self._read(begin())
         message: dict[str, Any] = {"role": "assistant", "content": done.text}
-        if name is not None:
-            message |= {"content": None, "tool_calls": [_call(answer, name, done.text)]}
+        calls = []
+        if name is not None or (tools and choice != "none"):
+            read = self.llm._answer(done, self._ids, tools if name is None else None)
+            calls = [(name, read.text)] if name is not None else [(c.name, c.arguments) for c in read.tool_calls]
+        if calls:
+            text = None if name is not None else read.text or None
+            message |= {"content": text, "tool_calls": [_call(answer, i, *call) for i, call in enumerate(calls)]}
             done = replace(done, finish_reason="tool_calls")  # type: ignore[arg-type]
         return answer.whole({"message": message, "logprobs": self._chat_logprobs(done.logprobs)}, done)
 
@@ -392,7 +397,7 @@ class Llama:
         for chunk in self._chunks(begin):
             delta: dict[str, Any] = {"content": chunk.text} if chunk.finish_reason is None else {}
             if function is not None and delta:
-                delta = {"tool_calls": [{"index": 0, **_call(answer, function, chunk.text)}]}
+                delta = {"tool_calls": [{"index": 0, **_call(answer, 0, function, chunk.text)}]}
             elif function is not None:
                 chunk = replace(chunk, finish_reason="tool_calls")  # type: ignore[arg-type]
             yield answer.chunk({"delta": delta, "logprobs": self._chat_logprobs(chunk.logprobs)}, chunk)
@@ -626,10 +631,10 @@ def _function(choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> 
     return function
 
 
-def _call(answer: _Answer, name: str, arguments: str) -> dict[str, Any]:
+def _call(answer: _Answer, number: int, name: str, arguments: str) -> dict[str, Any]:
     """A call of a tool, or a part of its arguments."""
     function = {"name": name, "arguments": arguments}
-    return {"id": f"call__0_{name}_{answer.id}", "type": "function", "function": function}
+    return {"id": f"call__{number}_{name}_{answer.id}", "type": "function", "function": function}
 
 
 #: What our options are called there.

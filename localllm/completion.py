@@ -80,9 +80,11 @@ class Completion:
         def likely(id_: int, logprob: float | None) -> dict[str, Any]:
             return {"id": id_, "logprob": logprob if logprob is not None and math.isfinite(logprob) else None}
 
-        logprobs = self.logprobs and [
-            {**likely(each.id, each.logprob), "top": [likely(*top) for top in each.top]} for each in self.logprobs
-        ]
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = [
+                {**likely(each.id, each.logprob), "top": [likely(*top) for top in each.top]} for each in self.logprobs
+            ]
         return {
             "text": self.text,
             "ids": list(self.ids),
@@ -94,7 +96,9 @@ class Completion:
                 "decode_tokens_per_s",
             ),
             "drafts": _values(self.drafts, "drafted accepted share steps"),
-            "logprobs": None if self.logprobs is None else logprobs,
+            "logprobs": logprobs,
+            "reasoning": self.reasoning,
+            "tool_calls": [{"name": call.name, "arguments": call.values} for call in self.tool_calls],
         }
 
 

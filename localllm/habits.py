@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _BY_ITSELF = "localllm sees to it by itself: leave it out"
 _IN_THE_FILE = "it is read from the file: leave it out"
 _NOT_HERE = "this version of localllm has nothing like it"
 
 
-def _each(advice: Mapping[str, str]) -> Mapping[str, str]:
+def each(advice: Mapping[str, T]) -> dict[str, T]:
     """One entry for each of the names in a key."""
-    return {name: text for names, text in advice.items() for name in names.split()}
+    return {name: value for names, value in advice.items() for name in names.split()}
 
 
 #: Keywords that `localllm.load` does not have.
-THEIR_LOAD = _each(
+THEIR_LOAD = each(
     {
         "model_path model": "it is the first argument of load, or path=",
         "n_ctx": "write context=, or leave it out for as many tokens as the model was trained on, at most 4,096",
@@ -45,7 +48,7 @@ THEIR_LOAD = _each(
 )
 
 #: Keywords that `LLM.generate`, `LLM.chat` and their kin do not have.
-THEIR_OPTIONS = _each(
+THEIR_OPTIONS = each(
     {
         "temp": "write temperature=",
         "n_predict max_new_tokens max_length num_predict max_completion_tokens": "write max_tokens=",
@@ -77,7 +80,7 @@ _CHAT = "LLM.chat, or LLM.stream_chat for chunks"
 _OR_COMPAT = ", or localllm.compat.Llama in place of llama_cpp.Llama"
 
 #: Attributes that `localllm.LLM` does not have.
-THEIR_METHODS = _each(
+THEIR_METHODS = each(
     {
         "create_completion": f"LLM.generate, or LLM.stream for chunks{_OR_COMPAT}",
         "create_chat_completion": f"{_CHAT}{_OR_COMPAT}",
@@ -107,7 +110,7 @@ THEIR_METHODS = _each(
 )
 
 #: Attributes that `localllm.Completion` does not have.
-THEIR_RESULTS = _each(
+THEIR_RESULTS = each(
     {
         "content message choices response generated_text outputs": "Completion.text",
         "tokens token_ids": "Completion.ids",
@@ -117,7 +120,7 @@ THEIR_RESULTS = _each(
 )
 
 #: Attributes that the module does not have.
-THEIR_NAMES = _each(
+THEIR_NAMES = each(
     {
         "Llama": "localllm.compat.Llama, or localllm.load",
         "LlamaGrammar": "localllm.compat.LlamaGrammar, or grammar= of LLM.generate",

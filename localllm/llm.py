@@ -467,6 +467,7 @@ class LLM:
         refused: list[tuple[int, Any]] = []
         streams: dict[int, Stream] = {}
         done: dict[int, Completion | Exception] = {}
+        chats: set[int] = set()
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         n_begun = n_yielded = 0
         try:
@@ -476,6 +477,7 @@ class LLM:
                     try:
                         if _is_chat(prompt):
                             streams[i] = self._stream_chat(reader, prompt, None, None, "", given)
+                            chats.add(i)
                         else:
                             streams[i] = self._stream(reader, prompt, add_special, parse_special, given)
                     except Exception as error:
@@ -495,7 +497,9 @@ class LLM:
                     return
                 i = engine.wait_for(ended)
                 try:
-                    done[i] = streams.pop(i).read()
+                    stream = streams.pop(i)
+                    completion = stream.read()
+                    done[i] = self._answer(completion, stream.tokens, None) if i in chats else completion
                 except Exception as error:
                     done[i], refused, numbered = error, [], enumerate(())
                 if progress is not None:

@@ -46,7 +46,6 @@ _ACTIVATIONS = {
     "identity": elementwise.identity,
     "clamped_swiglu": elementwise.clamped_swiglu,
 }
-_GATINGS = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
 
 FLOAT_LOADS: dict[KernelType, Any] = {
     GGMLType.F32: load_f32x16,
@@ -528,7 +527,7 @@ class Lowering:
             bias = self.weights.vector(op.selection_bias)
             given = (logits.buffer, logits.stride, n_experts, bias, op.n_groups, op.n_top_groups, op.n_group_best)
             scored = probabilities.buffer, scores.buffer
-            self.call(expert_kernels.expert_scores, (*given, *scored), 1, N_TOKENS, GATING=_GATINGS[op.gating])
+            self.call(expert_kernels.expert_scores, (*given, *scored), 1, N_TOKENS, GATING=g.GATINGS.index(op.gating))
         factors = self.weights.vector(op.expert_scales)
         weighed = 0 if probabilities is None else probabilities.buffer
         arguments = (scores.buffer, weighed, logits.stride, n_experts, op.k, int(op.norm_topk_prob), chosen.ids)

@@ -162,9 +162,8 @@ def get_key(key: str) -> str:
     """
     values = {name: _shown(name, value) for name, value, _ in _in_force(load_settings())}
     if key not in values:
-        raise UsageError(
-            f"there is no setting {key!r:.80}: did you mean {nearest(key, values) or 'one of localllm config'}?"
-        )
+        meant = _our_key(key) or nearest(key, values) or "one of localllm config"
+        raise UsageError(f"there is no setting {key!r:.80}: did you mean {meant}?")
     return values[key]
 
 

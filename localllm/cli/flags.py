@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from localllm.errors import UsageError
+from localllm.habits import each
 
 _WHOLE_LAYERS = "a model is split by layers, see -ngl and --tensor-split; leave it out"
 _ONE_ANSWER = "localllm generate answers one prompt: localllm chat is for conversations"
@@ -26,131 +27,121 @@ _DRAFT_TOO = "what holds for the model holds for the draft model too"
 _SWITCH = re.compile(r"(on|off|auto|true|false|[01])(,(on|off|auto|[01]))*")
 
 #: Flags that change nothing here: how many values they have ("?" is one of `_SWITCH`, or none), and why.
-NO_EFFECT = {
-    flag: (n_values, reason)
-    for flags, n_values, reason in (
-        ("-fa --flash-attn --flash-attention", "?", "attention is always computed so"),
-        ("-b --batch-size -ub --ubatch-size --n-batch --n-ubatch --num-batch", "1", _OWN_BATCHES),
-        ("-np --parallel --n-parallel", "1", "one prompt is one sequence"),
-        ("-cb --cont-batching -nocb --no-cont-batching", "0", _OWN_BATCHES),
-        ("-tb --threads-batch --n-threads-batch", "1", "-t holds for the prompt too"),
-        ("--mlock --use-mlock", "?", "localllm does not pin memory"),
-        ("--numa --prio --poll", "1", "the system places and schedules threads"),
-        ("--mmap --no-mmap -mmp --use-mmap", "?", "weights are always copied while they are loaded"),
-        ("--repack --no-repack -nr", "0", "weights are always repacked for the processor"),
-        ("-sm --split-mode", "1", "a model is always split by layers"),
-        ("--jinja", "0", "the file's chat template is always used"),
-        ("-st --single-turn", "0", "localllm generate answers one prompt, localllm chat goes on"),
-        ("--keep --n-keep", "1", "generate --overflow and chat --when-full say what a full context loses"),
-        ("--no-context-shift", "0", "the text ends where the context is full"),
-        ("--draft-min --draft-n-min --draft-p-min --draft-p-split", "1", "drafts grow with how many are accepted"),
-        ("-td --threads-draft -tbd --threads-batch-draft -cd --ctx-size-draft", "1", _DRAFT_TOO),
-        ("-ngld --gpu-layers-draft --n-gpu-layers-draft -devd --device-draft", "1", _DRAFT_TOO),
-        ("--color -co --log-colors", "?", "only the chat app has colours"),
-        ("--no-display-prompt --warmup --no-warmup --simple-io --no-escape", "0", "it is always so"),
-        ("--nowordwrap --hidethinking", "0", "it is always so"),
-        ("--perf --no-perf --log-timestamps --log-prefix --log-disable", "0", _ON_STDERR),
-        ("--log-file --log-verbosity -lv", "1", _ON_STDERR),
-        ("--offline", "0", "only localllm pull, -hf and -mu ask the hub"),
-        (
-            "--metrics --slots --props --no-webui --no-slots",
+NO_EFFECT = each(
+    {
+        "-fa --flash-attn --flash-attention": ("?", "attention is always computed so"),
+        "-b --batch-size -ub --ubatch-size --n-batch --n-ubatch --num-batch": ("1", _OWN_BATCHES),
+        "-np --parallel --n-parallel": ("1", "one prompt is one sequence"),
+        "-cb --cont-batching -nocb --no-cont-batching": ("0", _OWN_BATCHES),
+        "-tb --threads-batch --n-threads-batch": ("1", "-t holds for the prompt too"),
+        "--mlock --use-mlock": ("?", "localllm does not pin memory"),
+        "--numa --prio --poll": ("1", "the system places and schedules threads"),
+        "--mmap --no-mmap -mmp --use-mmap": ("?", "weights are always copied while they are loaded"),
+        "--repack --no-repack -nr": ("0", "weights are always repacked for the processor"),
+        "-sm --split-mode": ("1", "a model is always split by layers"),
+        "--jinja": ("0", "the file's chat template is always used"),
+        "-st --single-turn": ("0", "localllm generate answers one prompt, localllm chat goes on"),
+        "--keep --n-keep": ("1", "generate --overflow and chat --when-full say what a full context loses"),
+        "--no-context-shift": ("0", "the text ends where the context is full"),
+        "--draft-min --draft-n-min --draft-p-min --draft-p-split": ("1", "drafts grow with how many are accepted"),
+        "-td --threads-draft -tbd --threads-batch-draft -cd --ctx-size-draft": ("1", _DRAFT_TOO),
+        "-ngld --gpu-layers-draft --n-gpu-layers-draft -devd --device-draft": ("1", _DRAFT_TOO),
+        "--color -co --log-colors": ("?", "only the chat app has colours"),
+        "--no-display-prompt --warmup --no-warmup --simple-io --no-escape": ("0", "it is always so"),
+        "--nowordwrap --hidethinking": ("0", "it is always so"),
+        "--perf --no-perf --log-timestamps --log-prefix --log-disable": ("0", _ON_STDERR),
+        "--log-file --log-verbosity -lv": ("1", _ON_STDERR),
+        "--offline": ("0", "only localllm pull, -hf and -mu ask the hub"),
+        "--metrics --slots --props --no-webui --no-slots": (
             "0",
             "the server always has its page, /metrics and the rest",
         ),
-        ("--cache-reuse --threads-http", "1", "the server sees to it itself"),
-        ("--keepalive", "1", "a model is in memory for as long as its command runs"),
-        ("--kl-divergence", "0", "--base-logits FILE compares with the model whose logits it has"),
-        ("--perplexity --ppl", "0", "-f FILE measures the perplexity of a text"),
-    )
-    for flag in flags.split()
-}
+        "--cache-reuse --threads-http": ("1", "the server sees to it itself"),
+        "--keepalive": ("1", "a model is in memory for as long as its command runs"),
+        "--kl-divergence": ("0", "--base-logits FILE compares with the model whose logits it has"),
+        "--perplexity --ppl": ("0", "-f FILE measures the perplexity of a text"),
+    }
+)
 
 #: Other names of flags that localllm has.
-SAME = {
-    other: ours
-    for ours, others in (
-        ("--model", "--model-path"),
-        ("--hf-repo", "-hfr -mu --model-url"),
-        ("--ctx-size", "--n-ctx --num-ctx"),
-        ("--predict", "--num-predict"),
-        ("--threads", "--n-threads --num-thread"),
-        ("--gpu-layers", "--num-gpu"),
-        ("--device", "-dev"),
-        ("--cache-type", "-ctk --cache-type-k -ctv --cache-type-v --type-k --type-v"),
-        ("--stop", "-r --reverse-prompt"),
-        ("--chat-template", "--chat-format"),
-        ("--samplers", "--sampler-order"),
-    )
-    for other in others.split()
-}
+SAME = each(
+    {
+        "--model-path": "--model",
+        "-hfr -mu --model-url": "--hf-repo",
+        "--n-ctx --num-ctx": "--ctx-size",
+        "--num-predict": "--predict",
+        "--n-threads --num-thread": "--threads",
+        "--num-gpu": "--gpu-layers",
+        "-dev": "--device",
+        "-ctk --cache-type-k -ctv --cache-type-v --type-k --type-v": "--cache-type",
+        "-r --reverse-prompt": "--stop",
+        "--chat-format": "--chat-template",
+        "--sampler-order": "--samplers",
+    }
+)
 
 #: Flags that localllm does not have: what to do about them.
-ABSENT = {
-    flag: advice
-    for flags, advice in (
-        ("-mg --main-gpu", "GPUs are named in their order with --device, as in --device cuda:1,0"),
-        ("-nkvo --no-kv-offload --no-op-offload", _WHOLE_LAYERS),
-        ("-ncmoe --n-cpu-moe -cmoe --cpu-moe -ot --override-tensor", _WHOLE_LAYERS),
-        ("-hft --hf-token", "the environment variable HF_TOKEN has the token, or hf auth login keeps it"),
-        ("-i --interactive -if --interactive-first -ins --instruct -mli --multiline-input", _ONE_ANSWER),
-        ("-o --output --output-file", "the text goes to standard output: send it to a file with > FILE"),
-        ("-bf --binary-file --in-file", "-f reads a prompt from a file"),
-        ("--format", '-j SCHEMA asks for JSON of a schema, -j \'{"type": "object"}\' for any object'),
-        ("--ppl-stride", "chunks stand side by side, and their second halves count"),
-        ("--hellaswag --hellaswag-tasks --winogrande --winogrande-tasks --multiple-choice", _QUESTIONS),
-        ("--multiple-choice-tasks", _QUESTIONS),
-        ("--leave-output-tensor", "--output-tensor-type F16 keeps the output in a good type"),
-        ("--include-weights --exclude-weights", "--imatrix holds for all tensors that it has"),
-        ("--lora-scaled", "--lora ADAPTER=X is the same"),
-        ("--control-vector --mmproj -mm --image --audio --special", _NOT_HERE),
-        ("--sampling-seq --sampler-seq", "--samplers takes names, as in --samplers 'top_k;top_p;temperature'"),
-        ("--prompt-cache --prompt-cache-all --slot-save-path", "localllm chat keeps conversations, see --continue"),
-        ("--rope-scaling --rope-freq-base --rope-freq-scale --rope-scale --yarn-orig-ctx", _IN_FILE),
-        ("--override-kv", "what the file says holds"),
-        ("--context-shift", "the text ends where the context is full: see localllm chat --when-full drop"),
-        ("--host --port --api-key --alias", _SERVER),
-        ("--embedding --embeddings --pooling", "localllm embed makes vectors of texts, as the file says"),
-        ("--insecure", "the hub is asked at the address in the environment variable HF_ENDPOINT"),
-        ("--modelfile --parameters --template --license", _INSPECT),
-    )
-    for flag in flags.split()
-}
+ABSENT = each(
+    {
+        "-mg --main-gpu": "GPUs are named in their order with --device, as in --device cuda:1,0",
+        "-nkvo --no-kv-offload --no-op-offload": _WHOLE_LAYERS,
+        "-ncmoe --n-cpu-moe -cmoe --cpu-moe -ot --override-tensor": _WHOLE_LAYERS,
+        "-hft --hf-token": "the environment variable HF_TOKEN has the token, or hf auth login keeps it",
+        "-p --prompt": "localllm generate -m MODEL -p TEXT answers a prompt",
+        "-i --interactive -if --interactive-first -ins --instruct -mli --multiline-input": _ONE_ANSWER,
+        "-o --output --output-file": "the text goes to standard output: send it to a file with > FILE",
+        "-bf --binary-file --in-file": "-f reads a prompt from a file",
+        "--format": '-j SCHEMA asks for JSON of a schema, -j \'{"type": "object"}\' for any object',
+        "--ppl-stride": "chunks stand side by side, and their second halves count",
+        "--hellaswag --hellaswag-tasks --winogrande --winogrande-tasks --multiple-choice": _QUESTIONS,
+        "--multiple-choice-tasks": _QUESTIONS,
+        "--leave-output-tensor": "--output-tensor-type F16 keeps the output in a good type",
+        "--include-weights --exclude-weights": "--imatrix holds for all tensors that it has",
+        "--lora-scaled": "--lora ADAPTER=X is the same",
+        "--control-vector --mmproj -mm --image --audio --special": _NOT_HERE,
+        "--sampling-seq --sampler-seq": "--samplers takes names, as in --samplers 'top_k;top_p;temperature'",
+        "--prompt-cache --prompt-cache-all --slot-save-path": "localllm chat keeps conversations, see --continue",
+        "--rope-scaling --rope-freq-base --rope-freq-scale --rope-scale --yarn-orig-ctx": _IN_FILE,
+        "--override-kv": "what the file says holds",
+        "--context-shift": "the text ends where the context is full: see localllm chat --when-full drop",
+        "--host --port --api-key --alias": _SERVER,
+        "--embedding --embeddings --pooling": "localllm embed makes vectors of texts, as the file says",
+        "--insecure": "the hub is asked at the address in the environment variable HF_ENDPOINT",
+        "--modelfile --parameters --template --license": _INSPECT,
+    }
+)
 
 #: Other names of commands, those of Ollama and of llama.cpp's tools.
-SAME_COMMANDS = {
-    other: ours
-    for ours, others in (
-        ("chat", "run"),
-        ("generate", "complete completion cli llama-cli llama-completion llama-run llama-simple main"),
-        ("models", "list ls"),
-        ("inspect", "show info gguf-dump"),
-        ("pull", "download"),
-        ("serve", "server llama-server"),
-        ("bench", "llama-bench llama-batched-bench"),
-        ("quantize", "llama-quantize"),
-        ("imatrix", "llama-imatrix"),
-        ("evaluate", "perplexity llama-perplexity"),
-        ("embed", "embedding embeddings llama-embedding"),
-        ("merge", "llama-export-lora export-lora"),
-        ("config", "settings"),
-        ("--version", "version -v -V"),
-    )
-    for other in others.split()
-}
+SAME_COMMANDS = each(
+    {
+        "run": "chat",
+        "complete completion cli llama-cli llama-completion llama-run llama-simple main": "generate",
+        "list ls": "models",
+        "show info gguf-dump": "inspect",
+        "download": "pull",
+        "server llama-server": "serve",
+        "llama-bench llama-batched-bench": "bench",
+        "llama-quantize": "quantize",
+        "llama-imatrix": "imatrix",
+        "perplexity llama-perplexity": "evaluate",
+        "embedding embeddings llama-embedding": "embed",
+        "llama-export-lora export-lora": "merge",
+        "settings": "config",
+        "version -v -V": "--version",
+    }
+)
 
 #: Commands of other programs that have no like here, and what to do.
-OTHER_COMMANDS = {
-    command: advice
-    for commands, advice in (
-        ("ps stop", "a model is in memory while its command runs; localllm serve --ttl S unloads idle ones"),
-        ("create", "a GGUF file needs no Modelfile: -m names it, and localllm config set keeps settings"),
-        ("rm cp push", "models are plain files, whose paths localllm models --json lists"),
-        ("signin signout login", "hf auth login tells the hub who you are"),
-        ("tokenize llama-tokenize", "LLM.tokenize shows a text's tokens, in Python: see docs/library.md"),
-        ("llama-gguf-split llama-mtmd-cli", _NOT_HERE),
-    )
-    for command in commands.split()
-}
+OTHER_COMMANDS = each(
+    {
+        "ps stop": "a model is in memory while its command runs; localllm serve --ttl S unloads idle ones",
+        "create": "a GGUF file needs no Modelfile: -m names it, and localllm config set keeps settings",
+        "rm cp push": "models are plain files, whose paths localllm models --json lists",
+        "signin signout login": "hf auth login tells the hub who you are",
+        "tokenize llama-tokenize": "LLM.tokenize shows a text's tokens, in Python: see docs/library.md",
+        "llama-gguf-split llama-mtmd-cli": _NOT_HERE,
+    }
+)
 
 _FLAG = re.compile(r"--?[a-zA-Z][\w-]*")
 
@@ -172,7 +163,7 @@ def in_our_command(line: Sequence[str], commands: Collection[str]) -> list[str]:
         raise UsageError(f"a command comes first, as in {_line('generate', *line)}: {there_are}")
     if word.lower().endswith(".gguf"):
         raise UsageError(f"{word!r} is not a command: {_line('generate', '-m', word)} lets a model write")
-    if meant := nearest(word, commands):
+    if meant := nearest(word.lower(), commands):
         raise UsageError(f"there is no command {word!r}: did you mean {meant}? {_line(meant, *rest)}")
     raise UsageError(f"there is no command {word!r}: {OTHER_COMMANDS.get(word, there_are)}")
 

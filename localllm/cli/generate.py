@@ -276,6 +276,7 @@ def _print_text(stream: Stream, status: StatusLine, *, quiet: bool) -> None:
 def as_json(llm: LLM, completion: Completion) -> dict[str, Any]:
     """A completion as JSON values, with what it came from."""
     info, values = llm.info, completion.to_dict()
+    del values["reasoning"], values["tool_calls"]  # the text has both, as the model wrote them
     for entry in values["logprobs"] or ():
         for each in (entry, *entry["top"]):
             each["text"] = llm.tokenizer.token_text(each["id"])

@@ -466,8 +466,8 @@ def _call_schema(tools: list[dict[str, Any]], *, only_strict: bool = False) -> d
 
 def _calls_grammar(tools: list[dict[str, Any]]) -> str:
     """In Lark's notation: any text, in which what stands between the tags of calls is a call."""
-    white_space = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,20}"}  # without a bound a model may never end it
-    schema = json.dumps({"x-guidance": white_space, **_call_schema(tools, only_strict=True)})
+    one_line = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+    schema = json.dumps({"x-guidance": one_line, **_call_schema(tools, only_strict=True)})
     return (
         "start: call* TEXT\n"
         'call: before "\\n"? json "\\n"? "</tool_call>"\n'

@@ -108,7 +108,7 @@ class Serving:
     app: App
     server: Server
 
-    def wait_until_idle(self, seconds: float = 30.0) -> None:
+    def wait_until_idle(self, seconds: float = 120.0) -> None:
         """Waits until no request is at work."""
         end = time.monotonic() + seconds
         while self.app.desk.active or any(

@@ -148,6 +148,20 @@ def test_a_tool_that_is_called(llm: Llama) -> None:
         llm.create_chat_completion(QUESTION, tools=[TOOL], function_call={"name": "rain"})
 
 
+def test_a_tool_that_the_model_calls_by_itself(llm: Llama) -> None:
+    written = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    forced = LlamaGrammar.from_string(f"root ::= {json.dumps(written)}")
+    with pytest.warns(UserWarning, match="does not use tools"):
+        done = llm.create_chat_completion(QUESTION, tools=[TOOL], grammar=forced)["choices"][0]
+    assert (done["finish_reason"], done["message"]["content"]) == ("tool_calls", None)
+    assert done["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    [many] = llm.llm.generate_many([QUESTION], grammar=f"root ::= {json.dumps(f'<think>hm</think>{written}')}")
+    assert (many.reasoning, many.text) == ("hm", written)  # it was offered none
+    with pytest.warns(UserWarning, match="does not use tools"):
+        called = llm.llm.chat(QUESTION, tools=[TOOL], grammar=f"root ::= {json.dumps(written)}").to_dict()
+    assert called["tool_calls"] == [{"name": "weather", "arguments": {"city": "Oslo"}}]
+
+
 def test_answers_that_follow_a_grammar(llm: Llama, tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     for form in (
@@ -344,7 +358,7 @@ def test_other_values_of_the_constructor(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format is .* but types are only 'text', "),
+        ({"response_format": {"type": "xml"}}, "response_format is .* but must have type 'text', "),
         ({"response_format": "json"}, "response_format is 'json', but must be a mapping such as"),
         ({"tools": [{"x": 1}], "tool_choice": {"name": "f"}}, "tool_choice names 'f', which is not one of the tools"),
         ({"top_k": "all"}, "top_k is 'all', but must be"),

@@ -24,7 +24,7 @@ def missing() -> str:
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     return (
         f"not installed, or of another version: {packages}\n"
-        "Where there is a network, and then here:\n"
+        "Where there is a network (and name what these need that is missing, too), and then here:\n"
         f"  python -m {_DOWNLOAD} --python-version {python} {_PLATFORMS} {packages}\n"
         "  python -m pip install --no-index --no-deps --target site wheels/*.whl && export PYTHONPATH=site"
     )

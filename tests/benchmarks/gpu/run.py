@@ -16,7 +16,7 @@
 | tests | whether the CUDA tests pass on the card |
 | sanitizer | the tests under the tools of compute-sanitizer that --sanitizer names |
 
-It needs what the tests need, and says what of that is not installed.  Sections share the time: --minutes, and what
+First it says what is not installed that the project or its tests need.  Sections share the time: --minutes, and what
 is at hand then.
 
 The tables are in gpu.md and gpu.json in the folder that --out names, after each row.  Models are written to the

@@ -140,7 +140,7 @@ def main() -> int:
     if given.write and given.architectures:
         parser.error("a budget holds for all architectures")
     cases = [case for case in everything() if case.architecture in (given.architectures or SHARED_BYTES)]
-    with ProcessPoolExecutor() as pool:  # NVRTC compiles one module at a time in a process
+    with ProcessPoolExecutor() as pool:  # older NVRTC compiles one module at a time in a process
         all_found = list(pool.map(Case.resources, cases, chunksize=8))
     if given.write:
         taken: dict[str, Counter[str]] = {}

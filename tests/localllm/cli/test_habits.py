@@ -166,6 +166,17 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
         "error: 'org/repo' names a model, and there is no prompt: localllm generate -m org/repo",
         {},
     ),
+    (
+        "chat -m model.gguf -p hi",
+        "error: there is no flag -p: localllm generate -m MODEL -p TEXT answers a prompt",
+        {},
+    ),
+    ("config get num_ctx", "error: there is no setting 'num_ctx': did you mean context?", {}),
+    (
+        "quantize draft.gguf small.gguf q4km",
+        "error: there is no type 'q4km': did you mean Q4_K_M? There are F32, ",
+        {},
+    ),
     ("chat model.gguf hi", "error: localllm chat takes no prompt: localllm generate -m model.gguf -p hi answers", {}),
     ("version", "", {}),
     ("-v", "", {}),

@@ -94,6 +94,7 @@ def test_python_m_localllm_is_the_command() -> None:
 
 BAD_USAGE = {
     "unknown command": (["genrate"], "there is no command 'genrate': did you mean generate? localllm generate"),
+    "a command in capitals": (["GENERATE"], "there is no command 'GENERATE': did you mean generate? localllm gen"),
     "a command of others": (["ps"], "there is no command 'ps': a model is in memory while its command runs"),
     "a strange command": (["xyzzy"], "there is no command 'xyzzy': there are generate, chat, inspect, "),
     "no command but a flag": (["-p", "hi"], "a command comes first, as in localllm generate -p hi: there"),

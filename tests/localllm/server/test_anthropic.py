@@ -79,7 +79,6 @@ def test_a_reply_goes_on_from_its_beginning(client: Any) -> None:
 
 
 def test_output_follows_a_schema(client: Any) -> None:
-    pytest.importorskip("llguidance")
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     schema["additionalProperties"] = False
     config = {"format": {"type": "json_schema", "schema": schema}}

@@ -308,7 +308,6 @@ def test_streamed_responses(actor: Any) -> None:
 
 
 def test_responses_follow_a_schema_and_call_one_tool_at_a_time(client: Any, actor: Any) -> None:
-    pytest.importorskip("llguidance")
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     schema["additionalProperties"] = False
     form = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}

@@ -100,6 +100,17 @@ def test_without_its_packages_it_says_what_to_install(
     assert "pip install 'localllm[serve]'" in outcome.error()
 
 
+def test_flags_of_llama_server_that_change_nothing_are_one_warning() -> None:
+    from localllm.cli.flags import in_our_flags
+    from localllm.cli.parser import make_parsers
+
+    line = "serve -m a.gguf --metrics --slots --no-webui -fa on --cache-reuse 256 -np 2 --jinja"
+    ours, warning, _ = in_our_flags(line.split(), make_parsers()[1]["serve"].flags)
+    assert ours == ["serve", "-m", "a.gguf", "-np", "2"]
+    assert warning is not None
+    assert warning.startswith("--metrics, --slots, --no-webui, -fa, --cache-reuse, --jinja change nothing here")
+
+
 def blocks(kind: str) -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
 
