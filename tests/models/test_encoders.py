@@ -122,7 +122,7 @@ def test_a_reranker_scores_what_its_classifier_does(name: str, tmp_path: Path) -
 
 def test_llama_cpp_pythons_way_to_embed(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", ENCODERS["bert"], model_of("bert"))
-    llm = Llama(str(path), embedding=True)
+    llm = Llama(str(path), n_ctx=128, embedding=True)
     first, second = llm.embed(["a", "b"], normalize=True)
     np.testing.assert_allclose(llm.llm.embed(["a", "b"]), [first, second], rtol=1e-6)
     answer = llm.create_embedding("a")
