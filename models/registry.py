@@ -10,6 +10,7 @@ from typing import Any
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
 from localllm.kernels.graph import CacheType, Graph
 from localllm.models.config import Header, Metadata, ModelConfig, read_architecture, read_general
+from localllm.models.pooling import Pooling, read_kind
 from localllm.models.weights import ModelFile, Weights
 
 
@@ -17,13 +18,15 @@ from localllm.models.weights import ModelFile, Weights
 class Architecture:
     """A module of this folder, and the models that it is for.
 
-    The module has ``record(m: Header) -> Graph``, and ``HF_NAMES``: see `localllm.models.hf_names`.  With
-    ``has_block``, it can record the block behind the last layer as well (`localllm.models.mtp`).
+    The module has ``record(m: Header) -> Graph``, and ``HF_NAMES``: see `localllm.models.hf_names`.  An encoder makes
+    vectors of texts, whatever its file says.  With ``has_block``, the module can record the block behind the last
+    layer as well (`localllm.models.mtp`).
     """
 
     module: str
     models: str
     has_block: bool = False
+    is_encoder: bool = False
 
     @property
     def record(self) -> Callable[[Header], Graph]:
@@ -39,17 +42,21 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "bert": Architecture("bert", "BERT, RoBERTa and XLM-R, as embedding models and rerankers", is_encoder=True),
     "exaone4": Architecture("exaone4", "EXAONE 4"),
     "gemma": Architecture("gemma", "Gemma"),
     "gemma2": Architecture("gemma2", "Gemma 2"),
     "gemma3": Architecture("gemma3", "Gemma 3"),
     "gemma4": Architecture("gemma4", "Gemma 4"),
+    "gemma-embedding": Architecture("gemma3", "EmbeddingGemma", is_encoder=True),
     "glm4": Architecture("glm4", "GLM-4 (0414), GLM-Z1"),
     "gpt-oss": Architecture("gpt_oss", "gpt-oss"),
     "granite": Architecture("granite", "Granite 3 and 4, dense"),
     "granitemoe": Architecture("granite", "Granite 3 with experts"),
     "llama": Architecture("llama", "Llama 1 to 3.x, Mistral, Mixtral, TinyLlama, SmolLM"),
     "mistral3": Architecture("mistral3", "Ministral 3, Devstral 2"),
+    "modern-bert": Architecture("modern_bert", "ModernBERT, as embedding models and rerankers", is_encoder=True),
+    "nomic-bert": Architecture("nomic_bert", "Nomic Embed", is_encoder=True),
     "olmo2": Architecture("olmo2", "OLMo 2 and 3"),
     "phi3": Architecture("phi3", "Phi-3, 3.5 and 4"),
     "qwen2": Architecture("qwen2", "Qwen 2 and 2.5"),
@@ -70,11 +77,13 @@ class Model:
 
     Attributes:
         is_long: whether its graph is for sequences beyond the original context; LongRoPE then rotates otherwise.
+        pooling: how a text's vector is made of those that the graph ends with, which are logits without it.
     """
 
     config: ModelConfig
     graph: Graph
     is_long: bool = False
+    pooling: Pooling | None = None
 
 
 def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
@@ -116,17 +125,19 @@ def read_model(
         ModelError: a hyper-parameter is missing, of the wrong type, out of range, at odds with the others, or one
             that nothing here reads; or the tensors are not those of such a model.
     """
-    record = find_architecture(file.metadata).record
+    architecture = find_architecture(file.metadata)
     meta, weights = Metadata(file.metadata, read_architecture(file.metadata)), Weights(file)
     config = read_general(meta, file.tensors)
     weights.skip_layers(config.n_layers)
     context = config.context_length if context is None else context
     try:
-        graph = record(Header(meta, config, weights, context, cache_type, is_block))
+        kind = read_kind(meta) or ("mean" if architecture.is_encoder else None)
+        graph = architecture.record(Header(meta, config, weights, context, cache_type, kind, is_block))
+        pooling = None if kind is None else Pooling.read(meta, weights, kind, graph)
     except KernelError as error:
         raise ModelError(f"{error}: the hyper-parameters are at odds with each other") from error
     if is_block:
         return Model(replace(config, n_layers=1), graph, context > config.original_context)
     meta.check_all_read()
     weights.check_all_used()
-    return Model(config, graph, context > config.original_context)
+    return Model(config, graph, context > config.original_context, pooling)

@@ -55,6 +55,8 @@ COMMANDS = {
     "pull": "localllm.cli.pull",
     "quantize": "localllm.cli.quantize",
     "imatrix": "localllm.cli.imatrix",
+    "merge": "localllm.cli.merge",
+    "embed": "localllm.cli.embed",
     "evaluate": "localllm.cli.evaluate",
     "config": "localllm.cli.config",
 }

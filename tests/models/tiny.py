@@ -44,6 +44,7 @@ class Tiny:
         keys: further keys, without the architecture's name.
         change: what llama.cpp's converter does to a tensor; or several of GGUF's names that it makes of one.
         extra: tensors that are not in a checkpoint.
+        auto: transformers' class of it.
     """
 
     model_type: str
@@ -52,6 +53,7 @@ class Tiny:
     keys: Callable[[Any], Mapping[str, Any]] = no_keys
     change: Change = unchanged
     extra: Mapping[str, Callable[[Any], Array]] = field(default_factory=dict)
+    auto: str = "AutoModelForCausalLM"
 
 
 #: Heads in two groups, a width that is no multiple of a block or tile, and few tokens.
@@ -401,6 +403,60 @@ TINY: dict[str, Tiny] = {
 }
 
 
+# -- Encoders: what they are made of is compared in `test_encoders` -----------------------------------------------
+
+
+def encoder_keys(config: Any) -> dict[str, Any]:
+    return {
+        "attention.causal": False,
+        "pooling_type": 1,
+        "attention.key_length": None,
+        "attention.value_length": None,
+        "attention.head_count_kv": None,
+        "attention.layer_norm_rms_epsilon": None,
+    }
+
+
+def without_pooler(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    return {} if name.startswith("pooler.") else array
+
+
+ENCODERS: dict[str, Tiny] = {
+    "bert": Tiny(
+        "bert", "bert", {"layer_norm_eps": 1e-5, "head_dim": None}, encoder_keys, without_pooler, auto="AutoModel"
+    ),
+    "nomic-bert": Tiny(
+        "nomic_bert", "nomic-bert", {"layer_norm_eps": 1e-5}, encoder_keys, without_pooler, auto="AutoModel"
+    ),
+    "modern-bert": Tiny(
+        "modernbert",
+        "modern-bert",
+        {"norm_eps": 1e-5, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2},
+        lambda config: (
+            encoder_keys(config)
+            | {"attention.sliding_window": config.local_attention, "attention.layer_norm_epsilon": config.norm_eps}
+        ),
+        auto="AutoModel",
+    ),
+    "gemma-embedding": Tiny(
+        "gemma3_text",
+        "gemma-embedding",
+        {
+            "sliding_window": 9,
+            "num_hidden_layers": 7,
+            "query_pre_attn_scalar": 16,
+            "use_bidirectional_attention": True,
+        }
+        | {"rope_parameters": {"sliding_attention": PLAIN_ROPE, "full_attention": LINEAR}},
+        # transformers makes 5 of it: a token and four on either side.
+        lambda config: {"attention.sliding_window": 2 * (config.sliding_window - 1), "pooling_type": 1},
+        add_one_to_norms,
+        auto="AutoModel",
+    ),
+    "qwen3-embedding": Tiny("qwen3", "qwen3", keys=lambda config: {"pooling_type": 3}, auto="AutoModel"),
+}
+
+
 # -- Making and writing --------------------------------------------------------------------------------------------
 
 
@@ -410,7 +466,7 @@ def make_model(entry: Tiny, seed: int = 0) -> Any:
     import transformers
 
     config = transformers.AutoConfig.for_model(entry.model_type, **(CONFIG | dict(entry.config)))
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    model = getattr(transformers, entry.auto).from_config(config, attn_implementation="eager").eval().float()
     model.config.allow_global_per_layer_attribute_access = True  # Gemma 4's, whose layers' heads differ
     rng = np.random.default_rng(seed)
     is_shifted = entry.change("model.norm.weight", np.zeros(1, np.float32), config).item() == 1
@@ -471,7 +527,8 @@ def checkpoint(model: Any, folder: Path) -> dict[str, Array]:
 def named(entry: Tiny, hf_name: str, changed: Array | dict[str, Array]) -> dict[str, Array]:
     """What the file has of a tensor, under GGUF's names; of experts, gate and up are two."""
     names = {hf: ours for ours, hf in ARCHITECTURES[entry.architecture].hf_names.items()}
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", hf_name)
+    names |= {hf.removeprefix("model."): ours for hf, ours in names.items()}  # of a model without a head
+    match = re.fullmatch(r"(?:model\.|encoder\.)?layers?\.(\d+)\.(.*)", hf_name)
     prefix, name = (f"blk.{match[1]}.", match[2]) if match else ("", hf_name)
     if isinstance(changed, dict):
         return {prefix + ours: array for ours, array in changed.items()}
@@ -508,7 +565,7 @@ def general_keys(config: Any) -> dict[str, Any]:
 
 
 def rope_keys(config: Any) -> dict[str, Any]:
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}
     local, rope = rope.get("sliding_attention", {}), rope.get("full_attention", rope)
     names = {
         "rope.freq_base": "rope_theta",
@@ -518,6 +575,6 @@ def rope_keys(config: Any) -> dict[str, Any]:
         "rope.scaling.yarn_beta_fast": "beta_fast",
         "rope.scaling.yarn_beta_slow": "beta_slow",
     }
-    scaling = rope["rope_type"] if rope["rope_type"] in ("linear", "yarn", "longrope") else None
+    scaling = rope["rope_type"] if rope.get("rope_type") in ("linear", "yarn", "longrope") else None
     keys = {ours: rope.get(theirs) for ours, theirs in names.items()}
     return keys | {"rope.scaling.type": scaling, "rope.freq_base_swa": local.get("rope_theta")}

@@ -100,7 +100,11 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("generate -m model.gguf -p hi -o out.txt", "error: there is no flag -o: the text goes to standard output: ", {}),
     ("generate -m model.gguf -p hi -n 4 --grammar 'root ::= \"a\"'", "", {"grammar": 'root ::= "a"'}),
     ("generate -m model.gguf -p hi -n 4 -j '{}'", "", {"json_schema": "{}"}),
-    ("generate -m model.gguf -p hi --lora a.gguf", "error: there is no flag --lora: this version of localllm", {}),
+    (
+        "generate -m model.gguf -p hi --lora-scaled a.gguf:1",
+        "error: there is no flag --lora-scaled: --lora ADAPTER=X",
+        {},
+    ),
     (
         "generate -m model.gguf -p hi --rope-scaling yarn",
         "error: there is no flag --rope-scaling: it is read from",
