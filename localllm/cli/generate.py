@@ -107,7 +107,8 @@ def generation_options(arguments: argparse.Namespace, settings: Settings) -> dic
     text: Callable[[str, str], str] = _unescaped if arguments.escape else _valid
     options["stop"] = [text(stop, "--stop") for stop in options.get("stop", ())] or settings.stop
     options["logit_bias"] = dict(arguments.logit_bias)
-    options["adapters"] = {str(path): share for path, share in vars(arguments).get("lora", ())}
+    if adapters := vars(arguments).get("lora"):
+        options["adapters"] = {str(path): share for path, share in adapters}
     if breakers := options.get("dry_sequence_breakers"):
         options["dry_sequence_breakers"] = [text(b, "--dry-sequence-breaker") for b in breakers if b != "none"]
     return {**settings.sampling, **options}
