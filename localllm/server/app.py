@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localllm import __version__
 from localllm.errors import LocalLLMError
-from localllm.server import anthropic, llamacpp, ollama, openai, responses
+from localllm.server import anthropic, embeddings, llamacpp, ollama, openai, responses
 from localllm.server.answers import Desk
 from localllm.server.http import Guard, HTTPError, Limits, json_response
 from localllm.server.models import Models
@@ -49,8 +49,6 @@ async def _refuse(status: int, message: str, request: Request, desk: Desk) -> Re
     raise HTTPError(status, message, "not_available" if status == 501 else None)
 
 
-_embeddings = partial(_refuse, 501, "this version of localllm makes no embeddings")
-_reranking = partial(_refuse, 501, "this version of localllm does not rerank")
 _slot = partial(_refuse, 501, "this version of localllm saves no slots: what prompts have in common is found without")
 _files = partial(
     _refuse, 403, "requests change no models: they are plain files, which localllm models lists where the server runs"
@@ -67,8 +65,10 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, type[msgspec.Struct] | 
     ("POST", ("/v1/responses",), responses.responses, responses.ResponsesRequest),
     ("GET", ("/v1/responses/{id}",), responses.get_response, None),
     ("DELETE", ("/v1/responses/{id}",), responses.delete_response, None),
-    ("POST", ("/v1/embeddings", "/embedding", "/embeddings", "/api/embed", "/api/embeddings"), _embeddings, None),
-    ("POST", ("/v1/rerank", "/rerank", "/reranking"), _reranking, None),
+    ("POST", ("/v1/embeddings",), embeddings.openai, embeddings.EmbeddingsRequest),
+    ("POST", ("/embedding", "/embeddings"), embeddings.llamacpp, embeddings.EmbeddingsRequest),
+    ("POST", ("/api/embed", "/api/embeddings"), embeddings.ollama, embeddings.OllamaEmbedRequest),
+    ("POST", ("/v1/rerank", "/rerank", "/reranking"), embeddings.rerank, embeddings.RerankRequest),
     ("POST", ("/v1/messages",), anthropic.messages, anthropic.MessagesRequest),
     ("POST", ("/v1/messages/count_tokens",), anthropic.count_tokens, anthropic.MessagesRequest),
     ("POST", ("/api/chat",), ollama.chat, ollama.OllamaRequest),

@@ -127,13 +127,14 @@ def serving(
     load: Loader,
     *,
     names: tuple[str, ...] = ("demo",),
+    sources: Mapping[str, str] | None = None,
     limits: Limits | None = None,
     grace_s: float = 0.2,
     responses_folder: Path | None = None,
     loads_first: bool = False,
     **options: Any,
 ) -> Iterator[Serving]:
-    models = Models(dict.fromkeys(names), load, **options)
+    models = Models(sources or dict.fromkeys(names), load, **options)
     app = App(models, limits or Limits(), responses_folder, loads_first)
     server = Server(app, grace_s=grace_s)
     with listen("127.0.0.1", 0) as socket:

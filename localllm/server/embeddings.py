@@ -1,0 +1,125 @@
+"""Vectors of texts as OpenAI's, Ollama's and llama.cpp's clients ask for them, and reranking as Jina's do."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localllm.llm import LLM
+from localllm.server.answers import Desk
+from localllm.server.http import HTTPError, decode, json_response
+
+#: A text, the ids of its tokens, or a list of either.
+Input = str | list[str | int | list[int]]
+
+
+class EmbeddingsRequest(msgspec.Struct):
+    """OpenAI's and Ollama's ``input``, llama.cpp's ``content``, and the ``prompt`` of Ollama's older path."""
+
+    input: Input | None = None
+    content: Input | None = None
+    prompt: str | None = None
+    model: str | None = None
+    dimensions: int | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    truncate: bool = False
+
+    def texts(self) -> list[str | list[int]]:
+        """Raises:
+        HTTPError: there is none.
+        """
+        given = next((each for each in (self.input, self.content, self.prompt) if each is not None), None)
+        if given is None:
+            raise HTTPError(400, "input is missing: it is a text, or a list of texts")
+        if isinstance(given, str):
+            return [given]
+        ids = [each for each in given if isinstance(each, int)]
+        texts = [each for each in given if not isinstance(each, int)]
+        if ids and texts:
+            raise HTTPError(400, "input has texts and ids of tokens: give a list of one kind")
+        return [ids] if ids else texts
+
+
+class OllamaEmbedRequest(EmbeddingsRequest):
+    """A text that is too long is cut, unless ``truncate`` is false."""
+
+    truncate: bool = True
+    options: dict[str, Any] | None = None
+    keep_alive: str | float | None = None
+
+
+class RerankRequest(msgspec.Struct):
+    """As Jina's and Cohere's clients ask."""
+
+    query: str
+    documents: list[str | dict[str, str]]
+    model: str | None = None
+    top_n: int | None = None
+    return_documents: bool = False
+
+
+async def _vectors(desk: Desk, body: EmbeddingsRequest) -> tuple[NDArray[np.float32], int]:
+    """A row for each text, and the number of tokens that they have."""
+    texts = body.texts()
+
+    def work(llm: LLM) -> tuple[NDArray[np.float32], int]:
+        vectors = llm.embed(texts, dimensions=body.dimensions, truncate=body.truncate)
+        return vectors, sum(len(llm.tokenize(text) if isinstance(text, str) else text) for text in texts)
+
+    vectors, n_tokens = await desk.with_model(body.model, work)
+    return vectors, n_tokens
+
+
+def _name(desk: Desk, name: str | None) -> str:
+    return desk.models.find(name).name
+
+
+async def openai(request: Request, desk: Desk) -> Response:
+    body = await decode(request, EmbeddingsRequest)
+    vectors, n_tokens = await _vectors(desk, body)
+
+    def written(vector: NDArray[np.float32]) -> Any:
+        # msgspec writes bytes as base64.
+        return vector.astype("<f4").tobytes() if body.encoding_format == "base64" else vector.tolist()
+
+    data = [{"object": "embedding", "index": i, "embedding": written(vector)} for i, vector in enumerate(vectors)]
+    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    return json_response({"object": "list", "data": data, "model": _name(desk, body.model), "usage": usage})
+
+
+async def llamacpp(request: Request, desk: Desk) -> Response:
+    vectors, _ = await _vectors(desk, await decode(request, EmbeddingsRequest))
+    return json_response([{"index": i, "embedding": [vector.tolist()]} for i, vector in enumerate(vectors)])
+
+
+async def ollama(request: Request, desk: Desk) -> Response:
+    began = time.perf_counter_ns()
+    body = await decode(request, OllamaEmbedRequest)
+    vectors, n_tokens = await _vectors(desk, body)
+    if request.url.path.endswith("/embeddings"):  # the older path, of one text
+        return json_response({"embedding": vectors[0].tolist()})
+    took = {"total_duration": time.perf_counter_ns() - began, "prompt_eval_count": n_tokens}
+    return json_response({"model": _name(desk, body.model), "embeddings": vectors.tolist(), **took})
+
+
+async def rerank(request: Request, desk: Desk) -> Response:
+    body = await decode(request, RerankRequest)
+    texts = [each if isinstance(each, str) else each.get("text", "") for each in body.documents]
+
+    def work(llm: LLM) -> tuple[list[float], int]:
+        n_tokens = sum(len(llm.tokenize(text)) for text in (body.query, *texts))
+        return [float(score) for score in llm.rerank(body.query, texts)], n_tokens
+
+    scores, n_tokens = await desk.with_model(body.model, work)
+    best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
+    results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
+    if body.return_documents:
+        results = [{**each, "document": {"text": texts[each["index"]]}} for each in results]
+    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    return json_response({"object": "list", "model": _name(desk, body.model), "results": results, "usage": usage})

@@ -1,0 +1,119 @@
+"""Embeddings and reranking through the clients of OpenAI and Ollama."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import localllm
+from tests.helpers.http_server import Serving, serving
+from tests.models.tiny import ENCODERS, make_model, write
+
+pytest.importorskip("torch", reason="needs the extra 'reference'")
+pytest.importorskip("transformers", reason="needs the extra 'reference'")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that embeds, and one that reranks."""
+    folder, entry = tmp_path_factory.mktemp("models"), ENCODERS["bert"]
+    model = make_model(entry)
+    write(folder / "embedder.gguf", entry, model)
+    score = np.random.default_rng(3).normal(0, 0.3, (1, 64)).astype(np.float32)
+    keys = lambda config: {**entry.keys(config), "pooling_type": 4}  # noqa: E731
+    write(folder / "reranker.gguf", replace(entry, keys=keys, extra={"cls.output.weight": lambda _: score}), model)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Serving]:
+    def load(source: str | None, progress: object) -> localllm.LLM:
+        assert source is not None
+        return localllm.load(source, device="cpu")
+
+    with serving(load, sources={name: str(folder / f"{name}.gguf") for name in ("embedder", "reranker")}) as started:
+        yield started
+
+
+@pytest.fixture
+def openai_client(server: Serving) -> Iterator[Any]:
+    with pytest.importorskip("openai").OpenAI(base_url=server.url + "/v1", api_key="none") as client:
+        yield client
+
+
+@pytest.fixture
+def ollama_client(server: Serving) -> Iterator[Any]:
+    with pytest.importorskip("ollama").Client(host=server.url) as client:
+        yield client
+
+
+def test_openai(openai_client: Any, folder: Path) -> None:
+    openai, client = pytest.importorskip("openai"), openai_client
+    with localllm.load(folder / "embedder.gguf", device="cpu") as llm:
+        expected, ids = llm.embed(["a cat", "b"]), llm.tokenize("a cat")
+    reply = client.embeddings.create(model="embedder", input=["a cat", "b"])  # which asks for base64
+    np.testing.assert_allclose([each.embedding for each in reply.data], expected, rtol=1e-5, atol=1e-6)
+    assert reply.usage.prompt_tokens == len(ids) + 3
+    (of_ids,) = client.embeddings.create(model="embedder", input=ids, encoding_format="float").data
+    np.testing.assert_allclose(of_ids.embedding, expected[0], rtol=1e-5, atol=1e-6)
+    (short,) = client.embeddings.create(model="embedder", input="b", dimensions=8).data
+    assert len(short.embedding) == 8
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
+        client.embeddings.create(model="embedder", input="b", dimensions=65)
+    with pytest.raises(openai.BadRequestError, match="scores documents"):
+        client.embeddings.create(model="reranker", input="b")
+
+
+def test_ollama_and_llama_cpp(server: Serving, ollama_client: Any) -> None:
+    ollama, client = pytest.importorskip("ollama"), ollama_client
+    first, second = client.embed(model="embedder", input=["a", "b " * 200]).embeddings  # the second is cut
+    assert len(first) == len(second) == 64
+    old = client.embeddings(model="embedder", prompt="a").embedding
+    (row,) = httpx.post(server.url + "/embedding", json={"content": "a", "model": "embedder"}).json()
+    np.testing.assert_allclose([old, row["embedding"][0]], [first, first], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ollama.ResponseError, match="context"):
+        client.embed(model="embedder", input="b " * 200, truncate=False)
+
+
+def test_reranking(server: Serving, folder: Path) -> None:
+    documents = ["the cat", "e", "a dog"]
+    body = {"model": "reranker", "query": "a cat?", "documents": [*documents[:2], {"text": documents[2]}]}
+    reply = httpx.post(server.url + "/v1/rerank", json={**body, "return_documents": True, "top_n": 2}).json()
+    with localllm.load(folder / "reranker.gguf", device="cpu") as llm:
+        scores = llm.rerank("a cat?", documents)
+    best = np.argsort(-scores)[:2]
+    assert [each["index"] for each in reply["results"]] == best.tolist()
+    assert [each["document"]["text"] for each in reply["results"]] == [documents[i] for i in best]
+    assert reply["results"][0]["relevance_score"] == pytest.approx(float(scores[best[0]]), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/embeddings", {}, "input is missing"),
+        ("/v1/embeddings", {"input": ["a", 1]}, "one kind"),
+        ("/v1/embeddings", {"input": {"a": 1}}, "input"),
+        ("/v1/embeddings", {"input": [10**30]}, ""),
+        ("/v1/embeddings", {"input": [-1]}, ""),
+        ("/v1/rerank", {"query": "a"}, "documents"),
+    ],
+)
+def test_odd_requests(server: Serving, path: str, body: dict[str, object], said: str) -> None:
+    response = httpx.post(server.url + path, json={"model": "embedder", **body})
+    assert response.status_code == 400
+    assert said in response.json()["error"]["message"]
+
+
+def test_base64_is_little_endian_float32(server: Serving) -> None:
+    body = {"model": "embedder", "input": "a"}
+    plain = httpx.post(server.url + "/v1/embeddings", json=body).json()["data"][0]["embedding"]
+    coded = httpx.post(server.url + "/v1/embeddings", json={**body, "encoding_format": "base64"}).json()
+    values = np.frombuffer(base64.b64decode(coded["data"][0]["embedding"]), "<f4")
+    np.testing.assert_allclose(values, plain, rtol=1e-6)
