@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from localllm.kernels.graph import Graph, Rope, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, mixture, norm
 from localllm.models.config import Header
+from localllm.models.hf_convert import Array, interleave_query_and_key
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON | {
@@ -15,6 +20,22 @@ HF_NAMES = hf_names.COMMON | {
     "ffn_gate_up_shexp": "shared_mlp.input_linear",
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    return {
+        "attention.scale": config.attention_multiplier,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": config.logits_scaling,
+        "expert_shared_feed_forward_length": getattr(config, "shared_intermediate_size", None),
+    }
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    if "shared_mlp.input_linear" not in name:
+        return interleave_query_and_key(name, array, config)
+    return dict(zip(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), np.split(array, 2), strict=True))
 
 
 def record(m: Header) -> Graph:

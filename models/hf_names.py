@@ -32,6 +32,14 @@ STACKED_EXPERTS = {
     "ffn_down_exps.weight": "mlp.experts.down_proj",
 }
 
+#: Mixtral's.
+BLOCK_SPARSE_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.*.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.*.w2",
+}
+
 #: Norms of the heads of query and key, or of their rows.
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 

@@ -6,9 +6,11 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, norm
 from localllm.models.config import Header
+from localllm.models.hf_convert import interleave_query_and_key
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON
+hf_tensor = interleave_query_and_key
 
 
 def record(m: Header) -> Graph:
