@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,7 @@ from numpy.typing import NDArray
 from localllm.convert import Checkpoint
 from localllm.models.registry import ARCHITECTURES
 from localllm.quantize import plan, run
-from localllm.tokenizer.encoders import sentencepiece_model
-from localllm.tokenizer.vocabulary import Vocabulary
-from tests.helpers import tiny_models
+from tests.helpers.checkpoints import write_tokenizer
 
 Array = NDArray[np.float32]
 
@@ -262,9 +259,5 @@ def save(folder: Path, model: Any) -> Path:
     import torch
 
     model.save_pretrained(folder, state_dict={k: v.to(torch.bfloat16) for k, v in model.state_dict().items()})
-    keys = tiny_models.spm_vocabulary(model.config.vocab_size)
-    for name in ("scores", "token_type"):
-        keys[f"tokenizer.ggml.{name}"] = np.array(keys[f"tokenizer.ggml.{name}"])
-    vocabulary = Vocabulary.from_gguf(SimpleNamespace(path="tiny", metadata=keys))
-    (folder / "tokenizer.model").write_bytes(sentencepiece_model(vocabulary))
+    write_tokenizer(folder, model.config.vocab_size)
     return folder
