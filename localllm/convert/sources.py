@@ -18,7 +18,6 @@ from localllm.convert.config import Config
 from localllm.convert.safetensors import Stored
 from localllm.errors import ModelError, quoted
 from localllm.models.hf_convert import floats
-from localllm.quant.encode import quantize
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
 Array = NDArray[Any]
@@ -81,9 +80,7 @@ _BESIDE = (
 def _plain(tensor: Stored) -> Source:
     types = {"F16": GGMLType.F16, "BF16": GGMLType.BF16}
     if tensor.dtype in ("BOOL", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"):
-        raise ModelError(
-            f"tensor {quoted(tensor.name)} is {tensor.dtype} without a scale: what packs it is not known"
-        )
+        raise ModelError(f"tensor {quoted(tensor.name)} is {tensor.dtype} without scales, which localllm cannot read")
     type = types.get(tensor.dtype, GGMLType.F32)
     return Source(tensor.shape, type, tensor.read if type in types.values() else lambda: floats32(tensor))
 
@@ -112,8 +109,10 @@ _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6],
 
 
 def bfloat16(values: NDArray[np.float32]) -> Array:
-    """Rounded to bfloat16, as its bits."""
-    return quantize(values.reshape(1, -1), GGMLType.BF16).view("<u2").reshape(values.shape)
+    """Rounded to bfloat16, as its bits: to the nearest, of two as near the even one."""
+    bits = values.astype(np.float32, copy=False).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
 # -- FP8 and INT8 --------------------------------------------------------------------------------------------------
@@ -134,7 +133,8 @@ def _scaled(beside: Mapping[str, Stored], settings: Mapping[str, Any]) -> Source
         return found.reshape(-1, 1) if per_row else found.reshape(1, 1)
 
     def values() -> Array:
-        return bfloat16(floats32(weight) * read_scale())
+        with np.errstate(invalid="ignore"):  # NaN is found when it is written
+            return bfloat16(floats32(weight) * read_scale())
 
     if weight.dtype != "I8" or is_block or columns % 32:
         return Source(weight.shape, GGMLType.BF16, values)

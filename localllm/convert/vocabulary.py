@@ -27,6 +27,7 @@ _PROBE = (
     "naïve café e\u0301te\u0301 Привет, мир你好世界こんにちは안녕하세요 नमस्ते ١٢٣٤٥ 12345678901 "
     "(a[b]{c})<d>/e\\f #$%^&*_+-=~`| foo_bar--baz...  'Quoted' \"text\" …—“x” 🚀🙂👍🏽"
     " \n \n\t x\n/y/\r\n\n//z   \n end   "
+    "it'so we'rev             nine 'tis 'llama 'Velo <sentinel:12> IMGIMGABCZ 1234\u0303 ..., ?! (12) end"
 )
 
 

@@ -4,9 +4,9 @@
 
 LLAMA_CPP is the folder of its source, as the sdist of llama-cpp-python has it; ``--binding`` a Python that has the
 binding.  With ``--fuse``, query, key and value are one tensor, and so are experts' gate and up.  Prints of each the
-largest error of our file's logits, of the converted file's and of llama.cpp's on ours, over the largest logit, and the
-keys in which the two files differ, but for `EXCEPTIONS`; the exit code is 1 if a converted file does not load, one of
-ours is beyond 1e-3, or keys or tensors differ.
+largest error of our file's logits, of the converted file's and of llama.cpp's on ours, over the largest logit, and
+where the two files differ but for `EXCEPTIONS`; the exit code is 1 if they do, a converted file does not load, or one
+of ours is beyond 1e-3.
 """
 
 from __future__ import annotations

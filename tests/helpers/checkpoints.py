@@ -55,7 +55,7 @@ def write_checkpoint(
         without: a tensor that it lacks.
         changes: in config.json.
     """
-    settings = tiny_models.config(model_type, **changes)
+    settings = tiny_models.config(model_type, **{"bos_token_id": 1, "eos_token_id": 2} | changes)
     weights = dict(tiny_models.random_weights(settings)) | dict(tensors or {})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings))

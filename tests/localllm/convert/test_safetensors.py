@@ -74,7 +74,7 @@ def entry(**changes: Any) -> bytes:
 )
 def test_damaged_files_are_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(data)
-    with pytest.raises(ModelError, match="model.safetensors is not a whole safetensors file"):
+    with pytest.raises(ModelError, match=r"model.safetensors is not a whole safetensors file"):
         read_folder(tmp_path)
 
 
