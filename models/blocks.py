@@ -272,6 +272,7 @@ def mixture(
             w.find("exp_probs_b.bias", n),
             experts.n_groups,
             experts.n_top_groups,
+            1 if experts.gating == "softmax" else 2,  # as DeepSeek V2, and V3
             expert_scales=w.find("ffn_down_exps.scale", n),
         )
     )

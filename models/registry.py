@@ -37,6 +37,7 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "deepseek2": Architecture("deepseek2", "DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash"),
     "exaone4": Architecture("exaone4", "EXAONE 4"),
     "gemma": Architecture("gemma", "Gemma"),
     "gemma2": Architecture("gemma2", "Gemma 2"),

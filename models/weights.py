@@ -93,6 +93,40 @@ class RowsOf:
         self.whole.drop_pages()
 
 
+@dataclass(frozen=True, eq=False)
+class HeadsOf:
+    """Of each head's rows of a matrix some, as float32: [n_heads, rows, columns], or the last two in turn."""
+
+    whole: Weight
+    n_heads: int
+    rows: range
+    is_transposed: bool
+    type: GGMLType = GGMLType.F32
+
+    @property
+    def name(self) -> str:
+        return f"{self.whole.name}[{self.rows.start}:{self.rows.stop}]"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        n, columns = len(self.rows), self.whole.shape[1]
+        return (self.n_heads, columns, n) if self.is_transposed else (self.n_heads, n, columns)
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        rows = dequantize(self.whole.data, self.whole.type).reshape(self.n_heads, -1, self.whole.shape[1])
+        heads = rows[:, self.rows.start : self.rows.stop]
+        return np.ascontiguousarray(heads.swapaxes(1, 2) if self.is_transposed else heads, np.float32).view(np.uint8)
+
+    def drop_pages(self) -> None:
+        self.whole.drop_pages()
+
+
+def heads_of(whole: Weight, n_heads: int, rows: range, *, is_transposed: bool = False) -> HeadsOf:
+    """A matrix of each head that lies in those rows of its share of ``whole`` [n_heads * n, n_in]."""
+    return HeadsOf(whole, n_heads, rows, is_transposed)
+
+
 class Weights:
     """Finds a model's tensors, and remembers which ones it has found.  None of them is read, but by `values`."""
 

@@ -252,6 +252,50 @@ def gemma4_factors(config: Any) -> Array:
     return np.where(np.arange(full) < n_rotated, 1, 1e30).astype(np.float32)
 
 
+def split_latents(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    """Of each head, what brings its query into the space of latents, and out of it."""
+    if not name.endswith("kv_b_proj.weight"):
+        return array
+    heads = array.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+    k, v = np.split(heads, [config.qk_nope_head_dim], axis=1)
+    return {"attn_k_b.weight": k.swapaxes(1, 2), "attn_v_b.weight": v}
+
+
+def latent_keys(config: Any) -> dict[str, Any]:
+    """As if there was one head of keys."""
+    return old_latent_keys(config) | {
+        "attention.head_count_kv": 1,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+    }
+
+
+def old_latent_keys(config: Any) -> dict[str, Any]:
+    return {
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": config.qk_head_dim,
+        "attention.value_length": config.v_head_dim,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "rope.scaling.yarn_log_multiplier": 0.1 * config.rope_parameters.get("mscale_all_dim", 0),
+        "expert_count": config.n_routed_experts,
+        "leading_dense_block_count": 1,
+    } | routing_keys(config)
+
+
+def routing_keys(config: Any) -> dict[str, Any]:
+    return {
+        "expert_shared_count": config.n_shared_experts,
+        "expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2,
+        "expert_weights_norm": bool(config.norm_topk_prob),
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+    }
+
+
 DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -272,6 +316,24 @@ GRANITE = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 8.0}
 
+LATENTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+}
 GEMMA4 = {
     "num_hidden_layers": 7,
     "layer_types": [*["sliding_attention", "sliding_attention", "full_attention"] * 2, "full_attention"],
@@ -287,6 +349,24 @@ GEMMA4 = {
 }
 
 TINY: dict[str, Tiny] = {
+    "deepseek-v2": Tiny(
+        "deepseek_v2",
+        "deepseek2",
+        LATENTS | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
+        latent_keys,
+        split_latents,
+    ),
+    "deepseek-v3": Tiny(
+        "deepseek_v3",
+        "deepseek2",
+        LATENTS | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+        latent_keys,
+        split_latents,
+    ),
+    "deepseek-v3-old": Tiny("deepseek_v3", "deepseek2", LATENTS, old_latent_keys),
+    "glm-4.7-flash": Tiny(
+        "glm4_moe_lite", "deepseek2", LATENTS | {"n_group": 1, "topk_group": 1}, latent_keys, split_latents
+    ),
     "exaone4": Tiny("exaone4", "exaone4", WINDOW | {"sliding_window_pattern": 4}, window_keys),
     "gemma": Tiny("gemma", "gemma", {"tie_word_embeddings": True}, change=add_one_to_norms),
     "gemma2": Tiny(
