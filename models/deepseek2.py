@@ -19,6 +19,7 @@ from localllm.models.weights import heads_of
 HF_NAMES = (
     hf_names.COMMON
     | hf_names.EXPERTS
+    | hf_names.SHARED_EXPERTS
     | {
         "attn_q_a": "self_attn.q_a_proj",
         "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -26,10 +27,6 @@ HF_NAMES = (
         "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
         "attn_kv_a_norm": "self_attn.kv_a_layernorm",
         "attn_kv_b": "self_attn.kv_b_proj",
-        "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-        "ffn_up_shexp": "mlp.shared_experts.up_proj",
-        "ffn_down_shexp": "mlp.shared_experts.down_proj",
     }
 )
 

@@ -202,7 +202,7 @@ class Weights:
         tensor = self._file.tensors.get(f"{self._prefix}{name}.weight")
         if tensor is None or len(tensor.shape) != 1:
             return self.matrix(name, n_in, 1)
-        return Matrix(_Row(self.vector(name, n_in)))
+        return Matrix(Reshaped(self.vector(name, n_in), (1, n_in)))
 
     def experts(self, name: str, n_experts: int, n_in: int, n_out: int) -> Weight:
         """The matrices ``{name}.weight`` [n_experts, n_out, n_in]."""
@@ -239,29 +239,26 @@ class Weights:
 
 
 @dataclass(frozen=True, eq=False)
-class _Row:
-    """A vector as a matrix of one row."""
+class Reshaped:
+    """A tensor in another shape: a vector as a matrix of one row, or groups of values as a vector."""
 
-    vector: Weight
+    whole: Weight
+    shape: tuple[int, ...]
 
     @property
     def name(self) -> str:
-        return self.vector.name
+        return self.whole.name
 
     @property
     def type(self) -> GGMLType:
-        return self.vector.type
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return 1, *self.vector.shape
+        return self.whole.type
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        return self.vector.data.reshape(1, -1)
+        return self.whole.data.reshape(*self.shape[:-1], -1)
 
     def drop_pages(self) -> None:
-        self.vector.drop_pages()
+        self.whole.drop_pages()
 
 
 def split_rows(matrix: Matrix, parts: Mapping[str, int], *, n_groups: int = 1) -> tuple[Matrix, ...]:

@@ -296,6 +296,96 @@ def routing_keys(config: Any) -> dict[str, Any]:
     }
 
 
+def mamba_tensors(name: str, array: Array, config: Any) -> Array:
+    if name.endswith(("A_log", ".D")):
+        return (-np.exp(array) if name.endswith("A_log") else array)[:, None]
+    if name.endswith("conv1d.weight"):
+        return array.squeeze(1)
+    is_norm = name.endswith(("mixer.norm.weight", "mamba.norm.weight"))
+    return array.reshape(n_mamba_groups(config), -1) if is_norm else array
+
+
+def n_mamba_groups(config: Any) -> int:
+    groups: int = getattr(config, "n_groups", None) or config.mamba_n_groups
+    return groups
+
+
+def nemotron_keys(config: Any) -> dict[str, Any]:
+    def of(kind: str, value: int) -> list[int]:
+        return [value if kind in each else 0 for each in config.layers_block_type]
+
+    is_mixture = "moe" in config.layers_block_type
+    keys = {
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        "attention.head_count_kv": of("full_attention", config.num_key_value_heads),
+        "feed_forward_length": of("moe", config.moe_intermediate_size)
+        if is_mixture
+        else of("mlp", config.intermediate_size),
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.group_count": config.n_groups,
+        "ssm.time_step_rank": config.mamba_num_heads,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+    }
+    if not is_mixture:
+        return keys | dict.fromkeys(("expert_count", "expert_used_count", "expert_feed_forward_length"))
+    shared = {"expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size}
+    return keys | routing_keys(config) | shared | {"moe_latent_size": config.moe_latent_size}
+
+
+def granite_hybrid_keys(config: Any) -> dict[str, Any]:
+    n_kv = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    return granite_keys(config) | {
+        "attention.head_count_kv": n_kv,
+        "rope.scaling.finetuned": False,
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.group_count": config.mamba_n_groups,
+        "ssm.time_step_rank": config.mamba_n_heads,
+        "ssm.inner_size": config.mamba_n_heads * config.mamba_d_head,
+    }
+
+
+def granite_hybrid_tensors(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    changed = granite_tensors(name, mamba_tensors(name, array, config), config)
+    if config.num_local_experts or "shared_mlp" not in name:
+        return changed
+    if isinstance(changed, dict):
+        return {ours.replace("_shexp", ""): part for ours, part in changed.items()}
+    return {"ffn_down.weight": changed}
+
+
+def lfm2_keys(config: Any) -> dict[str, Any]:
+    return {
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "attention.head_count_kv": [
+            config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types
+        ],
+        "shortconv.l_cache": config.conv_L_cache,
+        "leading_dense_block_count": getattr(config, "num_dense_layers", None),
+        "expert_gating_func": 2 if hasattr(config, "num_dense_layers") else None,
+    }
+
+
+def lfm2_tensors(name: str, array: Array, config: Any) -> Array:
+    return array.squeeze(1) if name.endswith("conv.conv.weight") else array
+
+
+def llama4_keys(config: Any) -> dict[str, Any]:
+    return {
+        "interleave_moe_layer_step": config.interleave_moe_layer_step,
+        "feed_forward_length": config.intermediate_size_mlp,
+        "expert_feed_forward_length": config.intermediate_size,
+        "attention.chunk_size": config.attention_chunk_size,
+        "attention.temperature_scale": config.attn_scale,
+        "attention.temperature_length": config.floor_scale,
+    }
+
+
+def llama4_tensors(name: str, array: Array, config: Any) -> Array:
+    return array.swapaxes(1, 2) if "experts." in name else array
+
+
 DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -316,6 +406,40 @@ GRANITE = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 8.0}
 
+HALF_ROTATED = {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}}
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+    "ssm_state_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 80,
+    "routed_scaling_factor": 1.5,
+}
+NEMOTRON_MOE = NEMOTRON | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]
+}
+GRANITE_HYBRID = GRANITE | {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "mamba_d_state": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+}
+LFM2 = {
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "block_auto_adjust_ff_dim": False,
+    "rope_parameters": PLAIN_ROPE,
+}
+LLAMA4 = LOCAL_MIXTURE | {
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 172,
+    "num_hidden_layers": 8,
+}
 LATENTS = {
     "num_key_value_heads": 4,
     "head_dim": 32,
@@ -414,6 +538,12 @@ TINY: dict[str, Tiny] = {
         {"attention_bias": True, "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}},
         rotated_part,
     ),
+    "glm4moe": Tiny(
+        "glm4_moe",
+        "glm4moe",
+        LATENTS | HALF_ROTATED | {"num_key_value_heads": 2, "use_qk_norm": True, "n_group": 1, "topk_group": 1},
+        lambda config: rotated_part(config) | routing_keys(config) | {"leading_dense_block_count": 1},
+    ),
     "gpt-oss": Tiny(
         "gpt_oss",
         "gpt-oss",
@@ -430,6 +560,37 @@ TINY: dict[str, Tiny] = {
         granite_keys,
         granite_tensors,
     ),
+    "granitehybrid": Tiny(
+        "granitemoehybrid",
+        "granitehybrid",
+        GRANITE_HYBRID | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 172},
+        lambda config: granite_hybrid_keys(config) | {"expert_shared_feed_forward_length": None},
+        granite_hybrid_tensors,
+    ),
+    "granitehybrid-moe": Tiny(
+        "granitemoehybrid",
+        "granitehybrid",
+        GRANITE_HYBRID | LOCAL_MIXTURE | {"shared_intermediate_size": 80},
+        granite_hybrid_keys,
+        granite_hybrid_tensors,
+    ),
+    "lfm2": Tiny("lfm2", "lfm2", LFM2, lfm2_keys, lfm2_tensors),
+    "lfm2moe": Tiny("lfm2_moe", "lfm2moe", LFM2 | MIXTURE | {"num_dense_layers": 1}, lfm2_keys, lfm2_tensors),
+    "llama4": Tiny(
+        "llama4_text",
+        "llama4",
+        LLAMA4 | {"attention_chunk_size": 7, "floor_scale": 5},
+        llama4_keys,
+        llama4_tensors,
+    ),
+    "llama4-defaults": Tiny("llama4_text", "llama4", LLAMA4, llama4_keys, llama4_tensors),
+    "minimax-m2": Tiny(
+        "minimax_m2",
+        "minimax-m2",
+        LOCAL_MIXTURE | HALF_ROTATED,
+        lambda config: rotated_part(config)
+        | {"expert_feed_forward_length": config.intermediate_size, "expert_gating_func": 2},
+    ),
     "mistral3": Tiny(
         "ministral3",
         "mistral3",
@@ -440,6 +601,11 @@ TINY: dict[str, Tiny] = {
         },
         mistral3_keys,
         interleave_pairs,
+    ),
+    "nemotron-h": Tiny("nemotron_h", "nemotron_h", NEMOTRON, nemotron_keys, mamba_tensors),
+    "nemotron-h-moe": Tiny("nemotron_h", "nemotron_h_moe", NEMOTRON_MOE, nemotron_keys, mamba_tensors),
+    "nemotron-h-latent": Tiny(
+        "nemotron_h", "nemotron_h_moe", NEMOTRON_MOE | {"moe_latent_size": 32}, nemotron_keys, mamba_tensors
     ),
     "olmo2": Tiny("olmo2", "olmo2"),
     "olmo3": Tiny(
@@ -513,7 +679,7 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...], shifted
         return rng.uniform(0.5, 1.5, shape)
     if name.endswith("A_log"):
         return np.log(rng.uniform(0.2, 2, shape))
-    if name.endswith(("mlp.gate.weight", "router.weight")):
+    if name.endswith((".gate.weight", "router.weight")):
         return rng.normal(0, 5 * shape[-1] ** -0.5, shape)  # so large that no choice is a close call
     if len(shape) == 1 or "bias" in name or "sinks" in name:
         return rng.normal(0, 0.2, shape)
@@ -551,7 +717,7 @@ def checkpoint(model: Any, folder: Path) -> dict[str, Array]:
 def named(entry: Tiny, hf_name: str, changed: Array | dict[str, Array]) -> dict[str, Array]:
     """What the file has of a tensor, under GGUF's names; of experts, gate and up are two."""
     names = {hf: ours for ours, hf in ARCHITECTURES[entry.architecture].hf_names.items()}
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", hf_name)
+    match = re.fullmatch(r"\w+\.(?:layers|h)\.(\d+)\.(.*)", hf_name)
     prefix, name = (f"blk.{match[1]}.", match[2]) if match else ("", hf_name)
     if isinstance(changed, dict):
         return {prefix + ours: array for ours, array in changed.items()}
@@ -588,7 +754,7 @@ def general_keys(config: Any) -> dict[str, Any]:
 
 
 def rope_keys(config: Any) -> dict[str, Any]:
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", PLAIN_ROPE)
     local, rope = rope.get("sliding_attention", {}), rope.get("full_attention", rope)
     names = {
         "rope.freq_base": "rope_theta",
