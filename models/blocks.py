@@ -333,13 +333,8 @@ class Mamba:
         return cls(n, inner // n, n_groups, n_state, kernel)
 
 
-def mamba(
-    at: Layer, x: Tensor, net: Mamba, *, residual: Tensor | None = None, norms_first: bool = False
-) -> Tensor:
-    """Mamba 2: a convolution and a scan, times a gate, and normed in groups if there is a norm; arXiv:2405.21060.
-
-    ``norms_first``: the norm stands before the gate.
-    """
+def mamba(at: Layer, x: Tensor, net: Mamba, *, residual: Tensor | None = None) -> Tensor:
+    """Mamba 2: a convolution and a scan, times a gate, and normed in groups if there is a norm; arXiv:2405.21060."""
     w, d, n = at.weights, at.n_embd, net.n
     inner = n * net.dim
     width = inner + 2 * net.n_groups * net.n_state
@@ -348,13 +343,10 @@ def mamba(
     xbc = at.add(CausalConv(xbc, conv, state, w.find("ssm_conv1d.bias", width), silu=True))
     a, bias, skip = w.require("ssm_a", n, 1), w.require("ssm_dt.bias", n), w.require("ssm_d", n, 1)
     y = at.add(Scan((xbc,), dt, a, bias, skip, at.graph.state("S", n, net.n_state, net.dim), net.n_groups))
-    weight = w.find("ssm_norm.weight", net.n_groups, inner // net.n_groups)
-    weights = None if weight is None else Reshaped(weight, (inner,))
-    if weights is not None and norms_first:
-        y = at.add(RMSNorm(y, weights, at.norm_eps, net.n_groups))
     y = at.add(Gated(gate, y, "silu"))
-    if weights is not None and not norms_first:
-        y = at.add(RMSNorm(y, weights, at.norm_eps, net.n_groups))
+    weight = w.find("ssm_norm.weight", net.n_groups, inner // net.n_groups)
+    if weight is not None:
+        y = at.add(RMSNorm(y, Reshaped(weight, (inner,)), at.norm_eps, net.n_groups))
     return at.linear(y, "ssm_out", d, residual=residual)
 
 

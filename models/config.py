@@ -299,6 +299,11 @@ class Header:
         """Added to the mean square under RMSNorm's root."""
         return self.meta.read("attention.layer_norm_rms_epsilon", float, low=0.0, high=1.0)
 
+    @property
+    def layer_norm_eps(self) -> float:
+        """Added to the variance under LayerNorm's root."""
+        return self.meta.read("attention.layer_norm_epsilon", float, low=0.0, high=1.0)
+
     def mlp_width(self) -> int:
         return self.meta.read_uniform("feed_forward_length", self.config.n_layers, low=1, high=1 << 24)
 

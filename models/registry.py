@@ -37,8 +37,13 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "cohere2": Architecture("cohere", "Command R7B, Command A"),
+    "command-r": Architecture("cohere", "Command R, Aya"),
     "deepseek2": Architecture("deepseek2", "DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash"),
+    "ernie4_5": Architecture("ernie4_5", "ERNIE 4.5, dense"),
+    "ernie4_5-moe": Architecture("ernie4_5", "ERNIE 4.5 with experts"),
     "exaone4": Architecture("exaone4", "EXAONE 4"),
+    "falcon-h1": Architecture("falcon_h1", "Falcon-H1"),
     "gemma": Architecture("gemma", "Gemma"),
     "gemma2": Architecture("gemma2", "Gemma 2"),
     "gemma3": Architecture("gemma3", "Gemma 3"),
@@ -46,18 +51,23 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4": Architecture("glm4", "GLM-4 (0414), GLM-Z1"),
     "glm4moe": Architecture("glm4moe", "GLM-4.5, 4.6 and 4.7"),
     "gpt-oss": Architecture("gpt_oss", "gpt-oss"),
+    "gptneox": Architecture("gptneox", "GPT-NeoX, Pythia"),
     "granite": Architecture("granite", "Granite 3 and 4, dense"),
     "granitehybrid": Architecture("granite", "Granite 4 with Mamba layers"),
     "granitemoe": Architecture("granite", "Granite 3 with experts"),
+    "hunyuan-dense": Architecture("hunyuan", "Hunyuan, dense"),
+    "hunyuan-moe": Architecture("hunyuan", "Hunyuan A13B"),
     "lfm2": Architecture("lfm2", "LFM2"),
     "lfm2moe": Architecture("lfm2", "LFM2 with experts"),
     "llama": Architecture("llama", "Llama 1 to 3.x, Mistral, Mixtral, TinyLlama, SmolLM"),
     "llama4": Architecture("llama4", "Llama 4, text"),
+    "mamba2": Architecture("mamba2", "Mamba 2"),
     "minimax-m2": Architecture("minimax_m2", "MiniMax-M2"),
     "mistral3": Architecture("mistral3", "Ministral 3, Devstral 2"),
     "nemotron_h": Architecture("nemotron_h", "Nemotron-H, Nemotron Nano 2"),
     "nemotron_h_moe": Architecture("nemotron_h", "Nemotron 3, with experts"),
     "olmo2": Architecture("olmo2", "OLMo 2 and 3"),
+    "phi2": Architecture("phi2", "Phi 1, 1.5 and 2"),
     "phi3": Architecture("phi3", "Phi-3, 3.5 and 4"),
     "qwen2": Architecture("qwen2", "Qwen 2 and 2.5"),
     "qwen2moe": Architecture("qwen2", "Qwen 1.5 and 2 with experts"),
@@ -68,6 +78,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3next": Architecture("qwen3next", "Qwen 3 Next"),
     "seed_oss": Architecture("seed_oss", "Seed-OSS"),
     "smollm3": Architecture("smollm3", "SmolLM3"),
+    "stablelm": Architecture("stablelm", "StableLM 1 and 2"),
+    "starcoder2": Architecture("starcoder2", "StarCoder 2"),
 }
 
 

@@ -333,17 +333,81 @@ def nemotron_keys(config: Any) -> dict[str, Any]:
     return keys | routing_keys(config) | shared | {"moe_latent_size": config.moe_latent_size}
 
 
-def granite_hybrid_keys(config: Any) -> dict[str, Any]:
-    n_kv = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
-    return granite_keys(config) | {
-        "attention.head_count_kv": n_kv,
-        "rope.scaling.finetuned": False,
+def mamba_keys(config: Any) -> dict[str, Any]:
+    return {
         "ssm.conv_kernel": config.mamba_d_conv,
         "ssm.state_size": config.mamba_d_state,
         "ssm.group_count": config.mamba_n_groups,
         "ssm.time_step_rank": config.mamba_n_heads,
         "ssm.inner_size": config.mamba_n_heads * config.mamba_d_head,
     }
+
+
+def mamba2_keys(config: Any) -> dict[str, Any]:
+    absent = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base")
+    return dict.fromkeys(absent) | {
+        "attention.head_count": 0,
+        "feed_forward_length": 0,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.state_size,
+        "ssm.group_count": config.n_groups,
+        "ssm.time_step_rank": config.num_heads,
+        "ssm.inner_size": config.num_heads * config.head_dim,
+    }
+
+
+#: And those of lists: by them, the converter multiplies matrices.
+FALCON_MULTIPLIERS = (
+    "attention_in_multiplier",
+    "attention_out_multiplier",
+    "embedding_multiplier",
+    "key_multiplier",
+    "lm_head_multiplier",
+    "ssm_in_multiplier",
+    "ssm_out_multiplier",
+)
+
+
+def falcon_tensors(name: str, array: Array, config: Any) -> Array:
+    inner, states = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    parts = [inner, inner, states, states, config.mamba_n_heads]
+    factors = {
+        "gate_proj.weight": config.mlp_multipliers[0],
+        "down_proj.weight": config.mlp_multipliers[1],
+        "q_proj.weight": config.attention_in_multiplier,
+        "k_proj.weight": config.attention_in_multiplier * config.key_multiplier,
+        "v_proj.weight": config.attention_in_multiplier,
+        "o_proj.weight": config.attention_out_multiplier,
+        "in_proj.weight": config.ssm_in_multiplier * np.repeat(config.ssm_multipliers, parts)[:, None],
+        "out_proj.weight": config.ssm_out_multiplier,
+        "lm_head.weight": config.lm_head_multiplier,
+        "embed_tokens.weight": config.embedding_multiplier,
+    }
+    factor = next((factor for end, factor in factors.items() if name.endswith(end)), 1)
+    return (mamba_tensors(name, array, config) * factor).astype(np.float32)
+
+
+def parallel_keys(config: Any) -> dict[str, Any]:
+    is_parallel = getattr(config, "use_parallel_residual", None)
+    return rotated_part(config) | {
+        "use_parallel_residual": is_parallel,
+        "attention.key_length": None,
+        "attention.value_length": None,
+    }
+
+
+def split_neox_heads(name: str, array: Array, config: Any) -> Array:
+    """[query | key | value] of each head as those of all heads."""
+    if "query_key_value" not in name:
+        return array
+    heads = array.reshape(config.num_attention_heads, 3, -1, *array.shape[1:])
+    return heads.swapaxes(0, 1).reshape(array.shape)
+
+
+def granite_hybrid_keys(config: Any) -> dict[str, Any]:
+    n_kv = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    keys = {"attention.head_count_kv": n_kv, "rope.scaling.finetuned": False}
+    return granite_keys(config) | mamba_keys(config) | keys
 
 
 def granite_hybrid_tensors(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
@@ -384,6 +448,29 @@ def llama4_keys(config: Any) -> dict[str, Any]:
 
 def llama4_tensors(name: str, array: Array, config: Any) -> Array:
     return array.swapaxes(1, 2) if "experts." in name else array
+
+
+def cohere_keys(config: Any) -> dict[str, Any]:
+    return {"logit_scale": config.logit_scale, "attention.key_length": None, "attention.value_length": None}
+
+
+def ernie_moe_keys(config: Any) -> dict[str, Any]:
+    return {
+        "expert_count": config.moe_num_experts,
+        "expert_used_count": config.moe_k,
+        "interleave_moe_layer_step": config.moe_layer_interval,
+        "leading_dense_block_count": config.moe_layer_start_index,
+        "expert_shared_count": config.moe_num_shared_experts,
+    }
+
+
+def hunyuan_moe_keys(config: Any) -> dict[str, Any]:
+    return {
+        "expert_used_count": config.moe_topk[0],
+        "expert_feed_forward_length": config.intermediate_size,
+        "expert_shared_count": 1,
+        "expert_shared_feed_forward_length": config.intermediate_size,
+    }
 
 
 DELTA_NET = {
@@ -430,6 +517,7 @@ GRANITE_HYBRID = GRANITE | {
     "mamba_n_groups": 1,
 }
 LFM2 = {
+    "tie_word_embeddings": True,
     "layer_types": ["conv", "full_attention", "conv", "full_attention"],
     "block_auto_adjust_ff_dim": False,
     "rope_parameters": PLAIN_ROPE,
@@ -440,6 +528,9 @@ LLAMA4 = LOCAL_MIXTURE | {
     "intermediate_size_mlp": 172,
     "num_hidden_layers": 8,
 }
+STABLELM = HALF_ROTATED | {"rms_norm_eps": None}
+NEOX = STABLELM | {"num_key_value_heads": 4}
+COHERE = {"rms_norm_eps": None, "tie_word_embeddings": True, "logit_scale": 0.3, "rope_parameters": PLAIN_ROPE}
 LATENTS = {
     "num_key_value_heads": 4,
     "head_dim": 32,
@@ -473,6 +564,8 @@ GEMMA4 = {
 }
 
 TINY: dict[str, Tiny] = {
+    "cohere2": Tiny("cohere2", "cohere2", WINDOW | COHERE, lambda config: window_keys(config) | cohere_keys(config)),
+    "command-r": Tiny("cohere", "command-r", COHERE, cohere_keys),
     "deepseek-v2": Tiny(
         "deepseek_v2",
         "deepseek2",
@@ -491,7 +584,40 @@ TINY: dict[str, Tiny] = {
     "glm-4.7-flash": Tiny(
         "glm4_moe_lite", "deepseek2", LATENTS | {"n_group": 1, "topk_group": 1}, latent_keys, split_latents
     ),
+    "ernie4_5": Tiny("ernie4_5", "ernie4_5", {"tie_word_embeddings": True}),
+    "ernie4_5-moe": Tiny(
+        "ernie4_5_moe",
+        "ernie4_5-moe",
+        {
+            "intermediate_size": 192,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_layer_start_index": 1,
+            "moe_intermediate_size": 48,
+            "moe_num_shared_experts": 2,
+        },
+        ernie_moe_keys,
+        lambda name, array, config: array[0] if name.endswith("correction_bias") else array,
+    ),
     "exaone4": Tiny("exaone4", "exaone4", WINDOW | {"sliding_window_pattern": 4}, window_keys),
+    "falcon-h1": Tiny(
+        "falcon_h1",
+        "falcon-h1",
+        {
+            "mamba_d_ssm": 128,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 1.2],
+            "mlp_multipliers": [0.8, 0.7],
+        }
+        | dict.fromkeys(FALCON_MULTIPLIERS, 0.9),
+        lambda config: mamba_keys(config) | {"ssm.inner_size": config.mamba_d_ssm},
+        falcon_tensors,
+    ),
     "gemma": Tiny("gemma", "gemma", {"tie_word_embeddings": True}, change=add_one_to_norms),
     "gemma2": Tiny(
         "gemma2",
@@ -551,6 +677,10 @@ TINY: dict[str, Tiny] = {
         lambda config: sliding_window(config) | {"expert_feed_forward_length": config.intermediate_size},
         gpt_oss_experts,
     ),
+    "gptneox": Tiny("gpt_neox", "gptneox", NEOX, parallel_keys, split_neox_heads),
+    "gptneox-serial": Tiny(
+        "gpt_neox", "gptneox", NEOX | {"use_parallel_residual": False}, parallel_keys, split_neox_heads
+    ),
     "granite": Tiny("granite", "granite", GRANITE, granite_keys, granite_tensors),
     "granitemoe": Tiny("granitemoe", "granitemoe", GRANITE | LOCAL_MIXTURE, granite_keys, granite_tensors),
     "granitemoe-shared": Tiny(
@@ -574,6 +704,13 @@ TINY: dict[str, Tiny] = {
         granite_hybrid_keys,
         granite_hybrid_tensors,
     ),
+    "hunyuan-dense": Tiny("hunyuan_v1_dense", "hunyuan-dense"),
+    "hunyuan-moe": Tiny(
+        "hunyuan_v1_moe",
+        "hunyuan-moe",
+        {"num_experts": 6, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4, "moe_intermediate_size": [172] * 4},
+        hunyuan_moe_keys,
+    ),
     "lfm2": Tiny("lfm2", "lfm2", LFM2, lfm2_keys, lfm2_tensors),
     "lfm2moe": Tiny("lfm2_moe", "lfm2moe", LFM2 | MIXTURE | {"num_dense_layers": 1}, lfm2_keys, lfm2_tensors),
     "llama4": Tiny(
@@ -584,6 +721,13 @@ TINY: dict[str, Tiny] = {
         llama4_tensors,
     ),
     "llama4-defaults": Tiny("llama4_text", "llama4", LLAMA4, llama4_keys, llama4_tensors),
+    "mamba2": Tiny(
+        "mamba2",
+        "mamba2",
+        {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
+        mamba2_keys,
+        mamba_tensors,
+    ),
     "minimax-m2": Tiny(
         "minimax_m2",
         "minimax-m2",
@@ -614,6 +758,7 @@ TINY: dict[str, Tiny] = {
         WINDOW | {"rope_parameters": {"sliding_attention": PLAIN_ROPE, "full_attention": YARN}},
         window_keys,
     ),
+    "phi2": Tiny("phi", "phi2", NEOX | {"intermediate_size": 256}, parallel_keys),
     "phi3": Tiny("phi3", "phi3", WINDOW | {"original_max_position_embeddings": 128}, phi3_keys),
     "phi3-longrope": Tiny(
         "phi3",
@@ -644,6 +789,16 @@ TINY: dict[str, Tiny] = {
     ),
     "seed-oss": Tiny("seed_oss", "seed_oss", {"attention_bias": True}),
     "smollm3": Tiny("smollm3", "smollm3", change=interleave_pairs),
+    "stablelm": Tiny("stablelm", "stablelm", STABLELM, parallel_keys),
+    "stablelm-parallel": Tiny(
+        "stablelm", "stablelm", STABLELM | {"use_parallel_residual": True, "use_qkv_bias": True}, parallel_keys
+    ),
+    "starcoder2": Tiny(
+        "starcoder2",
+        "starcoder2",
+        {"tie_word_embeddings": True, "rms_norm_eps": None},
+        lambda config: {"attention.layer_norm_epsilon": config.norm_epsilon},
+    ),
 }
 
 
