@@ -6,7 +6,7 @@ import asyncio
 import threading
 import unicodedata
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from textual.app import App
 from textual.events import Key, Paste
 from textual.keys import REPLACED_KEYS, Keys, _character_to_key, _get_unicode_name_from_key
 from textual.pilot import Pilot
-from textual.worker import WorkerCancelled
 
 from localllm.tui.app import ChatApp
 from localllm.tui.chat.conversation import Conversation
@@ -186,8 +185,7 @@ class Chat:
         await self.until(lambda: self.app._chat.turn is None and self.model_is_settled)
         for worker in list(self.app.workers):
             if worker.group in ("turn", "command", "step", "suggestions"):
-                with suppress(WorkerCancelled):  # by what was typed next
-                    await worker.wait()
+                await self.until(lambda worker=worker: worker.is_finished, f"an end of {worker.description}")
         await self.pilot.pause(0)
 
     async def sees(self, text: str) -> None:

@@ -219,7 +219,8 @@ class ChatScreen(MessageActions, Screen[None]):
             self.app.notify_error(outcome.error)
         if session is self.session:
             await self.refresh_all()
-        if outcome.full is not None and session is self.session:
+        # A context that was full says nothing of the model that is being loaded in the place of this one.
+        if outcome.full is not None and session is self.session and self.models.state is ModelState.LOADED:
             self._take_back_pending()
             await self._make_room(session, outcome.full)
         self.send_pending()
