@@ -71,12 +71,13 @@ def _full_attention(config: Any, name: str) -> int:
 def hf_keys(config: Any) -> dict[str, Any]:
     n, n_shared = config.num_hidden_layers, config.num_kv_shared_layers
     heads = {True: config.num_key_value_heads, False: _full_attention(config, "num_key_value_heads")}
+    each = [heads[has_window] for has_window in window_pattern(config)]
     keys = {
         "attention.key_length": _full_attention(config, "head_dim"),
         "attention.value_length": _full_attention(config, "head_dim"),
         "attention.key_length_swa": config.head_dim,
         "attention.value_length_swa": config.head_dim,
-        "attention.head_count_kv": [heads[has_window] for has_window in window_pattern(config)],
+        "attention.head_count_kv": heads[True] if heads[True] == heads[False] else each,
         "attention.shared_kv_layers": n_shared,
         "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
         "rope.dimension_count": _full_attention(config, "head_dim"),
@@ -87,6 +88,11 @@ def hf_keys(config: Any) -> dict[str, Any]:
     if config.use_double_wide_mlp:
         keys["feed_forward_length"] = [config.intermediate_size * (1 + (i >= n - n_shared)) for i in range(n)]
     return keys | window_keys(config)
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    """Experts' gate and up stay one tensor."""
+    return {"ffn_gate_up_exps.weight": array} if name.endswith("experts.gate_up_proj") else array
 
 
 def hf_extra(config: Any) -> dict[str, Array]:

@@ -46,6 +46,17 @@ def interleave_query_and_key(name: str, array: Array, config: Any) -> Array:
     return array
 
 
+def mamba_tensor(name: str, array: Array, config: Any) -> Array:
+    """Mamba 2's decay as it is multiplied with, and vectors of heads and groups as columns and rows."""
+    if name.endswith(("A_log", ".D")):
+        return (-np.exp(floats(array)) if name.endswith("A_log") else array)[:, None]
+    if name.endswith("conv1d.weight"):
+        return array.squeeze(1)
+    if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+        return array.reshape(getattr(config, "n_groups", None) or config.mamba_n_groups, -1)
+    return array
+
+
 def llama3_factors(config: Any) -> Mapping[str, Array]:
     """What Llama 3.1 divides each rotary frequency by (Meta's llama-models, ``apply_scaling``)."""
     rope = config.rope_parameters
@@ -85,3 +96,40 @@ def window_keys(config: Any) -> dict[str, Any]:
     if not getattr(config, "sliding_window", None):
         return {}
     return sliding_window(config) | {"attention.sliding_window_pattern": window_pattern(config)}
+
+
+def routing_keys(config: Any) -> dict[str, Any]:
+    """Experts as DeepSeek has them."""
+    return {
+        "expert_count": config.n_routed_experts,
+        "leading_dense_block_count": getattr(config, "first_k_dense_replace", None),
+        "expert_shared_count": config.n_shared_experts,
+        "expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2,
+        "expert_weights_norm": bool(config.norm_topk_prob),
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_group_count": getattr(config, "n_group", None),
+        "expert_group_used_count": getattr(config, "topk_group", None),
+    }
+
+
+def mamba_keys(config: Any) -> dict[str, Any]:
+    return {
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.group_count": config.mamba_n_groups,
+        "ssm.time_step_rank": config.mamba_n_heads,
+        "ssm.inner_size": config.mamba_n_heads * config.mamba_d_head,
+    }
+
+
+def attention_layers(config: Any, value: int) -> list[int]:
+    """``value`` in layers with attention, 0 in others."""
+    return [value if kind in ("full_attention", "attention") else 0 for kind in config.layer_types]
+
+
+def parallel_keys(config: Any) -> dict[str, Any]:
+    return rotated_part(config) | {
+        "use_parallel_residual": getattr(config, "use_parallel_residual", None),
+        "attention.key_length": None,
+        "attention.value_length": None,
+    }

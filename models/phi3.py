@@ -10,7 +10,7 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, norm
 from localllm.models.config import Header
-from localllm.models.hf_convert import Array, rotated_part, sliding_window
+from localllm.models.hf_convert import Array, rotated_part
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
@@ -20,16 +20,13 @@ def hf_keys(config: Any) -> dict[str, Any]:
     """Its files have no key for the kind of scaling."""
     original = config.rope_parameters["original_max_position_embeddings"]
     scale = config.max_position_embeddings / original
-    keys = (
-        rotated_part(config)
-        | sliding_window(config)
-        | {
-            "rope.scaling.original_context_length": original,
-            "attention.key_length": None,
-            "attention.value_length": None,
-            "rope.scaling.type": None,
-        }
-    )
+    keys = rotated_part(config) | {
+        "attention.sliding_window": getattr(config, "sliding_window", None) or 0,
+        "rope.scaling.original_context_length": original,
+        "attention.key_length": None,
+        "attention.value_length": None,
+        "rope.scaling.type": None,
+    }
     if "long_factor" in config.rope_parameters:
         keys["rope.scaling.attn_factor"] = (1 + np.log(max(scale, 1)) / np.log(original)) ** 0.5
     return keys

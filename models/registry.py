@@ -62,18 +62,39 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "cohere2": Architecture("cohere", "Command R7B, Command A", "cohere2"),
+    "command-r": Architecture("cohere", "Command R, Aya", "cohere"),
+    "deepseek2": Architecture(
+        "deepseek2", "DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash", "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite"
+    ),
+    "ernie4_5": Architecture("ernie4_5", "ERNIE 4.5, dense", "ernie4_5"),
+    "ernie4_5-moe": Architecture("ernie4_5", "ERNIE 4.5 with experts", "ernie4_5_moe"),
     "exaone4": Architecture("exaone4", "EXAONE 4", "exaone4"),
+    "falcon-h1": Architecture("falcon_h1", "Falcon-H1", "falcon_h1"),
     "gemma": Architecture("gemma", "Gemma", "gemma"),
     "gemma2": Architecture("gemma2", "Gemma 2", "gemma2"),
     "gemma3": Architecture("gemma3", "Gemma 3", "gemma3 gemma3_text"),
     "gemma4": Architecture("gemma4", "Gemma 4", "gemma4 gemma4_text"),
     "glm4": Architecture("glm4", "GLM-4 (0414), GLM-Z1", "glm4"),
+    "glm4moe": Architecture("glm4moe", "GLM-4.5, 4.6 and 4.7", "glm4_moe"),
     "gpt-oss": Architecture("gpt_oss", "gpt-oss", "gpt_oss"),
+    "gptneox": Architecture("gptneox", "GPT-NeoX, Pythia", "gpt_neox"),
     "granite": Architecture("granite", "Granite 3 and 4, dense", "granite"),
+    "granitehybrid": Architecture("granite", "Granite 4 with Mamba layers", "granitemoehybrid"),
     "granitemoe": Architecture("granite", "Granite 3 with experts", "granitemoe granitemoeshared"),
+    "hunyuan-dense": Architecture("hunyuan", "Hunyuan, dense", "hunyuan_v1_dense"),
+    "hunyuan-moe": Architecture("hunyuan", "Hunyuan A13B", "hunyuan_v1_moe"),
+    "lfm2": Architecture("lfm2", "LFM2", "lfm2"),
+    "lfm2moe": Architecture("lfm2", "LFM2 with experts", "lfm2_moe"),
     "llama": Architecture("llama", "Llama 1 to 3.x, Mistral, Mixtral, TinyLlama, SmolLM", "llama mistral mixtral"),
+    "llama4": Architecture("llama4", "Llama 4, text", "llama4 llama4_text"),
+    "mamba2": Architecture("mamba2", "Mamba 2", "mamba2"),
+    "minimax-m2": Architecture("minimax_m2", "MiniMax-M2", "minimax_m2"),
     "mistral3": Architecture("mistral3", "Ministral 3, Devstral 2", "ministral3 mistral3"),
+    "nemotron_h": Architecture("nemotron_h", "Nemotron-H, Nemotron Nano 2", "nemotron_h"),
+    "nemotron_h_moe": Architecture("nemotron_h", "Nemotron 3, with experts", "nemotron_h"),
     "olmo2": Architecture("olmo2", "OLMo 2 and 3", "olmo2 olmo3"),
+    "phi2": Architecture("phi2", "Phi 1, 1.5 and 2", "phi"),
     "phi3": Architecture("phi3", "Phi-3, 3.5 and 4", "phi3"),
     "qwen2": Architecture("qwen2", "Qwen 2 and 2.5", "qwen2"),
     "qwen2moe": Architecture("qwen2", "Qwen 1.5 and 2 with experts", "qwen2_moe"),
@@ -84,6 +105,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3next": Architecture("qwen3next", "Qwen 3 Next", "qwen3_next"),
     "seed_oss": Architecture("seed_oss", "Seed-OSS", "seed_oss"),
     "smollm3": Architecture("smollm3", "SmolLM3", "smollm3"),
+    "stablelm": Architecture("stablelm", "StableLM 1 and 2", "stablelm"),
+    "starcoder2": Architecture("starcoder2", "StarCoder 2", "starcoder2"),
 }
 
 

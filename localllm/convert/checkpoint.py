@@ -84,6 +84,9 @@ class CheckpointTensor:
 class Checkpoint:
     """A folder with config.json, safetensors and a tokenizer.
 
+    Args:
+        conversion: by default that of its architecture.
+
     Attributes:
         metadata, tensors: of the GGUF file that it makes.
 
@@ -93,7 +96,7 @@ class Checkpoint:
         ModelError, TokenizerError: something is missing, damaged, or does not fit together; says what.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, conversion: Conversion | None = None) -> None:
         self.path = folder
         values = read_json(folder / "config.json")
         if not values:
@@ -103,7 +106,7 @@ class Checkpoint:
             )
         config = Config(values)
         self.architecture = _architecture(config, values)
-        conversion = ARCHITECTURES[self.architecture].conversion
+        conversion = conversion or ARCHITECTURES[self.architecture].conversion
         sources = find_sources(read_folder(folder), config)
         try:
             self.tensors = _Namer(conversion, config).tensors(sources)
@@ -143,9 +146,10 @@ class Checkpoint:
 
 def _architecture(config: Config, values: Mapping[str, Any]) -> str:
     wanted = {values.get("model_type"), config.values.get("model_type")}
-    for name, architecture in ARCHITECTURES.items():
-        if wanted & set(architecture.hf_types.split()):
-            return name
+    found = [name for name, each in ARCHITECTURES.items() if wanted & set(each.hf_types.split())]
+    if found:  # of two, the one behind has experts
+        layers = config.values.get("layers_block_type") or config.values.get("hybrid_override_pattern") or ""
+        return found[-1 if {"moe", "E"} & set(layers) else 0]
     known = ", ".join(sorted({kind for each in ARCHITECTURES.values() for kind in each.hf_types.split()}))
     raise UnsupportedArchitectureError(
         f"config.json has model_type = {quoted(values.get('model_type'))}, which localllm does not convert; it "
@@ -193,7 +197,7 @@ class _Namer:
             name = re.sub(r"(^|\.)(language_model|text_model)\.", r"\1", name)
             if _OTHERS.search(name) or (name == "lm_head.weight" and self._config.values.get("tie_word_embeddings")):
                 continue
-            layer = re.match(r"model\.layers\.(\d+)\.", name)
+            layer = re.match(r"\w+\.(?:layers|h)\.(\d+)\.", name)
             if layer and int(layer[1]) >= self._config.num_hidden_layers:
                 continue  # it predicts further tokens
             expert = re.search(r"\.experts\.(\d+)\.", name)
@@ -251,7 +255,7 @@ class _Namer:
         """What the file has of a tensor, by GGUF's names; of experts, gate and up are two."""
         array = floats(array) if array.ndim == 1 else array
         changed = self._conversion.tensor(name, array, self._config)
-        match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+        match = re.fullmatch(r"\w+\.(?:layers|h)\.(\d+)\.(.*)", name)
         prefix, name_in_layer = (f"blk.{match[1]}.", match[2]) if match else ("", name)
         if isinstance(changed, Mapping):
             return {prefix + ours: part for ours, part in changed.items()}

@@ -26,6 +26,8 @@ class Config:
     def __init__(self, values: dict[str, Any]) -> None:
         text = values.get("text_config")
         self.values = values | text if isinstance(text, dict) else values
+        if isinstance(kinds := values.get("layers_block_type"), list):  # Nemotron, which does not count them
+            self.values = {"num_hidden_layers": len(kinds)} | self.values
         self.rope_parameters = self._rope()
 
     def __getattr__(self, name: str) -> Any:
@@ -79,7 +81,7 @@ _NAMES = {
     "attention.key_length": "head_dim",
     "attention.value_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps layer_norm_epsilon norm_epsilon",
     "expert_count": "num_local_experts num_experts n_routed_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.convert import Checkpoint
-from localllm.models.registry import ARCHITECTURES
+from localllm.models import deepseek2
+from localllm.models.registry import ARCHITECTURES, Conversion
 from localllm.quantize import plan, run
 from tests.helpers.checkpoints import write_tokenizer
 
@@ -31,11 +32,13 @@ class Tiny:
         model_type: transformers' name of the architecture.
         architecture: GGUF's.
         config: what differs from `CONFIG`.
+        conversion: other than `localllm convert` does it.
     """
 
     model_type: str
     architecture: str
     config: Mapping[str, Any] = field(default_factory=dict)
+    conversion: Conversion | None = None
 
 
 #: Heads in two groups, a width that is no multiple of a block or tile, and few tokens.
@@ -94,6 +97,86 @@ GRANITE = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 8.0}
 
+#: And those of lists: by them, the converter multiplies matrices.
+FALCON_MULTIPLIERS = (
+    "attention_in_multiplier",
+    "attention_out_multiplier",
+    "embedding_multiplier",
+    "key_multiplier",
+    "lm_head_multiplier",
+    "ssm_in_multiplier",
+    "ssm_out_multiplier",
+)
+HALF_ROTATED = {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}}
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+    "ssm_state_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 80,
+    "routed_scaling_factor": 1.5,
+}
+NEMOTRON_MOE = NEMOTRON | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]
+}
+GRANITE_HYBRID = GRANITE | {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "mamba_d_state": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+}
+LFM2 = {
+    "tie_word_embeddings": True,
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "block_auto_adjust_ff_dim": False,
+    "rope_parameters": PLAIN_ROPE,
+}
+LLAMA4 = LOCAL_MIXTURE | {
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 172,
+    "num_hidden_layers": 8,
+}
+STABLELM = HALF_ROTATED | {"rms_norm_eps": None}
+NEOX = STABLELM | {"num_key_value_heads": 4}
+COHERE = {"rms_norm_eps": None, "tie_word_embeddings": True, "logit_scale": 0.3, "rope_parameters": PLAIN_ROPE}
+LATENTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+}
+#: Files of 2024 have one matrix for what brings latents to keys and to values.
+OLD_LATENTS = Conversion(
+    deepseek2.HF_NAMES,
+    lambda config: (
+        deepseek2.hf_keys(config)
+        | {
+            "attention.head_count_kv": config.num_key_value_heads,
+            "attention.key_length": config.qk_nope_head_dim + config.qk_rope_head_dim,
+            "attention.value_length": config.v_head_dim,
+            "attention.key_length_mla": None,
+            "attention.value_length_mla": None,
+        }
+    ),
+)
 GEMMA4 = {
     "num_hidden_layers": 7,
     "layer_types": [*["sliding_attention", "sliding_attention", "full_attention"] * 2, "full_attention"],
@@ -109,7 +192,49 @@ GEMMA4 = {
 }
 
 TINY: dict[str, Tiny] = {
+    "cohere2": Tiny("cohere2", "cohere2", WINDOW | COHERE),
+    "command-r": Tiny("cohere", "command-r", COHERE),
+    "deepseek-v2": Tiny(
+        "deepseek_v2",
+        "deepseek2",
+        LATENTS | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
+    ),
+    "deepseek-v3": Tiny(
+        "deepseek_v3",
+        "deepseek2",
+        LATENTS | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
+    "deepseek-v3-old": Tiny("deepseek_v3", "deepseek2", LATENTS, OLD_LATENTS),
+    "ernie4_5": Tiny("ernie4_5", "ernie4_5", {"tie_word_embeddings": True}),
+    "ernie4_5-moe": Tiny(
+        "ernie4_5_moe",
+        "ernie4_5-moe",
+        {
+            "intermediate_size": 192,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_layer_start_index": 1,
+            "moe_intermediate_size": 48,
+            "moe_num_shared_experts": 2,
+        },
+    ),
     "exaone4": Tiny("exaone4", "exaone4", WINDOW | {"sliding_window_pattern": 4}),
+    "falcon-h1": Tiny(
+        "falcon_h1",
+        "falcon-h1",
+        {
+            "mamba_d_ssm": 128,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 1.2],
+            "mlp_multipliers": [0.8, 0.7],
+        }
+        | dict.fromkeys(FALCON_MULTIPLIERS, 0.9),
+    ),
     "gemma": Tiny("gemma", "gemma", {"tie_word_embeddings": True}),
     "gemma2": Tiny(
         "gemma2",
@@ -140,25 +265,66 @@ TINY: dict[str, Tiny] = {
         | GEMMA4
         | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 48},
     ),
+    "glm-4.7-flash": Tiny("glm4_moe_lite", "deepseek2", LATENTS | {"n_group": 1, "topk_group": 1}),
     "glm4": Tiny(
         "glm4",
         "glm4",
         {"attention_bias": True, "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}},
+    ),
+    "glm4moe": Tiny(
+        "glm4_moe",
+        "glm4moe",
+        LATENTS | HALF_ROTATED | {"num_key_value_heads": 2, "use_qk_norm": True, "n_group": 1, "topk_group": 1},
     ),
     "gpt-oss": Tiny(
         "gpt_oss",
         "gpt-oss",
         WINDOW | LOCAL_MIXTURE | {"rope_parameters": YARN | {"truncate": False}},
     ),
+    "gptneox": Tiny("gpt_neox", "gptneox", NEOX),
+    "gptneox-serial": Tiny("gpt_neox", "gptneox", NEOX | {"use_parallel_residual": False}),
     "granite": Tiny("granite", "granite", GRANITE),
+    "granitehybrid": Tiny(
+        "granitemoehybrid",
+        "granitehybrid",
+        GRANITE_HYBRID | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 172},
+    ),
+    "granitehybrid-moe": Tiny(
+        "granitemoehybrid",
+        "granitehybrid",
+        GRANITE_HYBRID | LOCAL_MIXTURE | {"shared_intermediate_size": 80},
+    ),
     "granitemoe": Tiny("granitemoe", "granitemoe", GRANITE | LOCAL_MIXTURE),
     "granitemoe-shared": Tiny(
         "granitemoeshared",
         "granitemoe",
         GRANITE | LOCAL_MIXTURE | {"shared_intermediate_size": 80},
     ),
+    "hunyuan-dense": Tiny("hunyuan_v1_dense", "hunyuan-dense"),
+    "hunyuan-moe": Tiny(
+        "hunyuan_v1_moe",
+        "hunyuan-moe",
+        {"num_experts": 6, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4, "moe_intermediate_size": [172] * 4},
+    ),
+    "lfm2": Tiny("lfm2", "lfm2", LFM2),
+    "lfm2moe": Tiny("lfm2_moe", "lfm2moe", LFM2 | MIXTURE | {"num_dense_layers": 1}),
     "llama": Tiny("llama", "llama", {"attention_bias": True, "rope_parameters": LLAMA3}),
-    "mixtral": Tiny("mixtral", "llama", LOCAL_MIXTURE),
+    "llama4": Tiny(
+        "llama4_text",
+        "llama4",
+        LLAMA4 | {"attention_chunk_size": 7, "floor_scale": 5},
+    ),
+    "llama4-defaults": Tiny("llama4_text", "llama4", LLAMA4),
+    "mamba2": Tiny(
+        "mamba2",
+        "mamba2",
+        {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
+    ),
+    "minimax-m2": Tiny(
+        "minimax_m2",
+        "minimax-m2",
+        LOCAL_MIXTURE | HALF_ROTATED,
+    ),
     "mistral3": Tiny(
         "ministral3",
         "mistral3",
@@ -168,12 +334,17 @@ TINY: dict[str, Tiny] = {
             | {"llama_4_scaling_beta": 0.3}
         },
     ),
+    "mixtral": Tiny("mixtral", "llama", LOCAL_MIXTURE),
+    "nemotron-h": Tiny("nemotron_h", "nemotron_h", NEMOTRON),
+    "nemotron-h-latent": Tiny("nemotron_h", "nemotron_h_moe", NEMOTRON_MOE | {"moe_latent_size": 32}),
+    "nemotron-h-moe": Tiny("nemotron_h", "nemotron_h_moe", NEMOTRON_MOE),
     "olmo2": Tiny("olmo2", "olmo2"),
     "olmo3": Tiny(
         "olmo3",
         "olmo2",
         WINDOW | {"rope_parameters": {"sliding_attention": PLAIN_ROPE, "full_attention": YARN}},
     ),
+    "phi2": Tiny("phi", "phi2", NEOX | {"intermediate_size": 256}),
     "phi3": Tiny("phi3", "phi3", WINDOW | {"original_max_position_embeddings": 128}),
     "phi3-longrope": Tiny(
         "phi3",
@@ -189,16 +360,25 @@ TINY: dict[str, Tiny] = {
     "qwen2": Tiny("qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen2moe": Tiny("qwen2_moe", "qwen2moe", MIXTURE | SHARED_EXPERT | {"norm_topk_prob": False}),
     "qwen3": Tiny("qwen3", "qwen3"),
-    "qwen3moe": Tiny("qwen3_moe", "qwen3moe", MIXTURE),
-    "qwen3next": Tiny("qwen3_next", "qwen3next", DELTA_NET | MIXTURE | SHARED_EXPERT),
     "qwen35": Tiny("qwen3_5_text", "qwen35", DELTA_NET | SECTIONS),
     "qwen35moe": Tiny(
         "qwen3_5_moe_text",
         "qwen35moe",
         DELTA_NET | SECTIONS | MIXTURE | SHARED_EXPERT,
     ),
+    "qwen3moe": Tiny("qwen3_moe", "qwen3moe", MIXTURE),
+    "qwen3next": Tiny("qwen3_next", "qwen3next", DELTA_NET | MIXTURE | SHARED_EXPERT),
     "seed-oss": Tiny("seed_oss", "seed_oss", {"attention_bias": True}),
     "smollm3": Tiny("smollm3", "smollm3"),
+    "stablelm": Tiny("stablelm", "stablelm", STABLELM),
+    "stablelm-parallel": Tiny(
+        "stablelm", "stablelm", STABLELM | {"use_parallel_residual": True, "use_qkv_bias": True}
+    ),
+    "starcoder2": Tiny(
+        "starcoder2",
+        "starcoder2",
+        {"tie_word_embeddings": True, "rms_norm_eps": None},
+    ),
 }
 
 
@@ -236,7 +416,7 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...], shifted
         return rng.uniform(0.5, 1.5, shape)
     if name.endswith("A_log"):
         return np.log(rng.uniform(0.2, 2, shape))
-    if name.endswith(("mlp.gate.weight", "router.weight", "router.layer.weight")):
+    if name.endswith((".gate.weight", "router.weight", "router.layer.weight")):
         return rng.normal(0, 5 * shape[-1] ** -0.5, shape)  # so large that no choice is a close call
     if name.endswith("router.proj.weight"):
         return rng.normal(0, 5, shape)  # Gemma 4 divides itself by the root of the width
@@ -247,7 +427,7 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...], shifted
 
 def write(path: Path, entry: Tiny, model: Any, type: str = "F32") -> Path:
     """Writes a model of transformers as a GGUF file, as ``localllm convert`` does."""
-    checkpoint = Checkpoint(save(path.with_suffix(".hf"), model))
+    checkpoint = Checkpoint(save(path.with_suffix(".hf"), model), entry.conversion)
     assert checkpoint.architecture == entry.architecture
     for _ in run(plan(checkpoint, path, type), overwrite=True):
         pass
@@ -258,6 +438,9 @@ def save(folder: Path, model: Any) -> Path:
     """Saves a model as transformers does, in bfloat16, and a tokenizer."""
     import torch
 
-    model.save_pretrained(folder, state_dict={k: v.to(torch.bfloat16) for k, v in model.state_dict().items()})
+    weights = {name: array.to(torch.bfloat16) for name, array in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    model.save_pretrained(folder, state_dict=weights)
     write_tokenizer(folder, model.config.vocab_size)
     return folder
