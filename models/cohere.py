@@ -11,15 +11,17 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, layer_norm
 from localllm.models.config import Header
-from localllm.models.hf_convert import window_keys
+from localllm.models.hf_convert import rotated_part, sliding_window
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    keys = {"logit_scale": config.logit_scale, "attention.key_length": None, "attention.value_length": None}
-    return window_keys(config) | keys
+    keys = {"logit_scale": config.logit_scale, "rope.scaling.type": "none"}
+    if config.model_type != "cohere2":
+        return keys | {"attention.key_length": None, "attention.value_length": None}
+    return keys | sliding_window(config) | rotated_part(config) | {"vocab_size": config.vocab_size}
 
 
 def record(m: Header) -> Graph:

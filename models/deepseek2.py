@@ -37,7 +37,9 @@ HF_NAMES = (
 
 def hf_keys(config: Any) -> dict[str, Any]:
     """As if there was one head of keys."""
+    multiplier = config.rope_parameters.get("mscale_all_dim")
     return routing_keys(config) | {
+        "vocab_size": config.vocab_size,
         "attention.q_lora_rank": config.q_lora_rank,
         "attention.kv_lora_rank": config.kv_lora_rank,
         "attention.head_count_kv": 1,
@@ -46,7 +48,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
         "attention.value_length_mla": config.v_head_dim,
         "rope.dimension_count": config.qk_rope_head_dim,
-        "rope.scaling.yarn_log_multiplier": 0.1 * config.rope_parameters.get("mscale_all_dim", 0),
+        "rope.scaling.yarn_log_multiplier": multiplier and 0.1 * multiplier,
     }
 
 

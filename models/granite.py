@@ -49,10 +49,9 @@ def hf_keys(config: Any) -> dict[str, Any]:
     }
     if config.model_type != "granitemoehybrid":
         return keys
-    if not config.num_local_experts:
-        keys["expert_shared_feed_forward_length"] = None
     n_kv = attention_layers(config, config.num_key_value_heads)
-    return keys | mamba_keys(config) | {"attention.head_count_kv": n_kv, "rope.scaling.finetuned": False}
+    hybrid = {"attention.head_count_kv": n_kv, "rope.scaling.finetuned": False, "context_length": 1 << 20}
+    return keys | mamba_keys(config) | hybrid
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:

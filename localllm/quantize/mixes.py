@@ -9,6 +9,7 @@ Source: llama.cpp, ``src/llama-quant.cpp`` (``llama_tensor_get_type_impl``, ``te
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,9 +66,12 @@ def mix_named(name: str) -> str:
     Raises:
         UsageError: there is none of this name; lists them.
     """
-    found = _ALIASES.get(name.upper(), name.upper())
+    numbers = {str(number): mix for mix, (number, _) in MIXES.items()}  # as llama-quantize takes them
+    found = _ALIASES.get(name.upper(), numbers.get(name, name.upper()))
     if found not in MIXES:
-        raise UsageError(f"there is no type {name!r}: choose one of {', '.join(MIXES)}")
+        near = difflib.get_close_matches(found, MIXES, n=1)
+        meant = f"did you mean {near[0]}? There are" if near else "choose one of"
+        raise UsageError(f"there is no type {name!r}: {meant} {', '.join(MIXES)}")
     return found
 
 

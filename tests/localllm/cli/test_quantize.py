@@ -65,7 +65,7 @@ def test_json(run: Run, model: Path, tmp_path: Path) -> None:
 
 def test_refusals(run: Run, model: Path, tmp_path: Path) -> None:
     small = tmp_path / "small.gguf"
-    assert "there is no type 'Q4_X': choose one of F32, F16" in run(model, small, "Q4_X").error()
+    assert "there is no type 'Q4_X': did you mean IQ4_XS? There are F32, " in run(model, small, "Q4_X").error()
     assert "is the model itself" in run(model, model, "Q8_0").error()
     outcome = run(model, small, "Q8_0", "--tensor", "Q8_0")
     assert (outcome.code, "is not REGEX=TYPE" in outcome.error()) == (2, True)

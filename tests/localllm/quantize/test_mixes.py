@@ -170,6 +170,6 @@ def test_what_needs_an_importance_matrix() -> None:
 
 def test_names() -> None:
     assert (mix_named("q4_k_m"), mix_named("Q4_K"), mix_named("mxfp4")) == ("Q4_K_M", "Q4_K_M", "MXFP4_MOE")
-    with pytest.raises(UsageError, match=r"there is no type 'Q4_K_X': choose one of F32, .*Q4_K_M, "):
+    with pytest.raises(UsageError, match=r"there is no type 'Q4_K_X': did you mean Q4_K_S\? .* F32, .*Q4_K_M, "):
         mix_named("Q4_K_X")
     assert len({number for number, _ in MIXES.values()}) == len(MIXES)

@@ -61,7 +61,7 @@ def test_models_by_name(tmp_path: Path) -> None:
     assert sources([str(file), "demo"], Settings()) == {"my model": str(file), "demo": None}
     found = sources([], Settings(model_folders=(tmp_path,)))
     assert next(iter(found)) == "demo"
-    assert found["my model.gguf"] == str(file)
+    assert found["my model"] == str(file)
     with pytest.raises(ModelNotFoundError):
         sources(["nobody/nothing:Q4_0"], Settings())
 
@@ -98,6 +98,17 @@ def test_without_its_packages_it_says_what_to_install(
     outcome: Outcome = run_main(capfdbinary, "serve", "-m", "demo")
     assert outcome.code == 2
     assert "pip install 'localllm[serve]'" in outcome.error()
+
+
+def test_flags_of_llama_server_that_change_nothing_are_one_warning() -> None:
+    from localllm.cli.flags import in_our_flags
+    from localllm.cli.parser import make_parsers
+
+    line = "serve -m a.gguf --metrics --slots --no-webui -fa on --cache-reuse 256 -np 2 --jinja"
+    ours, warning, _ = in_our_flags(line.split(), make_parsers()[1]["serve"].flags)
+    assert ours == ["serve", "-m", "a.gguf", "-np", "2"]
+    assert warning is not None
+    assert warning.startswith("--metrics, --slots, --no-webui, -fa, --cache-reuse, --jinja change nothing here")
 
 
 def blocks(kind: str) -> list[str]:
