@@ -36,6 +36,7 @@ HF_NAMES = hf_names.COMMON | {
 def hf_keys(config: Any) -> dict[str, Any]:
     has_experts = hasattr(config, "num_dense_layers")
     return {
+        "vocab_size": config.vocab_size,
         "attention.layer_norm_rms_epsilon": config.norm_eps,
         "attention.head_count_kv": attention_layers(config, config.num_key_value_heads),
         "shortconv.l_cache": config.conv_L_cache,

@@ -11,7 +11,7 @@ from localllm.kernels.graph import Graph, PositionScale, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
 from localllm.models.config import Header
-from localllm.models.hf_convert import Array
+from localllm.models.hf_convert import Array, rotated_part
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON | {
@@ -28,7 +28,8 @@ HF_NAMES = hf_names.COMMON | {
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    return {
+    return rotated_part(config) | {
+        "vocab_size": config.vocab_size,
         "interleave_moe_layer_step": config.interleave_moe_layer_step,
         "feed_forward_length": config.intermediate_size_mlp,
         "expert_feed_forward_length": config.intermediate_size,

@@ -10,7 +10,7 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, Mamba, attention, decoder, mamba, mixture, mlp, norm
 from localllm.models.config import Header
-from localllm.models.hf_convert import mamba_tensor, routing_keys
+from localllm.models.hf_convert import Array, interleave_query_and_key, mamba_tensor, rotated_part, routing_keys
 
 HF_NAMES = hf_names.mamba("mixer") | {
     "token_embd": "backbone.embeddings",
@@ -32,10 +32,12 @@ HF_NAMES = hf_names.mamba("mixer") | {
     "ffn_latent_down": "mixer.fc1_latent_proj",
     "ffn_latent_up": "mixer.fc2_latent_proj",
 }
-hf_tensor = mamba_tensor
-
 #: What layers are, in the letters of released configurations.
 _KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array:
+    return interleave_query_and_key(name, mamba_tensor(name, array, config), config)
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
@@ -44,7 +46,11 @@ def hf_keys(config: Any) -> dict[str, Any]:
     def of(kind: str, value: int) -> list[int]:
         return [value if each.endswith(kind) and each != "linear_attention" else 0 for each in kinds]
 
-    keys = {
+    keys = rotated_part(config) | {
+        "vocab_size": config.vocab_size,
+        "context_length": 1 << 20,  # as nothing is rotated
+        "rope.freq_base": None,
+        "rope.scaling.finetuned": False,
         "attention.layer_norm_epsilon": config.layer_norm_epsilon,
         "attention.head_count_kv": of("attention", config.num_key_value_heads),
         "ssm.conv_kernel": config.conv_kernel,
