@@ -36,6 +36,7 @@ class Batch:
             of sequence s lies in page block_tables[g, s, p // page_size].  What is behind a window is not read.
         outputs: int32 [N], rows of the batch whose logits are wanted.
         states: int32 [S], the slot of each sequence's recurrent states, where a model has any.
+        adapters: float32 [T, n_adapters], how much of each a token gets; [0, 0] for nothing of any.
     """
 
     ids: NDArray[np.int32]
@@ -45,6 +46,7 @@ class Batch:
     block_tables: NDArray[np.int32]
     outputs: NDArray[np.int32]
     states: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    adapters: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
 
     def sequences(self) -> Iterator[tuple[int, int, int]]:
         """Of each sequence: its first row in the batch, the one behind its last, and its length in the cache."""
@@ -101,15 +103,18 @@ class Batch:
         if not 0 <= self.states.min() <= self.states.max() < cache.n_states:
             raise KernelError(f"a batch names a recurrent state outside a cache of {cache.n_states}")
 
-    def check_ids(self, n_vocab: int) -> None:
-        """Makes sure that its ids are rows of a table.
+    def rows_of(self, n_rows: int, *, by_position: bool = False) -> NDArray[np.int32]:
+        """Its ids, or its positions: those of a table [n_rows, …].
 
         Raises:
-            KernelError: one is not.
+            KernelError: one is outside the table.
         """
-        ids = self.ids.tolist()
-        if ids and not 0 <= min(ids) <= max(ids) < n_vocab:
-            raise KernelError(f"a batch has token ids outside the vocabulary of {n_vocab}")
+        rows = self.positions if by_position else self.ids
+        numbers = rows.tolist()
+        if numbers and not 0 <= min(numbers) <= max(numbers) < n_rows:
+            what = "positions outside a table" if by_position else "token ids outside the vocabulary"
+            raise KernelError(f"a batch has {what} of {n_rows}")
+        return rows
 
 
 class TopK(NamedTuple):

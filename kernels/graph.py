@@ -345,12 +345,14 @@ class Input(Operation[Tensor]):
 class Embed(Operation[Tensor]):
     """The rows of a table [n_vocab, d] for the batch's ids, times a scale: [T, d].
 
-    With ``columns``, only those of the table: layers may each have theirs, as in Gemma 3n.
+    With ``columns``, only those of the table: layers may each have theirs, as in Gemma 3n.  With ``by_position``, the
+    rows are those of the tokens' positions, of which the table has all.
     """
 
     table: Weight
     scale: float = 1.0
     columns: range | None = None
+    by_position: bool = False
 
     @cached_property
     def result(self) -> Tensor:
@@ -361,6 +363,34 @@ class Embed(Operation[Tensor]):
                 f"a table of {width} columns has no columns {self.columns.start} to {self.columns.stop}"
             )
         return Tensor(Rows.TOKENS, width if self.columns is None else len(self.columns))
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterWeights(Operation[Tensor]):
+    """How much of each adapter a token gets, [T, sum of widths]: what is between an adapter's two matrices is
+    multiplied with it.  ``parts`` are adapters' numbers in the batch, and how many values each has there.
+
+    Source: LoRA, arXiv:2106.09685.
+    """
+
+    parts: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def result(self) -> Tensor:
+        return Tensor(Rows.TOKENS, sum(width for _, width in self.parts))
+
+    def rows(self, weights: NDArray[np.float32], n_tokens: int) -> NDArray[np.float32]:
+        """The result, of a batch's weights [T, adapters]; of [0, 0] zeros.
+
+        Raises:
+            KernelError: the batch has not as many.
+        """
+        numbers, widths = zip(*self.parts, strict=True)
+        if not weights.size:
+            return np.zeros((n_tokens, sum(widths)), np.float32)
+        if len(weights) != n_tokens or weights.shape[1] <= max(numbers):
+            raise KernelError(f"a batch of {n_tokens} tokens has weights {list(weights.shape)} of adapters")
+        return np.repeat(weights[:, list(numbers)], widths, axis=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -1054,6 +1084,11 @@ class Graph:
         for i, node in enumerate(self.nodes):
             uses |= dict.fromkeys((*node.operation.results, *node.operation.inputs), i)
         return uses | dict.fromkeys({self.result} | self.watched & set(uses), len(self.nodes))
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no token sees one behind it; otherwise a text has to come in one batch."""
+        return all(n.operation.causal for n in self.nodes if isinstance(n.operation, Attention))
 
     def n_chosen(self) -> int:
         """Experts that each token goes to; 0 without any."""

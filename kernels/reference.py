@@ -221,12 +221,15 @@ class _Run:
         return input_rows(self.hidden, len(self.batch.ids), op.x.width)
 
     def embed(self, op: g.Embed) -> Array:
-        self.batch.check_ids(op.table.shape[0])
-        ids, table = self.batch.ids, self.tables.get(op.table)
+        ids = self.batch.rows_of(op.table.shape[0], by_position=op.by_position)
+        table = self.tables.get(op.table)
         rows: Array = self.arrays[op.table][ids] if table is None else table.rows(ids)
         if op.columns is not None:
             rows = rows[:, op.columns.start : op.columns.stop]
         return rows * np.float32(op.scale)
+
+    def adapter_weights(self, op: g.AdapterWeights) -> Array:
+        return op.rows(self.batch.adapters, len(self.batch.ids))
 
     def rms_norm(self, op: g.RMSNorm) -> Array:
         x = self.values[op.x].reshape(-1, op.n_groups, op.x.width // op.n_groups)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Never, Self
 
 from localllm.chat import CHATML
 from localllm.checks import check_keywords, whole_number
@@ -48,7 +48,7 @@ _CACHE_TYPES: Mapping[int, CacheType] = {1: "f16", 8: "q8_0"}
 
 _NO_EFFECT = """
     n_batch n_ubatch n_threads_batch use_mmap use_mlock numa flash_attn offload_kqv op_offload swa_full no_perf
-    last_n_tokens_size main_gpu split_mode logits_all pooling_type attention_type verbose
+    last_n_tokens_size main_gpu split_mode logits_all embedding pooling_type attention_type verbose
 """
 #: Keywords of the constructor that change nothing here: batches, memory and attention are localllm's own affair.
 _WITHOUT_EFFECT = frozenset(_NO_EFFECT.split())
@@ -56,7 +56,6 @@ _WITHOUT_EFFECT = frozenset(_NO_EFFECT.split())
 #: Those that have to be what they are by default, as other values would change what the model says.
 _ONLY_DEFAULT: Mapping[str, tuple[object, ...]] = {
     "vocab_only": (False,),
-    "embedding": (False,),
     "kv_overrides": (None, {}),
     "rope_scaling_type": (-1,),
     "rope_freq_base": (0,),
@@ -553,11 +552,24 @@ class Llama:
         self.seed = _ANY_SEED if seed in (None, -1) else seed
         self._random = None if self.seed == _ANY_SEED else random.Random(self.seed)
 
-    def embed(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises a NotAvailableError: this version of localllm computes no embeddings."""
-        raise NotAvailableError("this version of localllm computes no embeddings: LLM.logits and LLM.score are there")
+    def embed(self, input: str | Sequence[str], normalize: bool = False, truncate: bool = True) -> Any:
+        """The vector of a text, or those of several; see `LLM.embed`."""
+        texts = [input] if isinstance(input, str) else list(input)
+        vectors = self.llm.embed(texts, normalize=normalize, truncate=truncate).tolist()
+        return vectors[0] if isinstance(input, str) else vectors
 
-    create_embedding = embed
+    def create_embedding(self, input: str | Sequence[str], model: str | None = None) -> dict[str, Any]:
+        """The same, in the form of OpenAI's."""
+        texts = [input] if isinstance(input, str) else list(input)
+        n_tokens = sum(len(self.llm.tokenize(text)) for text in texts)
+        return {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "embedding": vector, "index": i} for i, vector in enumerate(self.embed(texts))
+            ],
+            "model": model or self.model_path,
+            "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
+        }
 
     def close(self) -> None:
         """Lets the model's memory go."""

@@ -130,6 +130,20 @@ def _read_biases(value: object) -> dict[int, float] | None:
     return None if None in biases or None in biases.values() else biases  # type: ignore[return-value]
 
 
+def _read_shares(value: object) -> dict[str, float] | None:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        return None
+    shares = {name: _real(share, -_MAX, _MAX) for name, share in value.items()}
+    return None if None in shares.values() else shares  # type: ignore[return-value]
+
+
+def _read_adapters(value: object) -> dict[str, str | os.PathLike[str]] | None:
+    if not isinstance(value, Mapping):
+        return None
+    is_valid = all(isinstance(name, str) and isinstance(path, str | os.PathLike) for name, path in value.items())
+    return dict(value) if is_valid else None
+
+
 def _read_schema(value: Any) -> str | None:
     """A JSON schema's text, of which a pydantic model class makes its own."""
     schema = value.model_json_schema() if callable(getattr(value, "model_json_schema", None)) else value
@@ -180,6 +194,8 @@ _SECONDS = _number(math.ulp(0.0), "a number of seconds above 0")
 _SCHEMA = Kind("a JSON schema: a dict, a JSON text, or a pydantic model class", _read_schema, _parse_schema, "SCHEMA")
 _REGEX = Kind("a regular expression that is not empty", _text_with_content, metavar="REGEX")
 _GRAMMAR = Kind("a grammar in Lark's or llama.cpp's notation", _text_with_content, metavar="TEXT")
+_SHARES = Kind("a mapping of adapters' names to finite numbers", _read_shares)
+_ADAPTERS = Kind("a mapping of names to the paths of adapters", _read_adapters)
 _BIASES = Kind("a mapping of token ids to finite numbers or -inf", _read_biases)
 
 #: The kind of what is on or off; its flag of the command line has no value.
@@ -362,6 +378,13 @@ class LoadOptions(_Checked):
     )
     chat_template: str | None = _asked(
         None, _TEXT, "jinja2 source of a chat template in place of the file's own", none="the file's own"
+    )
+    adapters: Mapping[str, str | os.PathLike[str]] | None = _asked(
+        None,
+        _ADAPTERS,
+        "low-rank adapters (LoRA) by names of your own: GGUF files, or folders of PEFT's.  A call says how much of "
+        "which it wants: ``generate(..., adapters={'name': 0.8})``.",
+        none="none",
     )
     draft_model: str | os.PathLike[str] | None = _asked(
         None,
@@ -605,6 +628,12 @@ class CheckedOptions(_Checked):
     )
     client: str = _asked(
         "", _TEXT, "a name of whoever asks: clients share the model evenly, however many requests each has"
+    )
+    adapters: Mapping[str, float] | None = _asked(
+        None,
+        _SHARES,
+        "how much of which loaded adapters is added to the model, such as {'name': 0.8}; those left out add nothing",
+        none="nothing of any",
     )
     timeout: float | None = _asked(
         None,

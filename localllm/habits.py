@@ -41,7 +41,9 @@ THEIR_LOAD = each(
         "num_ctx max_seq_len max_model_len context_length": "write context=",
         "num_thread": "write threads=",
         "temperature top_k top_p max_tokens stop": "give it to generate or chat",
-        "embedding pooling_type lora_base lora_path lora_scale vocab_only kv_overrides tokenizer": _NOT_HERE,
+        "embedding pooling_type": "a file of a model that embeds says so: call embed",
+        "lora_path lora_base lora_scale": "write adapters={'name': path}, and adapters={'name': 0.8} in each call",
+        "vocab_only kv_overrides tokenizer": _NOT_HERE,
     }
 )
 
@@ -103,7 +105,7 @@ THEIR_METHODS = each(
         "reset": "LLM.forget",
         "unload free": "LLM.close",
         "set_cache save_state load_state": "LLM.generate: what prompts have in common is kept by itself",
-        "embed embeddings create_embedding encode_embeddings": "LLM.logits or LLM.score: there are no embeddings",
+        "embeddings create_embedding encode_embeddings": "LLM.embed",
     }
 )
 

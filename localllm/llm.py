@@ -25,7 +25,7 @@ from localllm.habits import THEIR_LOAD, THEIR_METHODS, no_attribute
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import CacheType
-from localllm.loading import Parts, compile_template, load_parts
+from localllm.loading import Parts, check_adapters, compile_template, load_parts
 from localllm.options import Options
 from localllm.progress import LoadPlan, LoadProgress, default_progress
 from localllm.sampling import Sampling, make_sampler
@@ -64,6 +64,7 @@ def load(
     parallel: int = 1,
     cache_type: CacheType = "f16",
     chat_template: str | None = None,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     draft_model: str | os.PathLike[str] | None = None,
     progress: LoadProgress | None = None,
     planned: LoadPlan | None = None,
@@ -100,6 +101,7 @@ def load(
         parallel=parallel,
         cache_type=cache_type,
         chat_template=chat_template,
+        adapters=adapters,
         draft_model=model_file(draft_model, demo_is_a_file=True),
         progress=default_progress() if progress is None else progress,
         planned=planned,
@@ -146,6 +148,8 @@ class LLM:
             raise TypeError(f"a model is loaded by localllm.load({parts!r:.80}), which gives an LLM")
         self._tokenizer = parts.tokenizer
         self._engine: Engine | None = parts.engine
+        self._embedder = parts.embedder
+        self._options = parts.options
         self._info = parts.info
         self._template_source = parts.template_source
         self._template = parts.template
@@ -226,6 +230,7 @@ class LLM:
             NotEnoughMemoryError: the result would not fit into memory.
         """
         engine = self._opened()
+        self._check_writes()
         ids = token_ids(ids, self._info.n_vocab)
         n = len(ids) if last is None else whole_number("last", last, 1)
         if n > len(ids):
@@ -256,10 +261,86 @@ class LLM:
             TypeError, UsageError, ContextLengthError: as `generate`.
         """
         engine = self._opened()
+        self._check_writes()
         if isinstance(continuations, str | bytes) or not isinstance(continuations, Sequence):
             raise UsageError("continuations must be a list of texts, or of lists of token ids")
         pairs = [self._continued(prompt, continuation, add_special) for continuation in continuations]
         return scores(engine, pairs)
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Adds a low-rank adapter, a GGUF file or a folder of PEFT's, for ``generate(..., adapters={name: 0.8})``.
+
+        The model is loaded again with it, so that requests under way end with a `ClosedError`; better give adapters
+        to `load`.  One of this name is replaced.
+
+        Raises:
+            ModelNotFoundError, GGUFError, ModelError: there is none, it is damaged, or for another model; the model
+                is then as it was.
+        """
+        self._opened()
+        adapters = {**(self._options.adapters or {}), text("name", name): path}
+        options = replace(self._options, adapters=adapters, planned=None)
+        check_adapters(options)
+        template, source = self._template, self._template_source
+        self.close()
+        LLM.__init__(self, load_parts(options))
+        self._template, self._template_source = template, source
+
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        prefix: str = "",
+        dimensions: int | None = None,
+        normalize: bool = True,
+        truncate: bool = False,
+    ) -> NDArray[np.float32]:
+        """The vectors of texts, float32 [n, width], by a model that is made for them.
+
+        Args:
+            texts: texts, or tokens, which are taken as they are.
+            prefix: stands before each text, such as "search_query: "; the model's card says which.
+            dimensions: of each vector, that many of the first values, for models that allow it (Matryoshka).
+            normalize: whether vectors have the length 1, so that their products are cosines.
+            truncate: whether a text that does not fit into the context is cut at its end; else that is an error.
+
+        Raises:
+            UsageError: it is another kind of model, or an argument is out of range.
+            TokenizerError: a text cannot be spelled with the vocabulary.
+            ContextLengthError: a text is too long.
+        """
+        engine, embedder = self._opened(), self._embedder
+        if embedder is None or embedder.is_reranker:
+            what, use = ("scores documents", "rerank") if embedder else ("writes text", "generate or chat")
+            raise UsageError(f"{self._info.path.name} {what}: it makes no vectors of texts; use {use}")
+        if isinstance(texts, str | bytes) or not isinstance(texts, Sequence | np.ndarray):
+            raise UsageError("texts must be a list of texts, or of lists of token ids")
+        n = embedder.width if dimensions is None else whole_number("dimensions", dimensions, 1)
+        if n > embedder.width:
+            raise UsageError(f"dimensions is {n:,}, but the model's vectors have {embedder.width:,} values")
+        text("prefix", prefix)
+        ids = [self._prompt_ids(prefix + each if isinstance(each, str) else each, True, False) for each in texts]
+        if truncate:
+            ids = [each[: engine.context - 1] + each[-1:] if len(each) > engine.context else each for each in ids]
+        vectors = embedder.vectors(engine, ids)[:, :n]
+        if normalize:
+            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
+        return np.ascontiguousarray(vectors)
+
+    def rerank(self, query: str, documents: Sequence[str]) -> NDArray[np.float32]:
+        """How well each document answers a query, float32 [n]: the more, the better; by a reranker.
+
+        Raises:
+            UsageError: it is another kind of model, or an argument is no text.
+            TokenizerError, ContextLengthError: as `embed`.
+        """
+        engine, embedder = self._opened(), self._embedder
+        if embedder is None or not embedder.is_reranker:
+            raise UsageError(f"{self._info.path.name} is no reranker: load one, such as a GGUF of bge-reranker-v2-m3")
+        if isinstance(documents, str | bytes) or not isinstance(documents, Sequence):
+            raise UsageError("documents must be a list of texts")
+        pairs = [embedder.pair(self._tokenizer, text("query", query), text("document", each)) for each in documents]
+        return embedder.vectors(engine, pairs)[:, 0].copy()
 
     def generate(
         self,
@@ -524,6 +605,10 @@ class LLM:
         state = "closed" if self._engine is None else f"context={self._info.context}"
         return f"<LLM {self._info.path.name} ({self._info.file_type}) on {self._info.device}, {state}>"
 
+    def _check_writes(self) -> None:
+        if self._embedder is not None:
+            raise UsageError(f"{self._info.path.name} writes no text: it is for embed or rerank")
+
     def _opened(self) -> Engine:
         engine = self._engine
         if engine is None:
@@ -684,6 +769,7 @@ class LLM:
             template: the chat template, if this is the beginning of an answer.
         """
         engine, tokenizer = self._opened(), self._tokenizer
+        self._check_writes()
         sampling = given.sampling
         if given.ignore_eos:
             banned = dict.fromkeys(tokenizer.eog_ids, -math.inf)
@@ -722,8 +808,18 @@ class LLM:
             client=given.client,
             speculate=speculate,
             draft_max=given.draft_max,
+            adapters=self._shares(given.adapters),
         )
         return reader(engine, decoder, make_request, logprobs=sampling.logprobs is not None, progress=given.progress)
+
+    def _shares(self, wanted: Mapping[str, float] | None) -> tuple[float, ...]:
+        """How much a request gets of each adapter; nothing at all where that is 0 of each."""
+        wanted, loaded = wanted or {}, self._options.adapters or {}
+        for name in wanted.keys() - loaded.keys():
+            known = f"loaded are {', '.join(map(repr, loaded))}" if loaded else "none is loaded"
+            raise UsageError(f"there is no adapter {name!r:.80}: {known}; see load_adapter")
+        shares = tuple(wanted.get(name, 0.0) for name in loaded)
+        return shares if any(shares) else ()
 
     def _constraint(self, engine: Engine, sampling: Sampling, ids: list[int], template: str) -> Constraint | None:
         """What holds a text to its grammar, if it has one."""

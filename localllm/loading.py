@@ -14,21 +14,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localllm.adapters import read_adapter
 from localllm.chat.source import TemplateSource
 from localllm.declared_options import LoadOptions
 from localllm.devices import Device, open_devices
+from localllm.embedding import Embedder
 from localllm.engine.drafting.model import DraftModel
 from localllm.engine.drafting.mtp import MTPModel
 from localllm.engine.engine import Engine
-from localllm.engine.runner import ModelRunner
+from localllm.engine.runner import ModelRunner, max_step_tokens
 from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
 from localllm.kernels.backend import Progress, weights_of
 from localllm.kernels.cpu.host import available_memory, default_threads, memory_advice
 from localllm.kernels.graph import Tensor, Weight
+from localllm.models.adapters import with_adapters
 from localllm.models.mtp import hidden_norm, hidden_states
 from localllm.models.registry import Model, find_architecture, has_block, read_model
 from localllm.placement import Placement, Plan, Planner, fit
@@ -53,6 +57,8 @@ class Parts:
     """What a `localllm.LLM` is made of.
 
     Attributes:
+        embedder: of a model that makes vectors of texts, what makes them of the engine's.
+        options: what it was loaded with.
         template_source: of the chat template.
         template: the same compiled, if it was given and not the file's.
         warnings: what whoever asked for the model should be told.
@@ -60,6 +66,8 @@ class Parts:
 
     tokenizer: Tokenizer
     engine: Engine
+    embedder: Embedder | None
+    options: LoadOptions
     info: ModelInfo
     template_source: TemplateSource
     template: ChatTemplate | None
@@ -73,7 +81,7 @@ def load_parts(options: LoadOptions) -> Parts:
         As `localllm.load`.
     """
     with ExitStack() as files, ExitStack() as on_failure:
-        sources = [_read(files.enter_context(_open(options.path)), options, "the model")]
+        sources = [_read(files.enter_context(_open(options.path)), options, "the model", adapts=True)]
         tokenizer = Tokenizer.from_gguf(sources[0].file)
         template_source, template = TemplateSource.of_file(sources[0].file), None
         if options.chat_template is not None:  # compiled now, to be checked
@@ -85,8 +93,7 @@ def load_parts(options: LoadOptions) -> Parts:
             _check_vocabulary(draft, tokenizer)
         devices = _open_devices(options)
         on_failure.callback(_close, devices)
-        sources += _blocks(sources, devices, options)
-        planners, plan = _plan(sources, devices, options)
+        sources, planners, plan = _plan_with_block(sources, devices, options)
         if options.planned is not None:
             options.planned(plan)
         loaded = list[tuple[ModelRunner, ModelInfo, tuple[str, ...]]]()
@@ -96,6 +103,8 @@ def load_parts(options: LoadOptions) -> Parts:
         except MemoryError as error:
             _let_go(error)
             raise
+        pooling = sources[0].model.pooling
+        embedder = None if pooling is None else Embedder(pooling, sources[0].file.metadata)
         norms = [hidden_norm(source.model.graph) for source in sources if source.hidden is not None]
         on_failure.pop_all()
     runner, info, warnings = loaded[0]
@@ -107,13 +116,13 @@ def load_parts(options: LoadOptions) -> Parts:
         # Steps over one token take as long as reading the weights.
         cost = draft_info.placement.multiplied / max(1, info.placement.multiplied)
         if norms:
-            drafting = MTPModel(draft_runner, expected_cost=cost, of_model=norms[0], of_block=norms[1])
-            break
-        drafting = DraftModel(draft_runner, expected_cost=cost)
+            n_values = sum(prod(use.weight.shape) for use in weights_of(sources[1].model.graph))
+            draft_info = replace(draft_info, n_parameters=n_values)
+        drafting = MTPModel(draft_runner, cost, *norms) if norms else DraftModel(draft_runner, expected_cost=cost)
         info, warnings = replace(info, draft=draft_info), warnings + notices
     on_end = partial(_close, devices)
     engine = Engine(runner, drafting, max_waiting=options.max_waiting, step_s=options.step_s, on_end=on_end)
-    return Parts(tokenizer, engine, info, template_source, template, warnings)
+    return Parts(tokenizer, engine, embedder, options, info, template_source, template, warnings)
 
 
 def plan_file(options: LoadOptions) -> Plan:
@@ -125,10 +134,10 @@ def plan_file(options: LoadOptions) -> Plan:
     if options.threads is None:  # as many as loading takes, without measuring how many of them decode
         options = replace(options, threads=default_threads())
     with _open(options.path) as file:
-        sources = [_read(file, options, "the model")]
+        sources = [_read(file, options, "the model", adapts=True)]
         devices = _open_devices(options)
         try:
-            return _plan([*sources, *_blocks(sources, devices, options)], devices, options)[1]
+            return _plan_with_block(sources, devices, options)[2]
         finally:
             _close(devices)
 
@@ -187,11 +196,27 @@ class _Source:
         return self.model
 
 
-def _read(file: GGUFFile, options: LoadOptions, name: str, *, is_block: bool = False) -> _Source:
+def _read(
+    file: GGUFFile, options: LoadOptions, name: str, *, is_block: bool = False, adapts: bool = False
+) -> _Source:
+    given = (options.adapters if adapts else None) or {}
+    adapters = [read_adapter(each, Path(path), file) for each, path in given.items()]
+
     def read(context: int | None) -> Model:
-        return read_model(file, context, options.cache_type, is_block=is_block)
+        model = read_model(file, context, options.cache_type, is_block=is_block)
+        return replace(model, graph=with_adapters(model.graph, adapters)) if adapters else model
 
     return _Source(name, file, read, read(options.context))
+
+
+def check_adapters(options: LoadOptions) -> None:
+    """Reads the adapters of a model, and no weights.
+
+    Raises:
+        ModelNotFoundError, GGUFError, ModelError: one cannot be read, or is for another model.
+    """
+    with _open(options.path) as file:
+        _read(file, options, "the model", adapts=True)
 
 
 def _blocks(sources: Sequence[_Source], devices: Sequence[Device], options: LoadOptions) -> list[_Source]:
@@ -276,6 +301,20 @@ def _plan(
     return planners, Plan(placements, free, _notes(devices) + _notices(planners[0], placements[0]))
 
 
+def _plan_with_block(
+    sources: list[_Source], devices: tuple[Device, ...], options: LoadOptions
+) -> tuple[list[_Source], list[Planner], Plan]:
+    """As `_plan`, and with the block behind the model's last layer, if there is one and memory for it."""
+    blocks = _blocks(sources, devices, options)
+    try:
+        return [*sources, *blocks], *_plan([*sources, *blocks], devices, options)
+    except NotEnoughMemoryError:
+        if not blocks:
+            raise
+        sources[0].hidden = None
+        return sources, *_plan(sources, devices, options)
+
+
 def _load(
     source: _Source, planner: Planner, placement: Placement, options: LoadOptions
 ) -> tuple[ModelRunner, ModelInfo, tuple[str, ...]]:
@@ -296,7 +335,16 @@ def _load(
     file.check_unchanged()
     loaded = placement.loaded(step.weights)
     info = _info(source, planner, loaded)
-    runner = ModelRunner(step, n_vocab=config.n_vocab, context=placement.context, hidden=source.hidden)
+    graph, context = planner.model.graph, placement.context
+    runner = ModelRunner(
+        step,
+        n_vocab=config.n_vocab,
+        context=context,
+        max_tokens=max_step_tokens(graph, context),
+        width=graph.result.width,
+        is_causal=graph.is_causal,
+        hidden=source.hidden,
+    )
     return runner, info, _notices(planner, placement) + _larger_weights(planner.name, placement, loaded)
 
 

@@ -61,3 +61,4 @@ class Options(SamplingOptions, total=False):
     priority: Priority
     timeout: float | None
     client: str
+    adapters: Mapping[str, float] | None

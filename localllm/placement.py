@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from localllm.devices import Device
-from localllm.engine.runner import MAX_TOKENS, max_outputs, n_cache_pages, n_states
+from localllm.engine.runner import max_outputs, max_step_tokens, n_cache_pages, n_states
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.backend import Footprint, PackedWeight, Progress, Step
 from localllm.kernels.cpu.host import memory_advice
@@ -257,9 +257,10 @@ class Planner:
 
     def sizes(self, context: int) -> StepSizes:
         """Those of a step of an engine for sequences of so many tokens."""
-        graph, n_tokens = self.model.graph, min(MAX_TOKENS, context)
+        graph = self.model.graph
+        n_tokens = max_step_tokens(graph, context)
         n_pages = n_cache_pages(graph, context, self.parallel, self.page_size)
-        n_outputs = max_outputs(self.model.config.n_vocab, n_tokens)
+        n_outputs = max_outputs(graph.result.width, n_tokens)
         return StepSizes(n_pages, n_tokens, n_outputs, n_states(graph, context, self.parallel))
 
     def at(self, context: int) -> Placement:

@@ -100,7 +100,7 @@ def last_logits(engine: Engine, ids: Sequence[int], n: int) -> NDArray[np.float3
         As `Engine.submit` and `Evaluation.wait`.
     """
     first = len(ids) - n
-    logits = np.empty((n, engine.n_vocab), np.float32)
+    logits = np.empty((n, engine.width), np.float32)
 
     def keep(position: int, rows: NDArray[np.float32]) -> None:
         logits[position - first : position - first + len(rows)] = rows

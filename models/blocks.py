@@ -106,12 +106,16 @@ def decoder(
     record_layer: RecordLayer,
     *,
     embedding_scale: float = 1.0,
-    output_norm: RecordNorm = norm,
+    change_embedding: RecordLayer | None = None,
+    output_norm: RecordNorm | None = norm,
     norm_eps: float | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Graph:
-    """Embedding, layers, final norm and head: from ids to logits [N, n_vocab]."""
+    """Embedding, layers, final norm and head: from ids to logits [N, n_vocab].
+
+    Of a model that embeds (`Header.pooling`), without the head: to what is pooled, [N, d].
+    """
     config, weights, g = m.config, m.weights, Graph(m.cache_type)
     d, eps = config.n_embd, m.norm_eps if norm_eps is None else norm_eps
     if m.is_block:
@@ -121,12 +125,19 @@ def decoder(
 
         return record_block(m, block, embedding_scale, eps)
     x = embedding = g.add(Embed(weights.require("token_embd.weight", config.n_vocab, d), embedding_scale))
+    if change_embedding is not None:
+        x = embedding = change_embedding(Layer(-1, g, weights, d, eps, x), x)
     for i in range(config.n_layers):
         g.layer = i
         x = record_layer(Layer(i, g, weights.layer(i), d, eps, embedding), x)
     g.layer = "output"
     at = Layer(-1, g, weights, d, eps, embedding)
-    x = output_norm(at, "output_norm", at.add(Outputs(x)))  # [N, d]
+    x = at.add(Outputs(x))  # [N, d]
+    if output_norm is not None:
+        x = output_norm(at, "output_norm", x)
+    if m.pooling is not None:
+        weights.skip("output.weight")
+        return g
     logits = at.add(Linear(x, weights.matrix("output", d, config.n_vocab, tied_to="token_embd")))
     if logit_scale != 1:
         logits = at.add(Scale(logits, logit_scale))
@@ -155,6 +166,7 @@ def attention(
     q_scale: PositionScale | None = None,
     has_sinks: bool = False,
     has_gate: bool = False,
+    causal: bool = True,
 ) -> Tensor:
     """Grouped-query attention with rotary positions.
 
@@ -167,9 +179,12 @@ def attention(
         norm_last: whether heads are normed behind the rotation.
         has_sinks: a further score for each head, ``attn_sinks``.
         has_gate: whether ``attn_q`` has a gate behind the query of each head, whose σ the output is multiplied with.
+        causal: whether a token sees none behind it.
     """
     q, k, v, gate = query_key_value(at, x, heads, qkv_bias=qkv_bias, has_gate=has_gate)
-    cache = at.graph.kv_cache(heads.n_kv, heads.key_dim, heads.value_dim, window=window or chunk)
+    cache = at.graph.kv_cache(
+        heads.n_kv, heads.key_dim, heads.value_dim, window=(window or chunk) if causal else None
+    )
     q_norm = k_norm = None
     if qk_norm == "row":
         q, k = norm(at, "attn_q_norm", q), norm(at, "attn_k_norm", k)
@@ -179,7 +194,8 @@ def attention(
             for x in "qk"
         )
     q = at.add(RopeAppend(q, k, v, cache, rope, q_norm, k_norm, norm_last=norm_last, q_scale=q_scale))
-    y = attend(at, q, cache, heads, window=window, chunk=chunk, scale=scale, softcap=softcap, has_sinks=has_sinks)
+    scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "has_sinks": has_sinks}
+    y = attend(at, q, cache, heads, window=window, chunk=chunk, causal=causal, **scores)
     if gate is not None:
         y = at.add(Gated(gate, y, "sigmoid"))
     return at.linear(y, "attn_output", at.n_embd, residual=residual)
@@ -215,11 +231,12 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     has_sinks: bool = False,
+    causal: bool = True,
 ) -> Tensor:
     """Attention of rotated queries over a cache."""
     scale = heads.key_dim**-0.5 if scale is None else scale
     sinks = at.weights.vector("attn_sinks", heads.n) if has_sinks else None
-    return at.add(Attention(q, cache, scale, window, softcap, sinks, chunk))
+    return at.add(Attention(q, cache, scale, window, softcap, sinks, chunk, causal))
 
 
 # -- What stands between attentions --------------------------------------------------------------------------------

@@ -286,6 +286,7 @@ class Header:
         weights: the tensors.
         context: tokens that a sequence can have.
         cache_type: what keys and values are kept in.
+        pooling: how one vector is made of a text's, if that is what the model is for; see `localllm.models.pooling`.
         is_block: whether the block behind the last layer is recorded in place of the model (`localllm.models.mtp`).
     """
 
@@ -294,6 +295,7 @@ class Header:
     weights: Weights
     context: int
     cache_type: CacheType
+    pooling: str | None = None
     is_block: bool = False
 
     @property

@@ -1,5 +1,5 @@
 """Gemma 3 (arXiv:2503.19786): norms before and behind both halves of a layer, heads normed, and of six layers five
-see a window and rotate by frequencies of their own."""
+see a window and rotate by frequencies of their own.  EmbeddingGemma (arXiv:2509.20354) sees both ways."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ hf_keys, hf_tensor = sliding_window, add_one_to_norms
 def record(m: Header) -> Graph:
     heads, n_ff, windows, d = m.heads(), m.mlp_width(), m.windows(period=6), m.config.n_embd
     rope, local_rope = make_rope(m, heads.key_dim), make_local_rope(m, heads.key_dim, 10_000.0)
+    causal = m.pooling is None
+    if not causal:
+        windows = tuple(None if window is None else window // 2 + 1 for window in windows)
     # The 27 B model, which has 62 layers, shares the hidden width out among the heads for this alone.
     scale = (d / heads.n if m.config.n_layers == 62 else heads.key_dim) ** -0.5
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         window = windows[at.number]
         y = norm(at, "attn_norm", x)
-        y = attention(at, y, heads, local_rope if window else rope, qk_norm="head", window=window, scale=scale)
+        turned = local_rope if window else rope
+        y = attention(at, y, heads, turned, qk_norm="head", window=window, scale=scale, causal=causal)
         x = add(at, norm(at, "post_attention_norm", y), x)
         y = gated_mlp(at, norm(at, "ffn_norm", x), n_ff, activation="gelu")
         return add(at, norm(at, "post_ffw_norm", y), x)

@@ -11,6 +11,7 @@ from localllm.errors import KernelError, ModelError, UnsupportedArchitectureErro
 from localllm.kernels.graph import CacheType, Graph
 from localllm.models.config import Header, Metadata, ModelConfig, read_architecture, read_general
 from localllm.models.hf_convert import Array
+from localllm.models.pooling import Pooling, read_kind
 from localllm.models.weights import ModelFile, Weights
 
 
@@ -40,14 +41,17 @@ class Architecture:
     converting a checkpoint takes, where it does: see `Conversion`.
 
     Attributes:
-        hf_types: Hugging Face's names of the architecture (``model_type`` in config.json), separated by spaces.
+        hf_types: Hugging Face's names of the architecture (``model_type`` in config.json), separated by spaces; none
+            where it is not converted yet.
+        is_encoder: it makes vectors of texts, whatever its file says.
         has_block: it can record the block behind the last layer as well (`localllm.models.mtp`).
     """
 
     module: str
     models: str
-    hf_types: str
+    hf_types: str = ""
     has_block: bool = False
+    is_encoder: bool = False
 
     @property
     def record(self) -> Callable[[Header], Graph]:
@@ -64,6 +68,7 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "bert": Architecture("bert", "BERT, RoBERTa and XLM-R, as embedding models and rerankers", is_encoder=True),
     "cohere2": Architecture("cohere", "Command R7B, Command A", "cohere2"),
     "command-r": Architecture("cohere", "Command R, Aya", "cohere"),
     "deepseek2": Architecture(
@@ -74,6 +79,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "exaone4": Architecture("exaone4", "EXAONE 4", "exaone4"),
     "falcon-h1": Architecture("falcon_h1", "Falcon-H1", "falcon_h1"),
     "gemma": Architecture("gemma", "Gemma", "gemma"),
+    "gemma-embedding": Architecture("gemma3", "EmbeddingGemma", is_encoder=True),
     "gemma2": Architecture("gemma2", "Gemma 2", "gemma2"),
     "gemma3": Architecture("gemma3", "Gemma 3", "gemma3 gemma3_text"),
     "gemma4": Architecture("gemma4", "Gemma 4", "gemma4 gemma4_text"),
@@ -93,8 +99,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba2": Architecture("mamba2", "Mamba 2", "mamba2"),
     "minimax-m2": Architecture("minimax_m2", "MiniMax-M2", "minimax_m2"),
     "mistral3": Architecture("mistral3", "Ministral 3, Devstral 2", "ministral3 mistral3"),
+    "modern-bert": Architecture("modern_bert", "ModernBERT, as embedding models and rerankers", is_encoder=True),
     "nemotron_h": Architecture("nemotron_h", "Nemotron-H, Nemotron Nano 2", "nemotron_h"),
     "nemotron_h_moe": Architecture("nemotron_h", "Nemotron 3, with experts", "nemotron_h"),
+    "nomic-bert": Architecture("nomic_bert", "Nomic Embed", is_encoder=True),
     "olmo2": Architecture("olmo2", "OLMo 2 and 3", "olmo2 olmo3"),
     "phi2": Architecture("phi2", "Phi 1, 1.5 and 2", "phi"),
     "phi3": Architecture("phi3", "Phi-3, 3.5 and 4", "phi3"),
@@ -120,11 +128,13 @@ class Model:
 
     Attributes:
         is_long: whether its graph is for sequences beyond the original context; LongRoPE then rotates otherwise.
+        pooling: how a text's vector is made of those that the graph ends with, which are logits without it.
     """
 
     config: ModelConfig
     graph: Graph
     is_long: bool = False
+    pooling: Pooling | None = None
 
 
 def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
@@ -166,17 +176,19 @@ def read_model(
         ModelError: a hyper-parameter is missing, of the wrong type, out of range, at odds with the others, or one
             that nothing here reads; or the tensors are not those of such a model.
     """
-    record = find_architecture(file.metadata).record
+    architecture = find_architecture(file.metadata)
     meta, weights = Metadata(file.metadata, read_architecture(file.metadata)), Weights(file)
     config = read_general(meta, file.tensors)
     weights.skip_layers(config.n_layers)
     context = config.context_length if context is None else context
     try:
-        graph = record(Header(meta, config, weights, context, cache_type, is_block))
+        kind = read_kind(meta) or ("mean" if architecture.is_encoder else None)
+        graph = architecture.record(Header(meta, config, weights, context, cache_type, kind, is_block))
+        pooling = None if kind is None else Pooling.read(meta, weights, kind, graph)
     except KernelError as error:
         raise ModelError(f"{error}: the hyper-parameters are at odds with each other") from error
     if is_block:
         return Model(replace(config, n_layers=1), graph, context > config.original_context)
     meta.check_all_read()
     weights.check_all_used()
-    return Model(config, graph, context > config.original_context)
+    return Model(config, graph, context > config.original_context, pooling)

@@ -127,6 +127,39 @@ def heads_of(whole: Weight, n_heads: int, rows: range, *, is_transposed: bool = 
     return HeadsOf(whole, n_heads, rows, is_transposed)
 
 
+@dataclass(frozen=True, eq=False)
+class PositionTable:
+    """What is added at each of ``n`` positions: a row of ``table`` and the first row of ``types``, where they are."""
+
+    n: int
+    table: Weight | None
+    types: Weight | None
+
+    type = GGMLType.F32
+
+    @property
+    def name(self) -> str:
+        return " + ".join(part.name for part in (self.table, self.types) if part is not None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.n, next(part.shape[1] for part in (self.table, self.types) if part is not None)
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        total = np.zeros(self.shape, np.float32)
+        for part in (self.table, self.types):
+            if part is not None:
+                rows = dequantize(part.data, part.type).reshape(part.shape)
+                total += rows[: self.n] if part is self.table else rows[0]
+        return total.view(np.uint8)
+
+    def drop_pages(self) -> None:
+        for part in (self.table, self.types):
+            if part is not None:
+                part.drop_pages()
+
+
 class Weights:
     """Finds a model's tensors, and remembers which ones it has found.  None of them is read, but by `values`."""
 

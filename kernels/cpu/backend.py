@@ -120,6 +120,7 @@ class CPUStep(Step):
         arena = aligned_zeros(lowered.arena_bytes, np.uint8)
         self._tables.bind(arena)
         self._embeddings = [(op, weights.tables[op.table], y.rows(arena)) for op, y in lowered.embeddings]
+        self._adapters = [(op, y.rows(arena)) for op, y in lowered.adapters]
         self._hidden_rows = None if lowered.hidden is None else lowered.hidden.rows(arena)
         self._arena, self._watched = arena, lowered.watched
         self._result, self._of_tokens = lowered.result.rows(arena), lowered.result.slot == N_TOKENS
@@ -153,19 +154,20 @@ class CPUStep(Step):
         """Puts a batch where the program reads it."""
         batch.check_size(self._tables.max_tokens, self._tables.max_outputs)
         batch.check(self.cache)
-        for _, table, _ in self._embeddings:
-            batch.check_ids(table.shape[0])
+        chosen = [batch.rows_of(table.shape[0], by_position=op.by_position) for op, table, _ in self._embeddings]
         self._tables.fill(batch)
         n_tokens = len(batch.ids)
         found: dict[Weight, NDArray[np.float32]] = {}
-        for op, table, rows in self._embeddings:
+        for (op, table, rows), numbers in zip(self._embeddings, chosen, strict=True):
             if op.table not in found:
-                found[op.table] = table.rows(batch.ids)
+                found[op.table] = table.rows(numbers)
             values, width = found[op.table], op.result.width
             if op.columns is not None:
                 values = values[:, op.columns.start : op.columns.stop]
             rows[:n_tokens, :width] = values if op.scale == 1.0 else values * np.float32(op.scale)
             rows[:n_tokens, width:] = 0
+        for adapter, into in self._adapters:
+            into[:n_tokens, : adapter.result.width] = adapter.rows(batch.adapters, n_tokens)
         if self._hidden_rows is not None and self._hidden is not None:
             width = self._hidden.width
             self._hidden_rows[:n_tokens, :width] = input_rows(hidden, n_tokens, width)

@@ -46,7 +46,6 @@ _ACTIVATIONS = {
     "identity": elementwise.identity,
     "clamped_swiglu": elementwise.clamped_swiglu,
 }
-_GATINGS = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
 
 FLOAT_LOADS: dict[KernelType, Any] = {
     GGMLType.F32: load_f32x16,
@@ -98,6 +97,7 @@ class Lowered:
     Attributes:
         tables: what a batch is filled into, before the program runs.
         embeddings: what is looked up, and where its rows for the batch's ids are put.
+        adapters: the same of adapters' weights.
         hidden: where hidden states that another device computed are put, if the graph begins with them.
         arena_bytes: what all buffers take.
         n_products: products of activations and weights for each token.
@@ -106,6 +106,7 @@ class Lowered:
     instructions: Sequence[Instruction]
     tables: BatchTables
     embeddings: Sequence[tuple[g.Embed, Stored]]
+    adapters: Sequence[tuple[g.AdapterWeights, Stored]]
     hidden: Stored | None
     result: Stored
     watched: Mapping[Value, Stored | StoredRouting]
@@ -144,6 +145,7 @@ class Lowering:
         #: Rows of tensors in integers, as `tiles` draws them.
         self.records: dict[Tensor, Buffer] = {}
         self.embeddings: list[tuple[g.Embed, Stored]] = []
+        self.adapters: list[tuple[g.AdapterWeights, Stored]] = []
         self.hidden: Stored | None = None
         self.n_products = 0
 
@@ -152,11 +154,19 @@ class Lowering:
             self.node = i
             self.stored.update(node.operation.computed_by(self))
         result = self.stored[self.graph.result]
-        filled = [*self.tables.buffers, *(y.buffer for _, y in self.embeddings)]
+        filled = [*self.tables.buffers, *(y.buffer for _, y in (*self.embeddings, *self.adapters))]
         watched = {x: self.stored[x] for x in self.graph.watched if x in self.stored}
         n_bytes = assign([*self._stages(), [result.buffer, *(stored.buffer for stored in watched.values())]], filled)
         return Lowered(
-            self.instructions, self.tables, self.embeddings, self.hidden, result, watched, n_bytes, self.n_products
+            self.instructions,
+            self.tables,
+            self.embeddings,
+            self.adapters,
+            self.hidden,
+            result,
+            watched,
+            n_bytes,
+            self.n_products,
         )
 
     def _stages(self) -> list[list[Buffer]]:
@@ -223,6 +233,11 @@ class Lowering:
     def embed(self, op: g.Embed) -> Stored:
         y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
         self.embeddings.append((op, y))
+        return y
+
+    def adapter_weights(self, op: g.AdapterWeights) -> Stored:
+        y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
+        self.adapters.append((op, y))
         return y
 
     def rms_norm(self, op: g.RMSNorm) -> Stored:
@@ -512,7 +527,7 @@ class Lowering:
             bias = self.weights.vector(op.selection_bias)
             given = (logits.buffer, logits.stride, n_experts, bias, op.n_groups, op.n_top_groups, op.n_group_best)
             scored = probabilities.buffer, scores.buffer
-            self.call(expert_kernels.expert_scores, (*given, *scored), 1, N_TOKENS, GATING=_GATINGS[op.gating])
+            self.call(expert_kernels.expert_scores, (*given, *scored), 1, N_TOKENS, GATING=g.GATINGS.index(op.gating))
         factors = self.weights.vector(op.expert_scales)
         weighed = 0 if probabilities is None else probabilities.buffer
         arguments = (scores.buffer, weighed, logits.stride, n_experts, op.k, int(op.norm_topk_prob), chosen.ids)

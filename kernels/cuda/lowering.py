@@ -94,7 +94,7 @@ class Lowered:
     Attributes:
         limits: what the calls have in common.
         hidden: where hidden states that another device computed are put, if the graph begins with them.
-        vocabularies: rows of the tables that ids are looked up in.
+        tables: rows of those that are looked up in, and whether by position.
         top_k: what finds the largest of the result, if that is logits.
         arena_bytes: what all buffers take.
     """
@@ -103,7 +103,7 @@ class Lowered:
     calls: list[Call]
     hidden: Stored | None
     result: Stored
-    vocabularies: list[int]
+    tables: list[tuple[int, bool]]
     top_k: TopK | None
     arena_bytes: int
 
@@ -143,7 +143,7 @@ class Lowering:
         #: Rows as products with weights of a kind of formats read them.
         self.inputs: dict[tuple[Tensor, str], Inputs] = {}
         self.hidden: Stored | None = None
-        self.vocabularies: list[int] = []
+        self.tables: list[tuple[int, bool]] = []
 
     def lower(self) -> Lowered:
         for i, node in enumerate(self.graph.nodes):
@@ -156,7 +156,7 @@ class Lowering:
         end = [result.buffer] if top_k is None else [result.buffer, top_k.best, top_k.parts]
         kept = [self.batch.buffer, *(buffer for _, buffer in self.limits.ropes)]
         n_bytes = assign([begin, *(call.buffers for call in self.calls), end], kept)
-        return Lowered(self.limits, self.calls, self.hidden, result, self.vocabularies, top_k, n_bytes)
+        return Lowered(self.limits, self.calls, self.hidden, result, self.tables, top_k, n_bytes)
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 
@@ -229,10 +229,11 @@ class Lowering:
 
     def embed(self, op: g.Embed) -> Stored:
         y, table = self.new(Rows.TOKENS, op.result.width), self.weights.matrix(op.table)
-        self.vocabularies.append(table.n_out)
+        self.tables.append((table.n_out, op.by_position))
         columns, format, batch = op.columns or range(table.n_in), table.packed, self.batch
+        numbers = batch.positions if op.by_position else batch.ids
         launch, row_bytes = matmul.embed_launch(format, 1), table.memory.n_bytes / table.n_out + y.bytes_of(1)
-        values = table.memory, columns.start, columns.stop, format.n_tiles(table.n_in), batch.ids, batch.header
+        values = table.memory, columns.start, columns.stop, format.n_tiles(table.n_in), numbers, batch.header
         options = {"defines": launch.defines, "cost": lambda sizes: Cost(sizes.n_tokens * row_bytes)}
         kernel = launch.module, launch.kernel
         self.call("embed", kernel, N_TOKENS, _each, launch.block[0], *values, float(op.scale), y, **options)

@@ -99,7 +99,7 @@ class CUDAStep(Step):
         self.stream = self.cache.stream  # what copies its pages comes behind the steps that fill them
         self.calls, self.result, self.hidden = lowered.calls, lowered.result, lowered.hidden
         self.max_top_k = 0 if lowered.top_k is None else min(MAX_TOP_K, lowered.result.width)
-        self._top_k, self._vocabularies = lowered.top_k, lowered.vocabularies
+        self._top_k, self._tables = lowered.top_k, lowered.tables
         self.arena = driver.allocate(device, lowered.arena_bytes)
         # What pads rows is read, and must be something.
         driver.fill(self.arena, 0, self.stream)
@@ -155,8 +155,8 @@ class CUDAStep(Step):
         limits, driver = self.limits, self.driver
         batch.check_size(limits.max_tokens, limits.max_outputs)
         batch.check(self.cache)
-        for n_vocab in self._vocabularies:
-            batch.check_ids(n_vocab)
+        for n_rows, by_position in self._tables:
+            batch.rows_of(n_rows, by_position=by_position)
         slot = self._slots[0]
         self._slots = [*self._slots[1:], slot]
         driver.synchronize(slot.event)

@@ -198,8 +198,12 @@ def _words(error: BaseException) -> str:
     return " ".join(words)[:250] or type(error).__name__
 
 
+#: Names that messages have what was thought under; as in transformers, templates find it under the first two.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
 def _checked_messages(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
-    """The messages with a text as the content of each."""
+    """The messages with a text as the content of each, and what was thought under the names that templates read."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise TemplateError(f"messages must be a list of mappings, such as [{_EXAMPLE}], not {quoted(messages)}")
     checked = []
@@ -218,6 +222,9 @@ def _checked_messages(messages: Sequence[Mapping[str, object]]) -> list[Mapping[
             raise TemplateError(f"the content of message {index} (role {quoted(role)}) is neither text nor a list")
         if isinstance(content, Sequence) and not isinstance(content, str):
             message = {**message, "content": "".join(_text_of(part, index) for part in content)}
+        reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+        if reasoning is not None:
+            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         checked.append(message)
     return checked
 

@@ -106,7 +106,7 @@ class ThinkingSplitter:
     def _begin(self) -> None:
         """Finds out what the reply begins with; a tag that the prompt has opened may be there again."""
         text = self._held.lstrip()
-        if self._tag == _MESSAGE or text.startswith("<|channel|>"):
+        if self._tag == _MESSAGE or (not self._tag and text.startswith("<|channel|>")):
             self._has_messages, self._state = True, "header"
             return
         if text and not self._tag and "<|channel|>".startswith(text):

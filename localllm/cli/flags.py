@@ -97,14 +97,15 @@ ABSENT = each(
         "--multiple-choice-tasks": _QUESTIONS,
         "--leave-output-tensor": "--output-tensor-type F16 keeps the output in a good type",
         "--include-weights --exclude-weights": "--imatrix holds for all tensors that it has",
-        "--lora --lora-scaled --control-vector --mmproj -mm --image --audio --special": _NOT_HERE,
+        "--lora-scaled": "--lora ADAPTER=X is the same",
+        "--control-vector --mmproj -mm --image --audio --special": _NOT_HERE,
         "--sampling-seq --sampler-seq": "--samplers takes names, as in --samplers 'top_k;top_p;temperature'",
         "--prompt-cache --prompt-cache-all --slot-save-path": "localllm chat keeps conversations, see --continue",
         "--rope-scaling --rope-freq-base --rope-freq-scale --rope-scale --yarn-orig-ctx": _IN_FILE,
         "--override-kv": "what the file says holds",
         "--context-shift": "the text ends where the context is full: see localllm chat --when-full drop",
         "--host --port --api-key --alias": _SERVER,
-        "--embedding --embeddings --pooling": _NOT_HERE,
+        "--embedding --embeddings --pooling": "localllm embed makes vectors of texts, as the file says",
         "--insecure": "the hub is asked at the address in the environment variable HF_ENDPOINT",
         "--modelfile --parameters --template --license": _INSPECT,
     }
@@ -123,6 +124,8 @@ SAME_COMMANDS = each(
         "llama-quantize": "quantize",
         "llama-imatrix": "imatrix",
         "perplexity llama-perplexity": "evaluate",
+        "embedding embeddings llama-embedding": "embed",
+        "llama-export-lora export-lora": "merge",
         "settings": "config",
         "version -v -V": "--version",
     }
@@ -136,8 +139,7 @@ OTHER_COMMANDS = each(
         "rm cp push": "models are plain files, whose paths localllm models --json lists",
         "signin signout login": "hf auth login tells the hub who you are",
         "tokenize llama-tokenize": "LLM.tokenize shows a text's tokens, in Python: see docs/library.md",
-        "embedding llama-embedding embed": _NOT_HERE,
-        "llama-gguf-split llama-export-lora llama-mtmd-cli": _NOT_HERE,
+        "llama-gguf-split llama-mtmd-cli": _NOT_HERE,
     }
 )
 
@@ -233,18 +235,19 @@ def take_words(words: Sequence[str], arguments: Any) -> None:
     given = vars(arguments)
     command, model, (first, *more) = given["command"], given.get("model"), words
     if command == "quantize" and first.isdigit() and not more:  # llama-quantize has the threads there
-        arguments.threads = int(first)
+        arguments.threads = int(first) or None
         return
     if command == "chat" and not more and model:
         answer = _line("generate", "-m", model, "-p", first)
         raise UsageError(f"localllm chat takes no prompt: {answer} answers once")
     if command != "generate":
         raise UsageError(f"it is not clear what {first!r} is for (localllm {command} --help shows what there is)")
-    if given["prompt"] is not None or given["file"] is not None or len(words) > (1 if model else 2):
-        raise UsageError(f"{first!r} stands alone: put a prompt of several words in quotes, as in -p 'two words'")
+    is_model = not model and (first == "demo" or re.fullmatch(r"\S+(\.gguf|/\S+)", first, re.IGNORECASE))
+    if given["prompt"] is not None or given["file"] is not None or len(words) > (2 if is_model else 1):
+        raise UsageError(f"{first!r} stands alone: put a prompt of several words in quotes, and a model behind -m")
     if more:  # generate MODEL PROMPT
         arguments.model, arguments.prompt = words
-    elif not model and (first == "demo" or re.fullmatch(r"\S+(\.gguf|/\S+)", first, re.IGNORECASE)):
+    elif is_model:
         raise UsageError(f"{first!r} names a model, and there is no prompt: {_line('generate', '-m', first)} -p TEXT")
     else:
         arguments.prompt = first

@@ -85,9 +85,9 @@ def load_model(
     planned: LoadPlan | None = None,
 ) -> LLM:
     """Loads a model, or without a path the demo model, as the command line says: devices, context, threads, …."""
-    return load(
-        path, **load_options(arguments, path, chat_template=_template(arguments)), progress=progress, planned=planned
-    )
+    adapters = {str(adapter): adapter for adapter, _ in vars(arguments).get("lora", ())}
+    options = load_options(arguments, path, chat_template=_template(arguments), adapters=adapters)
+    return load(path, **options, progress=progress, planned=planned)
 
 
 # -- What was asked for --------------------------------------------------------------------------------------------
@@ -107,6 +107,7 @@ def generation_options(arguments: argparse.Namespace, settings: Settings) -> dic
     text: Callable[[str, str], str] = _unescaped if arguments.escape else _valid
     options["stop"] = [text(stop, "--stop") for stop in options.get("stop", ())] or settings.stop
     options["logit_bias"] = dict(arguments.logit_bias)
+    options["adapters"] = {str(path): share for path, share in vars(arguments).get("lora", ())}
     if breakers := options.get("dry_sequence_breakers"):
         options["dry_sequence_breakers"] = [text(b, "--dry-sequence-breaker") for b in breakers if b != "none"]
     return {**settings.sampling, **options}

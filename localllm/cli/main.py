@@ -56,6 +56,8 @@ COMMANDS = {
     "convert": "localllm.cli.convert",
     "quantize": "localllm.cli.quantize",
     "imatrix": "localllm.cli.imatrix",
+    "merge": "localllm.cli.merge",
+    "embed": "localllm.cli.embed",
     "evaluate": "localllm.cli.evaluate",
     "config": "localllm.cli.config",
 }

@@ -132,6 +132,8 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
             "measure which weights matter to a text",
             IMATRIX_DETAILS,
         ),
+        ("merge", _add_merge, "FILE OUTPUT --lora ADAPTER[=X]", "write a model with adapters in its weights", ""),
+        ("embed", _add_embed, "[-m FILE] [TEXT …] [options]", "make vectors of texts, or rank them", EMBED_DETAILS),
         ("evaluate", _add_evaluate, "[FILE] -f TEXT [options]", "measure what a model knows", EVALUATE_DETAILS),
         (
             "config",
@@ -168,6 +170,13 @@ lets it go on with the text instead.  The empty prompt is never a message.
 
 The text goes to standard output as it comes, all else to standard error.  Into a file or a pipe it goes byte for
 byte, and no line end is added; on a terminal one is, and control characters are spelled out.
+"""
+
+EMBED_DETAILS = """\
+The model is one that is made for it: BERT, Nomic Embed, ModernBERT, EmbeddingGemma, Qwen3-Embedding, and rerankers.
+
+A JSON array of numbers a text goes to standard output, vectors of length 1; with --query a JSON object with score and
+text, the best first.
 """
 
 CHAT_DETAILS = """\
@@ -251,7 +260,9 @@ interrupted is kept, and the same command goes on from there.
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser.add_argument_group("model"))
+    model = parser.add_argument_group("model")
+    _add_model(model)
+    _add_lora(model)
     _add_prompt(parser.add_argument_group("prompt"))
     _add_ending(parser.add_argument_group("where the text ends"))
     _add_sampling(parser.add_argument_group("how the next token is chosen"))
@@ -549,6 +560,36 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="show types and sizes, and write nothing")
     parser.add_argument("--allow-requantize", action="store_true", help="take tensors that are quantised already")
     _add_writing(parser)
+
+
+def _add_lora(parser: argparse._ActionsContainer, *, required: bool = False) -> None:
+    parser.add_argument(
+        "--lora",
+        type=share,
+        action="append",
+        default=[],
+        required=required,
+        metavar="ADAPTER[=X]",
+        help="a low-rank adapter, as GGUF or a folder of PEFT's, and how much of it (default: 1); may be given "
+        "several times",
+    )
+
+
+def _add_merge(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=model_file, metavar="FILE", help="a GGUF file, or any file of a split one")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="the file to write")
+    _add_lora(parser, required=True)
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+
+
+def _add_embed(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser.add_argument_group("model"))
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="a text (default: the lines of standard input)")
+    parser.add_argument("-f", "--file", type=Path, metavar="FILE", help="read texts from a file, one a line")
+    parser.add_argument("--prefix", default="", metavar="TEXT", help="stands before each text, as 'search_query: '")
+    parser.add_argument("--dimensions", type=whole(1), metavar="N", help="the first N values of each vector only")
+    parser.add_argument("--query", metavar="TEXT", help="with a reranker: the texts by how well they answer this")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but vectors and errors")
 
 
 def _add_imatrix(parser: argparse.ArgumentParser) -> None:
@@ -873,6 +914,17 @@ def logit_bias(text: str) -> tuple[int, float]:
                 if not math.isnan(value := float(sign + bias)) and value < math.inf:
                     return int(id_), value
     raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number, such as 15043+1 or 15043-inf")
+
+
+def share(text: str) -> tuple[Path, float]:
+    """The path of an adapter, and how much of it: PATH[=X]."""
+    path, equals, number = text.rpartition("=")
+    if not equals:
+        return Path(text), 1.0
+    try:
+        return Path(path), float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ADAPTER[=X], such as style.gguf=0.8") from None
 
 
 def _typed(pattern: str, type: str) -> tuple[str, str]:

@@ -38,6 +38,7 @@ class CachedSequence:
 
     Attributes:
         ids: the tokens, from position 0 on.
+        root: what the tree of all that it can share begins with.
         pages: the block table of each group: position p lies in ``pages[group][p // page_size]``.  They may reach
             past the tokens; what is behind a window is 0.
         blocks: what is known of those pages.
@@ -48,7 +49,8 @@ class CachedSequence:
         is_ahead: whether its states may have seen tokens that were not recorded.
     """
 
-    def __init__(self, n_groups: int, n_prompt: int) -> None:
+    def __init__(self, n_groups: int, n_prompt: int, root: Block) -> None:
+        self.root = root
         self.ids: list[int] = []
         self.pages: list[list[int]] = [[] for _ in range(n_groups)]
         self.blocks: list[Block] = []
@@ -84,6 +86,8 @@ class PagedCache:
         # One slot is left for what only lasts a step.
         self.max_sequences = max(1, kept.n_states - 1) if kept.n_states else self.n_pages
         self._root = Block([])
+        #: Adapters change keys and values: what was evaluated with others cannot be shared.
+        self._roots: dict[tuple[float, ...], Block] = {(): self._root}
 
     @property
     def n_available(self) -> int:
@@ -102,9 +106,9 @@ class PagedCache:
 
     # -- Sequences -------------------------------------------------------------------------------------------------
 
-    def begin(self, ids: Sequence[int]) -> CachedSequence:
-        """A sequence with as much of the beginning of ``ids`` as the cache has."""
-        sequence = CachedSequence(len(self._free), len(ids))
+    def begin(self, ids: Sequence[int], adapters: tuple[float, ...] = ()) -> CachedSequence:
+        """A sequence with as much of the beginning of ``ids`` as the cache has with the same adapters."""
+        sequence = CachedSequence(len(self._free), len(ids), self._root_of(adapters))
         for blocks, n in self._beginnings(sequence, ids):
             if self._holds_windows(blocks, n) and self._take_up(sequence, blocks, list(ids[:n])):
                 return sequence
@@ -126,9 +130,9 @@ class PagedCache:
             found.pop()
             blocks.pop()
 
-    def n_pages_to_begin(self, ids: Sequence[int], n_tokens: int) -> int:
+    def n_pages_to_begin(self, ids: Sequence[int], n_tokens: int, adapters: tuple[float, ...] = ()) -> int:
         """Available pages that a new sequence of ``n_tokens`` takes, if it shares what the cache has of ``ids``."""
-        found = self._find_full(CachedSequence(0, 0), ids)
+        found = self._find_full(CachedSequence(0, 0, self._root_of(adapters)), ids)
         return -(-n_tokens // self.page_size) - sum(block.n_users[0] > 0 for block in found)
 
     def has_windows_for(self, lengths: Iterable[int], n_new: int) -> bool:
@@ -237,7 +241,10 @@ class PagedCache:
         return found
 
     def _block_before(self, sequence: CachedSequence, i: int) -> Block:
-        return sequence.blocks[i - 1] if i else self._root
+        return sequence.blocks[i - 1] if i else sequence.root
+
+    def _root_of(self, adapters: tuple[float, ...]) -> Block:
+        return self._roots.setdefault(adapters, Block([]))
 
     def _end_of(self, sequence: CachedSequence) -> tuple[Block, int]:
         """The block that the last token is in, and the tokens up to it there."""
@@ -251,7 +258,7 @@ class PagedCache:
         for i in range(len(full), -1, -1):
             if i < len(full) and size in self._ends(full[i], size):
                 yield full[: i + 1], (i + 1) * size
-            parent, wanted = full[i - 1] if i else self._root, ids[i * size : (i + 1) * size]
+            parent, wanted = full[i - 1] if i else sequence.root, ids[i * size : (i + 1) * size]
             parts = [
                 (common_prefix(block.ids, wanted), block) for block in (*parent.tails, *parent.children.values())
             ]

@@ -89,7 +89,8 @@ class Engine:
 
     Attributes:
         context: tokens that a sequence can hold.
-        n_vocab: logits a token.
+        n_vocab: ids of tokens.
+        width: values of what it gives for a token: logits, or of a model that embeds a vector.
         max_tokens: tokens that one step evaluates at most.
         drafts_by: what drafts if a request asks for it: a smaller model ("draft"), the block behind the model's own
             layers ("mtp"), or nothing.
@@ -116,6 +117,7 @@ class Engine:
             on_end: called in the engine's thread when it ends.
         """
         self.context, self.n_vocab, self.max_tokens = runner.context, runner.n_vocab, runner.max_tokens
+        self.width = runner.width
         self.drafts_by = None if draft_model is None else draft_model.kind
         self._max_waiting = max_waiting
         self._process = Process()
@@ -279,6 +281,7 @@ class EngineLoop:
             max_outputs=runner.max_outputs,
             max_running=max_running,
             step_s=step_s,
+            is_causal=runner.is_causal,
         )
         self._draft_model = draft_model
         self._cost = StepCost()

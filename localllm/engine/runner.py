@@ -34,12 +34,14 @@ class Chunk:
         ids: the tokens to evaluate.
         n_outputs: for how many of the last of them logits are wanted.
         start: position of the first of them; what the cache holds from there on is overwritten.
+        adapters: how much of each adapter it gets; none at all for nothing of any.
     """
 
     sequence: CachedSequence
     ids: list[int]
     n_outputs: int
     start: int
+    adapters: tuple[float, ...] = ()
 
 
 class ModelRunner:
@@ -48,7 +50,9 @@ class ModelRunner:
     Attributes:
         cache: which tokens are where.
         context: tokens that a sequence can hold.
-        n_vocab: logits a token.
+        n_vocab: ids of tokens.
+        width: values of a row of what it gives: logits, or of a model that embeds a vector.
+        is_causal: whether texts can be evaluated part after part.
         max_tokens: tokens that one step evaluates at most.
         max_outputs: rows of logits that one step computes at most.
         max_top_k: largest logits that are found on the device; 0 where all lie in memory of the host anyway.
@@ -56,13 +60,26 @@ class ModelRunner:
     """
 
     def __init__(
-        self, step: Step, *, n_vocab: int, context: int, max_tokens: int = MAX_TOKENS, hidden: Value | None = None
+        self,
+        step: Step,
+        *,
+        n_vocab: int,
+        context: int,
+        max_tokens: int = MAX_TOKENS,
+        width: int | None = None,
+        is_causal: bool = True,
+        hidden: Value | None = None,
     ) -> None:
-        """``step`` was compiled for ``max_tokens`` tokens, or as many as the context has, and their `max_outputs`."""
+        """``step`` was compiled for ``max_tokens`` tokens, or as many as the context has, and their `max_outputs`.
+
+        ``width``: values of a row of its result, by default logits.
+        """
         self.context = context
         self.n_vocab = n_vocab
         self.max_tokens = min(max_tokens, context)
-        self.max_outputs = max_outputs(n_vocab, self.max_tokens)
+        self.width = n_vocab if width is None else width
+        self.is_causal = is_causal
+        self.max_outputs = max_outputs(self.width, self.max_tokens)
         self.max_top_k = step.max_top_k
         self.cache = PagedCache(step.cache)
         self.hidden = hidden
@@ -120,9 +137,14 @@ def n_states(graph: Graph, context: int, parallel: int) -> int:
     return parallel + max(KEPT_ENDS * parallel, most)
 
 
-def max_outputs(n_vocab: int, max_tokens: int) -> int:
-    """Rows of logits that one step computes at most."""
-    return max(1, min(max_tokens, MAX_LOGITS_BYTES // (4 * n_vocab)))
+def max_step_tokens(graph: Graph, context: int) -> int:
+    """Tokens that one step evaluates at most: of a model whose tokens see those behind them, a whole text."""
+    return min(MAX_TOKENS, context) if graph.is_causal else context
+
+
+def max_outputs(width: int, max_tokens: int) -> int:
+    """Rows of so many logits that one step computes at most."""
+    return max(1, min(max_tokens, MAX_LOGITS_BYTES // (4 * width)))
 
 
 def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
@@ -143,6 +165,10 @@ def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
         kv_lengths.append(stop)
         for group, pages in enumerate(chunk.sequence.pages):
             block_tables[group, s, : len(pages)] = pages[:n_blocks]
+    adapters = np.zeros((0, 0), np.float32)
+    if n_adapters := max(len(chunk.adapters) for chunk in chunks):
+        shares = [chunk.adapters or (0.0,) * n_adapters for chunk in chunks]
+        adapters = np.repeat(np.array(shares, np.float32), [len(chunk.ids) for chunk in chunks], axis=0)
     return Batch(
         ids=np.array(ids, np.int32),
         positions=np.array(positions, np.int32),
@@ -151,4 +177,5 @@ def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
         block_tables=block_tables,
         outputs=np.array(outputs, np.int32),
         states=np.array([chunk.sequence.state for chunk in chunks], np.int32),
+        adapters=adapters,
     )

@@ -53,7 +53,8 @@ class Scheduled:
         assert sequence is not None
         start = len(sequence)
         ids = request.tokens[start : start + self.n_tokens] + request.drafts[: self.n_drafts]
-        return Chunk(sequence, ids, request.n_outputs(start, self.n_tokens, self.n_drafts), start)
+        n_outputs = request.n_outputs(start, self.n_tokens, self.n_drafts)
+        return Chunk(sequence, ids, n_outputs, start, request.adapters)
 
 
 class StepTimes:
@@ -100,8 +101,13 @@ class Scheduler:
         max_outputs: int,
         max_running: int,
         step_s: float,
+        is_causal: bool = True,
     ) -> None:
-        """``step_s``: seconds that a step with tokens of prompts shall last at most."""
+        """
+        Args:
+            step_s: seconds that a step with tokens of prompts shall last at most.
+            is_causal: whether a prompt can be cut; otherwise it comes in one step, however long that lasts.
+        """
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.step_times = StepTimes()
@@ -111,6 +117,7 @@ class Scheduler:
         self._max_outputs = max_outputs
         self._max_running = min(max_running, cache.max_sequences)
         self._step_s = step_s
+        self._is_causal = is_causal
         self._turns = count(1)
 
     @property
@@ -165,14 +172,14 @@ class Scheduler:
             waiting.remove(request)
             n_running[request.client] += 1
             reusable = request.tokens[: request.n_reusable]
-            n_pages = self._cache.n_pages_to_begin(reusable, len(request.tokens))
+            n_pages = self._cache.n_pages_to_begin(reusable, len(request.tokens), request.adapters)
             while self.running and not self._has_room(request, n_pages):
                 paused = self._paused()
                 if paused is None:
                     return
                 self._preempt(paused)
             self.waiting.remove(request)
-            request.sequence = self._cache.begin(reusable)
+            request.sequence = self._cache.begin(reusable, request.adapters)
             request.note_found()
             insort(self.running, request, key=_rank)
 
@@ -205,6 +212,8 @@ class Scheduler:
             if key in computed:
                 return 0
             start, n = len(request.sequence), min(n_most, request.n_missing)
+            if not self._is_causal:
+                n = request.n_missing if request.n_missing <= self._max_tokens - sum(e.n_tokens for e in batch) else 0
             n = self._cache.n_to_snapshot(request.sequence, n)
             if request.sampler is None:  # as many as there are rows for
                 n = min(n, max(0, request.logits_from - start) + rows_left)

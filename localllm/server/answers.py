@@ -396,7 +396,7 @@ def _submit(ask: Ask, llm: LLM, client: str, loop: asyncio.AbstractEventLoop) ->
             raise HTTPError(400, "this model's chat template knows no tools: leave them out, or choose another model")
         template = llm.chat_template.source
         is_strict = any(tool["function"].get("strict") for tool in ask.tools)
-        calls_in_json = "<tool_call>" in template and "<function=" not in template
+        calls_in_json = "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template
         if is_strict and calls_in_json and not {"json_schema", "regex", "grammar"} & ask.options.keys():
             ask.options["grammar"] = _calls_grammar(ask.tools)
         begin = partial(

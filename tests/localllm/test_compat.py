@@ -320,7 +320,6 @@ def test_leaving_a_stream_stops_it(llm: Llama) -> None:
 @pytest.mark.parametrize(
     ("keyword", "value"),
     [
-        ("embedding", True),
         ("lora_path", "x.gguf"),
         ("vocab_only", True),
         ("rope_freq_base", 1e6),
@@ -376,7 +375,7 @@ def test_what_a_chat_cannot_do(llm: Llama, options: dict[str, Any], message: str
 
 def test_what_else_cannot_be_done(llm: Llama) -> None:
     for call in (llm.embed, llm.create_embedding):
-        with pytest.raises(NotImplementedError, match="computes no embeddings"):
+        with pytest.raises(UsageError, match="makes no vectors of texts"):
             call("text")
     with pytest.raises(NotAvailableError, match=r"LLM\.score"):
         llm("a", echo=True, logprobs=1)

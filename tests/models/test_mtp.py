@@ -147,6 +147,8 @@ def test_a_block_that_copies_the_head_is_always_right(tmp_path: Path) -> None:
     path, _ = with_block(tmp_path / "model.gguf", "qwen35", copied=True)
     with localllm.load(path, context=256, threads=1) as llm:
         in_engine(llm, lambda loop: loop._cost.add(1, 1.0))
+        assert llm.info.draft is not None
+        assert llm.info.draft.n_layers == 1
         for _ in range(2):
             expected = llm.generate(PROMPT, **GREEDY, speculate=None)
             done = llm.generate(PROMPT, **GREEDY, speculate="mtp", draft_max=4)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from localllm.tui.chat.thinking import TAGS, ThinkingSplitter, opening_tag, split
 
+ANALYSIS = "<|channel|>analysis<|message|>well<|end|>"
 CASES = {
     "no thinking": ("Hello <b>you</b>", "", ("", "Hello <b>you</b>")),
     "leading space stays": ("  Hello", "", ("", "  Hello")),
@@ -22,6 +23,10 @@ CASES = {
     "nothing thought": ("<think>\n\n</think>\n\nHello", "", ("", "Hello")),
     "tags later are text": ("Use <think> and </think>.", "", ("", "Use <think> and </think>.")),
     "a second thought is text": ("<think>a</think>b <think>c</think>", "", ("a", "b <think>c</think>")),
+    "gpt-oss": (f"{ANALYSIS}<|start|>assistant<|channel|>final<|message|>Hello", "", ("well", "Hello")),
+    "gpt-oss, opened": (f"{ANALYSIS}<|channel|>final<|message|>Hello", "<|start|>assistant", ("well", "Hello")),
+    "gpt-oss without a thought": ("Hello <|channel|>", "<|start|>assistant", ("", "Hello <|channel|>")),
+    "gemma": ("<|channel>thought\nwell<channel|>Hello", "", ("well", "Hello")),
     "empty": ("", "", ("", "")),
 }
 

@@ -38,7 +38,7 @@ class MTPModel(DraftModel):
 
     kind: Literal["draft", "mtp"] = "mtp"
 
-    def __init__(self, runner: ModelRunner, *, expected_cost: float, of_model: Norm, of_block: Norm) -> None:
+    def __init__(self, runner: ModelRunner, expected_cost: float, of_model: Norm, of_block: Norm) -> None:
         super().__init__(runner, expected_cost=expected_cost)
         self.of_model, self.of_block = of_model, of_block
 

@@ -136,7 +136,7 @@ def _matrix(n_out: int, n_in: int) -> Matrix:
 
 def _weight(*shape: int) -> weights.Tensor:
     """One of its own, though several have the same values."""
-    return weights.Tensor(GGMLType.Q4_0, shape, _rows(shape))
+    return weights.Tensor(GGMLType.Q4_0, shape, _rows(shape), name=" x ".join(map(str, shape)))
 
 
 @cache

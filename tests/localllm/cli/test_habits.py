@@ -100,7 +100,11 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("generate -m model.gguf -p hi -o out.txt", "error: there is no flag -o: the text goes to standard output: ", {}),
     ("generate -m model.gguf -p hi -n 4 --grammar 'root ::= \"a\"'", "", {"grammar": 'root ::= "a"'}),
     ("generate -m model.gguf -p hi -n 4 -j '{}'", "", {"json_schema": "{}"}),
-    ("generate -m model.gguf -p hi --lora a.gguf", "error: there is no flag --lora: this version of localllm", {}),
+    (
+        "generate -m model.gguf -p hi --lora-scaled a.gguf:1",
+        "error: there is no flag --lora-scaled: --lora ADAPTER=X",
+        {},
+    ),
     (
         "generate -m model.gguf -p hi --rope-scaling yarn",
         "error: there is no flag --rope-scaling: it is read from",
@@ -157,6 +161,7 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("run model.gguf hi -n 4", "", {"max_tokens": 4}),
     ("generate model.gguf hi -n 4", "", {"max_tokens": 4}),
     ("generate hi -n 4 -m model.gguf", "", {"max_tokens": 4}),
+    ("generate tell me", "error: 'tell' stands alone: put a prompt of several words in quotes, and a model", {}),
     (
         "generate org/repo",
         "error: 'org/repo' names a model, and there is no prompt: localllm generate -m org/repo",

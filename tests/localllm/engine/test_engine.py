@@ -249,9 +249,9 @@ def test_a_request_ends_at_its_deadline() -> None:
 
 
 def test_a_step_has_room_for_one_row_of_logits_at_least() -> None:
-    assert max_outputs(n_vocab=1 << 40, max_tokens=512) == 1
-    assert max_outputs(n_vocab=1000, max_tokens=512) == 512
-    assert max_outputs(n_vocab=128_256, max_tokens=512) * 128_256 * 4 <= 64 << 20
+    assert max_outputs(width=1 << 40, max_tokens=512) == 1
+    assert max_outputs(width=1000, max_tokens=512) == 512
+    assert max_outputs(width=128_256, max_tokens=512) * 128_256 * 4 <= 64 << 20
 
 
 # The thread.

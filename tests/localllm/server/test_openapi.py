@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import httpx
 import pytest
@@ -26,8 +27,8 @@ def test_the_description_has_every_path_that_is_answered(server: Serving) -> Non
 
 
 @pytest.mark.skipif(find_spec("schemathesis") is None, reason="schemathesis is not installed")
-def test_no_request_made_from_the_description_is_a_500(server: Serving) -> None:
+def test_no_request_made_from_the_description_is_a_500(server: Serving, tmp_path: Path) -> None:
     flags = ["--checks", "not_a_server_error", "--phases", "fuzzing", "--max-examples", "10", "--seed", "1"]
     command = [sys.executable, "-m", "schemathesis.cli", "run", server.url + "/openapi.json", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr

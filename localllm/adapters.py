@@ -1,0 +1,196 @@
+"""Reading low-rank adapters, GGUF files and PEFT's folders, and writing models that have them in their weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import ModelError, ModelNotFoundError, OutputError, UsageError, path_text, quoted
+from localllm.gguf import GGUFFile
+from localllm.gguf.writer import GGUFWriter, TensorSpec
+from localllm.models.adapters import Adapter, check
+from localllm.models.config import Metadata
+from localllm.models.registry import find_architecture
+from localllm.quant.encode import quantize
+from localllm.quant.formats import dequantize
+
+Array = NDArray[np.float32]
+
+#: Architectures whose files have the rows of query and key in the order of rotary pairs, other than checkpoints.
+_INTERLEAVED = ("llama", "mistral3", "granite", "granitemoe", "smollm3")
+
+_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+def read_adapter(name: str, path: Path, file: GGUFFile) -> Adapter:
+    """An adapter for the model in a file.
+
+    Raises:
+        ModelNotFoundError: there is none at that path.
+        GGUFError, ModelError: it is damaged, of a kind that is not supported, or for another model.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise ModelNotFoundError(f"there is no adapter {path_text(path)}: give a GGUF file, or a folder of PEFT's")
+    pairs, scale = _read_peft(path, file) if path.is_dir() else _read_gguf(path, file)
+    lacking = [part for part, (a, b) in pairs.items() if a is None or b is None]
+    if lacking or not pairs:
+        what = f"only one of the two matrices of {quoted(lacking[0])}" if lacking else "no low-rank matrices"
+        raise ModelError(f"{path_text(path)} has {what}: it is no adapter, or damaged")
+    parts = {part: (a, b * np.float32(scale(part, len(a)))) for part, (a, b) in pairs.items()}
+    adapter = Adapter(name, parts)
+    check(adapter, {tensor: info.shape for tensor, info in file.tensors.items()})
+    return adapter
+
+
+_Read = tuple[dict[str, tuple[Any, Any]], Callable[[str, int], float]]
+
+
+def _read_gguf(path: Path, file: GGUFFile) -> _Read:
+    """As llama.cpp's convert_lora_to_gguf.py writes it."""
+    with GGUFFile.open(path) as adapter:
+        metadata = adapter.metadata
+        if metadata.get("general.type") != "adapter" or metadata.get("adapter.type") != "lora":
+            raise ModelError(
+                f"{path_text(path)} is no adapter (general.type is {quoted(metadata.get('general.type'))})"
+            )
+        if adapter.architecture != file.architecture:
+            raise ModelError(
+                f"{path_text(path)} is an adapter for {adapter.architecture} models, but this one is "
+                f"{file.architecture}"
+            )
+        alpha = metadata.get("adapter.lora.alpha")
+        if not isinstance(alpha, int | float | np.number) or not np.isfinite(alpha):
+            raise ModelError(f"{path_text(path)} has no adapter.lora.alpha: convert the adapter again")
+        found: dict[str, list[Any]] = {}
+        for name, tensor in adapter.tensors.items():
+            match = re.fullmatch(r"(.+)\.lora_([ab])", name)
+            if match is None:
+                raise ModelError(f"{path_text(path)} changes {quoted(name)} as a whole, which is not supported")
+            values = dequantize(tensor.data, tensor.type).reshape(tensor.shape)
+            found.setdefault(match[1], [None, None])["ab".index(match[2])] = values
+    return {name: (a, b) for name, (a, b) in found.items()}, lambda _, rank: float(alpha) / rank if alpha else 1.0
+
+
+def _read_peft(folder: Path, file: GGUFFile) -> _Read:
+    config = _json(folder / "adapter_config.json")
+    kind = str(config.get("peft_type", "LORA")).upper()
+    unsupported = [
+        key for key in ("use_dora", "fan_in_fan_out", "modules_to_save", "target_parameters") if config.get(key)
+    ]
+    if kind != "LORA" or unsupported:
+        what = f"of the kind {quoted(kind)}" if kind != "LORA" else f"one with {', '.join(unsupported)}"
+        raise ModelError(f"the adapter {path_text(folder)} is {what}, which localllm does not support: plain LoRA is")
+    names = {theirs: ours for ours, theirs in find_architecture(file.metadata).conversion.names.items()}
+    found: dict[str, list[Any]] = {}
+    for name, values in _read_safetensors(folder / "adapter_model.safetensors").items():
+        match = re.fullmatch(
+            r"(?:base_model\.model\.)?(.+)\.lora_(A|B|embedding_A|embedding_B)(?:\.default)?(?:\.weight)?", name
+        )
+        layer = re.fullmatch(r"(?:model\.)?layers\.(\d+)\.(.+)", match[1]) if match else None
+        stem = layer[2] if layer else match[1] if match else ""
+        ours = names.get(stem, names.get(f"model.{stem}"))
+        if match is None or ours is None or "embedding" in match[2]:
+            raise ModelError(
+                f"the adapter {path_text(folder)} changes {quoted(name)}, which localllm does not support"
+            )
+        if match[2] == "B" and ours in ("attn_q", "attn_k") and file.architecture in _INTERLEAVED:
+            values = _interleaved(values, file, ours)
+        target = f"blk.{layer[1]}.{ours}.weight" if layer else f"{ours}.weight"
+        found.setdefault(target, [None, None])["AB".index(match[2])] = values
+    alphas = config.get("alpha_pattern") or {}
+    if alphas or config.get("rank_pattern"):
+        raise ModelError(
+            f"the adapter {path_text(folder)} has an alpha_pattern or rank_pattern, which is not supported"
+        )
+    alpha, root = float(config.get("lora_alpha", 8)), bool(config.get("use_rslora"))
+    return {name: (a, b) for name, (a, b) in found.items()}, lambda _, rank: alpha / (rank**0.5 if root else rank)
+
+
+def _interleaved(values: Array, file: GGUFFile, name: str) -> Array:
+    """Rows of heads from (0 … n/2 | n/2 … n) to (0, n/2, 1, n/2 + 1, …)."""
+    meta = Metadata(file.metadata, file.architecture)
+    n_heads = meta.read("attention.head_count", int, low=1, high=1 << 14)
+    if name == "attn_k":
+        n_heads = meta.read("attention.head_count_kv", int, n_heads, low=1, high=n_heads)
+    if len(values) % (2 * n_heads):
+        return values  # of another model, which is said where shapes are compared
+    halves = values.reshape(n_heads, 2, -1, values.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path_text(path)} cannot be read ({error!s:.100}): is the adapter complete?") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path_text(path)} is no JSON object: is the adapter complete?")
+    return value
+
+
+def _read_safetensors(path: Path) -> dict[str, Array]:
+    """All tensors of a small file, in float32."""
+    try:
+        data = path.read_bytes()
+        begin = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:begin])
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            values = np.frombuffer(data[begin + first : begin + last], _DTYPES[entry["dtype"]]).reshape(
+                entry["shape"]
+            )
+            wide = (values.astype(np.uint32) << 16).view(np.float32) if entry["dtype"] == "BF16" else values
+            tensors[name] = wide.astype(np.float32)
+            if wide.ndim != 2:
+                raise ValueError(f"{name} is no matrix")
+        return tensors
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path_text(path)} cannot be read ({error!s:.100}): is the adapter complete?") from error
+
+
+def merge(
+    file: GGUFFile,
+    adapters: Sequence[tuple[Adapter, float]],
+    target: Path,
+    *,
+    overwrite: bool = False,
+) -> Iterable[str]:
+    """Writes a model with adapters added to its weights, each so much of it, in the types that the file has.
+
+    Yields the name of each tensor when it is written.
+
+    Raises:
+        UsageError: the output is the input.
+        OutputError: the file is there already, or cannot be written.
+    """
+    if any(target.exists() and other.samefile(target) for other in file.paths):
+        raise UsageError(f"{path_text(target)} is the model itself: choose another name for the merged one")
+    if target.exists() and not overwrite:
+        raise OutputError(f"{path_text(target)} is there already: choose another name, or remove it first")
+    source = file.metadata
+    kept = {key: source.encoded(key) for key in source if not key.startswith("split.")}
+    specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in file.tensors.values()]
+    with GGUFWriter(target, kept, specs, source.alignment) as writer:
+        for name, tensor in file.tensors.items():
+            parts = [
+                (*adapter.parts[name], np.float32(share)) for adapter, share in adapters if name in adapter.parts
+            ]
+            data = tensor.data
+            if parts:
+                values = dequantize(data, tensor.type).reshape(tensor.shape)
+                for a, b, share in parts:
+                    values = values + share * (b @ a)
+                data = quantize(values, tensor.type)
+            writer.write(data)
+            tensor.drop_pages()
+            yield name
+        file.check_unchanged()

@@ -1,0 +1,29 @@
+"""``localllm merge``: a model with low-rank adapters in its weights."""
+
+from __future__ import annotations
+
+import argparse
+
+from localllm.adapters import merge, read_adapter
+from localllm.cli.defaults import settle
+from localllm.cli.main import DONE
+from localllm.cli.terminal import StatusLine, visible_line
+from localllm.errors import path_text
+from localllm.gguf import GGUFFile
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the model that the command line asks for."""
+    settle(arguments)
+    status = StatusLine(enabled=not arguments.quiet)
+    with GGUFFile.open(arguments.model) as file:
+        adapters = [(read_adapter(str(path), path, file), share) for path, share in arguments.lora]
+        try:
+            for n, name in enumerate(merge(file, adapters, arguments.output), 1):
+                status.show(f"{n} of {len(file.tensors)} tensors: {visible_line(name)}")
+        finally:
+            status.clear()
+        changed = {name for adapter, _ in adapters for name in adapter.parts}
+    if not arguments.quiet:
+        print(f"{visible_line(path_text(arguments.output))}: {len(changed)} tensors changed")
+    return DONE

@@ -1,0 +1,148 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685): what they add to a graph's products, for several of them at once.
+
+y = W x + bias becomes y + sum over adapters i of share_i * B_i A_i x.  The matrices of all adapters for one product
+stand side by side, so that a batch whose requests have different ones is still two further products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import ModelError, quoted
+from localllm.kernels.graph import (
+    AdapterWeights,
+    Gated,
+    Graph,
+    Linear,
+    Linears,
+    Matrix,
+    Operation,
+    Routing,
+    Rows,
+    Tensor,
+    Value,
+    Weight,
+)
+from localllm.models.weights import RowsOf
+from localllm.quant.types import GGMLType
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter, read into memory.
+
+    Attributes:
+        name: for messages.
+        parts: A [r, n_in] and B [n_out, r], scaled already, by the name of the tensor that they are added to.
+    """
+
+    name: str
+    parts: dict[str, tuple[Array, Array]]
+
+    def of(self, weight: Weight) -> tuple[Array, Array] | None:
+        """A and B for a weight, or for those rows of a tensor that it is."""
+        if not isinstance(weight, RowsOf):
+            return self.parts.get(weight.name)
+        part = self.parts.get(weight.whole.name)
+        if part is None or len(weight.whole.shape) != 2:
+            return None
+        a, b = part
+        grouped = b.reshape(weight.n_groups, -1, b.shape[1])[:, weight.rows.start : weight.rows.stop]
+        return a, grouped.reshape(-1, b.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A matrix that is in memory."""
+
+    name: str
+    values: Array
+    type = GGMLType.F32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        return np.ascontiguousarray(self.values).view(np.uint8)
+
+    def drop_pages(self) -> None: ...
+
+
+def check(adapter: Adapter, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Makes sure that an adapter is for a model with tensors of these shapes.
+
+    Raises:
+        ModelError: it is not.
+    """
+    for name, (a, b) in adapter.parts.items():
+        if shapes.get(name) != (b.shape[0], a.shape[1]) or len(a) != b.shape[1]:
+            has = f"is {list(shapes[name])} here" if name in shapes else "this model has not"
+            raise ModelError(
+                f"the adapter {quoted(adapter.name)} is for another model: it changes {quoted(name)} by a matrix "
+                f"{[b.shape[0], a.shape[1]]}, which {has}"
+            )
+
+
+def with_adapters(graph: Graph, adapters: Sequence[Adapter]) -> Graph:
+    """The same graph with what adapters add; a batch says how much (`localllm.kernels.backend.Batch.adapters`).
+
+    Raises:
+        ModelError: an adapter changes something that is not multiplied by as a whole, such as an embedding.
+    """
+    new = Graph(graph.cache_type, caches=graph.caches, states=graph.states, windows=graph.windows)
+    now: dict[Value, Value] = {}
+    shares: dict[tuple[Any, ...], Tensor] = {}
+    left = {(i, name) for i, adapter in enumerate(adapters) for name in adapter.parts}
+    for node in graph.nodes:
+        new.layer = node.layer
+        operation = _with_inputs(node.operation, now)
+        new.add(operation)
+        now |= dict(zip(node.operation.results, operation.results, strict=True))
+        if not isinstance(operation, Linear | Linears) or operation.x.rows is not Rows.TOKENS:
+            continue
+        matrices = (operation.matrix,) if isinstance(operation, Linear) else operation.matrices
+        for matrix, was in zip(matrices, node.operation.results, strict=True):
+            found = [(i, part) for i, each in enumerate(adapters) if (part := each.of(matrix.weight)) is not None]
+            if not found:
+                continue
+            name = matrix.weight.whole.name if isinstance(matrix.weight, RowsOf) else matrix.weight.name
+            left -= {(i, name) for i, _ in found}
+            parts = tuple((i, len(a)) for i, (a, _) in found)
+            if (node.layer, parts) not in shares:  # of each layer its own: a model is cut between layers
+                shares[node.layer, parts] = new.add(AdapterWeights(parts))
+            a = _Held(f"{matrix.weight.name}.lora_a", np.concatenate([a for _, (a, _) in found]))
+            b = _Held(f"{matrix.weight.name}.lora_b", np.concatenate([b for _, (_, b) in found], axis=1))
+            h = new.add(Gated(new.add(Linear(operation.x, Matrix(a))), shares[node.layer, parts], "identity"))
+            result = now[was]
+            assert isinstance(result, Tensor)
+            now[was] = new.add(Linear(h, Matrix(b), residual=result))
+    if left:
+        i, name = min(left)
+        raise ModelError(
+            f"the adapter {quoted(adapters[i].name)} changes {quoted(name)}, which cannot be done while a model "
+            "runs: write a model that has it with localllm merge"
+        )
+    new.watched = {now.get(x, x) for x in graph.watched}
+    return new
+
+
+def _with_inputs(operation: Operation[Any], now: dict[Value, Value]) -> Operation[Any]:
+    """An operation on what has taken the place of its inputs."""
+
+    def swapped(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(swapped, value))
+        return now.get(value, value) if isinstance(value, Tensor | Routing) else value
+
+    values = {name: getattr(operation, name) for name in operation.__dataclass_fields__}
+    changes = {name: new for name, value in values.items() if (new := swapped(value)) != value}
+    return replace(operation, **changes) if changes else operation

@@ -1,0 +1,56 @@
+"""BERT, RoBERTa and XLM-R (arXiv:1810.04805, 1907.11692, 1911.02116): encoders.
+
+Tokens see each other both ways, and norms stand behind attention and MLP, with what was before them added.  Positions
+are learnt vectors.  All tokens are of the first of two types.
+"""
+
+from __future__ import annotations
+
+from localllm.kernels.graph import Embed, Graph, Tensor
+from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, layer_norm, mlp
+from localllm.models.config import Header
+from localllm.models.rope import make_rope
+from localllm.models.weights import PositionTable
+
+HF_NAMES = {
+    "token_embd": "embeddings.word_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+    "attn_q": "attention.self.query",
+    "attn_k": "attention.self.key",
+    "attn_v": "attention.self.value",
+    "attn_output": "attention.output.dense",
+    "attn_output_norm": "attention.output.LayerNorm",
+    "ffn_up": "intermediate.dense",
+    "ffn_down": "output.dense",
+    "layer_output_norm": "output.LayerNorm",
+}
+
+
+def record(m: Header) -> Graph:
+    heads, n_ff, d = m.heads(), m.mlp_width(), m.config.n_embd
+    eps = m.meta.read("attention.layer_norm_epsilon", float, low=0.0, high=1.0)
+    is_rotated = m.config.architecture == "nomic-bert"
+    rope = make_rope(m, heads.key_dim) if is_rotated else None
+    m.meta.find("attention.causal")
+
+    def embedding(at: Layer, x: Tensor) -> Tensor:
+        n, w = m.config.context_length, at.weights
+        positions = None if is_rotated else w.require("position_embd.weight", n, d)
+        n_types, types = w.n_rows("token_types.weight"), None
+        if "token_types.weight" in w:
+            types = w.require("token_types.weight", n_types, d) if n_types else w.row("token_types", d).weight
+        if positions is not None or types is not None:
+            x = add(at, at.add(Embed(PositionTable(n, positions, types), by_position=True)), x)
+        return layer_norm(at, "token_embd_norm", x)
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        x = layer_norm(at, "attn_output_norm", attention(at, x, heads, rope, residual=x, causal=False))
+        if "ffn_gate.weight" in at.weights:
+            y = gated_mlp(at, x, n_ff, residual=x)
+        else:
+            y = mlp(at, x, n_ff, residual=x, activation="gelu_erf")
+        return layer_norm(at, "layer_output_norm", y)
+
+    return decoder(m, layer, change_embedding=embedding, output_norm=None, norm_eps=eps)

@@ -1,0 +1,50 @@
+"""ModernBERT (arXiv:2412.13663): an encoder whose norms stand before attention and MLP, and are not shifted.
+
+One of three layers, the first of them, sees the whole text; the others see so many tokens both ways, and rotate by
+frequencies of their own.
+"""
+
+from __future__ import annotations
+
+from localllm.kernels.graph import Graph, Tensor
+from localllm.models.blocks import Layer, attention, decoder, gated_mlp, layer_norm
+from localllm.models.config import Header
+from localllm.models.rope import make_local_rope, make_rope
+
+HF_NAMES = {
+    "token_embd": "embeddings.tok_embeddings",
+    "token_embd_norm": "embeddings.norm",
+    "output_norm": "final_norm",
+    "attn_norm": "attn_norm",
+    "attn_qkv": "attn.Wqkv",
+    "attn_output": "attn.Wo",
+    "ffn_norm": "mlp_norm",
+    "ffn_up": "mlp.Wi",
+    "ffn_down": "mlp.Wo",
+}
+
+
+def record(m: Header) -> Graph:
+    heads, n_ff, meta = m.heads(), m.mlp_width(), m.meta
+    eps = meta.read("attention.layer_norm_epsilon", float, low=0.0, high=1.0)
+    rope, local_rope = make_rope(m, heads.key_dim), make_local_rope(m, heads.key_dim)
+    activation = {"gelu": "gelu_erf"}.get(hidden := meta.read("hidden_act", str, "gelu"), hidden)
+    meta.find("attention.causal")
+    period = meta.find("attention.sliding_window_pattern")
+    windows = m.windows(period=1)
+    if not isinstance(period, list | tuple):
+        window = meta.read("attention.sliding_window", int, 0, low=0, high=(1 << 32) - 1)
+        windows = tuple(window if i % (period or 3) else None for i in range(m.config.n_layers))
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        y, window = x, windows[at.number]
+        if at.number or "attn_norm.weight" in at.weights:
+            y = layer_norm(at, "attn_norm", x)
+        reach = window // 2 + 1 if window else None
+        x = attention(at, y, heads, local_rope if window else rope, residual=x, window=reach, causal=False)
+        return gated_mlp(at, layer_norm(at, "ffn_norm", x), n_ff, residual=x, activation=activation)
+
+    def embedding(at: Layer, x: Tensor) -> Tensor:
+        return layer_norm(at, "token_embd_norm", x)
+
+    return decoder(m, layer, change_embedding=embedding, output_norm=layer_norm, norm_eps=eps)

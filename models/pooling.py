@@ -1,0 +1,104 @@
+"""How a text's vector, or a score, is made of what a model that embeds gives for its tokens.
+
+Keys and tensors are llama.cpp's: ``pooling_type``, ``cls*`` of classifiers, ``dense_2`` and ``dense_3`` of
+sentence-transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import Graph, Weight
+from localllm.kernels.reference import gelu_erf, softmax
+from localllm.models.config import Metadata
+from localllm.models.weights import Weights
+from localllm.quant.formats import dequantize
+
+Array = NDArray[Any]
+
+#: ``pooling_type``: "rank" is a score of a query and a document.
+KINDS = (None, "mean", "cls", "last", "rank")
+
+
+def read_kind(meta: Metadata) -> str | None:
+    """What the file says; None where that is nothing, as of models that write texts."""
+    return KINDS[meta.read("pooling_type", int, 0, low=0, high=len(KINDS) - 1)]
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """What follows the graph of a model that embeds.
+
+    Attributes:
+        kind: one of `KINDS`.
+        rows: which tokens' vectors go into it: "mean" of all, "cls", the first, or "last".
+        width: values of the result.
+        is_causal: whether no token sees one behind it.
+        weights: by name; a few matrices at most.
+    """
+
+    kind: str
+    rows: str
+    width: int
+    is_causal: bool
+    weights: dict[str, Weight]
+    is_gelu: bool = False
+    is_softmax: bool = False
+
+    @classmethod
+    def read(cls, meta: Metadata, weights: Weights, kind: str, graph: Graph) -> Pooling:
+        """From a file's keys and tensors.
+
+        Raises:
+            ModelError: a reranker has no classifier, or a tensor's shape does not fit.
+        """
+        rank, causal, width = kind == "rank", graph.is_causal, graph.result.width
+        for key in (
+            "classifier.output_labels",
+            "dense_2_feat_in",
+            "dense_2_feat_out",
+            "dense_3_feat_in",
+            "dense_3_feat_out",
+        ):
+            meta.find(key)
+        rows = kind if not rank else "last" if causal else "cls"
+        of_class = meta.read("classifier.pooling_type", int, 0, low=0, high=len(KINDS) - 1)
+        if rank and of_class:
+            rows = KINDS[of_class] or rows
+        found: dict[str, Weight] = {}
+        for name in ("dense_2", "dense_3", "cls", "cls.norm", "cls.output"):
+            n_out = width if name.startswith("cls") and name != "cls.output" else weights.n_rows(f"{name}.weight")
+            shape = (width,) if name == "cls.norm" else (n_out, width)
+            weight, bias = weights.find(f"{name}.weight", *shape), weights.find(f"{name}.bias", shape[0])
+            if weight is not None and (rank or not name.startswith("cls")):
+                found |= {name: weight} | ({} if bias is None else {f"{name}.bias": bias})
+                width = shape[0]
+        if rank and not any(name.startswith("cls") for name in found):
+            raise ModelError("the file says that it is a reranker, but has no classifier (cls.output.weight)")
+        is_qwen = meta.architecture.startswith("qwen3")
+        return cls(kind, rows, width, causal, found, meta.architecture == "modern-bert", rank and is_qwen)
+
+    def head(self) -> Callable[[Array], Array]:
+        """Reads the weights; what it gives makes of the vector [d] of a text's tokens the result [width]."""
+        values = {name: dequantize(w.data, w.type).reshape(w.shape) for name, w in self.weights.items()}
+
+        def compute(x: Array) -> Array:
+            for name in ("dense_2", "dense_3", "cls", "cls.norm", "cls.output"):
+                if name not in values:
+                    continue
+                if name == "cls.norm":
+                    x = x - x.mean()
+                    x = x / np.sqrt(np.mean(x * x) + np.float32(1e-5)) * values[name]
+                    continue
+                x = values[name] @ x + values.get(f"{name}.bias", np.float32(0))
+                if name == "cls":
+                    x = gelu_erf(x) if self.is_gelu else np.tanh(x)
+            return softmax(x) if self.is_softmax else x
+
+        return compute

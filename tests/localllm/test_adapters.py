@@ -1,0 +1,200 @@
+"""Low-rank adapters: what transformers and peft compute, several in one batch, and files that are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import localllm
+from localllm import ModelError, UsageError
+from localllm.adapters import merge, read_adapter
+from localllm.gguf import GGUFFile
+from tests.helpers.tiny_models import CONFIG, config, interleave_pairs, random_weights, tiny_gguf
+
+Array = NDArray[np.float32]
+
+IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 21)]
+#: Hugging Face's name of a layer's matrix, GGUF's, and its rows and columns.
+MATRICES = {
+    "self_attn.q_proj": ("attn_q", 64, 64),
+    "self_attn.k_proj": ("attn_k", 32, 64),
+    "self_attn.o_proj": ("attn_output", 64, 64),
+    "mlp.gate_proj": ("ffn_gate", 172, 64),
+    "mlp.down_proj": ("ffn_down", 64, 172),
+}
+
+
+def pairs(seed: int, rank: int) -> dict[str, tuple[Array, Array]]:
+    """A and B of every layer, by Hugging Face's names."""
+    rng = np.random.default_rng(seed)
+
+    def matrix(*shape: int) -> Array:
+        return rng.normal(0, shape[1] ** -0.5, shape).astype(np.float32)
+
+    return {
+        f"model.layers.{i}.{name}": (matrix(rank, n_in), matrix(n_out, rank))
+        for i in range(CONFIG["num_hidden_layers"])
+        for name, (_, n_out, n_in) in MATRICES.items()
+    }
+
+
+def write_peft(folder: Path, seed: int, rank: int = 4, alpha: float = 8, **more: Any) -> Path:
+    """A folder as peft's ``save_pretrained`` makes it."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    tensors = {
+        f"base_model.model.{name}.lora_{part}.weight": matrix
+        for name, both in pairs(seed, rank).items()
+        for part, matrix in zip("AB", both, strict=True)
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": [*MATRICES], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"task_type": "CAUSAL_LM"} | more))
+    return folder
+
+
+def write_gguf(path: Path, seed: int, rank: int = 4, alpha: float = 8, architecture: str = "llama") -> Path:
+    """The same as llama.cpp's converter writes it."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", alpha)
+    for name, (a, b) in pairs(seed, rank).items():
+        _, _, i, stem = name.split(".", 3)
+        ours = MATRICES[stem][0]
+        if ours in ("attn_q", "attn_k"):
+            b = interleave_pairs(b, {"attn_q": 4, "attn_k": 2}[ours])
+        writer.add_tensor(f"blk.{i}.{ours}.weight.lora_a", a)
+        writer.add_tensor(f"blk.{i}.{ours}.weight.lora_b", np.ascontiguousarray(b))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gguf(tmp_path_factory.mktemp("base") / "base.gguf")
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of both kinds and several ranks."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        "a": write_peft(folder / "a", 1),
+        "b": write_gguf(folder / "b.gguf", 2, rank=8),
+        "c": write_peft(folder / "c", 3, rank=2, use_rslora=True),
+        "d": write_gguf(folder / "d.gguf", 4, rank=16, alpha=16),
+    }
+
+
+@pytest.fixture(scope="module")
+def llm(base: Path, adapters: dict[str, Path]) -> Iterator[localllm.LLM]:
+    with localllm.load(base, device="cpu", context=128, parallel=8, adapters=adapters) as llm:
+        yield llm
+
+
+def logits_of(llm: localllm.LLM, **shares: float) -> Array:
+    """The logprobs after `IDS`, of all tokens."""
+    reply = llm.generate(IDS, max_tokens=1, temperature=0.0, logprobs=300, adapters=shares)
+    assert reply.logprobs is not None
+    top = reply.logprobs[0].top
+    return np.array([logprob for _, logprob in sorted(top)])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, in peft
+def test_a_peft_adapter_gives_the_logits_of_transformers_and_peft(base: Path, adapters: dict[str, Path]) -> None:
+    torch = pytest.importorskip("torch", reason="needs the extra 'reference'")
+    transformers = pytest.importorskip("transformers", reason="needs the extra 'reference'")
+    peft = pytest.importorskip("peft", reason="needs peft")
+    settings = config()
+    kind = transformers.AutoConfig.for_model(**settings)
+    model = transformers.AutoModelForCausalLM.from_config(kind, attn_implementation="eager").eval().float()
+    model.load_state_dict({name: torch.from_numpy(w) for name, w in random_weights(settings).items()}, strict=False)
+    tuned = peft.PeftModel.from_pretrained(model, adapters["a"])
+    with torch.no_grad():
+        theirs = torch.log_softmax(tuned(torch.tensor([IDS])).logits[0, -1], -1).numpy()
+    with localllm.load(base, device="reference", context=64, adapters={"a": adapters["a"]}) as llm:
+        assert np.abs(logits_of(llm, a=1.0) - theirs).max() < 1e-3 * np.abs(theirs).max()
+        assert np.abs(logits_of(llm) - theirs).max() > 0.1
+
+
+def test_requests_with_different_adapters_share_a_batch(llm: localllm.LLM) -> None:
+    choices: list[dict[str, float]] = [
+        {}, {"a": 1}, {"b": 1}, {"c": 0.5}, {"d": 1}, {"a": 0.7, "b": -0.3}, {"a": 0.5, "c": 1, "d": 0.2}, {"b": 0},
+    ]  # fmt: skip
+    alone = [llm.generate(IDS, max_tokens=12, temperature=0.0, adapters=each).ids for each in choices]
+    assert alone[0] == alone[7]
+    assert len({*map(tuple, alone)}) >= 6
+    llm.forget()
+    streams = [llm.stream(IDS, max_tokens=12, temperature=0.0, adapters=each) for each in choices]
+    assert [stream.read().ids for stream in streams] == alone
+    # What was evaluated with an adapter is found again with the same, and with no other.
+    assert llm.generate(IDS, max_tokens=1, adapters={"a": 1}).usage.cached_tokens == len(IDS) - 1
+    assert llm.generate(IDS, max_tokens=1, adapters={"a": 0.25}).usage.cached_tokens == 0
+
+
+def test_adding_an_adapter_later_is_the_same(base: Path, adapters: dict[str, Path], llm: localllm.LLM) -> None:
+    with localllm.load(base, device="cpu", context=128) as other:
+        before = other.generate(IDS, max_tokens=8, temperature=0.0).ids
+        other.load_adapter("x", adapters["b"])
+        other.load_adapter("y", adapters["a"])
+        assert other.generate(IDS, max_tokens=8, temperature=0.0).ids == before
+        for name, same in (("x", "b"), ("y", "a")):
+            ours = other.generate(IDS, max_tokens=8, temperature=0.0, adapters={name: 1.0}).ids
+            assert ours == llm.generate(IDS, max_tokens=8, temperature=0.0, adapters={same: 1.0}).ids
+        with pytest.raises(UsageError, match="no adapter 'z': loaded are 'x', 'y'"):
+            other.generate("a", adapters={"z": 1.0})
+
+
+def test_a_merged_model_is_the_model_with_the_adapters(
+    base: Path, adapters: dict[str, Path], llm: localllm.LLM, tmp_path: Path
+) -> None:
+    with GGUFFile.open(base) as file:
+        parts = [(read_adapter(name, adapters[name], file), share) for name, share in (("a", 1.0), ("b", 0.5))]
+        target = tmp_path / "merged.gguf"
+        assert [*merge(file, parts, target)] == [*file.tensors]
+        with pytest.raises(localllm.LocalLLMError, match="there already"):
+            [*merge(file, parts, target)]
+        with pytest.raises(UsageError, match="is the model itself"):
+            [*merge(file, parts, base)]
+    with localllm.load(target, device="cpu", context=128) as merged:
+        np.testing.assert_allclose(logits_of(merged), logits_of(llm, a=1.0, b=0.5), atol=0.02)
+
+
+def test_what_is_no_adapter_for_the_model_is_said(base: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    wide = tiny_gguf(tmp_path / "wide.gguf", hidden_size=128)
+    with GGUFFile.open(wide) as file, pytest.raises(ModelError, match="is for another model"):
+        read_adapter("a", adapters["a"], file)
+    with GGUFFile.open(base) as file:
+        for path, message in (
+            (write_gguf(tmp_path / "q.gguf", 1, architecture="qwen2"), "an adapter for qwen2 models"),
+            (base, "is no adapter"),
+            (write_peft(tmp_path / "dora", 1, use_dora=True), "use_dora"),
+            (write_peft(tmp_path / "ia3", 1, peft_type="IA3"), "of the kind 'IA3'"),
+            (tmp_path, "adapter_config.json cannot be read"),
+        ):
+            with pytest.raises(ModelError, match=message):
+                read_adapter("x", path, file)
+        (tmp_path / "dora" / "adapter_config.json").write_text("{}")
+        (tmp_path / "dora" / "adapter_model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{!")
+        with pytest.raises(ModelError, match="cannot be read"):
+            read_adapter("x", tmp_path / "dora", file)
+        with pytest.raises(localllm.ModelNotFoundError):
+            read_adapter("x", tmp_path / "none", file)
+    with localllm.load(base, device="cpu", context=64) as llm:
+        with pytest.raises(ModelError):
+            llm.load_adapter("x", base)
+        assert llm.generate("a", max_tokens=1).usage.completion_tokens == 1
+        with pytest.raises(UsageError, match="none is loaded"):
+            llm.generate("a", adapters={"x": 1.0})

@@ -1,0 +1,150 @@
+"""Models that embed against transformers in float32: the vectors of tokens, of texts together and alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import localllm
+from localllm import UsageError
+from localllm.compat import Llama
+from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
+from tests.helpers.recorder import CPUOps, ReferenceOps
+from tests.helpers.run_model import Runner
+from tests.models.encoders import ENCODERS, make_model, write
+
+pytest.importorskip("torch", reason="needs the extra 'reference'")
+pytest.importorskip("transformers", reason="needs the extra 'reference'")
+
+Array = NDArray[np.float32]
+
+#: Longer than windows both ways, and than a page of a cache.
+IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 41)]
+TEXTS = [IDS, IDS[:7], [5], IDS[20:], IDS[:7]]
+
+
+@cache
+def model_of(name: str) -> Any:
+    return make_model(ENCODERS[name])
+
+
+def hidden(name: str, ids: list[int]) -> Array:
+    """The vectors [T, d] of transformers."""
+    import torch
+
+    with torch.no_grad():
+        states: Array = model_of(name)(torch.tensor([ids])).last_hidden_state[0].numpy()
+    return states
+
+
+def pooled(name: str, ids: list[int]) -> Array:
+    rows = hidden(name, ids)
+    vector = rows[-1] if name == "qwen3-embedding" else rows.mean(axis=0)
+    return vector / np.linalg.norm(vector)
+
+
+def error(ours: Array, theirs: Array) -> float:
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_the_reference_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+    runner = Runner(write(tmp_path / "model.gguf", ENCODERS[name], model_of(name)), ReferenceOps(np.float32))
+    assert error(runner.logits(IDS), hidden(name, IDS)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_the_cpu_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", ENCODERS[name], model_of(name))
+    runner = Runner(path, shared_by_threads(CPUOps(threads=2)))
+    assert error(runner.logits(IDS), hidden(name, IDS)) < 5e-3
+
+
+@pytest.mark.skipif(no_harness() is not None, reason=no_harness() or "")
+@pytest.mark.parametrize("name", ["bert", "modern-bert"])
+def test_cuda_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", ENCODERS[name], model_of(name))
+    runner = Runner(path, emulated_cuda(), n_pages=2, max_tokens=16)
+    assert error(runner.run((IDS[:13], 0, [0])), hidden(name, IDS[:13])) < 1e-2
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_texts_together_have_the_vectors_that_each_has_alone(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", ENCODERS[name], model_of(name))
+    with localllm.load(path, device="cpu", parallel=2) as llm:
+        vectors = llm.embed(TEXTS)
+        assert vectors.shape == (len(TEXTS), 64)
+        for ids, vector in zip(TEXTS, vectors, strict=True):
+            np.testing.assert_array_equal(llm.embed([ids])[0], vector)
+            assert float(vector @ pooled(name, ids)) > 0.9999
+        few = llm.embed(TEXTS[:1], dimensions=16)[0]
+        np.testing.assert_allclose(few, vectors[0, :16] / np.linalg.norm(vectors[0, :16]), rtol=1e-5)
+        assert np.linalg.norm(llm.embed(TEXTS[:1], normalize=False)) != pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3-embedding"])
+def test_a_reranker_scores_what_its_classifier_does(name: str, tmp_path: Path) -> None:
+    """One with a dense layer before its output, and one that says yes or no."""
+    rng, entry = np.random.default_rng(3), ENCODERS[name]
+    shapes = {"cls.output.weight": (2, 64)}
+    if name == "bert":
+        shapes = {"cls.weight": (64, 64), "cls.bias": (64,), "cls.output.weight": (1, 64), "cls.output.bias": (1,)}
+    head = {tensor: rng.normal(0, 0.3, shape).astype(np.float32) for tensor, shape in shapes.items()}
+    entry = replace(
+        entry,
+        keys=lambda config: {**ENCODERS[name].keys(config), "pooling_type": 4},
+        extra={tensor: lambda _, values=values: values for tensor, values in head.items()},
+    )
+    path = write(tmp_path / "model.gguf", entry, model_of(name))
+    documents = ["the cat", "{query} in a document", "e"]
+    with localllm.load(path, device="cpu") as llm:
+        scores = llm.rerank("a cat?", documents)
+        for document, score in zip(documents, scores, strict=True):
+            query, end = llm.tokenize("a cat?"), [llm.tokenizer.eos_id]
+            ids = [*query, *end, *end, *llm.tokenize(document, add_special=False), *end]
+            rows = hidden(name, [int(i or 0) for i in ids])
+            if name == "bert":
+                dense = np.tanh(head["cls.weight"] @ rows[0] + head["cls.bias"])
+                expected = float((head["cls.output.weight"] @ dense + head["cls.output.bias"])[0])
+            else:
+                yes, no = head["cls.output.weight"] @ rows[-1]
+                expected = float(1 / (1 + np.exp(no - yes)))
+            assert score == pytest.approx(expected, abs=0.02)
+        with pytest.raises(UsageError, match="scores documents"):
+            llm.embed(["a"])
+
+
+def test_llama_cpp_pythons_way_to_embed(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", ENCODERS["bert"], model_of("bert"))
+    llm = Llama(str(path), n_ctx=128, embedding=True)
+    first, second = llm.embed(["a", "b"], normalize=True)
+    np.testing.assert_allclose(llm.llm.embed(["a", "b"]), [first, second], rtol=1e-6)
+    answer = llm.create_embedding("a")
+    assert answer["data"][0]["embedding"] == llm.embed("a")
+    assert answer["usage"]["total_tokens"] == len(llm.llm.tokenize("a"))
+    llm.close()
+
+
+def test_what_cannot_be_embedded_is_said(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", ENCODERS["bert"], model_of("bert"))
+    with localllm.load(path, device="cpu") as llm:
+        with pytest.raises(UsageError, match="writes no text"):
+            llm.generate("a")
+        with pytest.raises(UsageError, match="is no reranker"):
+            llm.rerank("a", ["b"])
+        with pytest.raises(UsageError, match="vectors have 64 values"):
+            llm.embed(["a"], dimensions=65)
+        with pytest.raises(UsageError, match="list of texts"):
+            llm.embed("a")
+        with pytest.raises(localllm.ContextLengthError):
+            llm.embed([[5] * 129])
+        assert llm.embed([[5] * 129], truncate=True).shape == (1, 64)
+        assert llm.embed([]).shape == (0, 64)
+    with localllm.load(device="cpu") as llm, pytest.raises(UsageError, match="makes no vectors"):
+        llm.embed(["a"])
