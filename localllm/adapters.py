@@ -87,7 +87,7 @@ def _read_peft(folder: Path, file: GGUFFile) -> _Read:
     if kind != "LORA" or unsupported:
         what = f"of the kind {quoted(kind)}" if kind != "LORA" else f"one with {', '.join(unsupported)}"
         raise ModelError(f"the adapter {path_text(folder)} is {what}, which localllm does not support: plain LoRA is")
-    names = {theirs: ours for ours, theirs in find_architecture(file.metadata).hf_names.items()}
+    names = {theirs: ours for ours, theirs in find_architecture(file.metadata).conversion.names.items()}
     found: dict[str, list[Any]] = {}
     for name, values in _read_safetensors(folder / "adapter_model.safetensors").items():
         match = re.fullmatch(

@@ -6,9 +6,11 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, norm
 from localllm.models.config import Header
+from localllm.models.hf_convert import add_one_to_norms
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON
+hf_tensor = add_one_to_norms
 
 
 def record(m: Header) -> Graph:

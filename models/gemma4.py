@@ -6,6 +6,10 @@ With images, layers over windows look ahead within an image; that is for text wi
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from localllm.errors import ModelError
 from localllm.kernels.graph import (
     Add,
@@ -28,6 +32,7 @@ from localllm.kernels.graph import (
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, attend, decoder, gated_mlp, norm, read_softcap
 from localllm.models.config import Experts, Header, Heads
+from localllm.models.hf_convert import Array, window_keys, window_pattern
 from localllm.models.rope import make_local_rope, make_rope
 from localllm.models.weights import Weights
 
@@ -53,6 +58,48 @@ HF_NAMES = (
         "post_ffw_norm_2": "post_feedforward_layernorm_2",
     }
 )
+
+
+def _full_attention(config: Any, name: str) -> int:
+    """A value of the layers without a window, which is another in those with one."""
+    layers, first = getattr(config, "per_layer_config", None) or {}, config.layer_types.index("full_attention")
+    whole = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}[name]
+    value: int = getattr(config, whole, None) or layers.get(str(first), {}).get(name) or getattr(config, name)
+    return value
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    n, n_shared = config.num_hidden_layers, config.num_kv_shared_layers
+    heads = {True: config.num_key_value_heads, False: _full_attention(config, "num_key_value_heads")}
+    each = [heads[has_window] for has_window in window_pattern(config)]
+    keys = {
+        "attention.key_length": _full_attention(config, "head_dim"),
+        "attention.value_length": _full_attention(config, "head_dim"),
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "attention.head_count_kv": heads[True] if heads[True] == heads[False] else each,
+        "attention.shared_kv_layers": n_shared,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "rope.dimension_count": _full_attention(config, "head_dim"),
+        "rope.dimension_count_swa": config.head_dim,
+        "expert_used_count": getattr(config, "top_k_experts", None),
+        "final_logit_softcapping": config.final_logit_softcapping,
+    }
+    if config.use_double_wide_mlp:
+        keys["feed_forward_length"] = [config.intermediate_size * (1 + (i >= n - n_shared)) for i in range(n)]
+    return keys | window_keys(config)
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    """Experts' gate and up stay one tensor."""
+    return {"ffn_gate_up_exps.weight": array} if name.endswith("experts.gate_up_proj") else array
+
+
+def hf_extra(config: Any) -> dict[str, Array]:
+    """What keeps all but the first frequencies of the layers without a window from turning."""
+    n = _full_attention(config, "head_dim") // 2
+    n_rotated = int(n * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    return {"rope_freqs.weight": np.where(np.arange(n) < n_rotated, 1, 1e30).astype(np.float32)}
 
 
 def record(m: Header) -> Graph:

@@ -6,6 +6,7 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, norm
 from localllm.models.config import Header
+from localllm.models.hf_convert import rotated_part
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON | {
@@ -13,6 +14,7 @@ HF_NAMES = hf_names.COMMON | {
     "ffn_up": "mlp.gate_up_proj",
     "post_ffw_norm": "post_mlp_layernorm",
 }
+hf_keys = rotated_part
 
 
 def record(m: Header) -> Graph:

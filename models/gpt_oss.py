@@ -3,11 +3,14 @@ clamped activation."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, mixture, norm
 from localllm.models.config import Header
+from localllm.models.hf_convert import Array, sliding_window
 from localllm.models.rope import make_rope
 
 HF_NAMES = (
@@ -21,6 +24,21 @@ HF_NAMES = (
         "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
     }
 )
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    return sliding_window(config) | {"expert_feed_forward_length": config.intermediate_size}
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    """Experts' matrices are [inputs, outputs], but in MXFP4 ("blocks") as usual; gate and up take turns."""
+    if "experts." not in name:
+        return array
+    array = array if name.endswith(("bias", "blocks")) else array.swapaxes(1, 2)
+    if "gate_up" not in name:
+        return array
+    kind = "bias" if name.endswith("bias") else "weight"
+    return {f"ffn_gate_exps.{kind}": array[:, ::2], f"ffn_up_exps.{kind}": array[:, 1::2]}
 
 
 def record(m: Header) -> Graph:

@@ -6,13 +6,21 @@ Their GGUF files have the rows of query and key reordered, so that rotary pairs 
 
 from __future__ import annotations
 
+from typing import Any
+
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
 from localllm.models.config import Header
+from localllm.models.hf_convert import interleave_query_and_key, llama3_factors, rotated_part
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON
+HF_NAMES = hf_names.COMMON | hf_names.BLOCK_SPARSE_EXPERTS
+hf_tensor, hf_extra = interleave_query_and_key, llama3_factors
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    return {"vocab_size": config.vocab_size} | rotated_part(config)
 
 
 def record(m: Header) -> Graph:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from localllm.kernels.graph import Graph, PositionScale, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
 from localllm.models.config import Header
+from localllm.models.hf_convert import interleave_query_and_key, rotated_part
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON
+hf_tensor = interleave_query_and_key
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    return rotated_part(config) | {
+        "vocab_size": config.vocab_size,
+        "attention.temperature_scale": rope.get("llama_4_scaling_beta"),
+        "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim"),
+    }
 
 
 def record(m: Header) -> Graph:

@@ -7,10 +7,15 @@ behind the last layer, which predicts one token more, is attention.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import DeltaNet, Layer, attention, decoder, delta_net, gated_mlp, mixture, norm
 from localllm.models.config import Header
+from localllm.models.hf_convert import Array, add_one_to_norms, rotated_part
 from localllm.models.rope import make_rope
 
 HF_NAMES = (
@@ -32,6 +37,47 @@ HF_NAMES = (
         "ssm_out": "linear_attn.out_proj",
     }
 )
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array:
+    """Value heads of one key head, which are neighbours in transformers, come in turns in files of Qwen 3.5."""
+    array = delta_net_tensor(name, array)
+    if "linear_attn." not in name or name.endswith(".norm.weight"):
+        return array
+    n_keys, n_values = config.linear_num_key_heads, config.linear_num_value_heads
+    if name.endswith("out_proj.weight"):
+        return _tiled(array.T, n_keys, n_values).T
+    keys = 2 * n_keys * config.linear_key_head_dim if "qkv" in name or "conv1d" in name else 0
+    return np.concatenate([array[:keys], _tiled(array[keys:], n_keys, n_values)])
+
+
+def _tiled(array: Array, n_keys: int, n_values: int) -> Array:
+    """Rows of heads, which are n_keys groups of neighbours, taken from each group in turn."""
+    heads = array.reshape(n_keys, n_values // n_keys, -1, *array.shape[1:])
+    return heads.swapaxes(0, 1).reshape(array.shape)
+
+
+def delta_net_tensor(name: str, array: Array) -> Array:
+    if name.endswith("A_log"):
+        return -np.exp(array)
+    return array.squeeze(1) if name.endswith("conv1d.weight") else add_one_to_norms(name, array, None)
+
+
+def delta_net_keys(config: Any) -> dict[str, Any]:
+    return rotated_part(config) | {
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in config.layer_types],
+        "full_attention_interval": getattr(config, "full_attention_interval", 4),
+    }
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    sections = config.rope_parameters.get("mrope_section", [11, 11, 10])
+    return delta_net_keys(config) | {"rope.dimension_sections": (sections + [0] * 4)[:4]}
 
 
 def record(m: Header) -> Graph:

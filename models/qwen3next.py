@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from localllm.kernels.graph import Graph
 from localllm.models import qwen35
 from localllm.models.config import Header
+from localllm.models.hf_convert import Array
 
 HF_NAMES = qwen35.HF_NAMES | {"ssm_ba": "linear_attn.in_proj_ba"}
+hf_keys = qwen35.delta_net_keys
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    """[query | key | values | gates] of each key head are in one matrix."""
+    if not name.endswith("in_proj_qkvz.weight"):
+        return qwen35.delta_net_tensor(name, array)
+    n_keys, dim = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // n_keys * config.linear_value_head_dim
+    parts = np.split(array.reshape(n_keys, -1, array.shape[-1]), np.cumsum([dim, dim, values]), axis=1)
+    q, k, v, z = (part.reshape(-1, array.shape[-1]) for part in parts)
+    return {"attn_qkv.weight": np.concatenate([q, k, v]), "attn_gate.weight": z}
 
 
 def record(m: Header) -> Graph:

@@ -10,21 +10,46 @@ from typing import Any
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
 from localllm.kernels.graph import CacheType, Graph
 from localllm.models.config import Header, Metadata, ModelConfig, read_architecture, read_general
+from localllm.models.hf_convert import Array
 from localllm.models.pooling import Pooling, read_kind
 from localllm.models.weights import ModelFile, Weights
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How a checkpoint becomes a GGUF file.  Of modules, these are ``HF_NAMES``, ``hf_keys``, and so on.
+
+    Attributes:
+        names: Hugging Face's names of tensors, by GGUF's.
+        keys: of a configuration, the keys beside the usual ones, without the architecture's name; None is left out.
+        tensor: of a tensor's name in the checkpoint, itself and the configuration, what the file has instead: an
+            array, or several by GGUF's names.  It may be called with arrays that have only a shape.
+        extra: of a configuration, tensors that are not in the checkpoint.
+    """
+
+    names: Mapping[str, str]
+    keys: Callable[[Any], Mapping[str, Any]] = lambda config: {}
+    tensor: Callable[[str, Array, Any], Array | Mapping[str, Array]] = lambda name, array, config: array
+    extra: Callable[[Any], Mapping[str, Array]] = lambda config: {}
 
 
 @dataclass(frozen=True)
 class Architecture:
     """A module of this folder, and the models that it is for.
 
-    The module has ``record(m: Header) -> Graph``, and ``HF_NAMES``: see `localllm.models.hf_names`.  An encoder makes
-    vectors of texts, whatever its file says.  With ``has_block``, the module can record the block behind the last
-    layer as well (`localllm.models.mtp`).
+    The module has ``record(m: Header) -> Graph``, ``HF_NAMES`` (see `localllm.models.hf_names`), and what else
+    converting a checkpoint takes, where it does: see `Conversion`.
+
+    Attributes:
+        hf_types: Hugging Face's names of the architecture (``model_type`` in config.json), separated by spaces; none
+            where it is not converted yet.
+        is_encoder: it makes vectors of texts, whatever its file says.
+        has_block: it can record the block behind the last layer as well (`localllm.models.mtp`).
     """
 
     module: str
     models: str
+    hf_types: str = ""
     has_block: bool = False
     is_encoder: bool = False
 
@@ -35,39 +60,65 @@ class Architecture:
         return record
 
     @property
-    def hf_names(self) -> Mapping[str, str]:
-        """Hugging Face's names of tensors, by GGUF's."""
-        names: Mapping[str, str] = import_module(f"localllm.models.{self.module}").HF_NAMES
-        return names
+    def conversion(self) -> Conversion:
+        """From Hugging Face's checkpoints to GGUF."""
+        module = import_module(f"localllm.models.{self.module}")
+        found = {name: getattr(module, f"hf_{name}", None) for name in ("keys", "tensor", "extra")}
+        return Conversion(module.HF_NAMES, **{name: function for name, function in found.items() if function})
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "bert": Architecture("bert", "BERT, RoBERTa and XLM-R, as embedding models and rerankers", is_encoder=True),
-    "exaone4": Architecture("exaone4", "EXAONE 4"),
-    "gemma": Architecture("gemma", "Gemma"),
-    "gemma2": Architecture("gemma2", "Gemma 2"),
-    "gemma3": Architecture("gemma3", "Gemma 3"),
-    "gemma4": Architecture("gemma4", "Gemma 4"),
+    "cohere2": Architecture("cohere", "Command R7B, Command A", "cohere2"),
+    "command-r": Architecture("cohere", "Command R, Aya", "cohere"),
+    "deepseek2": Architecture(
+        "deepseek2", "DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash", "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite"
+    ),
+    "ernie4_5": Architecture("ernie4_5", "ERNIE 4.5, dense", "ernie4_5"),
+    "ernie4_5-moe": Architecture("ernie4_5", "ERNIE 4.5 with experts", "ernie4_5_moe"),
+    "exaone4": Architecture("exaone4", "EXAONE 4", "exaone4"),
+    "falcon-h1": Architecture("falcon_h1", "Falcon-H1", "falcon_h1"),
+    "gemma": Architecture("gemma", "Gemma", "gemma"),
     "gemma-embedding": Architecture("gemma3", "EmbeddingGemma", is_encoder=True),
-    "glm4": Architecture("glm4", "GLM-4 (0414), GLM-Z1"),
-    "gpt-oss": Architecture("gpt_oss", "gpt-oss"),
-    "granite": Architecture("granite", "Granite 3 and 4, dense"),
-    "granitemoe": Architecture("granite", "Granite 3 with experts"),
-    "llama": Architecture("llama", "Llama 1 to 3.x, Mistral, Mixtral, TinyLlama, SmolLM"),
-    "mistral3": Architecture("mistral3", "Ministral 3, Devstral 2"),
+    "gemma2": Architecture("gemma2", "Gemma 2", "gemma2"),
+    "gemma3": Architecture("gemma3", "Gemma 3", "gemma3 gemma3_text"),
+    "gemma4": Architecture("gemma4", "Gemma 4", "gemma4 gemma4_text"),
+    "glm4": Architecture("glm4", "GLM-4 (0414), GLM-Z1", "glm4"),
+    "glm4moe": Architecture("glm4moe", "GLM-4.5, 4.6 and 4.7", "glm4_moe"),
+    "gpt-oss": Architecture("gpt_oss", "gpt-oss", "gpt_oss"),
+    "gptneox": Architecture("gptneox", "GPT-NeoX, Pythia", "gpt_neox"),
+    "granite": Architecture("granite", "Granite 3 and 4, dense", "granite"),
+    "granitehybrid": Architecture("granite", "Granite 4 with Mamba layers", "granitemoehybrid"),
+    "granitemoe": Architecture("granite", "Granite 3 with experts", "granitemoe granitemoeshared"),
+    "hunyuan-dense": Architecture("hunyuan", "Hunyuan, dense", "hunyuan_v1_dense"),
+    "hunyuan-moe": Architecture("hunyuan", "Hunyuan A13B", "hunyuan_v1_moe"),
+    "lfm2": Architecture("lfm2", "LFM2", "lfm2"),
+    "lfm2moe": Architecture("lfm2", "LFM2 with experts", "lfm2_moe"),
+    "llama": Architecture("llama", "Llama 1 to 3.x, Mistral, Mixtral, TinyLlama, SmolLM", "llama mistral mixtral"),
+    "llama4": Architecture("llama4", "Llama 4, text", "llama4 llama4_text"),
+    "mamba2": Architecture("mamba2", "Mamba 2", "mamba2"),
+    "minimax-m2": Architecture("minimax_m2", "MiniMax-M2", "minimax_m2"),
+    "mistral3": Architecture("mistral3", "Ministral 3, Devstral 2", "ministral3 mistral3"),
     "modern-bert": Architecture("modern_bert", "ModernBERT, as embedding models and rerankers", is_encoder=True),
+    "nemotron_h": Architecture("nemotron_h", "Nemotron-H, Nemotron Nano 2", "nemotron_h"),
+    "nemotron_h_moe": Architecture("nemotron_h", "Nemotron 3, with experts", "nemotron_h"),
     "nomic-bert": Architecture("nomic_bert", "Nomic Embed", is_encoder=True),
-    "olmo2": Architecture("olmo2", "OLMo 2 and 3"),
-    "phi3": Architecture("phi3", "Phi-3, 3.5 and 4"),
-    "qwen2": Architecture("qwen2", "Qwen 2 and 2.5"),
-    "qwen2moe": Architecture("qwen2", "Qwen 1.5 and 2 with experts"),
-    "qwen3": Architecture("qwen3", "Qwen 3"),
-    "qwen35": Architecture("qwen35", "Qwen 3.5 and 3.6", has_block=True),
-    "qwen35moe": Architecture("qwen35", "Qwen 3.5 and 3.6 with experts", has_block=True),
-    "qwen3moe": Architecture("qwen3", "Qwen 3 with experts"),
-    "qwen3next": Architecture("qwen3next", "Qwen 3 Next", has_block=True),
-    "seed_oss": Architecture("seed_oss", "Seed-OSS"),
-    "smollm3": Architecture("smollm3", "SmolLM3"),
+    "olmo2": Architecture("olmo2", "OLMo 2 and 3", "olmo2 olmo3"),
+    "phi2": Architecture("phi2", "Phi 1, 1.5 and 2", "phi"),
+    "phi3": Architecture("phi3", "Phi-3, 3.5 and 4", "phi3"),
+    "qwen2": Architecture("qwen2", "Qwen 2 and 2.5", "qwen2"),
+    "qwen2moe": Architecture("qwen2", "Qwen 1.5 and 2 with experts", "qwen2_moe"),
+    "qwen3": Architecture("qwen3", "Qwen 3", "qwen3"),
+    "qwen35": Architecture("qwen35", "Qwen 3.5 and 3.6", "qwen3_5 qwen3_5_text", has_block=True),
+    "qwen35moe": Architecture(
+        "qwen35", "Qwen 3.5 and 3.6 with experts", "qwen3_5_moe qwen3_5_moe_text", has_block=True
+    ),
+    "qwen3moe": Architecture("qwen3", "Qwen 3 with experts", "qwen3_moe"),
+    "qwen3next": Architecture("qwen3next", "Qwen 3 Next", "qwen3_next", has_block=True),
+    "seed_oss": Architecture("seed_oss", "Seed-OSS", "seed_oss"),
+    "smollm3": Architecture("smollm3", "SmolLM3", "smollm3"),
+    "stablelm": Architecture("stablelm", "StableLM 1 and 2", "stablelm"),
+    "starcoder2": Architecture("starcoder2", "StarCoder 2", "starcoder2"),
 }
 
 

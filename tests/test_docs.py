@@ -16,6 +16,7 @@ import pytest
 
 from localllm.kernels.cuda import installation
 from tests import cli_reference
+from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.command_line import run_main
 from tests.helpers.data import ROOT
 from tests.helpers.hub_server import Repo, hub_server
@@ -62,6 +63,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the models that the pages name, beside a hub that has the one that they pull."""
     for name in ("model.gguf", "small.gguf"):
         shutil.copy(DEMO, tmp_path / name)
+    write_checkpoint(tmp_path / "checkpoint")
     monkeypatch.chdir(tmp_path)
     with hub_server() as hub:
         hub.repos[HUB_MODEL] = Repo({HUB_FILE: DEMO.read_bytes()})

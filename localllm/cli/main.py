@@ -53,6 +53,7 @@ COMMANDS = {
     "doctor": "localllm.cli.doctor",
     "models": "localllm.cli.models",
     "pull": "localllm.cli.pull",
+    "convert": "localllm.cli.convert",
     "quantize": "localllm.cli.quantize",
     "imatrix": "localllm.cli.imatrix",
     "merge": "localllm.cli.merge",

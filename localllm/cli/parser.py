@@ -123,6 +123,7 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
         ),
         ("models", _add_models, "[FOLDER …] [--json]", "list the models on this machine", MODELS_DETAILS),
         ("pull", _add_pull, "ORG/REPO[:FILE or QUANT] [-q]", "download a model from the hub", PULL_DETAILS),
+        ("convert", _add_convert, "FOLDER [-o FILE] [options]", "make a GGUF file of a checkpoint", CONVERT_DETAILS),
         ("quantize", _add_quantize, "FILE OUTPUT TYPE [options]", "make a model smaller", QUANTIZE_DETAILS),
         (
             "imatrix",
@@ -193,6 +194,12 @@ the settings name, or else the demo model, and all that localllm models lists.
 
 Only programs on this machine reach it, and no page of a browser, unless --host and --cors-origin say otherwise.  The
 environment variable LOCALLLM_API_KEY gives API keys too, with commas between them.
+"""
+
+CONVERT_DETAILS = """\
+Reads safetensors, also split, of F32, F16, BF16, FP8, MXFP4 and NVFP4, and INT4 as GPTQ, AWQ and compressed-tensors
+have it, whose integers are kept as Q4_0 or Q4_1 unless --type says otherwise.  Of models that see or hear it converts
+what writes.  What would not load is refused before anything is written.
 """
 
 QUANTIZE_DETAILS = """\
@@ -496,6 +503,30 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="FOLDER",
+        help="a folder with config.json, *.safetensors and tokenizer; or ORG/REPO on the hub",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="the file to write (default: NAME-TYPE.gguf)"
+    )
+    parser.add_argument(
+        "--type", metavar="TYPE", help="a type or mix of types, such as Q8_0 (default: as it is stored)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show types and sizes, and write nothing")
+    parser.add_argument("--allow-requantize", action="store_true", help="take tensors that are quantised already")
+    _add_writing(parser)
+
+
+def _add_writing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--allow-nan", action="store_true", help="make values that are NaN or infinite 0")
+    parser.add_argument("-t", "--threads", type=whole(1), metavar="N", help="threads (default: one a processor)")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
 def _add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=model_file, metavar="FILE", help="a GGUF file, or any file of a split one")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="the file to write")
@@ -528,10 +559,7 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-split", action="store_true", help="write as many files as the model has")
     parser.add_argument("--dry-run", action="store_true", help="show types and sizes, and write nothing")
     parser.add_argument("--allow-requantize", action="store_true", help="take tensors that are quantised already")
-    parser.add_argument("--allow-nan", action="store_true", help="make values that are NaN or infinite 0")
-    parser.add_argument("-t", "--threads", type=whole(1), metavar="N", help="threads (default: one a processor)")
-    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    _add_writing(parser)
 
 
 def _add_lora(parser: argparse._ActionsContainer, *, required: bool = False) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from localllm.cli.main import DONE
 from localllm.cli.terminal import StatusLine, quantity, say, visible_line
-from localllm.library.pull import pull
+from localllm.library.pull import PullProgress, pull
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -20,8 +21,8 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def download(name: str, *, quiet: bool) -> Path:
-    """Downloads a model, and shows how far it is.
+def download(name: str, *, quiet: bool, pull: Callable[[str, PullProgress], Path] = pull) -> Path:
+    """Downloads a model, or with `pull_checkpoint` what one is made of, and shows how far it is.
 
     Raises:
         UsageError, HubError: see `localllm.library.pull.pull`.

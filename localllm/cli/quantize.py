@@ -22,7 +22,6 @@ _HEAD = _LINE.format("tensor", "shape", "from", "to", "bytes", "bytes", "error")
 def run(arguments: argparse.Namespace) -> int:
     """Quantises the model that the command line names, or shows what that would give."""
     settle(arguments, skip=["threads"])
-    shows_table = not (arguments.quiet or arguments.json)
     imatrix = None if arguments.imatrix is None else ImportanceMatrix.read(arguments.imatrix)
     overrides = list(arguments.overrides)
     if arguments.pure:
@@ -37,19 +36,22 @@ def run(arguments: argparse.Namespace) -> int:
             keep_split=arguments.keep_split,
             allow_requantize=arguments.allow_requantize,
         )
-        results: list[TensorResult] = []
-        if arguments.dry_run:
-            if shows_table:
-                print(_HEAD, *(_line(tensor) for tensor in planned.tensors), sep="\n", flush=True)
-            if planned.missing_importance:
-                warn(
-                    f"{len(planned.missing_importance)} tensors need an importance matrix (--imatrix) at these types"
-                )
-        else:
-            results = _write(planned, arguments, shows_table=shows_table)
-        n_bytes = sum(tensor.source.n_bytes for tensor in planned.tensors)
-        n_values = sum(tensor.source.n_values for tensor in planned.tensors)
-    bits = 8 * planned.n_bytes / n_values
+        return carry_out(planned, arguments)
+
+
+def carry_out(planned: Plan, arguments: argparse.Namespace) -> int:
+    """Writes what is planned, or shows it (--dry-run)."""
+    shows_table = not (arguments.quiet or arguments.json)
+    results: list[TensorResult] = []
+    if arguments.dry_run:
+        if shows_table:
+            print(_HEAD, *(_line(tensor) for tensor in planned.tensors), sep="\n", flush=True)
+        if planned.missing_importance:
+            warn(f"{len(planned.missing_importance)} tensors need an importance matrix (--imatrix) at these types")
+    else:
+        results = _write(planned, arguments, shows_table=shows_table)
+    n_bytes = sum(tensor.source.n_bytes for tensor in planned.tensors)
+    bits = 8 * planned.n_bytes / sum(tensor.source.n_values for tensor in planned.tensors)
     if shows_table:
         print(f"{quantity(n_bytes, 'B')} to {quantity(planned.n_bytes, 'B')}, {bits:.2f} bits a weight")
     if arguments.json:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,11 @@ class TensorSpec:
         return BLOCK_SIZES[self.type].row_bytes(self.shape[-1] if self.shape else 1) * prod(self.shape[:-1])
 
 
-def encode_value(value: bool | int | float | str | Sequence[str], type: ValueType | None = None) -> bytes:
-    """A value's type and the value, as a file has them; without ``type`` integers are u32 and floats f32."""
+def encode_value(value: bool | int | float | str | Sequence[Any], type: ValueType | None = None) -> bytes:
+    """A value's type and the value, as a file has them.
+
+    Without ``type`` integers are u32 and floats f32; in arrays, integers are i32.
+    """
     match value:
         case bool():
             return struct.pack("<I?", ValueType.BOOL, value)
@@ -49,6 +52,12 @@ def encode_value(value: bool | int | float | str | Sequence[str], type: ValueTyp
             return struct.pack("<If", ValueType.FLOAT32, value)
         case str():
             return struct.pack("<I", ValueType.STRING) + _string(value)
+    if not len(value) or not isinstance(value[0], str):
+        numbers = np.asarray(value, None if len(value) else np.int32)
+        kind, dtype = {"b": (ValueType.BOOL, "?"), "f": (ValueType.FLOAT32, "<f4")}.get(
+            numbers.dtype.kind, (ValueType.INT32, "<i4")
+        )
+        return struct.pack("<IIQ", ValueType.ARRAY, kind, len(value)) + numbers.astype(dtype).tobytes()
     head = struct.pack("<IIQ", ValueType.ARRAY, ValueType.STRING, len(value))
     return head + b"".join(_string(text) for text in value)
 

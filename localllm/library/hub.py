@@ -9,7 +9,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -57,14 +57,14 @@ class Hub:
         self._repo = repo
         self.endpoint: str = os.environ.get("HF_ENDPOINT") or self._package.constants.ENDPOINT
 
-    def files(self) -> tuple[str, dict[str, RemoteFile]]:
-        """The newest commit, and its GGUF files by name."""
+    def files(self, wanted: Callable[[str], bool]) -> tuple[str, dict[str, RemoteFile]]:
+        """The newest commit, and those of its files that are wanted, by name."""
         try:
             listing = json.loads(self._listing())
             commit = listing["sha"]
             if not _COMMIT.fullmatch(commit):  # it becomes the name of a folder
                 raise ValueError(f"the commit is {commit!r:.100}")
-            names = [each for each in listing["siblings"] if each["rfilename"].lower().endswith(".gguf")]
+            names = [each for each in listing["siblings"] if wanted(each["rfilename"])]
             return commit, {each["rfilename"]: _remote_file(each) for each in names}
         except (HubError, UsageError):
             raise

@@ -44,13 +44,36 @@ def pull(name: str, progress: PullProgress | None = None) -> Path:
         UsageError: it is not such a name, or does not say which one of the repository's models is meant.
         HubError: see there; what was fetched is kept, and the next call goes on from there.
     """
+    return _puller(name, progress).model()
+
+
+def pull_checkpoint(name: str, progress: PullProgress | None = None) -> Path:
+    """Downloads a checkpoint, what is not here already of it; returns its folder in the cache.
+
+    Args:
+        name: ``ORG/REPO``.
+        progress: called as it goes on.
+
+    Raises:
+        UsageError, HubError: as `pull`.
+    """
+    return _puller(name, progress).checkpoint()
+
+
+def _puller(name: str, progress: PullProgress | None) -> _Puller:
     hub_name = HubName.parse(name)
     if hub_name is None:
         raise UsageError(
             f"{name!r:.80} is not the name of a model on the hub: write ORG/REPO, or ORG/REPO:QUANT; "
             "https://huggingface.co/models?library=gguf lists them"
         )
-    return _Puller(hub_name, progress or (lambda stage, done, total: None)).run()
+    return _Puller(hub_name, progress or (lambda stage, done, total: None))
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    """Whether converting takes a file: those in folders are other formats of the same model."""
+    known = (".safetensors", ".json", ".jinja", "tokenizer.model")
+    return "/" not in name and name.endswith(known) and not name.startswith(("consolidated", "adapter_model"))
 
 
 class _Puller:
@@ -62,22 +85,33 @@ class _Puller:
         self._progress = progress
         self._folder = repo_folder(name.repo)
 
-    def run(self) -> Path:
-        commit, files = self._hub.files()
+    def model(self) -> Path:
+        commit, files = self._hub.files(lambda name: name.lower().endswith(".gguf"))
         group = choose(self._name, group_files({file.name: file.n_bytes for file in files.values()}), self._name.repo)
         if not group.is_complete:
             raise HubError(f"{self._name.repo} has not all files of {group.stem}: choose another model")
-        blobs = {files[name].hash: files[name] for name in group.names}.values()
+        paths = self._get([files[name] for name in group.names], commit)
+        self._check_model(paths, group)
+        return paths[0]
+
+    def checkpoint(self) -> Path:
+        commit, files = self._hub.files(_is_of_checkpoint)
+        if not {"config.json"} < files.keys():
+            raise HubError(f"{self._name.repo} has no checkpoint with config.json: choose another repository")
+        return self._get(list(files.values()), commit)[0].parent
+
+    def _get(self, files: list[RemoteFile], commit: str) -> list[Path]:
+        """Their places in the cache, where they are then."""
+        blobs = {file.hash: file for file in files}.values()
         with self._hub.complaints(), contextlib.ExitStack() as locks:
             for file in blobs:
                 locks.enter_context(self._lock(file))
             self._fetch_all([file for file in blobs if not self._is_here(file, commit)], commit)
-            paths = [self._link(files[name], commit) for name in group.names]
+            paths = [self._link(file, commit) for file in files]
             reference = self._folder / "refs" / "main"
             reference.parent.mkdir(exist_ok=True)
             reference.write_text(commit, encoding="ascii")
-        self._check_model(paths, group)
-        return paths[0]
+        return paths
 
     def _blob(self, file: RemoteFile) -> Path:
         return self._folder / "blobs" / file.hash

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from localllm.errors import ModelError, OutputError, UsageError, path_text, quoted
-from localllm.gguf import GGUFFile, TensorInfo
+from localllm.gguf import Metadata, TensorInfo
 from localllm.gguf.metadata import ValueType
 from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
 from localllm.quant.bits import Floats
@@ -20,7 +22,10 @@ from localllm.quant.encode import ENCODABLE, FEEDBACK, Feedback, quantize
 from localllm.quant.formats import FORMATS, dequantize
 from localllm.quant.types import GGMLType
 from localllm.quantize.imatrix import ImportanceMatrix
-from localllm.quantize.mixes import MIXES, chooser_for, layer_order, mix_named, needs_importance
+from localllm.quantize.mixes import MIXES, chooser_for, is_quantizable, layer_order, mix_named, needs_importance
+
+if TYPE_CHECKING:
+    from localllm.convert.checkpoint import CheckpointTensor, Keys
 
 # Values decoded, encoded and written at a time, and of those the ones whose error is measured.
 _SLAB = 1 << 24
@@ -32,11 +37,27 @@ _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 
+class SourceFile(Protocol):
+    """What is quantised: a `GGUFFile`, or a `localllm.convert.Checkpoint`, which has no ``paths``."""
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def metadata(self) -> Metadata | Keys: ...
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo | CheckpointTensor]: ...
+    @property
+    def paths(self) -> Sequence[Path]: ...
+    @property
+    def parts(self) -> Sequence[Sequence[str]]: ...
+    def check_unchanged(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class TensorPlan:
     """What becomes of a tensor: ``new`` is ``old`` where it is copied."""
 
-    source: TensorInfo
+    source: TensorInfo | CheckpointTensor
     new: GGMLType
 
     @property
@@ -82,7 +103,7 @@ class Plan:
         missing_importance: tensors that cannot be quantised without an importance matrix and have none.
     """
 
-    file: GGUFFile
+    file: SourceFile
     mix: str
     imatrix: ImportanceMatrix | None
     tensors: Sequence[TensorPlan]
@@ -96,9 +117,9 @@ class Plan:
 
 
 def plan(
-    file: GGUFFile,
+    file: SourceFile,
     target: Path,
-    mix: str,
+    mix: str | None,
     *,
     imatrix: ImportanceMatrix | None = None,
     overrides: Sequence[tuple[str, str]] = (),
@@ -110,7 +131,7 @@ def plan(
     Args:
         file: an open model.
         target: the file to be written; with ``keep_split`` its name is the beginning of theirs.
-        mix: a name in `MIXES`, in any case.
+        mix: a name in `MIXES`, in any case; None keeps every tensor as it is.
         imatrix: importance of columns.
         overrides: regular expressions, and the type for tensors whose names have a match; the first one counts.
         keep_split: write as many files as the model has.
@@ -120,8 +141,11 @@ def plan(
         UsageError: there is no such type, or an expression is not valid.
         ModelError: the matrix is of another model, or a tensor is quantised already, or cannot be decoded.
     """
-    mix = mix_named(mix)
     names = sorted(file.tensors, key=layer_order)
+    if mix is None:
+        kept = [TensorPlan(file.tensors[name], file.tensors[name].type) for name in names]
+        return Plan(file, _mix_of(kept), None, kept, _files(file, target, kept, keep_split))
+    mix = mix_named(mix)
     if imatrix is not None:
         imatrix.check_is_of(names)
     patterns = [_override(pattern, type) for pattern, type in overrides]
@@ -141,6 +165,16 @@ def plan(
     return Plan(file, mix, imatrix, tensors, _files(file, target, tensors, keep_split), missing)
 
 
+def _mix_of(tensors: Sequence[TensorPlan]) -> str:
+    """The mix for the type of most bytes of what `mixes` would quantise; F32 where it has none."""
+    n_bytes: Counter[GGMLType] = Counter()
+    for tensor in tensors:
+        if is_quantizable(tensor.name, tensor.source.shape):
+            n_bytes[tensor.old] += tensor.source.n_bytes
+    ((most, _),) = n_bytes.most_common(1) or [(GGMLType.F32, 0)]
+    return next((name for name, (_, type) in MIXES.items() if type is most), "F32")
+
+
 def _override(pattern: str, type: str) -> tuple[re.Pattern[str], GGMLType]:
     found = GGMLType.__members__.get(type.upper())
     if found not in ENCODABLE:
@@ -153,10 +187,10 @@ def _override(pattern: str, type: str) -> tuple[re.Pattern[str], GGMLType]:
         raise UsageError(f"{pattern!r} is not a valid regular expression: {error}") from None
 
 
-def _check_source(source: TensorInfo, new: GGMLType, allow_requantize: bool) -> None:
+def _check_source(source: TensorInfo | CheckpointTensor, new: GGMLType, allow_requantize: bool) -> None:
     if source.type not in FORMATS:
         raise ModelError(f"tensor {quoted(source.name)} is {source.type.name}, which cannot be decoded")
-    if source.type not in _FLOATS and not allow_requantize:
+    if source.type not in _FLOATS and new not in _FLOATS and not allow_requantize:
         raise ModelError(
             f"tensor {quoted(source.name)} is quantised already, as {source.type.name}, and would lose again as "
             f"{new.name}: start from the F16, BF16 or F32 file, or allow it (--allow-requantize)"
@@ -164,7 +198,7 @@ def _check_source(source: TensorInfo, new: GGMLType, allow_requantize: bool) -> 
 
 
 def _files(
-    file: GGUFFile, target: Path, tensors: Sequence[TensorPlan], keep_split: bool
+    file: SourceFile, target: Path, tensors: Sequence[TensorPlan], keep_split: bool
 ) -> list[tuple[Path, Sequence[TensorPlan]]]:
     if not keep_split or len(file.parts) == 1:
         return [(target, tensors)]
@@ -301,7 +335,8 @@ class _Work:
         n = source.shape[-1] if source.shape else 1
         per_expert = self._importance is not None and self._importance.ndim == 2
         groups = source.shape[0] if per_expert else 1
-        data = source.data.reshape(groups, -1, source.data.shape[-1] if source.data.ndim else 1)
+        data = source.data  # of a checkpoint, read now
+        data = data.reshape(groups, -1, data.shape[-1] if data.ndim else 1)
         step = max(_SLAB // n, 1)
         done = 0
         for group in range(groups):

@@ -4,14 +4,16 @@
 
 LLAMA_CPP is the folder of its source, as the sdist of llama-cpp-python has it; ``--binding`` a Python that has the
 binding.  With ``--fuse``, query, key and value are one tensor, and so are experts' gate and up.  Prints of each the
-largest error of our file's logits, of the converted file's and of llama.cpp's on that, over the largest logit; the
-exit code is 1 if a converted file does not load or one of ours is beyond 1e-3.
+largest error of our file's logits, of the converted file's and of llama.cpp's on ours, over the largest logit, and
+where the two files differ but for `EXCEPTIONS`; the exit code is 1 if they do, a converted file does not load, or one
+of ours is beyond 1e-3.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,9 +24,18 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import LocalLLMError
+from localllm.gguf import GGUFFile, TensorInfo
+from localllm.quant.types import GGMLType
 from tests.helpers.recorder import ReferenceOps
 from tests.helpers.run_model import Runner
 from tests.models.tiny import TINY, make_model, write
+
+#: Keys that differ on purpose: what is told of a model's origin, of which ours has the name only, and its vocabulary,
+#: which is not the model's own here; and what llama.cpp's converter leaves to its reader's defaults.
+EXCEPTIONS = re.compile(
+    r"general\.(name|size_label|finetune|basename|file_type|version|base_model.*|sampling.*)|tokenizer\..*"
+    r"|(gemma2?|phi2|stablelm)\.rope\.freq_base|.*\.expert_gating_func|llama4\.attention\.(chunk_size|temperature_.*)"
+)
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 41)]
 
@@ -71,6 +82,54 @@ def largest_error(ours: Any, theirs: Any) -> float:
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
+def is_same(one: TensorInfo, other: TensorInfo) -> bool:
+    """To the rounding of float32, in which some are computed."""
+    return one.data.tobytes() == other.data.tobytes() or (
+        one.type == GGMLType.F32 and np.allclose(one.data.view(np.float32), other.data.view(np.float32), rtol=1e-6)
+    )
+
+
+def differences(ours: Path, theirs: Path) -> list[str]:
+    """Where two files have other keys, values or tensors."""
+    with GGUFFile.open(ours) as one, GGUFFile.open(theirs) as other:
+        keys = [
+            f"{key}: {one.metadata.get(key)} / {other.metadata.get(key)}"
+            for key in sorted({*one.metadata, *other.metadata})
+            if not EXCEPTIONS.fullmatch(key) and not np.array_equal(one.metadata.get(key), other.metadata.get(key))
+        ]
+        tensors = [
+            f"{name}: {mine and (mine.shape, mine.type.name)} / {its and (its.shape, its.type.name)}"
+            for name in sorted({*one.tensors, *other.tensors})
+            for mine, its in [(one.tensors.get(name), other.tensors.get(name))]
+            if not (mine and its and mine.shape == its.shape and mine.type == its.type and is_same(mine, its))
+        ]
+    return keys + tensors
+
+
+#: What the configurations of released models say otherwise than transformers writes them now.
+RELEASED: dict[str, dict[str, Any]] = {
+    "cohere2": {"rotary_pct": 1.0},
+    "gptneox": {"rotary_pct": 0.5},
+    "gptneox-serial": {"rotary_pct": 0.5},
+    "granitehybrid": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
+    "granitehybrid-moe": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
+    "minimax-m2": {"rotary_dim": 8},
+    "nemotron-h": {
+        "model_type": "released",
+        "layers_block_type": None,
+        "hybrid_override_pattern": "M-*M-",
+        "num_experts_per_tok": None,
+    },
+}
+
+
+def release(name: str, folder: Path) -> None:
+    """Writes a model's configuration as released ones are."""
+    path = folder / "config.json"
+    settings = json.loads(path.read_text()) | RELEASED.get(name, {})
+    path.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+
+
 def write_tokenizer(folder: Path, n_vocab: int) -> None:
     """What some converters look up before they write a vocabulary."""
     vocabulary = {f"t{i}": i for i in range(n_vocab)}
@@ -91,6 +150,7 @@ def compare(name: str, folder: Path, options: argparse.Namespace) -> bool:
     own = largest_error(Runner(write(folder / f"{name}.gguf", entry, model), ops).logits(IDS), expected)
     converted = folder / f"{name}-converted.gguf"
     write_tokenizer(folder / f"{name}.hf", expected.shape[1])
+    release(name, folder / f"{name}.hf")
     flags = ["--fuse-qkv", "--fuse-gate-up-exps"] if options.fuse else []
     command = [sys.executable, "-c", CONVERT, str(options.source), str(folder / f"{name}.hf"), str(converted), *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -105,11 +165,12 @@ def compare(name: str, folder: Path, options: argparse.Namespace) -> bool:
     theirs = ""
     if options.binding:
         out = folder / f"{name}.npy"
-        command = [options.binding, "-c", COMPUTE, str(converted), ",".join(map(str, IDS)), str(out)]
+        command = [options.binding, "-c", COMPUTE, str(folder / f"{name}.gguf"), ",".join(map(str, IDS)), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         theirs = f"{largest_error(np.load(out), expected):9.1e}" if out.exists() else done.stderr.strip()[-80:]
-    print(f"{name:20} {own:9.1e} {error:9.1e} {theirs}", flush=True)
-    return max(own, error) < 1e-3
+    other = differences(folder / f"{name}.gguf", converted)
+    print(f"{name:20} {own:9.1e} {error:9.1e} {theirs}", *other, sep="\n    ", flush=True)
+    return max(own, error) < 1e-3 and not other
 
 
 def main() -> None:

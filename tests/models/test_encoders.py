@@ -17,7 +17,7 @@ from localllm.compat import Llama
 from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
 from tests.helpers.recorder import CPUOps, ReferenceOps
 from tests.helpers.run_model import Runner
-from tests.models.tiny import ENCODERS, make_model, write
+from tests.models.encoders import ENCODERS, make_model, write
 
 pytest.importorskip("torch", reason="needs the extra 'reference'")
 pytest.importorskip("transformers", reason="needs the extra 'reference'")

@@ -17,9 +17,11 @@ import huggingface_hub
 import pytest
 
 import localllm
+from localllm.convert import Checkpoint
 from localllm.errors import HubError, LocalLLMError, ModelNotFoundError, UsageError
 from localllm.library import pull as pulling
-from localllm.library.pull import pull
+from localllm.library.pull import pull, pull_checkpoint
+from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.command_line import environment, run_main, running
 from tests.helpers.data import ROOT
 from tests.helpers.gguf_writer import RawGGUF, RawTensor, key, string, u32
@@ -452,3 +454,16 @@ def test_ctrl_c_keeps_what_was_fetched(hub: HubServer) -> None:
     repo.waits = False
     assert pull("org/repo").read_bytes() == DEMO
     assert hub.ranges == [None, f"bytes={kept}-"]
+
+
+def test_a_checkpoint_is_pulled_without_what_is_not_converted(hub: HubServer, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "tiny")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    others = {"README.md": b"#", "consolidated.safetensors": b"", "original/params.json": b"{}", "x.gguf": b"GGUF"}
+    hub.repos["org/tiny"] = Repo(files | others, small={"config.json", "README.md"})
+    pulled = pull_checkpoint("org/tiny")
+    assert {path.name for path in pulled.iterdir()} == files.keys()
+    assert Checkpoint(pulled).metadata["general.name"] == "tiny"
+    hub.repos["org/other"] = Repo(others)
+    with pytest.raises(HubError, match=r"org/other has no checkpoint with config.json"):
+        pull_checkpoint("org/other")

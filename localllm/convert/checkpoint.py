@@ -1,0 +1,278 @@
+"""A Hugging Face folder as if it was a GGUF file: keys, and tensors that are read when they are asked for.
+
+So it can be written by `localllm.quantize`, in any type.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.convert.config import Config, general_keys, read_json
+from localllm.convert.safetensors import read_folder
+from localllm.convert.sources import Source, find_sources, row_bytes
+from localllm.convert.vocabulary import vocabulary_keys
+from localllm.errors import ModelError, UnsupportedArchitectureError, path_text, quoted
+from localllm.gguf.writer import TensorSpec, encode_value
+from localllm.models.hf_convert import floats
+from localllm.models.registry import ARCHITECTURES, Conversion, read_model
+from localllm.quant.types import GGMLType
+from localllm.quantize.mixes import is_quantizable
+
+Array = NDArray[Any]
+
+#: Of the hyper-parameters of sampling, GGUF's names by those of generation_config.json.
+_SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_SAMPLING |= {"repetition_penalty": "penalty_repeat"}
+
+#: Tensors of a checkpoint that are not the language model's.
+_OTHERS = re.compile(
+    r"(^|\.)(mtp|vision_\w+|visual|audio_\w+|multi_modal_projector|mm_projector|embed_vision|embed_audio)\."
+    r"|rotary_emb\.inv_freq$|\.masked_bias$"
+)
+
+
+class Keys(dict[str, Any]):
+    """Keys and values, as `localllm.gguf.metadata.Metadata` gives them."""
+
+    alignment = 32
+
+    def encoded(self, key: str) -> bytes:
+        """A value's type and the value, as a file has them."""
+        return encode_value(self[key])
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointTensor:
+    """A tensor of the GGUF file to be, as `localllm.gguf.TensorInfo` gives those of one that is."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType
+    _read: Callable[[], Iterator[Array]] = field(repr=False)
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """uint8 [*shape[:-1], bytes of a row], read anew each time."""
+        parts = []
+        for part in self._read():
+            values = floats(part) if self.type is GGMLType.F32 else part
+            parts.append(np.ascontiguousarray(values).view(np.uint8))
+        return (parts[0] if len(parts) == 1 else np.concatenate(parts)).reshape(*self.shape[:-1], -1)
+
+    @property
+    def n_values(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def n_bytes(self) -> int:
+        return TensorSpec(self.name, self.shape, self.type).n_bytes
+
+    def drop_pages(self) -> None:
+        """There are none."""
+
+
+class Checkpoint:
+    """A folder with config.json, safetensors and a tokenizer.
+
+    Args:
+        conversion: by default that of its architecture.
+
+    Attributes:
+        metadata, tensors: of the GGUF file that it makes.
+
+    Raises:
+        ModelNotFoundError: there is no such folder.
+        UnsupportedArchitectureError: of its architecture.
+        ModelError, TokenizerError: something is missing, damaged, or does not fit together; says what.
+    """
+
+    def __init__(self, folder: Path, conversion: Conversion | None = None) -> None:
+        self.path = folder
+        values = read_json(folder / "config.json")
+        if not values:
+            raise ModelError(
+                f"{path_text(folder)} has no config.json: name the folder of a Hugging Face model, with config.json, "
+                "*.safetensors and its tokenizer"
+            )
+        config = Config(values)
+        self.architecture = _architecture(config, values)
+        conversion = conversion or ARCHITECTURES[self.architecture].conversion
+        sources = find_sources(read_folder(folder), config)
+        try:
+            self.tensors = _Namer(conversion, config).tensors(sources)
+            keys = general_keys(config) | dict(conversion.keys(config))
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
+            raise ModelError(
+                f"config.json and the tensors of {path_text(folder)} do not make a {self.architecture} model "
+                f"({type(error).__name__}: {error!s:.150}): is the folder complete, and of this architecture?"
+            ) from error
+        embedding = self.tensors.get("token_embd.weight")
+        n_vocab = embedding.shape[0] if embedding else 0
+        self.metadata = Keys(
+            {"general.architecture": self.architecture, "general.type": "model", "general.name": _name(folder)}
+            | {"general.size_label": _size_label(self.tensors)}
+            | _sampling(read_json(folder / "generation_config.json"))
+            | {f"{self.architecture}.{key}": value for key, value in keys.items() if value is not None}
+            | vocabulary_keys(folder, config, n_vocab)
+        )
+        try:
+            read_model(self)
+        except UnsupportedArchitectureError:
+            raise
+        except ModelError as error:
+            raise ModelError(f"{path_text(folder)} cannot be converted: {error}") from error
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        return ()
+
+    @property
+    def parts(self) -> Sequence[Sequence[str]]:
+        return (tuple(self.tensors),)
+
+    def check_unchanged(self) -> None:
+        """Reading says so itself where a file was shortened."""
+
+
+def _architecture(config: Config, values: Mapping[str, Any]) -> str:
+    wanted = {values.get("model_type"), config.values.get("model_type")}
+    found = [name for name, each in ARCHITECTURES.items() if wanted & set(each.hf_types.split())]
+    if found:  # of two, the one behind has experts
+        layers = config.values.get("layers_block_type") or config.values.get("hybrid_override_pattern") or ""
+        return found[-1 if {"moe", "E"} & set(layers) else 0]
+    known = ", ".join(sorted({kind for each in ARCHITECTURES.values() for kind in each.hf_types.split()}))
+    raise UnsupportedArchitectureError(
+        f"config.json has model_type = {quoted(values.get('model_type'))}, which localllm does not convert; it "
+        f"converts {known}"
+    )
+
+
+def _name(folder: Path) -> str:
+    """The folder's name, or the repository's where it lies in the hub's cache (…/models--ORG--NAME/snapshots/…)."""
+    folder = folder.resolve()
+    parent = folder.parent.parent.name
+    return parent.rpartition("--")[2] if parent.startswith("models--") else folder.name
+
+
+def _size_label(tensors: Mapping[str, CheckpointTensor]) -> str:
+    n: float = sum(tensor.n_values for tensor in tensors.values())
+    unit = next((unit for unit in "KMB" if (n := n / 1000) < 999.5), "T")
+    return f"{n:.2g}{unit}" if n < 9.95 else f"{n:.0f}{unit}"
+
+
+def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for theirs, ours in _SAMPLING.items():
+        value = values.get(theirs)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[f"general.sampling.{ours}"] = int(value) if theirs == "top_k" else float(value)
+    return found
+
+
+class _Namer:
+    """Gives a checkpoint's tensors GGUF's names, and plans what becomes of each."""
+
+    def __init__(self, conversion: Conversion, config: Config) -> None:
+        self._conversion, self._config = conversion, config
+        self._names = {hf: ours for ours, hf in conversion.names.items()}
+
+    def tensors(self, sources: Mapping[str, Source]) -> dict[str, CheckpointTensor]:
+        """All tensors of the file, by name.
+
+        Raises:
+            ModelError: the file has no place for one, or experts are missing.
+        """
+        groups: dict[str, dict[int, Source]] = defaultdict(dict)
+        for name, source in sources.items():
+            name = re.sub(r"(^|\.)(language_model|text_model)\.", r"\1", name)
+            if _OTHERS.search(name) or (name == "lm_head.weight" and self._config.values.get("tie_word_embeddings")):
+                continue
+            layer = re.match(r"\w+\.(?:layers|h)\.(\d+)\.", name)
+            if layer and int(layer[1]) >= self._config.num_hidden_layers:
+                continue  # it predicts further tokens
+            expert = re.search(r"\.experts\.(\d+)\.", name)
+            generic = name if expert is None else name.replace(expert[0], ".experts.*.")
+            groups[generic][int(expert[1]) if expert else 0] = source
+        found: dict[str, CheckpointTensor] = {}
+        for name, numbered in groups.items():
+            if sorted(numbered) != list(range(len(numbered))):
+                raise ModelError(f"the checkpoint lacks experts of {quoted(name)}: download it again")
+            found |= self._planned(name, [numbered[i] for i in range(len(numbered))])
+        for name, array in self._conversion.extra(self._config).items():
+            found[name] = CheckpointTensor(name, array.shape, GGMLType.F32, partial(iter, [array]))
+        return found
+
+    def _planned(self, name: str, sources: Sequence[Source]) -> dict[str, CheckpointTensor]:
+        """What becomes of a tensor, or of that of all experts of a layer."""
+        is_stacked = ".experts.*." in name
+        first = sources[0]
+        if any((source.shape, source.type) != (first.shape, first.type) for source in sources):
+            raise ModelError(f"the experts' tensors {quoted(name)} differ in shape or type: download them again")
+        type, as_blocks = first.type, first.blocks is not None
+        if as_blocks and not self._moves_rows(name, first, is_stacked):
+            type, as_blocks = GGMLType.BF16 if type is GGMLType.MXFP4 else GGMLType.F16, False
+        dtype = {GGMLType.BF16: np.uint16, GGMLType.F32: np.float32}.get(type, np.float16)
+        outputs = self._changed(name, _placeholder(first.shape, np.zeros(1, dtype), is_stacked))
+        found = {}
+        for ours, array in outputs.items():
+            shape = (len(sources), *array.shape[1:]) if is_stacked else array.shape
+
+            def read(ours: str = ours) -> Iterator[Array]:
+                for source in sources:
+                    values = source.blocks() if as_blocks and source.blocks else source.values()
+                    yield self._changed(name, values[None] if is_stacked else values)[ours]
+
+            is_float32 = array.dtype.kind == "f" and array.dtype.itemsize >= 4
+            keeps = is_quantizable(ours, shape) and not is_float32
+            found[ours] = CheckpointTensor(ours, shape, type if keeps else GGMLType.F32, read)
+        return found
+
+    def _moves_rows(self, name: str, source: Source, is_stacked: bool) -> bool:
+        """Whether rows are moved about as a whole, so that it can be done with their blocks, too."""
+        n = row_bytes(source)
+        numbers = np.arange(n, dtype=np.uint16)
+        try:
+            outputs = self._changed(name, _placeholder((*source.shape[:-1], n), numbers, is_stacked))
+        except (ValueError, IndexError):
+            return False
+        names = [ours for ours, array in outputs.items() if array.ndim > 1 and is_quantizable(ours, array.shape)]
+        return len(names) == len(outputs) and all(
+            array.dtype == numbers.dtype and np.array_equal(array[(0,) * (array.ndim - 1)], numbers)
+            for array in outputs.values()
+        )
+
+    def _changed(self, name: str, array: Array) -> dict[str, Array]:
+        """What the file has of a tensor, by GGUF's names; of experts, gate and up are two."""
+        array = floats(array) if array.ndim == 1 else array
+        changed = self._conversion.tensor(name, array, self._config)
+        match = re.fullmatch(r"\w+\.(?:layers|h)\.(\d+)\.(.*)", name)
+        prefix, name_in_layer = (f"blk.{match[1]}.", match[2]) if match else ("", name)
+        if isinstance(changed, Mapping):
+            return {prefix + ours: part for ours, part in changed.items()}
+        ours = prefix + self._gguf_name(name_in_layer.removesuffix("_blocks"))
+        if "ffn_gate_up_exps" not in ours:
+            return {ours: changed}
+        halves = zip(("gate", "up"), np.split(changed, 2, axis=1), strict=True)
+        return {ours.replace("gate_up", half): part for half, part in halves}
+
+    def _gguf_name(self, name: str) -> str:
+        stem, _, suffix = name.rpartition(".")
+        ours = self._names.get(name) or (f"{self._names[stem]}.{suffix}" if stem in self._names else None)
+        if ours is None:
+            raise ModelError(f"the checkpoint has the tensor {quoted(name)}, which GGUF files of its kind have not")
+        return ours
+
+
+def _placeholder(shape: Sequence[int], row: Array, is_stacked: bool) -> Array:
+    """An array of a shape that takes no memory: all rows are ``row``."""
+    return np.broadcast_to(row, (1, *shape) if is_stacked else tuple(shape))

@@ -1,0 +1,116 @@
+"""``config.json``: a checkpoint's hyper-parameters, and the GGUF keys that most architectures have of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from localllm.errors import ModelError, path_text, quoted
+
+#: Bytes that a JSON file of a checkpoint may have; large vocabularies take 35 MB.
+_MOST_BYTES = 1 << 28
+
+
+class MissingSetting(ModelError, AttributeError):
+    """config.json lacks a value that the architecture needs."""
+
+
+class Config:
+    """Values of ``config.json`` as attributes; those of ``text_config``, in models with images, as if its own.
+
+    Attributes:
+        rope_parameters: of the rotation, whether the file has them there, in ``rope_scaling``, or on their own.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        text = values.get("text_config")
+        self.values = values | text if isinstance(text, dict) else values
+        if isinstance(kinds := values.get("layers_block_type"), list):  # Nemotron, which does not count them
+            self.values = {"num_hidden_layers": len(kinds)} | self.values
+        self.rope_parameters = self._rope()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.values[name]
+        except KeyError:
+            raise MissingSetting(f"config.json has no {name}, which {self.values.get('model_type')} needs") from None
+
+    def _rope(self) -> dict[str, Any]:
+        values = self.values
+        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise ModelError(f"config.json has rope_scaling = {quoted(rope)}, which must be an object")
+        if "full_attention" in rope or "sliding_attention" in rope:
+            return rope
+        names = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+        rope = {name: values[name] for name in names if values.get(name) is not None} | rope
+        rope = {"rope_theta": 10_000.0, "rope_type": rope.get("type", "default")} | rope
+        if "rope_local_base_freq" in values:  # Gemma 3 of 2025
+            return {"full_attention": rope, "sliding_attention": {"rope_theta": values["rope_local_base_freq"]}}
+        return rope
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of a checkpoint; empty where there is none.
+
+    Raises:
+        ModelError: it cannot be read, or is no JSON object.
+    """
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ModelError(f"{path_text(path)} has more than {_MOST_BYTES >> 20} MiB: it is not of a checkpoint")
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path_text(path)} cannot be read as JSON ({error!s:.100}): download it again") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path_text(path)} is not a JSON object: download it again")
+    return value
+
+
+#: Names in config.json, the first that is there counts, by GGUF's.
+_NAMES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps layer_norm_epsilon norm_epsilon",
+    "expert_count": "num_local_experts num_experts n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+_ROPE_NAMES = {
+    "rope.freq_base": "rope_theta",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+_SCALINGS = ("linear", "yarn", "longrope")
+
+
+def general_keys(config: Config) -> dict[str, Any]:
+    """What llama.cpp's converter writes for every model that has such a hyper-parameter; None where it has not."""
+    keys: dict[str, Any] = {}
+    for key, names in _NAMES.items():
+        found = [config.values[name] for name in names.split() if config.values.get(name) is not None]
+        keys[key] = found[0] if found else None
+    if keys["attention.head_count_kv"] is None:
+        keys["attention.head_count_kv"] = keys["attention.head_count"]
+    rope = config.rope_parameters
+    local, rope = rope.get("sliding_attention", {}), rope.get("full_attention", rope)
+    kind = {"su": "longrope"}.get(rope.get("rope_type", ""), rope.get("rope_type"))
+    if kind in _SCALINGS:
+        keys["rope.scaling.type"] = kind
+        keys |= {ours: rope.get(theirs) for ours, theirs in _ROPE_NAMES.items()}
+    keys |= {"rope.freq_base": rope.get("rope_theta"), "rope.freq_base_swa": local.get("rope_theta")}
+    return keys

@@ -1,0 +1,311 @@
+"""A checkpoint's tensors, whatever they are packed in: floats, FP8, or integers and FP4 with scales of groups.
+
+How a tensor is packed is told by the names and types of those beside it.  Blocks of 32 that GGUF has as well are
+repacked, and keep their integers: GPTQ, AWQ and compressed-tensors' INT4 as Q4_0 or Q4_1, INT8 as Q8_0, and MXFP4.
+The rest (FP8, NVFP4, other bits, columns in another order) becomes floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.convert.config import Config
+from localllm.convert.safetensors import Stored
+from localllm.errors import ModelError, quoted
+from localllm.models.hf_convert import floats
+from localllm.quant.types import BLOCK_SIZES, GGMLType
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        type: F32, F16 or BF16, or the blocks that `blocks` gives.
+        values: reads it: float32, float16, or bfloat16 as uint16.
+        blocks: reads it as blocks of ``type``, uint8 [*shape[:-1], bytes of a row]; None where it has none.
+    """
+
+    shape: tuple[int, ...]
+    type: GGMLType
+    values: Callable[[], Array]
+    blocks: Callable[[], Array] | None = None
+
+
+def find_sources(tensors: Mapping[str, Stored], config: Config) -> dict[str, Source]:
+    """The tensors of a checkpoint by the names that they have where nothing is packed.
+
+    Raises:
+        ModelError: scales and weights do not fit together.
+    """
+    sources: dict[str, Source] = {}
+    settings = config.values.get("quantization_config")
+    settings = settings if isinstance(settings, dict) else {}
+    for name, tensor in tensors.items():
+        stem, _, kind = name.rpartition(".")
+        beside = {other: tensors[f"{stem}.{other}"] for other in _BESIDE if f"{stem}.{other}" in tensors}
+        try:
+            if kind == "qweight":
+                sources[f"{stem}.weight"] = _gptq_or_awq(beside, settings)
+            elif kind == "weight_packed":
+                sources[f"{stem}.weight"] = _packed(beside, settings)
+            elif kind == "weight" and tensor.dtype in _SCALED and _SCALES & beside.keys():
+                sources[name] = _packed(beside, settings) if tensor.dtype == "U8" else _scaled(beside, settings)
+            elif name.endswith("_blocks") and (scales := tensors.get(name.removesuffix("blocks") + "scales")):
+                sources[name] = _mxfp4(tensor, scales, (*tensor.shape[:-2], tensor.shape[-2] * 32))
+            elif kind == "weight" or not (kind in _BESIDE or name.endswith("_scales")):
+                sources[name] = _plain(tensor)
+        except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
+            raise ModelError(f"tensor {quoted(name)} and its scales do not fit together ({error!s:.100})") from error
+    return sources
+
+
+_SCALES = {"weight_scale", "weight_scale_inv"}
+_SCALED = ("F8_E4M3", "F8_E5M2", "I8", "U8")
+#: What stands beside a packed weight, and is no tensor of the model.
+_BESIDE = (
+    "weight", "weight_packed", "qweight", "qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv",
+    "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale",
+    "input_global_scale", "activation_scale", "k_scale", "v_scale", "q_scale", "output_scale",
+)  # fmt: skip
+
+
+def _plain(tensor: Stored) -> Source:
+    types = {"F16": GGMLType.F16, "BF16": GGMLType.BF16}
+    if tensor.dtype in ("BOOL", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"):
+        raise ModelError(f"tensor {quoted(tensor.name)} is {tensor.dtype} without scales, which localllm cannot read")
+    type = types.get(tensor.dtype, GGMLType.F32)
+    return Source(tensor.shape, type, tensor.read if type in types.values() else lambda: floats32(tensor))
+
+
+def floats32(tensor: Stored) -> NDArray[np.float32]:
+    """Values of any type in float32."""
+    values = tensor.read()
+    if tensor.dtype == "F8_E5M2":
+        return (values.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+    if tensor.dtype == "F8_E4M3":
+        values = _E4M3[values]
+    return floats(values)
+
+
+def _e4m3() -> NDArray[np.float32]:
+    """The values of 8 bits with 4 of exponent, of which only 0x7f and 0xff are NaN."""
+    codes = np.arange(256)
+    exponents, mantissas = codes >> 3 & 15, codes & 7
+    sizes = np.where(exponents == 0, mantissas / 8 * 2.0**-6, (1 + mantissas / 8) * 2.0 ** (exponents - 7))
+    sizes[codes & 127 == 127] = np.nan
+    return np.where(codes & 128, -sizes, sizes).astype(np.float32)
+
+
+_E4M3 = _e4m3()
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def bfloat16(values: NDArray[np.float32]) -> Array:
+    """Rounded to bfloat16, as its bits: to the nearest, of two as near the even one."""
+    bits = values.astype(np.float32, copy=False).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+# -- FP8 and INT8 --------------------------------------------------------------------------------------------------
+
+
+def _scaled(beside: Mapping[str, Stored], settings: Mapping[str, Any]) -> Source:
+    weight, scale = beside["weight"], beside.get("weight_scale") or beside["weight_scale_inv"]
+    (rows, columns), sizes = weight.shape, settings.get("weight_block_size") or (128, 128)
+    per_row = scale.shape in ((rows,), (rows, 1))
+    is_block = not per_row and len(scale.shape) == 2 and np.prod(scale.shape) > 1
+    if is_block and scale.shape != (-(-rows // sizes[0]), -(-columns // sizes[1])):
+        raise ValueError(f"scales {list(scale.shape)} for {list(weight.shape)}")
+
+    def read_scale() -> NDArray[np.float32]:
+        found = floats32(scale)
+        if is_block:
+            return np.repeat(np.repeat(found, sizes[0], 0)[:rows], sizes[1], 1)[:, :columns]
+        return found.reshape(-1, 1) if per_row else found.reshape(1, 1)
+
+    def values() -> Array:
+        with np.errstate(invalid="ignore"):  # NaN is found when it is written
+            return bfloat16(floats32(weight) * read_scale())
+
+    if weight.dtype != "I8" or is_block or columns % 32:
+        return Source(weight.shape, GGMLType.BF16, values)
+
+    def blocks() -> Array:
+        integers = weight.read().reshape(rows, -1, 32)
+        d = np.broadcast_to(read_scale()[:, :, None], (rows, columns // 32, 1))
+        return np.concatenate([_bytes(d, "<f2"), integers.view(np.uint8)], axis=2).reshape(rows, -1)
+
+    return Source(weight.shape, GGMLType.Q8_0, values, blocks)
+
+
+def _bytes(values: Array, dtype: str) -> Array:
+    """[…, n] as bytes […, n * size]."""
+    return np.ascontiguousarray(values.astype(dtype)).view(np.uint8)
+
+
+# -- Integers of 4 and 8 bits with scales of groups ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Rows of integers 0 … 2^bits - 1, of which ``zeros`` are taken, and what is left is times ``scales``."""
+
+    integers: NDArray[np.uint8]  # [rows, columns]
+    zeros: NDArray[np.uint8]  # [rows, groups]
+    scales: NDArray[np.float32]  # [rows, groups]
+    groups: NDArray[np.int32]  # [columns]: the group of each column
+
+    def values(self) -> Array:
+        centred = self.integers.astype(np.float32) - self.zeros[:, self.groups]
+        return (centred * self.scales[:, self.groups]).astype(np.float16)
+
+    def blocks(self, type: GGMLType) -> Array:
+        """Q4_0 where all zeros are 8, else Q4_1; of a block, the first 16 values are the bytes' lower halves."""
+        first = self.groups[::32]
+        scales, zeros = self.scales[:, first, None], self.zeros[:, first, None]
+        halves = self.integers.reshape(*first.shape[:0], len(self.integers), -1, 2, 16)
+        parts = [_bytes(scales, "<f2"), halves[:, :, 0] | halves[:, :, 1] << 4]
+        if type is GGMLType.Q4_1:
+            parts.insert(1, _bytes(-scales * zeros, "<f2"))
+        return np.concatenate(parts, axis=2).reshape(len(self.integers), -1)
+
+
+def _integers(shape: tuple[int, ...], bits: int, read: Callable[[], _Groups], zeros_and_order: Any) -> Source:
+    """``zeros_and_order``: gives the zeros, and the group of each column, without reading the integers."""
+    zeros, groups = zeros_and_order()
+    whole = shape[-1] % 32 == 0 and bool((groups.reshape(-1, 32) == groups[::32, None]).all()) and bits == 4
+    if not whole:
+        return Source(shape, GGMLType.F16, lambda: read().values())
+    type = GGMLType.Q4_0 if (zeros == 8).all() else GGMLType.Q4_1
+    return Source(shape, type, lambda: read().values(), lambda: read().blocks(type))
+
+
+def _unpacked(words: Array, bits: int, order: Any = None) -> NDArray[np.uint8]:
+    """[rows, words] to [rows, integers], the lowest bits first, or in the order that is given."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)[order if order is not None else slice(None)]
+    found = words.view(np.uint32)[..., None] >> shifts & np.uint32((1 << bits) - 1)
+    return found.astype(np.uint8).reshape(len(words), -1)
+
+
+#: Of the integers in a word of AWQ, the places of the first, second, …
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def _gptq_or_awq(beside: Mapping[str, Stored], settings: Mapping[str, Any]) -> Source:
+    weight, scales, packed_zeros = beside["qweight"], beside["scales"], beside["qzeros"]
+    n_groups, rows = scales.shape
+    is_gptq = weight.shape[1] == rows
+    bits = int(settings.get("bits", 4))
+    if bits not in (4, 8):
+        raise ModelError(f"tensor {quoted(weight.name)} has {bits} bits: localllm converts 4 and 8")
+    columns = weight.shape[0] * 32 // bits if is_gptq else weight.shape[0]
+    if packed_zeros.shape != (n_groups, rows * bits // 32) or (not is_gptq and weight.shape[1] * 32 // bits != rows):
+        raise ValueError(f"shapes {list(weight.shape)}, {list(packed_zeros.shape)} and {list(scales.shape)}")
+    order = None if is_gptq else _AWQ_ORDER
+    # GPTQ's first format stores zeros less 1.
+    more = 1 if is_gptq and settings.get("checkpoint_format", "gptq") == "gptq" else 0
+
+    def zeros_and_order() -> tuple[Array, Array]:
+        zeros = _unpacked(packed_zeros.read(), bits, order).T + np.uint8(more)
+        index = beside["g_idx"].read() if "g_idx" in beside and is_gptq else None
+        groups = np.arange(columns, dtype=np.int32) // -(-columns // n_groups) if index is None else index
+        if groups.shape != (columns,) or groups.min() < 0 or groups.max() >= n_groups:
+            raise ValueError(f"g_idx {list(groups.shape)} for {columns} columns")
+        return zeros, groups
+
+    def read() -> _Groups:
+        words = weight.read()
+        integers = _unpacked(np.ascontiguousarray(words.T), bits) if is_gptq else _unpacked(words, bits, order).T
+        zeros, groups = zeros_and_order()
+        return _Groups(np.ascontiguousarray(integers), zeros, floats32(scales).T, groups)
+
+    return _integers((rows, columns), bits, read, zeros_and_order)
+
+
+def _packed(beside: Mapping[str, Stored], settings: Mapping[str, Any]) -> Source:
+    """compressed-tensors' packs, and NVFP4 as ModelOpt has it."""
+    weight, scale = beside.get("weight_packed") or beside["weight"], beside["weight_scale"]
+    if weight.dtype == "U8":
+        shape = (weight.shape[0], weight.shape[1] * 2)
+        if scale.dtype in ("U8", "F8_E8M0"):
+            return _mxfp4(weight, scale, shape)
+        return _nvfp4(weight, scale, beside.get("weight_global_scale"), beside.get("weight_scale_2"), shape)
+    rows, columns = (int(n) for n in beside["weight_shape"].read())
+    bits = 32 * weight.shape[1] // columns
+    if bits not in (4, 8):
+        raise ModelError(f"tensor {quoted(weight.name)} has {bits} bits: localllm converts 4 and 8")
+    n_groups = scale.shape[1] if len(scale.shape) == 2 else 1
+    if weight.shape[0] != rows or scale.shape[0] != rows:
+        raise ValueError(f"shapes {list(weight.shape)} and {list(scale.shape)} for {rows} rows")
+
+    def zeros_and_order() -> tuple[Array, Array]:
+        zeros = np.full((rows, n_groups), 1 << bits - 1, np.uint8)
+        if "weight_zero_point" in beside:  # packed along the rows
+            words = np.ascontiguousarray(beside["weight_zero_point"].read().reshape(-1, n_groups).T)
+            zeros = _unpacked(words, bits)[:, :rows].T
+        if "weight_g_idx" in beside:
+            return zeros, beside["weight_g_idx"].read()
+        return zeros, np.arange(columns, dtype=np.int32) // -(-columns // n_groups)
+
+    def read() -> _Groups:
+        integers = _unpacked(weight.read(), bits)[:, :columns]
+        zeros, groups = zeros_and_order()
+        return _Groups(np.ascontiguousarray(integers), zeros, floats32(scale).reshape(rows, n_groups), groups)
+
+    return _integers((rows, columns), bits, read, zeros_and_order)
+
+
+# -- FP4 -----------------------------------------------------------------------------------------------------------
+
+
+def _mxfp4(weight: Stored, scales: Stored, shape: tuple[int, ...]) -> Source:
+    """Blocks of 32 with a power of two each: of a byte, the lower half comes first."""
+    if scales.shape != (*shape[:-1], shape[-1] // 32) or shape[-1] % 32:
+        raise ValueError(f"scales {list(scales.shape)} for {list(shape)}")
+
+    def codes() -> Array:
+        return _nibbles(weight.read()).reshape(*shape[:-1], -1, 32)
+
+    def values() -> Array:
+        powers = 2.0 ** (scales.read().astype(np.float32) - 127)
+        return bfloat16((_FP4[codes()] * powers[..., None]).reshape(shape))
+
+    def blocks() -> Array:
+        found = codes()
+        halves = found[..., :16] | found[..., 16:] << 4
+        return np.concatenate([scales.read()[..., None], halves], axis=-1).reshape(*shape[:-1], -1)
+
+    return Source(shape, GGMLType.MXFP4, values, blocks)
+
+
+def _nibbles(data: Array) -> Array:
+    return np.stack([data & 15, data >> 4], axis=-1)
+
+
+def _nvfp4(
+    weight: Stored, scales: Stored, divisor: Stored | None, factor: Stored | None, shape: tuple[int, ...]
+) -> Source:
+    """Blocks of 16 with FP8 scales, and a factor or divisor for all."""
+    if scales.shape != (shape[0], shape[1] // 16):
+        raise ValueError(f"scales {list(scales.shape)} for {list(shape)}")
+
+    def values() -> Array:
+        one = factor or divisor
+        whole = 1.0 if one is None else float(floats32(one).reshape(-1)[0]) ** (1 if factor else -1)
+        found = _FP4[_nibbles(weight.read()).reshape(shape[0], -1, 16)]
+        return bfloat16((found * (floats32(scales) * whole)[..., None]).reshape(shape))
+
+    return Source(shape, GGMLType.BF16, values)
+
+
+def row_bytes(source: Source) -> int:
+    return BLOCK_SIZES[source.type].row_bytes(source.shape[-1])

@@ -1,0 +1,214 @@
+"""A checkpoint's tokenizer and chat template as GGUF's keys.
+
+``tokenizer.model`` (sentencepiece) is taken where there is one, else ``tokenizer.json``: byte-level BPE, or BPE with
+sentencepiece's spaces, whose scores are made of the order of merges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from localllm.convert.config import Config, read_json
+from localllm.errors import TokenizerError, path_text, quoted
+from localllm.tokenizer.pretokenizers import PRE_TOKENIZERS
+from localllm.tokenizer.vocabulary import BPE, SPM, TokenType
+
+#: GGUF's names of special tokens, by Hugging Face's.
+_SPECIAL = {
+    "bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "sep": "seperator_token_id",
+    "pad": "padding_token_id", "cls": "cls_token_id", "mask": "mask_token_id",
+}  # fmt: skip
+
+#: Cut by each kind of pre-tokenizer otherwise than by the others.
+_PROBE = (
+    "Hello  world!\n\n\n   It's we'RE I'll   1234567 x1y22z333 3.14159 \t\ttabs  \r\n  camelCaseWord HTTPServer "
+    "naïve café e\u0301te\u0301 Привет, мир你好世界こんにちは안녕하세요 नमस्ते ١٢٣٤٥ 12345678901 "
+    "(a[b]{c})<d>/e\\f #$%^&*_+-=~`| foo_bar--baz...  'Quoted' \"text\" …—“x” 🚀🙂👍🏽"
+    " \n \n\t x\n/y/\r\n\n//z   \n end   "
+    "it'so we'rev             nine 'tis 'llama 'Velo <sentinel:12> IMGIMGABCZ 1234\u0303 ..., ?! (12) end"
+)
+
+
+def vocabulary_keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
+    """The keys ``tokenizer.*`` for a model whose embedding has ``n_vocab`` rows.
+
+    Raises:
+        TokenizerError: there is no tokenizer, or one of a kind that GGUF files of these architectures have not.
+    """
+    settings, json = read_json(folder / "tokenizer_config.json"), read_json(folder / "tokenizer.json")
+    added = _added_tokens(settings, json, read_json(folder / "added_tokens.json"))
+    try:
+        if (folder / "tokenizer.model").is_file():
+            keys = _sentencepiece(folder / "tokenizer.model", added, n_vocab)
+        elif json:
+            keys = _bpe(folder / "tokenizer.json", json, added, n_vocab)
+        else:
+            raise TokenizerError(f"{path_text(folder)} has no tokenizer.model or tokenizer.json: download them")
+    except (TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
+        raise TokenizerError(
+            f"the tokenizer of {path_text(folder)} is damaged ({type(error).__name__}: {error!s:.100}): "
+            "download it again"
+        ) from error
+    tokens = keys["tokenizer.ggml.tokens"]
+    ids = {token: i for i, token in enumerate(tokens)}
+    for name, key in _SPECIAL.items():
+        text = settings.get(f"{name}_token")
+        text = text.get("content") if isinstance(text, dict) else text
+        token = ids.get(text) if isinstance(text, str) else None
+        token = config.values.get(f"{name}_token_id") if token is None else token
+        if type(token) is int and 0 <= token < len(tokens):
+            keys[f"tokenizer.ggml.{key}"] = token
+    for name in ("bos", "eos"):
+        flag = settings.get(f"add_{name}_token")
+        if isinstance(flag, bool):
+            keys.setdefault(f"tokenizer.ggml.add_{name}_token", flag)
+    if isinstance(settings.get("add_prefix_space"), bool) and keys["tokenizer.ggml.model"] == SPM:
+        keys["tokenizer.ggml.add_space_prefix"] = settings["add_prefix_space"]
+    return keys | _templates(folder, settings)
+
+
+def _added_tokens(
+    settings: Mapping[str, Any], json: Mapping[str, Any], plain: Mapping[str, Any]
+) -> dict[int, tuple[str, bool]]:
+    """Of added tokens by id, the text, and whether they are special: not to be found in a text that a user writes."""
+    found = {i: (text, False) for text, i in plain.items() if type(i) is int}
+    listed = [(entry.get("id"), entry) for entry in json.get("added_tokens") or () if isinstance(entry, dict)]
+    listed += list((settings.get("added_tokens_decoder") or {}).items())
+    for i, entry in listed:
+        if str(i).isdigit() and isinstance(entry, dict) and isinstance(entry.get("content"), str):
+            found[int(str(i))] = (entry["content"], bool(entry.get("special")))
+    return found
+
+
+def _looks_special(text: str) -> bool:
+    """Some files do not say so of tokens that are."""
+    brackets = (("<|", "|>"), ("<｜", "｜>"), ("<unused", ">"))
+    return text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]") or any(
+        text.startswith(first) and text.endswith(last) for first, last in brackets
+    )
+
+
+def _with_added(
+    tokens: list[str], types: list[TokenType], scores: list[float], added: Mapping[int, tuple[str, bool]]
+) -> dict[str, Any]:
+    for i, (text, is_special) in added.items():
+        if i < len(tokens):
+            is_control = is_special or _looks_special(text)
+            types[i] = TokenType.CONTROL if is_control else TokenType.USER_DEFINED
+            tokens[i] = text if is_control else text.replace("\u2581", " ")
+            scores[i] = -1000.0
+    return {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [int(kind) for kind in types]}
+
+
+def _sentencepiece(path: Path, added: Mapping[int, tuple[str, bool]], n_vocab: int) -> dict[str, Any]:
+    import sentencepiece
+
+    try:
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError) as error:
+        raise TokenizerError(f"{path_text(path)} is not a sentencepiece model: download it again") from error
+    n = min(len(model), n_vocab)
+    kinds: list[tuple[Callable[[int], bool], TokenType]] = [
+        (model.is_unknown, TokenType.UNKNOWN), (model.is_control, TokenType.CONTROL),
+        (model.is_unused, TokenType.UNUSED), (model.is_byte, TokenType.BYTE),
+    ]  # fmt: skip
+    tokens = [model.id_to_piece(i) for i in range(n)] + [f"[PAD{i}]" for i in range(n, n_vocab)]
+    scores = [model.get_score(i) for i in range(n)] + [-10_000.0] * (n_vocab - n)
+    types = [next((kind for is_kind, kind in kinds if is_kind(i)), TokenType.NORMAL) for i in range(n)]
+    keys = _with_added(tokens, [*types, *[TokenType.UNUSED] * (n_vocab - n)], scores, added)
+    head = {"tokenizer.ggml.model": SPM, "tokenizer.ggml.pre": "default"}
+    return head | keys | {"tokenizer.ggml.scores": [float(score) for score in scores]}
+
+
+def _bpe(path: Path, json: Mapping[str, Any], added: Mapping[int, tuple[str, bool]], n_vocab: int) -> dict[str, Any]:
+    import tokenizers
+
+    model = json["model"]
+    if model["type"] != "BPE":
+        raise TokenizerError(f"{path_text(path)} is of the kind {quoted(model['type'])}: localllm converts BPE")
+    tokens, types = [f"[PAD{i}]" for i in range(n_vocab)], [TokenType.UNUSED] * n_vocab
+    for text, i in model["vocab"].items():
+        if i < n_vocab:
+            tokens[i], types[i] = text, TokenType.NORMAL
+    merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
+    # Spaces inside a part, which would divide it, as byte-level BPE spells them.
+    joined = [" ".join(part.replace(" ", "\u0120") for part in merge) for merge in merges]
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no type for it
+        raise TokenizerError(f"{path_text(path)} cannot be read ({error!s:.100}): download it again") from error
+    flags = _added_around(tokenizer)
+    if _is_byte_level(json):
+        head = {"tokenizer.ggml.model": BPE, "tokenizer.ggml.pre": _pre_tokenizer(path, tokenizer, model)}
+        return head | _with_added(tokens, types, [0.0] * n_vocab, added) | {"tokenizer.ggml.merges": joined} | flags
+    ranks = {"".join(merge): rank for rank, merge in reversed(list(enumerate(merges)))}
+    scores = [-float(ranks.get(token, len(merges))) for token in tokens]
+    for i, token in enumerate(tokens):
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            types[i] = TokenType.BYTE
+    unknown = model.get("unk_token")
+    keys = _with_added(tokens, types, scores, added)
+    if unknown in tokens:
+        keys["tokenizer.ggml.token_type"][tokens.index(unknown)] = int(TokenType.UNKNOWN)
+    head = {"tokenizer.ggml.model": SPM, "tokenizer.ggml.pre": "default"}
+    prefix = {"tokenizer.ggml.add_space_prefix": tokenizer.encode("a", add_special_tokens=False).tokens[0] != "a"}
+    return head | keys | {"tokenizer.ggml.scores": scores} | prefix | flags
+
+
+def _is_byte_level(json: Mapping[str, Any]) -> bool:
+    parts = [json.get("pre_tokenizer") or {}, json.get("decoder") or {}]
+    kinds = [part.get("type") for part in parts for part in (part, *part.get("pretokenizers", ()))]
+    return "ByteLevel" in kinds
+
+
+def _added_around(tokenizer: Any) -> dict[str, Any]:
+    """Whether a text gets tokens before and behind it."""
+    inner = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a").ids
+    n_before = next((i for i in range(len(whole)) if whole[i : i + len(inner)] == inner), 0)
+    behind = len(whole) > n_before + len(inner)
+    return {"tokenizer.ggml.add_bos_token": n_before > 0, "tokenizer.ggml.add_eos_token": behind}
+
+
+def _pre_tokenizer(path: Path, tokenizer: Any, model: Mapping[str, Any]) -> str:
+    """The name of the first kind that cuts a text as this one does."""
+    from tokenizers import pre_tokenizers
+
+    from localllm.tokenizer.encoders import word_splitter
+
+    text = tokenizer.normalizer.normalize_str(_PROBE) if tokenizer.normalizer else _PROBE
+    wanted = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    whole_words = bool(model.get("ignore_merges"))
+    names = sorted(PRE_TOKENIZERS, key=lambda name: PRE_TOKENIZERS[name].ignore_merges != whole_words)
+    for name in [*(name for name in _USUAL if name in names), *names]:
+        kind = PRE_TOKENIZERS[name]
+        splitter = pre_tokenizers.Sequence([word_splitter(kind), byte_level])
+        if kind.ignore_merges == whole_words and splitter.pre_tokenize_str(text) == wanted:
+            return name
+    raise TokenizerError(
+        f"{path_text(path)} cuts words as no pre-tokenizer that localllm knows: update localllm, or report the model"
+    )
+
+
+#: Of kinds that are the same, the names that are known best.
+_USUAL = ("llama-bpe", "gpt-2", "qwen2", "deepseek-v3", "starcoder", "gpt-4o", "glm4")
+
+
+def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat template, and others by name."""
+    found = settings.get("chat_template")
+    path = folder / "chat_template.jinja"
+    if found is None and path.is_file():
+        found = path.read_text("utf-8", errors="replace")
+    found = read_json(folder / "chat_template.json").get("chat_template") if found is None else found
+    if isinstance(found, str):
+        return {"tokenizer.chat_template": found}
+    named: Sequence[Any] = found if isinstance(found, list) else ()
+    texts = {entry["name"]: entry["template"] for entry in named if {"name", "template"} <= set(entry)}
+    keys = {f"tokenizer.chat_template.{name}": text for name, text in texts.items() if name != "default"}
+    if keys:
+        keys["tokenizer.chat_templates"] = [name for name in texts if name != "default"]
+    return keys | ({"tokenizer.chat_template": texts["default"]} if "default" in texts else {})

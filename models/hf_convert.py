@@ -1,0 +1,135 @@
+"""What GGUF files have otherwise than Hugging Face's checkpoints, shared by architectures: see `models.registry`.
+
+``config`` is a `localllm.convert.config.Config`: the values of ``config.json`` as attributes.  Arrays are vectors in
+float32, and matrices as they are stored: to be moved about, or to be computed with as `floats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+def floats(array: Array) -> NDArray[np.float32]:
+    """A matrix's values: bfloat16 comes as the uint16 that it is stored in."""
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32, copy=False)
+
+
+# -- Tensors -------------------------------------------------------------------------------------------------------
+
+
+def add_one_to_norms(name: str, array: Array, config: Any) -> Array:
+    """Gemma's and Qwen 3.5's norms multiply with 1 + weight, but not the delta net's own."""
+    is_norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    return array + 1 if is_norm else array
+
+
+def interleave_pairs(array: Array, n_heads: int) -> Array:
+    """Reorders the rows [n_heads * head_dim] of each head from (0 … n/2 | n/2 … n) to (0, n/2, 1, n/2 + 1, …)."""
+    halves = array.reshape(n_heads, 2, -1, *array.shape[1:])
+    return halves.swapaxes(1, 2).reshape(array.shape)
+
+
+def interleave_query_and_key(name: str, array: Array, config: Any) -> Array:
+    """Rows of query and key in the order of rotary pairs, as files of Llama's kin have them."""
+    if name.endswith(("q_proj.weight", "q_proj.bias")):
+        return interleave_pairs(array, config.num_attention_heads)
+    if name.endswith(("k_proj.weight", "k_proj.bias")):
+        return interleave_pairs(array, config.num_key_value_heads)
+    return array
+
+
+def mamba_tensor(name: str, array: Array, config: Any) -> Array:
+    """Mamba 2's decay as it is multiplied with, and vectors of heads and groups as columns and rows."""
+    if name.endswith(("A_log", ".D")):
+        return (-np.exp(floats(array)) if name.endswith("A_log") else array)[:, None]
+    if name.endswith("conv1d.weight"):
+        return array.squeeze(1)
+    if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+        return array.reshape(getattr(config, "n_groups", None) or config.mamba_n_groups, -1)
+    return array
+
+
+def llama3_factors(config: Any) -> Mapping[str, Array]:
+    """What Llama 3.1 divides each rotary frequency by (Meta's llama-models, ``apply_scaling``)."""
+    rope = config.rope_parameters
+    if rope.get("rope_type") != "llama3":
+        return {}
+    dim = head_dim(config)
+    wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
+    turns = rope["original_max_position_embeddings"] / wavelengths
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return {"rope_freqs.weight": (1 / ((1 - kept) / rope["factor"] + kept)).astype(np.float32)}
+
+
+# -- Keys, without the architecture's name ---------------------------------------------------------------------------
+
+
+def head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def rotated_part(config: Any) -> dict[str, Any]:
+    return {"rope.dimension_count": int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1))}
+
+
+def sliding_window(config: Any) -> dict[str, Any]:
+    return {"attention.sliding_window": getattr(config, "sliding_window", None)}
+
+
+def window_pattern(config: Any) -> list[bool]:
+    """Of each layer, whether it has a window; old configurations say only how often one has none."""
+    if kinds := getattr(config, "layer_types", None):
+        return [kind == "sliding_attention" for kind in kinds]
+    return [(i + 1) % config.sliding_window_pattern != 0 for i in range(config.num_hidden_layers)]
+
+
+def window_keys(config: Any) -> dict[str, Any]:
+    if not getattr(config, "sliding_window", None):
+        return {}
+    return sliding_window(config) | {"attention.sliding_window_pattern": window_pattern(config)}
+
+
+def routing_keys(config: Any) -> dict[str, Any]:
+    """Experts as DeepSeek has them."""
+    return {
+        "expert_count": config.n_routed_experts,
+        "leading_dense_block_count": getattr(config, "first_k_dense_replace", None),
+        "expert_shared_count": config.n_shared_experts,
+        "expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2,
+        "expert_weights_norm": bool(config.norm_topk_prob),
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_group_count": getattr(config, "n_group", None),
+        "expert_group_used_count": getattr(config, "topk_group", None),
+    }
+
+
+def mamba_keys(config: Any) -> dict[str, Any]:
+    return {
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.group_count": config.mamba_n_groups,
+        "ssm.time_step_rank": config.mamba_n_heads,
+        "ssm.inner_size": config.mamba_n_heads * config.mamba_d_head,
+    }
+
+
+def attention_layers(config: Any, value: int) -> list[int]:
+    """``value`` in layers with attention, 0 in others."""
+    return [value if kind in ("full_attention", "attention") else 0 for kind in config.layer_types]
+
+
+def parallel_keys(config: Any) -> dict[str, Any]:
+    return rotated_part(config) | {
+        "use_parallel_residual": getattr(config, "use_parallel_residual", None),
+        "attention.key_length": None,
+        "attention.value_length": None,
+    }

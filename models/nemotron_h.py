@@ -1,0 +1,98 @@
+"""Nemotron-H (arXiv:2504.03624) and Nemotron 3: each layer is one of Mamba 2, attention without rotation, and an MLP
+or experts without gates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import Graph, Tensor
+from localllm.models import hf_names
+from localllm.models.blocks import Layer, Mamba, attention, decoder, mamba, mixture, mlp, norm
+from localllm.models.config import Header
+from localllm.models.hf_convert import Array, interleave_query_and_key, mamba_tensor, rotated_part, routing_keys
+
+HF_NAMES = hf_names.mamba("mixer") | {
+    "token_embd": "backbone.embeddings",
+    "output_norm": "backbone.norm_f",
+    "output": "lm_head",
+    "attn_norm": "norm",
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    "ffn_up_exps": "mixer.experts.*.up_proj",
+    "ffn_down_exps": "mixer.experts.*.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+}
+#: What layers are, in the letters of released configurations.
+_KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array:
+    return interleave_query_and_key(name, mamba_tensor(name, array, config), config)
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    kinds = getattr(config, "layers_block_type", None) or [_KINDS[each] for each in config.hybrid_override_pattern]
+
+    def of(kind: str, value: int) -> list[int]:
+        return [value if each.endswith(kind) and each != "linear_attention" else 0 for each in kinds]
+
+    keys = rotated_part(config) | {
+        "vocab_size": config.vocab_size,
+        "context_length": 1 << 20,  # as nothing is rotated
+        "rope.freq_base": None,
+        "rope.scaling.finetuned": False,
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        "attention.head_count_kv": of("attention", config.num_key_value_heads),
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.group_count": config.n_groups,
+        "ssm.time_step_rank": config.mamba_num_heads,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+    }
+    if "moe" not in kinds:
+        absent = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+        return keys | {"feed_forward_length": of("mlp", config.intermediate_size)} | dict.fromkeys(absent)
+    return (
+        routing_keys(config)
+        | keys
+        | {
+            "leading_dense_block_count": None,
+            "feed_forward_length": of("moe", config.moe_intermediate_size),
+            "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+            "moe_latent_size": getattr(config, "moe_latent_size", None),
+        }
+    )
+
+
+def record(m: Header) -> Graph:
+    meta, heads, net, experts = m.meta, m.heads_by_layer(), Mamba.read(m.meta), m.experts(gating=2)
+    widths = meta.read_each("feed_forward_length", m.config.n_layers, int, low=0, high=1 << 24)
+    for key in ("moe_latent_size", "rope.dimension_count", "rope.freq_base"):  # of the tensors; and of no use here
+        meta.find(key)
+    eps = meta.read("attention.layer_norm_epsilon", float, 0.0, low=0.0, high=1.0)
+    eps = meta.read("attention.layer_norm_rms_epsilon", float, eps, low=0.0, high=1.0)
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        y, n_ff, own_heads = norm(at, "attn_norm", x), widths[at.number], heads[at.number]
+        if n_ff and own_heads:
+            raise ModelError(
+                f"{meta.architecture}.feed_forward_length and {meta.architecture}.attention.head_count_kv both give "
+                f"layer {at.number} a width, but it can have only one: the file is broken"
+            )
+        if n_ff and experts:
+            return mixture(at, y, experts, activation="relu2", residual=x)
+        if n_ff:
+            return mlp(at, y, n_ff, activation="relu2", residual=x)
+        return attention(at, y, own_heads, None, residual=x) if own_heads else mamba(at, y, net, residual=x)
+
+    return decoder(m, layer, norm_eps=eps)

@@ -1,0 +1,64 @@
+"""Hugging Face folders: safetensors files written by hand, and a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.tokenizer.encoders import sentencepiece_model
+from localllm.tokenizer.vocabulary import Vocabulary
+from tests.helpers import tiny_models
+
+_DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int32": "I32", "int8": "I8", "uint8": "U8"}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, NDArray[Any] | tuple[str, NDArray[Any]]]) -> Path:
+    """Arrays, or types of the format and their bits; uint16 is bfloat16."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, given in tensors.items():
+        dtype, array = given if isinstance(given, tuple) else (_DTYPES[given.dtype.name], given)
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [len(data), len(data) + array.nbytes]}
+        data += array.tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def write_tokenizer(folder: Path, n_vocab: int) -> None:
+    """The tokenizer of `tiny_models.spm_vocabulary`, as sentencepiece has it."""
+    keys = tiny_models.spm_vocabulary(n_vocab)
+    for name in ("scores", "token_type"):
+        keys[f"tokenizer.ggml.{name}"] = np.array(keys[f"tokenizer.ggml.{name}"])
+    vocabulary = Vocabulary.from_gguf(SimpleNamespace(path="tiny", metadata=keys))
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model(vocabulary))
+
+
+def write_checkpoint(
+    folder: Path,
+    model_type: str = "llama",
+    *,
+    tensors: Mapping[str, Any] | None = None,
+    without: str | None = None,
+    **changes: Any,
+) -> Path:
+    """A tiny random model of `tiny_models`.
+
+    Args:
+        tensors: further tensors, or others in place of those that it has.
+        without: a tensor that it lacks.
+        changes: in config.json.
+    """
+    settings = tiny_models.config(model_type, **{"bos_token_id": 1, "eos_token_id": 2} | changes)
+    weights = dict(tiny_models.random_weights(settings)) | dict(tensors or {})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings))
+    write_safetensors(folder / "model.safetensors", {k: v for k, v in weights.items() if k != without})
+    write_tokenizer(folder, settings["vocab_size"])
+    return folder

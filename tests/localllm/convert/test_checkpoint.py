@@ -1,0 +1,235 @@
+"""Converting: the file that comes out, and folders that are refused before anything is written.
+
+Every architecture is converted by `tests.models.test_transformers`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import localllm
+from localllm import files
+from localllm.convert import Checkpoint
+from localllm.errors import LocalLLMError, ModelError, OutputError, UnsupportedArchitectureError
+from localllm.gguf import GGUFFile
+from localllm.quant.formats import dequantize
+from localllm.quant.types import GGMLType
+from localllm.quantize import plan, run
+from tests.helpers import tiny_models
+from tests.helpers.checkpoints import write_checkpoint, write_safetensors
+from tests.helpers.command_line import run_main
+
+
+def convert(folder: Path, out: Path, type: str | None = None, **options: Any) -> Path:
+    for _ in run(plan(Checkpoint(folder), out, type, allow_requantize=True), **options):
+        pass
+    return out
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_tensors_and_keys_are_those_of_another_writer(model_type: str, tmp_path: Path) -> None:
+    """`tiny_models.write_gguf`, which has its own names."""
+    settings = tiny_models.config(model_type)
+    theirs = tiny_models.write_gguf(tmp_path / "b.gguf", settings, tiny_models.random_weights(settings))
+    ours = convert(write_checkpoint(tmp_path / "folder", model_type), tmp_path / "a.gguf")
+    with GGUFFile.open(ours) as one, GGUFFile.open(theirs) as other:
+        assert one.tensors.keys() == other.tensors.keys()
+        for name, tensor in other.tensors.items():
+            np.testing.assert_array_equal(one.tensors[name].data, tensor.data)
+        for key in other.metadata:
+            if not re.match(r"general\.|.*(rope.dimension_count|unknown_|add_)", key):
+                np.testing.assert_array_equal(one.metadata[key], other.metadata[key], err_msg=key)
+
+
+def test_a_checkpoint_in_several_files(tmp_path: Path) -> None:
+    whole = convert(write_checkpoint(tmp_path / "a"), tmp_path / "a.gguf")
+    folder = write_checkpoint(tmp_path / "b")
+    weights = tiny_models.random_weights(tiny_models.config())
+    (folder / "model.safetensors").unlink()
+    index = {}
+    for i, name in enumerate(weights):
+        index[name] = f"model-{i}.safetensors"
+        write_safetensors(folder / index[name], {name: weights[name]})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    parts = convert(folder, tmp_path / "b.gguf")
+    with GGUFFile.open(whole) as one, GGUFFile.open(parts) as other:
+        assert all(np.array_equal(one.tensors[name].data, other.tensors[name].data) for name in one.tensors)
+
+
+def test_types(tmp_path: Path) -> None:
+    weight = np.full((64, 64), 0x3F80, np.uint16)  # 1 in bfloat16
+    folder = write_checkpoint(tmp_path / "a", tensors={"model.layers.0.self_attn.o_proj.weight": weight})
+    types = {}
+    for type in (None, "F16", "Q8_0"):
+        with GGUFFile.open(convert(folder, tmp_path / f"{type}.gguf", type)) as file:
+            names = ("blk.0.attn_output.weight", "blk.0.attn_q.weight", "blk.0.attn_norm.weight")
+            types[type] = [file.tensors[name].type.name for name in names]
+            values = dequantize(file.tensors["blk.0.attn_output.weight"].data, file.tensors[names[0]].type)
+            np.testing.assert_allclose(values, 1, rtol=1e-4)
+            assert file.metadata["general.file_type"] == {None: 0, "F16": 1, "Q8_0": 7}[type]
+    assert types == {
+        None: ["BF16", "F32", "F32"],
+        "F16": ["F16", "F16", "F32"],
+        "Q8_0": ["Q8_0", "Q8_0", "F32"],
+    }
+
+
+def test_integers_of_gptq_are_kept_where_rows_are_reordered(tmp_path: Path) -> None:
+    """Query's rows are, in files of Llama."""
+    rng = np.random.default_rng(0)
+    words = rng.integers(-(1 << 31), 1 << 31, (8, 64)).astype(np.int32)  # [64 / 8, 64]
+    name = "model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{name}.qweight": words,
+        f"{name}.qzeros": np.full((2, 8), 0x77777777, np.int32),
+        f"{name}.scales": rng.uniform(0.01, 0.02, (2, 64)).astype(np.float16),
+        f"{name}.g_idx": (np.arange(64) // 32).astype(np.int32),
+    }
+    quantization = {"quant_method": "gptq", "bits": 4}
+    folder = write_checkpoint(
+        tmp_path / "a", tensors=tensors, without=f"{name}.weight", quantization_config=quantization
+    )
+    integers = (words.view(np.uint32)[:, None] >> np.arange(0, 32, 4, dtype=np.uint32)[:, None] & 15).reshape(64, 64)
+    values = (integers.astype(np.float32) - 8) * tensors[f"{name}.scales"].repeat(32, 0).astype(np.float32)
+    expected = tiny_models.interleave_pairs(values.T, 4)
+    with GGUFFile.open(convert(folder, tmp_path / "a.gguf")) as file:
+        tensor = file.tensors["blk.0.attn_q.weight"]
+        assert tensor.type is GGMLType.Q4_0
+        np.testing.assert_array_equal(dequantize(tensor.data, tensor.type), expected)
+    with GGUFFile.open(convert(folder, tmp_path / "b.gguf", "F16")) as file:
+        values = dequantize(file.tensors["blk.0.attn_q.weight"].data, GGMLType.F16)
+        np.testing.assert_allclose(values, expected, rtol=1e-3)
+
+
+def test_a_model_that_sees_is_converted_without_its_eyes(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "a", "mistral", sliding_window=None)
+    settings = json.loads((folder / "config.json").read_text())
+    text = settings | {"model_type": "ministral3", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    (folder / "config.json").write_text(json.dumps({"model_type": "mistral3", "text_config": text}))
+    weights = tiny_models.random_weights(settings)
+    seeing = {f"language_model.{name}": array for name, array in weights.items()}
+    seeing |= {"vision_tower.conv.weight": np.float32([1]), "multi_modal_projector.linear.weight": np.float32([1])}
+    write_safetensors(folder / "model.safetensors", seeing)
+    checkpoint = Checkpoint(folder)
+    assert checkpoint.architecture == "mistral3"
+    assert len(checkpoint.tensors) == len(weights)
+
+
+def test_sampling_settings_and_name(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "models--org--Name" / "snapshots" / "abc")
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 1, "top_k": 20, "do_sample": True}))
+    metadata = Checkpoint(folder).metadata
+    assert metadata["general.name"] == "Name"
+    sampling = {key: value for key, value in metadata.items() if "sampling" in key}
+    assert sampling == {"general.sampling.temp": 1.0, "general.sampling.top_k": 20}
+
+
+BAD: list[tuple[dict[str, Any], type[LocalLLMError], str]] = [
+    ({"model_type": "t5"}, UnsupportedArchitectureError, "has model_type = 't5', which localllm does not convert"),
+    ({"num_attention_heads": None}, ModelError, "cannot be converted|do not make a llama model"),
+    ({"num_attention_heads": 5}, ModelError, "cannot be converted|do not make a llama model"),
+    ({"hidden_size": "64"}, ModelError, "cannot be converted|do not make a llama model"),
+    ({"num_hidden_layers": 4}, ModelError, "block_count is 4, but the file has tensors of 3 layers"),
+    ({"rope_scaling": "linear"}, ModelError, "rope_scaling = 'linear', which must be an object"),
+    ({"rope_scaling": {"rope_type": "llama3"}}, ModelError, "do not make a llama model"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), BAD)
+def test_odd_configurations_are_refused(
+    changes: dict[str, Any], kind: type[LocalLLMError], message: str, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path / "a")
+    settings = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(kind, match=message):
+        Checkpoint(folder)
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"without": Q}, "has no tensor blk.1.attn_q.weight"),
+        ({"tensors": {Q: np.zeros((32, 64), np.float32)}}, r"blk.1.attn_q.weight"),
+        ({"tensors": {"model.layers.0.extra.weight": np.zeros(4, np.float32)}}, "has the tensor 'extra.weight'"),
+        ({"tensors": {Q: np.zeros((64, 64), np.uint8)}}, "is U8 without scales"),
+    ],
+)
+def test_missing_and_odd_tensors_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        Checkpoint(write_checkpoint(tmp_path / "a", **options))
+
+
+def test_missing_experts_are_refused(tmp_path: Path) -> None:
+    experts = {f"model.layers.0.mlp.experts.{i}.gate_proj.weight": np.zeros((4, 64), np.float32) for i in (0, 2)}
+    with pytest.raises(ModelError, match=r"lacks experts of 'model.layers.0.mlp.experts"):
+        Checkpoint(write_checkpoint(tmp_path / "a", "qwen2_moe", tensors=experts))
+
+
+def test_a_folder_without_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config.json"):
+        Checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read as JSON"):
+        Checkpoint(tmp_path)
+
+
+def test_nan_weights_are_named_and_leave_no_file(tmp_path: Path) -> None:
+    weight = np.zeros((64, 64), np.float32)
+    weight[3, 5] = np.nan
+    folder = write_checkpoint(tmp_path / "a", tensors={Q: weight})
+    for type in (None, "F16", "Q8_0"):
+        with pytest.raises(ModelError, match=r"'blk.1.attn_q.weight' has 1 values that are NaN"):
+            convert(folder, tmp_path / "out.gguf", type)
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    with GGUFFile.open(convert(folder, tmp_path / "out.gguf", allow_nan=True)) as file:
+        assert not file.tensors["blk.1.attn_q.weight"].data.any()
+
+
+def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path / "a")
+    put, written = files.NewFile.put, []
+
+    def fail(self: files.NewFile, data: Any) -> None:
+        written.append(data)
+        if len(written) == 9:
+            monkeypatch.setattr(self, "_file", Full(self._file))
+        put(self, data)
+
+    class Full:
+        def __init__(self, file: Any) -> None:
+            self.close, self.raw = file.close, file.raw
+
+        def write(self, data: Any) -> None:
+            raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(files.NewFile, "put", fail)
+    with pytest.raises(OutputError, match="the disk is full"):
+        convert(folder, tmp_path / "out.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    folder = write_checkpoint(tmp_path / "Tiny")
+    monkeypatch.chdir(tmp_path)
+    done = run_main(capfdbinary, "convert", folder, "--type", "q8_0", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["files"] == ["Tiny-Q8_0.gguf"]
+    with localllm.load(tmp_path / "Tiny-Q8_0.gguf", threads=1) as llm:
+        assert llm.generate("the", max_tokens=3, temperature=0, ignore_eos=True)
+    done = run_main(capfdbinary, "convert", folder, "-o", "x.gguf", "--dry-run")
+    assert done.code == 0, done.err
+    assert "blk.0.attn_q.weight" in done.out
+    assert not (tmp_path / "x.gguf").exists()

@@ -1,0 +1,202 @@
+"""Packed checkpoints: what their integers, scales and zeros stand for, and that blocks keep them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localllm.convert.config import Config
+from localllm.convert.safetensors import read_folder
+from localllm.convert.sources import Source, find_sources
+from localllm.errors import ModelError
+from localllm.models.hf_convert import floats
+from localllm.quant.formats import dequantize
+from localllm.quant.types import GGMLType
+from tests.helpers.checkpoints import write_safetensors
+
+Array = NDArray[Any]
+ROWS, COLUMNS, GROUP = 16, 128, 64
+RNG = np.random.default_rng(0)
+INTEGERS = RNG.integers(0, 16, (ROWS, COLUMNS))
+ZEROS = RNG.integers(1, 16, (ROWS, COLUMNS // GROUP))
+SCALES = RNG.uniform(0.5, 2, (ROWS, COLUMNS // GROUP)).astype(np.float16)
+EIGHTS = np.full_like(ZEROS, 8)
+
+
+def source(tmp_path: Path, tensors: dict[str, Any], name: str = "x.weight", **settings: Any) -> Source:
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    found = find_sources(read_folder(tmp_path), Config({"quantization_config": settings}))
+    assert list(found) == [name]
+    return found[name]
+
+
+def packed(integers: Array, order: tuple[int, ...] = tuple(range(8)), bits: int = 4) -> NDArray[np.int32]:
+    """[rows, n] to words [rows, n * bits / 32]: of each word, the integers stand in this order, lowest bits first."""
+    per_word = 32 // bits
+    groups = integers.reshape(len(integers), -1, per_word)[:, :, list(order)[:per_word]].astype(np.uint64)
+    return (
+        (groups << (np.arange(per_word, dtype=np.uint64) * np.uint64(bits))).sum(2).astype(np.uint32).view(np.int32)
+    )
+
+
+def expected(zeros: Array, integers: Array = INTEGERS) -> Array:
+    every = np.arange(COLUMNS) // GROUP
+    return (integers - zeros[:, every]) * SCALES[:, every].astype(np.float64)
+
+
+def check(found: Source, zeros: Array) -> None:
+    """Values to float16's rounding; the blocks' exactly, but for the product of scale and zero, which is rounded."""
+    assert found.shape == (ROWS, COLUMNS)
+    np.testing.assert_allclose(floats(found.values()), expected(zeros), rtol=1e-3)
+    assert found.type is (GGMLType.Q4_0 if (zeros == 8).all() else GGMLType.Q4_1)
+    assert found.blocks is not None
+    blocks = dequantize(found.blocks(), found.type)
+    every = np.arange(COLUMNS) // GROUP
+    steps = blocks / SCALES[:, every] + zeros[:, every]
+    np.testing.assert_array_equal(np.round(steps), INTEGERS)
+    np.testing.assert_allclose(steps, INTEGERS, atol=0.01)
+    if found.type is GGMLType.Q4_0:
+        np.testing.assert_array_equal(blocks, expected(zeros).astype(np.float32))
+
+
+def gptq(zeros: Array, less: int = 1) -> dict[str, Array]:
+    return {
+        "x.qweight": np.ascontiguousarray(packed(INTEGERS).T),
+        "x.qzeros": packed(zeros.T - less),
+        "x.scales": np.ascontiguousarray(SCALES.T),
+        "x.g_idx": (np.arange(COLUMNS) // GROUP).astype(np.int32),
+    }
+
+
+@pytest.mark.parametrize("zeros", [ZEROS, EIGHTS], ids=["zeros", "symmetric"])
+def test_gptq(zeros: Array, tmp_path: Path) -> None:
+    check(source(tmp_path, gptq(zeros), quant_method="gptq", bits=4), zeros)
+    check(source(tmp_path, gptq(zeros, less=0), quant_method="gptq", bits=4, checkpoint_format="gptq_v2"), zeros)
+
+
+def test_gptq_with_columns_in_another_order_becomes_floats(tmp_path: Path) -> None:
+    order = RNG.permutation(COLUMNS // GROUP * GROUP) // GROUP
+    tensors = gptq(ZEROS) | {"x.g_idx": order.astype(np.int32)}
+    found = source(tmp_path, tensors, bits=4)
+    assert found.type is GGMLType.F16
+    assert found.blocks is None
+    wanted = (INTEGERS - ZEROS[:, order]) * SCALES[:, order].astype(np.float64)
+    np.testing.assert_allclose(found.values(), wanted, rtol=1e-3)
+
+
+def test_gptq_of_8_bits_becomes_floats(tmp_path: Path) -> None:
+    integers = RNG.integers(0, 256, (ROWS, COLUMNS))
+    zeros = np.full_like(ZEROS, 128)
+    tensors = gptq(ZEROS) | {
+        "x.qweight": np.ascontiguousarray(packed(integers, bits=8).T),
+        "x.qzeros": packed(zeros.T - 1, bits=8),
+    }
+    found = source(tmp_path, tensors, bits=8)
+    assert found.blocks is None
+    np.testing.assert_allclose(found.values(), expected(zeros, integers), rtol=1e-3)
+
+
+@pytest.mark.parametrize("zeros", [ZEROS, EIGHTS], ids=["zeros", "symmetric"])
+def test_awq(zeros: Array, tmp_path: Path) -> None:
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {
+        "x.qweight": packed(np.ascontiguousarray(INTEGERS.T), order),
+        "x.qzeros": packed(np.ascontiguousarray(zeros.T), order),
+        "x.scales": np.ascontiguousarray(SCALES.T),
+    }
+    check(source(tmp_path, tensors, quant_method="awq", bits=4), zeros)
+
+
+@pytest.mark.parametrize("zeros", [ZEROS, EIGHTS], ids=["zeros", "symmetric"])
+def test_compressed_tensors(zeros: Array, tmp_path: Path) -> None:
+    tensors = {
+        "x.weight_packed": packed(INTEGERS),
+        "x.weight_scale": SCALES,
+        "x.weight_shape": np.array([ROWS, COLUMNS], np.int32),
+    }
+    if zeros is ZEROS:
+        tensors["x.weight_zero_point"] = np.ascontiguousarray(packed(zeros.T).T)
+    check(source(tmp_path, tensors, quant_method="compressed-tensors"), zeros)
+
+
+def test_int8_keeps_its_integers(tmp_path: Path) -> None:
+    integers = RNG.integers(-128, 128, (ROWS, COLUMNS)).astype(np.int8)
+    scales = SCALES[:, :1]
+    found = source(tmp_path, {"x.weight": integers, "x.weight_scale": scales})
+    assert found.type is GGMLType.Q8_0
+    assert found.blocks is not None
+    wanted = integers * scales.astype(np.float32)
+    np.testing.assert_array_equal(dequantize(found.blocks(), GGMLType.Q8_0), wanted)
+    np.testing.assert_allclose(floats(found.values()), wanted, rtol=4e-3)
+
+
+@pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2"])
+def test_fp8(kind: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="needs the extra 'reference'")
+    dtype = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}[kind]
+    codes = np.arange(256, dtype=np.uint8).reshape(1, 256).repeat(3, 0)
+    values = torch.from_numpy(codes).view(dtype).float().numpy()
+    scales = np.float32([[2, 4], [8, 16]])
+    tensors = {"x.weight": (kind, codes), "x.weight_scale_inv": scales}
+    found = source(tmp_path, tensors, weight_block_size=[2, 128])
+    every = scales[np.array([0, 0, 1])][:, np.arange(256) // 128]
+    np.testing.assert_array_equal(floats(found.values()), values * every)
+    found = source(tmp_path, {"x.weight": (kind, codes), "x.weight_scale": np.float32([2.0])})
+    np.testing.assert_array_equal(floats(found.values()), values * 2)
+
+
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+CODES = RNG.integers(0, 16, (ROWS, COLUMNS)).astype(np.uint8)
+HALVES = CODES[:, ::2] | CODES[:, 1::2] << 4
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "compressed-tensors"])
+def test_mxfp4(kind: str, tmp_path: Path) -> None:
+    powers = RNG.integers(120, 135, (ROWS, COLUMNS // 32)).astype(np.uint8)
+    if kind == "gpt-oss":
+        tensors = {"x_blocks": HALVES.reshape(ROWS, -1, 16), "x_scales": powers}
+        found = source(tmp_path, tensors, name="x_blocks")
+    else:
+        found = source(tmp_path, {"x.weight_packed": HALVES, "x.weight_scale": powers})
+    assert found.type is GGMLType.MXFP4
+    assert found.blocks is not None
+    wanted = FP4[CODES] * 2.0 ** (powers.astype(float) - 127).repeat(32, 1)
+    np.testing.assert_array_equal(dequantize(found.blocks(), GGMLType.MXFP4), wanted)
+    np.testing.assert_array_equal(floats(found.values()), wanted)
+
+
+def test_nvfp4(tmp_path: Path) -> None:
+    scales = RNG.integers(0x30, 0x40, (ROWS, COLUMNS // 16)).astype(np.uint8)  # 0.5 … 1.875
+    sizes = (1 + (scales & 7) / 8) * 2.0 ** ((scales >> 3) - 7.0)
+    wanted = (FP4[CODES] * sizes.repeat(16, 1)) / 4
+    theirs = {
+        "x.weight_packed": HALVES,
+        "x.weight_scale": ("F8_E4M3", scales),
+        "x.weight_global_scale": np.float32([4]),
+    }
+    np.testing.assert_array_equal(floats(source(tmp_path, theirs).values()), wanted)
+    modelopt = {"x.weight": HALVES, "x.weight_scale": ("F8_E4M3", scales), "x.weight_scale_2": np.float32([0.25])}
+    np.testing.assert_array_equal(floats(source(tmp_path, modelopt).values()), wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x.scales": None}, "'x.qweight' and its scales do not fit"),
+        ({"x.scales": SCALES.T[:, :8].copy()}, "'x.qweight' and its scales do not fit"),
+        ({"x.qzeros": np.zeros((1, 1), np.int32)}, "'x.qweight' and its scales do not fit"),
+    ],
+)
+def test_scales_of_another_tensor_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    tensors = {name: array for name, array in (gptq(ZEROS) | change).items() if array is not None}
+    with pytest.raises(ModelError, match=message):
+        source(tmp_path, tensors, bits=4)
+
+
+def test_other_bits_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has 3 bits"):
+        source(tmp_path, gptq(ZEROS), bits=3)

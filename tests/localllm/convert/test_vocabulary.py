@@ -1,0 +1,162 @@
+"""Tokenizers of checkpoints: the converted vocabulary gives the ids that the original does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
+
+from localllm.convert.config import Config
+from localllm.convert.vocabulary import vocabulary_keys
+from localllm.errors import TokenizerError
+from localllm.tokenizer import Tokenizer
+from localllm.tokenizer.pretokenizers import PRE_TOKENIZERS
+from tests.helpers.checkpoints import write_tokenizer
+
+TEXTS = [
+    "The quick brown fox jumps over 12345 lazy dogs.\n\n  It's 3.14, isn't it?  \tEND",
+    "camelCaseWords naïve — “quoted” 你好世界 🙂\n",
+    "   leading and trailing   ",
+]
+N_VOCAB = 600
+
+
+def read(folder: Path, n_vocab: int = N_VOCAB, **config: Any) -> tuple[dict[str, Any], Tokenizer]:
+    keys = vocabulary_keys(folder, Config(config), n_vocab)
+    arrays = {key: np.array(keys[key]) for key in keys if key.endswith((".token_type", ".scores"))}
+    return keys, Tokenizer.from_gguf(SimpleNamespace(path=folder, metadata=keys | arrays))
+
+
+def byte_level(folder: Path, pre: str, *, bos: bool = False) -> tokenizers.Tokenizer:
+    """A byte-level BPE tokenizer that cuts words as one of the known kinds does."""
+    kind = PRE_TOKENIZERS[pre]
+    tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=kind.ignore_merges))
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in kind.patterns]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken("<|begin|>", special=True), AddedToken("<|end|>", special=True), AddedToken("<tool>")]
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=special[:2],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS * 2, trainer)
+    tokenizer.add_tokens(special[2:])
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>"}, "chat_template": "{{ messages }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tokenizer
+
+
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
+def test_the_pre_tokenizer_is_recognised(pre: str, tmp_path: Path) -> None:
+    """By name, or as another that cuts in the same way."""
+    byte_level(tmp_path, pre)
+    found = read(tmp_path)[0]["tokenizer.ggml.pre"]
+    assert PRE_TOKENIZERS[found].ignore_merges == PRE_TOKENIZERS[pre].ignore_merges
+    if pre not in ("bailingmoe", "bailingmoe2", "llada-moe"):  # which cut as Qwen 2's, in other words
+        assert PRE_TOKENIZERS[found].patterns == PRE_TOKENIZERS[pre].patterns
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_byte_level_bpe(bos: bool, tmp_path: Path) -> None:
+    original = byte_level(tmp_path, "llama-bpe", bos=bos)
+    keys, tokenizer = read(tmp_path)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == original.encode(text).ids
+    assert len(keys["tokenizer.ggml.tokens"]) == N_VOCAB
+    types = dict(zip(keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"], strict=True))
+    assert [types[token] for token in ("<|begin|>", "<tool>", "[PAD599]", "Ġ")] == [3, 4, 5, 1]
+    assert keys["tokenizer.ggml.eos_token_id"] == 1
+    assert keys["tokenizer.ggml.add_bos_token"] is bos
+    assert keys["tokenizer.chat_template"] == "{{ messages }}"
+
+
+def test_bpe_with_sentencepieces_spaces(tmp_path: Path) -> None:
+    """As Llama 2's, Gemma's and Mistral's tokenizer.json: spaces are U+2581, and unknown characters are bytes."""
+    alphabet = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    base = tokenizers.Tokenizer(models.BPE())
+    base.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="always", split=False)
+    base.train_from_iterator(
+        TEXTS * 2, trainers.BpeTrainer(vocab_size=300, special_tokens=alphabet, show_progress=False)
+    )
+    model = json.loads(base.to_str())["model"]
+    model |= {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"}
+    whole = json.loads(base.to_str()) | {
+        "model": model,
+        "pre_tokenizer": None,
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "▁"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            ],
+        },
+        "added_tokens": [
+            {"id": i, "content": alphabet[i], "special": True, "normalized": False}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+            for i in range(3)
+        ],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    original = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    keys, tokenizer = read(tmp_path, bos_token_id=1, eos_token_id=2)
+    assert keys["tokenizer.ggml.model"] == "llama"
+    assert keys["tokenizer.ggml.add_space_prefix"] is True
+    for text in TEXTS:
+        assert tokenizer.encode(text) == original.encode(text).ids
+
+
+def test_sentencepiece_with_added_tokens(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 290)
+    decoder = {"3": {"content": "<|im_start|>"}, "291": {"content": "<tool>"}, "999": {"content": "<beyond>"}}
+    settings = {"added_tokens_decoder": decoder, "eos_token": "<|im_start|>", "add_bos_token": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    keys, tokenizer = read(tmp_path, 300, bos_token_id=1)
+    assert keys["tokenizer.ggml.tokens"][3] == "<|im_start|>"
+    assert [keys["tokenizer.ggml.token_type"][i] for i in (0, 1, 3, 4, 260, 291, 299)] == [2, 3, 3, 6, 1, 4, 5]
+    assert (keys["tokenizer.ggml.bos_token_id"], keys["tokenizer.ggml.eos_token_id"]) == (1, 3)
+    assert tokenizer.encode("the<tool>")[-1] == 291
+
+
+def test_chat_templates_in_files_of_their_own(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 290)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "from json"}))
+    assert read(tmp_path)[0]["tokenizer.chat_template"] == "from json"
+    (tmp_path / "chat_template.jinja").write_text("from jinja")
+    assert read(tmp_path)[0]["tokenizer.chat_template"] == "from jinja"
+    named = [{"name": "default", "template": "a"}, {"name": "rag", "template": "b"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    keys = read(tmp_path)[0]
+    assert (keys["tokenizer.chat_template"], keys["tokenizer.chat_template.rag"]) == ("a", "b")
+    assert keys["tokenizer.chat_templates"] == ["rag"]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "has no tokenizer.model or tokenizer.json"),
+        ({"tokenizer.model": "no protocol buffer"}, "is not a sentencepiece model"),
+        ({"tokenizer.json": '{"model": {"type": "WordPiece"}}'}, "is of the kind 'WordPiece'"),
+        ({"tokenizer.json": '{"model": {"type": "BPE", "vocab": [], "merges": []}}'}, "is damaged"),
+        ({"tokenizer.json": '{"model": {"type": "BPE", "vocab": {}, "merges": [1]}}'}, "is damaged"),
+    ],
+)
+def test_damaged_tokenizers_are_refused(files: dict[str, str], message: str, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(TokenizerError, match=message):
+        read(tmp_path)
