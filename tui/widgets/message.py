@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+from collections.abc import Iterator
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -11,7 +14,6 @@ from textual.content import Content
 from textual.message import Message as Posted
 from textual.style import Style
 from textual.widgets import Collapsible, Markdown, Static
-from textual.widgets.markdown import MarkdownStream
 
 from localllm.tui.chat.conversation import Message
 from localllm.tui.chat.thinking import Piece, ThinkingClock
@@ -19,11 +21,7 @@ from localllm.tui.text import escape_controls, parser
 
 
 class Reply(Markdown):
-    """A reply's answer.
-
-    While it streams, pieces go through Textual's stream, which joins those that come while it draws; at the end it is
-    drawn once more as a whole, since a block may have been read otherwise before its end was there.
-    """
+    """A reply's answer, drawn in pieces: a long one that comes at once holds up no key."""
 
     class Link(Posted):
         """Somebody wants to open a link."""
@@ -32,26 +30,52 @@ class Reply(Markdown):
             super().__init__()
             self.address = address
 
-    def __init__(self, text: str = "") -> None:
-        super().__init__(escape_controls(text), parser_factory=parser, open_links=False)
-        self._stream: MarkdownStream | None = None
+    def __init__(self) -> None:
+        super().__init__(parser_factory=parser, open_links=False)
+        self._held = ""
 
     async def write(self, text: str) -> None:
-        """Adds a piece."""
-        if self._stream is None:
-            self._stream = Markdown.get_stream(self)
-        await self._stream.write(escape_controls(text))
+        """Adds a piece, but for the beginning of a line that may become anything yet: an item, a fence, a title."""
+        text = self._held + escape_controls(text)
+        line = text[text.rfind("\n") + 1 :]
+        self._held = line if _UNCERTAIN.fullmatch(line) else ""
+        await self._add(text.removesuffix(self._held))
+
+    async def _add(self, text: str) -> None:
+        for piece in _pieces(text):
+            last = self.children[-1] if self.children else None
+            await self.append(piece)
+            # The style sheet's :last-child would have all blocks styled anew for each that comes.
+            if last is not None:
+                last.remove_class("last")
+            if self.children:
+                self.children[-1].add_class("last")
+            await asyncio.sleep(_REST)
 
     async def show(self, text: str) -> None:
-        """Shows a whole text, and ends the stream if there is one."""
-        if self._stream is not None:
-            await self._stream.stop()
-            self._stream = None
-        await self.update(escape_controls(text))
+        """Shows a whole text; what stands there already is drawn anew only where the end may have changed it."""
+        text, self._held = escape_controls(text), ""
+        is_odd = "]:" in text or len(text.split("\n")) != len(f"{text}.".splitlines())
+        if text.startswith(self.source) and not is_odd:
+            await self._add(text.removeprefix(self.source))
+        else:
+            await self.update("")
+            await self._add(text)
 
     def on_markdown_link_clicked(self, event: Markdown.LinkClicked) -> None:
         event.stop()
         self.post_message(self.Link(event.href))
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in pieces that are drawn one at a time, cut where blocks of Markdown end if that can be."""
+    while len(text) > _PIECE_LENGTH:
+        cuts = (text.rfind(mark, 0, _PIECE_LENGTH) + len(mark) for mark in ("\n\n", "\n", " "))
+        cut = next((cut for cut in cuts if cut > len(" ")), _PIECE_LENGTH)
+        yield text[:cut]
+        text = text[cut:]
+    if text:
+        yield text
 
 
 class Thinking(Collapsible):
@@ -119,6 +143,12 @@ def _title(text: str, seconds: float | None, is_thinking: bool) -> str:
     return f"Thought in {n_words:,} word{'s' * (n_words != 1)}"
 
 
+#: Characters of a reply that are drawn at a time.
+_PIECE_LENGTH = 1000
+#: Seconds between two of them, in which keys are handled.
+_REST = 0.01
+#: The beginning of a line without a letter.
+_UNCERTAIN = re.compile(r"\W{0,80}+\d{0,9}+\W{0,80}+")
 #: Lines of a user's message that are shown before it is unfolded.
 _MOST_LINES = 30
 #: Characters of thinking that are drawn as one block, which ends where a line does.
@@ -190,7 +220,7 @@ class MessageView(Vertical, can_focus=True):
             self._thinking = Thinking(thinking, _seconds(self.message))
             self._thinking.display = bool(thinking.strip())
             yield self._thinking
-            self._reply = Reply("" if self._is_streaming else self.message.content)
+            self._reply = Reply()
             yield self._reply
         yield Static(self._foot(), classes="foot")
 
@@ -227,6 +257,11 @@ class MessageView(Vertical, can_focus=True):
         elif self.is_long:
             self._is_unfolded = not self._is_unfolded
             self.query_one(".said", Static).update(self._said())
+
+    async def fill(self) -> None:
+        """Draws what a reply says, where that is not being written."""
+        if self._reply is not None and not self._is_streaming:
+            await self._reply.show(self.message.content)
 
     # -- Streaming -------------------------------------------------------------------------------------------------
 
