@@ -439,3 +439,13 @@ def weights_of(graph: Graph) -> tuple[WeightUse, ...]:
         )
         for w, layer in layers.items()
     )
+
+
+def matrices_to_pack(weight: Weight, group: int) -> NDArray[np.uint8]:
+    """Raw rows [matrices, n_out, bytes of a row] of a matrix [n_out, n_in] or of experts' [E, n_out, n_in].
+
+    Packed matrices are whole groups of ``group`` rows.  Where experts' are so without padding, they are one large
+    matrix.
+    """
+    n = 1 if weight.shape[-2] % group == 0 else prod(weight.shape[:-2])
+    return weight.data.reshape(n, prod(weight.shape[:-1]) // n, -1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Never, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from localllm.engine.drafting import Drafts
 from localllm.engine.engine import Engine
 from localllm.engine.request import FinishReason, Request, Timings, Usage
 from localllm.errors import UsageError
+from localllm.habits import THEIR_RESULTS, no_attribute
 from localllm.sampling import Choice
 from localllm.tokenizer.stream import StreamDecoder
 
@@ -60,6 +62,38 @@ class Completion:
 
     def __str__(self) -> str:
         return self.text
+
+    if not TYPE_CHECKING:  # checkers would believe that every attribute is there
+
+        def __getattr__(self, name: str) -> Never:
+            raise no_attribute("'Completion' object", name, THEIR_RESULTS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as values that JSON has, under the same names."""
+
+        def likely(id_: int, logprob: float | None) -> dict[str, Any]:
+            return {"id": id_, "logprob": logprob if logprob is not None and math.isfinite(logprob) else None}
+
+        logprobs = self.logprobs and [
+            {**likely(each.id, each.logprob), "top": [likely(*top) for top in each.top]} for each in self.logprobs
+        ]
+        return {
+            "text": self.text,
+            "ids": list(self.ids),
+            "finish_reason": self.finish_reason,
+            "usage": _values(self.usage, "prompt_tokens cached_tokens completion_tokens total_tokens"),
+            "timings": _values(
+                self.timings,
+                "prefill_s prefill_tokens prefill_tokens_per_s first_token_s decode_s decode_tokens "
+                "decode_tokens_per_s",
+            ),
+            "drafts": _values(self.drafts, "drafted accepted share steps"),
+            "logprobs": None if self.logprobs is None else logprobs,
+        }
+
+
+def _values(counts: Usage | Timings | Drafts | None, names: str) -> dict[str, Any] | None:
+    return None if counts is None else {name: getattr(counts, name) for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,12 @@ from localllm.kernels.graph import (
     RopeAppend,
     Route,
     Scale,
+    Scan,
     Softcap,
     Tensor,
 )
 from localllm.models.config import Experts, Header, Heads, Metadata
-from localllm.models.weights import Weights, split_rows
+from localllm.models.weights import Reshaped, Weights, split_rows
 
 R = TypeVar("R", bound=Any)
 
@@ -239,10 +240,12 @@ def gated_mlp(
     return at.linear(at.add(Gated(gate, up, activation)), f"ffn_down{suffix}", d, residual=residual)
 
 
-def mlp(at: Layer, x: Tensor, n_ff: int, *, residual: Tensor | None = None, activation: str) -> Tensor:
-    """down(activation(up(x)))."""
-    up = at.linear(x, "ffn_up", n_ff)
-    return at.linear(at.add(Activation(up, activation)), "ffn_down", at.n_embd, residual=residual)
+def mlp(
+    at: Layer, x: Tensor, n_ff: int, *, residual: Tensor | None = None, activation: str, suffix: str = ""
+) -> Tensor:
+    """down(activation(up(x))); ``suffix`` stands behind the names of its matrices."""
+    up = at.linear(x, f"ffn_up{suffix}", n_ff)
+    return at.linear(at.add(Activation(up, activation)), f"ffn_down{suffix}", at.n_embd, residual=residual)
 
 
 def mixture(
@@ -253,11 +256,14 @@ def mixture(
     residual: Tensor,
     residual_scale: float = 1.0,
     activation: str = "silu",
+    is_weighted_first: bool = False,
 ) -> Tensor:
-    """A gated MLP for each of several experts, of which every token goes to a few: their weighted sum.
+    """An MLP for each of several experts, of which every token goes to a few: their weighted sum.
 
-    Biases of the router and of the experts, a bias of the selection (``exp_probs_b``), and an expert that every token
-    goes to, perhaps gated, are taken where the file has them.  All is added to ``residual`` times ``residual_scale``.
+    Gates, biases of the router and of the experts, a bias of the selection (``exp_probs_b``), an expert that every
+    token goes to, perhaps weighed by a gate, and matrices into and out of narrower rows that the experts are given
+    (``ffn_latent_down`` and ``ffn_latent_up``) are taken where the file has them.  All is added to ``residual`` times
+    ``residual_scale``.  ``is_weighted_first``: it is what experts are given that is weighed.
     Sources: arXiv:2401.04088 (Mixtral), arXiv:2401.06066 (DeepSeekMoE).
     """
     w, d, n, n_ff = at.weights, at.n_embd, experts.n, experts.n_ff
@@ -272,24 +278,76 @@ def mixture(
             w.find("exp_probs_b.bias", n),
             experts.n_groups,
             experts.n_top_groups,
+            1 if experts.gating == "softmax" else 2,  # as DeepSeek V2, and V3
             expert_scales=w.find("ffn_down_exps.scale", n),
         )
     )
-    if "ffn_gate_up_exps.weight" in w:
-        matrices = w.split_experts("ffn_gate_up_exps", n, d, {"gate": n_ff, "up": n_ff})
-    else:
-        matrices = w.experts("ffn_gate_exps", n, d, n_ff), w.experts("ffn_up_exps", n, d, n_ff)
-    biases = tuple(b for b in (w.find(f"ffn_{x}_exps.bias", n, n_ff) for x in ("gate", "up")) if b is not None)
-    gate, up = at.add(ExpertLinears(x, matrices, routing, biases))  # [T * k, n_ff]
-    h = at.add(Gated(gate, up, activation))
     if experts.n_ff_shared:
-        shared = gated_mlp(at, x, experts.n_ff_shared, activation=activation, suffix="_shexp")
+        is_gated = "ffn_gate_shexp.weight" in w
+        record_mlp = gated_mlp if is_gated else mlp
+        shared = record_mlp(at, x, experts.n_ff_shared, activation=activation, suffix="_shexp")
         weight = None  # [T, 1]
         if "ffn_gate_inp_shexp.weight" in w:
             weight = at.add(Linear(x, w.row("ffn_gate_inp_shexp", d)))
         residual = at.add(Add(shared, residual, residual_scale, weight))
-    down = w.experts("ffn_down_exps", n, n_ff, d)
-    return at.add(ExpertOutput(h, down, routing, residual, w.find("ffn_down_exps.bias", n, d)))
+    n_latent = w.n_rows("ffn_latent_down.weight")
+    total, width = residual, d
+    if n_latent:
+        x, width = at.linear(x, "ffn_latent_down", n_latent), n_latent
+        total = at.add(Scale(x, 0.0))
+    if "ffn_gate_up_exps.weight" in w:
+        matrices = w.split_experts("ffn_gate_up_exps", n, width, {"gate": n_ff, "up": n_ff})
+    else:
+        names = ("ffn_gate_exps", "ffn_up_exps") if "ffn_gate_exps.weight" in w else ("ffn_up_exps",)
+        matrices = tuple(w.experts(name, n, width, n_ff) for name in names)
+    biases = tuple(b for b in (w.find(f"ffn_{x}_exps.bias", n, n_ff) for x in ("gate", "up")) if b is not None)
+    hs = at.add(ExpertLinears(x, matrices, routing, biases, is_weighted_first))  # [T * k, n_ff]
+    h = at.add(Gated(hs[0], hs[1], activation) if len(hs) == 2 else Activation(hs[0], activation))
+    down, bias = w.experts("ffn_down_exps", n, n_ff, width), w.find("ffn_down_exps.bias", n, width)
+    y = at.add(ExpertOutput(h, down, routing, total, bias, not is_weighted_first))
+    return at.linear(y, "ffn_latent_up", d, residual=residual) if n_latent else y
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """A layer of Mamba 2: ``n`` heads of ``dim`` values, with states of ``n_state`` rows; and its convolution."""
+
+    n: int
+    dim: int
+    n_groups: int
+    n_state: int
+    kernel: int
+
+    @classmethod
+    def read(cls, meta: Metadata) -> Mamba:
+        """From the keys that llama.cpp has for it."""
+        n, n_groups, n_state, inner, kernel = (
+            meta.read(f"ssm.{key}", int, low=1, high=1 << 20)
+            for key in ("time_step_rank", "group_count", "state_size", "inner_size", "conv_kernel")
+        )
+        if inner % n:
+            raise ModelError(
+                f"{meta.architecture}.ssm.inner_size is {inner}, which is no multiple of "
+                f"{meta.architecture}.ssm.time_step_rank, {n}: the file is broken"
+            )
+        return cls(n, inner // n, n_groups, n_state, kernel)
+
+
+def mamba(at: Layer, x: Tensor, net: Mamba, *, residual: Tensor | None = None) -> Tensor:
+    """Mamba 2: a convolution and a scan, times a gate, and normed in groups if there is a norm; arXiv:2405.21060."""
+    w, d, n = at.weights, at.n_embd, net.n
+    inner = n * net.dim
+    width = inner + 2 * net.n_groups * net.n_state
+    gate, xbc, dt = at.add(Linears(x, w.split("ssm_in", d, {"gate": inner, "xbc": width, "dt": n})))
+    conv, state = w.require("ssm_conv1d.weight", width, net.kernel), at.graph.state("conv", net.kernel - 1, width)
+    xbc = at.add(CausalConv(xbc, conv, state, w.find("ssm_conv1d.bias", width), silu=True))
+    a, bias, skip = w.require("ssm_a", n, 1), w.require("ssm_dt.bias", n), w.require("ssm_d", n, 1)
+    y = at.add(Scan((xbc,), dt, a, bias, skip, at.graph.state("S", n, net.n_state, net.dim), net.n_groups))
+    y = at.add(Gated(gate, y, "silu"))
+    weight = w.find("ssm_norm.weight", net.n_groups, inner // net.n_groups)
+    if weight is not None:
+        y = at.add(RMSNorm(y, Reshaped(weight, (inner,)), at.norm_eps, net.n_groups))
+    return at.linear(y, "ssm_out", d, residual=residual)
 
 
 @dataclass(frozen=True)

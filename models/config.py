@@ -105,6 +105,8 @@ class Metadata:
     ) -> tuple[T, ...]:
         """Of each layer the value, which stands in the file once for all or once a layer.
 
+        Files may have further values, for the blocks behind the last layer.
+
         Raises:
             ModelError: as `read`; or the array has not one value a layer.
         """
@@ -112,9 +114,10 @@ class Metadata:
         values = self.find(key)
         if not isinstance(values, list | tuple):
             return (self.read(key, kind, default, low=low, high=high),) * n_layers
-        if len(values) != n_layers:
+        if len(values) not in (n_layers, self.find("block_count")):
             raise ModelError(f"{full} has {len(values)} values for {n_layers} layers: the file is broken")
-        return tuple(Metadata({full: v}, self.architecture).read(key, kind, low=low, high=high) for v in values)
+        each = (Metadata({full: v}, self.architecture) for v in values[:n_layers])
+        return tuple(one.read(key, kind, low=low, high=high) for one in each)
 
     def read_uniform(self, key: str, n_layers: int, default: int = _REQUIRED, *, low: float, high: float) -> int:
         """An integer that may stand in the file once a layer, if it is the same for all of them.
@@ -296,14 +299,29 @@ class Header:
         """Added to the mean square under RMSNorm's root."""
         return self.meta.read("attention.layer_norm_rms_epsilon", float, low=0.0, high=1.0)
 
+    @property
+    def layer_norm_eps(self) -> float:
+        """Added to the variance under LayerNorm's root."""
+        return self.meta.read("attention.layer_norm_epsilon", float, low=0.0, high=1.0)
+
     def mlp_width(self) -> int:
         return self.meta.read_uniform("feed_forward_length", self.config.n_layers, low=1, high=1 << 24)
 
     def heads(self) -> Heads:
         """Attention's heads, the same in all layers; by default the hidden width is shared out among them."""
-        meta, n_layers, n_embd = self.meta, self.config.n_layers, self.config.n_embd
+        meta, n_layers = self.meta, self.config.n_layers
         n = meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
-        n_kv = meta.read_uniform("attention.head_count_kv", n_layers, n, low=1, high=n)
+        return self._heads(n, meta.read_uniform("attention.head_count_kv", n_layers, n, low=1, high=n))
+
+    def heads_by_layer(self) -> tuple[Heads | None, ...]:
+        """Attention's heads of each layer; None where ``attention.head_count_kv`` is 0: those have something else."""
+        n_layers = self.config.n_layers
+        n = max(self.meta.read_each("attention.head_count", n_layers, int, low=0, high=1 << 14))
+        each = self.meta.read_each("attention.head_count_kv", n_layers, int, n, low=0, high=n)
+        return tuple(self._heads(n, n_kv) if n_kv else None for n_kv in each)
+
+    def _heads(self, n: int, n_kv: int) -> Heads:
+        meta, n_embd = self.meta, self.config.n_embd
         if n % n_kv:
             raise ModelError(
                 f"{meta.architecture}.attention.head_count is {n}, which is no multiple of "

@@ -49,3 +49,25 @@ SHARED_EXPERT = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+
+#: The expert that every token goes to, and the bias of the selection, as DeepSeek V3 has them.
+SHARED_EXPERTS = {
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+
+
+def mamba(prefix: str) -> dict[str, str]:
+    """A layer of Mamba 2."""
+    names = {
+        "ssm_in": "in_proj",
+        "ssm_conv1d": "conv1d",
+        "ssm_a": "A_log",
+        "ssm_d": "D",
+        "ssm_dt.bias": "dt_bias",
+        "ssm_norm": "norm",
+        "ssm_out": "out_proj",
+    }
+    return {ours: f"{prefix}.{theirs}" for ours, theirs in names.items()}

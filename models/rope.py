@@ -182,8 +182,9 @@ def _yarn_magnitude(rope: RopeConfig) -> float:
     """The factor on cosine and sine that sharpens attention over the longer context."""
     if rope.yarn_attn_factor is not None:
         return rope.yarn_attn_factor
-    return _yarn_mscale(rope.factor, 1.0) / _yarn_mscale(rope.factor, rope.yarn_log_multiplier)
+    return yarn_mscale(rope.factor, 1.0) / yarn_mscale(rope.factor, rope.yarn_log_multiplier)
 
 
-def _yarn_mscale(factor: float, multiplier: float) -> float:
+def yarn_mscale(factor: float, multiplier: float) -> float:
+    """YaRN's magnitude ("mscale") of a context that became so many times longer."""
     return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1

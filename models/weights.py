@@ -93,6 +93,40 @@ class RowsOf:
         self.whole.drop_pages()
 
 
+@dataclass(frozen=True, eq=False)
+class HeadsOf:
+    """Of each head's rows of a matrix some, as float32: [n_heads, rows, columns], or the last two in turn."""
+
+    whole: Weight
+    n_heads: int
+    rows: range
+    is_transposed: bool
+    type: GGMLType = GGMLType.F32
+
+    @property
+    def name(self) -> str:
+        return f"{self.whole.name}[{self.rows.start}:{self.rows.stop}]"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        n, columns = len(self.rows), self.whole.shape[1]
+        return (self.n_heads, columns, n) if self.is_transposed else (self.n_heads, n, columns)
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        rows = dequantize(self.whole.data, self.whole.type).reshape(self.n_heads, -1, self.whole.shape[1])
+        heads = rows[:, self.rows.start : self.rows.stop]
+        return np.ascontiguousarray(heads.swapaxes(1, 2) if self.is_transposed else heads, np.float32).view(np.uint8)
+
+    def drop_pages(self) -> None:
+        self.whole.drop_pages()
+
+
+def heads_of(whole: Weight, n_heads: int, rows: range, *, is_transposed: bool = False) -> HeadsOf:
+    """A matrix of each head that lies in those rows of its share of ``whole`` [n_heads * n, n_in]."""
+    return HeadsOf(whole, n_heads, rows, is_transposed)
+
+
 class Weights:
     """Finds a model's tensors, and remembers which ones it has found.  None of them is read, but by `values`."""
 
@@ -168,7 +202,7 @@ class Weights:
         tensor = self._file.tensors.get(f"{self._prefix}{name}.weight")
         if tensor is None or len(tensor.shape) != 1:
             return self.matrix(name, n_in, 1)
-        return Matrix(_Row(self.vector(name, n_in)))
+        return Matrix(Reshaped(self.vector(name, n_in), (1, n_in)))
 
     def experts(self, name: str, n_experts: int, n_in: int, n_out: int) -> Weight:
         """The matrices ``{name}.weight`` [n_experts, n_out, n_in]."""
@@ -205,29 +239,26 @@ class Weights:
 
 
 @dataclass(frozen=True, eq=False)
-class _Row:
-    """A vector as a matrix of one row."""
+class Reshaped:
+    """A tensor in another shape: a vector as a matrix of one row, or groups of values as a vector."""
 
-    vector: Weight
+    whole: Weight
+    shape: tuple[int, ...]
 
     @property
     def name(self) -> str:
-        return self.vector.name
+        return self.whole.name
 
     @property
     def type(self) -> GGMLType:
-        return self.vector.type
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return 1, *self.vector.shape
+        return self.whole.type
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        return self.vector.data.reshape(1, -1)
+        return self.whole.data.reshape(*self.shape[:-1], -1)
 
     def drop_pages(self) -> None:
-        self.vector.drop_pages()
+        self.whole.drop_pages()
 
 
 def split_rows(matrix: Matrix, parts: Mapping[str, int], *, n_groups: int = 1) -> tuple[Matrix, ...]:

@@ -118,7 +118,7 @@ def _ask(body: ResponsesRequest, before: list[dict[str, Any]]) -> Ask:
     if form is not None and form.type != "text":
         constrain(options, form.schema)
     tools = [
-        {"type": "function", "function": {key: value for key, value in tool.items() if key not in ("type", "strict")}}
+        {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
         for tool in body.tools or []
         if tool.get("type") == "function"
     ]
@@ -159,11 +159,11 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-async def responses(request: Request, desk: Desk, store: Store) -> Response:
+async def responses(request: Request, desk: Desk) -> Response:
     body = await decode(request, ResponsesRequest)
     client = request.state.client
-    before = store.get(body.previous_response_id, client).messages if body.previous_response_id else []
-    answer = await desk.begin(_ask(body, before), client)
+    before = desk.kept.get(body.previous_response_id, client).messages if body.previous_response_id else []
+    answer = await desk.begin(_ask(body, before), request)
     writer = _Writer(answer, body)
 
     def keep(response: dict[str, Any], reply: Reply) -> None:
@@ -175,7 +175,7 @@ async def responses(request: Request, desk: Desk, store: Store) -> Response:
                     {"id": item["call_id"], "type": "function", "function": {"name": c.name, "arguments": c.values}}
                     for item, c in zip(writer.call_items, reply.calls, strict=True)
                 ]
-            store.put(response["id"], Kept(client, [*messages, said], response))
+            desk.kept.put(response["id"], Kept(client, [*messages, said], response))
 
     async def events() -> AsyncIterator[bytes]:
         async for name, fields in writer.events():
@@ -203,14 +203,14 @@ async def responses(request: Request, desk: Desk, store: Store) -> Response:
     return json_response(response)
 
 
-async def get_response(request: Request, desk: Desk, store: Store) -> Response:
-    return json_response(store.get(request.path_params["id"], request.state.client).response)
+async def get_response(request: Request, desk: Desk) -> Response:
+    return json_response(desk.kept.get(request.path_params["id"], request.state.client).response)
 
 
-async def delete_response(request: Request, desk: Desk, store: Store) -> Response:
+async def delete_response(request: Request, desk: Desk) -> Response:
     id_ = request.path_params["id"]
-    store.get(id_, request.state.client)
-    store.remove(id_)
+    desk.kept.get(id_, request.state.client)
+    desk.kept.remove(id_)
     return json_response({"id": id_, "object": "response", "deleted": True})
 
 

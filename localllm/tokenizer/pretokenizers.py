@@ -11,10 +11,9 @@ expressions that llama.cpp (``src/llama-vocab.cpp``) keeps.  Where llama.cpp onl
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
-from localllm.errors import quoted
+from localllm.errors import quoted, warn
 
 
 class TokenizerWarning(UserWarning):
@@ -220,10 +219,9 @@ def find(name: str | None, where: str) -> PreTokenizer:
     if name is not None and name in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[name]
     what = "names no pre-tokenizer" if name is None else f"uses the unknown pre-tokenizer {quoted(name)}"
-    warnings.warn(
+    warn(
         f"{where} {what} (tokenizer.ggml.pre): falling back to 'default', so texts may be split otherwise "
         "than in training and answers may be worse; a newer conversion of the model may help",
         TokenizerWarning,
-        stacklevel=2,
     )
     return DEFAULT

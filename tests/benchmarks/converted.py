@@ -71,6 +71,25 @@ def largest_error(ours: Any, theirs: Any) -> float:
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
+#: What the configurations of released models say otherwise than transformers writes them now.
+RELEASED: dict[str, dict[str, Any]] = {
+    "cohere2": {"rotary_pct": 1.0},
+    "gptneox": {"rotary_pct": 0.5},
+    "gptneox-serial": {"rotary_pct": 0.5},
+    "granitehybrid": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
+    "granitehybrid-moe": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
+    "minimax-m2": {"rotary_dim": 8},
+    "nemotron-h": {"model_type": "released", "layers_block_type": None, "hybrid_override_pattern": "M-*M-", "num_experts_per_tok": None},
+}
+
+
+def release(name: str, folder: Path) -> None:
+    """Writes a model's configuration as released ones are."""
+    path = folder / "config.json"
+    settings = json.loads(path.read_text()) | RELEASED.get(name, {})
+    path.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+
+
 def write_tokenizer(folder: Path, n_vocab: int) -> None:
     """What some converters look up before they write a vocabulary."""
     vocabulary = {f"t{i}": i for i in range(n_vocab)}
@@ -91,6 +110,7 @@ def compare(name: str, folder: Path, options: argparse.Namespace) -> bool:
     own = largest_error(Runner(write(folder / f"{name}.gguf", entry, model), ops).logits(IDS), expected)
     converted = folder / f"{name}-converted.gguf"
     write_tokenizer(folder / f"{name}.hf", expected.shape[1])
+    release(name, folder / f"{name}.hf")
     flags = ["--fuse-qkv", "--fuse-gate-up-exps"] if options.fuse else []
     command = [sys.executable, "-c", CONVERT, str(options.source), str(folder / f"{name}.hf"), str(converted), *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -252,6 +252,227 @@ def gemma4_factors(config: Any) -> Array:
     return np.where(np.arange(full) < n_rotated, 1, 1e30).astype(np.float32)
 
 
+def split_latents(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    """Of each head, what brings its query into the space of latents, and out of it."""
+    if not name.endswith("kv_b_proj.weight"):
+        return array
+    heads = array.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+    k, v = np.split(heads, [config.qk_nope_head_dim], axis=1)
+    return {"attn_k_b.weight": k.swapaxes(1, 2), "attn_v_b.weight": v}
+
+
+def latent_keys(config: Any) -> dict[str, Any]:
+    """As if there was one head of keys."""
+    return old_latent_keys(config) | {
+        "attention.head_count_kv": 1,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+    }
+
+
+def old_latent_keys(config: Any) -> dict[str, Any]:
+    return {
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": config.qk_head_dim,
+        "attention.value_length": config.v_head_dim,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "rope.scaling.yarn_log_multiplier": 0.1 * config.rope_parameters.get("mscale_all_dim", 0),
+        "expert_count": config.n_routed_experts,
+        "leading_dense_block_count": 1,
+    } | routing_keys(config)
+
+
+def routing_keys(config: Any) -> dict[str, Any]:
+    return {
+        "expert_shared_count": config.n_shared_experts,
+        "expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2,
+        "expert_weights_norm": bool(config.norm_topk_prob),
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+    }
+
+
+def mamba_tensors(name: str, array: Array, config: Any) -> Array:
+    if name.endswith(("A_log", ".D")):
+        return (-np.exp(array) if name.endswith("A_log") else array)[:, None]
+    if name.endswith("conv1d.weight"):
+        return array.squeeze(1)
+    is_norm = name.endswith(("mixer.norm.weight", "mamba.norm.weight"))
+    return array.reshape(n_mamba_groups(config), -1) if is_norm else array
+
+
+def n_mamba_groups(config: Any) -> int:
+    groups: int = getattr(config, "n_groups", None) or config.mamba_n_groups
+    return groups
+
+
+def nemotron_keys(config: Any) -> dict[str, Any]:
+    def of(kind: str, value: int) -> list[int]:
+        return [value if kind in each else 0 for each in config.layers_block_type]
+
+    is_mixture = "moe" in config.layers_block_type
+    keys = {
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        "attention.head_count_kv": of("full_attention", config.num_key_value_heads),
+        "feed_forward_length": of("moe", config.moe_intermediate_size)
+        if is_mixture
+        else of("mlp", config.intermediate_size),
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.group_count": config.n_groups,
+        "ssm.time_step_rank": config.mamba_num_heads,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+    }
+    if not is_mixture:
+        return keys | dict.fromkeys(("expert_count", "expert_used_count", "expert_feed_forward_length"))
+    shared = {"expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size}
+    return keys | routing_keys(config) | shared | {"moe_latent_size": config.moe_latent_size}
+
+
+def mamba_keys(config: Any) -> dict[str, Any]:
+    return {
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.group_count": config.mamba_n_groups,
+        "ssm.time_step_rank": config.mamba_n_heads,
+        "ssm.inner_size": config.mamba_n_heads * config.mamba_d_head,
+    }
+
+
+def mamba2_keys(config: Any) -> dict[str, Any]:
+    absent = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base")
+    return dict.fromkeys(absent) | {
+        "attention.head_count": 0,
+        "feed_forward_length": 0,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.state_size,
+        "ssm.group_count": config.n_groups,
+        "ssm.time_step_rank": config.num_heads,
+        "ssm.inner_size": config.num_heads * config.head_dim,
+    }
+
+
+#: And those of lists: by them, the converter multiplies matrices.
+FALCON_MULTIPLIERS = (
+    "attention_in_multiplier",
+    "attention_out_multiplier",
+    "embedding_multiplier",
+    "key_multiplier",
+    "lm_head_multiplier",
+    "ssm_in_multiplier",
+    "ssm_out_multiplier",
+)
+
+
+def falcon_tensors(name: str, array: Array, config: Any) -> Array:
+    inner, states = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    parts = [inner, inner, states, states, config.mamba_n_heads]
+    factors = {
+        "gate_proj.weight": config.mlp_multipliers[0],
+        "down_proj.weight": config.mlp_multipliers[1],
+        "q_proj.weight": config.attention_in_multiplier,
+        "k_proj.weight": config.attention_in_multiplier * config.key_multiplier,
+        "v_proj.weight": config.attention_in_multiplier,
+        "o_proj.weight": config.attention_out_multiplier,
+        "in_proj.weight": config.ssm_in_multiplier * np.repeat(config.ssm_multipliers, parts)[:, None],
+        "out_proj.weight": config.ssm_out_multiplier,
+        "lm_head.weight": config.lm_head_multiplier,
+        "embed_tokens.weight": config.embedding_multiplier,
+    }
+    factor = next((factor for end, factor in factors.items() if name.endswith(end)), 1)
+    return (mamba_tensors(name, array, config) * factor).astype(np.float32)
+
+
+def parallel_keys(config: Any) -> dict[str, Any]:
+    is_parallel = getattr(config, "use_parallel_residual", None)
+    return rotated_part(config) | {
+        "use_parallel_residual": is_parallel,
+        "attention.key_length": None,
+        "attention.value_length": None,
+    }
+
+
+def split_neox_heads(name: str, array: Array, config: Any) -> Array:
+    """[query | key | value] of each head as those of all heads."""
+    if "query_key_value" not in name:
+        return array
+    heads = array.reshape(config.num_attention_heads, 3, -1, *array.shape[1:])
+    return heads.swapaxes(0, 1).reshape(array.shape)
+
+
+def granite_hybrid_keys(config: Any) -> dict[str, Any]:
+    n_kv = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    keys = {"attention.head_count_kv": n_kv, "rope.scaling.finetuned": False}
+    return granite_keys(config) | mamba_keys(config) | keys
+
+
+def granite_hybrid_tensors(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    changed = granite_tensors(name, mamba_tensors(name, array, config), config)
+    if config.num_local_experts or "shared_mlp" not in name:
+        return changed
+    if isinstance(changed, dict):
+        return {ours.replace("_shexp", ""): part for ours, part in changed.items()}
+    return {"ffn_down.weight": changed}
+
+
+def lfm2_keys(config: Any) -> dict[str, Any]:
+    return {
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "attention.head_count_kv": [
+            config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types
+        ],
+        "shortconv.l_cache": config.conv_L_cache,
+        "leading_dense_block_count": getattr(config, "num_dense_layers", None),
+        "expert_gating_func": 2 if hasattr(config, "num_dense_layers") else None,
+    }
+
+
+def lfm2_tensors(name: str, array: Array, config: Any) -> Array:
+    return array.squeeze(1) if name.endswith("conv.conv.weight") else array
+
+
+def llama4_keys(config: Any) -> dict[str, Any]:
+    return {
+        "interleave_moe_layer_step": config.interleave_moe_layer_step,
+        "feed_forward_length": config.intermediate_size_mlp,
+        "expert_feed_forward_length": config.intermediate_size,
+        "attention.chunk_size": config.attention_chunk_size,
+        "attention.temperature_scale": config.attn_scale,
+        "attention.temperature_length": config.floor_scale,
+    }
+
+
+def llama4_tensors(name: str, array: Array, config: Any) -> Array:
+    return array.swapaxes(1, 2) if "experts." in name else array
+
+
+def cohere_keys(config: Any) -> dict[str, Any]:
+    return {"logit_scale": config.logit_scale, "attention.key_length": None, "attention.value_length": None}
+
+
+def ernie_moe_keys(config: Any) -> dict[str, Any]:
+    return {
+        "expert_count": config.moe_num_experts,
+        "expert_used_count": config.moe_k,
+        "interleave_moe_layer_step": config.moe_layer_interval,
+        "leading_dense_block_count": config.moe_layer_start_index,
+        "expert_shared_count": config.moe_num_shared_experts,
+    }
+
+
+def hunyuan_moe_keys(config: Any) -> dict[str, Any]:
+    return {
+        "expert_used_count": config.moe_topk[0],
+        "expert_feed_forward_length": config.intermediate_size,
+        "expert_shared_count": 1,
+        "expert_shared_feed_forward_length": config.intermediate_size,
+    }
+
+
 DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -272,6 +493,62 @@ GRANITE = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 8.0}
 
+HALF_ROTATED = {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}}
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+    "ssm_state_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 80,
+    "routed_scaling_factor": 1.5,
+}
+NEMOTRON_MOE = NEMOTRON | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]
+}
+GRANITE_HYBRID = GRANITE | {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "mamba_d_state": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+}
+LFM2 = {
+    "tie_word_embeddings": True,
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "block_auto_adjust_ff_dim": False,
+    "rope_parameters": PLAIN_ROPE,
+}
+LLAMA4 = LOCAL_MIXTURE | {
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 172,
+    "num_hidden_layers": 8,
+}
+STABLELM = HALF_ROTATED | {"rms_norm_eps": None}
+NEOX = STABLELM | {"num_key_value_heads": 4}
+COHERE = {"rms_norm_eps": None, "tie_word_embeddings": True, "logit_scale": 0.3, "rope_parameters": PLAIN_ROPE}
+LATENTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+}
 GEMMA4 = {
     "num_hidden_layers": 7,
     "layer_types": [*["sliding_attention", "sliding_attention", "full_attention"] * 2, "full_attention"],
@@ -287,7 +564,60 @@ GEMMA4 = {
 }
 
 TINY: dict[str, Tiny] = {
+    "cohere2": Tiny("cohere2", "cohere2", WINDOW | COHERE, lambda config: window_keys(config) | cohere_keys(config)),
+    "command-r": Tiny("cohere", "command-r", COHERE, cohere_keys),
+    "deepseek-v2": Tiny(
+        "deepseek_v2",
+        "deepseek2",
+        LATENTS | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
+        latent_keys,
+        split_latents,
+    ),
+    "deepseek-v3": Tiny(
+        "deepseek_v3",
+        "deepseek2",
+        LATENTS | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+        latent_keys,
+        split_latents,
+    ),
+    "deepseek-v3-old": Tiny("deepseek_v3", "deepseek2", LATENTS, old_latent_keys),
+    "glm-4.7-flash": Tiny(
+        "glm4_moe_lite", "deepseek2", LATENTS | {"n_group": 1, "topk_group": 1}, latent_keys, split_latents
+    ),
+    "ernie4_5": Tiny("ernie4_5", "ernie4_5", {"tie_word_embeddings": True}),
+    "ernie4_5-moe": Tiny(
+        "ernie4_5_moe",
+        "ernie4_5-moe",
+        {
+            "intermediate_size": 192,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_layer_start_index": 1,
+            "moe_intermediate_size": 48,
+            "moe_num_shared_experts": 2,
+        },
+        ernie_moe_keys,
+        lambda name, array, config: array[0] if name.endswith("correction_bias") else array,
+    ),
     "exaone4": Tiny("exaone4", "exaone4", WINDOW | {"sliding_window_pattern": 4}, window_keys),
+    "falcon-h1": Tiny(
+        "falcon_h1",
+        "falcon-h1",
+        {
+            "mamba_d_ssm": 128,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 1.2],
+            "mlp_multipliers": [0.8, 0.7],
+        }
+        | dict.fromkeys(FALCON_MULTIPLIERS, 0.9),
+        lambda config: mamba_keys(config) | {"ssm.inner_size": config.mamba_d_ssm},
+        falcon_tensors,
+    ),
     "gemma": Tiny("gemma", "gemma", {"tie_word_embeddings": True}, change=add_one_to_norms),
     "gemma2": Tiny(
         "gemma2",
@@ -334,12 +664,22 @@ TINY: dict[str, Tiny] = {
         {"attention_bias": True, "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}},
         rotated_part,
     ),
+    "glm4moe": Tiny(
+        "glm4_moe",
+        "glm4moe",
+        LATENTS | HALF_ROTATED | {"num_key_value_heads": 2, "use_qk_norm": True, "n_group": 1, "topk_group": 1},
+        lambda config: rotated_part(config) | routing_keys(config) | {"leading_dense_block_count": 1},
+    ),
     "gpt-oss": Tiny(
         "gpt_oss",
         "gpt-oss",
         WINDOW | LOCAL_MIXTURE | {"rope_parameters": YARN | {"truncate": False}},
         lambda config: sliding_window(config) | {"expert_feed_forward_length": config.intermediate_size},
         gpt_oss_experts,
+    ),
+    "gptneox": Tiny("gpt_neox", "gptneox", NEOX, parallel_keys, split_neox_heads),
+    "gptneox-serial": Tiny(
+        "gpt_neox", "gptneox", NEOX | {"use_parallel_residual": False}, parallel_keys, split_neox_heads
     ),
     "granite": Tiny("granite", "granite", GRANITE, granite_keys, granite_tensors),
     "granitemoe": Tiny("granitemoe", "granitemoe", GRANITE | LOCAL_MIXTURE, granite_keys, granite_tensors),
@@ -349,6 +689,51 @@ TINY: dict[str, Tiny] = {
         GRANITE | LOCAL_MIXTURE | {"shared_intermediate_size": 80},
         granite_keys,
         granite_tensors,
+    ),
+    "granitehybrid": Tiny(
+        "granitemoehybrid",
+        "granitehybrid",
+        GRANITE_HYBRID | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 172},
+        lambda config: granite_hybrid_keys(config) | {"expert_shared_feed_forward_length": None},
+        granite_hybrid_tensors,
+    ),
+    "granitehybrid-moe": Tiny(
+        "granitemoehybrid",
+        "granitehybrid",
+        GRANITE_HYBRID | LOCAL_MIXTURE | {"shared_intermediate_size": 80},
+        granite_hybrid_keys,
+        granite_hybrid_tensors,
+    ),
+    "hunyuan-dense": Tiny("hunyuan_v1_dense", "hunyuan-dense"),
+    "hunyuan-moe": Tiny(
+        "hunyuan_v1_moe",
+        "hunyuan-moe",
+        {"num_experts": 6, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4, "moe_intermediate_size": [172] * 4},
+        hunyuan_moe_keys,
+    ),
+    "lfm2": Tiny("lfm2", "lfm2", LFM2, lfm2_keys, lfm2_tensors),
+    "lfm2moe": Tiny("lfm2_moe", "lfm2moe", LFM2 | MIXTURE | {"num_dense_layers": 1}, lfm2_keys, lfm2_tensors),
+    "llama4": Tiny(
+        "llama4_text",
+        "llama4",
+        LLAMA4 | {"attention_chunk_size": 7, "floor_scale": 5},
+        llama4_keys,
+        llama4_tensors,
+    ),
+    "llama4-defaults": Tiny("llama4_text", "llama4", LLAMA4, llama4_keys, llama4_tensors),
+    "mamba2": Tiny(
+        "mamba2",
+        "mamba2",
+        {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
+        mamba2_keys,
+        mamba_tensors,
+    ),
+    "minimax-m2": Tiny(
+        "minimax_m2",
+        "minimax-m2",
+        LOCAL_MIXTURE | HALF_ROTATED,
+        lambda config: rotated_part(config)
+        | {"expert_feed_forward_length": config.intermediate_size, "expert_gating_func": 2},
     ),
     "mistral3": Tiny(
         "ministral3",
@@ -361,6 +746,11 @@ TINY: dict[str, Tiny] = {
         mistral3_keys,
         interleave_pairs,
     ),
+    "nemotron-h": Tiny("nemotron_h", "nemotron_h", NEMOTRON, nemotron_keys, mamba_tensors),
+    "nemotron-h-moe": Tiny("nemotron_h", "nemotron_h_moe", NEMOTRON_MOE, nemotron_keys, mamba_tensors),
+    "nemotron-h-latent": Tiny(
+        "nemotron_h", "nemotron_h_moe", NEMOTRON_MOE | {"moe_latent_size": 32}, nemotron_keys, mamba_tensors
+    ),
     "olmo2": Tiny("olmo2", "olmo2"),
     "olmo3": Tiny(
         "olmo3",
@@ -368,6 +758,7 @@ TINY: dict[str, Tiny] = {
         WINDOW | {"rope_parameters": {"sliding_attention": PLAIN_ROPE, "full_attention": YARN}},
         window_keys,
     ),
+    "phi2": Tiny("phi", "phi2", NEOX | {"intermediate_size": 256}, parallel_keys),
     "phi3": Tiny("phi3", "phi3", WINDOW | {"original_max_position_embeddings": 128}, phi3_keys),
     "phi3-longrope": Tiny(
         "phi3",
@@ -398,6 +789,16 @@ TINY: dict[str, Tiny] = {
     ),
     "seed-oss": Tiny("seed_oss", "seed_oss", {"attention_bias": True}),
     "smollm3": Tiny("smollm3", "smollm3", change=interleave_pairs),
+    "stablelm": Tiny("stablelm", "stablelm", STABLELM, parallel_keys),
+    "stablelm-parallel": Tiny(
+        "stablelm", "stablelm", STABLELM | {"use_parallel_residual": True, "use_qkv_bias": True}, parallel_keys
+    ),
+    "starcoder2": Tiny(
+        "starcoder2",
+        "starcoder2",
+        {"tie_word_embeddings": True, "rms_norm_eps": None},
+        lambda config: {"attention.layer_norm_epsilon": config.norm_epsilon},
+    ),
 }
 
 
@@ -433,7 +834,7 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...], shifted
         return rng.uniform(0.5, 1.5, shape)
     if name.endswith("A_log"):
         return np.log(rng.uniform(0.2, 2, shape))
-    if name.endswith(("mlp.gate.weight", "router.weight")):
+    if name.endswith((".gate.weight", "router.weight")):
         return rng.normal(0, 5 * shape[-1] ** -0.5, shape)  # so large that no choice is a close call
     if len(shape) == 1 or "bias" in name or "sinks" in name:
         return rng.normal(0, 0.2, shape)
@@ -471,7 +872,7 @@ def checkpoint(model: Any, folder: Path) -> dict[str, Array]:
 def named(entry: Tiny, hf_name: str, changed: Array | dict[str, Array]) -> dict[str, Array]:
     """What the file has of a tensor, under GGUF's names; of experts, gate and up are two."""
     names = {hf: ours for ours, hf in ARCHITECTURES[entry.architecture].hf_names.items()}
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", hf_name)
+    match = re.fullmatch(r"\w+\.(?:layers|h)\.(\d+)\.(.*)", hf_name)
     prefix, name = (f"blk.{match[1]}.", match[2]) if match else ("", hf_name)
     if isinstance(changed, dict):
         return {prefix + ours: array for ours, array in changed.items()}
@@ -508,7 +909,7 @@ def general_keys(config: Any) -> dict[str, Any]:
 
 
 def rope_keys(config: Any) -> dict[str, Any]:
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", PLAIN_ROPE)
     local, rope = rope.get("sliding_attention", {}), rope.get("full_attention", rope)
     names = {
         "rope.freq_base": "rope_theta",

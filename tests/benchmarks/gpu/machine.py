@@ -241,7 +241,7 @@ def ceilings(machine: Machine) -> Iterator[Row]:
 
 
 def _bus(machine: Machine, device: int) -> Iterator[Row]:
-    from localllm.kernels.cuda.timing import Stopwatch
+    from localllm.kernels.cuda.roofline import Stopwatch
 
     driver, n = machine.driver, machine.sizes.transferred
     stream, memory, host = driver.stream(device), driver.allocate(device, n), driver.pinned(n)

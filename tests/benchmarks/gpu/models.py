@@ -204,7 +204,7 @@ def several(machine: Machine) -> Iterator[Row]:
 
 
 def _peer_copies(machine: Machine) -> Iterator[Row]:
-    from localllm.kernels.cuda.timing import Stopwatch
+    from localllm.kernels.cuda.roofline import Stopwatch
 
     driver, n = machine.driver, machine.sizes.transferred
     for source, target in ((0, 1), (1, 0)):

@@ -1,0 +1,30 @@
+"""Command R and R7B, Command A and Aya: attention and MLP side by side behind one LayerNorm.
+
+In Cohere 2, three of four layers see a window, and only those rotate.
+"""
+
+from __future__ import annotations
+
+from localllm.kernels.graph import Graph, Tensor
+from localllm.models import hf_names
+from localllm.models.blocks import Layer, attention, decoder, gated_mlp, layer_norm
+from localllm.models.config import Header
+from localllm.models.rope import make_rope
+
+HF_NAMES = hf_names.COMMON
+
+
+def record(m: Header) -> Graph:
+    meta, heads, n_ff = m.meta, m.heads(), m.mlp_width()
+    is_second = m.config.architecture == "cohere2"
+    windows = m.windows(period=4) if is_second else (None,) * m.config.n_layers
+    rope = make_rope(m, heads.key_dim, interleaved=True)
+    logit_scale = meta.read("logit_scale", float, 0.0, low=0.0, high=1e6) or 1.0
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        y, window = layer_norm(at, "attn_norm", x), windows[at.number]
+        own_rope = rope if window or not is_second else None
+        x = attention(at, y, heads, own_rope, window=window, residual=x)
+        return gated_mlp(at, y, n_ff, residual=x)
+
+    return decoder(m, layer, output_norm=layer_norm, norm_eps=m.layer_norm_eps, logit_scale=logit_scale)

@@ -1,0 +1,124 @@
+"""DeepSeek V2 (arXiv:2405.04434), V3 and R1 (arXiv:2412.19437), Kimi K2 and GLM-4.7-Flash: attention over latents (MLA),
+and experts behind a few dense layers.
+
+What is cached of a token is one latent and one rotated key for all heads: queries are brought into the latents' space,
+and what attention gives is brought out of it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from localllm.kernels.graph import Attention, Graph, HeadLinear, HeadNorm, Linear, Linears, Rope, RopeAppend, Tensor
+from localllm.models import hf_names
+from localllm.models.blocks import Layer, decoder, gated_mlp, mixture, norm
+from localllm.models.config import Header
+from localllm.models.rope import make_rope, read_rope, yarn_mscale
+from localllm.models.weights import heads_of
+
+HF_NAMES = (
+    hf_names.COMMON
+    | hf_names.EXPERTS
+    | hf_names.SHARED_EXPERTS
+    | {
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Latents:
+    """Attention over latents.
+
+    Attributes:
+        n_heads: of queries.
+        n_latent, n_rot: values of a latent, and of the rotated key beside it.
+        key_dim, value_dim: of a head, where heads have keys of their own; n_rot values of a key are rotated.
+        n_query: values that queries are made of; 0 where they are made of the hidden state.
+        scale: of scores.
+    """
+
+    n_heads: int
+    n_latent: int
+    n_rot: int
+    key_dim: int
+    value_dim: int
+    n_query: int
+    scale: float
+
+    @classmethod
+    def read(cls, m: Header, scale: float = 1.0) -> Latents:
+        """From a file's keys; those of old files tell of heads with keys of their own."""
+        meta, n_layers = m.meta, m.config.n_layers
+        n_heads = meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
+        meta.find("attention.head_count_kv")
+        n_latent = meta.read("attention.kv_lora_rank", int, low=1, high=512)
+        n_rot = meta.read("rope.dimension_count", int, low=2, high=128)
+        key_dim, value_dim = (
+            meta.read(f"attention.{x}_length_mla", int, meta.read(f"attention.{x}_length", int), low=2, high=1 << 12)
+            for x in ("key", "value")
+        )
+        n_query = meta.read("attention.q_lora_rank", int, 0, low=0, high=1 << 16)
+        return cls(n_heads, n_latent, n_rot, key_dim, value_dim, n_query, scale * key_dim**-0.5)
+
+
+def record(m: Header) -> Graph:
+    rope, scale = make_latent_rope(m)
+    latents, n_ff = Latents.read(m, scale), m.mlp_width()
+    n_dense = m.meta.read("leading_dense_block_count", int, 0, low=0, high=1 << 16)
+    is_biased = f"blk.{m.config.n_layers - 1}.exp_probs_b.bias" in m.weights
+    experts = m.experts(norm_topk_prob=False, gating=2 if is_biased else 1)
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        x = attention(at, norm(at, "attn_norm", x), latents, rope, residual=x)
+        y = norm(at, "ffn_norm", x)
+        if experts is None or at.number < n_dense:
+            return gated_mlp(at, y, n_ff, residual=x)
+        return mixture(at, y, experts, residual=x)
+
+    return decoder(m, layer)
+
+
+def make_latent_rope(m: Header) -> tuple[Rope, float]:
+    """The rotation of what stands behind the latents, and a factor of scores.
+
+    YaRN's magnitude is in that factor, squared, where the file has its logarithm's multiplier, which is written as a
+    tenth of "mscale_all_dim".
+    """
+    n_rot = m.meta.read("rope.dimension_count", int, low=2, high=128)
+    config = read_rope(m, n_rot)
+    rope = make_rope(m, n_rot, interleaved=True)
+    multiplier = 10 * config.yarn_log_multiplier
+    first = m.meta.read("attention.kv_lora_rank", int, low=1, high=512)
+    magnitude = 1.0 if multiplier else rope.magnitude
+    return replace(rope, first=first, magnitude=magnitude), yarn_mscale(config.factor, multiplier) ** 2
+
+
+def attention(at: Layer, x: Tensor, latents: Latents, rope: Rope | None, *, residual: Tensor) -> Tensor:
+    """Attention over latents; without ``rope``, nothing is rotated."""
+    w, d, n, n_latent = at.weights, at.n_embd, latents.n_heads, latents.n_latent
+    width, n_nope, cached = n * latents.key_dim, latents.key_dim - latents.n_rot, n_latent + latents.n_rot
+    keys = w.matrix("attn_kv_a_mqa", d, cached)
+    if latents.n_query:
+        q, k = at.add(Linears(x, (w.matrix("attn_q_a", d, latents.n_query), keys)))
+        q = at.add(Linear(norm(at, "attn_q_a_norm", q), w.matrix("attn_q_b", latents.n_query, width)))
+    else:
+        q, k = at.add(Linears(x, (w.matrix("attn_q", d, width), keys)))
+    if "attn_k_b.weight" in w:
+        to_latents = w.require("attn_k_b.weight", n, n_latent, n_nope)
+        from_latents = w.require("attn_v_b.weight", n, latents.value_dim, n_latent)
+        w.skip("attn_kv_b.weight")
+    else:
+        both = w.require("attn_kv_b.weight", n * (n_nope + latents.value_dim), n_latent)
+        to_latents = heads_of(both, n, range(n_nope), is_transposed=True)
+        from_latents = heads_of(both, n, range(n_nope, n_nope + latents.value_dim))
+    cache = at.graph.kv_cache(1, cached, n_latent, values_in_keys=True)
+    k_norm = HeadNorm(at.norm_eps, w.vector("attn_kv_a_norm", n_latent))
+    q = at.add(RopeAppend(at.add(HeadLinear(q, to_latents)), k, None, cache, rope, k_norm=k_norm))
+    y = at.add(HeadLinear(at.add(Attention(q, cache, latents.scale)), from_latents))
+    return at.linear(y, "attn_output", d, residual=residual)

@@ -1,0 +1,33 @@
+"""GPT-NeoX, Pythia and their kin (arXiv:2204.06745): LayerNorm, an MLP without a gate, and mostly attention and MLP
+side by side, each behind a norm of its own."""
+
+from __future__ import annotations
+
+from localllm.kernels.graph import Graph, Tensor
+from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp
+from localllm.models.config import Header
+from localllm.models.rope import make_rope
+
+HF_NAMES = {
+    "token_embd": "gpt_neox.embed_in",
+    "output_norm": "gpt_neox.final_layer_norm",
+    "output": "embed_out",
+    "attn_norm": "input_layernorm",
+    "attn_qkv": "attention.query_key_value",
+    "attn_output": "attention.dense",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+
+
+def record(m: Header) -> Graph:
+    heads, n_ff, rope = m.heads(), m.mlp_width(), make_rope(m, m.heads().key_dim)
+    is_parallel = m.meta.read("use_parallel_residual", bool, True)
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        after = attention(at, layer_norm(at, "attn_norm", x), heads, rope, residual=x)
+        y = layer_norm(at, "ffn_norm", x if is_parallel else after)
+        return mlp(at, y, n_ff, activation="gelu_erf", residual=after)
+
+    return decoder(m, layer, output_norm=layer_norm, norm_eps=m.layer_norm_eps)

@@ -1,0 +1,59 @@
+"""LFM2 (arXiv:2511.23404), dense and with experts: most layers are short convolutions between gates, the others
+attention with normed heads."""
+
+from __future__ import annotations
+
+from localllm.kernels.graph import CausalConv, Gated, Graph, Linears, Tensor
+from localllm.models import hf_names
+from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
+from localllm.models.config import Header
+from localllm.models.rope import make_rope
+
+HF_NAMES = hf_names.COMMON | {
+    "token_embd_norm": "model.embedding_norm",
+    "attn_norm": "operator_norm",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_down": "feed_forward.w2",
+    "ffn_up": "feed_forward.w3",
+    "ffn_gate_inp": "feed_forward.gate",
+    "exp_probs_b.bias": "feed_forward.expert_bias",
+    "ffn_gate_exps": "feed_forward.experts.*.w1",
+    "ffn_down_exps": "feed_forward.experts.*.w2",
+    "ffn_up_exps": "feed_forward.experts.*.w3",
+}
+
+
+def record(m: Header) -> Graph:
+    heads, n_ff, experts = m.heads_by_layer(), m.mlp_width(), m.experts(gating=2)
+    rope = make_rope(m, next((h.key_dim for h in heads if h), m.config.n_embd))
+    n_dense = m.meta.read("leading_dense_block_count", int, 0, low=0, high=1 << 16)
+    kernel = m.meta.read("shortconv.l_cache", int, low=2, high=8)
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        y, own_heads = norm(at, "attn_norm", x), heads[at.number]
+        if own_heads:
+            x = attention(at, y, own_heads, rope, qk_norm="head", residual=x)
+        else:
+            x = short_convolution(at, y, kernel, residual=x)
+        y = norm(at, "ffn_norm", x)
+        if experts and at.number >= n_dense:
+            return mixture(at, y, experts, residual=x)
+        return gated_mlp(at, y, n_ff, residual=x)
+
+    return decoder(m, layer, output_norm=lambda at, _, x: norm(at, "token_embd_norm", x))
+
+
+def short_convolution(at: Layer, x: Tensor, kernel: int, *, residual: Tensor) -> Tensor:
+    """out(c * conv(b * x)), with b, c and x of one matrix."""
+    w, d = at.weights, at.n_embd
+    b, c, x = at.add(Linears(x, w.split("shortconv.in_proj", d, {"b": d, "c": d, "x": d})))
+    weight, state = w.require("shortconv.conv.weight", d, kernel), at.graph.state("conv", kernel - 1, d)
+    y = at.add(CausalConv(at.add(Gated(b, x, "identity")), weight, state, w.find("shortconv.conv.bias", d)))
+    return at.linear(at.add(Gated(c, y, "identity")), "shortconv.out_proj", d, residual=residual)

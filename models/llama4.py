@@ -1,0 +1,57 @@
+"""Llama 4: three of four layers see chunks of the text and rotate; the others see everything, do not rotate, and have
+queries that grow with the logarithm of their position.  Experts are given what is weighed already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localllm.kernels.graph import Graph, PositionScale, Tensor
+from localllm.models import hf_names
+from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
+from localllm.models.config import Header
+from localllm.models.rope import make_rope
+
+HF_NAMES = hf_names.COMMON | {
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+    "ffn_gate_inp": "feed_forward.router",
+    "ffn_gate_up_exps.weight": "feed_forward.experts.gate_up_proj",
+    "ffn_down_exps.weight": "feed_forward.experts.down_proj",
+    "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+    "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+    "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
+}
+
+#: Files of Llama 4 Maverick and Scout do not say these.
+CHUNK, TEMPERATURE = 8192, 0.1
+
+
+def record(m: Header) -> Graph:
+    meta, heads, n_ff, experts = m.meta, m.heads(), m.mlp_width(), m.experts(norm_topk_prob=False, gating=2)
+    experts = experts and replace(experts, n_ff_shared=experts.n_ff)
+    rope = make_rope(m, heads.key_dim, interleaved=True)
+    step = meta.read("interleave_moe_layer_step", int, 1, low=0, high=1 << 16)
+    # Small models without chunks, such as MobileLLM-R1, rotate everywhere.
+    has_chunks = meta.read("attention.sliding_window", int, 1, low=0, high=1 << 31) > 0
+    chunk = meta.read("attention.chunk_size", int, CHUNK, low=1, high=1 << 31)
+    rate = meta.read("attention.temperature_scale", float, TEMPERATURE, low=0.0, high=1e3)
+    q_scale = PositionScale(rate, meta.read("attention.temperature_length", int, chunk, low=1, high=1 << 31), 1)
+    is_normed = not experts or experts.n != 128  # all but Maverick
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        y = norm(at, "attn_norm", x)
+        if has_chunks and (at.number + 1) % 4 == 0:
+            x = attention(at, y, heads, None, q_scale=q_scale, residual=x)
+        else:
+            qk_norm = "unweighted" if is_normed else None
+            x = attention(
+                at, y, heads, rope, qk_norm=qk_norm, norm_last=True, chunk=chunk if has_chunks else None, residual=x
+            )
+        y = norm(at, "ffn_norm", x)
+        if experts and step and (at.number + 1) % step == 0:
+            return mixture(at, y, experts, is_weighted_first=True, residual=x)
+        return gated_mlp(at, y, n_ff, residual=x)
+
+    return decoder(m, layer)

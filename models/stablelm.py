@@ -1,0 +1,24 @@
+"""StableLM 1 and 2 (arXiv:2402.17834): LayerNorm, a rotation of a part of each head, and in some models attention and
+MLP side by side."""
+
+from __future__ import annotations
+
+from localllm.kernels.graph import Graph, Tensor
+from localllm.models import hf_names
+from localllm.models.blocks import Layer, attention, decoder, gated_mlp, layer_norm
+from localllm.models.config import Header
+from localllm.models.rope import make_rope
+
+HF_NAMES = hf_names.COMMON
+
+
+def record(m: Header) -> Graph:
+    heads, n_ff, rope = m.heads(), m.mlp_width(), make_rope(m, m.heads().key_dim)
+    is_parallel = m.meta.read("use_parallel_residual", bool, True)
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        y = layer_norm(at, "attn_norm", x)
+        x = attention(at, y, heads, rope, residual=x)
+        return gated_mlp(at, y if is_parallel else layer_norm(at, "ffn_norm", x), n_ff, residual=x)
+
+    return decoder(m, layer, output_norm=layer_norm, norm_eps=m.layer_norm_eps)

@@ -1,0 +1,24 @@
+"""StarCoder 2 (arXiv:2402.19173): LayerNorm in place of RMSNorm, biases everywhere, and an MLP without a gate.
+
+The window of 4096 tokens that the models were trained with is not in their files: as in llama.cpp, a token sees all.
+"""
+
+from __future__ import annotations
+
+from localllm.kernels.graph import Graph, Tensor
+from localllm.models import hf_names
+from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp
+from localllm.models.config import Header
+from localllm.models.rope import make_rope
+
+HF_NAMES = hf_names.COMMON | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+
+
+def record(m: Header) -> Graph:
+    heads, n_ff, rope = m.heads(), m.mlp_width(), make_rope(m, m.heads().key_dim)
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        x = attention(at, layer_norm(at, "attn_norm", x), heads, rope, qkv_bias=True, residual=x)
+        return mlp(at, layer_norm(at, "ffn_norm", x), n_ff, activation="gelu", residual=x)
+
+    return decoder(m, layer, output_norm=layer_norm, norm_eps=m.layer_norm_eps)
