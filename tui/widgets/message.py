@@ -15,9 +15,9 @@ from textual.message import Message as Posted
 from textual.style import Style
 from textual.widgets import Collapsible, Markdown, Static
 
-from localllm.tui.chat.conversation import Message
+from localllm.tui.chat.conversation import Call, Message
 from localllm.tui.chat.thinking import Piece, ThinkingClock
-from localllm.tui.text import escape_controls, parser
+from localllm.tui.text import escape_controls, parser, shortened
 
 
 class Reply(Markdown):
@@ -149,6 +149,8 @@ _PIECE_LENGTH = 1000
 _REST = 0.01
 #: The beginning of a line without a letter.
 _UNCERTAIN = re.compile(r"\W{0,80}+\d{0,9}+\W{0,80}+")
+#: Characters of a call's arguments that are shown before it is unfolded.
+_MOST_OF_A_CALL = 200
 #: Lines of a user's message that are shown before it is unfolded.
 _MOST_LINES = 30
 #: Characters of thinking that are drawn as one block, which ends where a line does.
@@ -208,6 +210,7 @@ class MessageView(Vertical, can_focus=True):
         self._clock = ThinkingClock()
         self._reply: Reply | None = None
         self._thinking: Thinking | None = None
+        self._shown_calls: tuple[Call, ...] = ()
 
     def compose(self) -> ComposeResult:
         yield Static(classes="divider")
@@ -222,6 +225,7 @@ class MessageView(Vertical, can_focus=True):
             yield self._thinking
             self._reply = Reply()
             yield self._reply
+            yield Vertical(classes="calls")
         yield Static(self._foot(), classes="foot")
 
     @property
@@ -233,6 +237,11 @@ class MessageView(Vertical, can_focus=True):
     def is_long(self) -> bool:
         """Whether it is a user's message that does not stand there as a whole at first."""
         return self.message.role == "user" and self.message.text.count("\n") >= _MOST_LINES
+
+    @property
+    def can_unfold(self) -> bool:
+        """Whether something is folded in it."""
+        return self.thinking is not None or self.is_long or bool(self.message.calls)
 
     def show(self, message: Message, branch: tuple[int, int], *, is_last: bool) -> None:
         """Shows the same message as it is now, its text aside."""
@@ -249,11 +258,13 @@ class MessageView(Vertical, can_focus=True):
     def on_mount(self) -> None:
         self.query_one(".divider").display = False
         self._draw()
+        self._draw_calls()
 
     def toggle(self) -> None:
         """Unfolds what is folded in it, and folds it again."""
-        if (thinking := self.thinking) is not None:
-            thinking.collapsed = not thinking.collapsed
+        if self.can_unfold and not self.is_long:
+            for section in self.query(Collapsible):
+                section.collapsed = not section.collapsed
         elif self.is_long:
             self._is_unfolded = not self._is_unfolded
             self.query_one(".said", Static).update(self._said())
@@ -293,6 +304,7 @@ class MessageView(Vertical, can_focus=True):
         self._thinking.show(message.thinking, _seconds(message))
         await self._reply.show(message.content)
         self._draw()
+        self._draw_calls()
 
     # -- Drawing ---------------------------------------------------------------------------------------------------
 
@@ -301,6 +313,14 @@ class MessageView(Vertical, can_focus=True):
         foot, text = self.query_one(".foot", Static), self._foot()
         foot.update(text)
         foot.display = bool(text)
+
+    def _draw_calls(self) -> None:
+        """Shows calls of tools, their results folded."""
+        if self._shown_calls != self.message.calls:
+            self._shown_calls = self.message.calls
+            calls = self.query_one(".calls", Vertical)
+            calls.remove_children()
+            calls.mount_all(_call(call) for call in self.message.calls)
 
     def _head(self) -> Content:
         if self.message.role == "user":
@@ -337,6 +357,14 @@ class MessageView(Vertical, can_focus=True):
         if not is_possible:
             return (symbol, "dim")
         return (symbol, Style.from_meta({"@click": f"screen.step_message({self.message.id!r}, {by})"}))
+
+
+def _call(call: Call) -> Collapsible:
+    """A call of a tool, with its arguments."""
+    size = "…" if call.result is None else f"{len(call.result):,} characters"
+    title = escape_controls(f"{call.name} {shortened(call.arguments, _MOST_OF_A_CALL)} · {size}")
+    text = Content(escape_controls(f"{call.arguments}\n\n{call.result or ''}"))
+    return Collapsible(Static(text, classes="thought"), title=title.replace("[", "\\["), collapsed=True)
 
 
 def _seconds(message: Message) -> float | None:
