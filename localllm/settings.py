@@ -36,6 +36,9 @@ CONFIG_VARIABLE = "LOCALLLM_CONFIG"
 #: The table of sampling settings.
 SAMPLING = "sampling"
 
+#: The table of the chat's tools; `localllm.tui.chat.tools` knows what is in it.
+TOOLS = "tools"
+
 #: A settings file of more bytes than this is another file.
 _MOST_BYTES = 1 << 20
 
@@ -57,6 +60,7 @@ class Settings:
         model_folders: where GGUF files are looked for, beside the cache of the Hugging Face hub.
         sampling: those settings of `localllm.Sampling` that the file has, as the keywords of `LLM.chat`.
         given: the keys that the file has; those of sampling as "sampling.temperature".
+        tools: the table of the chat's tools, as it is.
     """
 
     model: str | None = None
@@ -72,6 +76,7 @@ class Settings:
     model_folders: tuple[Path, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     given: frozenset[str] = frozenset()
+    tools: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def values(self) -> Iterator[tuple[str, object]]:
         """Every key but for sampling's, and its value."""
@@ -205,7 +210,7 @@ def check(values: Mapping[str, Any], folder: Path) -> tuple[Settings, list[str]]
     Args:
         folder: of the file, which paths in it begin at.
     """
-    top = {name: value for name, value in values.items() if name != SAMPLING}
+    top = {name: value for name, value in values.items() if name not in (SAMPLING, TOOLS)}
     good, problems = _check_keys(top, KEYS, lambda name: _unknown(name, [*KEYS, SAMPLING], f"{SAMPLING}."))
     if "model_folders" in good:
         good["model_folders"] = tuple(folder / _expanded(each) for each in good["model_folders"])
@@ -217,7 +222,8 @@ def check(values: Mapping[str, Any], folder: Path) -> tuple[Settings, list[str]]
         table, SAMPLING_KEYS, lambda name: _unknown(name, SAMPLING_KEYS, where=f" in [{SAMPLING}]"), f"{SAMPLING}."
     )
     given = {*good, *(f"{SAMPLING}.{name}" for name in sampling)}
-    return Settings(**good, sampling=MappingProxyType(sampling), given=frozenset(given)), problems + more
+    tools = values.get(TOOLS, {})
+    return Settings(**good, sampling=MappingProxyType(sampling), given=frozenset(given), tools=tools), problems + more
 
 
 def _check_keys(

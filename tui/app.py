@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import gc
 import signal
 import sys
 import warnings
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 #: Seconds after which a thread that computes has to let the one that draws go on; by default 0.005.
 _SWITCH_SECONDS = 0.001
+#: Collections of younger garbage before one of all, which takes a tenth of a second where much is drawn; else 10.
+_COLLECTIONS = 300
 
 
 DARK = Theme(
@@ -182,21 +185,23 @@ def run_app(app: ChatApp) -> int:
     """Runs an app in the terminal; returns the exit code."""
     _teach_alt_enter()
     take_any_bytes()
-    with quick_switching(), _warnings_shown(app):
+    with responsive(), _warnings_shown(app):
         code = app.run()
     app.end()
     return app.return_code or code or 0
 
 
 @contextmanager
-def quick_switching() -> Iterator[None]:
-    """Lets the thread that draws have its turn soon while others compute."""
-    before = sys.getswitchinterval()
+def responsive() -> Iterator[None]:
+    """Lets the thread that draws have its turn soon: while others compute, and before all garbage is collected."""
+    before, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(_SWITCH_SECONDS)
+    gc.set_threshold(*thresholds[:2], _COLLECTIONS)
     try:
         yield
     finally:
         sys.setswitchinterval(before)
+        gc.set_threshold(*thresholds)
 
 
 @contextmanager

@@ -489,6 +489,24 @@ def _run(session: ChatSession, argument: str) -> Result:
     return PutText(command_output(argument))
 
 
+# -- Tools -----------------------------------------------------------------------------------------------------------
+
+
+def _tools(session: ChatSession, argument: str) -> Result:
+    toolbox = session.toolbox
+    if argument:
+        toolbox.change(argument)
+    tools = toolbox.tools()
+    lines = [
+        f"{tool.name:<24} {'always allowed' if toolbox.is_allowed(tool) else 'asked for'}: "
+        f"{shortened(tool.description, 60)}"
+        for tool in tools.values()
+    ]
+    return "\n".join([*lines, *toolbox.take_warnings()]) or (
+        "no tools: /tools read FOLDER, /tools run on, /tools fetch on and /tools add NAME COMMAND switch some on"
+    )
+
+
 # -- The table -------------------------------------------------------------------------------------------------------
 
 
@@ -565,6 +583,21 @@ COMMANDS = [
     Command("fork", "[N]", "go on in a new chat, with what was said up to number N", _fork, title="Fork the chat"),
     Command("prompt", "[NAME [WORDS]]", "list the prompts of your folder, or use one", _prompt),
     Command("run", "COMMAND", "send what a shell command prints; so does !COMMAND", _run),
+    Command(
+        "tools",
+        "[read FOLDER|run on|fetch on|add NAME COMMAND|…]",
+        "list the tools that the model may call, or switch some on",
+        _tools,
+        title="Tools",
+    ),
+    Command(
+        "allow",
+        "[no|once|chat|always]",
+        "answer a model that wants to use a tool",
+        None,
+        title="Allow a tool",
+        key="f3",
+    ),
     Command("editor", "", "write the message in $EDITOR", None, title="Write in your editor", key="ctrl+e"),
     Command("save", "[TITLE]", "tell where this chat is saved, and name it", _save),
     Command("load", "ID|FILE.json", "open a saved chat, or import one", _load, ("open",), "Open a chat"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -27,8 +28,8 @@ _PERIOD = 0.01
 #: Seconds that keys which end something wait for what was begun before them.
 _PATIENCE_SECONDS = 0.5
 _ENDING = ("escape", "ctrl+c", "ctrl+q")
-#: Seconds after which a key counts as handled, whatever became of the widget that it went to.
-_TRIP_SECONDS = 0.5
+#: Seconds after which a key counts as handled, whatever the widget that it went to is doing.
+_TRIP_SECONDS = 5.0
 
 
 class Passed(Message, bubble=True):
@@ -166,11 +167,12 @@ def _is_letter(event: Typed) -> bool:
 async def _passed(target: MessagePump | None) -> None:
     """Waits till what waits in a widget, and in those around it, has been handled."""
     passed = Passed()
-    if target is not None and target.post_message(passed):
-        try:
-            await asyncio.wait_for(passed.arrived.wait(), _TRIP_SECONDS)
-        except TimeoutError:  # the widget has gone meanwhile
-            return
+    if target is None or not target.post_message(passed):
+        return
+    end = asyncio.get_running_loop().time() + _TRIP_SECONDS
+    while target.is_running and not passed.arrived.is_set() and asyncio.get_running_loop().time() < end:
+        with suppress(TimeoutError):  # the widget may have gone meanwhile
+            await asyncio.wait_for(passed.arrived.wait(), 0.5)
 
 
 def _is_ready(screen: Screen[Any]) -> bool:

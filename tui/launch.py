@@ -31,6 +31,7 @@ from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.events import Choice
 from localllm.tui.chat.session import ChatSession
+from localllm.tui.chat.tools import Toolbox
 from localllm.tui.line_mode import InputReader, LineChat
 from localllm.tui.setup import ModelEntry, Setup
 from localllm.tui.storage.chats import Store, default_path
@@ -52,6 +53,7 @@ class Launch:
             gone.
         settings: those of the user's settings file.
         more: keywords of `LLM.stream_chat` beside the conversation's settings.
+        toolbox: what models may call.
         question: the first message; None for none.
         sessions: the chats that were open in the end, of which the last one is gone on with.
     """
@@ -63,6 +65,7 @@ class Launch:
     model: str
     settings: Settings
     more: dict[str, Any]
+    toolbox: Toolbox = field(default_factory=Toolbox)
     question: str | None = None
     sessions: list[ChatSession] = field(default_factory=list)
 
@@ -100,7 +103,9 @@ class Launch:
         if not is_new:
             c = conversation
             store.set(c.id, model=c.model, system=c.system, settings=c.settings)
-        return cls(arguments, store, notices, conversation, model, defaults, more, question)
+        allowed = None if store.path is None else store.path.with_name("allowed-tools")
+        toolbox = Toolbox(defaults.tools, allowed)
+        return cls(arguments, store, notices, conversation, model, defaults, more, toolbox, question)
 
     def load(self, name: str, progress: LoadProgress | None = None, planned: LoadPlan | None = None) -> LLM:
         """Loads a model, with what the command line says of devices, context and threads.
@@ -154,6 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
             _say_how_to_go_on(launch)
         return code
     finally:
+        launch.toolbox.close()
         launch.store.close()
 
 
@@ -226,7 +232,7 @@ def _run_plain(launch: Launch) -> int:
             describe(llm.info, verbose=arguments.verbose)
         return llm
 
-    session = ChatSession(load(launch.model), launch.store, launch.conversation, launch.more)
+    session = ChatSession(load(launch.model), launch.store, launch.conversation, launch.more, launch.toolbox)
     if (warning := session.mark_open()) is not None:
         warn(warning)
     lines = InputReader(launch.history)
@@ -301,6 +307,7 @@ def setup_of(launch: Launch) -> Setup:
         notices=tuple(launch.notices),
         theme=settings.theme,
         question=launch.question or "",
+        toolbox=launch.toolbox,
     )
 
 

@@ -33,11 +33,14 @@ from localllm.tui.chat.events import (
     Prefill,
     RoomMade,
     Summarising,
+    ToolAsked,
+    ToolsUsed,
     Turn,
     Warned,
 )
 from localllm.tui.chat.model import ChatModel
 from localllm.tui.chat.session import ChatSession
+from localllm.tui.chat.tools import Permission
 from localllm.tui.text import escape_controls
 
 BLOCK = '"""'
@@ -80,6 +83,10 @@ class InputReader:
         if self._edits:
             self._save_history()
         return text
+
+    def answer(self, question: str) -> str:
+        """What somebody answers; nothing in a pipe."""
+        return (self._line(question) or "").strip() if self.interactive else ""
 
     def edit(self, text: str) -> str | None:
         """A text that somebody changes: in its line, where that can be done; None where the input ends."""
@@ -328,7 +335,7 @@ class LineChat:
         old = self.session
         if old.flush(0.0) is not None:
             self.unsaved.append(old)
-        self.session = ChatSession(old.model, old.store, conversation, old.more)
+        self.session = ChatSession(old.model, old.store, conversation, old.more, old.toolbox)
         if (warning := self.session.mark_open()) is not None:
             warn(warning)
 
@@ -359,6 +366,12 @@ class LineChat:
             self._status.show("the model summarises what was said before …")
         elif isinstance(event, Warned):
             warn(event.text)
+        elif isinstance(event, ToolAsked):
+            printer.end()
+            event.answer(self._permission(event))
+        elif isinstance(event, ToolsUsed):
+            call = next(call for call in reversed(event.message.calls) if call.result is not None)
+            self._remark(f"{call.name} {call.arguments}: {len(call.result or ''):,} characters")
         elif isinstance(event, RoomMade):
             self._status.clear()
             instead = f", but this summary: {event.summary}" if event.summary else ""
@@ -366,6 +379,13 @@ class LineChat:
         elif isinstance(event, Finished):
             printer.end()
             self._finished(event)
+
+    def _permission(self, asked: ToolAsked) -> Permission:
+        """What somebody says of a call; "no" where nobody sits there."""
+        self._say(f"the model wants to use {asked.name} {asked.arguments}")
+        answers: dict[str, Permission] = {"o": "once", "c": "chat", "a": "always"}
+        answer = self._lines.answer("allow it? [n]o, [o]nce, in this [c]hat, [a]lways: ")
+        return answers.get(answer[:1].lower(), "no")
 
     def _finished(self, event: Finished) -> None:
         if event.message is None or event.message.state == "stopped":

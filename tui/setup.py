@@ -11,6 +11,7 @@ from localllm.progress import LoadProgress
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.events import Choice
 from localllm.tui.chat.model import ChatModel, Info
+from localllm.tui.chat.tools import Toolbox
 from localllm.tui.storage.chats import Store
 
 
@@ -80,6 +81,7 @@ class Setup:
         notices: what there is to tell at first.
         theme: the name of a theme.
         question: the first message; empty for none.
+        toolbox: what models may call.
     """
 
     store: Store
@@ -95,3 +97,4 @@ class Setup:
     notices: Sequence[str] = ()
     theme: str = "dark"
     question: str = ""
+    toolbox: Toolbox = field(default_factory=Toolbox)

@@ -19,7 +19,7 @@ from typing import Any
 from textual import events
 
 import localllm
-from localllm.tui.app import ChatApp, quick_switching
+from localllm.tui.app import ChatApp, responsive
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.screens.model_loader import ModelState
 from localllm.tui.setup import Setup
@@ -69,7 +69,7 @@ def main() -> None:
         when_full="drop",
     )
     app = ChatApp(setup)
-    with quick_switching():
+    with responsive():
         waited = sorted(1000 * seconds for seconds in asyncio.run(measure(app, arguments.seconds)))
     app.end()
     result = {

@@ -68,6 +68,7 @@ class Asked:
     reply_prefix: str
     variables: dict[str, object]
     options: dict[str, Any]
+    tools: Sequence[Mapping[str, object]] | None = None
 
 
 @dataclass
@@ -115,6 +116,7 @@ class FakeModel:
         self,
         messages: Messages,
         *,
+        tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
         reply_prefix: str = "",
     ) -> list[int]:
@@ -124,13 +126,14 @@ class FakeModel:
         self,
         messages: Messages,
         *,
+        tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
         reply_prefix: str = "",
         **options: Any,
     ) -> FakeStream:
         request = CheckedOptions.of(options)
         self.asked.append(
-            Asked([dict(m) for m in messages], reply_prefix, dict(template_variables or {}), dict(options))
+            Asked([dict(m) for m in messages], reply_prefix, dict(template_variables or {}), dict(options), tools)
         )
         reply = self.replies.pop(0) if self.replies else "ok"
         prompt = self._prompt(messages, reply_prefix)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import re
 
+import pytest
+from textual.widget import Widget
+
 from localllm.tui.chat.conversation import Conversation
-from tests.helpers.chat_app import AppModel, Chat, chatting, setup, talk
+from localllm.tui.widgets.message import Reply
+from tests.helpers.chat_app import AppModel, Chat, chatting, keeping, setup, talk
 
 
 def said(chat: Chat) -> list[str]:
@@ -156,3 +161,67 @@ async def test_no_key_is_cut() -> None:
             await chat.until(lambda: chat.app._chat.selected is chat.views[1])
             await chat.until(lambda: {"e Edit", "r Regenerate"} <= offered(chat) <= whole)
             await chat.press("escape")
+
+
+#: Beginnings of blocks, as they come in awkward pieces.
+_BLOCKS = (
+    *(
+        "# Head\n",
+        "Title\n===\n",
+        "text **bold** `code`\n",
+        "\n",
+        "- item\n",
+        "- item\n  - deeper\n\n  more\n",
+        "1. one\n",
+    ),
+    *(
+        "```py\nx = 1\n```\n",
+        "```\n",
+        "> quote\n",
+        "| a | b |\n|---|---|\n| 1 | 2 |\n",
+        "    code\n",
+        "***\n",
+        "*em",
+        "* ",
+    ),
+    *("\u2028", "[a]", "\n\n[a]: http://x.y\n", "word "),
+)
+
+
+async def test_a_reply_that_streams_in_is_drawn_as_a_whole_one_is() -> None:
+    chosen = random.Random(3)
+    async with chatting(keeping(("q", "a", "q", "b"))) as chat:
+        _, streamed, _, whole = (view.query_one(Reply) if view.query(Reply) else None for view in chat.views)
+        assert streamed is not None
+        assert whole is not None
+        for _ in range(25):
+            text = "".join(chosen.choices(_BLOCKS, k=chosen.randint(1, 14)))
+            await streamed.update("")
+            at = 0
+            while at < len(text):
+                before, at = at, at + chosen.randint(1, 12)
+                await streamed.write(text[before:at])
+            await streamed.show(text)
+            await whole.update(text)
+            assert _drawn(streamed) == _drawn(whole), text
+
+
+def _drawn(widget: Widget) -> list[object]:
+    return [
+        (str(getattr(child, "content", "")), _drawn(child))
+        for child in widget.children
+        if not child.has_class("foot")
+    ]
+
+
+async def test_of_a_reply_that_comes_at_once_few_blocks_are_drawn_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are handled between them."""
+    drawn: list[int] = []
+    append = Reply.append
+    monkeypatch.setattr(Reply, "append", lambda self, text: drawn.append(text.count("\n\n")) or append(self, text))
+    text = "\n\n".join(f"- block {i}\n- of a list" if i % 2 else f"block {i} " + "word " * 20 for i in range(200))
+    async with chatting(setup(AppModel([text], context=100_000))) as chat:
+        await chat.ask("write")
+        assert len(chat.views[1].query_one(Reply).children) == 200
+        assert 199 <= sum(drawn) < 2 * 199  # once
+        assert max(drawn) < 30

@@ -11,9 +11,8 @@ from localllm.tui.chat.attachments import Completion, file_completions, file_wor
 from localllm.tui.chat.conversation import Stats
 from localllm.tui.chat.events import Delta, Ended, EventQueue, Finished, Prefill, Started, Summarising
 from localllm.tui.chat.session import Meter
-from localllm.tui.screens.dialogs import is_web
 from localllm.tui.storage.prompt_history import MOST_ENTRIES, PromptHistory
-from localllm.tui.text import MOST_LINES, Pastes, code_blocks
+from localllm.tui.text import MOST_LINES, Pastes, code_blocks, is_web
 from localllm.tui.widgets.status import Status, line
 
 

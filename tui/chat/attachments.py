@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from localllm.tui.chat.conversation import Attachment, Message
 MOST_BYTES = 1 << 20
 #: Seconds that a shell command may take.
 COMMAND_SECONDS = 30.0
+#: Seconds between two looks at whether it is to end.
+_WATCH_SECONDS = 0.05
 
 # At the beginning of a word: an address such as me@example.org names no file.
 _REFERENCE = re.compile(r"""(?<!\S)@(?:"([^"\n]+)"|'([^'\n]+)'|(\S+))""")
@@ -58,7 +61,7 @@ def attach(text: str, count: Callable[[str], int], known: Iterable[Attachment] =
         names = [quoted] if quoted else [match[3], match[3].rstrip(_PUNCTUATION)]
         name = next((name for name in names if name and _exists(name)), None)
         if name is not None:
-            content = _read(name)
+            content = read_text_file(name)
             files[name] = Attachment(name, content, count(content))
         elif kept := next((name for name in names if name in old), None):
             files[kept] = old[kept]
@@ -97,7 +100,12 @@ def _exists(name: str) -> bool:
         return False
 
 
-def _read(name: str) -> str:
+def read_text_file(name: str) -> str:
+    """The text of a file.
+
+    Raises:
+        UsageError: it cannot be read, is too large or no text.
+    """
     path = _path(name)
     try:
         status = path.stat()
@@ -118,8 +126,8 @@ def _read(name: str) -> str:
     return text
 
 
-def command_output(command: str) -> str:
-    """What a shell command prints, as a text to send; it is ended after `COMMAND_SECONDS`.
+def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False) -> str:
+    """What a shell command prints, as a text to send; it is ended after `COMMAND_SECONDS`, or where it is stopped.
 
     Raises:
         UsageError: there is no command, or it cannot be run.
@@ -138,13 +146,21 @@ def command_output(command: str) -> str:
     except (OSError, ValueError) as error:
         raise UsageError(f"{command!r} cannot be run ({error})") from None
     with process, process.stdout or nullcontext() as output:
-        end = threading.Timer(COMMAND_SECONDS, _kill, [process])
-        end.start()
+        is_read = threading.Event()
+
+        def watch() -> None:
+            end = time.monotonic() + COMMAND_SECONDS
+            while not is_read.wait(_WATCH_SECONDS) and time.monotonic() < end and not is_stopped():
+                pass
+            _kill(process)  # also where all is read: of endless output the beginning is enough
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
         try:
             data = b"" if output is None else output.read(MOST_BYTES + 1)
         finally:
-            end.cancel()
-            _kill(process)  # of endless output the beginning is enough
+            is_read.set()
+            watcher.join()
     text = data[:MOST_BYTES].decode("utf-8", "replace")
     return f"Output of `{command}`:\n\n{fenced(text)}"
 

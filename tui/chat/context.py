@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from localllm.errors import UsageError
 from localllm.tui.chat import settings as chat_settings
@@ -13,7 +15,7 @@ from localllm.tui.chat.events import Choice
 from localllm.tui.chat.model import ChatModel
 
 #: A message as `LLM.chat` takes it.
-Sent = dict[str, str]
+Sent = dict[str, Any]
 
 
 def window_of(path: Sequence[Message]) -> Window | None:
@@ -42,13 +44,30 @@ def prompt(messages: Sequence[Message], system: str, summary: str = "") -> list[
         sent.append({"role": "system", "content": system})
     for message in messages:
         content = with_attachments(message) if message.role == "user" else message.content
-        if not content:
+        if message.calls:
+            sent += _calls(message, content, len(sent))
+        elif not content:
             continue
-        if sent and sent[-1]["role"] == message.role:
+        elif sent and sent[-1]["role"] == message.role:
             sent[-1]["content"] += f"\n\n{content}"
         else:
             sent.append({"role": message.role, "content": content})
     return sent
+
+
+def _calls(message: Message, content: str, number: int) -> list[Sent]:
+    """A reply that calls tools, and what came of it."""
+    calls = [
+        # Some templates insist on nine characters.
+        {"type": "function", "id": f"call{number:03d}{i:02d}", "function": {"name": call.name, "arguments": values}}
+        for i, call in enumerate(message.calls)
+        for values in [json.loads(call.arguments)]
+    ]
+    results = [
+        {"role": "tool", "name": call.name, "tool_call_id": made["id"], "content": call.result or "(it was not run)"}
+        for call, made in zip(message.calls, calls, strict=True)
+    ]
+    return [{"role": "assistant", "content": content, "tool_calls": calls}, *results]
 
 
 def whole_prompt(path: Sequence[Message], system: str) -> list[Sent]:
@@ -73,9 +92,17 @@ class ContextTrimmer:
         summary_tokens: tokens that a new summary may have.
     """
 
-    def __init__(self, model: ChatModel, conversation: Conversation, question: str, begun: str) -> None:
-        """For the reply to ``question``, of which ``begun`` is there already."""
+    def __init__(
+        self,
+        model: ChatModel,
+        conversation: Conversation,
+        question: str,
+        begun: str,
+        tools: Mapping[str, Any] | None = None,
+    ) -> None:
+        """For the reply to ``question``, of which ``begun`` is there already; ``tools`` are keywords of the model."""
         self._model = model
+        self._tools = dict(tools or {})
         self._system = conversation.system
         self._begun = begun
         self._settings = chat_settings.generation(conversation.settings)
@@ -109,7 +136,7 @@ class ContextTrimmer:
         sent = prompt(messages, self._system, self.summary)
         return len(
             self._model.tokenize_chat(
-                sent, template_variables=self._settings.template_variables, reply_prefix=self._begun
+                sent, template_variables=self._settings.template_variables, reply_prefix=self._begun, **self._tools
             )
         )
 

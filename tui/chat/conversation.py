@@ -94,6 +94,21 @@ class Attachment:
     n_tokens: Count
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool, which a reply ends with.
+
+    Attributes:
+        name: of the tool.
+        arguments: the text of a JSON object.
+        result: what the model is told of it; None as long as it is not known.
+    """
+
+    name: str
+    arguments: str
+    result: str | None = None
+
+
 @dataclass(frozen=True)
 class Message:
     """One message.
@@ -109,6 +124,7 @@ class Message:
         stats: what a reply cost.
         window: what the model gets of the conversation from here on, where it did not fit.
         attachments: files that were sent with it.
+        calls: of tools, with which a reply ends; another reply follows them.
     """
 
     id: Id
@@ -121,6 +137,7 @@ class Message:
     stats: Stats | None = None
     window: Window | None = None
     attachments: tuple[Attachment, ...] = ()
+    calls: tuple[Call, ...] = ()
 
     @property
     def can_go_on(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from localllm.tui.chat.conversation import Message
 from localllm.tui.chat.model import ReplyStream
+from localllm.tui.chat.tools import Permission
 
 #: What can be done where the context is full: leave out the oldest turns, put a summary in their place, or nothing.
 Choice = Literal["drop", "summarise", "stop"]
@@ -83,7 +84,23 @@ class Warned:
     text: str
 
 
-Event = Started | Prefill | Delta | Finished | ContextFull | Summarising | RoomMade | Warned
+@dataclass(frozen=True, slots=True)
+class ToolAsked:
+    """The model wants to use a tool, and waits for ``answer`` to be called, by any thread."""
+
+    name: str
+    arguments: str
+    answer: Callable[[Permission], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolsUsed:
+    """Something came of the calls of a reply."""
+
+    message: Message
+
+
+Event = ToolAsked | ToolsUsed | Started | Prefill | Delta | Finished | ContextFull | Summarising | RoomMade | Warned
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,8 @@ def to_markdown(conversation: Conversation) -> str:
             parts.append(f"<details><summary>Thinking</summary>\n\n{message.thinking.strip()}\n\n</details>")
         parts.append(message.content)
         parts += [f"File `{file.name}`:\n\n{fenced(file.text)}" for file in message.attachments]
+        for call in message.calls:
+            parts += [f"Tool `{call.name}`:", fenced(call.arguments), fenced(call.result or "")]
         if message.is_cut:
             parts.append("*(cut off)*")
     return escape_controls("\n\n".join(parts) + "\n")

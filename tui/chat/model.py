@@ -58,6 +58,7 @@ class ChatModel(Protocol):
         self,
         messages: Messages,
         *,
+        tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
         reply_prefix: str = "",
     ) -> list[int]: ...
@@ -65,6 +66,7 @@ class ChatModel(Protocol):
         self,
         messages: Messages,
         *,
+        tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
         reply_prefix: str = "",
         **options: Unpack[Options],

@@ -6,6 +6,8 @@ which any other thread may stop.
 
 from __future__ import annotations
 
+import json
+import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,11 +15,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from localllm.chat.reply import ReplyParser, ToolCall
 from localllm.errors import StoreError, UsageError
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import attach
 from localllm.tui.chat.context import ContextTrimmer, whole_prompt
-from localllm.tui.chat.conversation import Attachment, Conversation, Message, State, Stats, Window
+from localllm.tui.chat.conversation import Attachment, Call, Conversation, Message, State, Stats, Window
 from localllm.tui.chat.events import (
     Choice,
     ContextFull,
@@ -28,14 +31,20 @@ from localllm.tui.chat.events import (
     RoomMade,
     Started,
     Summarising,
+    ToolAsked,
+    ToolsUsed,
     Turn,
     Warned,
 )
 from localllm.tui.chat.model import ChatModel, ReplyStream
-from localllm.tui.chat.thinking import ThinkingClock, ThinkingSplitter, opening_tag, split
+from localllm.tui.chat.thinking import Piece, ThinkingClock, opening_tag, split
+from localllm.tui.chat.tools import Permission, Tool, Toolbox, result_of
 from localllm.tui.storage.autosave import AutoSaver
 from localllm.tui.storage.chats import Store
 from localllm.tui.text import automatic_title, clean_title
+
+#: Seconds between two looks at whether somebody still wants an answer.
+_ANSWER_SECONDS = 0.05
 
 
 class Meter(NamedTuple):
@@ -62,6 +71,7 @@ class ChatSession:
         store: where the conversation is kept.
         conversation: what was said.
         more: keywords of `LLM.stream_chat` beside the conversation's settings, which are not kept.
+        toolbox: what the model may call.
         turn: what is being generated; None if nothing is.
     """
 
@@ -71,13 +81,17 @@ class ChatSession:
         store: Store,
         conversation: Conversation | None = None,
         more: Mapping[str, Any] | None = None,
+        toolbox: Toolbox | None = None,
     ) -> None:
         """A session, see above; a new conversation where none is given."""
         self.model = model
         self.more = dict(more or {})
         self.store = store
         self.conversation = Conversation() if conversation is None else conversation
+        self.toolbox = Toolbox() if toolbox is None else toolbox
         self.turn: Turn | None = None
+        self._tools: dict[str, Tool] = {}
+        self._allowed: set[str] = set()
         self._saver = AutoSaver(store, self.conversation)
         self._busy = threading.Lock()
         self._full: _Full | None = None
@@ -364,22 +378,73 @@ class ChatSession:
         return question
 
     def _reply(self, question: str, id_: str | None, turn: Turn) -> None:
-        """Generates the reply to a message, or the rest of the reply ``id_``."""
+        """Generates the reply to a message, or the rest of the reply ``id_``, and runs the tools that it calls."""
+        self._tools = self.toolbox.tools(lambda: turn.is_stopped)
+        self._emit(turn, *map(Warned, self.toolbox.take_warnings()))
+        for _ in range(self.toolbox.settings.rounds):
+            reply = self._reply_once(question, id_, turn)
+            if reply is None or not reply.calls:
+                return
+            self._run_tools(reply, turn)
+            if turn.is_stopped:
+                return
+            question, id_ = reply.id, None
+        self._emit(turn, Warned(f"stopped after {self.toolbox.settings.rounds} rounds of tools: say what to do next"))
+
+    @property
+    def _told(self) -> dict[str, Any]:
+        """The keywords that tell the model of its tools."""
+        return {"tools": [tool.schema for tool in self._tools.values()]} if self._tools else {}
+
+    def _run_tools(self, reply: Message, turn: Turn) -> None:
+        """Runs what a reply calls, one after the other, each if that is allowed."""
+        calls = list(reply.calls)
+        for i, call in enumerate(calls):
+            tool = self._tools[call.name]
+            if turn.is_stopped or not self._may_run(tool, call, turn):
+                result = "(stopped before it was run)" if turn.is_stopped else "(the user does not allow this call)"
+            else:
+                result = result_of(tool, json.loads(call.arguments), lambda: turn.is_stopped)
+            calls[i] = replace(call, result=result)
+            message = self.conversation.update(reply.id, calls=tuple(calls))
+            self._saver.save(reply.id)
+            self._emit(turn, ToolsUsed(message))
+
+    def _may_run(self, tool: Tool, call: Call, turn: Turn) -> bool:
+        """Whether a call is allowed: asks, unless that was said before."""
+        if tool.mark in self._allowed or self.toolbox.is_allowed(tool):
+            return True
+        answers: queue.SimpleQueue[Permission] = queue.SimpleQueue()
+        self._emit(turn, ToolAsked(call.name, call.arguments, answers.put))
+        while not turn.is_stopped:
+            try:
+                answer = answers.get(timeout=_ANSWER_SECONDS)
+            except queue.Empty:
+                continue
+            if answer == "always":
+                self.toolbox.allow(tool)
+            elif answer == "chat":
+                self._allowed.add(tool.mark)
+            return answer != "no"
+        return False
+
+    def _reply_once(self, question: str, id_: str | None, turn: Turn) -> Message | None:
+        """Generates one reply, or the rest of it; returns it if it is complete."""
         model, conversation = self._loaded(), self.conversation
         asked = chat_settings.generation(conversation.settings)
         messages = whole_prompt(conversation.path(question), conversation.system)
         begun = asked.reply_prefix if id_ is None else conversation[id_].text
         variables = asked.template_variables
-        n_tokens = len(model.tokenize_chat(messages, template_variables=variables, reply_prefix=begun))
+        n_tokens = len(model.tokenize_chat(messages, template_variables=variables, reply_prefix=begun, **self._told))
         if turn.is_stopped:
             self._emit(turn, Finished(None if id_ is None else conversation[id_]))
-            return
+            return None
         if n_tokens >= model.info.context:
             self._emit(turn, self._context_full(question, id_, n_tokens))
-            return
+            return None
         is_new = id_ is None
         if id_ is None:
-            opened = opening_tag(model.chat_template.render(messages, **variables))
+            opened = opening_tag(model.chat_template.render(messages, **self._told, **variables))
             id_ = conversation.add("assistant", begun, parent=question, state="streaming", opened=opened).id
         else:
             conversation.update(id_, state="streaming")
@@ -391,13 +456,14 @@ class ChatSession:
             template_variables=variables,
             reply_prefix=begun,
             progress=lambda done, total: turn.emit(Prefill(done, total)),
-            **{**self.more, **asked.options},
+            **{**self.more, **asked.options, **self._told},
         )
         self._write(id_, start, turn, show_begun=is_new)
         message = conversation.get(id_)
         self._emit(turn, Finished(message))
         if message is not None and message.state == "context" and message.stats is not None:
             self._emit(turn, self._context_full(question, id_, message.stats.total_tokens))
+        return message if message is not None and message.state == "complete" else None
 
     def _write(self, id_: str, start: Callable[[], ReplyStream], turn: Turn, *, show_begun: bool) -> None:
         """Writes a reply as it comes; whatever ends it, what was said stays.
@@ -409,23 +475,39 @@ class ChatSession:
             show_begun: whether what is written already is told too.
         """
         model, reply = self._loaded(), self.conversation[id_]
-        splitter = ThinkingSplitter(reply.opened)
-        begun = splitter.feed(reply.text)
+        parser = ReplyParser(self._told.get("tools", ()), reply.opened)
+        calls: list[Call] = []
+        said = ""
+
+        def tell(parts: list[Piece | ToolCall], *, show: bool = True) -> None:
+            nonlocal said
+            for part in parts:
+                if isinstance(part, ToolCall):
+                    calls.append(Call(part.name, part.arguments))
+                    continue
+                said += "" if part.thinking else part.text
+                if show:
+                    clock.see([part])
+                    self._emit(turn, Delta(*part))
+
         clock = ThinkingClock(None if reply.stats is None else reply.stats.thinking_s)
         state: State = "failed"
         stream: ReplyStream | None = None
         try:
-            self._emit(turn, *(Delta(*piece) for piece in begun if show_begun))
+            tell(parser.feed(reply.text), show=show_begun)
             turn.stream = stream = start()
             with self._saver.saving(id_):
                 for chunk in stream:
                     if chunk.text:
                         self.conversation.update(id_, text=self.conversation[id_].text + chunk.text)
-                        pieces = splitter.feed(chunk.text)
-                        clock.see(pieces)
-                        self._emit(turn, *(Delta(*piece) for piece in pieces))
-            self._emit(turn, *(Delta(*piece) for piece in splitter.finish()))
+                        tell(parser.feed(chunk.text))
+            tell(parser.finish())
             state = _state(stream, model)
+            if calls and state == "complete":  # they do not stand in its text, but beside it
+                text = self.conversation[id_].text
+                text = text.removesuffix(split(text, reply.opened)[1]) + said.rstrip()
+                self.conversation.update(id_, text=text, calls=tuple(calls))
+            self._emit(turn, *map(Warned, parser.warnings))
         except KeyboardInterrupt:
             state = "stopped"
             raise
@@ -452,7 +534,7 @@ class ChatSession:
     def _trimmer(self, question: str, reply: str | None) -> ContextTrimmer:
         conversation = self.conversation
         begun = conversation.settings.get("reply_prefix", "") if reply is None else conversation[reply].text
-        return ContextTrimmer(self._loaded(), conversation, question, begun)
+        return ContextTrimmer(self._loaded(), conversation, question, begun, self._told)
 
     def _context_full(self, question: str, reply: str | None, n_tokens: int) -> ContextFull:
         choices = self._trimmer(question, reply).choices()

@@ -26,9 +26,10 @@ from localllm.tui import commands
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.attachments import attach, file_completions, file_word
 from localllm.tui.chat.conversation import Conversation
-from localllm.tui.chat.events import ContextFull, Turn
+from localllm.tui.chat.events import ContextFull, ToolAsked, Turn
 from localllm.tui.chat.model import ChatModel
 from localllm.tui.chat.session import ChatSession
+from localllm.tui.chat.tools import Permission
 from localllm.tui.screens.commands import Commands
 from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_room, open_link
 from localllm.tui.screens.message_actions import MessageActions
@@ -36,7 +37,7 @@ from localllm.tui.screens.model_loader import ModelLoader, ModelState
 from localllm.tui.screens.streaming import Follower, StreamedTurn
 from localllm.tui.setup import Setup
 from localllm.tui.storage.prompt_history import PromptHistory
-from localllm.tui.text import escape_controls, sentence
+from localllm.tui.text import escape_controls, sentence, shortened
 from localllm.tui.widgets.composer import Composer, Suggestions
 from localllm.tui.widgets.footer import KeyFooter
 from localllm.tui.widgets.message import Reply
@@ -47,6 +48,8 @@ from localllm.tui.widgets.transcript import Transcript
 _MEMORY_SECONDS = 3.0
 #: Seconds without a key after which the size of a file that was named is counted.
 _TYPING_SECONDS = 0.15
+#: Characters of a tool's arguments that are shown above the editor.
+_MOST_OF_A_CALL = 120
 #: Seconds that a reply has to end in when the program does.
 _PATIENCE_SECONDS = 5.0
 
@@ -60,6 +63,7 @@ class ChatScreen(MessageActions, Screen[None]):
         turn: what is being generated; None if nothing is.
         replacing: the id of the message in whose place stands what is sent next.
         unsaved: sessions of chats that were left while they could not be saved.
+        asked: the tool that the model wants to use, and waits for an answer.
     """
 
     app = getters.app(BaseApp)
@@ -78,11 +82,12 @@ class ChatScreen(MessageActions, Screen[None]):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
-        self.session = ChatSession(None, setup.store, setup.conversation, setup.more)
+        self.session = ChatSession(None, setup.store, setup.conversation, setup.more, setup.toolbox)
         self.turn: StreamedTurn | None = None
         self.models = ModelLoader(self)
         self.replacing: str | None = None
         self.unsaved: list[ChatSession] = []
+        self.asked: ToolAsked | None = None
         self.commands = Commands(self)
         self.suggestions = Suggestions()
         self.composer = Composer(PromptHistory(setup.history), self.suggestions)
@@ -131,7 +136,7 @@ class ChatScreen(MessageActions, Screen[None]):
         setup = self.app.setup
         if await self.app.offload(self.session.flush, 0.0) is not None:
             self.unsaved.append(self.session)
-        self.session = ChatSession(self.models.model, setup.store, conversation, setup.more)
+        self.session = ChatSession(self.models.model, setup.store, conversation, setup.more, setup.toolbox)
         self.replacing = None
         self.hint("")
         await self._show_chat()
@@ -207,12 +212,14 @@ class ChatScreen(MessageActions, Screen[None]):
     async def _run(self, session: ChatSession, turn: StreamedTurn) -> None:
         thread = asyncio.create_task(self.app.in_thread(turn.run))
         try:
-            follower = Follower(self.app, session, self.transcript, self.status)
+            follower = Follower(self.app, session, self.transcript, self.status, self._ask_for_tool)
             outcome = await follower.follow(turn)
         finally:
             await thread
             self.turn = None
             self._ended.set()
+            if self.asked is not None:
+                self._ask_for_tool(None)
         if turn.typed is not None and turn.question is None:  # it never became a message
             self._take_back(_Draft(turn.typed, turn.replaced))
         if outcome.error is not None:
@@ -224,6 +231,23 @@ class ChatScreen(MessageActions, Screen[None]):
             self._take_back_pending()
             await self._make_room(session, outcome.full)
         self.send_pending()
+
+    def _ask_for_tool(self, asked: ToolAsked | None) -> None:
+        """Asks in a line above the editor: a dialog would take the keys of who is typing."""
+        self.asked = asked
+        call = "" if asked is None else f"{asked.name} {shortened(asked.arguments, _MOST_OF_A_CALL)}"
+        self.hint(call and f"May the model use {call}? F3 answers; Esc stops the reply.")
+
+    def answer(self, permission: Permission) -> None:
+        """Allows the tool that the model wants to use, or does not.
+
+        Raises:
+            UsageError: it wants to use none.
+        """
+        if self.asked is None:
+            raise UsageError("no tool waits for an answer")
+        self.asked.answer(permission)
+        self._ask_for_tool(None)
 
     async def _make_room(self, session: ChatSession, full: ContextFull) -> None:
         """Does what is to be done about a full context; asks, unless that was said before."""
@@ -378,7 +402,7 @@ class ChatScreen(MessageActions, Screen[None]):
     async def _tell_size(self, line: str) -> None:
         """Says how many tokens the file has that has just been named, where a model is there to count them."""
         model = self.session.model
-        if model is None or self.replacing is not None or self._pending is not None:
+        if model is None or self.replacing is not None or self._pending is not None or self.asked is not None:
             return
         if not line.endswith(" ") or "@" not in line:
             self.hint("")

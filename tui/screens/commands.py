@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from localllm.cli.terminal import quantity
 from localllm.errors import StoreError, UsageError
@@ -11,6 +11,7 @@ from localllm.tui import commands
 from localllm.tui.chat.attachments import command_output
 from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.export import import_chat, path_of, write_export
+from localllm.tui.chat.tools import Permission
 from localllm.tui.commands import NO_BRANCHES, branch_meant, check_begun, forks, to_remove
 from localllm.tui.screens.chats import ChatsScreen, ask_export, ask_import
 from localllm.tui.screens.dialogs import Ask, Choose, SystemScreen, TextDialog, confirm
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
 
 #: More lines than these are told in a dialog, and no notification.
 _MOST_LINES = 3
+
+
+_PERMISSIONS = {
+    "no": "No: the model is told so",
+    "once": "Yes, this time",
+    "chat": "Yes, and whenever it asks in this chat",
+    "always": "Yes, always: also in other chats, whatever the arguments",
+}
 
 
 class Commands:
@@ -192,6 +201,22 @@ class Commands:
             await self._screen.app.offload(session.set_options, settings)
             given = ", ".join(f"{name} {value}" for name, value in settings.items()) or "all by default"
             self._screen.app.notify(f"settings of this chat: {given}")
+
+    async def ask_allow(self) -> None:
+        asked = self._screen.asked
+        if asked is None:
+            raise UsageError("no tool waits for an answer")
+        title = f"May the model use {asked.name}?"
+        answer = await self._screen.app.push_screen_wait(Choose(title, asked.arguments, _PERMISSIONS.items()))
+        if answer is not None and self._screen.asked is asked:
+            await self.do_allow(answer)
+
+    async def do_allow(self, argument: str) -> None:
+        for permission in get_args(Permission):
+            if permission == argument:
+                self._screen.answer(permission)
+                return
+        raise UsageError(f"answer with {', '.join(_PERMISSIONS)}")
 
     async def ask_model(self) -> None:
         await self._screen.models.choose()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, TypeVar
-from urllib.parse import urlsplit
 
 from textual import getters
 from textual.app import ComposeResult
@@ -17,7 +16,7 @@ from textual.widgets.option_list import Option
 
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.events import ContextFull
-from localllm.tui.text import escape_controls
+from localllm.tui.text import escape_controls, is_web
 from localllm.tui.widgets.footer import KeyFooter
 
 Result = TypeVar("Result")
@@ -219,14 +218,3 @@ async def open_link(app: BaseApp, address: str) -> None:
         app.open_url(address)
     elif chosen == "copy":
         app.copy_to_clipboard(text)
-
-
-def is_web(address: str) -> bool:
-    """Whether an address is of a web page: http or https, with a host, and nothing that does not belong there."""
-    if any(not "!" <= c <= "~" for c in address):
-        return False
-    try:
-        parts = urlsplit(address)
-        return parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:
-        return False

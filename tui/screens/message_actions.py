@@ -49,7 +49,7 @@ class MessageActions:
         if action == "branch":
             return not is_busy and is_reply and not view.is_last
         if action == "unfold":
-            return view.thinking is not None or view.is_long
+            return view.can_unfold
         if action == "copy_code":
             return is_reply and "```" in message.text
         return action == "copy" or not is_busy

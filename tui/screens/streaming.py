@@ -19,6 +19,8 @@ from localllm.tui.chat.events import (
     RoomMade,
     Started,
     Summarising,
+    ToolAsked,
+    ToolsUsed,
     Turn,
     Warned,
 )
@@ -78,8 +80,16 @@ class Outcome(NamedTuple):
 class Follower:
     """Shows the turns of one session."""
 
-    def __init__(self, app: BaseApp, session: ChatSession, transcript: Transcript, status: StatusLine) -> None:
+    def __init__(
+        self,
+        app: BaseApp,
+        session: ChatSession,
+        transcript: Transcript,
+        status: StatusLine,
+        ask: Callable[[ToolAsked], None],
+    ) -> None:
         self._app = app
+        self._ask = ask
         self._session = session
         self._transcript = transcript
         self._status = status
@@ -137,6 +147,13 @@ class Follower:
         elif isinstance(event, RoomMade):
             self._summary_words = 0
             self._status.change(activity="")
+        elif isinstance(event, ToolAsked):
+            self._status.change(activity="a tool waits for your answer")
+            self._ask(event)
+        elif isinstance(event, ToolsUsed):
+            self._status.change(activity="using tools")
+            if (view := self._transcript.view(event.message.id)) is not None:
+                await view.finish(event.message)
         elif isinstance(event, Warned):
             self._app.notify(event.text, severity="warning")
         elif isinstance(event, ContextFull):

@@ -50,7 +50,7 @@ def to_message(values: object, where: str) -> Message:
 def extras(message: Message) -> dict[str, Any]:
     """What most messages do not have, as values of JSON."""
     files = tuple(replace(file, name=storable(file.name)) for file in message.attachments)
-    found = {"stats": message.stats, "window": message.window, "attachments": files}
+    found = {"stats": message.stats, "window": message.window, "attachments": files, "calls": message.calls}
     values: dict[str, Any] = msgspec.to_builtins({name: value for name, value in found.items() if value})
     return values
 

@@ -40,7 +40,7 @@ MIGRATIONS = (
             created REAL NOT NULL,
             state TEXT NOT NULL,
             opened TEXT NOT NULL,
-            extras TEXT NOT NULL,  -- JSON: stats, window, attachments
+            extras TEXT NOT NULL,  -- JSON: stats, window, attachments, calls
             indexed INTEGER NOT NULL DEFAULT 0
         )""",
         "CREATE INDEX messages_of_session ON messages (session)",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+from collections.abc import Iterator
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -11,19 +14,14 @@ from textual.content import Content
 from textual.message import Message as Posted
 from textual.style import Style
 from textual.widgets import Collapsible, Markdown, Static
-from textual.widgets.markdown import MarkdownStream
 
-from localllm.tui.chat.conversation import Message
+from localllm.tui.chat.conversation import Call, Message
 from localllm.tui.chat.thinking import Piece, ThinkingClock
-from localllm.tui.text import escape_controls, parser
+from localllm.tui.text import escape_controls, parser, shortened
 
 
 class Reply(Markdown):
-    """A reply's answer.
-
-    While it streams, pieces go through Textual's stream, which joins those that come while it draws; at the end it is
-    drawn once more as a whole, since a block may have been read otherwise before its end was there.
-    """
+    """A reply's answer, drawn in pieces: a long one that comes at once holds up no key."""
 
     class Link(Posted):
         """Somebody wants to open a link."""
@@ -32,26 +30,52 @@ class Reply(Markdown):
             super().__init__()
             self.address = address
 
-    def __init__(self, text: str = "") -> None:
-        super().__init__(escape_controls(text), parser_factory=parser, open_links=False)
-        self._stream: MarkdownStream | None = None
+    def __init__(self) -> None:
+        super().__init__(parser_factory=parser, open_links=False)
+        self._held = ""
 
     async def write(self, text: str) -> None:
-        """Adds a piece."""
-        if self._stream is None:
-            self._stream = Markdown.get_stream(self)
-        await self._stream.write(escape_controls(text))
+        """Adds a piece, but for the beginning of a line that may become anything yet: an item, a fence, a title."""
+        text = self._held + escape_controls(text)
+        line = text[text.rfind("\n") + 1 :]
+        self._held = line if _UNCERTAIN.fullmatch(line) else ""
+        await self._add(text.removesuffix(self._held))
+
+    async def _add(self, text: str) -> None:
+        for piece in _pieces(text):
+            last = self.children[-1] if self.children else None
+            await self.append(piece)
+            # The style sheet's :last-child would have all blocks styled anew for each that comes.
+            if last is not None:
+                last.remove_class("last")
+            if self.children:
+                self.children[-1].add_class("last")
+            await asyncio.sleep(_REST)
 
     async def show(self, text: str) -> None:
-        """Shows a whole text, and ends the stream if there is one."""
-        if self._stream is not None:
-            await self._stream.stop()
-            self._stream = None
-        await self.update(escape_controls(text))
+        """Shows a whole text; what stands there already is drawn anew only where the end may have changed it."""
+        text, self._held = escape_controls(text), ""
+        is_odd = "]:" in text or len(text.split("\n")) != len(f"{text}.".splitlines())
+        if text.startswith(self.source) and not is_odd:
+            await self._add(text.removeprefix(self.source))
+        else:
+            await self.update("")
+            await self._add(text)
 
     def on_markdown_link_clicked(self, event: Markdown.LinkClicked) -> None:
         event.stop()
         self.post_message(self.Link(event.href))
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in pieces that are drawn one at a time, cut where blocks of Markdown end if that can be."""
+    while len(text) > _PIECE_LENGTH:
+        cuts = (text.rfind(mark, 0, _PIECE_LENGTH) + len(mark) for mark in ("\n\n", "\n", " "))
+        cut = next((cut for cut in cuts if cut > len(" ")), _PIECE_LENGTH)
+        yield text[:cut]
+        text = text[cut:]
+    if text:
+        yield text
 
 
 class Thinking(Collapsible):
@@ -119,6 +143,14 @@ def _title(text: str, seconds: float | None, is_thinking: bool) -> str:
     return f"Thought in {n_words:,} word{'s' * (n_words != 1)}"
 
 
+#: Characters of a reply that are drawn at a time.
+_PIECE_LENGTH = 1000
+#: Seconds between two of them, in which keys are handled.
+_REST = 0.01
+#: The beginning of a line without a letter.
+_UNCERTAIN = re.compile(r"\W{0,80}+\d{0,9}+\W{0,80}+")
+#: Characters of a call's arguments that are shown before it is unfolded.
+_MOST_OF_A_CALL = 200
 #: Lines of a user's message that are shown before it is unfolded.
 _MOST_LINES = 30
 #: Characters of thinking that are drawn as one block, which ends where a line does.
@@ -178,6 +210,7 @@ class MessageView(Vertical, can_focus=True):
         self._clock = ThinkingClock()
         self._reply: Reply | None = None
         self._thinking: Thinking | None = None
+        self._shown_calls: tuple[Call, ...] = ()
 
     def compose(self) -> ComposeResult:
         yield Static(classes="divider")
@@ -190,8 +223,9 @@ class MessageView(Vertical, can_focus=True):
             self._thinking = Thinking(thinking, _seconds(self.message))
             self._thinking.display = bool(thinking.strip())
             yield self._thinking
-            self._reply = Reply("" if self._is_streaming else self.message.content)
+            self._reply = Reply()
             yield self._reply
+            yield Vertical(classes="calls")
         yield Static(self._foot(), classes="foot")
 
     @property
@@ -203,6 +237,11 @@ class MessageView(Vertical, can_focus=True):
     def is_long(self) -> bool:
         """Whether it is a user's message that does not stand there as a whole at first."""
         return self.message.role == "user" and self.message.text.count("\n") >= _MOST_LINES
+
+    @property
+    def can_unfold(self) -> bool:
+        """Whether something is folded in it."""
+        return self.thinking is not None or self.is_long or bool(self.message.calls)
 
     def show(self, message: Message, branch: tuple[int, int], *, is_last: bool) -> None:
         """Shows the same message as it is now, its text aside."""
@@ -219,14 +258,21 @@ class MessageView(Vertical, can_focus=True):
     def on_mount(self) -> None:
         self.query_one(".divider").display = False
         self._draw()
+        self._draw_calls()
 
     def toggle(self) -> None:
         """Unfolds what is folded in it, and folds it again."""
-        if (thinking := self.thinking) is not None:
-            thinking.collapsed = not thinking.collapsed
+        if self.can_unfold and not self.is_long:
+            for section in self.query(Collapsible):
+                section.collapsed = not section.collapsed
         elif self.is_long:
             self._is_unfolded = not self._is_unfolded
             self.query_one(".said", Static).update(self._said())
+
+    async def fill(self) -> None:
+        """Draws what a reply says, where that is not being written."""
+        if self._reply is not None and not self._is_streaming:
+            await self._reply.show(self.message.content)
 
     # -- Streaming -------------------------------------------------------------------------------------------------
 
@@ -258,6 +304,7 @@ class MessageView(Vertical, can_focus=True):
         self._thinking.show(message.thinking, _seconds(message))
         await self._reply.show(message.content)
         self._draw()
+        self._draw_calls()
 
     # -- Drawing ---------------------------------------------------------------------------------------------------
 
@@ -266,6 +313,14 @@ class MessageView(Vertical, can_focus=True):
         foot, text = self.query_one(".foot", Static), self._foot()
         foot.update(text)
         foot.display = bool(text)
+
+    def _draw_calls(self) -> None:
+        """Shows calls of tools, their results folded."""
+        if self._shown_calls != self.message.calls:
+            self._shown_calls = self.message.calls
+            calls = self.query_one(".calls", Vertical)
+            calls.remove_children()
+            calls.mount_all(_call(call) for call in self.message.calls)
 
     def _head(self) -> Content:
         if self.message.role == "user":
@@ -302,6 +357,14 @@ class MessageView(Vertical, can_focus=True):
         if not is_possible:
             return (symbol, "dim")
         return (symbol, Style.from_meta({"@click": f"screen.step_message({self.message.id!r}, {by})"}))
+
+
+def _call(call: Call) -> Collapsible:
+    """A call of a tool, with its arguments."""
+    size = "…" if call.result is None else f"{len(call.result):,} characters"
+    title = escape_controls(f"{call.name} {shortened(call.arguments, _MOST_OF_A_CALL)} · {size}")
+    text = Content(escape_controls(f"{call.arguments}\n\n{call.result or ''}"))
+    return Collapsible(Static(text, classes="thought"), title=title.replace("[", "\\["), collapsed=True)
 
 
 def _seconds(message: Message) -> float | None:

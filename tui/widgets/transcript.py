@@ -85,6 +85,8 @@ class Transcript(VerticalScroll, can_focus=False):
             await self._draw_notes(len(self._places) - len(drawn))
             for place in drawn[kept:]:
                 await self._mount(place, is_streaming=place.message.id == streaming)
+        for view in self.views[kept:][::-1]:  # what is seen first, for long ones take their time
+            await view.fill()
         written = None if streaming is None else self.view(streaming)
         if written is not None:
             written.begin(writer)
@@ -122,6 +124,8 @@ class Transcript(VerticalScroll, can_focus=False):
         await self._draw_notes(len(self._places) - len(earlier) - before)
         for place in earlier:
             await self._mount(place, before=first)
+        for view in self.views[: len(earlier)][::-1]:
+            await view.fill()
         return True
 
     def follow(self) -> None:

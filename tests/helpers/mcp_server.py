@@ -1,0 +1,26 @@
+"""An MCP server of the official package, over stdio: adds numbers, and is slow if it is asked to be."""
+
+from __future__ import annotations
+
+import time
+
+from mcp.server import MCPServer
+
+server = MCPServer("numbers")
+
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+@server.tool()
+def sleep(seconds: float) -> str:
+    """Sleeps."""
+    time.sleep(seconds)
+    return "slept"
+
+
+if __name__ == "__main__":
+    server.run("stdio")

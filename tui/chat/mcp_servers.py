@@ -1,0 +1,192 @@
+"""MCP servers: programs or addresses whose tools a model may call, talked with by the official client.
+
+Source: https://modelcontextprotocol.io/specification.  A server may be hostile: what it writes is bounded in time and
+length, its process gets no secrets of the environment, and nothing of it reaches the terminal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from localllm.errors import LocalLLMError, UsageError
+
+#: Seconds that a server has to start in, and to answer a call in.
+START_SECONDS, CALL_SECONDS = 30.0, 120.0
+#: Bytes of a line, tools of a server, and characters of a description.
+MOST_BYTES, MOST_TOOLS, MOST_CHARACTERS = 8 << 20, 100, 2000
+#: Seconds that one has to end in.
+_END_SECONDS = 5.0
+#: Seconds between two looks at whether somebody still waits.
+_PERIOD = 0.05
+
+
+class Server:
+    """One server, talked with on a thread of its own.
+
+    Attributes:
+        tools: what it offers: names, descriptions and JSON schemas of arguments.
+    """
+
+    def __init__(self, command: Sequence[str] = (), url: str = "", env: Mapping[str, str] | None = None) -> None:
+        """Begins to start it: a program that talks over stdio, or an address of streamable HTTP."""
+        self.tools: list[tuple[str, str, dict[str, Any]]] = []
+        self._command, self._url, self._env = list(command), url, dict(env or {})
+        self._loop = asyncio.new_event_loop()
+        self._client: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
+        self._thread.start()
+
+    def wait(self, is_stopped: Callable[[], bool]) -> None:
+        """Waits until it has told its tools.
+
+        Raises:
+            UsageError: it cannot be started.
+        """
+        _await(self._started, START_SECONDS, is_stopped)
+
+    def call(self, name: str, arguments: Mapping[str, Any], is_stopped: Callable[[], bool]) -> str:
+        """What a tool answers, as text.
+
+        Raises:
+            UsageError: it fails, takes too long, or was stopped.
+        """
+        if self._client is None:
+            raise UsageError("the server has ended")
+        future = asyncio.run_coroutine_threadsafe(self._client.call_tool(name, dict(arguments)), self._loop)
+        result = _await(future, CALL_SECONDS, is_stopped)
+        parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+        return ("error: " if result.is_error else "") + "\n".join(parts)
+
+    def close(self) -> None:
+        """Ends it."""
+        with suppress(RuntimeError):  # it has ended already
+            self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
+        self._thread.join(_END_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            self._task = self._loop.create_task(self._serve())
+            self._loop.run_until_complete(self._task)
+        except BaseException as error:  # also what the client groups, and cancelling: whoever waits is told
+            if not self._started.done():
+                self._started.set_exception(UsageError(f"it cannot be used ({_reason(error)})"))
+        finally:
+            self._client = None
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        try:
+            from mcp import Client
+        except ImportError:
+            raise UsageError("MCP servers need the package mcp: pip install 'localllm[mcp]'") from None
+        logging.getLogger("mcp").propagate = False  # it would write over the screen
+        logging.getLogger("mcp").addHandler(logging.NullHandler())
+        target = self._url or _over_stdio(self._command, self._env)
+        async with Client(target, read_timeout_seconds=CALL_SECONDS) as client:
+            async with asyncio.timeout(START_SECONDS):
+                cursor = None
+                while len(self.tools) < MOST_TOOLS:
+                    page = await client.list_tools(cursor=cursor)
+                    self.tools += [
+                        (t.name, (t.description or "")[:MOST_CHARACTERS], t.input_schema) for t in page.tools
+                    ]
+                    cursor = page.next_cursor
+                    if not cursor or not page.tools:
+                        break
+            del self.tools[MOST_TOOLS:]
+            self._client = client
+            self._started.set_result(None)
+            await asyncio.Event().wait()
+
+
+def _await(future: concurrent.futures.Future[Any], seconds: float, is_stopped: Callable[[], bool]) -> Any:
+    for _ in range(int(seconds / _PERIOD)):
+        try:
+            return future.result(_PERIOD)
+        except concurrent.futures.CancelledError:
+            raise UsageError("the server has ended") from None
+        except TimeoutError:
+            if future.done():  # its own
+                raise UsageError("the server takes too long") from None
+            if is_stopped():
+                future.cancel()
+                raise UsageError("stopped") from None
+        except LocalLLMError:
+            raise
+        except Exception as error:  # whatever the client raises
+            raise UsageError(_reason(error)) from None
+    future.cancel()
+    raise UsageError("the server takes too long")
+
+
+def _reason(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) or type(error).__name__
+
+
+@asynccontextmanager
+async def _over_stdio(command: Sequence[str], env: Mapping[str, str]) -> AsyncIterator[tuple[Any, Any]]:
+    """The streams of a program, as the client's own; but lines are of bounded length, and errors are not shown."""
+    import anyio
+    from mcp.client.stdio import get_default_environment
+    from mcp.shared.message import SessionMessage
+    from mcp.types import jsonrpc_message_adapter
+
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**get_default_environment(), **env},
+        limit=MOST_BYTES,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    stdin, stdout = process.stdin, process.stdout
+    received, to_read = anyio.create_memory_object_stream[Any](0)
+    to_write, sent = anyio.create_memory_object_stream[Any](0)
+
+    async def read() -> None:
+        async with received:
+            with suppress(ValueError, anyio.BrokenResourceError):  # too long a line; nobody reads any more
+                while line := await stdout.readline():
+                    try:
+                        message = jsonrpc_message_adapter.validate_json(line, by_name=False)
+                    except ValueError:  # no message: what a program prints
+                        continue
+                    await received.send(SessionMessage(message))
+
+    async def write() -> None:
+        with suppress(OSError):
+            async for message in sent:
+                stdin.write(message.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
+                await stdin.drain()
+
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(read)
+            group.start_soon(write)
+            yield to_read, to_write
+            group.cancel_scope.cancel()
+    finally:
+        for stream in (received, to_read, to_write, sent):
+            stream.close()
+        with suppress(OSError):
+            if hasattr(os, "killpg"):
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                process.kill()
+        with anyio.CancelScope(shield=True):
+            await process.wait()

@@ -1,0 +1,331 @@
+"""Tools that a model may call: those of MCP servers, and a few that are built in and off until they are switched on.
+
+Settings are the table ``[tools]`` of the settings file::
+
+    [tools]
+    read = "~/notes"      # files under this folder may be read
+    run = true            # shell commands
+    fetch = true          # web pages
+    rounds = 10           # times that a reply may call tools before it stops
+
+    [tools.servers.clock]
+    command = ["python", "clock.py"]      # or url = "http://localhost:8000/mcp"
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import re
+import shlex
+import socket
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from localllm.errors import SettingsError, StoreError, UsageError
+from localllm.tui.chat.attachments import MOST_BYTES, command_output, read_text_file
+from localllm.tui.chat.mcp_servers import Server
+from localllm.tui.text import is_web
+
+#: What somebody says of a call: no, this one, all of this tool in this chat, or from now on.
+Permission = Literal["no", "once", "chat", "always"]
+IsStopped = Callable[[], bool]
+
+#: Characters of a result that the model gets.
+MOST_RESULT = 20_000
+_FETCH_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """What can be called.
+
+    Attributes:
+        name: as the model calls it: its server's name is in it, so that none takes another one's place.
+        description, parameters: what the model is told: a text, and a JSON schema.
+        run: gives the result; it is to end soon where its second argument says that it is stopped.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    run: Callable[[Mapping[str, Any], IsStopped], str]
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """As OpenAI's API describes functions."""
+        told = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": told}
+
+    @property
+    def mark(self) -> str:
+        """What a permission is kept by: where a server changes what a tool is said to do, it is asked for anew."""
+        return f"{self.name} {hashlib.sha256(json.dumps(self.schema, sort_keys=True).encode()).hexdigest()[:16]}"
+
+
+class ServerSettings(msgspec.Struct, forbid_unknown_fields=True):
+    """Where an MCP server is: a command that starts it, or an address."""
+
+    command: list[str] = []
+    url: str = ""
+    env: dict[str, str] = {}
+
+
+class ToolSettings(msgspec.Struct, forbid_unknown_fields=True):
+    """The table ``[tools]``, see above."""
+
+    read: str = ""
+    run: bool = False
+    fetch: bool = False
+    rounds: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 10
+    servers: dict[str, ServerSettings] = {}
+
+
+class Toolbox:
+    """The tools of one program, for all its chats.
+
+    Attributes:
+        settings: may be changed.
+    """
+
+    def __init__(self, settings: Mapping[str, Any] | None = None, allowed: Path | None = None) -> None:
+        """Nothing is started yet.
+
+        Args:
+            settings: the table ``[tools]``.
+            allowed: the file that keeps what is always allowed; None keeps nothing.
+
+        Raises:
+            SettingsError: a setting is unknown or wrong.
+        """
+        try:
+            self.settings = msgspec.convert(settings or {}, ToolSettings)
+        except msgspec.ValidationError as error:
+            raise SettingsError(f"the table [tools] of the settings file is wrong: {error}") from None
+        for name, server in self.settings.servers.items():
+            _check_server(name, server)
+        self._path = allowed
+        self._allowed = set(_lines(allowed))
+        self._servers: dict[str, Server] = {}
+        self._failed: dict[str, str] = {}
+
+    def tools(self, is_stopped: IsStopped = lambda: False) -> dict[str, Tool]:
+        """What can be called, by name; starts servers that have not been started."""
+        settings = self.settings
+        found = [_reader(settings.read)] if settings.read else []
+        found += [_RUN] if settings.run else []
+        found += [_FETCH] if settings.fetch else []
+        for name, where in settings.servers.items():
+            if name not in self._servers and name not in self._failed:
+                self._servers[name] = server = Server(where.command, where.url, where.env)
+                try:
+                    server.wait(is_stopped)
+                except UsageError as error:
+                    server.close()
+                    del self._servers[name]
+                    if not is_stopped():
+                        self._failed[name] = f"the MCP server {name!r}: {error}"
+            if name in self._servers:
+                found += _tools_of(name, self._servers[name])
+        return {tool.name: tool for tool in found}
+
+    def take_warnings(self) -> list[str]:
+        """Why servers could not be started, once."""
+        told = [text for text in self._failed.values() if text]
+        self._failed = dict.fromkeys(self._failed, "")
+        return told
+
+    def is_allowed(self, tool: Tool) -> bool:
+        return tool.mark in self._allowed
+
+    def allow(self, tool: Tool) -> None:
+        """Allows it from now on, in later chats as well.
+
+        Raises:
+            StoreError: that cannot be kept.
+        """
+        self._allowed.add(tool.mark)
+        if self._path is not None:
+            try:
+                with self._path.open("a") as file:
+                    file.write(tool.mark + "\n")
+            except OSError as error:
+                raise StoreError(f"{self._path} cannot be written ({error.strerror}): it is asked again") from None
+
+    def change(self, text: str) -> None:
+        """Switches tools on and off for as long as the program runs: ``read FOLDER``, ``run on``, ``add NAME URL``.
+
+        Raises:
+            UsageError: that is none of these.
+        """
+        what, _, value = text.partition(" ")
+        name, _, where = value.strip().partition(" ")
+        if what == "read" and value:
+            if value != "off" and not Path(value).expanduser().is_dir():
+                raise UsageError(f"there is no folder {value}: check the path")
+            self.settings.read = "" if value == "off" else value
+        elif what in ("run", "fetch") and value in ("on", "off"):
+            setattr(self.settings, what, value == "on")
+        elif what == "add" and where:
+            server = ServerSettings(url=where) if is_web(where) else ServerSettings(command=_split(where))
+            _check_server(name, server)
+            self._end(name)
+            self.settings.servers[name] = server
+        elif what == "remove" and name in self.settings.servers:
+            self._end(name)
+            del self.settings.servers[name]
+        else:
+            raise UsageError(
+                "give /tools read FOLDER|off, run on|off, fetch on|off, add NAME COMMAND|URL or remove NAME"
+            )
+
+    def _end(self, name: str) -> None:
+        self._failed.pop(name, None)
+        if (server := self._servers.pop(name, None)) is not None:
+            server.close()
+
+    def close(self) -> None:
+        """Ends the servers."""
+        for name in list(self._servers):
+            self._end(name)
+
+
+def _check_server(name: str, server: ServerSettings) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9-]{1,20}", name):
+        raise UsageError(f"an MCP server cannot be named {name!r:.60}: use up to 20 letters, digits and hyphens")
+    if bool(server.command) == bool(server.url):
+        raise UsageError(f"the MCP server {name!r} needs either a command or a url")
+
+
+def _lines(path: Path | None) -> list[str]:
+    try:
+        return [] if path is None else path.read_text("utf-8").splitlines()
+    except (OSError, ValueError):
+        return []
+
+
+def _split(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:
+        raise UsageError("a quotation mark in the command is open: close it") from None
+
+
+def _tools_of(server_name: str, server: Server) -> list[Tool]:
+    found = []
+    for name, description, parameters in server.tools:
+
+        def run(arguments: Mapping[str, Any], is_stopped: IsStopped, name: str = name) -> str:
+            return server.call(name, arguments, is_stopped)
+
+        plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:40]
+        found.append(Tool(f"{server_name}__{plain}", description, parameters, run))
+    return found
+
+
+def result_of(tool: Tool, arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
+    """What a tool gives, or how it fails, at a length that the model can be told."""
+    try:
+        text = tool.run(arguments, is_stopped)
+    except Exception as error:  # of a tool, whatever it is, the model is told
+        text = f"error: {error}"
+    return text if len(text) <= MOST_RESULT else f"{text[:MOST_RESULT]}\n(cut off: it has {len(text):,} characters)"
+
+
+# -- Built in --------------------------------------------------------------------------------------------------------
+
+
+def _object(name: str, description: str) -> dict[str, Any]:
+    """The schema of an object with one text."""
+    text = {"type": "string", "description": description}
+    return {"type": "object", "properties": {name: text}, "required": [name]}
+
+
+def _reader(root: str) -> Tool:
+    folder = Path(root).expanduser().resolve()
+
+    def read(arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
+        path = (folder / str(arguments["path"])).resolve()
+        if not path.is_relative_to(folder):  # also where a link leads away
+            raise UsageError("it is not in the folder that may be read")
+        if path.is_dir():
+            return "\n".join(sorted(f"{each.name}/" if each.is_dir() else each.name for each in path.iterdir()))
+        return read_text_file(str(path))
+
+    told = "Reads a text file, or lists a folder."
+    return Tool("read_file", told, _object("path", "relative to the folder that may be read; . is that"), read)
+
+
+_RUN = Tool(
+    "run_command",
+    "Runs a shell command, and gives what it prints.",
+    _object("command", "the command line"),
+    lambda arguments, is_stopped: command_output(str(arguments["command"]), is_stopped),
+)
+
+
+class _Text(HTMLParser):
+    """The text of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+        self._skipped = 0
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self._skipped += tag in ("script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._skipped -= tag in ("script", "style") and self._skipped > 0
+        self.parts += "\n" if tag in ("p", "div", "li", "tr", "h1", "h2", "h3", "title") else ""
+
+    def handle_data(self, data: str) -> None:
+        if not self._skipped:
+            self.parts.append(data)
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: str) -> Any:
+        check_public(newurl)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def check_public(address: str) -> None:
+    """Raises:
+    UsageError: it is not of a web page in the Internet: this machine's and its network's services are not for models.
+    """
+    host = urlsplit(address).hostname if is_web(address) else None
+    if host is None:
+        raise UsageError("it is not the address of a web page")
+    found = socket.getaddrinfo(host, None)
+    if not all(ipaddress.ip_address(str(each[4][0]).partition("%")[0]).is_global for each in found):
+        raise UsageError(f"{host} is not in the Internet")
+
+
+def _fetch(arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
+    address = str(arguments["url"])
+    check_public(address)
+    opener = urllib.request.build_opener(_Redirects, urllib.request.ProxyHandler({}))
+    data = b""
+    with opener.open(
+        urllib.request.Request(address, headers={"User-Agent": "localllm"}), timeout=_FETCH_SECONDS
+    ) as page:
+        while len(data) < MOST_BYTES and not is_stopped() and (more := page.read1(1 << 16)):
+            data += more
+        text = data.decode(page.headers.get_content_charset("utf-8"), "replace")
+        if page.headers.get_content_type() != "text/html":
+            return text
+    parser = _Text()
+    parser.feed(text)
+    return re.sub(r"\s*\n\s*", "\n", "".join(parser.parts)).strip()
+
+
+_FETCH = Tool("fetch_page", "Gives the text of a web page.", _object("url", "its address"), _fetch)
