@@ -141,14 +141,14 @@ def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
     """What knows the architecture that ``general.architecture`` names.
 
     Raises:
-        UnsupportedArchitectureError: nothing does; names those there are.
+        UnsupportedArchitectureError: nothing does.
         ModelError: the key is missing.
     """
     architecture = read_architecture(metadata)
     if architecture not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedArchitectureError(
-            f"the architecture {quoted(architecture)} is not supported; localllm runs {known}"
+            f"the architecture {quoted(architecture)} is not supported; docs/models.md lists the "
+            f"{len(ARCHITECTURES)} that localllm runs"
         )
     return ARCHITECTURES[architecture]
 

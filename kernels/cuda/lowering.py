@@ -156,7 +156,8 @@ class Lowering:
         end = [result.buffer] if top_k is None else [result.buffer, top_k.best, top_k.parts]
         kept = [self.batch.buffer, *(buffer for _, buffer in self.limits.ropes)]
         n_bytes = assign([begin, *(call.buffers for call in self.calls), end], kept)
-        return Lowered(self.limits, self.calls, self.hidden, result, self.tables, top_k, n_bytes)
+        calls, self.calls = self.calls, []  # which refer to this: a circle would keep memory till the next collection
+        return Lowered(self.limits, calls, self.hidden, result, self.tables, top_k, n_bytes)
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 

@@ -203,12 +203,12 @@ def test_arguments_are_checked(path: Path) -> None:
 
 def test_names_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "driver_cuda", lambda: None)
-    for name in ("cuda", "cuda:0", "cuda:1,0", "gpu"):
+    for name in ("cuda", "cuda:0", "cuda:1,0", "cuda0", "gpu"):
         with pytest.raises(DeviceError, match=r"no CUDA device can be used: .* use device='cpu'"):
             open_devices(name)
     with pytest.raises(DeviceError, match="'cuda:1,0,1' names a GPU twice"):
         open_devices("cuda:1,0,1")
-    for name in ("cuda:", "cuda:x", "cuda:0,", "cuda:-1", "cuda0", "vulkan"):
+    for name in ("cuda:", "cuda:x", "cuda:0,", "cuda:-1", "vulkan"):
         with pytest.raises(DeviceError, match=f"there is no device '{name}': choose one of 'auto', 'cpu', 'cuda'"):
             open_devices(name)
     assert (cuda_indices(None), cuda_indices("2"), cuda_indices("1,0")) == (None, (2,), (1, 0))
@@ -296,7 +296,7 @@ def test_flags(path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.
     named = [line[2:22].strip() for line in outcome.err.splitlines() if line.startswith("  ")]
     assert named == ["embedding", "layers 0-0", "layers 1-2", "output", "cache", "scratch", *on, "in all"]
     for flags, words in (
-        (["-ngl", "x"], "'x' is not a whole number of at least 0"),
+        (["-ngl", "x"], "'x' is not one whole number of at least 0, 'auto' or 'all'"),
         (["-ts", "3;1"], "'3;1' is not a list of numbers of at least 0"),
         (["-ts", "1"], "-ts is '1', but needs a number for each GPU, of which there are 2"),
         (["-ts", "0,0"], "'0,0' is not a list of numbers of at least 0, not all of them 0"),
