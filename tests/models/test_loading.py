@@ -65,9 +65,7 @@ def test_a_key_that_nobody_reads_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
-    with pytest.raises(
-        UnsupportedArchitectureError, match=r"'gpt-x' is not supported; docs/models.md"
-    ):
+    with pytest.raises(UnsupportedArchitectureError, match=r"'gpt-x' is not supported; docs/models.md"):
         find_architecture({"general.architecture": "gpt-x"})
 
 
