@@ -244,12 +244,12 @@ def test_models_that_are_broken(run: Run, tmp_path: Path, metadata: dict[str, ob
     assert words in outcome.error()
 
 
-def test_an_unsupported_architecture_is_named_with_those_there_are(run: Run, tmp_path: Path) -> None:
+def test_an_unsupported_architecture_is_named_with_the_list_of_those_there_are(run: Run, tmp_path: Path) -> None:
     path = write_any_gguf(tmp_path / "other.gguf", {"general.architecture": "mamba\x1b[31m"})
     outcome = run("generate", "-m", path, "-p", "x")
     assert outcome.code == 1
     assert "mamba" in outcome.error()
-    assert all(f"{name}, " in outcome.error() for name in ("llama", "qwen2", "qwen3"))
+    assert "docs/models.md" in outcome.error()
     assert "\x1b" not in outcome.err
 
 

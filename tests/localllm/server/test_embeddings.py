@@ -14,7 +14,7 @@ import pytest
 
 import localllm
 from tests.helpers.http_server import Serving, serving
-from tests.models.tiny import ENCODERS, make_model, write
+from tests.models.encoders import ENCODERS, make_model, write
 
 pytest.importorskip("torch", reason="needs the extra 'reference'")
 pytest.importorskip("transformers", reason="needs the extra 'reference'")
