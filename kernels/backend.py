@@ -101,15 +101,17 @@ class Batch:
         if not 0 <= self.states.min() <= self.states.max() < cache.n_states:
             raise KernelError(f"a batch names a recurrent state outside a cache of {cache.n_states}")
 
-    def check_ids(self, n_vocab: int) -> None:
-        """Makes sure that its ids are rows of a table.
+    def rows_of(self, embed: Embed) -> NDArray[np.int32]:
+        """The rows of a table that are embedded: int32 [T].
 
         Raises:
-            KernelError: one is not.
+            KernelError: the table has none of that number.
         """
-        ids = self.ids.tolist()
-        if ids and not 0 <= min(ids) <= max(ids) < n_vocab:
-            raise KernelError(f"a batch has token ids outside the vocabulary of {n_vocab}")
+        rows, n = self.positions if embed.by_position else self.ids, embed.table.shape[0]
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < n:
+            what = "positions beyond the" if embed.by_position else "token ids outside the vocabulary of"
+            raise KernelError(f"a batch has {what} {n}")
+        return rows
 
 
 class TopK(NamedTuple):

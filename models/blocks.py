@@ -39,6 +39,7 @@ from localllm.kernels.graph import (
     Scan,
     Softcap,
     Tensor,
+    Weight,
 )
 from localllm.models.config import Experts, Header, Heads, Metadata
 from localllm.models.weights import Reshaped, Weights, split_rows
@@ -109,11 +110,17 @@ def decoder(
     norm_eps: float | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    positions: Weight | None = None,
 ) -> Graph:
-    """Embedding, layers, final norm and head: from ids to logits [N, n_vocab]."""
+    """Embedding, layers, final norm and head: from ids to logits [N, n_vocab].
+
+    ``positions`` [n_positions, d] is what is added to the embedding of a token at a position.
+    """
     config, weights, g = m.config, m.weights, Graph(m.cache_type)
     d, eps = config.n_embd, m.norm_eps if norm_eps is None else norm_eps
     x = embedding = g.add(Embed(weights.require("token_embd.weight", config.n_vocab, d), embedding_scale))
+    if positions is not None:
+        x = embedding = g.add(Add(x, g.add(Embed(positions, by_position=True))))
     for i in range(config.n_layers):
         g.layer = i
         x = record_layer(Layer(i, g, weights.layer(i), d, eps, embedding), x)
@@ -291,10 +298,9 @@ def mixture(
             weight = at.add(Linear(x, w.row("ffn_gate_inp_shexp", d)))
         residual = at.add(Add(shared, residual, residual_scale, weight))
     n_latent = w.n_rows("ffn_latent_down.weight")
-    total, width = residual, d
+    width = n_latent or d
     if n_latent:
-        x, width = at.linear(x, "ffn_latent_down", n_latent), n_latent
-        total = at.add(Scale(x, 0.0))
+        x = at.linear(x, "ffn_latent_down", n_latent)
     if "ffn_gate_up_exps.weight" in w:
         matrices = w.split_experts("ffn_gate_up_exps", n, width, {"gate": n_ff, "up": n_ff})
     else:
@@ -304,7 +310,7 @@ def mixture(
     hs = at.add(ExpertLinears(x, matrices, routing, biases, is_weighted_first))  # [T * k, n_ff]
     h = at.add(Gated(hs[0], hs[1], activation) if len(hs) == 2 else Activation(hs[0], activation))
     down, bias = w.experts("ffn_down_exps", n, n_ff, width), w.find("ffn_down_exps.bias", n, width)
-    y = at.add(ExpertOutput(h, down, routing, total, bias, not is_weighted_first))
+    y = at.add(ExpertOutput(h, down, routing, None if n_latent else residual, bias, not is_weighted_first))
     return at.linear(y, "ffn_latent_up", d, residual=residual) if n_latent else y
 
 

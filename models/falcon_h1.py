@@ -5,7 +5,7 @@ The multipliers of its configuration are in the matrices of GGUF files already.
 
 from __future__ import annotations
 
-from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.graph import Graph, RMSNorm, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, Mamba, attention, decoder, gated_mlp, mamba, norm
 from localllm.models.config import Header
@@ -16,7 +16,7 @@ HF_NAMES = (
     | hf_names.mamba("mamba")
     | {
         "output_norm": "model.final_layernorm",
-        "ffn_norm": "pre_ff_layernorm",
+        "ffn_norm": "pre_ff_layernorm.weight",  # in its files, the name ends here
         "ffn_gate": "feed_forward.gate_proj",
         "ffn_up": "feed_forward.up_proj",
         "ffn_down": "feed_forward.down_proj",
@@ -31,6 +31,7 @@ def record(m: Header) -> Graph:
         y = norm(at, "attn_norm", x)
         x = attention(at, y, heads, rope, residual=x)
         x = mamba(at, y, net, residual=x)
-        return gated_mlp(at, norm(at, "ffn_norm", x), n_ff, residual=x)
+        y = at.add(RMSNorm(x, at.weights.require("ffn_norm", at.n_embd), at.norm_eps))
+        return gated_mlp(at, y, n_ff, residual=x)
 
     return decoder(m, layer)

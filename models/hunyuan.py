@@ -1,4 +1,4 @@
-"""Hunyuan, dense and with experts (arXiv:2411.02265): Llama's layers, with heads that are normed behind the rotation."""
+"""Hunyuan, dense and with experts (arXiv:2411.02265): Llama's layers, with heads normed behind the rotation."""
 
 from __future__ import annotations
 

@@ -45,9 +45,15 @@ def record(m: Header) -> Graph:
         if has_chunks and (at.number + 1) % 4 == 0:
             x = attention(at, y, heads, None, q_scale=q_scale, residual=x)
         else:
-            qk_norm = "unweighted" if is_normed else None
             x = attention(
-                at, y, heads, rope, qk_norm=qk_norm, norm_last=True, chunk=chunk if has_chunks else None, residual=x
+                at,
+                y,
+                heads,
+                rope,
+                qk_norm="unweighted" if is_normed else None,
+                norm_last=True,
+                chunk=chunk if has_chunks else None,
+                residual=x,
             )
         y = norm(at, "ffn_norm", x)
         if experts and step and (at.number + 1) % step == 0:

@@ -153,14 +153,13 @@ class CPUStep(Step):
         """Puts a batch where the program reads it."""
         batch.check_size(self._tables.max_tokens, self._tables.max_outputs)
         batch.check(self.cache)
-        for _, table, _ in self._embeddings:
-            batch.check_ids(table.shape[0])
+        wanted = [batch.rows_of(op) for op, _, _ in self._embeddings]
         self._tables.fill(batch)
         n_tokens = len(batch.ids)
         found: dict[Weight, NDArray[np.float32]] = {}
-        for op, table, rows in self._embeddings:
+        for (op, table, rows), ids in zip(self._embeddings, wanted, strict=True):
             if op.table not in found:
-                found[op.table] = table.rows(batch.ids)
+                found[op.table] = table.rows(ids)
             values, width = found[op.table], op.result.width
             if op.columns is not None:
                 values = values[:, op.columns.start : op.columns.stop]

@@ -60,19 +60,20 @@ def _row_arguments(rows: Stored) -> tuple[Argument, Argument, Argument]:
 
 @dataclass(frozen=True, eq=False)
 class Embed:
-    """Columns of a packed matrix's rows for the batch's ids."""
+    """Columns of a packed matrix's rows for the batch's ids or positions."""
 
     batch: BatchBuffer
     table: PackedMatrix
     columns: range
     scale: float
+    by_position: bool
     y: Stored
 
     def launches(self, extent: Extent) -> Iterator[Launch]:
         table, format = self.table, self.table.packed
         launch = matmul.embed_launch(format, extent.n_tokens)
         sizes = map(np.int32, (self.columns.start, self.columns.stop, format.n_tiles(table.n_in)))
-        batch = self.batch.ids, self.batch.header
+        batch = self.batch.positions if self.by_position else self.batch.ids, self.batch.header
         y = self.y.memory, np.int32(self.y.stride)
         yield launch.given(table.memory, *sizes, *batch, np.float32(self.scale), *y)
 

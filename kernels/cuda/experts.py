@@ -240,11 +240,12 @@ class FinishExperts:
 
 @dataclass(frozen=True, eq=False)
 class AddExperts:
-    """The sum of each token's products, by their weights if it ``is_weighted``, added in place."""
+    """The sum of each token's products, by their weights if it ``is_weighted``; ``adds``: to what is in its place."""
 
     chosen: ChosenExperts
     products: Stored
     is_weighted: bool
+    adds: bool
     y: Stored
 
     def launches(self, extent: Extent) -> Iterator[Launch]:
@@ -253,7 +254,8 @@ class AddExperts:
         given = chosen.step.batch.header, chosen.places, weights, np.int32(chosen.mixture.k)
         rows = products.memory, np.int32(products.stride), np.int32(products.width)
         grid = (-(-products.width // _SUM_COLUMNS), extent.n_tokens)
-        yield _launch("add_experts", grid, _SUM_THREADS, *given, *rows, y.memory, np.int32(y.stride))
+        to = y.memory, np.int32(y.stride), np.int32(self.adds)
+        yield _launch("add_experts", grid, _SUM_THREADS, *given, *rows, *to)
 
 
 def _launch(kernel: str, grid: tuple[int, ...], threads: int, *arguments: Argument) -> Launch:

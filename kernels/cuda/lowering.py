@@ -45,7 +45,7 @@ class Lowered:
     Attributes:
         limits: what the calls have in common.
         hidden: where hidden states that another device computed are put, if the graph begins with them.
-        vocabularies: rows of the tables that ids are looked up in.
+        embeds: what is looked up in tables.
         top_k: what finds the largest of the result, if that is logits.
         arena_bytes: what all buffers take.
     """
@@ -54,7 +54,7 @@ class Lowered:
     calls: list[Call]
     hidden: Stored | None
     result: Stored
-    vocabularies: list[int]
+    embeds: list[g.Embed]
     top_k: TopK | None
     arena_bytes: int
 
@@ -79,7 +79,7 @@ class _Lowering:
         #: Rows as products with weights of a kind of formats read them.
         self.inputs: dict[tuple[Tensor, str], Inputs] = {}
         self.hidden: Stored | None = None
-        self.vocabularies: list[int] = []
+        self.embeds: list[g.Embed] = []
 
     def lower(self) -> Lowered:
         for i, node in enumerate(self.graph.nodes):
@@ -96,7 +96,7 @@ class _Lowering:
         end = [result.buffer] if top_k is None else buffers_of(top_k)
         kept = [self.limits.batch.buffer, *(buffer for _, buffer in self.limits.ropes)]
         n_bytes = assign([begin, *map(buffers_of, found), end], kept)
-        return Lowered(self.limits, found, self.hidden, result, self.vocabularies, top_k, n_bytes)
+        return Lowered(self.limits, found, self.hidden, result, self.embeds, top_k, n_bytes)
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 
@@ -132,9 +132,9 @@ class _Lowering:
 
     def embed(self, op: g.Embed) -> Stored:
         y, table = self.new(Rows.TOKENS, op.result.width), self.weights.matrix(op.table)
-        self.vocabularies.append(table.n_out)
+        self.embeds.append(op)
         columns = op.columns or range(table.n_in)
-        self.calls.append(calls.Embed(self.limits.batch, table, columns, op.scale, y))
+        self.calls.append(calls.Embed(self.limits.batch, table, columns, op.scale, op.by_position, y))
         return y
 
     def rms_norm(self, op: g.RMSNorm) -> Stored:
@@ -303,14 +303,14 @@ class _Lowering:
         return results
 
     def expert_output(self, op: g.ExpertOutput) -> Stored:
-        if self.last_uses[op.residual] > self.node:
+        if op.residual is not None and self.last_uses[op.residual] > self.node:
             raise KernelError("the cuda backend adds what experts compute in place: nothing else may read that")
         chosen, matrix = self.stored[op.routing], self.weights.matrix(op.experts)
         [products] = self._multiply_experts(chosen, [matrix], [self.inputs_of(op.h, matrix.packed)])
         y = self.in_place(op)
         if op.bias is not None:
             self.calls.append(expert_calls.FinishExperts(chosen, False, self.weights.vector(op.bias), products))
-        self.calls.append(expert_calls.AddExperts(chosen, products, op.is_weighted, y))
+        self.calls.append(expert_calls.AddExperts(chosen, products, op.is_weighted, op.residual is not None, y))
         return y
 
     def _multiply_experts(

@@ -92,7 +92,7 @@ class CUDAStep(Step):
         self.stream = self.cache.stream  # what copies its pages comes behind the steps that fill them
         self.calls, self.result, self.hidden = lowered.calls, lowered.result, lowered.hidden
         self.max_top_k = 0 if lowered.top_k is None else min(MAX_TOP_K, lowered.result.width)
-        self._top_k, self._vocabularies = lowered.top_k, lowered.vocabularies
+        self._top_k, self._embeds = lowered.top_k, lowered.embeds
         self.arena = driver.allocate(device, lowered.arena_bytes)
         # What pads rows is read, and must be something.
         driver.fill(self.arena, 0, self.stream)
@@ -140,8 +140,8 @@ class CUDAStep(Step):
         limits, driver = self.limits, self.driver
         batch.check_size(limits.max_tokens, limits.max_outputs)
         batch.check(self.cache)
-        for n_vocab in self._vocabularies:
-            batch.check_ids(n_vocab)
+        for embed in self._embeds:
+            batch.rows_of(embed)
         slot = self._slots[0]
         self._slots = [*self._slots[1:], slot]
         driver.synchronize(slot.event)

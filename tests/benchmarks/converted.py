@@ -74,12 +74,20 @@ def largest_error(ours: Any, theirs: Any) -> float:
 #: What the configurations of released models say otherwise than transformers writes them now.
 RELEASED: dict[str, dict[str, Any]] = {
     "cohere2": {"rotary_pct": 1.0},
-    "gptneox": {"rotary_pct": 0.5},
-    "gptneox-serial": {"rotary_pct": 0.5},
+    "gpt2": {"n_ctx": 128},
+    "gptneox": {"model_type": "released", "rotary_pct": 0.5},
+    "gptneox-serial": {"model_type": "released", "rotary_pct": 0.5},
     "granitehybrid": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
     "granitehybrid-moe": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
+    "mamba2": {"intermediate_size": None},
     "minimax-m2": {"rotary_dim": 8},
-    "nemotron-h": {"model_type": "released", "layers_block_type": None, "hybrid_override_pattern": "M-*M-", "num_experts_per_tok": None},
+    "nemotron-h": {
+        "model_type": "released",
+        "num_hidden_layers": 5,
+        "layers_block_type": None,
+        "hybrid_override_pattern": "M-*M-",
+        "num_experts_per_tok": None,
+    },
 }
 
 

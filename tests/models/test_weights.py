@@ -145,6 +145,14 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("gemma4-e2b", {"gemma4.attention.shared_kv_layers": 7}, "shared_kv_layers is 7"),
     ("gemma4-e2b", {"gemma4.attention.head_count_kv": [2]}, "head_count_kv has 1 values"),
     ("granite", {"granite.residual_scale": float("nan")}, "residual_scale is nan"),
+    ("deepseek-v3", {"deepseek2.attention.kv_lora_rank": 1024}, "kv_lora_rank is 1024"),
+    ("deepseek-v3", {"deepseek2.attention.value_length_mla": None}, "no deepseek2.attention.value_length_mla"),
+    ("gpt2", {"gpt2.context_length": 256}, r"position_embd.weight has the shape \[128, 64\]"),
+    ("lfm2", {"lfm2.attention.head_count_kv": [0, 2]}, "head_count_kv has 2 values for 4 layers"),
+    ("lfm2", {"lfm2.shortconv.l_cache": 9}, "shortconv.l_cache is 9"),
+    ("minimax-m2", {"minimax-m2.expert_count": 0}, "no minimax-m2.expert_count"),
+    ("nemotron-h", {"nemotron_h.feed_forward_length": [0, 172, 172, 0, 172]}, "both give layer 2 a width"),
+    ("nemotron-h", {"nemotron_h.ssm.inner_size": 100}, "inner_size is 100, which is no multiple"),
 ]
 
 

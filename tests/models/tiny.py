@@ -279,7 +279,7 @@ def old_latent_keys(config: Any) -> dict[str, Any]:
         "attention.key_length": config.qk_head_dim,
         "attention.value_length": config.v_head_dim,
         "rope.dimension_count": config.qk_rope_head_dim,
-        "rope.scaling.yarn_log_multiplier": 0.1 * config.rope_parameters.get("mscale_all_dim", 0),
+        "rope.scaling.yarn_log_multiplier": 0.1 * getattr(config, "rope_parameters", {}).get("mscale_all_dim", 0),
         "expert_count": config.n_routed_experts,
         "leading_dense_block_count": 1,
     } | routing_keys(config)
@@ -366,6 +366,27 @@ FALCON_MULTIPLIERS = (
     "ssm_in_multiplier",
     "ssm_out_multiplier",
 )
+
+
+def kimi_keys(config: Any) -> dict[str, Any]:
+    keys = latent_keys(config) | {
+        "attention.head_count_kv": [int(kind == "full_attention") for kind in config.layer_types],
+        "kda.head_dim": config.linear_head_dim,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "expert_count": config.num_experts,
+        "attention.value_length": None,
+        "rope.scaling.yarn_log_multiplier": None,
+    }
+    return {key: value for key, value in keys.items() if "group" not in key}
+
+
+def kimi_tensors(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    if name.endswith("A_log"):
+        return -np.exp(array)
+    if name.endswith("conv1d.weight"):
+        return array.reshape(1, -1, 1, array.shape[-1])
+    match = re.fullmatch(r"model\.layers\.\d+\.block_sparse_moe\.(gate|up|down)_proj\.weight", name)
+    return {f"ffn_{match[1]}.weight": array} if match else split_latents(name, array, config)
 
 
 def falcon_tensors(name: str, array: Array, config: Any) -> Array:
@@ -681,6 +702,18 @@ TINY: dict[str, Tiny] = {
     "gptneox-serial": Tiny(
         "gpt_neox", "gptneox", NEOX | {"use_parallel_residual": False}, parallel_keys, split_neox_heads
     ),
+    "gpt2": Tiny(
+        "gpt2",
+        "gpt2",
+        {"intermediate_size": 256, "num_key_value_heads": 4, "rms_norm_eps": None, "tie_word_embeddings": True},
+        lambda config: {
+            "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+            "attention.key_length": None,
+            "attention.value_length": None,
+            "rope.freq_base": None,
+        },
+        lambda name, array, config: array.T if re.search(r"c_\w+\.weight", name) else array,
+    ),
     "granite": Tiny("granite", "granite", GRANITE, granite_keys, granite_tensors),
     "granitemoe": Tiny("granitemoe", "granitemoe", GRANITE | LOCAL_MIXTURE, granite_keys, granite_tensors),
     "granitemoe-shared": Tiny(
@@ -711,6 +744,16 @@ TINY: dict[str, Tiny] = {
         {"num_experts": 6, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4, "moe_intermediate_size": [172] * 4},
         hunyuan_moe_keys,
     ),
+    "kimi-linear": Tiny(
+        "kimi_linear",
+        "kimi-linear",
+        LATENTS
+        | MIXTURE
+        | {"q_lora_rank": None, "num_experts": 8, "n_group": 1, "topk_group": 1}
+        | {"linear_head_dim": 16, "linear_num_heads": 4, "num_hidden_layers": 5},
+        kimi_keys,
+        kimi_tensors,
+    ),
     "lfm2": Tiny("lfm2", "lfm2", LFM2, lfm2_keys, lfm2_tensors),
     "lfm2moe": Tiny("lfm2_moe", "lfm2moe", LFM2 | MIXTURE | {"num_dense_layers": 1}, lfm2_keys, lfm2_tensors),
     "llama4": Tiny(
@@ -732,8 +775,9 @@ TINY: dict[str, Tiny] = {
         "minimax_m2",
         "minimax-m2",
         LOCAL_MIXTURE | HALF_ROTATED,
-        lambda config: rotated_part(config)
-        | {"expert_feed_forward_length": config.intermediate_size, "expert_gating_func": 2},
+        lambda config: (
+            rotated_part(config) | {"expert_feed_forward_length": config.intermediate_size, "expert_gating_func": 2}
+        ),
     ),
     "mistral3": Tiny(
         "ministral3",
